@@ -1,0 +1,35 @@
+"""The base of every recipe table: strict, frozen, and closed to unknown keys."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Table(BaseModel):
+    """One table of a recipe. TOML types are taken as they are: `"3"` is not a number."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        validate_default=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+
+class Component(Table):
+    """The table of a registered component. A subclass gives `name` a one-word `Literal`."""
+
+    name: str
+    """which registered component this is"""
+
+
+# TOML integers have 64 bits; arithmetic on counts must not leave them.
+Count = Annotated[int, Field(ge=1, le=2**53)]
+CountOrZero = Annotated[int, Field(ge=0, le=2**53)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Pair = Annotated[tuple[float, float], Field(strict=False)]

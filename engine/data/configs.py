@@ -1,0 +1,218 @@
+"""Tokenizers and data sources: their recipe tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from ..config import Component, Count, CountOrZero
+from ..registry import Registry
+
+if TYPE_CHECKING:
+    from .store import TokenStore
+    from .tokenizer import Tokenizer
+
+
+class TokenizerConfig(Component):
+    """Base of every tokenizer's table."""
+
+    def build(self) -> Tokenizer:
+        """Return the tokenizer.
+
+        Raises:
+            DataError: its files are missing or not what they should be.
+        """
+        raise NotImplementedError
+
+
+tokenizers: Registry[TokenizerConfig] = Registry("tokenizer", default="bytes")
+
+
+@tokenizers.register
+class BytesTokenizer(TokenizerConfig):
+    """UTF-8 bytes, one token each, and an end-of-document token; needs no files."""
+
+    name: Literal["bytes"] = "bytes"
+
+    def build(self) -> Tokenizer:
+        """Return the byte tokenizer."""
+        from .tokenizer import ByteTokenizer
+
+        return ByteTokenizer()
+
+
+@tokenizers.register
+class HFTokenizer(TokenizerConfig):
+    """A Hugging Face `tokenizer.json` (extra `[hf]`)."""
+
+    name: Literal["hf"] = "hf"
+    path: str
+    """the file, or the folder that holds `tokenizer.json`; relative to the recipe"""
+    eos_token: str | None = None
+    """end-of-document token; default: what `tokenizer_config.json` beside it says"""
+
+    def build(self) -> Tokenizer:
+        """Return the tokenizer read from the file."""
+        from .tokenizer import HuggingFaceTokenizer
+
+        return HuggingFaceTokenizer(Path(self.path), self.eos_token)
+
+
+class SourceConfig(Component):
+    """Base of every data source's table."""
+
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """share of the samples that come from this source, relative to the other sources"""
+    split: Literal["train", "validation"] = "train"
+    """what this source is used for; with no validation source, `data.validation_fraction` of
+    each training source is held out"""
+
+    def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:
+        """Return the source's documents as tokens, memory-mapped.
+
+        Raises:
+            DataError: with file and line.
+        """
+        raise NotImplementedError
+
+
+sources: Registry[SourceConfig] = Registry("source", default="text")
+
+
+class DocumentSource(SourceConfig):
+    """Base of sources of text documents. They are tokenised once, into a cache on disk."""
+
+    on_error: Literal["stop", "skip"] = "stop"
+    """a document that cannot be read: "stop" with its file and line, or "skip" and count it"""
+
+    def documents(self) -> Iterator[str | DocumentFault]:
+        """Yield the documents in an order that depends on the source alone.
+
+        A document that cannot be read is yielded as a `DocumentFault`.
+        """
+        raise NotImplementedError
+
+    def fingerprint(self) -> str:
+        """Return a text that changes whenever the documents may have changed."""
+        raise NotImplementedError
+
+    def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:
+        """Return the cached tokens, written first if they are not there yet."""
+        from .prepare import open_or_prepare
+
+        return open_or_prepare(self, tokenizer, cache)
+
+
+class DocumentFault:
+    """A document that cannot be read, and where it stands."""
+
+    def __init__(self, place: str, reason: str) -> None:
+        self.place = place
+        self.reason = reason
+
+
+@sources.register
+class PythonSource(DocumentSource):
+    """The interpreter's own standard library, one document a file: text every machine has."""
+
+    name: Literal["python"] = "python"
+    max_bytes: CountOrZero = 0
+    """stop after this many bytes of text; 0 takes all"""
+
+    def documents(self) -> Iterator[str | DocumentFault]:
+        """Yield the library's modules, in a fixed scattered order."""
+        from .sources import python_documents
+
+        return python_documents(self.max_bytes)
+
+    def fingerprint(self) -> str:
+        """Return the interpreter's version and the files' sizes and times."""
+        from .sources import python_fingerprint
+
+        return python_fingerprint(self.max_bytes)
+
+
+class FileSource(DocumentSource):
+    """Base of sources that read files from disk."""
+
+    path: str
+    """a file, a folder or a glob; relative to the recipe"""
+
+    def fingerprint(self) -> str:
+        """Return the files' names, sizes and times."""
+        from .sources import files_fingerprint
+
+        return files_fingerprint(self.path)
+
+
+@sources.register
+class TextSource(FileSource):
+    """Text files in UTF-8, one document a file."""
+
+    name: Literal["text"] = "text"
+
+    def documents(self) -> Iterator[str | DocumentFault]:
+        """Yield the files in the order of their names."""
+        from .sources import text_documents
+
+        return text_documents(self.path)
+
+
+@sources.register
+class JsonlSource(FileSource):
+    """JSON lines, one document a line."""
+
+    name: Literal["jsonl"] = "jsonl"
+    field: str = "text"
+    """the key that holds the text"""
+
+    def documents(self) -> Iterator[str | DocumentFault]:
+        """Yield one document a line."""
+        from .sources import jsonl_documents
+
+        return jsonl_documents(self.path, self.field)
+
+    def fingerprint(self) -> str:
+        """Return the files' names, sizes and times, and the field."""
+        return f"{super().fingerprint()} {self.field}"
+
+
+@sources.register
+class TokensSource(SourceConfig):
+    """Token shards made by `trainer data prepare`, memory-mapped."""
+
+    name: Literal["tokens"] = "tokens"
+    path: str
+    """the folder with `tokens.json`; relative to the recipe"""
+
+    def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:
+        """Return the folder's tokens.
+
+        Raises:
+            DataError: it is incomplete, or another tokenizer made it.
+        """
+        from .store import TokenStore
+
+        return TokenStore.open(Path(self.path), tokenizer)
+
+
+@sources.register
+class SyntheticSource(SourceConfig):
+    """Random tokens with a learnable pattern: for benchmarks and tests."""
+
+    name: Literal["synthetic"] = "synthetic"
+    num_documents: Count = 4096
+    """documents before the source repeats"""
+    document_tokens: Count = 512
+    """mean tokens a document; lengths vary by half of it"""
+    seed: CountOrZero = 0
+    """other seeds give other documents"""
+
+    def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:
+        """Return the generated tokens."""
+        from .sources import synthetic_store
+
+        return synthetic_store(self, tokenizer)

@@ -1,0 +1,39 @@
+"""The `[data]` table."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ..config import Count, Table
+from ..registry import Named
+from . import configs
+
+
+class Data(Table):
+    """What is trained on, and how it becomes batches."""
+
+    seq_len: Annotated[int, Field(ge=1, le=2**24)] = 256
+    """tokens a row"""
+    global_batch: Annotated[int, Field(ge=1, le=2**31)] = 16
+    """sequences an optimizer step, over all ranks"""
+    micro_batch: Annotated[int, Field(ge=1, le=2**31)] = 8
+    """sequences a forward pass, on each data rank; the rest becomes accumulation"""
+    packing: Literal["concat", "documents", "none"] = "concat"
+    """"concat": the token stream cut into rows; "documents": rows of whole documents, attention and
+    loss masked at their borders; "none": one document a row, padded"""
+    shuffle: bool = True
+    """visit the rows in a random order, another one each epoch"""
+    workers: Annotated[int, Field(ge=0, le=256)] = 0
+    """processes that read ahead; 0 reads in the training process"""
+    worker_timeout_seconds: Count = 300
+    """how long a batch from a worker may take"""
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    """share of each training source held out for validation when no source has that split"""
+    cache_dir: str = ""
+    """where tokenised sources are kept; default: the user's cache folder"""
+    sources: Annotated[
+        list[Annotated[configs.SourceConfig, Named(configs.sources)]], Field(min_length=1, max_length=1000)
+    ] = [configs.PythonSource()]
+    """where the documents come from; more than one: a mixture by weight"""

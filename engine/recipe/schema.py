@@ -1,0 +1,43 @@
+"""The whole recipe as one typed object."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from ..config import Table
+from ..data.configs import BytesTokenizer, TokenizerConfig, sources, tokenizers
+from ..data.tables import Data
+from ..loss.configs import CrossEntropy, LossConfig, losses
+from ..models import Llama3Config, ModelConfig, models
+from ..observe.configs import trackers
+from ..optim.configs import WSD, AdamW, OptimizerConfig, ScheduleConfig, optimizers, schedules
+from ..registry import Named, Registry
+from . import tables
+
+
+class Recipe(Table):
+    """One training run, as one TOML file describes it."""
+
+    run: tables.Run = tables.Run()
+    model: Annotated[ModelConfig, Named(models)] = Llama3Config()
+    tokenizer: Annotated[TokenizerConfig, Named(tokenizers)] = BytesTokenizer()
+    data: Data = Data()
+    optimizer: Annotated[OptimizerConfig, Named(optimizers)] = AdamW()
+    schedule: Annotated[ScheduleConfig, Named(schedules)] = WSD()
+    loss: Annotated[LossConfig, Named(losses)] = CrossEntropy()
+    parallel: tables.Parallel = tables.Parallel()
+    precision: tables.Precision = tables.Precision()
+    memory: tables.Memory = tables.Memory()
+    compile: tables.Compile = tables.Compile()
+    kernels: tables.Kernels = tables.Kernels()
+    checkpoint: tables.Checkpoint = tables.Checkpoint()
+    evaluate: tables.Evaluate = tables.Evaluate()
+    metrics: tables.Metrics = tables.Metrics()
+    resilience: tables.Resilience = tables.Resilience()
+    plugins: tables.Plugins = tables.Plugins()
+
+
+REGISTRIES: dict[str, Registry[Any]] = {
+    registry.kind: registry
+    for registry in (models, tokenizers, sources, optimizers, schedules, losses, trackers)
+}

@@ -1,0 +1,71 @@
+"""What every model family's config offers. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from .layout import Layout
+
+if TYPE_CHECKING:
+    from ..kernels.choose import Kernels
+    from .language_model import LanguageModel
+
+Size = Annotated[int, Field(ge=1, le=2**31)]
+
+
+class ModelConfig(BaseModel):
+    """Sizes of one model. A flavor names a set of them; any key given beside it wins."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+    flavors: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    layout: ClassVar[Layout]
+
+    name: str
+    """which model family"""
+    flavor: str = "debug"
+    """a named size of the family; every other key overrides one of its fields"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_flavor(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        flavor = values.get("flavor", cls.model_fields["flavor"].default)
+        if not isinstance(flavor, str) or flavor not in cls.flavors:
+            raise PydanticCustomError(
+                "unknown_flavor",
+                'no flavor is named "{flavor}"; known: {known}',
+                {"flavor": str(flavor)[:80], "known": ", ".join(cls.flavors)},
+            )
+        return {**cls.flavors[flavor], **values}
+
+    def with_vocab(self, vocab_size: int) -> Self:
+        """Return the config with its vocabulary size settled.
+
+        A config that leaves it open takes the tokenizer's, rounded up to a multiple of 64.
+        """
+        raise NotImplementedError
+
+    def build(self, kernels: Kernels) -> LanguageModel:
+        """Return the module on the current default device (`meta` while a run is assembled)."""
+        raise NotImplementedError
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return floating-point operations a token of one training step (forward and backward).
+
+        Six a weight that multiplies, and causal attention counted at half (PaLM, arXiv:2204.02311,
+        appendix B).
+        """
+        raise NotImplementedError

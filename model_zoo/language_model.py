@@ -1,0 +1,70 @@
+"""The contract between a model and the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .layers.cache import KVCache
+
+LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Initial values: normal with this standard deviation, cut off at three of them."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Initial values: all the same."""
+
+    value: float
+
+
+class LanguageModel(nn.Module):
+    """A causal language model as one would write it for one device.
+
+    Weights are kept in fp32 (or as loaded); layers cast them to the dtype of their input, and the
+    embedding's output is cast to `compute_dtype`, so that this one attribute sets the precision.
+    """
+
+    compute_dtype: torch.dtype = torch.float32
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        labels: Tensor | None = None,
+        loss: LossFunction | None = None,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Return logits, or the summed loss if `labels` and `loss` are given.
+
+        Args:
+            tokens: [B, S] token numbers.
+            labels: [B, S] what each position should predict; -100 is not counted.
+            loss: (hidden [T, D], head weight [V, D], labels [T]) -> sum over tokens, fp32 scalar.
+            positions: [B, S] position of each token in its document; default 0..S-1.
+            document_ids: [B, S] attention stays inside runs of equal numbers; default: no borders.
+            cache: keys and values of earlier positions, extended in place.
+
+        Returns:
+            [B, S, V] logits in fp32, or the scalar loss.
+        """
+        raise NotImplementedError
+
+    def initial_values(self, name: str) -> Normal | Constant:
+        """Return the rule by which the parameter `name` starts."""
+        raise NotImplementedError
+
+    def init_buffers(self, device: torch.device) -> None:
+        """Compute the buffers that are not saved (such as rotary tables) on `device`."""
+        raise NotImplementedError

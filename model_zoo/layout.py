@@ -1,0 +1,40 @@
+"""Everything about a family that is keyed by parameter names. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a family's parts are, and what others call them.
+
+    Args:
+        embed: path of the token embedding module.
+        blocks: path of the `ModuleList` of repeated blocks: the units that FSDP, recomputation and
+            compilation wrap, and between which a pipeline may cut.
+        head: path of the module with final norm and projection.
+        hf_names: our parameter name -> Hugging Face's; `{i}` stands for a block's number.
+    """
+
+    embed: str
+    blocks: str
+    head: str
+    hf_names: Mapping[str, str] = field(default_factory=dict)
+
+    def to_hf(self, name: str) -> str | None:
+        """Return Hugging Face's name of our parameter, or None where the table has none."""
+        return _translate(name, self.hf_names)
+
+    def from_hf(self, name: str) -> str | None:
+        """Return our name of a Hugging Face parameter, or None where the table has none."""
+        return _translate(name, {theirs: ours for ours, theirs in self.hf_names.items()})
+
+
+def _translate(name: str, table: Mapping[str, str]) -> str | None:
+    number = re.search(r"\.(\d+)\.", name)
+    template = re.sub(r"\.\d+\.", ".{i}.", name, count=1)
+    found = table.get(template)
+    return found.replace("{i}", number[1]) if found and number else found

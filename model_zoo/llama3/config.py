@@ -1,0 +1,150 @@
+"""Llama 3's sizes (Grattafiori et al. 2024, arXiv:2407.21783, table 3). Torch-free."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ..config import ModelConfig, Size
+from .layout import LAYOUT
+
+if TYPE_CHECKING:
+    from ...kernels.choose import Kernels
+    from .model import Llama3
+
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+class RopeScaling(BaseModel):
+    """Llama 3.1's stretching of the rotary frequencies for long contexts."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    factor: PositiveFloat = 8.0
+    """low frequencies are divided by this"""
+    low_freq_factor: PositiveFloat = 1.0
+    """wavelengths over original_max_seq_len / low_freq_factor are stretched in full"""
+    high_freq_factor: PositiveFloat = 4.0
+    """wavelengths under original_max_seq_len / high_freq_factor are left alone"""
+    original_max_seq_len: Size = 8192
+    """the context that the frequencies were made for"""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor ({self.high_freq_factor}) must be above "
+                f"low_freq_factor ({self.low_freq_factor})"
+            )
+        return self
+
+
+class Llama3Config(ModelConfig):
+    """Llama 3: pre-norm blocks of grouped-query attention with RoPE, and SwiGLU."""
+
+    layout: ClassVar = LAYOUT
+    flavors: ClassVar = {
+        "debug": {},
+        "1b": dict(
+            dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim=8192, vocab_size=128256,
+            rope_theta=500000.0, rope_scaling=dict(factor=32.0), max_seq_len=131072,
+            tie_embeddings=True,
+        ),
+        "3b": dict(
+            dim=3072, n_layers=28, n_heads=24, n_kv_heads=8, ffn_dim=8192, vocab_size=128256,
+            rope_theta=500000.0, rope_scaling=dict(factor=32.0), max_seq_len=131072,
+            tie_embeddings=True,
+        ),
+        "8b": dict(
+            dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14336, vocab_size=128256,
+            rope_theta=500000.0, rope_scaling=dict(factor=8.0), max_seq_len=131072,
+        ),
+        "70b": dict(
+            dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=28672, vocab_size=128256,
+            rope_theta=500000.0, rope_scaling=dict(factor=8.0), max_seq_len=131072,
+        ),
+        "405b": dict(
+            dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, ffn_dim=53248, vocab_size=128256,
+            rope_theta=500000.0, rope_scaling=dict(factor=8.0), max_seq_len=131072,
+        ),
+    }  # fmt: skip
+
+    name: Literal["llama3"] = "llama3"
+    dim: Size = 256
+    """width of the residual stream"""
+    n_layers: Size = 6
+    """number of blocks"""
+    n_heads: Size = 8
+    """query heads"""
+    n_kv_heads: Size = 4
+    """key-value heads; n_heads is a multiple of it"""
+    head_dim: Size | None = None
+    """width of a head; default dim / n_heads"""
+    ffn_dim: Size = 768
+    """width inside the feed-forward layer"""
+    vocab_size: Size | None = None
+    """rows of the embedding; default: the tokenizer's, rounded up to a multiple of 64"""
+    max_seq_len: Size = 8192
+    """longest sequence that the rotary table covers"""
+    rope_theta: PositiveFloat = 10000.0
+    """base of the rotary frequencies"""
+    rope_scaling: RopeScaling | None = None
+    """stretching of the rotary frequencies; none leaves them alone"""
+    norm_eps: PositiveFloat = 1e-5
+    """added to the mean square in each norm"""
+    tie_embeddings: bool = False
+    """one weight for the embedding and the output projection"""
+    init_std: PositiveFloat = 0.02
+    """standard deviation of the initial weights; those that write to the residual stream get
+    init_std / sqrt(2 * n_layers)"""
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head."""
+        return self.head_dim or self.dim // self.n_heads
+
+    @property
+    def vocab(self) -> int:
+        """Rows of the embedding, once settled."""
+        assert self.vocab_size is not None, "with_vocab() settles the vocabulary first"
+        return self.vocab_size
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads})"
+            )
+        if self.head_dim is None and self.dim % self.n_heads:
+            raise ValueError(
+                f"dim ({self.dim}) must be a multiple of n_heads ({self.n_heads}), "
+                "or head_dim given"
+            )
+        if self.head_width % 2:
+            raise ValueError(f"the head width ({self.head_width}) must be even: RoPE turns pairs")
+        return self
+
+    def with_vocab(self, vocab_size: int) -> Self:
+        """Return the config with its vocabulary size settled."""
+        if self.vocab_size is not None:
+            return self
+        return self.model_copy(update={"vocab_size": -(-vocab_size // 64) * 64})
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return floating-point operations a token of one training step."""
+        attention = self.dim * self.head_width * (2 * self.n_heads + 2 * self.n_kv_heads)
+        weights = self.n_layers * (attention + 3 * self.dim * self.ffn_dim) + self.dim * self.vocab
+        return 6.0 * weights + 6.0 * self.n_layers * self.n_heads * self.head_width * seq_len
+
+    def build(self, kernels: Kernels) -> Llama3:
+        """Return the module."""
+        from .model import Llama3
+
+        return Llama3(self, kernels)
