@@ -1,0 +1,40 @@
+"""Loss on the validation split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ..data.batch import IGNORED, Batch
+
+if TYPE_CHECKING:
+    from ...model_zoo.language_model import LanguageModel
+    from ..loss.configs import LossFunction
+
+
+@torch.no_grad()
+def evaluate(
+    model: LanguageModel,
+    batches: Iterable[Batch],
+    loss: LossFunction,
+    device: torch.device,
+    ranks: int,
+) -> float:
+    """Return the mean loss over the valid tokens of all batches on all ranks.
+
+    Every rank must hold the same number of batches.
+    """
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    for batch in batches:
+        batch = batch.to(device)
+        sums[0] += model(**batch.inputs(), loss=loss)
+        sums[1] += (batch.labels != IGNORED).sum()
+    if ranks > 1:
+        dist.all_reduce(sums)
+    model.train()
+    total, tokens = sums.tolist()
+    return float(total / max(tokens, 1))

@@ -1,0 +1,90 @@
+"""One optimizer step: forward, backward, clip, update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..data.batch import IGNORED, Batch
+from ..parallel.data import Parallelized
+from ..precision.dtypes import LossScale
+
+if TYPE_CHECKING:
+    from ..loss.configs import LossFunction
+
+
+class Gradients(NamedTuple):
+    """What forward and backward of a step leave behind, all on the device.
+
+    Args:
+        loss: sum over this rank's tokens.
+        tokens: valid tokens of the whole global batch.
+        norm: global gradient norm, before clipping.
+    """
+
+    loss: Tensor
+    tokens: Tensor
+    norm: Tensor
+
+
+@dataclass
+class TrainStep:
+    """Computes the exact mean gradient over the valid tokens of a global batch.
+
+    Micro batches and ranks may hold unequal numbers of them: each loss is a sum, and the sum is
+    divided by the count over all ranks.
+    """
+
+    parallelized: Parallelized
+    optimizer: torch.optim.Optimizer
+    loss: LossFunction
+    clip_norm: float
+    scale: LossScale
+    device: torch.device
+    ranks: int
+
+    def accumulate(self, batches: Sequence[Batch]) -> Gradients:
+        """Run forward and backward over the micro batches and clip the gradient."""
+        batches = [batch.to(self.device) for batch in batches]
+        tokens = torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum()
+        if self.ranks > 1:
+            dist.all_reduce(tokens)
+        # DDP and FSDP average over ranks; we want the sum.
+        factor = self.scale.value * self.ranks / tokens.clamp(min=1)
+        total = torch.zeros((), device=self.device)
+        for number, batch in enumerate(batches, 1):
+            self.parallelized.reduce_gradients(number == len(batches))
+            loss = self.parallelized.forward(**batch.inputs(), loss=self.loss)
+            (loss * factor).backward()
+            total += loss.detach()
+        return Gradients(total, tokens, self._clip())
+
+    def _clip(self) -> Tensor:
+        weights = [
+            weight
+            for group in self.optimizer.param_groups
+            for weight in group["params"]
+            if weight.grad is not None
+        ]
+        if self.scale.dynamic:
+            torch._foreach_mul_([weight.grad for weight in weights], 1 / self.scale.value)
+        norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights], foreach=True)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        if self.clip_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(weights, self.clip_norm, norm, foreach=True)
+        return norm
+
+    def update(self, lr_factor: float) -> None:
+        """Let the optimizer change the weights, with each group's peak rate times `lr_factor`."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * lr_factor
+        self.optimizer.step()
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
