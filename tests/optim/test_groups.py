@@ -1,0 +1,63 @@
+import pytest
+import torch
+from torch import nn
+
+from trainer.engine.errors import RecipeError
+from trainer.engine.optim.configs import SGD, AdamW, ParameterGroup
+from trainer.engine.optim.groups import parameter_groups
+
+
+class Tiny(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(3)
+        self.up = nn.Linear(3, 4)
+        self.down = nn.Linear(4, 3)
+
+
+def names_by_group(model, config):
+    names = {weight: name for name, weight in model.named_parameters()}
+    groups = parameter_groups(model.named_parameters(), config)
+    return [{names[weight] for weight in group["params"]} for group in groups], groups
+
+
+def test_first_match_wins_and_the_rest_keeps_the_defaults():
+    config = AdamW(
+        lr=1.0,
+        groups=[
+            ParameterGroup(match="norm.*", weight_decay=0.0),
+            ParameterGroup(match="re:bias$", lr=0.5),
+        ],
+    )
+    names, groups = names_by_group(Tiny(), config)
+    assert names == [
+        {"norm.weight", "norm.bias"},
+        {"up.bias", "down.bias"},
+        {"up.weight", "down.weight"},
+    ]
+    assert [group["peak_lr"] for group in groups] == [1.0, 0.5, 1.0]
+    optimizer = config.build(groups, torch.device("cpu"))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.1, 0.1]
+
+
+def test_a_pattern_that_matches_nothing_is_an_error_naming_its_key():
+    config = SGD(groups=[ParameterGroup(match="up.wieght"), ParameterGroup(match="nothing")])
+    with pytest.raises(RecipeError) as caught:
+        parameter_groups(Tiny().named_parameters(), config)
+    text = caught.value.render()
+    assert "optimizer.groups.0.match" in text
+    assert "optimizer.groups.1.match" in text
+    assert 'did you mean "up.weight"?' in text
+
+
+def test_a_pattern_shadowed_by_an_earlier_one_is_an_error():
+    config = SGD(groups=[ParameterGroup(match="*"), ParameterGroup(match="up.weight")])
+    with pytest.raises(RecipeError, match="earlier groups"):
+        parameter_groups(Tiny().named_parameters(), config)
+
+
+def test_frozen_parameters_are_left_out():
+    model = Tiny()
+    model.up.weight.requires_grad_(False)
+    names, _ = names_by_group(model, SGD())
+    assert "up.weight" not in names[0]

@@ -1,0 +1,112 @@
+import math
+
+import pytest
+import torch
+from transformers.optimization import get_inverse_sqrt_schedule, get_wsd_schedule
+
+from trainer.engine.optim.configs import (
+    WSD,
+    Constant,
+    Cosine,
+    Exponential,
+    InverseSqrt,
+    Linear,
+    Polynomial,
+    schedules,
+)
+
+TOTAL = 40
+
+
+def factors(schedule, total=TOTAL):
+    return [schedule.factor(step, total) for step in range(total)]
+
+
+def of_torch(make, total=TOTAL):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = make(optimizer)
+    rates = []
+    for _ in range(total):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (
+            Cosine(min_lr_ratio=0.1),
+            lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, TOTAL, eta_min=0.1),
+        ),
+        (
+            Linear(min_lr_ratio=0.2),
+            lambda o: torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.2, TOTAL),
+        ),
+        (
+            Exponential(min_lr_ratio=0.05),
+            lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.05 ** (1 / TOTAL)),
+        ),
+        (
+            Polynomial(power=3.0),
+            lambda o: torch.optim.lr_scheduler.PolynomialLR(o, TOTAL, power=3.0),
+        ),
+        (Constant(), lambda o: torch.optim.lr_scheduler.ConstantLR(o, 1.0)),
+        (
+            InverseSqrt(timescale=7),
+            lambda o: get_inverse_sqrt_schedule(o, num_warmup_steps=0, timescale=7),
+        ),
+        (
+            WSD(decay_fraction=0.25),
+            lambda o: get_wsd_schedule(
+                o,
+                num_warmup_steps=0,
+                num_decay_steps=TOTAL // 4,
+                num_stable_steps=TOTAL - TOTAL // 4,
+                decay_type="linear",
+            ),
+        ),
+        (
+            WSD(decay_fraction=0.25, decay="cosine", min_lr_ratio=0.1),
+            lambda o: get_wsd_schedule(
+                o,
+                num_warmup_steps=0,
+                num_decay_steps=TOTAL // 4,
+                num_stable_steps=TOTAL - TOTAL // 4,
+                decay_type="cosine",
+                min_lr_ratio=0.1,
+            ),
+        ),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_factors_equal_those_of_torch_and_transformers(ours, theirs):
+    assert factors(ours) == pytest.approx(of_torch(theirs), abs=1e-9)
+
+
+def test_sqrt_decay_is_one_minus_the_root_of_progress():
+    schedule = WSD(decay_fraction=0.5, decay="sqrt")
+    assert schedule.factor(25, 40) == pytest.approx(1 - math.sqrt(5 / 20))
+
+
+@pytest.mark.parametrize("name", list(schedules))
+def test_warmup_rises_in_equal_steps_to_the_peak(name):
+    schedule = schedules[name](warmup_steps=4)
+    assert factors(schedule)[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    assert schedule.factor(4, TOTAL) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("name", list(schedules))
+def test_only_schedules_that_say_so_depend_on_the_total(name):
+    schedule = schedules[name]()
+    changes = any(schedule.factor(s, 40) != schedule.factor(s, 80) for s in range(1, 40))
+    assert changes == schedule.depends_on_total
+
+
+@pytest.mark.parametrize("name", list(schedules))
+def test_factors_stay_between_zero_and_one_for_any_length(name):
+    for warmup in (0, 1, 5, 50):
+        schedule = schedules[name](warmup_steps=warmup)
+        for total in (1, 2, 5, 51):
+            assert all(0 <= factor <= 1 for factor in factors(schedule, total))
