@@ -1,0 +1,1 @@
+"""Processes: who they are, how they start, stop and meet."""

@@ -1,0 +1,193 @@
+"""Which process of which job this is, read from what started it. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ..errors import EnvironmentFault
+
+STORE = "TRAINER_STORE"
+ATTEMPT = "TRAINER_ATTEMPT"
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a job and this one's place among them."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    launcher: str = "none"
+    """what started this process: "none", "trainer", "torchrun" or "slurm\""""
+    meeting_point: str = ""
+    """where ranks find each other: a file's path, or `tcp://host:port`"""
+    hosted: bool = False
+    """whether the launcher itself answers at the meeting point"""
+    attempt: int = 0
+    """how often the launcher has restarted the job; each attempt meets anew"""
+    note: str = ""
+    """something about the environment that the user should know"""
+
+    def __post_init__(self) -> None:
+        for name, index, size in (
+            ("rank", self.rank, self.world_size),
+            ("local rank", self.local_rank, self.local_world_size),
+        ):
+            if not 0 <= index < size:
+                raise EnvironmentFault(
+                    f"the environment says {name} {index} of {size} ({self.launcher})",
+                    "ranks count from 0; start all processes with one launcher",
+                )
+        if self.local_world_size > self.world_size:
+            raise EnvironmentFault(
+                f"the environment says {self.local_world_size} processes on this machine "
+                f"but {self.world_size} in all ({self.launcher})"
+            )
+
+
+def find_world(environ: Mapping[str, str] = os.environ) -> World:
+    """Return the world that our launcher, torchrun, Kubernetes or SLURM describes, else one rank.
+
+    Raises:
+        EnvironmentFault: variables are missing, malformed or contradict each other.
+    """
+    if STORE in environ:
+        return replace(
+            _torch_world(environ, "trainer"),
+            meeting_point=environ[STORE],
+            attempt=_number(environ, ATTEMPT),
+        )
+    if "RANK" in environ:
+        return _from_torchrun(environ)
+    if "SLURM_PROCID" in environ:
+        return _from_slurm(environ)
+    if environ.get("WORLD_SIZE", "1") != "1":
+        raise EnvironmentFault(
+            f"WORLD_SIZE is {environ['WORLD_SIZE']} but RANK is not set",
+            "start with `trainer run --nproc N` or `torchrun`, or unset WORLD_SIZE",
+        )
+    return World()
+
+
+def _from_torchrun(environ: Mapping[str, str]) -> World:
+    """Read what torchrun and the Kubernetes training operator set (torch: `env://`)."""
+    world = _torch_world(environ, "torchrun")
+    address = ""
+    if world.world_size > 1:
+        port = _number(environ, "MASTER_PORT", 1, 2**16)
+        address = f"tcp://{_word(environ, 'MASTER_ADDR')}:{port}"
+    return replace(
+        world,
+        node_rank=_number(environ, "GROUP_RANK", default=0),
+        meeting_point=address,
+        hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
+    )
+
+
+def _torch_world(environ: Mapping[str, str], launcher: str) -> World:
+    if "LOCAL_RANK" not in environ and "LOCAL_WORLD_SIZE" not in environ:
+        local_rank, local_world_size = 0, 1  # a pod each
+    else:
+        local_rank = _number(environ, "LOCAL_RANK")
+        local_world_size = _number(environ, "LOCAL_WORLD_SIZE", 1)
+    return World(
+        rank=_number(environ, "RANK"),
+        world_size=_number(environ, "WORLD_SIZE", 1),
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        launcher=launcher,
+    )
+
+
+def _from_slurm(environ: Mapping[str, str]) -> World:
+    """Read the variables of `srun` (SLURM: srun, output environment variables)."""
+    if "SLURM_STEP_ID" not in environ:
+        tasks = environ.get("SLURM_NTASKS", "1")
+        note = (
+            ""
+            if tasks == "1"
+            else (
+                f"this SLURM job has {tasks} tasks, but only `srun trainer run ...` uses them all"
+            )
+        )
+        return World(note=note)
+    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    world_size = _number(environ, size_name, 1)
+    node_rank = _number(environ, "SLURM_NODEID", default=0)
+    tasks_name = "SLURM_STEP_TASKS_PER_NODE"
+    counts = tasks_per_node(environ.get(tasks_name, str(world_size)))
+    if node_rank >= len(counts) or sum(counts) != world_size:
+        raise EnvironmentFault(
+            f"{tasks_name} is {environ.get(tasks_name)!r}, but {size_name} is {world_size} "
+            f"and SLURM_NODEID is {node_rank}"
+        )
+    address = ""
+    if world_size > 1:
+        nodes = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
+        host = environ.get("MASTER_ADDR") or first_host(_word(environ, nodes))
+        job = _number(environ, "SLURM_JOB_ID") + _number(environ, "SLURM_STEP_ID")
+        # Below 32768: from there on Linux hands out ports to other programs.
+        port = _number(environ, "MASTER_PORT", 1, 2**16, default=10_000 + job % 20_000)
+        address = f"tcp://{host}:{port}"
+    return World(
+        rank=_number(environ, "SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=_number(environ, "SLURM_LOCALID"),
+        local_world_size=counts[node_rank],
+        node_rank=node_rank,
+        launcher="slurm",
+        meeting_point=address,
+        attempt=_number(environ, "SLURM_RESTART_COUNT", default=0),
+    )
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of a SLURM list: `gpu[003-005,9],login1` gives `gpu003`."""
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
+
+
+def tasks_per_node(counts: str) -> list[int]:
+    """Return SLURM's short form as a list: `4(x2),1` gives [4, 4, 1].
+
+    Raises:
+        EnvironmentFault: it is something else.
+    """
+    found: list[int] = []
+    for part in counts.split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part.strip())
+        if not match:
+            raise EnvironmentFault(f"SLURM_STEP_TASKS_PER_NODE is {counts!r}, not like `4(x2),1`")
+        found += [int(match[1])] * int(match[2] or 1)
+    return found
+
+
+def _word(environ: Mapping[str, str], name: str) -> str:
+    value = environ.get(name, "").strip()
+    if not value:
+        raise EnvironmentFault(
+            f"{name} is not set, though this looks like one process of a job",
+            "start all processes with one launcher: `trainer run --nproc N`, torchrun or srun",
+        )
+    return value
+
+
+def _number(
+    environ: Mapping[str, str],
+    name: str,
+    low: int = 0,
+    end: int = 2**31,
+    default: int | None = None,
+) -> int:
+    """Return a variable as a number from `low` up to but not including `end`."""
+    if default is not None and not environ.get(name):
+        return default
+    value = _word(environ, name)
+    if not re.fullmatch(r"[0-9]{1,10}", value) or not low <= int(value) < end:
+        raise EnvironmentFault(f"{name} is {value!r}, not a number from {low} to {end - 1}")
+    return int(value)

@@ -1,0 +1,94 @@
+"""metrics.jsonl: one JSON object a line, each step once however often a run was resumed.
+
+JSON has no NaN or infinity: they are written as the strings "NaN", "Infinity" and "-Infinity"
+(the mapping of protocol buffers), and `read` turns them back into floats. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..run_dir import atomic_write
+
+_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class MetricsLog:
+    """Appends rows with full float precision, one write call a row.
+
+    Args:
+        path: the file; made if missing.
+        resume_step: the step the run goes on from; rows of later steps are dropped, and so is a
+            last line that a kill has torn.
+    """
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        self.path = path
+        self._file = -1
+        self.rewind(resume_step)
+
+    def rewind(self, step: int) -> None:
+        """Drop the rows of steps after `step`; those at it stay. Also used by a rollback."""
+        self.close()
+        if self.path.exists():
+            text = self.path.read_bytes().decode("utf-8", errors="replace")
+            kept = "".join(line for line, row in _rows(text) if row["step"] <= step)
+            if kept != text:
+                atomic_write(self.path, kept)
+        self._torn = False
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append a row; it must have `kind` and `step`.
+
+        Raises:
+            OSError: the disk is full. Rows written later are whole again.
+        """
+        line = json.dumps({key: _plain(value) for key, value in row.items()}, allow_nan=False)
+        data = (b"\n" if self._torn else b"") + line.encode() + b"\n"
+        self._torn = True
+        self._torn = os.write(self._file, data) != len(data)
+
+    def sync(self) -> None:
+        """Make the rows survive a power cut; called before a checkpoint that relies on them."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a finished or live run; a torn line is left out."""
+    text = path.read_bytes().decode("utf-8", errors="replace")
+    return [
+        {
+            key: _WORDS.get(value, value) if isinstance(value, str) else value
+            for key, value in row.items()
+        }
+        for _, row in _rows(text)
+    ]
+
+
+def _rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each whole line, with its newline, and its row."""
+    for line in text.split("\n")[:-1]:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            yield line + "\n", row
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value

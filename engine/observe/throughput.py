@@ -1,0 +1,196 @@
+"""How fast a run is, how much of the hardware it uses, and how much memory. No device syncs."""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Dense matrix peaks of one device in TFLOP/s."""
+
+    half: float
+    """bf16 and fp16, summed in fp32"""
+    single: float
+    """fp32 without TF32"""
+    has_bf16: bool = True
+
+
+# Device name patterns, first match wins. Vendors' data sheets; where they print the rate with
+# structured sparsity, half of it. GeForce cards: white papers, the rate with fp32 accumulation.
+_PEAKS: tuple[tuple[str, Peak], ...] = (
+    # NVIDIA Blackwell: HGX B200/B300 and GB200/GB300 NVL72 data sheets (per GPU)
+    (r"\bGB[23]00\b", Peak(2500.0, 80.0)),
+    (r"\bB[23]00\b", Peak(2250.0, 75.0)),
+    # NVIDIA Hopper: H100, H200, GH200 data sheets; H20 and H800 are the export variants
+    (r"\bH200 NVL\b", Peak(835.5, 60.0)),
+    (r"\bH100 NVL\b", Peak(835.5, 60.0)),
+    (r"\bH[18]00 PCIe\b", Peak(756.0, 51.0)),
+    (r"\b(H100|H200|H800|GH200)\b", Peak(989.4, 67.0)),
+    (r"\bH20\b", Peak(148.0, 44.0)),
+    # NVIDIA Ampere and Ada: A100, A30, A40, A10, L4, L40, L40S data sheets
+    (r"\bA[18]00\b", Peak(312.0, 19.5)),
+    (r"\bA30\b", Peak(165.0, 10.3)),
+    (r"\bA40\b", Peak(149.7, 37.4)),
+    (r"\bA10G\b", Peak(70.0, 31.5)),
+    (r"\bA10\b", Peak(125.0, 31.2)),
+    (r"\bL40S\b", Peak(362.0, 91.6)),
+    (r"\bL40\b", Peak(181.0, 90.5)),
+    (r"\bL4\b", Peak(121.0, 30.3)),
+    (r"\bRTX 6000 Ada\b", Peak(364.2, 91.1)),
+    (r"\bRTX A6000\b", Peak(154.8, 38.7)),
+    # NVIDIA GeForce: Ampere GA102, Ada and RTX Blackwell architecture white papers
+    (r"\bRTX 5090\b(?! (D|Laptop))", Peak(209.5, 104.8)),
+    (r"\bRTX 4090\b(?! (D|Laptop))", Peak(165.2, 82.6)),
+    (r"\bRTX 3090\b(?! (Ti|Laptop))", Peak(71.0, 35.6)),
+    # NVIDIA Volta and Turing: V100 and T4 data sheets
+    (r"\bV100-SXM", Peak(125.0, 15.7, has_bf16=False)),
+    (r"\bV100-PCIE", Peak(112.0, 14.0, has_bf16=False)),
+    (r"\bT4\b", Peak(65.0, 8.1, has_bf16=False)),
+    # AMD Instinct data sheets, matrix cores; MI250 and MI250X show each die as a device
+    (r"\bMI355X\b", Peak(2516.6, 157.3)),
+    (r"\bMI350X\b", Peak(2306.9, 144.2)),
+    (r"\bMI3(00|25)X\b", Peak(1307.4, 163.4)),
+    (r"\bMI250X\b", Peak(191.5, 47.9)),
+    (r"\bMI250\b", Peak(181.0, 45.3)),
+    (r"\bMI210\b", Peak(181.0, 45.3)),
+)
+
+
+def peak_flops(device_name: str, compute: str) -> float | None:
+    """Return a device's dense peak in FLOP/s, or None if it is not known (a slice of a GPU, too).
+
+    Args:
+        device_name: as `torch.cuda.get_device_name` says it.
+        compute: "bf16", "fp16" or "fp32" (without TF32).
+    """
+    if re.search(r"\b(MIG|GRID)\b", device_name):
+        return None
+    peak = next((peak for pattern, peak in _PEAKS if re.search(pattern, device_name)), None)
+    if peak is None or (compute == "bf16" and not peak.has_bf16):
+        return None
+    return (peak.single if compute == "fp32" else peak.half) * 1e12
+
+
+def device_peak_flops(device: torch.device, compute: str) -> float | None:
+    """Return the dense peak of a torch device in FLOP/s; None for CPUs and unknown GPUs."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    return peak_flops(torch.cuda.get_device_name(device), compute)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory in use at once since the start.
+
+    On a GPU what its allocator gave out, on a CPU what the process had resident.
+    """
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    return resident_peak_bytes()
+
+
+def resident_peak_bytes() -> int:
+    """Return the most memory that this process had resident."""
+    try:
+        # getrusage would count the process that started this one (its value survives exec).
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+    except (OSError, IndexError):
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Means over the steps since the last reading."""
+
+    tokens_per_second: float
+    step_seconds: float
+    data_seconds: float
+    """of `step_seconds`, how long the step waited for data"""
+    mfu: float | None
+    """model FLOP/s utilization (PaLM, arXiv:2204.02311, appendix B), 0 to 1"""
+
+
+class Throughput:
+    """Counts tokens and time between readings; time spent in `paused` does not count.
+
+    Args:
+        flops_per_token: of one training step.
+        peak_flops: dense peak of all devices of the run together, None if unknown.
+        clock: returns seconds.
+    """
+
+    def __init__(
+        self,
+        flops_per_token: float,
+        peak_flops: float | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops
+        self._clock = clock
+        self.start(0, 0)
+
+    def start(self, step: int, tokens: int) -> None:
+        """Begin to count after `step`, at which `tokens` in all had been trained on."""
+        self._step = step
+        self._tokens = tokens
+        self._waited = 0.0
+        self._started = self._clock()
+
+    def read(self, step: int, tokens: int) -> Rates:
+        """Return the rates since the last reading, and begin anew.
+
+        Args:
+            step: finished optimizer steps.
+            tokens: trained on so far, over all ranks.
+        """
+        seconds = max(self._clock() - self._started, 1e-9)
+        steps = max(step - self._step, 1)
+        per_second = (tokens - self._tokens) / seconds
+        rates = Rates(
+            tokens_per_second=per_second,
+            step_seconds=seconds / steps,
+            data_seconds=self._waited / steps,
+            mfu=self._flops_per_token * per_second / self._peak_flops if self._peak_flops else None,
+        )
+        self.start(step, tokens)
+        return rates
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time of an evaluation or a synchronous save."""
+        paused_at = self._clock()
+        try:
+            yield
+        finally:
+            self._started += self._clock() - paused_at
+
+    def timed(self, items: Iterator[Item]) -> Iterator[Item]:
+        """Yield the items, counting how long each was waited for."""
+        while True:
+            asked_at = self._clock()
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            self._waited += self._clock() - asked_at
+            yield item
