@@ -1,0 +1,49 @@
+"""What the model is given: one micro batch of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+"""the label of a position that is not learned from"""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of tokens.
+
+    Attributes:
+        tokens: [B, S] int64.
+        labels: [B, S] int64; the token that follows, or -100 where there is nothing to learn.
+        positions: [B, S] int64, from the start of each document; None: from the row's start.
+        document_ids: [B, S] int32, within the row; attention stays inside a document.
+            None: a row is one document.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor | None = None
+    document_ids: Tensor | None = None
+
+    def to(self, device: torch.device) -> Batch:
+        """Copy it to a device, through pinned memory so that the host does not wait."""
+        if device.type != "cuda":
+            return self._each(lambda column: column.to(device))
+        return self._each(lambda column: column.pin_memory().to(device, non_blocking=True))
+
+    def split(self, size: int) -> Iterator[Batch]:
+        """Yield views of `size` rows each; the last may have fewer."""
+        for first in range(0, len(self.tokens), size):
+            rows = slice(first, first + size)
+            yield self._each(itemgetter(rows))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        columns = (getattr(self, field.name) for field in fields(self))
+        changed: Any = (None if column is None else change(column) for column in columns)
+        return Batch(*changed)

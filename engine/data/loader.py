@@ -1,0 +1,74 @@
+"""Hands each rank its share of each global batch, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+import numpy as np
+
+from .batch import IGNORED, Batch
+from .dataset import Samples
+from .order import Indices
+from .tables import Data
+
+
+class Loader:
+    """One rank's micro batches.
+
+    Global batch `g` is samples `[g * global_batch, (g + 1) * global_batch)`. Its micro batches are
+    dealt to the ranks in turn, so that the samples of a step are the same for any number of ranks.
+
+    Args:
+        samples: what to read.
+        table: the `[data]` table.
+        rank: which data rank this is.
+        ranks: how many there are; divides `global_batch`.
+    """
+
+    def __init__(self, samples: Samples, table: Data, rank: int, ranks: int) -> None:
+        self.samples = samples
+        self.table = table
+        share = table.global_batch // ranks
+        self.micro_batch = min(table.micro_batch, share)
+        self.share = share_of_rank(share, self.micro_batch, rank, ranks)
+
+    def steps(self, first_step: int) -> Iterator[list[Batch]]:
+        """Yield the micro batches of each optimizer step, from `first_step` on, without end."""
+        for step in count(first_step):
+            yield self.step(step)
+
+    def step(self, step: int) -> list[Batch]:
+        """Return the micro batches of one optimizer step."""
+        batch = self.samples.gather(step * self.table.global_batch + self.share)
+        return list(batch.split(self.micro_batch))
+
+
+def share_of_rank(share: int, micro_batch: int, rank: int, ranks: int) -> Indices:
+    """Return which samples of a global batch are a rank's, [share], micro batch by micro batch.
+
+    The last micro batch of each rank is smaller if `micro_batch` does not divide the share.
+    """
+    mine = np.arange(share)
+    whole = share // micro_batch * micro_batch
+    first = np.where(mine < whole, mine // micro_batch * micro_batch, whole)
+    size = np.where(mine < whole, micro_batch, share - whole)
+    sample: Indices = first * ranks + rank * size + (mine - first)
+    return sample
+
+
+def validation_batches(
+    samples: Samples, table: Data, steps: int, rank: int, ranks: int
+) -> Iterator[Batch]:
+    """Yield a rank's micro batches of the first `steps` global batches of the validation split.
+
+    Nothing is read twice. Every rank gets as many batches of the same size; where rows have run
+    out, labels are all -100.
+    """
+    size = min(table.micro_batch, table.global_batch // ranks)
+    total = min(steps * table.global_batch, samples.rows_per_epoch)
+    for turn in range(-(-total // (size * ranks))):
+        mine = np.arange(size) + (turn * ranks + rank) * size
+        batch = samples.gather(np.minimum(mine, total - 1))
+        batch.labels[mine >= total] = IGNORED
+        yield batch

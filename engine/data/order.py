@@ -1,0 +1,141 @@
+"""The order of samples: pure functions of the recipe, the seed and the sample's number.
+
+Sample `n` of a run is found in constant time, so that the position in the data is one integer and
+no rank, worker or resumed run needs to know what another one has read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isqrt
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
+
+MIXTURE_PERIOD = 65536
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+ROUND_KEYS = [np.uint64(number * 0x9E3779B97F4A7C15 % 2**64) for number in range(6)]
+
+Words = NDArray[np.uint64]
+Indices = NDArray[np.int64]
+
+
+def mix(words: Words) -> Words:
+    """Return a well mixed hash of each 64-bit word, a bijection.
+
+    Source: the finaliser of SplitMix64 (Steele, Lea, Flood 2014), variant 13 of D. Stafford.
+    """
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def permute(index: Words, size: int, key: Words) -> Words:
+    """Return where a pseudo-random permutation of `range(size)` sends each index.
+
+    A generalised Feistel network over `left * width + right`, walked until it lands inside the
+    range. It needs no memory, and every key gives another permutation.
+    Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", methods 2 and 3.
+
+    Args:
+        index: [N], below `size`.
+        size: how many there are.
+        key: [N]; which permutation, for each index.
+    """
+    height = isqrt(size - 1) + 1 if size > 1 else 1
+    width = -(-size // height)
+    left, right = index // np.uint64(width), index % np.uint64(width)
+    for even, odd in zip(ROUND_KEYS[::2], ROUND_KEYS[1::2], strict=True):
+        left = (left + mix(right + key + even)) % np.uint64(height)
+        right = (right + mix(left + key + odd)) % np.uint64(width)
+    sent = left * np.uint64(width) + right
+    outside = np.flatnonzero(sent >= size)
+    if outside.size:
+        sent[outside] = permute(sent[outside], size, key[outside])
+    return sent
+
+
+def interleave(counts: Sequence[int], weights: Sequence[float]) -> tuple[Indices, Indices]:
+    """Merge sources evenly: item `k` of a source comes at time `(k + 1/2) / weight`.
+
+    Returns:
+        the source of each item and its number in that source, both [sum(counts)].
+    """
+    source = np.repeat(np.arange(len(counts)), counts)
+    number = np.concatenate([np.arange(count) for count in counts])
+    moment = (number + 0.5) / np.asarray(weights, dtype=np.float64)[source]
+    merged = np.argsort(moment, kind="stable")
+    return source[merged], number[merged]
+
+
+def shares(weights: Sequence[float], total: int = MIXTURE_PERIOD) -> list[int]:
+    """Round weights to counts that add up to `total`, each at least 1, by largest remainder."""
+    exact = np.asarray(weights, dtype=np.float64) / sum(weights) * total
+    counts = np.maximum(np.floor(exact).astype(np.int64), 1)
+    # A weight below 1/total was raised to 1; those above it make room.
+    for index in np.argsort(counts - exact, kind="stable")[: max(total - counts.sum(), 0)]:
+        counts[index] += 1
+    while counts.sum() > total:
+        counts[np.argmax(counts - exact)] -= 1
+    return [int(count) for count in counts]
+
+
+class TrainingOrder:
+    """Endless: sources mixed by weight, each one's rows in another random order every epoch.
+
+    Args:
+        rows: rows of each source.
+        weights: share of each source.
+        seed: other seeds give other orders.
+        shuffle: False visits each source's rows in their own order.
+    """
+
+    def __init__(
+        self, rows: Sequence[int], weights: Sequence[float], seed: int, *, shuffle: bool
+    ) -> None:
+        self.rows = np.asarray(rows, dtype=np.int64)
+        self.shuffle = shuffle
+        self.keys = np.array(
+            [xxh3_64_intdigest(f"{seed} {index}".encode()) for index in range(len(rows))],
+            dtype=np.uint64,
+        )
+        self.counts = np.array(shares(weights))
+        self.slots = interleave(self.counts.tolist(), self.counts.tolist())
+
+    def locate(self, samples: Indices) -> tuple[Indices, Indices]:
+        """Return the source and the row of each sample, both [N]."""
+        period, slot = np.divmod(samples, MIXTURE_PERIOD)
+        source = self.slots[0][slot]
+        epoch, index = np.divmod(
+            period * self.counts[source] + self.slots[1][slot], self.rows[source]
+        )
+        if not self.shuffle:
+            return source, index
+        row = np.empty_like(index)
+        for which in range(len(self.rows)):
+            mine = np.flatnonzero(source == which)
+            key = mix(self.keys[which] + epoch[mine].astype(np.uint64) * GOLDEN)
+            row[mine] = permute(index[mine].astype(np.uint64), int(self.rows[which]), key)
+        return source, row
+
+
+class ValidationOrder:
+    """Ends: sources mixed by weight, each one's rows once, in their own order.
+
+    Args:
+        rows: rows of each source.
+        weights: share of each source, until it is used up.
+    """
+
+    def __init__(self, rows: Sequence[int], weights: Sequence[float]) -> None:
+        self.rows = rows
+        self.weights = weights
+
+    def locate(self, samples: Indices) -> tuple[Indices, Indices]:
+        """Return the source and the row of each sample, both [N]."""
+        if len(self.rows) == 1:
+            return np.zeros_like(samples), samples
+        needed = int(samples.max()) + 1
+        source, row = interleave([min(count, needed) for count in self.rows], self.weights)
+        return source[samples], row[samples]
