@@ -33,3 +33,14 @@ Count = Annotated[int, Field(ge=1, le=2**53)]
 CountOrZero = Annotated[int, Field(ge=0, le=2**53)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Pair = Annotated[tuple[float, float], Field(strict=False)]
+
+
+class RelativeToRecipe:
+    """Marks a path that is read: a relative one starts at the folder of the file that wrote it.
+
+    Given by `--set`, it starts at the working directory, as paths that are written always do
+    (`run.dir`, `data.cache_dir`).
+    """
+
+
+RecipePath = Annotated[str, RelativeToRecipe()]

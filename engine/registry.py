@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar, get_args
 
 from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
-from .errors import Problem, RecipeError, nearest
+from .errors import EnvironmentFault
 
 Config = TypeVar("Config", bound=BaseModel)
 
 
 class Registry(Generic[Config]):
-    """Components of one kind by name.
+    """Components of one kind by name: our own, and those of installed packages.
+
+    A package offers a component by an entry point of group `trainer.KIND`: its name is the
+    component's, its value the config class. It is imported when a recipe first names it.
 
     Args:
         kind: the word of `trainer list KIND`, and of the entry point group `trainer.KIND`.
@@ -45,13 +49,35 @@ class Registry(Generic[Config]):
         return config
 
     def __getitem__(self, name: str) -> type[Config]:
+        if name not in self._configs:
+            self._import(self._installed[name])
         return self._configs[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._configs
+        return name in self._configs or name in self._installed
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._configs))
+        return iter(sorted({*self._configs, *self._installed}))
+
+    def knows(self, key: str) -> bool:
+        """Tell whether any component that is loaded has a field `key`."""
+        return any(key in config.model_fields for config in self._configs.values())
+
+    @cached_property
+    def _installed(self) -> dict[str, EntryPoint]:
+        return {entry.name: entry for entry in entry_points(group=f"trainer.{self.kind}")}
+
+    def _import(self, entry: EntryPoint) -> None:
+        try:
+            self.register(entry.load())
+            if entry.name not in self._configs:
+                raise TypeError(f"{entry.value} is not named {entry.name!r}")
+        except (Exception, SystemExit) as error:
+            package = entry.dist.name if entry.dist else "an installed package"
+            raise EnvironmentFault(
+                f"the {self.kind} {entry.name!r} of {package} cannot be used: {_reason(error)}",
+                f"repair or remove {package}",
+            ) from error
 
 
 class Named:
@@ -68,7 +94,6 @@ class Named:
             raise PydanticCustomError("table_type", "expected a table")
         name = value.get("name", self.registry.default)
         if not isinstance(name, str) or name not in self.registry:
-            hint = nearest(str(name), self.registry)
             raise PydanticCustomError(
                 "unknown_component",
                 'no {kind} is named "{name}"; known: {known}',
@@ -76,7 +101,6 @@ class Named:
                     "kind": self.registry.kind,
                     "name": str(name)[:80],
                     "known": ", ".join(self.registry),
-                    "hint": hint,
                 },
             )
         # Errors of the inner model keep their own locations below this field's.
@@ -102,24 +126,16 @@ class Named:
         return {"oneOf": options}
 
 
-def load_plugins(registries: list[Registry[Any]], modules: list[str]) -> None:
-    """Import what registers components: installed entry points, then `[plugins] modules`.
-
-    Raises:
-        RecipeError: a module that cannot be imported, with the reason.
-    """
-    for registry in registries:
-        for entry in entry_points(group=f"trainer.{registry.kind}"):
-            registry.register(entry.load())
-    for index, module in enumerate(modules):
+def import_plugins(modules: Sequence[str]) -> list[tuple[str, str]]:
+    """Import the modules that register components; return those that cannot be, and why."""
+    broken = []
+    for module in modules:
         try:
             import_module(module)
-        except Exception as error:
-            raise RecipeError(
-                [
-                    Problem(
-                        f"cannot import {module!r}: {type(error).__name__}: {error}",
-                        key=f"plugins.modules.{index}",
-                    )
-                ]
-            ) from error
+        except (Exception, SystemExit) as error:
+            broken.append((module, f"cannot import {module!r}: {_reason(error)}"))
+    return broken
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

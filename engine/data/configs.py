@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from ..config import Component, Count, CountOrZero
+from ..config import Component, Count, CountOrZero, RecipePath
 from ..registry import Registry
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class HFTokenizer(TokenizerConfig):
     """A Hugging Face `tokenizer.json` (extra `[hf]`)."""
 
     name: Literal["hf"] = "hf"
-    path: str
+    path: RecipePath
     """the file, or the folder that holds `tokenizer.json`; relative to the recipe"""
     eos_token: str | None = None
     """end-of-document token; default: what `tokenizer_config.json` beside it says"""
@@ -138,7 +138,7 @@ class PythonSource(DocumentSource):
 class FileSource(DocumentSource):
     """Base of sources that read files from disk."""
 
-    path: str
+    path: RecipePath
     """a file, a folder or a glob; relative to the recipe"""
 
     def fingerprint(self) -> str:
@@ -185,7 +185,7 @@ class TokensSource(SourceConfig):
     """Token shards made by `trainer data prepare`, memory-mapped."""
 
     name: Literal["tokens"] = "tokens"
-    path: str
+    path: RecipePath
     """the folder with `tokens.json`; relative to the recipe"""
 
     def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+from ...model_zoo.config import ModelConfig
+from ...model_zoo.llama3.config import Llama3Config
 from ..config import Table
 from ..data.configs import BytesTokenizer, TokenizerConfig, sources, tokenizers
 from ..data.tables import Data
 from ..loss.configs import CrossEntropy, LossConfig, losses
-from ..models import Llama3Config, ModelConfig, models
+from ..models import models
 from ..observe.configs import trackers
 from ..optim.configs import WSD, AdamW, OptimizerConfig, ScheduleConfig, optimizers, schedules
 from ..registry import Named, Registry

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..config import Count, CountOrZero, Table
+from ..config import Count, CountOrZero, RecipePath, Table
 from ..observe import configs as observe
 from ..registry import Named
 
@@ -30,7 +30,7 @@ class Run(Table):
     """only use operations that give the same bits each time (slower on GPUs)"""
     resume: str = "auto"
     """"auto": the newest intact checkpoint, else start; "never"; or a checkpoint's path"""
-    init_from: str = ""
+    init_from: RecipePath = ""
     """weights only, from a native checkpoint or a Hugging Face folder; resume wins over it"""
     gc_interval: CountOrZero = 50
     """Python garbage collection every N steps on all ranks together; 0 leaves Python alone"""

@@ -1,0 +1,116 @@
+"""From a recipe file to a checked recipe: every problem at once, each with its place."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..errors import Problem, RecipeError
+from ..registry import import_plugins
+from .checks import check
+from .extends import read_layers
+from .messages import problems_of
+from .overrides import apply_override
+from .schema import Recipe
+from .structure import given_tables, slot
+from .tree import Origin, Tree
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checked recipe and where its values came from."""
+
+    recipe: Recipe
+    tree: Tree
+    """what was written, merged"""
+    path: Path
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What was written, merged."""
+        return self.tree.values
+
+
+def load_recipe(
+    path: str | Path, overrides: Sequence[str] = (), world: int | None = None
+) -> Loaded:
+    """Read, merge and check a recipe.
+
+    Args:
+        path: the TOML file.
+        overrides: `key=value` of each `--set`, the last wins.
+        world: number of ranks, where it is known.
+
+    Raises:
+        RecipeError: everything that is wrong with it.
+    """
+    path = Path(path)
+    tree = read_layers(path)
+    problems: list[Problem] = []
+    for override in overrides:
+        try:
+            apply_override(tree, override)
+        except RecipeError as error:
+            problems += error.problems
+    problems += _import_plugins(tree)
+    _name_run(tree, path)
+    _leave_behind(tree)
+    _resolve_paths(tree)
+    try:
+        recipe = Recipe.model_validate(tree.values)
+    except ValidationError as error:
+        raise RecipeError(problems + problems_of(error, tree)) from None
+    problems += [tree.problem(key, message, hint) for key, message, hint in check(recipe, world)]
+    if problems:
+        raise RecipeError(problems)
+    return Loaded(recipe, tree, path)
+
+
+def _import_plugins(tree: Tree) -> list[Problem]:
+    plugins = tree.values.get("plugins")
+    modules = plugins.get("modules") if isinstance(plugins, dict) else None
+    if not isinstance(modules, list):
+        return []
+    return [
+        tree.problem(("plugins", "modules", modules.index(module)), message)
+        for module, message in import_plugins([each for each in modules if isinstance(each, str)])
+    ]
+
+
+def _name_run(tree: Tree, path: Path) -> None:
+    run = tree.values.setdefault("run", {})
+    if isinstance(run, dict) and run.get("name", "") == "":
+        name = re.sub(r"[^\w.-]+", "-", path.stem).strip(".-") or "run"
+        tree.replace(("run", "name"), name, {("run", "name"): Origin("the file's name")})
+
+
+def _leave_behind(tree: Tree) -> None:
+    """Drop the keys of a component from a lower layer that the one named above it does not have.
+
+    TOML has no way to take a key back, so `name = "sgd"` over a base with AdamW's betas would never
+    validate. Only keys that another component of the kind knows are dropped: typos stay.
+    """
+    for table in list(given_tables(tree.values)):
+        if table.registry is None or "name" not in table.values:
+            continue
+        layer = tree.origin((*table.path, "name")).layer
+        for key in list(table.values):
+            is_older = tree.origin((*table.path, key)).layer < layer
+            if is_older and key not in table.config.model_fields and table.registry.knows(key):
+                tree.remove((*table.path, key))
+
+
+def _resolve_paths(tree: Tree) -> None:
+    """Make the paths that are read absolute: they start where their writer stands."""
+    for table in list(given_tables(tree.values)):
+        for key, field in table.config.model_fields.items():
+            value = table.values.get(key)
+            if slot(field).is_path and isinstance(value, str) and value:
+                folder = tree.origin((*table.path, key)).folder
+                table.values[key] = os.path.abspath(folder / Path(value).expanduser())

@@ -1,0 +1,168 @@
+"""Pydantic's errors in our words: what was expected, what was given, the nearest spelling."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..errors import Problem, nearest
+from .positions import KeyPath
+from .shown import printable, shown_value
+from .structure import GivenTable, class_at, every_table
+from .tree import Tree
+from .unavailable import unavailable
+
+_EXPECTED = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a table",
+    "model_type": "a table",
+    "model_attributes_type": "a table",
+    "table_type": "a table",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "multiple_of": "a multiple of {multiple_of}",
+    "literal_error": "{expected}",
+    "enum": "{expected}",
+    "string_pattern_mismatch": "a string that matches {pattern}",
+    "string_too_short": "at least {min_length} characters",
+    "string_too_long": "at most {max_length} characters",
+    "too_short": "at least {min_length} entries",
+    "too_long": "at most {max_length} entries",
+}
+MOST = 100
+_COUNTED = ("too_short", "too_long")
+
+
+def problems_of(error: ValidationError, tree: Tree) -> list[Problem]:
+    """Return every error at its place in the recipe."""
+    errors = error.errors(include_url=False)
+    problems = [_Fault(each, tree).problem() for each in errors[:MOST]]
+    problems.sort(key=lambda problem: (problem.file, problem.line, problem.column))
+    if len(errors) > MOST:
+        problems.append(Problem(f"and {len(errors) - MOST} more problems"))
+    return problems
+
+
+class _Fault:
+    """One error of pydantic over the tree that caused it."""
+
+    def __init__(self, error: Mapping[str, Any], tree: Tree) -> None:
+        self.type: str = error["type"]
+        self.text: str = error["msg"]
+        self.context: Mapping[str, Any] = error.get("ctx", {})
+        self.input = error["input"]
+        self.tree = tree
+        self.location: KeyPath = error["loc"]
+        self.path = _existing(self.location, tree.values)
+
+    def problem(self) -> Problem:
+        """Return the problem in our words."""
+        if self.type == "missing":
+            return self.missing()
+        if self.type == "extra_forbidden":
+            return self.unknown_key()
+        if self.type in ("unknown_component", "unknown_flavor", "broken_component"):
+            return self.unknown_word("flavor" if self.type == "unknown_flavor" else "name")
+        if self.type in _EXPECTED:
+            return self.unexpected()
+        return self.refused()
+
+    def missing(self) -> Problem:
+        key = self.location[-1]
+        config = class_at(self.tree.values, self.path)
+        field = config.model_fields.get(str(key)) if config else None
+        described = f": {field.description}" if field and field.description else ""
+        return self.tree.problem((*self.path, key), f"is missing{_one_line(described)}")
+
+    def unknown_key(self) -> Problem:
+        message = unavailable(self.path, self.input)
+        if message:
+            return self.tree.problem(self.path, message)
+        key = str(self.path[-1])
+        return self.tree.problem(
+            self.path, f"unknown key {shown_value(key)}", self.advice(key, self.path[:-1])
+        )
+
+    def advice(self, key: str, table: KeyPath) -> str:
+        """Return where a key that this table lacks belongs."""
+        config = class_at(self.tree.values, table)
+        fields = list(config.model_fields) if config else []
+        elsewhere = [
+            _bracketed(each)
+            for each in every_table(self.tree.values)
+            if key in each.config.model_fields and each.path not in ((), table)
+        ]
+        if elsewhere:
+            return f"it belongs to {' or '.join(dict.fromkeys(elsewhere))}"
+        return nearest(key, fields) or f"known: {', '.join(fields)}"
+
+    def unknown_word(self, key: str) -> Problem:
+        path = (*self.path, key)
+        value = self.context.get(key)
+        message = unavailable(path, value) or _one_line(self.text)
+        known = str(self.context.get("known", "")).split(", ")
+        return self.tree.problem(path, message, nearest(str(value), known))
+
+    def unexpected(self) -> Problem:
+        message = unavailable(self.path, self.input)
+        if message:
+            return self.tree.problem(self.path, message)
+        expected = _EXPECTED[self.type].format_map(self.context).replace("'", '"')
+        given = str(len(self.input)) if self.type in _COUNTED else shown_value(self.input)
+        return self.tree.problem(
+            self.path, f"expected {expected}, got {given}", self.spelling(expected)
+        )
+
+    def spelling(self, expected: str) -> str:
+        """Return what was probably meant by a value of the wrong type."""
+        if not isinstance(self.input, str):
+            return ""
+        if self.type == "bool_type":
+            word = self.input.lower()
+            return f"write {word}, without quotes" if word in ("true", "false") else ""
+        if self.type in ("int_type", "float_type"):
+            is_number = re.fullmatch(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?", self.input)
+            return "remove the quotes" if is_number else ""
+        return nearest(self.input, re.findall(r'"([^"]+)"', expected))
+
+    def refused(self) -> Problem:
+        """Return what a config's own validator says, at the first key that its message names."""
+        text = _one_line(self.text.removeprefix("Value error, ").removeprefix("Assertion failed, "))
+        value = self.tree.at(self.path)
+        words = re.findall(r"\w+", text)
+        named = [word for word in words if isinstance(value, dict) and word in value]
+        return self.tree.problem((*self.path, *named[:1]), text)
+
+
+def _existing(location: tuple[str | int, ...], values: dict[str, Any]) -> KeyPath:
+    """Return the location without the marks that pydantic adds for unions and the like."""
+    path: KeyPath = ()
+    value: Any = values
+    for part in location:
+        known = isinstance(value, dict) and part in value
+        listed = isinstance(value, list) and isinstance(part, int) and part < len(value)
+        if known or listed:
+            value = value[part]
+            path = (*path, part)
+    return path
+
+
+def _bracketed(table: GivenTable) -> str:
+    name = ".".join(part for part in table.path if isinstance(part, str))
+    return f"[[{name}]]" if isinstance(table.path[-1], int) else f"[{name}]"
+
+
+def _one_line(text: str) -> str:
+    return printable(" ".join(text.split()))

@@ -1,0 +1,139 @@
+"""Read one TOML file: bounded, and every fault with its place."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from ..errors import Problem, RecipeError, nearest
+from .positions import MAX_DEPTH, KeyPath, Positions, SizeError
+from .shown import printable, shown_key
+
+MAX_BYTES = 1_000_000
+INT64 = range(-(2**63), 2**63)
+
+
+@dataclass(frozen=True)
+class TomlFile:
+    """A parsed file and where its keys stand."""
+
+    name: str
+    folder: Path
+    tree: dict[str, Any]
+    positions: Positions
+
+
+def read_toml(path: Path) -> TomlFile:
+    """Parse a file of at most 1 MB; a byte-order mark is accepted.
+
+    Raises:
+        RecipeError: located faults; a file that cannot be read at all has line 0.
+    """
+    name = printable(str(path))
+    text = _decode(_read_bytes(path, name), name)
+    tree = _parse(text, name)
+    try:
+        positions = Positions(text)
+    except SizeError as error:
+        raise _fault(str(error), name, error.line, error.column) from None
+    problems = [
+        Problem(message, shown_key(key), name, *positions[key])
+        for key, message in unusable_values(tree)
+    ]
+    if problems:
+        raise RecipeError(problems)
+    return TomlFile(name, path.parent, tree, positions)
+
+
+def _fault(message: str, name: str, line: int, column: int, hint: str = "") -> RecipeError:
+    return RecipeError([Problem(message, "", name, line, column, hint)])
+
+
+def _read_bytes(path: Path, name: str) -> bytes:
+    try:
+        # O_NONBLOCK: opening a fifo must not wait for its writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise _fault("is not a regular file", name, 0, 0)
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        siblings = [printable(str(each)) for each in path.parent.glob("*.toml")][:1000]
+        raise _fault("there is no such file", name, 0, 0, nearest(name, siblings)) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise _fault(f"cannot be read: {reason}", name, 0, 0) from None
+    if len(data) > MAX_BYTES:
+        raise _fault(f"is larger than a recipe may be ({MAX_BYTES:,} bytes)", name, 0, 0)
+    return data
+
+
+def _decode(data: bytes, name: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = data[: error.start]
+        column = error.start - (before.rfind(b"\n") + 1) + 1
+        message = f"byte 0x{data[error.start]:02x} is not UTF-8"
+        raise _fault(message, name, before.count(b"\n") + 1, column) from None
+
+
+def _parse(text: str, name: str) -> dict[str, Any]:
+    try:
+        return tomli.loads(text)
+    except tomli.TOMLDecodeError as error:
+        message = error.msg[:1].lower() + error.msg[1:]
+        hint = _syntax_hint(error.msg, text[error.pos : error.pos + 40])
+        raise _fault(printable(message), name, error.lineno, error.colno, hint) from None
+    except RecursionError:
+        line, column = _first_too_deep(text)
+        message = f"nested deeper than {MAX_DEPTH} levels"
+        raise _fault(message, name, line, column) from None
+    except ValueError:
+        # The one other fault of tomli: Python refuses to convert integers of many digits.
+        match = re.search(r"\d[\d_]{4000,}", text)
+        offset = match.start() if match else 0
+        line_start = text.rfind("\n", 0, offset) + 1
+        line = text.count("\n", 0, offset) + 1
+        message = "an integer must fit into 64 bits"
+        raise _fault(message, name, line, offset - line_start + 1) from None
+
+
+def _syntax_hint(message: str, found: str) -> str:
+    word = re.match(r"[A-Za-z_][\w./-]*", found)
+    if message != "Invalid value" or not word:
+        return ""
+    if word[0].lower() in ("true", "false"):
+        return f"write {word[0].lower()}"
+    return f'text needs quotes: "{word[0]}"'
+
+
+def _first_too_deep(text: str) -> tuple[int, int]:
+    try:
+        Positions(text)
+    except SizeError as error:
+        return error.line, error.column
+    except ValueError:
+        pass
+    return 1, 1
+
+
+def unusable_values(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """Yield what TOML allows and no recipe can use."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from unusable_values(inner, (*path, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from unusable_values(inner, (*path, index))
+    elif isinstance(value, int) and value not in INT64:
+        yield path, "an integer must fit into 64 bits"
+    elif isinstance(value, str) and "\0" in value:
+        yield path, "text must not hold the character U+0000"

@@ -1,0 +1,119 @@
+"""What may stand where in a recipe: the tree of config classes, read from the schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from ..config import RelativeToRecipe
+from ..registry import Named, Registry
+from .positions import KeyPath
+from .schema import Recipe
+
+TableClass = type[BaseModel]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What a field holds: plain values, or tables of one class or one registry."""
+
+    table: TableClass | None = None
+    registry: Registry[Any] | None = None
+    is_list: bool = False
+    is_path: bool = False
+
+    def class_of(self, value: Any) -> TableClass | None:
+        """Return the config class of a table given here, or None if its `name` is unknown."""
+        if self.registry is None:
+            return self.table
+        name = value.get("name", self.registry.default) if isinstance(value, dict) else None
+        if isinstance(name, str) and name in self.registry:
+            return self.registry[name]
+        return None
+
+
+def slot(field: FieldInfo) -> Slot:
+    """Return what a field holds."""
+    return _slot(field.annotation, field.metadata)
+
+
+def _slot(annotation: Any, metadata: list[Any]) -> Slot:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *more = get_args(annotation)
+        return _slot(inner, [*metadata, *more])
+    for item in metadata:
+        if isinstance(item, Named):
+            return Slot(registry=item.registry)
+        if isinstance(item, RelativeToRecipe):
+            return Slot(is_path=True)
+    if origin is list:
+        inner_slot = _slot(get_args(annotation)[0], [])
+        return Slot(inner_slot.table, inner_slot.registry, True, inner_slot.is_path)
+    if origin in (Union, UnionType):
+        slots = [_slot(option, []) for option in get_args(annotation)]
+        return next((each for each in slots if each != Slot()), Slot())
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return Slot(table=annotation)
+    return Slot()
+
+
+@dataclass(frozen=True)
+class GivenTable:
+    """A table that a recipe gives, and the class that its keys belong to."""
+
+    path: KeyPath
+    values: dict[str, Any]
+    config: TableClass
+    registry: Registry[Any] | None = None
+
+
+def given_tables(values: dict[str, Any]) -> Iterator[GivenTable]:
+    """Yield the root and every table below it that the recipe gives and whose class is known."""
+    yield from _tables(GivenTable((), values, Recipe), missing=None)
+
+
+def every_table(values: dict[str, Any]) -> Iterator[GivenTable]:
+    """Yield what `given_tables` does, and the tables that the recipe leaves out."""
+    yield from _tables(GivenTable((), values, Recipe), missing={})
+
+
+def class_at(values: dict[str, Any], path: KeyPath) -> TableClass | None:
+    """Return the config class of the table at `path`."""
+    return next((each.config for each in given_tables(values) if each.path == path), None)
+
+
+def _tables(table: GivenTable, missing: dict[str, Any] | None) -> Iterator[GivenTable]:
+    yield table
+    for key, field in table.config.model_fields.items():
+        here = slot(field)
+        value = table.values.get(key, missing)
+        items: list[tuple[KeyPath, Any]] = [((*table.path, key), value)]
+        if here.is_list:
+            listed = value if isinstance(value, list) else []
+            items = [((*table.path, key, index), item) for index, item in enumerate(listed)]
+        for path, item in items:
+            config = here.class_of(item) if isinstance(item, dict) else None
+            if config:
+                yield from _tables(GivenTable(path, item, config, here.registry), missing)
+
+
+def default_tables(values: dict[str, Any], path: KeyPath) -> list[Any] | dict[str, Any]:
+    """Return what `--set` starts from at a key that nobody wrote: the default list, or a table."""
+    for table in given_tables(values):
+        field = table.config.model_fields.get(str(path[-1]))
+        if table.path == path[:-1] and field and slot(field).is_list:
+            default = [] if field.is_required() else field.get_default(call_default_factory=True)
+            return [_as_written(item) for item in default]
+    return {}
+
+
+def _as_written(item: Any) -> Any:
+    if not isinstance(item, BaseModel):
+        return item
+    return item.model_dump(include={"name"} | item.model_fields_set)

@@ -1,0 +1,25 @@
+"""Words of the public contract that this version cannot do yet."""
+
+from __future__ import annotations
+
+from .positions import KeyPath
+
+_KEYS = ("parallel.pipelining", "parallel.rules", "precision.float8", "precision.mx")
+_VALUES = {
+    "tokenizer.name": ("bpe",),
+    "data.sources.*.name": ("parquet", "hf"),
+    "memory.recompute": ("selective", "every_n", "budget"),
+    "kernels.*": ("triton",),
+}
+
+
+def unavailable(path: KeyPath, value: object) -> str:
+    """Return a message if the contract has this key or word and this version does not."""
+    key = ".".join(str(part) for part in path)
+    if key in _KEYS:
+        return f"{key} is not available in this version"
+    pattern = ".".join("*" if isinstance(part, int) else part for part in path)
+    general = ".".join([*pattern.split(".")[:-1], "*"])
+    if isinstance(value, str) and value in (*_VALUES.get(pattern, ()), *_VALUES.get(general, ())):
+        return f'"{value}" is not available in this version'
+    return ""
