@@ -1,0 +1,82 @@
+"""Where the ranks of a job meet, and how they part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+
+from ..errors import EnvironmentFault
+from .environment import World
+
+PARTING_SECONDS = 60.0
+
+
+@contextmanager
+def process_group(
+    world: World, device: torch.device, timeout_seconds: float
+) -> Iterator[dist.ProcessGroup | None]:
+    """Join the other ranks; yield a gloo group of all for flags and files, None for one process.
+
+    The default group is NCCL on GPUs and gloo on CPUs. Each attempt of a restarted job meets under
+    its own names: a dead attempt's addresses would be tried otherwise (pytorch#135712).
+
+    Args:
+        world: who meets where.
+        device: of this rank.
+        timeout_seconds: how long a collective waits for the other ranks.
+
+    Raises:
+        EnvironmentFault: they could not meet.
+    """
+    if world.world_size == 1:
+        yield None
+        return
+    timeout = timedelta(seconds=timeout_seconds)
+    on_gpu = device.type == "cuda"
+    try:
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=_store(world, timeout),
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=timeout,
+            device_id=device if on_gpu else None,
+        )
+        host = dist.new_group(backend="gloo", timeout=timeout) if on_gpu else dist.group.WORLD
+    except (RuntimeError, ValueError) as error:
+        raise EnvironmentFault(
+            f"rank {world.rank} of {world.world_size} could not meet the others at "
+            f"{world.meeting_point}: {str(error).splitlines()[0]}",
+            "check that all ranks run, and that this address and port are free and reachable",
+        ) from error
+    yield host
+    # A rank that leaves early breaks the last collective of the others. After an error there is
+    # nothing to wait for: the process ends, and the launcher ends the others.
+    dist.monitored_barrier(host, timedelta(seconds=min(timeout_seconds, PARTING_SECONDS)))
+    dist.destroy_process_group()
+
+
+def _store(world: World, timeout: timedelta) -> Store:
+    store: Store
+    if world.meeting_point.startswith("tcp://"):
+        address = urlsplit(world.meeting_point)
+        assert address.hostname, "find_world gives a host and a port"
+        serves = world.rank == 0 and not world.hosted
+        store = TCPStore(
+            address.hostname,
+            address.port or 0,
+            world.world_size,
+            is_master=serves,
+            timeout=timeout,
+            wait_for_workers=False,
+        )
+    else:
+        store = FileStore(world.meeting_point, world.world_size)
+        store.set_timeout(timeout)
+    return PrefixStore(f"trainer/attempt{world.attempt}", store)

@@ -1,0 +1,331 @@
+"""Start the ranks of a job on this machine, pass signals on, and leave nothing behind. Torch-free.
+
+Each rank is a process in a session of its own: a terminal's Ctrl-C reaches this parent alone, which
+passes it on once. The kernel kills the ranks when the parent dies, however it dies (Linux).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Literal, Self
+
+from ..errors import EnvironmentFault, ExitCode
+from .environment import ATTEMPT, STORE
+from .signals import ECHO_SECONDS, STOP_SIGNALS, URGENT
+
+PACKAGE = __name__.partition(".")[0]
+SETTLE_SECONDS = 1.0
+GRACE_SECONDS = 5.0
+TAIL_LINES = 30
+TAIL_BYTES = 2**16
+_PR_SET_PDEATHSIG = 1
+_OWN_CODES = range(ExitCode.RECIPE, ExitCode.IN_USE + 1)
+
+
+def trainer_command(arguments: Sequence[str]) -> list[str]:
+    """Return the command line that runs this package's CLI, whatever the working directory holds.
+
+    `-P` keeps the working directory off the path: a folder there may be called like a package.
+    """
+    return [sys.executable, "-P", "-m", PACKAGE, *arguments]
+
+
+def launch(
+    command: Sequence[str],
+    nproc: int,
+    *,
+    log_dir: Path,
+    stop_timeout_seconds: float = 120.0,
+    max_restarts: int = 0,
+) -> int:
+    """Run `nproc` ranks of a command until all have ended; return the exit code of the job.
+
+    The first of SIGTERM, SIGINT, SIGHUP and SIGUSR1 is passed on to all ranks; they are killed
+    after `stop_timeout_seconds`, and at once by a second SIGINT. When one rank fails, the others
+    are ended within seconds.
+
+    Args:
+        command: what each rank runs; it finds its rank with `environment.find_world`.
+        nproc: how many ranks.
+        log_dir: output of ranks other than 0 is appended to `rank-N.log` there.
+        stop_timeout_seconds: how long ranks may take to save after a signal.
+        max_restarts: how often a job that died of something unforeseen is started again.
+
+    Returns:
+        0 if all ranks returned 0; 75 if they stopped with a checkpoint; 130 if they were killed
+        while stopping; else the code of the rank that failed first.
+
+    Raises:
+        EnvironmentFault: a process or a log file cannot be made.
+    """
+    with Signals() as signals:
+        for attempt in range(max_restarts + 1):
+            job = _Job(nproc, stop_timeout_seconds, signals)
+            code = job.run(command, log_dir, attempt)
+            if code != ExitCode.FAILED or signals.first:
+                break
+            if attempt < max_restarts:
+                _say(f"starting the ranks again ({attempt + 1} of at most {max_restarts} times)")
+    return code
+
+
+class Signals:
+    """Queues signals in a pipe, so that they never interrupt what the parent is doing.
+
+    Attributes:
+        first: the first signal that asked to stop, 0 before.
+    """
+
+    def __init__(self) -> None:
+        self.first = 0
+        self._urgent_at = 0.0
+
+    def __enter__(self) -> Self:
+        self._read_end, self._write_end = os.pipe()
+        for end in (self._read_end, self._write_end):
+            os.set_blocking(end, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        self._before: dict[int, Any] = {}
+        for number in (*STOP_SIGNALS, signal.SIGCHLD):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                self._before[number] = signal.signal(number, _noop)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        os.close(self._read_end)
+        os.close(self._write_end)
+
+    def wait(self, seconds: float) -> list[int]:
+        """Return the signals that came, after `seconds` or when the first comes."""
+        select.select([self._read_end], [], [], max(0.0, seconds))
+        with suppress(BlockingIOError):
+            return list(os.read(self._read_end, 4096))
+        return []
+
+    def judge(self, number: int) -> Literal["pass on", "kill", "ignore"]:
+        """Return what a signal asks for: the first that is urgent ends the patience for SIGINT."""
+        if number not in STOP_SIGNALS:
+            return "ignore"
+        self.first = self.first or number
+        now = time.monotonic()
+        if number not in URGENT:
+            return "pass on"
+        if not self._urgent_at:
+            self._urgent_at = now
+            return "pass on"
+        impatient = number == signal.SIGINT and now - self._urgent_at > ECHO_SECONDS
+        return "kill" if impatient else "ignore"
+
+
+def _noop(number: int, frame: FrameType | None) -> None:
+    """Exist, so that the signal reaches the wakeup descriptor."""
+
+
+@dataclass
+class _Rank:
+    number: int
+    process: subprocess.Popen[bytes]
+    log: Path | None
+    log_start: int
+    code: int | None = None
+
+
+class _Job:
+    """One attempt: all ranks, from start to end."""
+
+    def __init__(self, nproc: int, stop_timeout_seconds: float, signals: Signals) -> None:
+        self._nproc = nproc
+        self._stop_timeout_seconds = stop_timeout_seconds
+        self._signals = signals
+        self._ranks: list[_Rank] = []
+        self._failed: list[_Rank] = []
+        self._blows: list[tuple[float, int]] = []
+        """when the ranks that still run get which signal"""
+
+    def run(self, command: Sequence[str], log_dir: Path, attempt: int) -> int:
+        """Start the ranks, wait for their ends, and return the job's exit code."""
+        folder = Path(tempfile.mkdtemp(prefix="trainer-"))
+        environ = {**os.environ, STORE: str(folder / "store"), ATTEMPT: str(attempt)}
+        try:
+            self._start(command, log_dir, environ)
+            while self._running():
+                until = self._blows[0][0] if self._blows else time.monotonic() + 60.0
+                for number in self._signals.wait(until - time.monotonic()):
+                    self._heed(number)
+                self._reap()
+                self._strike()
+        except OSError as error:
+            raise EnvironmentFault(f"cannot run {self._nproc} processes: {error}") from error
+        finally:
+            for rank in self._ranks:
+                _kill_group(rank.process)
+                rank.process.wait()
+            shutil.rmtree(folder, ignore_errors=True)
+        return self._exit_code()
+
+    def _start(self, command: Sequence[str], log_dir: Path, environ: Mapping[str, str]) -> None:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        prepare = _preparation()
+        for number in range(self._nproc):
+            log = log_dir / f"rank-{number}.log" if number else None
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) if log else None
+            # A signal between fork and exec would run our handler in the child.
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+            try:
+                process = subprocess.Popen(
+                    command,
+                    env=rank_environment(environ, number, self._nproc),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    preexec_fn=prepare,
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+                log_start = os.lseek(output, 0, os.SEEK_END) if output is not None else 0
+                if output is not None:
+                    os.close(output)
+            self._ranks.append(_Rank(number, process, log, log_start))
+
+    def _running(self) -> list[_Rank]:
+        return [rank for rank in self._ranks if rank.code is None]
+
+    def _heed(self, number: int) -> None:
+        action = self._signals.judge(number)
+        if action == "kill":
+            self._blows = [(0.0, signal.SIGKILL)]
+        elif action == "pass on":
+            for rank in self._running():
+                rank.process.send_signal(number)
+            deadline = time.monotonic() + self._stop_timeout_seconds
+            self._blows = self._blows or [(deadline, signal.SIGKILL)]
+
+    def _reap(self) -> None:
+        """Take note of the ranks that ended; the first failure dooms the others."""
+        for rank in self._running():
+            rank.code = rank.process.poll()
+            if rank.code is None:
+                continue
+            _kill_group(rank.process)  # what it left behind: data workers
+            if rank.code in (ExitCode.DONE, ExitCode.STOPPED_AND_SAVED):
+                continue
+            if not self._failed:
+                end = time.monotonic() + SETTLE_SECONDS
+                doom = [(end, signal.SIGTERM), (end + GRACE_SECONDS, signal.SIGKILL)]
+                self._blows = sorted([*self._blows, *doom])
+            self._failed.append(rank)
+
+    def _strike(self) -> None:
+        while self._blows and self._blows[0][0] <= time.monotonic():
+            _, number = self._blows.pop(0)
+            for rank in self._running():
+                if number == signal.SIGKILL:
+                    _kill_group(rank.process)
+                else:
+                    rank.process.send_signal(number)
+
+    def _exit_code(self) -> int:
+        if not self._failed:
+            stopped = any(rank.code == ExitCode.STOPPED_AND_SAVED for rank in self._ranks)
+            return ExitCode.STOPPED_AND_SAVED if stopped else ExitCode.DONE
+        # An error that we foresaw explains the lost connections that follow from it.
+        cause = next((rank for rank in self._failed if rank.code in _OWN_CODES), self._failed[0])
+        code = cause.code or ExitCode.FAILED
+        if self._signals.first and (code < 0 or code == ExitCode.INTERRUPTED):
+            return ExitCode.INTERRUPTED
+        if code != self._ranks[0].code or code not in _OWN_CODES:
+            _say(_explanation(cause))
+        return code if code > 0 else ExitCode.FAILED
+
+
+def _explanation(rank: _Rank) -> str:
+    """Return how a rank ended, and the last lines of its output if the terminal has not got it."""
+    code = rank.code or 0
+    if code >= 0:
+        text = f"rank {rank.number} ended with exit code {code}"
+    else:
+        text = f"rank {rank.number} was killed by {signal.Signals(-code).name}"
+        if -code == signal.SIGKILL:
+            text += "; if nobody did that, the machine ran out of memory"
+    if rank.log is None:
+        return text
+    with rank.log.open("rb") as file:
+        file.seek(max(rank.log_start, rank.log.stat().st_size - TAIL_BYTES))
+        lines = file.read().decode("utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+    return "\n".join([f"{text}; the end of {rank.log}:", *(f"  {line}" for line in lines)])
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _say(text: str) -> None:
+    with suppress(OSError, ValueError):
+        print(f"trainer: {text}", file=sys.stderr, flush=True)
+
+
+def _preparation() -> Callable[[], None]:
+    """Return what a child does between fork and exec."""
+    parent = os.getpid()
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+    def prepare() -> None:
+        if libc is not None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # drops what is pending
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+    return prepare
+
+
+def rank_environment(environ: Mapping[str, str], rank: int, nproc: int) -> dict[str, str]:
+    """Return the environment of one rank.
+
+    Threads are shared out, gloo stays on the loopback interface (a laptop's address changes), and
+    the package is found where this process found it.
+    """
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, cores // nproc)),
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+    }
+    ranks = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+    }
+    path = environ.get("PYTHONPATH", "")
+    root = Path(sys.modules[PACKAGE].__file__ or "").absolute().parent
+    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    if root.name == PACKAGE and str(root.parent) not in installed:
+        ranks["PYTHONPATH"] = os.pathsep.join([str(root.parent), *filter(None, [path])])
+    return {**defaults, **environ, **ranks}

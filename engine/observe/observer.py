@@ -1,0 +1,184 @@
+"""The one place that watches a run, and the only one that may wait for the device to do so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from .configs import TensorBoard, Tracker
+from .metrics import MetricsLog
+from .progress import Progress
+from .throughput import Throughput
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from ..recipe.tables import Metrics
+    from ..run_dir import RunDirectory
+
+Item = TypeVar("Item")
+Number = Tensor | float
+
+
+class Observer:
+    """Records and shows steps and evaluations on rank 0; does nothing on others.
+
+    Rows are written at step 1, at each multiple of the interval and at the last step: which steps
+    have one depends on the step alone, so that resumed and uninterrupted runs have the same.
+
+    Args:
+        table: the recipe's `[metrics]`.
+        directory: where metrics.jsonl and the trackers' files go.
+        rank: this process's.
+        total_steps: of the run.
+        progress: the screen.
+        throughput: counts time and tokens.
+        memory: returns the peak memory in bytes without waiting for the device.
+    """
+
+    def __init__(
+        self,
+        table: Metrics,
+        directory: RunDirectory,
+        rank: int,
+        total_steps: int,
+        progress: Progress,
+        throughput: Throughput,
+        memory: Callable[[], int],
+    ) -> None:
+        self._table = table
+        self._directory = directory
+        self._records = rank == 0
+        self._total_steps = total_steps
+        self._progress = progress
+        self._throughput = throughput
+        self._memory = memory
+        self._log: MetricsLog | None = None
+        self._trackers: list[Tracker] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def start(self, step: int, tokens: int) -> None:
+        """Begin after `step` steps and `tokens` tokens; what was recorded beyond is dropped.
+
+        Raises:
+            EnvironmentFault: a tracker's package is missing.
+        """
+        self._throughput.start(step, tokens)
+        if not self._records:
+            return
+        self._close_trackers()
+        if self._log is None:
+            self._log = MetricsLog(self._directory.metrics, step)
+        else:
+            self._log.rewind(step)
+        configs = list(self._table.trackers)
+        if self._table.tensorboard and not any(isinstance(c, TensorBoard) for c in configs):
+            configs.append(TensorBoard())
+        self._trackers = [config.build(self._directory.path, step) for config in configs]
+        self._progress.start(step, self._total_steps)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a row is written at `step`."""
+        return step in (1, self._total_steps) or step % self._table.interval == 0
+
+    def on_step(self, step: int, values: Mapping[str, Number], tokens: Number) -> None:
+        """Observe a finished optimizer step.
+
+        Args:
+            step: how many steps are finished, counted from 1.
+            values: numbers of this step alone, the same on all ranks (`loss`, `grad_norm`, `lr`).
+            tokens: trained on so far, over all ranks and attempts.
+        """
+        if self._log is None:
+            return
+        if not self.is_due(step):
+            self._progress.advance(step)
+            return
+        numbers = to_floats({**values, "tokens": tokens})  # waits for the device, then:
+        numbers["tokens"] = total = int(numbers["tokens"])
+        rates = self._throughput.read(step, total)
+        row = {"kind": "train", "step": step, **numbers, **vars(rates)}
+        self._record({**row, "memory_bytes": self._memory()})
+
+    def on_evaluation(self, step: int, values: Mapping[str, Number]) -> None:
+        """Record an evaluation after `step` steps; `values` holds its `loss`."""
+        if self._log is not None:
+            self._record({"kind": "eval", "step": step, **to_floats(values)})
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Leave out the time that passes inside from step times and rates."""
+        return self._throughput.paused()
+
+    def timed(self, items: Iterator[Item]) -> Iterator[Item]:
+        """Yield the items (the data), counting how long each was waited for."""
+        return self._throughput.timed(items)
+
+    def note(self, text: str) -> None:
+        """Tell the user something."""
+        self._progress.note(text)
+
+    def warn(self, text: str) -> None:
+        """Warn the user."""
+        self._progress.warn(text)
+
+    def sync(self) -> None:
+        """Make the rows so far survive a power cut: call it before a checkpoint is saved."""
+        if self._log is not None:
+            with suppress(OSError):
+                self._log.sync()
+
+    def close(self) -> None:
+        """Close the files and leave the screen."""
+        self._close_trackers()
+        if self._log is not None:
+            self._log.close()
+        self._progress.close()
+
+    def _record(self, row: dict[str, Any]) -> None:
+        assert self._log is not None
+        row["time"] = round(time.time(), 3)
+        try:
+            self._log.write(row)
+        except OSError as error:
+            self.warn(f"a row of {self._log.path} is lost: {error.strerror}")
+        self._progress.show(row)
+        for tracker in list(self._trackers):
+            try:
+                tracker.log(row)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                self.warn(f"{type(tracker).__name__} failed and is left out from now on: {error}")
+
+    def _close_trackers(self) -> None:
+        for tracker in self._trackers:
+            try:
+                tracker.close()
+            except Exception as error:
+                self.warn(f"{type(tracker).__name__} could not be closed: {error}")
+        self._trackers = []
+
+
+def to_floats(values: Mapping[str, Number]) -> dict[str, float]:
+    """Return 0-d tensors and numbers as floats, copying from a device once for all of them."""
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    floats = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+    if tensors:
+        # Exact: fp32 and counts up to 2**53 fit in fp64.
+        stacked = torch.stack([value.detach().double() for value in tensors.values()])
+        floats |= dict(zip(tensors, stacked.tolist(), strict=True))
+    return {name: floats[name] for name in values}

@@ -1,0 +1,243 @@
+"""What a run shows while it trains: a live bar on a terminal, plain lines anywhere else.
+
+Output is a courtesy: when the reader goes away (`| head -1`, a closed terminal), training goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.text import Text
+
+REFRESH_SECONDS = 0.2
+
+
+class Progress(Protocol):
+    """The screen of a run, used by rank 0."""
+
+    def start(self, step: int, total: int) -> None:
+        """Begin after `step` finished steps of `total`."""
+
+    def advance(self, step: int) -> None:
+        """Take note of a finished step; called for each one, so it must be cheap."""
+
+    def show(self, row: Mapping[str, Any]) -> None:
+        """Show a row of metrics.jsonl."""
+
+    def note(self, text: str) -> None:
+        """Print a message without tearing the bar."""
+
+    def warn(self, text: str) -> None:
+        """Print a warning without tearing the bar."""
+
+    def close(self) -> None:
+        """Leave the screen as a shell expects it."""
+
+
+def open_progress(rank: int, stream: TextIO | None = None) -> Progress:
+    """Return a bar if the stream (stdout) is a terminal, lines if not, and silence off rank 0."""
+    stream = stream or sys.stdout
+    if rank != 0:
+        return Silence()
+    if stream.isatty() and os.environ.get("TERM") != "dumb":
+        return LiveProgress(stream)
+    return LineProgress(stream)
+
+
+class Silence:
+    """Shows nothing."""
+
+    def start(self, step: int, total: int) -> None:
+        """Do nothing."""
+
+    def advance(self, step: int) -> None:
+        """Do nothing."""
+
+    def show(self, row: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def note(self, text: str) -> None:
+        """Do nothing."""
+
+    def warn(self, text: str) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class LineProgress:
+    """One aligned line a row, for logs."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._total = 0
+
+    def start(self, step: int, total: int) -> None:
+        """Say which steps are ahead."""
+        self._total = total
+        self._print(f"training from step {step + 1} to {total}")
+
+    def advance(self, step: int) -> None:
+        """Do nothing: a log has no bar."""
+
+    def show(self, row: Mapping[str, Any]) -> None:
+        """Print the row."""
+        width = len(str(self._total))
+        word = "step" if row["kind"] == "train" else row["kind"]
+        cells = [f"{word} {row['step']:>{width}}/{self._total}", *_cells(row, self._total)]
+        self._print("  ".join(cells))
+
+    def note(self, text: str) -> None:
+        """Print the text."""
+        self._print(text)
+
+    def warn(self, text: str) -> None:
+        """Print the text."""
+        self._print(f"warning: {text}")
+
+    def close(self) -> None:
+        """Do nothing: every line is flushed."""
+
+    def _print(self, line: str) -> None:
+        with _surviving(self._stream):
+            self._stream.write(line + "\n")
+            self._stream.flush()
+
+
+class LiveProgress:
+    """A bar with the newest numbers below it; messages and evaluations scroll by above.
+
+    No thread draws it: it is redrawn at steps, at most every `REFRESH_SECONDS`.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._stream = stream
+        self._console = Console(file=stream, highlight=False)
+        self._live = Live(console=self._console, auto_refresh=False)
+        self._step = self._total = 0
+        self._latest: dict[str, Any] = {}
+        self._drawn_at = 0.0
+
+    def start(self, step: int, total: int) -> None:
+        """Draw the bar."""
+        self._step, self._total, self._latest = step, total, {}
+        with _surviving(self._stream):
+            self._live.start()
+        self._draw()
+
+    def advance(self, step: int) -> None:
+        """Move the bar, unless it moved a moment ago."""
+        self._step = step
+        if time.monotonic() - self._drawn_at > REFRESH_SECONDS:
+            self._draw()
+
+    def show(self, row: Mapping[str, Any]) -> None:
+        """Put a training row below the bar, any other above it."""
+        if row["kind"] == "train":
+            self._step = row["step"]
+            self._latest = dict(row)
+            self._draw()
+        else:
+            numbers = "  ".join(_cells(row, self._total))
+            self._print(f"{row['kind']} {row['step']}/{self._total}  {numbers}", "cyan")
+
+    def note(self, text: str) -> None:
+        """Print the text above the bar."""
+        self._print(text, "")
+
+    def warn(self, text: str) -> None:
+        """Print the text above the bar, coloured."""
+        self._print(f"warning: {text}", "yellow")
+
+    def close(self) -> None:
+        """Draw the bar a last time and give the cursor back."""
+        self._draw()
+        with _surviving(self._stream):
+            self._live.stop()
+
+    def _print(self, text: str, style: str) -> None:
+        from rich.text import Text
+
+        with _surviving(self._stream):
+            self._console.print(Text(text, style))
+
+    def _draw(self) -> None:
+        self._drawn_at = time.monotonic()
+        if self._live.is_started:
+            with _surviving(self._stream):
+                self._live.update(self._picture(), refresh=True)
+
+    def _picture(self) -> Group:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        line = Table.grid(padding=(0, 1), expand=True)
+        line.add_column(no_wrap=True)
+        line.add_column(ratio=1)
+        line.add_column(no_wrap=True)
+        left = self._total - self._step
+        seconds = self._latest.get("step_seconds")
+        line.add_row(
+            f"step {self._step}/{self._total}",
+            ProgressBar(total=max(1, self._total), completed=self._step),
+            f"eta {_clock(left * seconds) if seconds else '-:--:--'}",
+        )
+        return Group(line, self._numbers())
+
+    def _numbers(self) -> Text:
+        from rich.text import Text
+
+        if not self._latest:
+            return Text("waiting for the first step", "dim")
+        return Text("  ".join(_cells(self._latest, total=0)))
+
+
+def _cells(row: Mapping[str, Any], total: int) -> list[str]:
+    """Return `name value` for each number of a row that people watch, each with a fixed width."""
+    cells = [f"loss {row['loss']:<8.5g}"]
+    if row["kind"] != "train":
+        return cells
+    if "grad_norm" in row:
+        cells.append(f"grad {row['grad_norm']:<8.4g}")
+    if "lr" in row:
+        cells.append(f"lr {row['lr']:<9.3e}")
+    cells.append(f"tok/s {row['tokens_per_second']:<9,.0f}")
+    if row["mfu"] is not None:
+        cells.append(f"mfu {row['mfu']:5.1%}")
+    cells.append(f"wait {row['data_seconds'] / row['step_seconds']:4.0%}")
+    cells.append(f"mem {row['memory_bytes'] / 2**30:.2f} GiB")
+    if total:
+        cells.append(f"eta {_clock((total - row['step']) * row['step_seconds'])}")
+    return cells
+
+
+def _clock(seconds: float) -> str:
+    """Return `h:mm:ss`, with days before it where there are any."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return (f"{days}d " if days else "") + f"{hour}:{minute:02}:{second:02}"
+
+
+@contextmanager
+def _surviving(stream: TextIO) -> Iterator[None]:
+    """Point a stream whose reader has gone away at the null device, for good."""
+    try:
+        yield
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)

@@ -1,0 +1,58 @@
+"""Scalars for TensorBoard, through its own event writer (which does not import torch)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import EnvironmentFault
+
+FLUSH_SECONDS = 10
+
+
+class TensorBoardTracker:
+    """Writes each number of a row as a scalar `kind/name`.
+
+    Args:
+        folder: of the event files; each attempt adds one.
+        resume_step: what earlier attempts wrote for later steps is void: TensorBoard drops it when
+            it reads the restart mark (tensorboard: event_accumulator, purge_orphaned_data).
+
+    Raises:
+        EnvironmentFault: TensorBoard is not installed.
+    """
+
+    def __init__(self, folder: Path, resume_step: int) -> None:
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError as error:
+            raise EnvironmentFault(
+                f"metrics.tensorboard needs a package that is missing: {error}",
+                "pip install 'trainer[tensorboard]'",
+            ) from error
+        self._event = event_pb2.Event
+        self._summary = summary_pb2.Summary
+        self._writer = EventFileWriter(str(folder), flush_secs=FLUSH_SECONDS)
+        mark = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._writer.add_event(
+            self._event(step=resume_step + 1, wall_time=time.time(), session_log=mark)
+        )
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Write the row's numbers."""
+        scalars = [
+            self._summary.Value(tag=f"{row['kind']}/{name}", simple_value=value)
+            for name, value in row.items()
+            if isinstance(value, int | float) and name not in ("step", "time")
+        ]
+        summary = self._summary(value=scalars)
+        self._writer.add_event(
+            self._event(step=row["step"], wall_time=row["time"], summary=summary)
+        )
+
+    def close(self) -> None:
+        """Flush and close the file."""
+        self._writer.close()
