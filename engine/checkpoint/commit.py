@@ -1,0 +1,125 @@
+"""One save, from an empty temporary folder to a published checkpoint."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import CheckpointError
+from . import faults, retention
+from .disk import writing
+from .manifest import FileEntry, Manifest, SaveInfo, check_listing, write_manifest
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    from .ranks import Ranks
+    from .writer import Writer
+
+    Part = tuple[list[WriteResult], dict[str, FileEntry]]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Staging:
+    """The copy of the state that a save in the background starts with.
+
+    Args:
+        after: what the GPU must have done before the state may be read.
+    """
+
+    after: torch.cuda.Event | None = None
+    copied: torch.cuda.Event | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+def commit(
+    state: Mapping[str, torch.Tensor],
+    info: SaveInfo,
+    *,
+    folder: Path,
+    keep: int,
+    ranks: Ranks,
+    writer: Writer,
+    staging: Staging | None,
+) -> None:
+    """Save a state; all ranks together. On failure nothing is published, and all ranks know.
+
+    Raises:
+        CheckpointError: why this rank or another could not do its part.
+    """
+    temporary = ranks.reduce(lambda: None, lambda _: _make_temporary(folder, info.step))
+    try:
+        writer.plan(state)
+        ranks.reduce(
+            lambda: _write_part(temporary, info.step, ranks.rank, writer, staging),
+            lambda parts: _publish(temporary, info, parts, writer, keep),
+        )
+    except CheckpointError:
+        if ranks.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _make_temporary(folder: Path, step: int) -> Path:
+    temporary = folder / retention.temporary_name(step)
+    try:
+        temporary.mkdir()
+    except OSError as error:
+        raise CheckpointError(f"cannot make a folder in {folder}: {error.strerror}") from error
+    return temporary
+
+
+def _write_part(
+    temporary: Path, step: int, rank: int, writer: Writer, staging: Staging | None
+) -> Part:
+    """Write and sync what this rank holds; with `staging`, from a copy in memory."""
+    faults.point("checkpoint.before_copy", rank, step)
+    if staging is not None:
+        staging.copied = writer.copy(staging.after)
+        staging.done.set()
+        if staging.copied is not None:
+            staging.copied.synchronize()
+    with writing(temporary, writer.planned_bytes):
+        faults.point("checkpoint.before_write", rank, step)
+        part = writer.write(temporary)
+        faults.point("checkpoint.after_write", rank, step)
+    return part
+
+
+def _publish(temporary: Path, info: SaveInfo, parts: list[Part], writer: Writer, keep: int) -> None:
+    """Complete the folder, name it, and delete what it makes superfluous; on rank 0."""
+    files = {name: entry for _, entries in parts for name, entry in entries.items()}
+    with writing(temporary, 0):
+        files |= writer.finish(temporary, [written for written, _ in parts])
+        manifest = Manifest(
+            **vars(info),
+            tensors=writer.tensors(),
+            files=files,
+            saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        faults.point("checkpoint.before_manifest", 0, info.step)
+        write_manifest(temporary, manifest)
+        faults.point("checkpoint.after_manifest", 0, info.step)
+        retention.sync_folder(temporary)
+        problems = check_listing(temporary, manifest)
+        if problems:  # the ranks do not see the same folder
+            raise CheckpointError(
+                f"{temporary}: {problems[0]}",
+                "run.dir must be on a file system that all ranks share",
+            )
+        faults.point("checkpoint.before_rename", 0, info.step)
+        retention.publish(temporary, info.step)
+        faults.point("checkpoint.after_rename", 0, info.step)
+    try:
+        retention.prune(temporary.parent, keep)
+    except OSError as error:
+        log.warning("an old checkpoint could not be deleted: %s", error)

@@ -1,0 +1,88 @@
+"""Finds the newest checkpoint that is intact. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import CheckpointError
+from .manifest import MANIFEST, Manifest, check_hashes, check_listing, read_manifest
+from .ranks import Ranks
+from .retention import STEP, step_folders
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Found:
+    """An intact checkpoint, and why newer ones were passed over."""
+
+    path: Path
+    manifest: Manifest
+    skipped: list[str]
+
+
+def find_checkpoint(path: Path, group: ProcessGroup | None = None) -> Found:
+    """Return the newest intact checkpoint at a path; see `candidates` and `Ranks`.
+
+    Raises:
+        CheckpointError: there is none, or none is intact.
+    """
+    found = newest_intact(path, Ranks(group))
+    if found is None:
+        raise CheckpointError(f"no checkpoint in {path}")
+    return found
+
+
+def candidates(path: Path) -> list[Path]:
+    """Return the checkpoints at a path, newest first.
+
+    Args:
+        path: a run directory, a checkpoints folder, or one checkpoint.
+    """
+    if STEP.fullmatch(path.name) or (path / MANIFEST).exists():
+        return [path]
+    inner = path / "checkpoints"
+    return step_folders(inner if inner.is_dir() else path)[::-1]
+
+
+def newest_intact(path: Path, ranks: Ranks) -> Found | None:
+    """Return the newest checkpoint whose every byte is as it was saved; None: there is none.
+
+    The ranks divide the hashing between them and agree.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none is intact.
+    """
+    skipped: list[str] = []
+    for candidate in ranks.reduce(lambda: None, lambda _: candidates(path)):
+        manifest, problems = _check(candidate, ranks)
+        if manifest is not None and not problems:
+            return Found(candidate, manifest, skipped)
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        skipped.append(f"{candidate.name}: {problems[0]}{more}")
+    if skipped:
+        raise CheckpointError(
+            f"no checkpoint in {path} is intact:\n  " + "\n  ".join(skipped),
+            "restore one of them from a copy, or start anew with another run.name",
+        )
+    return None
+
+
+def _check(path: Path, ranks: Ranks) -> tuple[Manifest | None, list[str]]:
+    manifest: Manifest | None = None
+
+    def check_share() -> list[str]:
+        nonlocal manifest
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError as error:
+            return [error.message]
+        problems = check_listing(path, manifest) if ranks.rank == 0 else []
+        share = sorted(manifest.files)[ranks.rank :: ranks.size]
+        return problems or check_hashes(path, {name: manifest.files[name] for name in share})
+
+    problems = ranks.reduce(check_share, lambda parts: [text for part in parts for text in part])
+    return manifest, list(dict.fromkeys(problems))

@@ -1,0 +1,109 @@
+"""Reads a checkpoint into tensors that exist: compared first, then filled in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from ..errors import CheckpointError, nearest
+from ..train.state import model_state
+from .find import find_checkpoint
+from .manifest import Manifest, TensorEntry
+from .ranks import Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+SHOWN_MISFITS = 20
+
+
+def load_state(
+    path: Path, manifest: Manifest, state: Mapping[str, Tensor], group: ProcessGroup | None
+) -> None:
+    """Fill `state` in place from a checkpoint that was saved by any number of ranks.
+
+    The first word of a name is its section ("model", "optimizer", "rng"). Of each section that
+    `state` has, every name of the checkpoint must be there, except in "rng", whose names belong to
+    ranks. Other sections of the checkpoint are left alone.
+
+    Args:
+        path: a checkpoint that was found intact, and its manifest.
+        group: as for `CheckpointStore`.
+
+    Raises:
+        CheckpointError: names, shapes or dtypes differ, all listed, and no tensor was touched; or
+            the files cannot be read.
+    """
+    ranks = Ranks(group)
+    ranks.reduce(lambda: _check_fit(path, manifest, state), lambda _: None)
+    ranks.reduce(lambda: _read(path, manifest, state), lambda _: None)
+
+
+def load_weights(path: Path, model: nn.Module, group: ProcessGroup | None = None) -> Manifest:
+    """Fill a model's weights; return the manifest.
+
+    Args:
+        path: a checkpoint, or a run directory, whose newest intact checkpoint is taken.
+        group: as for `CheckpointStore`; None also works on several ranks, which then each
+            check every byte.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it is of another model.
+    """
+    found = find_checkpoint(path, group)
+    load_state(found.path, found.manifest, model_state(model), group)
+    return found.manifest
+
+
+def misfits(state: Mapping[str, Tensor], manifest: Manifest) -> list[str]:
+    """Return how names, shapes and dtypes of a state differ from a checkpoint's."""
+    from .writer import dtype_name
+
+    problems: list[str] = []
+    saved = manifest.tensors
+    sections = {_section(name) for name in state}
+    expected = {name for name in saved if _section(name) in sections - {"rng"}}
+    missing = [name for name in state if name not in saved]
+    for name in missing:
+        hint = nearest(name, expected - set(state)) if len(problems) < SHOWN_MISFITS else ""
+        problems.append(f"{name} is not in the checkpoint" + (f"; {hint}" if hint else ""))
+    problems += [
+        f"{name} is in the checkpoint but not here" for name in sorted(expected - set(state))
+    ]
+    for name, tensor in state.items():
+        if name in saved:
+            here = TensorEntry(shape=list(tensor.shape), dtype=dtype_name(tensor.dtype))
+            if here != saved[name]:
+                problems.append(f"{name} is {_text(saved[name])} there and {_text(here)} here")
+    return problems
+
+
+def _check_fit(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) -> None:
+    if manifest.contents == "weights" and any(_section(name) == "optimizer" for name in state):
+        raise CheckpointError(
+            f"{path} holds weights only: it has no optimizer state to go on from",
+            "start another run from its weights with run.init_from",
+        )
+    problems = misfits(state, manifest)
+    if problems:
+        shown = problems[:SHOWN_MISFITS]
+        if len(problems) > len(shown):
+            shown.append(f"and {len(problems) - len(shown)} more")
+        raise CheckpointError(f"{path} does not fit:\n  " + "\n  ".join(shown))
+
+
+def _read(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) -> None:
+    from .guarded import read_tensors
+
+    read_tensors(path, manifest, state)
+
+
+def _section(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _text(entry: TensorEntry) -> str:
+    return f"{entry['dtype']} {entry['shape']}"

@@ -1,0 +1,114 @@
+"""Names in the checkpoints folder, and how folders come and go: always by a rename.
+
+`step-00000100` is complete. Others are on their way: `.tmp-` is being written, `.old-` was replaced
+by a later save of the same step, `.del-` is being deleted. `abandoned-step-...` lies beyond the
+step from which the run went on, so it must not be resumed from; it is kept until pruned by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+
+from .manifest import folder_name, verify
+
+STEP = re.compile(r"step-(\d{8,})")
+LEFTOVER = re.compile(r"\.(tmp|old|del)-(step-\d{8,})-[0-9a-f]{8}")
+ABANDONED = re.compile(r"abandoned-step-\d{8,}-[0-9a-f]{8}")
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """Return the checkpoints of a folder, intact or not, oldest step first."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if STEP.fullmatch(path.name)]
+    return sorted(found, key=step_of)
+
+
+def abandoned_folders(folder: Path) -> list[Path]:
+    """Return the checkpoints that the run has turned away from."""
+    return sorted(path for path in folder.iterdir() if ABANDONED.fullmatch(path.name))
+
+
+def step_of(path: Path) -> int:
+    """Return the step that a checkpoint folder's name says."""
+    return int(path.name.removeprefix("step-"))
+
+
+def temporary_name(step: int) -> str:
+    """Return a fresh name to write a checkpoint under."""
+    return f".tmp-{folder_name(step)}-{secrets.token_hex(4)}"
+
+
+def publish(temporary: Path, step: int) -> Path:
+    """Give a complete checkpoint its final name, durably; a former one of that step goes.
+
+    What lies beyond this step belongs to a past that this run has left: it is set aside.
+    """
+    folder = temporary.parent
+    final = folder / folder_name(step)
+    replaced = None
+    if final.exists():
+        replaced = final.rename(_marked(final, ".old-"))
+    temporary.rename(final)
+    for beyond in step_folders(folder):
+        if step_of(beyond) > step:
+            beyond.rename(_marked(beyond, "abandoned-"))
+    sync_folder(folder)
+    if replaced:
+        remove(replaced)
+    return final
+
+
+def prune(folder: Path, keep: int, dry_run: bool = False) -> list[Path]:
+    """Delete all but the `keep` newest checkpoints and return what was deleted.
+
+    A checkpoint whose names or sizes are wrong does not count as kept, and goes only when it is
+    older than those that do. Without any good one, nothing is deleted.
+    """
+    good = [path for path in step_folders(folder) if not verify(path, hashes=False)]
+    if not good:
+        return []
+    oldest_kept = step_of(good[-keep:][0])
+    doomed = [path for path in step_folders(folder) if step_of(path) < oldest_kept]
+    if not dry_run:
+        for path in doomed:
+            remove(path)
+    return doomed
+
+
+def remove(path: Path) -> None:
+    """Delete a folder so that no moment shows half of it under its name."""
+    doomed = path
+    if not path.name.startswith("."):
+        doomed = path.rename(_marked(path, ".del-"))
+    shutil.rmtree(doomed)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Finish or undo what a killed process left half done. Only the run's owner may call this."""
+    for path in list(folder.iterdir()):
+        leftover = LEFTOVER.fullmatch(path.name)
+        if not leftover:
+            continue
+        kind, name = leftover.groups()
+        if kind == "old" and not (folder / name).exists():
+            path.rename(folder / name)
+        else:
+            shutil.rmtree(path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _marked(path: Path, mark: str) -> Path:
+    return path.with_name(f"{mark}{path.name}-{secrets.token_hex(4)}")

@@ -1,0 +1,184 @@
+"""The checkpoints of a run: complete, verified and durable, or absent."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, EnvironmentFault
+from . import retention
+from .commit import Staging, commit
+from .disk import free_bytes
+from .find import Found, newest_intact
+from .manifest import SaveInfo, read_manifest
+from .ranks import Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from .writer import Writer
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointStore:
+    """Saves states under `folder`, one at a time, and finds the newest that is intact.
+
+    All ranks call the same methods in the same order. The folder is seen by all ranks, and owned
+    by this run alone.
+
+    Args:
+        mode: "sync"; "async": copy the state in a thread, then write it while training goes on;
+            "async_pinned": the same through page-locked memory, for GPUs.
+        keep: how many checkpoints stay.
+        group: a gloo group of all ranks that nothing else uses, because a save in the background
+            communicates too; None: one process, and no collective is ever called.
+    """
+
+    def __init__(self, folder: Path, *, mode: str, keep: int, group: ProcessGroup | None) -> None:
+        self.folder = folder
+        self.group = group
+        self._mode = mode
+        self._keep = keep
+        self._ranks = Ranks(group)
+        self._writer: Writer | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._in_flight: Future[None] | None = None
+        self._staging: Staging | None = None
+        self._failure: BaseException | None = None
+
+    def probe(self) -> None:
+        """Make the folder ready at the start of a run, and check that it can be written.
+
+        Raises:
+            EnvironmentFault: it cannot, or there is no space for another checkpoint.
+        """
+        self._ranks.reduce(lambda: None, lambda _: _make_ready(self.folder))
+
+    def save(self, state: Mapping[str, Tensor], info: SaveInfo, *, sync: bool = False) -> None:
+        """Save a flat state of tensors and DTensors; what differs by rank has the rank in its name.
+
+        At most one save is in flight: this waits for the one before. A save in the background
+        reads the state after this returns: call `wait_staged` before anything changes it.
+
+        Raises:
+            CheckpointError: a save that is not in the background failed; nothing is left of it.
+        """
+        self._wait()
+        if sync or self._mode == "sync":
+            self._commit(state, info, None)
+            return
+        on_gpu = any(tensor.is_cuda for tensor in state.values())
+        self._staging = Staging(torch.cuda.current_stream().record_event() if on_gpu else None)
+        self._in_flight = self._thread.submit(self._commit, state, info, self._staging)
+
+    def wait_staged(self) -> None:
+        """Wait until the state being saved has been copied; at once when nothing is."""
+        if self._staging is None:
+            return
+        self._staging.done.wait()
+        if self._staging.copied is not None:
+            torch.cuda.current_stream().wait_event(self._staging.copied)
+        self._staging = None
+
+    def poll(self) -> None:
+        """Raise what failed in the background, once. Ranks may notice at different steps.
+
+        Raises:
+            CheckpointError: why the last save failed. The checkpoints before it are untouched.
+        """
+        if self._in_flight is not None and self._in_flight.done():
+            self._wait()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def finish(self) -> None:
+        """Wait for the save in flight.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        self._wait()
+        self.poll()
+
+    def latest(self) -> Found | None:
+        """Return the newest checkpoint whose every byte is as it was saved; None: there is none.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is intact.
+        """
+        return self.find(self.folder)
+
+    def find(self, path: Path) -> Found | None:
+        """Return the newest intact checkpoint of a run directory, or the one that `path` is.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is intact.
+        """
+        self._wait()
+        return newest_intact(path, self._ranks)
+
+    def _wait(self) -> None:
+        """Wait for the save in flight and keep its failure for `poll`."""
+        if self._in_flight is not None:
+            self._failure = self._in_flight.exception() or self._failure
+            self._in_flight = None
+
+    def _commit(self, state: Mapping[str, Tensor], info: SaveInfo, staging: Staging | None) -> None:
+        """Do one save; in the background too, so that DCP is imported there."""
+        try:
+            if self._writer is None:
+                from .writer import Writer
+
+                self._writer = Writer(self._ranks, pinned=self._mode == "async_pinned")
+            commit(
+                state,
+                info,
+                folder=self.folder,
+                keep=self._keep,
+                ranks=self._ranks,
+                writer=self._writer,
+                staging=staging,
+            )
+        finally:
+            if staging is not None:
+                staging.done.set()
+
+
+def _make_ready(folder: Path) -> None:
+    """Clear what a killed run left behind, write a file, and look at the free space."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        retention.clear_leftovers(folder)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"probe")
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cannot write checkpoints to {folder}: {error.strerror}",
+            "set run.dir to a folder that you may write to",
+        ) from error
+    saved = retention.step_folders(folder)
+    needed, free = _size_of(saved[-1]) if saved else 0, free_bytes(folder)
+    if free < needed:
+        raise EnvironmentFault(
+            f"no space for a checkpoint: the last one has {needed:,} bytes, "
+            f"{free:,} are free in {folder}",
+            "free some space, or set run.dir to another disk",
+        )
+    if free < 2 * needed:
+        log.warning("%s has space for one more checkpoint only (%s bytes)", folder, f"{free:,}")
+
+
+def _size_of(checkpoint: Path) -> int:
+    try:
+        return read_manifest(checkpoint).bytes
+    except CheckpointError:
+        return 0
