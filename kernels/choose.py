@@ -7,6 +7,22 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .attention import reference as attention
+from .cross_entropy import reference as cross_entropy
+from .rms_norm import reference as rms_norm
+from .rotary import reference as rotary
+from .swiglu import reference as swiglu
+
+MATMUL_ATTENTION_UP_TO = 512
+
+IMPLEMENTATIONS: Mapping[str, Mapping[str, Callable[..., Tensor]]] = {
+    "attention": {"sdpa": attention.sdpa, "matmul": attention.matmul},
+    "rms_norm": {"torch": rms_norm.rms_norm},
+    "rotary": {"torch": rotary.rotary},
+    "swiglu": {"torch": swiglu.swiglu},
+    "linear_cross_entropy": {"torch": cross_entropy.linear_cross_entropy},
+}
+
 
 @dataclass(frozen=True)
 class Kernels:
@@ -25,8 +41,26 @@ def choose(wanted: Mapping[str, str], device_type: str, seq_len: int) -> Kernels
     """Return the implementations for a device and a row length.
 
     Args:
-        wanted: operation -> name of an implementation, or "auto".
+        wanted: operation -> name of an implementation, or "auto" (as for operations left out).
         device_type: "cpu" or "cuda".
         seq_len: tokens a row.
+
+    Raises:
+        KeyError: an operation or implementation is unknown.
     """
-    raise NotImplementedError
+    functions, reasons = {}, {}
+    for operation, name in {**dict.fromkeys(IMPLEMENTATIONS, "auto"), **wanted}.items():
+        reason = "asked for"
+        if name == "auto":
+            name, reason = _automatic(operation, device_type, seq_len)
+        functions[operation] = IMPLEMENTATIONS[operation][name]
+        reasons[operation] = f"{name}: {reason}"
+    return Kernels(**functions, reasons=reasons)
+
+
+def _automatic(operation: str, device_type: str, seq_len: int) -> tuple[str, str]:
+    if operation != "attention":
+        return "torch", "the only one"
+    if device_type == "cpu" and seq_len <= MATMUL_ATTENTION_UP_TO:
+        return "matmul", f"fastest on CPUs for rows of up to {MATMUL_ATTENTION_UP_TO} tokens"
+    return "sdpa", "torch's fused attention"

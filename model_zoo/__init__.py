@@ -1,0 +1,1 @@
+"""Language models, usable without the engine."""

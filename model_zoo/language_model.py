@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from .layers.cache import KVCache
-
-LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+from .layers.head import LossFunction as LossFunction
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Gated feed-forward activation."""

@@ -52,29 +52,64 @@ class Llama3Config(ModelConfig):
     layout: ClassVar = LAYOUT
     flavors: ClassVar = {
         "debug": {},
-        "1b": dict(
-            dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim=8192, vocab_size=128256,
-            rope_theta=500000.0, rope_scaling=dict(factor=32.0), max_seq_len=131072,
-            tie_embeddings=True,
-        ),
-        "3b": dict(
-            dim=3072, n_layers=28, n_heads=24, n_kv_heads=8, ffn_dim=8192, vocab_size=128256,
-            rope_theta=500000.0, rope_scaling=dict(factor=32.0), max_seq_len=131072,
-            tie_embeddings=True,
-        ),
-        "8b": dict(
-            dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14336, vocab_size=128256,
-            rope_theta=500000.0, rope_scaling=dict(factor=8.0), max_seq_len=131072,
-        ),
-        "70b": dict(
-            dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=28672, vocab_size=128256,
-            rope_theta=500000.0, rope_scaling=dict(factor=8.0), max_seq_len=131072,
-        ),
-        "405b": dict(
-            dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, ffn_dim=53248, vocab_size=128256,
-            rope_theta=500000.0, rope_scaling=dict(factor=8.0), max_seq_len=131072,
-        ),
-    }  # fmt: skip
+        "1b": {
+            "dim": 2048,
+            "n_layers": 16,
+            "n_heads": 32,
+            "n_kv_heads": 8,
+            "ffn_dim": 8192,
+            "vocab_size": 128256,
+            "rope_theta": 500000.0,
+            "rope_scaling": {"factor": 32.0},
+            "max_seq_len": 131072,
+            "tie_embeddings": True,
+        },
+        "3b": {
+            "dim": 3072,
+            "n_layers": 28,
+            "n_heads": 24,
+            "n_kv_heads": 8,
+            "ffn_dim": 8192,
+            "vocab_size": 128256,
+            "rope_theta": 500000.0,
+            "rope_scaling": {"factor": 32.0},
+            "max_seq_len": 131072,
+            "tie_embeddings": True,
+        },
+        "8b": {
+            "dim": 4096,
+            "n_layers": 32,
+            "n_heads": 32,
+            "n_kv_heads": 8,
+            "ffn_dim": 14336,
+            "vocab_size": 128256,
+            "rope_theta": 500000.0,
+            "rope_scaling": {"factor": 8.0},
+            "max_seq_len": 131072,
+        },
+        "70b": {
+            "dim": 8192,
+            "n_layers": 80,
+            "n_heads": 64,
+            "n_kv_heads": 8,
+            "ffn_dim": 28672,
+            "vocab_size": 128256,
+            "rope_theta": 500000.0,
+            "rope_scaling": {"factor": 8.0},
+            "max_seq_len": 131072,
+        },
+        "405b": {
+            "dim": 16384,
+            "n_layers": 126,
+            "n_heads": 128,
+            "n_kv_heads": 8,
+            "ffn_dim": 53248,
+            "vocab_size": 128256,
+            "rope_theta": 500000.0,
+            "rope_scaling": {"factor": 8.0},
+            "max_seq_len": 131072,
+        },
+    }
 
     name: Literal["llama3"] = "llama3"
     dim: Size = 256

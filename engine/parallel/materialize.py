@@ -1,0 +1,104 @@
+"""Initial weights that are the same bits on any number of ranks and under any plan."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from ...model_zoo.language_model import Constant, Normal
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ...model_zoo.language_model import LanguageModel
+
+BLOCK = 2**20
+
+
+def materialize(
+    model: LanguageModel, device: torch.device, seed: int, *, fill: bool = True
+) -> None:
+    """Give a model on `meta` its memory, initial weights and buffers, without communication.
+
+    A weight's values depend on the seed, its name and its shape alone.
+
+    Args:
+        model: plain parameters, or sharded ones (DTensor).
+        device: where parameters and buffers shall live.
+        seed: of the initial weights.
+        fill: False leaves the weights for a checkpoint to fill.
+    """
+    model.to_empty(device=device)
+    model.init_buffers(device)
+    if not fill:
+        return
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _fill(parameter, model.initial_values(name), f"{seed}:{name}")
+
+
+def _fill(parameter: nn.Parameter, rule: Normal | Constant, key: str) -> None:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+    if isinstance(rule, Constant):
+        local.fill_(rule.value)
+        return
+    start = first_element(parameter) if isinstance(parameter, DTensor) else 0
+    if start is not None:
+        _fill_normal(local, rule, key, start, parameter.numel())
+        return
+    assert isinstance(parameter, DTensor)
+    full = torch.empty(parameter.shape, device=local.device)
+    _fill_normal(full, rule, key, 0, parameter.numel())
+    placed = distribute_tensor(
+        full, parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
+    local.copy_(placed.to_local())
+
+
+def first_element(parameter: DTensor) -> int | None:
+    """Return where this rank's run of elements begins, or None if it holds no single run."""
+    splits = [(dim, p) for dim, p in enumerate(parameter.placements) if not p.is_replicate()]
+    if not splits:
+        return 0
+    mesh_dim, placement = splits[0]
+    if len(splits) > 1 or type(placement) is not Shard or placement.dim != 0:
+        return None
+    # As torch.chunk cuts: equal pieces, rounded up; the last are shorter or empty.
+    mesh, rows = parameter.device_mesh, parameter.shape[0]
+    first_row = min(-(-rows // mesh.size(mesh_dim)) * mesh.get_local_rank(mesh_dim), rows)
+    return first_row * math.prod(parameter.shape[1:])
+
+
+def _fill_normal(target: Tensor, rule: Normal, key: str, start: int, total: int) -> None:
+    """Fill with the elements start, start + 1, ... of the `total` that `key` stands for."""
+    flat = target.view(-1)
+    stop = start + flat.numel()
+
+    def fill_block(block: int) -> None:
+        origin = block * BLOCK
+        values = _normal(f"{key}:{block}", min(BLOCK, total - origin))
+        first, last = max(start, origin), min(stop, origin + BLOCK)
+        part = torch.from_numpy(values[first - origin : last - origin]).mul_(rule.std)
+        flat[first - start : last - start] = part
+
+    blocks = range(start // BLOCK, -(-stop // BLOCK))
+    # numpy draws without the interpreter's lock.
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        list(threads.map(fill_block, blocks))
+
+
+def _normal(key: str, count: int) -> NDArray[np.float32]:
+    """Return standard normal values; those beyond three are drawn again."""
+    digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
+    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+    values = generator.standard_normal(count, dtype=np.float32)
+    while (beyond := np.flatnonzero(np.abs(values) > 3)).size:
+        values[beyond] = generator.standard_normal(beyond.size, dtype=np.float32)
+    return values

@@ -1,0 +1,26 @@
+"""The feed-forward half of a block."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ...kernels.choose import Kernels
+from .linear import Linear
+from .norm import RMSNorm
+
+
+class GatedMLP(nn.Module):
+    """Norm and SwiGLU feed-forward layer."""
+
+    def __init__(self, dim: int, ffn_dim: int, norm_eps: float, kernels: Kernels) -> None:
+        super().__init__()
+        self.norm = RMSNorm(dim, norm_eps, kernels)
+        self.gate = Linear(dim, ffn_dim)
+        self.up = Linear(dim, ffn_dim)
+        self.down = Linear(ffn_dim, dim)
+        self.activation = kernels.swiglu
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what [B, S, D] adds to the residual stream."""
+        x_BSD = self.norm(x)
+        return self.down(self.activation(self.gate(x_BSD), self.up(x_BSD)))

@@ -1,0 +1,106 @@
+"""Llama 3 (Grattafiori et al. 2024, arXiv:2407.21783, section 3.2)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.choose import Kernels
+from ..language_model import Constant, LanguageModel, LossFunction, Normal
+from ..layers.attention import GroupedQueryAttention, attention_mask
+from ..layers.cache import BlockCache, KVCache
+from ..layers.head import Head
+from ..layers.mlp import GatedMLP
+from ..layers.rotary import frequencies, rotation, stretch
+from .config import Llama3Config
+
+
+class Block(nn.Module):
+    """Attention and feed-forward layer, each added to the residual stream."""
+
+    def __init__(self, config: Llama3Config, kernels: Kernels) -> None:
+        super().__init__()
+        self.attention = GroupedQueryAttention(
+            config.dim,
+            config.n_heads,
+            config.n_kv_heads,
+            config.head_width,
+            config.norm_eps,
+            kernels,
+        )
+        self.mlp = GatedMLP(config.dim, config.ffn_dim, config.norm_eps, kernels)
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None = None,
+        cache: BlockCache | None = None,
+    ) -> Tensor:
+        """Map [B, S, D] to [B, S, D]; see `GroupedQueryAttention` for the rest."""
+        x = x + self.attention(x, cos, sin, mask, cache)
+        return x + self.mlp(x)
+
+
+class Llama3(LanguageModel):
+    """Llama 3. With tied embeddings the only weight of both ends is `embed.weight`.
+
+    Args:
+        config: sizes, with the vocabulary settled.
+        kernels: the implementations.
+    """
+
+    def __init__(self, config: Llama3Config, kernels: Kernels) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab, config.dim)
+        self.layers = nn.ModuleList(Block(config, kernels) for _ in range(config.n_layers))
+        own_rows = None if config.tie_embeddings else config.vocab
+        self.head = Head(config.dim, own_rows, config.norm_eps, kernels)
+        self.register_buffer("frequencies", self._frequencies(), persistent=False)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        labels: Tensor | None = None,
+        loss: LossFunction | None = None,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Return logits, or the summed loss: see `LanguageModel`."""
+        start = 0 if cache is None else cache.length
+        if positions is None:
+            positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        cos, sin = rotation(positions, self.frequencies)
+        mask = attention_mask(tokens, document_ids, cache)
+        x_BSD = self.embed(tokens).to(self.compute_dtype)
+        for number, block in enumerate(self.layers):
+            x_BSD = block(x_BSD, cos, sin, mask, None if cache is None else cache.block(number))
+        tied_weight = self.embed.weight if self.config.tie_embeddings else None
+        return self.head(x_BSD, labels, loss, tied_weight)
+
+    def initial_values(self, name: str) -> Normal | Constant:
+        """Return the rule by which the parameter `name` starts.
+
+        Weights that write to the residual stream start smaller, so that its variance does not grow
+        with depth (GPT-2, Radford et al. 2019, section 2.3).
+        """
+        if name.endswith("norm.weight"):
+            return Constant(1.0)
+        if name.endswith(("attention.o.weight", "mlp.down.weight")):
+            return Normal(self.config.init_std / math.sqrt(2 * self.config.n_layers))
+        return Normal(self.config.init_std)
+
+    def init_buffers(self, device: torch.device) -> None:
+        """Compute the rotary frequencies; the same bits on every device."""
+        self.frequencies = self._frequencies(torch.device("cpu")).to(device)
+
+    def _frequencies(self, device: torch.device | None = None) -> Tensor:
+        found = frequencies(self.config.head_width, self.config.rope_theta, device)
+        scaling = self.config.rope_scaling
+        return found if scaling is None else stretch(found, **scaling.model_dump())
