@@ -51,6 +51,11 @@ class ModelConfig(BaseModel):
             )
         return {**cls.flavors[flavor], **values}
 
+    @property
+    def vocab(self) -> int:
+        """Rows of the embedding, once settled."""
+        raise NotImplementedError
+
     def with_vocab(self, vocab_size: int) -> Self:
         """Return the config with its vocabulary size settled.
 

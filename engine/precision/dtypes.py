@@ -10,6 +10,11 @@ from ..recipe.tables import Precision
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the recipe's word for a dtype."""
+    return next(name for name, known in DTYPES.items() if known is dtype)
+
+
 def compute_dtype(table: Precision, device: torch.device) -> tuple[torch.dtype, str]:
     """Return the dtype of a step on `device` and why it was chosen.
 

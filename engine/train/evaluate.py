@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..data.batch import IGNORED, Batch
+from .step import summed_loss
 
 if TYPE_CHECKING:
     from ...model_zoo.language_model import LanguageModel
@@ -31,7 +32,7 @@ def evaluate(
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in batches:
         batch = batch.to(device)
-        sums[0] += model(**batch.inputs(), loss=loss)
+        sums[0] += summed_loss(model, batch, loss)
         sums[1] += (batch.labels != IGNORED).sum()
     if ranks > 1:
         dist.all_reduce(sums)

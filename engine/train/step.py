@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,14 +22,25 @@ class Gradients(NamedTuple):
     """What forward and backward of a step leave behind, all on the device.
 
     Args:
-        loss: sum over this rank's tokens.
-        tokens: valid tokens of the whole global batch.
+        loss: sum over the valid tokens of the global batch.
+        tokens: how many they are.
         norm: global gradient norm, before clipping.
     """
 
     loss: Tensor
     tokens: Tensor
     norm: Tensor
+
+
+def summed_loss(forward: Callable[..., Tensor], batch: Batch, loss: LossFunction) -> Tensor:
+    """Return a model's loss summed over the valid tokens of a batch."""
+    return forward(
+        batch.tokens,
+        labels=batch.labels,
+        loss=loss,
+        positions=batch.positions,
+        document_ids=batch.document_ids,
+    )
 
 
 @dataclass
@@ -59,9 +70,11 @@ class TrainStep:
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches, 1):
             self.parallelized.reduce_gradients(number == len(batches))
-            loss = self.parallelized.forward(**batch.inputs(), loss=self.loss)
+            loss = summed_loss(self.parallelized.forward, batch, self.loss)
             (loss * factor).backward()
             total += loss.detach()
+        if self.ranks > 1:
+            dist.all_reduce(total)
         return Gradients(total, tokens, self._clip())
 
     def _clip(self) -> Tensor:

@@ -1,0 +1,52 @@
+"""`trainer run`: train what a recipe describes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def run(
+    recipe: Annotated[Path, typer.Argument(help="the recipe, a TOML file")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change one value")
+    ] = None,
+    nproc: Annotated[
+        int, typer.Option("--nproc", min=1, max=4096, help="processes on this machine")
+    ] = 1,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="build everything, say what would run, train nothing")
+    ] = False,
+    allow_changed: Annotated[
+        str,
+        typer.Option(metavar="KEYS", help="keys that may differ from the checkpoint's, by commas"),
+    ] = "",
+) -> None:
+    """Train; run the same command again to go on after a stop."""
+    from ..engine.launch.environment import find_world
+    from ..engine.recipe.load import load_recipe
+
+    world = find_world()
+    ranks = nproc if nproc > 1 else world.world_size
+    loaded = load_recipe(recipe, overrides or [], world=ranks)
+    if nproc > 1 and world.world_size == 1:
+        from ..engine.launch.local import launch
+
+        command = ["run", str(recipe), *(f"--set={text}" for text in overrides or [])]
+        command += ["--dry-run"] * dry_run
+        command += [f"--allow-changed={allow_changed}"] * bool(allow_changed)
+        settings = loaded.recipe.run
+        code = launch(
+            [sys.executable, "-P", "-m", "trainer", *command],
+            nproc,
+            log_dir=Path(settings.dir) / settings.name / "logs",
+            stop_timeout_seconds=loaded.recipe.resilience.stop_timeout_seconds,
+        )
+        raise typer.Exit(code)
+    from ..engine.run import run as run_recipe
+
+    allowed = [key.strip() for key in allow_changed.split(",") if key.strip()]
+    raise typer.Exit(run_recipe(loaded, world, allow_changed=allowed, dry_run=dry_run))

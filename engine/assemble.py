@@ -1,0 +1,219 @@
+"""From a recipe to the parts of a run. Only this module and the CLI see a whole recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..kernels.choose import Kernels, choose
+from .data.dataset import OpenedData, open_data
+from .data.loader import Loader, validation_batches
+from .errors import EnvironmentFault, Problem, RecipeError
+from .optim.groups import parameter_groups
+from .parallel.blocks import transform_blocks
+from .parallel.data import Parallelized, is_sharded, parallelize, shard
+from .parallel.materialize import materialize
+from .parallel.mesh import Degrees, resolve_degrees
+from .precision.dtypes import DTYPES, LossScale, compute_dtype, dtype_name
+from .train.step import TrainStep
+
+if TYPE_CHECKING:
+    from ..model_zoo.config import ModelConfig
+    from ..model_zoo.language_model import LanguageModel
+    from ..model_zoo.layout import Layout
+    from .data.batch import Batch
+    from .data.tokenizer import Tokenizer
+    from .launch.environment import World
+    from .recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything that a training loop needs, built and in place."""
+
+    recipe: Recipe
+    model_config: ModelConfig
+    tokenizer: Tokenizer
+    data: OpenedData
+    degrees: Degrees
+    parallelized: Parallelized
+    optimizer: torch.optim.Optimizer
+    step: TrainStep
+    loader: Loader
+    validation: list[Batch]
+    total_steps: int
+    device: torch.device
+    world: World
+    notes: list[str]
+
+    @property
+    def model(self) -> LanguageModel:
+        """The bare module."""
+        return self.parallelized.model
+
+
+def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool = True) -> Parts:
+    """Build the parts of a run on this rank.
+
+    Args:
+        recipe: the validated recipe.
+        world: this process's place among the ranks; the process group exists if there are several.
+        device: where this rank computes.
+        fresh: fill in initial weights; False leaves them for a checkpoint to fill.
+
+    Raises:
+        RecipeError: the recipe does not fit the model, the data or the number of ranks.
+        DataError: a source cannot be read.
+    """
+    degrees = resolve_degrees(recipe.parallel, world.world_size)
+    _apply_determinism(recipe.run.deterministic)
+    tokenizer = recipe.tokenizer.build()
+    data = open_data(recipe.data, tokenizer, recipe.run.seed)
+    built = build_model(recipe, tokenizer, device)
+    model, layout = built.model, built.config.layout
+    transform_blocks(model, layout, recipe.memory, recipe.compile)
+    sharded = is_sharded(recipe.parallel, degrees)
+    reduce = DTYPES[recipe.precision.reduce]
+    if sharded:
+        shard(model, layout, recipe.parallel, degrees, device, model.compute_dtype, reduce)
+    home = torch.device("cpu") if recipe.parallel.fsdp.offload else device
+    materialize(model, home, recipe.run.seed, fill=fresh)
+    notes = [*built.notes, *data.notes]
+    if fresh and recipe.run.init_from:
+        notes += load_initial_weights(model, layout, Path(recipe.run.init_from))
+
+    parallelized = parallelize(model, sharded, degrees, device, reduce)
+    groups = parameter_groups(model.named_parameters(), recipe.optimizer)
+    optimizer = recipe.optimizer.build(groups, device)
+    step = TrainStep(
+        parallelized,
+        optimizer,
+        recipe.loss.build(built.kernels),
+        recipe.optimizer.clip_norm,
+        LossScale(model.compute_dtype),
+        device,
+        degrees.data,
+    )
+    return Parts(
+        recipe=recipe,
+        model_config=built.config,
+        tokenizer=tokenizer,
+        data=data,
+        degrees=degrees,
+        parallelized=parallelized,
+        optimizer=optimizer,
+        step=step,
+        loader=Loader(data.train, recipe.data, world.rank, degrees.data),
+        validation=_validation(recipe, data, world.rank, degrees.data),
+        total_steps=total_steps(recipe, data),
+        device=device,
+        world=world,
+        notes=notes,
+    )
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model on `meta`, and how its parts were chosen."""
+
+    model: LanguageModel
+    config: ModelConfig
+    kernels: Kernels
+    notes: list[str]
+
+
+def build_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device) -> BuiltModel:
+    """Return the recipe's model, without storage, for a device.
+
+    Raises:
+        RecipeError: its vocabulary is smaller than the tokenizer's.
+    """
+    config = _settle_vocab(recipe.model, tokenizer)
+    kernels = choose(recipe.kernels.model_dump(), device.type, recipe.data.seq_len)
+    with torch.device("meta"):
+        model = config.build(kernels)
+    model.compute_dtype, why = compute_dtype(recipe.precision, device)
+    notes = [f"compute in {dtype_name(model.compute_dtype)}: {why}"]
+    return BuiltModel(model, config, kernels, notes)
+
+
+def total_steps(recipe: Recipe, data: OpenedData) -> int:
+    """Return how many optimizer steps the run has; an epoch's last, incomplete batch is left out.
+
+    Raises:
+        RecipeError: the epochs asked for do not fill one batch.
+    """
+    if recipe.run.steps is not None:
+        return recipe.run.steps
+    assert recipe.run.epochs is not None, "validation made sure that one of the two is given"
+    rows = int(data.train.rows_per_epoch * recipe.run.epochs)
+    steps = rows // recipe.data.global_batch
+    if steps == 0:
+        message = f"{rows} rows do not fill one batch of {recipe.data.global_batch}"
+        raise RecipeError([Problem(message, key="run.epochs", hint="lower data.global_batch")])
+    return steps
+
+
+def load_initial_weights(model: LanguageModel, layout: Layout, source: Path) -> list[str]:
+    """Load weights only, from one of our checkpoints or a Hugging Face folder; return notes."""
+    if (source / "manifest.json").exists():
+        from .checkpoint.reader import load_weights
+
+        manifest = load_weights(source, model)
+        return [f"weights from {source} (step {manifest.step})"]
+    from .checkpoint.huggingface import load_huggingface
+
+    return [f"weights from {source}", *load_huggingface(source, model, layout)]
+
+
+def pick_device(local_rank: int) -> torch.device:
+    """Return this process's GPU, or the CPU where there is none.
+
+    Raises:
+        EnvironmentFault: more processes than GPUs on this machine.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise EnvironmentFault(
+            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}",
+            "start at most one process a GPU",
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _settle_vocab(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+    config = config.with_vocab(tokenizer.vocab_size)
+    if config.vocab < tokenizer.vocab_size:
+        raise RecipeError(
+            [
+                Problem(
+                    f"{config.vocab} rows cannot embed the tokenizer's {tokenizer.vocab_size} "
+                    "tokens",
+                    key="model.vocab_size",
+                    hint="leave it out to take the tokenizer's",
+                )
+            ]
+        )
+    return config
+
+
+def _validation(recipe: Recipe, data: OpenedData, rank: int, ranks: int) -> list[Batch]:
+    if not recipe.evaluate.interval or data.validation is None:
+        return []
+    steps = recipe.evaluate.steps
+    return list(validation_batches(data.validation, recipe.data, steps, rank, ranks))
+
+
+def _apply_determinism(wanted: bool) -> None:
+    if not wanted:
+        return
+    import os
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False

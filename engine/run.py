@@ -1,0 +1,254 @@
+"""The life of a run: join the ranks, lock the directory, resume or start, train, leave."""
+
+from __future__ import annotations
+
+import gc
+import json
+import platform
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+
+from .. import __version__
+from .assemble import Parts, assemble, pick_device
+from .checkpoint.find import Found, find_checkpoint
+from .checkpoint.manifest import Manifest, SaveInfo
+from .checkpoint.store import CheckpointStore
+from .errors import ExitCode, Problem, RecipeError
+from .launch.group import process_group
+from .launch.signals import StopFlag
+from .observe.observer import Observer
+from .observe.progress import Progress, open_progress
+from .observe.throughput import Throughput, device_peak_flops, peak_memory_bytes
+from .precision.dtypes import dtype_name
+from .recipe.changes import require_unchanged
+from .recipe.load import Loaded
+from .recipe.write import to_toml
+from .run_dir import RunDirectory, atomic_write
+from .train.health import Health
+from .train.loop import train
+from .train.position import Position
+from .train.saving import Saver
+from .train.state import seed_everything
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from .launch.environment import World
+    from .recipe.schema import Recipe
+
+
+def run(
+    loaded: Loaded, world: World, *, allow_changed: Sequence[str] = (), dry_run: bool = False
+) -> ExitCode:
+    """Train what a recipe describes, from its newest checkpoint or from the start.
+
+    Args:
+        loaded: the validated recipe.
+        world: this process's place among the ranks.
+        allow_changed: keys that may differ from those in the checkpoint.
+        dry_run: assemble and describe, but train and write nothing.
+
+    Returns:
+        DONE, or STOPPED_AND_SAVED after a signal.
+    """
+    recipe = loaded.recipe
+    device = pick_device(world.local_rank)
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopFlag())
+        timeout_seconds = recipe.resilience.collective_timeout_seconds
+        stop.group = stack.enter_context(process_group(world, device, timeout_seconds))
+        progress = open_progress(world.rank)
+        stack.callback(progress.close)
+        if dry_run:
+            for line in describe(assemble(recipe, world, device)):
+                progress.note(line)
+            return ExitCode.DONE
+        directory = RunDirectory(Path(recipe.run.dir) / recipe.run.name)
+        if world.rank == 0:
+            stack.enter_context(directory)
+        session = Session(recipe, world, device, directory, stop, progress)
+        return session.train(allow_changed)
+
+
+@dataclass
+class Session:
+    """One attempt at a run, in a locked run directory."""
+
+    recipe: Recipe
+    world: World
+    device: torch.device
+    directory: RunDirectory
+    stop: StopFlag
+    progress: Progress
+
+    def train(self, allow_changed: Sequence[str]) -> ExitCode:
+        """Resume or start, and train to the end or to a signal."""
+        recipe, checkpoint = self.recipe, self.recipe.checkpoint
+        store = CheckpointStore(
+            self.directory.checkpoints,
+            mode=checkpoint.mode,
+            keep=checkpoint.keep,
+            group=group_of_its_own(self.world),
+        )
+        store.probe()
+        found = self._find_start(store)
+        if found is not None:
+            require_unchanged(found.manifest.recipe, recipe.model_dump(), allow_changed)
+        seed_everything(recipe.run.seed, self.world.rank)
+        parts = assemble(recipe, self.world, self.device, fresh=found is None)
+        for note in parts.notes:
+            self.progress.note(note)
+        position = Position()
+        health = Health(recipe.resilience, self.device, parts.step.scale, self.progress.warn)
+        saver = Saver(store, parts, health, self._identity(parts, found))
+        if found is not None:
+            refuse_other_data(found.manifest, parts, allow_changed)
+            if found.manifest.step >= parts.total_steps:
+                self.progress.note(f"finished before: {found.path} is the last checkpoint")
+                return ExitCode.DONE
+            saver.restore(found.path, found.manifest, position)
+            self.progress.note(f"resumed from {found.path} (step {position.step})")
+        if self.world.rank == 0:
+            atomic_write(self.directory.recipe, to_toml(recipe))
+        with self._observe(parts) as observer, paced_garbage_collection(recipe.run.gc_interval):
+            outcome = train(parts, position, saver, health, observer, self.stop)
+            saver.finish()
+        if outcome == "stopped":
+            self.progress.note(f"stopped after step {position.step}, saved; run again to go on")
+            return ExitCode.STOPPED_AND_SAVED
+        self.progress.note(f"finished: {position.step} steps in {self.directory.path}")
+        return ExitCode.DONE
+
+    def _find_start(self, store: CheckpointStore) -> Found | None:
+        """Return the checkpoint to go on from, as `run.resume` says."""
+        resume = self.recipe.run.resume
+        if resume not in ("auto", "never"):
+            return find_checkpoint(Path(resume), store.group)
+        found = store.latest()
+        if found is None:
+            return None
+        if resume == "never":
+            message = f"{store.folder} already has checkpoints, the newest of step"
+            raise RecipeError(
+                [
+                    Problem(
+                        f'{message} {found.manifest.step}, and "never" would mix two runs',
+                        key="run.resume",
+                        hint="give another run.name, or remove the old run",
+                    )
+                ]
+            )
+        for reason in found.skipped:
+            self.progress.warn(f"skipped {reason}")
+        return found
+
+    def _identity(self, parts: Parts, found: Found | None) -> SaveInfo:
+        """Return what each checkpoint of this attempt says of the run."""
+        values = self.recipe.model_dump(mode="json")
+        return SaveInfo(
+            step=0,
+            world=self.world.world_size,
+            mesh={"replicate": parts.degrees.replicate, "shard": parts.degrees.shard},
+            recipe=values,
+            recipe_hash=xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode()),
+            tokenizer=parts.tokenizer.fingerprint,
+            data=parts.data.fingerprint,
+            versions={
+                "trainer": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            run_id=found.manifest.run_id if found else uuid.uuid4().hex,
+            attempt=found.manifest.attempt + 1 if found else 0,
+        )
+
+    def _observe(self, parts: Parts) -> Observer:
+        peak = device_peak_flops(self.device, dtype_name(parts.model.compute_dtype))
+        return Observer(
+            self.recipe.metrics,
+            self.directory,
+            self.world.rank,
+            parts.total_steps,
+            self.progress,
+            Throughput(
+                parts.model_config.flops_per_token(self.recipe.data.seq_len),
+                peak and peak * self.world.world_size,
+            ),
+            lambda: peak_memory_bytes(self.device),
+        )
+
+
+def refuse_other_data(saved: Manifest, parts: Parts, allowed: Sequence[str]) -> None:
+    """Check that tokenizer and tokens are those that the checkpoint was trained on.
+
+    Raises:
+        RecipeError: they are not, and `--allow-changed` does not name them.
+    """
+    found = {
+        "tokenizer": (saved.tokenizer, parts.tokenizer.fingerprint),
+        "data": (saved.data, parts.data.fingerprint),
+    }
+    problems = [
+        Problem(
+            f"the content changed since the checkpoint of step {saved.step}: was {old}, is {new}",
+            key=key,
+            hint=f"`--allow-changed {key}` goes on all the same",
+        )
+        for key, (old, new) in found.items()
+        if old != new and key not in allowed
+    ]
+    if problems:
+        raise RecipeError(problems)
+
+
+def describe(parts: Parts) -> list[str]:
+    """Return what a run would do, a line each."""
+    recipe, data = parts.recipe, parts.recipe.data
+    parameters = sum(weight.numel() for weight in parts.model.parameters())
+    degrees, share = parts.degrees, data.global_batch // parts.degrees.data
+    micro = min(data.micro_batch, share)
+    return [
+        *parts.notes,
+        f"model: {recipe.model.name}, {parameters:,} parameters",
+        f"ranks: {parts.world.world_size} on {parts.device.type} "
+        f"(replicate {degrees.replicate}, shard {degrees.shard})",
+        f"steps: {parts.total_steps:,} of {data.global_batch * data.seq_len:,} tokens; "
+        f"each rank {-(-share // micro)} x {micro} rows of {data.seq_len}",
+        f"validation: {len(parts.validation)} batches a rank",
+        "dry run: nothing was trained or written",
+    ]
+
+
+def group_of_its_own(world: World) -> ProcessGroup | None:
+    """Return a gloo group for saves in the background, which must not meet other collectives."""
+    if world.world_size == 1:
+        return None
+    import torch.distributed as dist
+
+    return dist.new_group(backend="gloo")
+
+
+@contextmanager
+def paced_garbage_collection(interval: int) -> Iterator[None]:
+    """Leave Python's garbage collection to the training loop, if `interval` is not 0.
+
+    Ranks that collect at different steps wait for each other.
+    """
+    if not interval:
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()

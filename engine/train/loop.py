@@ -1,0 +1,81 @@
+"""The training loop: what happens, in order."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Literal
+
+from .evaluate import evaluate
+
+if TYPE_CHECKING:
+    from ..assemble import Parts
+    from ..launch.signals import StopFlag
+    from ..observe.observer import Observer
+    from .health import Health
+    from .position import Position
+    from .saving import Saver
+
+
+def train(
+    parts: Parts,
+    position: Position,
+    saver: Saver,
+    health: Health,
+    observer: Observer,
+    stop: StopFlag,
+) -> Literal["finished", "stopped"]:
+    """Train from `position` to the last step, or until a signal asks to stop.
+
+    Raises:
+        Diverged: the loss or the gradient is not finite, and the policy does not go on.
+        CheckpointError: a checkpoint could not be written.
+    """
+    recipe, step, total = parts.recipe, parts.step, parts.total_steps
+    batches = observer.timed(parts.loader.steps(position.batch))
+    observer.start(position.step, int(position.tokens))
+    while position.step < total:
+        if stop.agree():
+            saver.save(position, sync=True)
+            return "stopped"
+        gradients = step.accumulate(next(batches))
+        position.batch += 1
+        saver.wait_staged()
+        lr_factor = recipe.schedule.factor(position.step, total)
+        if health.admits(gradients, position.step + 1):
+            step.update(lr_factor)
+        step.clear()
+        if health.wants_rollback:
+            saver.roll_back(position)
+            observer.start(position.step, int(position.tokens))
+            continue
+        position.step += 1
+        position.tokens = position.tokens + gradients.tokens
+        if observer.is_due(position.step):
+            health.verify()
+        observer.on_step(
+            position.step,
+            {
+                "loss": gradients.loss / gradients.tokens.clamp(min=1),
+                "grad_norm": gradients.norm,
+                "lr": recipe.optimizer.lr * lr_factor,
+            },
+            position.tokens,
+        )
+        if _is_due(position.step, recipe.evaluate.interval, total) and parts.validation:
+            with observer.paused():
+                loss = evaluate(
+                    parts.model, parts.validation, step.loss, parts.device, parts.degrees.data
+                )
+            observer.on_evaluation(position.step, {"loss": loss})
+        saver.poll()
+        if _is_due(position.step, recipe.checkpoint.interval, total):
+            observer.sync()
+            with observer.paused():
+                saver.save(position)
+        if recipe.run.gc_interval and position.step % recipe.run.gc_interval == 0:
+            gc.collect(1)
+    return "finished"
+
+
+def _is_due(step: int, interval: int, total: int) -> bool:
+    return step == total or (interval > 0 and step % interval == 0)

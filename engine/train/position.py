@@ -1,0 +1,21 @@
+"""How far a run has come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass
+class Position:
+    """Counts that a resumed run goes on from."""
+
+    step: int = 0
+    """finished optimizer steps"""
+    batch: int = 0
+    """global batches read; ahead of `step` after a rollback"""
+    tokens: int | Tensor = 0
+    """tokens trained on; counted on the device, so that nothing waits for it"""

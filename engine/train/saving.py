@@ -1,0 +1,123 @@
+"""Between the training loop and the checkpoint store."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ..checkpoint.reader import load_state
+from ..checkpoint.store import CheckpointStore
+from ..errors import CheckpointError
+from . import state as train_state
+from .health import Health
+from .position import Position
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..assemble import Parts
+    from ..checkpoint.manifest import Manifest, SaveInfo
+
+
+class Saver:
+    """Saves and restores a run: weights, optimizer, random numbers, position.
+
+    Args:
+        identity: what the manifest says of the run besides its position (recipe, versions, ...).
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        parts: Parts,
+        health: Health,
+        identity: SaveInfo,
+    ) -> None:
+        self._store = store
+        self._parts = parts
+        self._health = health
+        self._identity = identity
+        self._saved_step = -1
+
+    def save(self, position: Position, *, sync: bool = False) -> None:
+        """Save the state after `position.step` steps, unless that is saved already."""
+        if position.step == self._saved_step:
+            return
+        self._health.verify()
+        parts = self._parts
+        contents: Literal["full", "weights"] = "full"
+        if position.step == parts.total_steps:
+            contents = parts.recipe.checkpoint.last
+        tensors = train_state.model_state(parts.model)
+        if contents == "full":
+            tensors |= train_state.optimizer_state(parts.model, parts.optimizer)
+            tensors |= train_state.random_state(parts.world.rank)
+        info = replace(
+            self._identity,
+            step=position.step,
+            samples=position.batch * parts.recipe.data.global_batch,
+            contents=contents,
+            extra={
+                "tokens": int(position.tokens),
+                "loss_scale": parts.step.scale.state(),
+                "optimizer_numbers": train_state.optimizer_numbers(parts.model, parts.optimizer),
+            },
+        )
+        self._store.save(tensors, info, sync=sync)
+        self._saved_step = position.step
+
+    def restore(self, path: Path, manifest: Manifest, position: Position) -> None:
+        """Read a full checkpoint into the run, in place.
+
+        Raises:
+            CheckpointError: it holds weights only, or does not fit.
+        """
+        if manifest.contents != "full":
+            raise CheckpointError(
+                f"{path} holds weights only: a run cannot go on from it",
+                "start a new run with run.init_from",
+            )
+        parts, rank = self._parts, self._parts.world.rank
+        train_state.prepare_optimizer(
+            parts.model, parts.optimizer, manifest.tensors, manifest.extra["optimizer_numbers"]
+        )
+        tensors: dict[str, Tensor] = train_state.model_state(parts.model)
+        tensors |= train_state.optimizer_state(parts.model, parts.optimizer)
+        generators = train_state.random_state(rank) if rank < manifest.world else {}
+        load_state(path, manifest, {**tensors, **generators}, self._store.group)
+        if generators:
+            train_state.restore_random_state(rank, generators)
+        position.step = manifest.step
+        position.batch = manifest.samples // parts.recipe.data.global_batch
+        position.tokens = manifest.extra["tokens"]
+        parts.step.scale.restore(manifest.extra["loss_scale"])
+        self._saved_step = manifest.step
+
+    def roll_back(self, position: Position) -> None:
+        """Go back to the newest checkpoint, but stay behind the data that was read.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        batch = position.batch
+        self._store.finish()
+        found = self._store.latest()
+        if found is None:
+            raise CheckpointError(
+                "nothing to roll back to: no checkpoint yet", "lower checkpoint.interval"
+            )
+        self.restore(found.path, found.manifest, position)
+        position.batch = batch
+
+    def wait_staged(self) -> None:
+        """Wait until the state being saved is copied; call before weights change."""
+        self._store.wait_staged()
+
+    def poll(self) -> None:
+        """Raise what went wrong in a save in the background."""
+        self._store.poll()
+
+    def finish(self) -> None:
+        """Wait for the save in flight."""
+        self._store.finish()
