@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -140,12 +140,13 @@ class FileSource(DocumentSource):
 
     path: RecipePath
     """a file, a folder or a glob; relative to the recipe"""
+    suffix: ClassVar[str] = ""
 
     def fingerprint(self) -> str:
         """Return the files' names, sizes and times."""
         from .sources import files_fingerprint
 
-        return files_fingerprint(self.path)
+        return files_fingerprint(self.path, self.suffix)
 
 
 @sources.register
@@ -158,7 +159,7 @@ class TextSource(FileSource):
         """Yield the files in the order of their names."""
         from .sources import text_documents
 
-        return text_documents(self.path)
+        return text_documents(self.path, self.suffix)
 
 
 @sources.register
@@ -168,12 +169,13 @@ class JsonlSource(FileSource):
     name: Literal["jsonl"] = "jsonl"
     field: str = "text"
     """the key that holds the text"""
+    suffix: ClassVar[str] = ".jsonl"
 
     def documents(self) -> Iterator[str | DocumentFault]:
         """Yield one document a line."""
         from .sources import jsonl_documents
 
-        return jsonl_documents(self.path, self.field)
+        return jsonl_documents(self.path, self.suffix, self.field)
 
     def fingerprint(self) -> str:
         """Return the files' names, sizes and times, and the field."""
@@ -188,7 +190,7 @@ class TokensSource(SourceConfig):
     path: RecipePath
     """the folder with `tokens.json`; relative to the recipe"""
 
-    def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:
+    def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:  # noqa: ARG002
         """Return the folder's tokens.
 
         Raises:
@@ -211,7 +213,7 @@ class SyntheticSource(SourceConfig):
     seed: CountOrZero = 0
     """other seeds give other documents"""
 
-    def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:
+    def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:  # noqa: ARG002
         """Return the generated tokens."""
         from .sources import synthetic_store
 

@@ -55,12 +55,7 @@ class Samples:
         source, row = self._locate(samples)
         alone = len(self.sources) == 1
         rows = self.sources[0].gather(row) if alone else self._merge(source, row)
-        if rows.tokens.size and rows.tokens.max() >= self.vocab_size:
-            raise DataError(
-                f"the stored tokens hold id {rows.tokens.max()}; "
-                f"the tokenizer's vocabulary has {self.vocab_size}",
-                "the files are damaged: prepare them again",
-            )
+        self._check_vocabulary(rows, source)
         columns: Any = (None if column is None else torch.from_numpy(column) for column in rows)
         return Batch(*columns)
 
@@ -73,6 +68,17 @@ class Samples:
             self._located = self.order.locate(ahead)
             self._located_from = known = first
         return self._located[0][samples - known], self._located[1][samples - known]
+
+    def _check_vocabulary(self, rows: Rows, source: Indices) -> None:
+        largest = max(rows.tokens.max(), rows.labels.max())
+        if largest >= self.vocab_size:
+            outside = np.maximum(rows.tokens, rows.labels).max(axis=1) >= self.vocab_size
+            store = self.sources[source[outside][0]].store
+            raise DataError(
+                f"{store.place}: holds token {largest}; "
+                f"the tokenizer's vocabulary has {self.vocab_size}",
+                "the files are damaged: delete them and prepare them again",
+            )
 
     def _merge(self, source: Indices, row: Indices) -> Rows:
         """Gather each source's rows in one call and put them where they belong."""

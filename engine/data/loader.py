@@ -34,14 +34,25 @@ class Loader:
         self.share = share_of_rank(share, self.micro_batch, rank, ranks)
 
     def steps(self, first_step: int) -> Iterator[list[Batch]]:
-        """Yield the micro batches of each optimizer step, from `first_step` on, without end."""
-        for step in count(first_step):
-            yield self.step(step)
+        """Yield the micro batches of each optimizer step, from `first_step` on, without end.
 
-    def step(self, step: int) -> list[Batch]:
-        """Return the micro batches of one optimizer step."""
-        batch = self.samples.gather(step * self.table.global_batch + self.share)
-        return list(batch.split(self.micro_batch))
+        Raises:
+            DataError: a token is outside the vocabulary, or a worker process failed.
+        """
+        batches: Iterator[Batch]
+        if self.table.workers:
+            from .workers import read_ahead
+
+            timeout_seconds = self.table.worker_timeout_seconds
+            batches = read_ahead(self.step, first_step, self.table.workers, timeout_seconds)
+        else:
+            batches = map(self.step, count(first_step))
+        for batch in batches:
+            yield list(batch.split(self.micro_batch))
+
+    def step(self, step: int) -> Batch:
+        """Return this rank's rows of one optimizer step."""
+        return self.samples.gather(step * self.table.global_batch + self.share)
 
 
 def share_of_rank(share: int, micro_batch: int, rank: int, ranks: int) -> Indices:

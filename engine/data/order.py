@@ -131,9 +131,11 @@ class ValidationOrder:
     def __init__(self, rows: Sequence[int], weights: Sequence[float]) -> None:
         self.rows = rows
         self.weights = weights
+        self.total = sum(rows)
 
     def locate(self, samples: Indices) -> tuple[Indices, Indices]:
-        """Return the source and the row of each sample, both [N]."""
+        """Return the source and the row of each sample, both [N]; the last again past the end."""
+        samples = np.minimum(samples, self.total - 1)
         if len(self.rows) == 1:
             return np.zeros_like(samples), samples
         needed = int(samples.max()) + 1

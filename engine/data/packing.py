@@ -29,6 +29,7 @@ class Rows(NamedTuple):
 class Packed(Protocol):
     """A source cut into rows."""
 
+    store: TokenStore
     num_rows: int
 
     def gather(self, rows: Indices) -> Rows:
@@ -39,6 +40,7 @@ class ConcatRows:
     """The token stream cut into rows; a row's last label is the next row's first token."""
 
     def __init__(self, store: TokenStore, start: int, stop: int, seq_len: int) -> None:
+        self.store = store
         self.num_rows = max(stop - start - 1, 0) // seq_len
         self.seq_len = seq_len
         tokens = store.tokens[start:stop]
@@ -94,19 +96,18 @@ class PaddedRows:
     def __init__(self, store: TokenStore, start: int, stop: int, seq_len: int) -> None:
         self.pieces = cut(store, start, stop, seq_len)
         self.num_rows = len(self.pieces.starts)
-        self.tokens = store.tokens
-        self.eos_id = store.eos_id
+        self.store = store
         self.place = np.arange(seq_len + 1)
 
     def gather(self, rows: Indices) -> Rows:
         """Return the rows of these numbers, [B]."""
         index = self.pieces.starts[rows][:, None] + self.place
-        windows = self.tokens.take(index, mode="clip")
+        windows = self.store.tokens.take(index, mode="clip")
         columns = np.empty((2, len(rows), len(self.place) - 1), dtype=np.int64)
         columns[0] = windows[:, :-1]
         columns[1] = windows[:, 1:]
         padding = self.place[:-1] >= self.pieces.lengths[rows][:, None]
-        np.copyto(columns[0], self.eos_id, where=padding)
+        np.copyto(columns[0], self.store.eos_id, where=padding)
         np.copyto(columns[1], IGNORED, where=padding)
         return Rows(columns[0], columns[1])
 
@@ -127,8 +128,7 @@ class DocumentRows:
         self.lengths = np.insert(pieces.lengths[by_row], ends, seq_len - filled.astype(np.int64))
         self.counts = counts + 1
         self.first = np.cumsum(self.counts) - self.counts
-        self.tokens = store.tokens
-        self.eos_id = store.eos_id
+        self.store = store
         self.seq_len = seq_len
 
     def gather(self, rows: Indices) -> Rows:
@@ -143,11 +143,11 @@ class DocumentRows:
         positions = flat - np.repeat(ends - lengths, lengths)
         index = positions + np.repeat(self.starts[piece], lengths)
         columns = np.empty((2, *shape), dtype=np.int64)
-        columns[0] = self.tokens.take(index).reshape(shape)
-        columns[1] = self.tokens.take(index + 1).reshape(shape)
+        columns[0] = self.store.tokens.take(index).reshape(shape)
+        columns[1] = self.store.tokens.take(index + 1).reshape(shape)
         padded = lengths[np.cumsum(counts) - 1]
         padding = np.arange(self.seq_len) >= (self.seq_len - padded)[:, None]
-        np.copyto(columns[0], self.eos_id, where=padding)
+        np.copyto(columns[0], self.store.eos_id, where=padding)
         np.copyto(columns[1], IGNORED, where=padding)
         document_ids = np.repeat(number.astype(np.int32), lengths)
         return Rows(columns[0], columns[1], positions.reshape(shape), document_ids.reshape(shape))

@@ -28,8 +28,11 @@ log = logging.getLogger(__name__)
 
 def default_cache() -> Path:
     """Return the user's cache folder for tokenised sources."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "trainer" / "tokens"
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise EnvironmentFault("this user has no home folder", "set data.cache_dir") from error
+    return base / "trainer" / "tokens"
 
 
 def open_or_prepare(source: DocumentSource, tokenizer: Tokenizer, cache: Path) -> TokenStore:

@@ -75,7 +75,7 @@ def python_fingerprint(max_bytes: int) -> str:
     return f"python {platform.python_version()} {max_bytes} {hashed}"
 
 
-def matching_files(pattern: str, suffix: str = "") -> list[Path]:
+def matching_files(pattern: str, suffix: str) -> list[Path]:
     """Return the files that a path, a folder or a glob means, sorted by name.
 
     Args:
@@ -103,7 +103,7 @@ def matching_files(pattern: str, suffix: str = "") -> list[Path]:
     return files
 
 
-def files_fingerprint(pattern: str, suffix: str = "") -> str:
+def files_fingerprint(pattern: str, suffix: str) -> str:
     """Return a hash of the files' names, sizes and times."""
     states = []
     for file in matching_files(pattern, suffix):
@@ -112,9 +112,9 @@ def files_fingerprint(pattern: str, suffix: str = "") -> str:
     return xxh3_128_hexdigest(repr(states).encode())
 
 
-def text_documents(pattern: str) -> Iterator[str | DocumentFault]:
+def text_documents(pattern: str, suffix: str) -> Iterator[str | DocumentFault]:
     """Yield the text files, those over 64 MiB in parts that end at a line's end."""
-    for path in matching_files(pattern):
+    for path in matching_files(pattern, suffix):
         try:
             with open(path, "rb") as file:
                 line = 1
@@ -136,9 +136,9 @@ def decode(block: bytes, place: str, line: int) -> str | DocumentFault:
         return DocumentFault(f"{place}:{line}", found)
 
 
-def jsonl_documents(pattern: str, field: str) -> Iterator[str | DocumentFault]:
+def jsonl_documents(pattern: str, suffix: str, field: str) -> Iterator[str | DocumentFault]:
     """Yield one field of each line; blank lines are passed over."""
-    for path in matching_files(pattern, ".jsonl"):
+    for path in matching_files(pattern, suffix):
         number = 0
         try:
             with open(path, "rb") as file:
@@ -224,7 +224,6 @@ def synthetic_store(source: SyntheticSource, tokenizer: Tokenizer) -> TokenStore
         tokens=tokens,
         offsets=offsets,
         eos_id=tokenizer.eos_id,
-        vocab_size=tokenizer.vocab_size,
         fingerprint=xxh3_128_hexdigest(tokens.tobytes()),
         place="synthetic",
     )

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, ValidationError
 from xxhash import xxh3_128
 
+from ..config import Count, CountOrZero, Table
 from ..errors import DataError
 from .tokenizer import Ids, Tokenizer
 
-FORMAT = 1
+FORMAT: Final = 1
 TOKENS, OFFSETS, INDEX = "tokens-00000.bin", "offsets.npy", "tokens.json"
 
 
@@ -29,7 +30,6 @@ class TokenStore:
         tokens: [num_tokens] uint16 or uint32; each document is followed by the eos token.
         offsets: [num_documents + 1] int64; where each document starts.
         eos_id: the end-of-document token.
-        vocab_size: every token is below it.
         fingerprint: xxh3-128 of the tokens' bytes.
         skipped: documents left out because they could not be read.
         faults: what was wrong with the first of them.
@@ -39,7 +39,6 @@ class TokenStore:
     tokens: NDArray[Any]
     offsets: NDArray[np.int64]
     eos_id: int
-    vocab_size: int
     fingerprint: str
     skipped: int = 0
     faults: Sequence[str] = ()
@@ -63,55 +62,80 @@ class TokenStore:
             DataError: it is missing, incomplete, or made with another tokenizer.
         """
         index = _read_index(folder)
-        if index["tokenizer"] != tokenizer.fingerprint:
+        if index.tokenizer != tokenizer.fingerprint:
             raise DataError(
-                f"{folder}: made with another tokenizer (vocabulary of {index['vocab_size']}; "
+                f"{folder}: made with another tokenizer (vocabulary of {index.vocab_size}; "
                 f"the recipe's has {tokenizer.vocab_size})",
                 "prepare it again with the recipe's tokenizer, or name the one it was made with",
             )
-        for name, entry in index["files"].items():
+        for name, expected in ((TOKENS, index.files.tokens), (OFFSETS, index.files.offsets)):
             size = (folder / name).stat().st_size if (folder / name).is_file() else None
-            if size != entry["bytes"]:
+            if size != expected.bytes:
+                found = "missing" if size is None else f"{size} bytes"
                 raise DataError(
-                    f"{folder / name}: {'missing' if size is None else f'{size} bytes'}; "
-                    f"{INDEX} says {entry['bytes']} bytes",
+                    f"{folder / name}: {found}; {INDEX} says {expected.bytes} bytes",
                     "prepare it again",
                 )
-        tokens = np.memmap(folder / TOKENS, dtype=index["dtype"], mode="r")
-        offsets = np.load(folder / OFFSETS, mmap_mode="r", allow_pickle=False)
+        # Plain arrays: slices of np.memmap run Python code each time.
+        tokens = np.asarray(np.memmap(folder / TOKENS, dtype=index.dtype, mode="r"))
+        try:
+            offsets = np.asarray(np.load(folder / OFFSETS, mmap_mode="r", allow_pickle=False))
+            fits = offsets.dtype == np.int64 and offsets[0] == 0 and offsets[-1] == len(tokens)
+        except (ValueError, IndexError):
+            fits = False
+        if not fits:
+            raise DataError(f"{folder / OFFSETS}: not the offsets of {TOKENS}", "prepare it again")
         return TokenStore(
-            # Plain arrays: slices of np.memmap run Python code each time.
-            tokens=np.asarray(tokens).view(np.ndarray),
-            offsets=np.asarray(offsets).view(np.ndarray),
-            eos_id=index["eos_id"],
-            vocab_size=index["vocab_size"],
-            fingerprint=index["files"][TOKENS]["xxh3"],
-            skipped=index["skipped"],
-            faults=index["faults"],
+            tokens=tokens,
+            offsets=offsets,
+            eos_id=tokenizer.eos_id,
+            fingerprint=index.files.tokens.xxh3,
+            skipped=index.skipped,
+            faults=index.faults,
             place=str(folder),
         )
 
 
-def _read_index(folder: Path) -> dict[str, Any]:
-    """Return tokens.json, checked."""
+class FileEntry(Table):
+    """One file of a store."""
+
+    bytes: Count
+    xxh3: str
+
+
+class Files(Table):
+    """The files of a store beside its index."""
+
+    tokens: FileEntry = Field(alias="tokens-00000.bin")
+    offsets: FileEntry = Field(alias="offsets.npy")
+
+
+class Index(Table):
+    """`tokens.json`: what is in a folder of tokens."""
+
+    format: Literal[1]
+    dtype: Literal["uint16", "uint32"]
+    num_tokens: Count
+    num_documents: Count
+    tokenizer: str
+    """the tokenizer's fingerprint"""
+    vocab_size: Count
+    eos_id: CountOrZero
+    files: Files
+    skipped: CountOrZero
+    faults: list[str]
+
+
+def _read_index(folder: Path) -> Index:
     file = folder / INDEX
     try:
-        index: dict[str, Any] = json.loads(file.read_bytes())
-        if index["format"] != FORMAT:
-            raise DataError(f"{file}: format {index['format']}; this version reads {FORMAT}")
-        well_formed = (
-            index["dtype"] in ("uint16", "uint32")
-            and set(index["files"]) == {TOKENS, OFFSETS}
-            and index["num_tokens"] > 0
-            and all(isinstance(index[key], int) for key in ("eos_id", "vocab_size", "skipped"))
-        )
+        return Index.model_validate_json(file.read_bytes())
     except OSError as error:
         raise DataError(f"{file}: {error.strerror}", "a folder of tokens holds it") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{file}: malformed: {type(error).__name__}: {error}") from error
-    if not well_formed:
-        raise DataError(f"{file}: malformed", "prepare it again")
-    return index
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise DataError(f"{file}: {key}: {first['msg']}", "prepare it again") from error
 
 
 class StoreWriter:
@@ -170,26 +194,26 @@ class StoreWriter:
             np.save(file, np.cumsum(lengths), allow_pickle=False)
             _sync(file)
         offsets = (self.folder / OFFSETS).read_bytes()
-        index = {
-            "format": FORMAT,
-            "dtype": self.dtype.name,
-            "num_tokens": self.num_tokens,
-            "num_documents": len(lengths) - 1,
-            "tokenizer": self.tokenizer.fingerprint,
-            "vocab_size": self.tokenizer.vocab_size,
-            "eos_id": self.tokenizer.eos_id,
-            "files": {
-                TOKENS: {
-                    "bytes": self.num_tokens * self.dtype.itemsize,
-                    "xxh3": self._hash.hexdigest(),
-                },
-                OFFSETS: {"bytes": len(offsets), "xxh3": xxh3_128(offsets).hexdigest()},
-            },
-            "skipped": skipped,
-            "faults": list(faults),
+        files = {
+            TOKENS: FileEntry(
+                bytes=self.num_tokens * self.dtype.itemsize, xxh3=self._hash.hexdigest()
+            ),
+            OFFSETS: FileEntry(bytes=len(offsets), xxh3=xxh3_128(offsets).hexdigest()),
         }
+        index = Index(
+            format=FORMAT,
+            dtype="uint16" if self.dtype == np.uint16 else "uint32",
+            num_tokens=self.num_tokens,
+            num_documents=len(lengths) - 1,
+            tokenizer=self.tokenizer.fingerprint,
+            vocab_size=self.tokenizer.vocab_size,
+            eos_id=self.tokenizer.eos_id,
+            files=Files.model_validate(files),
+            skipped=skipped,
+            faults=list(faults),
+        )
         with open(self.folder / INDEX, "xb") as file:
-            file.write(json.dumps(index, indent=1).encode())
+            file.write(index.model_dump_json(indent=1, by_alias=True).encode())
             _sync(file)
         sync_folder(self.folder)
 

@@ -34,6 +34,7 @@ class Data(Table):
     cache_dir: str = ""
     """where tokenised sources are kept; default: the user's cache folder"""
     sources: Annotated[
-        list[Annotated[configs.SourceConfig, Named(configs.sources)]], Field(min_length=1, max_length=1000)
+        list[Annotated[configs.SourceConfig, Named(configs.sources)]],
+        Field(min_length=1, max_length=1000),
     ] = [configs.PythonSource()]
     """where the documents come from; more than one: a mixture by weight"""

@@ -1,0 +1,115 @@
+"""Processes that read ahead."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from ..errors import DataError
+from .batch import Batch
+
+POLL_SECONDS = 5.0
+PR_SET_PDEATHSIG = 1
+
+
+class Steps:
+    """Batches by step, for a worker: an error is returned rather than raised."""
+
+    def __init__(self, read: Callable[[int], Batch]) -> None:
+        self.read = read
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, step: int) -> Batch | str:
+        try:
+            return self.read(step)
+        except Exception as error:  # whatever it is, it must reach the training process
+            return f"{type(error).__name__}: {error}"
+
+
+def read_ahead(
+    read: Callable[[int], Batch], first_step: int, workers: int, timeout_seconds: float
+) -> Iterator[Batch]:
+    """Yield `read(step)` for each step from `first_step` on, computed by worker processes.
+
+    Worker `i` reads every `workers`-th step; the order is that of the steps.
+
+    Raises:
+        DataError: a worker raised, died, or took longer than the timeout.
+    """
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+    others = set(multiprocessing.active_children())
+    on_child = signal.getsignal(signal.SIGCHLD)
+    loader: StatefulDataLoader[Any] = StatefulDataLoader(
+        Steps(read),
+        batch_size=None,
+        sampler=range(first_step, sys.maxsize),
+        num_workers=workers,
+        timeout=min(POLL_SECONDS, timeout_seconds),
+        multiprocessing_context="fork",
+        worker_init_fn=_follow_the_parent,
+        # Without one of its own it would draw from the run's generator.
+        generator=torch.Generator(),
+        # The step is the whole state.
+        snapshot_every_n_steps=None,
+    )
+    batches = iter(loader)
+    # torch's handler raises in whatever the main thread happens to do when a worker dies.
+    signal.signal(signal.SIGCHLD, on_child)
+    processes = set(multiprocessing.active_children()) - others
+    step = first_step
+    try:
+        while True:
+            who = f"step {step}: data worker {(step - first_step) % workers}"
+            yield _next(batches, timeout_seconds, who)
+            step += 1
+    finally:
+        del batches
+        for process in processes:
+            process.kill()
+
+
+def _next(batches: Iterator[Any], timeout_seconds: float, who: str) -> Batch:
+    """Return the next batch, waiting in short turns so that a dead worker is noticed soon."""
+    started = time.monotonic()
+    while True:
+        try:
+            batch: Batch | str = next(batches)
+            break
+        except RuntimeError as error:
+            waited = time.monotonic() - started
+            if "timed out" not in str(error):
+                raise DataError(
+                    f"{who} died: {error}",
+                    "out of memory or of /dev/shm? fewer data.workers need less; 0 needs none",
+                ) from error
+            if waited >= timeout_seconds:
+                raise DataError(
+                    f"{who} gave no batch in {waited:.0f} s",
+                    "is the storage stalled? data.worker_timeout_seconds sets how long to wait",
+                ) from error
+    if isinstance(batch, str):
+        raise DataError(f"{who}: {batch}")
+    return batch
+
+
+def _follow_the_parent(_worker: int) -> None:
+    """Die with the training process, and leave its signals to it.
+
+    A scheduler signals every process of a job: the training process saves, and needs its workers
+    until then. An orphan would hold what it inherited, such as the lock of the run directory.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
