@@ -120,6 +120,7 @@ def _publish(temporary: Path, info: SaveInfo, parts: list[Part], writer: Writer,
         retention.publish(temporary, info.step)
         faults.point("checkpoint.after_rename", 0, info.step)
     try:
-        retention.prune(temporary.parent, keep)
+        for path in retention.superfluous(temporary.parent, keep):
+            retention.remove(path)
     except OSError as error:
         log.warning("an old checkpoint could not be deleted: %s", error)

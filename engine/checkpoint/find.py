@@ -42,10 +42,20 @@ def candidates(path: Path) -> list[Path]:
     Args:
         path: a run directory, a checkpoints folder, or one checkpoint.
     """
-    if STEP.fullmatch(path.name) or (path / MANIFEST).exists():
+    if is_checkpoint(path):
         return [path]
+    return step_folders(checkpoints_folder(path))[::-1]
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether the path is one checkpoint, intact or not."""
+    return bool(STEP.fullmatch(path.name)) or (path / MANIFEST).exists()
+
+
+def checkpoints_folder(path: Path) -> Path:
+    """Return the folder with the checkpoints of a run directory, or the path itself."""
     inner = path / "checkpoints"
-    return step_folders(inner if inner.is_dir() else path)[::-1]
+    return inner if inner.is_dir() else path
 
 
 def newest_intact(path: Path, ranks: Ranks) -> Found | None:

@@ -63,21 +63,15 @@ def publish(temporary: Path, step: int) -> Path:
     return final
 
 
-def prune(folder: Path, keep: int, dry_run: bool = False) -> list[Path]:
-    """Delete all but the `keep` newest checkpoints and return what was deleted.
+def superfluous(folder: Path, keep: int) -> list[Path]:
+    """Return all but the `keep` newest checkpoints.
 
-    A checkpoint whose names or sizes are wrong does not count as kept, and goes only when it is
-    older than those that do. Without any good one, nothing is deleted.
+    A checkpoint whose names or sizes are wrong does not count as kept, and is superfluous only when
+    it is older than those that do. Without any good one, nothing is.
     """
     good = [path for path in step_folders(folder) if not verify(path, hashes=False)]
-    if not good:
-        return []
-    oldest_kept = step_of(good[-keep:][0])
-    doomed = [path for path in step_folders(folder) if step_of(path) < oldest_kept]
-    if not dry_run:
-        for path in doomed:
-            remove(path)
-    return doomed
+    oldest_kept = step_of(good[-keep:][0]) if good else 0
+    return [path for path in step_folders(folder) if step_of(path) < oldest_kept]
 
 
 def remove(path: Path) -> None:

@@ -1,0 +1,169 @@
+"""`trainer checkpoint`: looks after the checkpoints of a run. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..engine.errors import CheckpointError, ExitCode, RecipeError
+
+app = typer.Typer(no_args_is_help=True, help="List, inspect, verify and prune checkpoints.")
+
+AnyPath = Annotated[
+    Path, typer.Argument(help="a run directory, a checkpoints folder, or one checkpoint")
+]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+@app.command("list")
+def list_checkpoints(path: AnyPath, as_json: Json = False) -> None:
+    """List checkpoints, oldest first; names and sizes of their files are checked."""
+    rows = [_summary(checkpoint, hashes=False) for checkpoint in _checkpoints(path)]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+    else:
+        _print_table(rows)
+
+
+@app.command()
+def inspect(
+    path: AnyPath,
+    tensors: Annotated[bool, typer.Option("--tensors", help="list every tensor")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what a checkpoint says of itself; of several, the newest that is complete."""
+    from ..engine.checkpoint.manifest import read_manifest, verify
+
+    found = _checkpoints(path)[::-1]
+    intact = next((each for each in found if not verify(each, hashes=False)), found[0])
+    manifest = read_manifest(intact)
+    if as_json:
+        typer.echo(json.dumps({"path": str(intact), **asdict(manifest)}, indent=2))
+        return
+    facts = asdict(manifest)
+    listed, files = facts.pop("tensors"), facts.pop("files")
+    del facts["recipe"]
+    facts = {"path": intact, **facts, "tensors": len(listed), "files": len(files)}
+    facts["size"] = _size_text(manifest.bytes)
+    for name, value in facts.items():
+        typer.echo(f"{name:12} {json.dumps(value) if isinstance(value, dict) else value}")
+    if tensors:
+        for name, entry in listed.items():
+            typer.echo(f"{name}  {entry['dtype']} {entry['shape']}")
+
+
+@app.command()
+def verify(path: AnyPath, as_json: Json = False) -> None:
+    """Read every byte and compare it with what was saved; exit code 5 when something differs."""
+    rows = [_summary(checkpoint, hashes=True) for checkpoint in _checkpoints(path)]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+    else:
+        _print_table(rows)
+    if any(row["problems"] for row in rows):
+        raise typer.Exit(ExitCode.CHECKPOINT)
+
+
+@app.command()
+def prune(
+    path: AnyPath,
+    keep: Annotated[int, typer.Option(min=1, help="how many of the newest stay")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would go")] = False,
+    as_json: Json = False,
+) -> None:
+    """Delete older and abandoned checkpoints; the newest complete ones always stay."""
+    from ..engine.checkpoint import retention
+    from ..engine.checkpoint.find import checkpoints_folder, is_checkpoint
+
+    if is_checkpoint(path):
+        raise RecipeError(f"{path} is one checkpoint", "give its run directory")
+    _checkpoints(path)
+    folder = checkpoints_folder(path)
+    with _locked(folder.parent):
+        doomed = retention.superfluous(folder, keep) + retention.abandoned_folders(folder)
+        if not dry_run:
+            for each in doomed:
+                retention.remove(each)
+            retention.clear_leftovers(folder)
+    if as_json:
+        typer.echo(json.dumps({"removed": [str(each) for each in doomed], "dry_run": dry_run}))
+        return
+    for each in doomed:
+        typer.echo(f"{'would remove' if dry_run else 'removed'} {each}")
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    """Return the checkpoints at a path, oldest first.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    from ..engine.checkpoint.find import candidates
+
+    found = candidates(path)[::-1]
+    if not found:
+        raise CheckpointError(f"no checkpoint in {path}" + ("" if path.exists() else ": no folder"))
+    return found
+
+
+@contextmanager
+def _locked(run: Path) -> Iterator[None]:
+    """Keep a run from starting in its directory meanwhile.
+
+    Raises:
+        RunInUse: it runs already.
+    """
+    from ..engine.run_dir import RunDirectory
+
+    if not (run / ".lock").exists():  # checkpoints without their run
+        yield
+        return
+    directory = RunDirectory(run)
+    directory.lock()
+    try:
+        yield
+    finally:
+        directory.unlock()
+
+
+def _summary(path: Path, hashes: bool) -> dict[str, Any]:
+    from ..engine.checkpoint.manifest import read_manifest, verify
+
+    problems = verify(path, hashes)
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError:
+        return {"path": str(path), "problems": problems}
+    return {
+        "path": str(path),
+        "step": manifest.step,
+        "samples": manifest.samples,
+        "contents": manifest.contents,
+        "bytes": manifest.bytes,
+        "world": manifest.world,
+        "saved_at": manifest.saved_at,
+        "problems": problems,
+    }
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("checkpoint", "contents", "size", "ranks", "saved", "state", box=None)
+    for row in rows:
+        size = _size_text(row["bytes"]) if "bytes" in row else ""
+        details = [str(row.get(key, "")) for key in ("contents", "world", "saved_at")]
+        state = "\n".join(row["problems"]) or "complete"
+        table.add_row(Path(row["path"]).name, details[0], size, details[1], details[2], state)
+    Console().print(table)
+
+
+def _size_text(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
