@@ -59,9 +59,9 @@ class Registry(Generic[Config]):
     def __iter__(self) -> Iterator[str]:
         return iter(sorted({*self._configs, *self._installed}))
 
-    def knows(self, key: str) -> bool:
-        """Tell whether any component that is loaded has a field `key`."""
-        return any(key in config.model_fields for config in self._configs.values())
+    def owners(self, key: str) -> list[str]:
+        """Return the components, of those imported so far, that have a field `key`."""
+        return [name for name, config in self._configs.items() if key in config.model_fields]
 
     @cached_property
     def _installed(self) -> dict[str, EntryPoint]:
@@ -122,6 +122,9 @@ class Named:
         options = []
         for name in self.registry:
             option = handler(self.registry[name].__pydantic_core_schema__)
+            if name != self.registry.default:
+                option = handler.resolve_ref_schema(option)
+                option["required"] = ["name", *option.get("required", [])]
             options.append(option)
         return {"oneOf": options}
 

@@ -1,0 +1,1 @@
+"""Recipes: read, merged, checked, explained, compared and written. Torch-free."""

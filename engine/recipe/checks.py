@@ -1,13 +1,145 @@
-"""What no table can see alone."""
+"""What no table of a recipe can see alone."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from math import prod
+from warnings import catch_warnings
+
+from pydantic import BaseModel
+
 from .positions import KeyPath
 from .schema import Recipe
+from .shown import printable, shown_value
 
 Finding = tuple[KeyPath, str, str]
+"""key, message, hint"""
+
+AXES = ("replicate", "shard", "context", "tensor", "pipeline")
 
 
 def check(recipe: Recipe, world: int | None = None) -> list[Finding]:
-    """Return what does not fit together: key, message and hint of each."""
-    return []
+    """Return everything that does not fit together.
+
+    Args:
+        recipe: tables that are each valid alone.
+        world: number of ranks; without it, what depends on it is not checked.
+    """
+    parts = (_run, _lengths, _data, _groups, _degrees, _model_degrees)
+    findings = [finding for part in parts for finding in part(recipe)]
+    return findings + list(_ranks(recipe, world))
+
+
+def data_ranks(recipe: Recipe, world: int | None) -> int | None:
+    """Return over how many ranks the batch is split, or None while that is open."""
+    degrees = {axis: getattr(recipe.parallel, axis) for axis in AXES}
+    open_axes = [axis for axis, degree in degrees.items() if degree == -1]
+    if open_axes and world is None:
+        return None
+    if open_axes:
+        degrees[open_axes[0]] = world // prod(degree for degree in degrees.values() if degree > 0)
+    return int(degrees["replicate"] * degrees["shard"])
+
+
+def _run(recipe: Recipe) -> Iterator[Finding]:
+    run = recipe.run
+    if run.steps is None and run.epochs is None:
+        yield ("run", "steps"), "is missing: how long to train", "give steps or epochs"
+    if run.steps is not None and run.epochs is not None:
+        message = f"steps ({run.steps}) and epochs ({run.epochs:g}) are both given"
+        yield ("run", "epochs"), message, "keep one of them"
+    if not re.fullmatch(r"\w[\w.-]{0,99}", run.name):
+        message = f"{shown_value(run.name)} cannot name the run's folder"
+        hint = "use up to 100 letters, digits, `.`, `_` and `-`, the first a letter or digit"
+        yield ("run", "name"), message, hint
+    if re.fullmatch(r"\w*", run.resume) and run.resume not in ("auto", "never"):
+        message = f'expected "auto", "never" or a checkpoint\'s path, got {shown_value(run.resume)}'
+        yield ("run", "resume"), message, ""
+
+
+def _lengths(recipe: Recipe) -> Iterator[Finding]:
+    longest = getattr(recipe.model, "max_seq_len", None)
+    if longest is not None and recipe.data.seq_len > longest:
+        message = f"seq_len ({recipe.data.seq_len}) is over model.max_seq_len ({longest})"
+        yield ("data", "seq_len"), message, ""
+    warmup, steps = recipe.schedule.warmup_steps, recipe.run.steps
+    if steps is not None and warmup > steps:
+        message = f"warmup_steps ({warmup}) is more than run.steps ({steps})"
+        yield ("schedule", "warmup_steps"), message, ""
+
+
+def _data(recipe: Recipe) -> Iterator[Finding]:
+    if all(source.split == "validation" for source in recipe.data.sources):
+        yield ("data", "sources"), 'no source has split = "train"', ""
+
+
+def _groups(recipe: Recipe) -> Iterator[Finding]:
+    optimizer = recipe.optimizer
+    for index, group in enumerate(optimizer.groups):
+        path = ("optimizer", "groups", index)
+        for key in sorted(set(group.overrides()) - optimizer.group_keys):
+            known = ", ".join(sorted(optimizer.group_keys))
+            message = f'"{optimizer.name}" has no {key} for a group of parameters'
+            yield (*path, key), message, f"known: {known}"
+        if group.match.startswith("re:"):
+            try:
+                with catch_warnings(action="ignore"):
+                    re.compile(group.match.removeprefix("re:"))
+            except (re.error, OverflowError, RecursionError) as error:
+                message = f"{shown_value(group.match)} is no regular expression: {error}"
+                yield (*path, "match"), printable(message), ""
+
+
+def _degrees(recipe: Recipe) -> Iterator[Finding]:
+    parallel = recipe.parallel
+    for axis in AXES:
+        if getattr(parallel, axis) == 0:
+            yield ("parallel", axis), "expected at least 1, or -1 for what is left over, got 0", ""
+    open_axes = [axis for axis in AXES if getattr(parallel, axis) == -1]
+    for axis in open_axes[1:]:
+        message = f"{axis} and {open_axes[0]} are both -1"
+        yield ("parallel", axis), message, "give all degrees but one"
+    for axis in ("context", "tensor", "pipeline", "expert", "expert_tensor"):
+        if getattr(parallel, axis) not in (0, 1):
+            message = f"{axis} = {getattr(parallel, axis)} is not available in this version"
+            yield ("parallel", axis), message, "keep 1"
+    if parallel.fsdp.strategy.startswith("hybrid") and parallel.replicate == 1:
+        message = f'"{parallel.fsdp.strategy}" replicates over parallel.replicate, which is 1'
+        yield ("parallel", "fsdp", "strategy"), message, "set parallel.replicate"
+
+
+def _model_degrees(recipe: Recipe) -> Iterator[Finding]:
+    tensor = recipe.parallel.tensor
+    sizes: BaseModel = recipe.model
+    for key in ("n_heads", "n_kv_heads"):
+        heads = getattr(sizes, key, None)
+        if heads is not None and tensor > 1 and heads % tensor:
+            message = f"{tensor} ranks cannot share model.{key} = {heads} evenly"
+            yield ("parallel", "tensor"), message, ""
+
+
+def _ranks(recipe: Recipe, world: int | None) -> Iterator[Finding]:
+    """Yield what does not fit the number of ranks."""
+    degrees = [getattr(recipe.parallel, axis) for axis in AXES]
+    fixed = prod(degree for degree in degrees if degree > 0)
+    if world is not None:
+        is_open = -1 in degrees
+        if world % fixed if is_open else world != fixed:
+            relation = "does not divide" if is_open else "is not"
+            message = f"the product of the degrees ({fixed}) {relation} the world size ({world})"
+            yield ("parallel",), message, "one degree may be -1: what is left over"
+            return
+    ranks = data_ranks(recipe, world)
+    data = recipe.data
+    if ranks is None or ranks < 1:
+        return
+    if data.global_batch % ranks:
+        message = f"global_batch ({data.global_batch}) does not divide over {ranks} data ranks"
+        yield ("data", "global_batch"), message, f"give a multiple of {ranks}"
+    elif data.global_batch // ranks % min(data.micro_batch, data.global_batch // ranks):
+        message = (
+            f"{data.global_batch // ranks} sequences a rank (global_batch {data.global_batch} over "
+            f"{ranks}) are no multiple of micro_batch ({data.micro_batch})"
+        )
+        yield ("data", "micro_batch"), message, ""

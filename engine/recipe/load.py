@@ -102,7 +102,7 @@ def _leave_behind(tree: Tree) -> None:
         layer = tree.origin((*table.path, "name")).layer
         for key in list(table.values):
             is_older = tree.origin((*table.path, key)).layer < layer
-            if is_older and key not in table.config.model_fields and table.registry.knows(key):
+            if is_older and key not in table.config.model_fields and table.registry.owners(key):
                 tree.remove((*table.path, key))
 
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from ..errors import Problem, nearest
 from .positions import KeyPath
 from .shown import printable, shown_value
-from .structure import GivenTable, class_at, every_table
+from .structure import GivenTable, every_table, table_at
 from .tree import Tree
 from .unavailable import unavailable
 
@@ -81,8 +81,8 @@ class _Fault:
 
     def missing(self) -> Problem:
         key = self.location[-1]
-        config = class_at(self.tree.values, self.path)
-        field = config.model_fields.get(str(key)) if config else None
+        table = table_at(self.tree.values, self.path)
+        field = table.config.model_fields.get(str(key)) if table else None
         described = f": {field.description}" if field and field.description else ""
         return self.tree.problem((*self.path, key), f"is missing{_one_line(described)}")
 
@@ -95,17 +95,21 @@ class _Fault:
             self.path, f"unknown key {shown_value(key)}", self.advice(key, self.path[:-1])
         )
 
-    def advice(self, key: str, table: KeyPath) -> str:
-        """Return where a key that this table lacks belongs."""
-        config = class_at(self.tree.values, table)
-        fields = list(config.model_fields) if config else []
+    def advice(self, key: str, path: KeyPath) -> str:
+        """Return where a key that the table at `path` lacks belongs, or its nearest spelling."""
+        table = table_at(self.tree.values, path)
+        if not table:
+            return ""
+        if table.registry and (owners := table.registry.owners(key)):
+            return f"only {' and '.join(owners)} of the {table.registry.kind}s have it"
         elsewhere = [
             _bracketed(each)
             for each in every_table(self.tree.values)
-            if key in each.config.model_fields and each.path not in ((), table)
+            if key in each.config.model_fields and each.path not in ((), path)
         ]
         if elsewhere:
             return f"it belongs to {' or '.join(dict.fromkeys(elsewhere))}"
+        fields = list(table.config.model_fields)
         return nearest(key, fields) or f"known: {', '.join(fields)}"
 
     def unknown_word(self, key: str) -> Problem:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from datetime import date, time
 from typing import Any
@@ -28,16 +29,22 @@ def shorten(text: str) -> str:
     return f"{text[: LONGEST - 20]}...{text[-15:]}"
 
 
-def shown_key(path: KeyPath) -> str:
+def dotted(path: KeyPath) -> str:
     """Return `data.sources.0.weight`; odd parts are quoted."""
-    return shorten(".".join(_shown_part(part) for part in path))
+    return ".".join(quoted_part(part) for part in path)
 
 
-def _shown_part(part: str | int) -> str:
+def shown_key(path: KeyPath) -> str:
+    """Return the dotted key as a message shows it."""
+    return shorten(printable(dotted(path)))
+
+
+def quoted_part(part: str | int) -> str:
+    """Return one part of a key as TOML writes it."""
     text = str(part)
-    if text.replace("_", "a").replace("-", "a").isalnum():
+    if re.fullmatch(r"[A-Za-z0-9_-]+", text):
         return text
-    return f'"{printable(text)}"'
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def shown_value(value: Any) -> str:
@@ -52,4 +59,4 @@ def shown_value(value: Any) -> str:
         return shorten(printable(json.dumps(value[:1000], ensure_ascii=False)))
     if isinstance(value, date | time):
         return value.isoformat()
-    return "nothing" if value is None else shorten(str(value))
+    return "none" if value is None else shorten(str(value))

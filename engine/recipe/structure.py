@@ -83,9 +83,9 @@ def every_table(values: dict[str, Any]) -> Iterator[GivenTable]:
     yield from _tables(GivenTable((), values, Recipe), missing={})
 
 
-def class_at(values: dict[str, Any], path: KeyPath) -> TableClass | None:
-    """Return the config class of the table at `path`."""
-    return next((each.config for each in given_tables(values) if each.path == path), None)
+def table_at(values: dict[str, Any], path: KeyPath) -> GivenTable | None:
+    """Return the given table at `path`, or None if its class is not known."""
+    return next((each for each in given_tables(values) if each.path == path), None)
 
 
 def _tables(table: GivenTable, missing: dict[str, Any] | None) -> Iterator[GivenTable]:

@@ -62,6 +62,10 @@ class Parallel(Table):
     """tensor parallel: each matrix split over ranks"""
     pipeline: Degree = 1
     """pipeline parallel: the blocks split over ranks"""
+    expert: Degree = 1
+    """expert parallel: carved out of replicate, shard and context"""
+    expert_tensor: Degree = 1
+    """tensor parallel inside the experts"""
     fsdp: FSDP = FSDP()
 
 

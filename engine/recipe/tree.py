@@ -101,3 +101,15 @@ def key_paths(value: Any, path: KeyPath) -> Iterator[KeyPath]:
     elif isinstance(value, list):
         for index, inner in enumerate(value):
             yield from key_paths(inner, (*path, index))
+
+
+def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield every value that holds no table, with its key path; lists of plain values are one."""
+    if isinstance(value, Mapping) and (value or not path):
+        for key, inner in value.items():
+            yield from leaves(inner, (*path, key))
+    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        for index, inner in enumerate(value):
+            yield from leaves(inner, (*path, index))
+    else:
+        yield path, value

@@ -1,0 +1,73 @@
+"""`trainer list`: what a recipe can name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from pydantic import BaseModel
+
+from ..engine.errors import RecipeError, nearest
+from ..engine.recipe.describe import describe, summary, tables
+from ..engine.recipe.schema import REGISTRIES
+from ..engine.recipe.starter import shipped_recipes
+from .options import AsJson
+from .table import print_table
+
+
+def list_components(
+    kind: Annotated[str, typer.Argument(help="such as optimizer, or table")] = "",
+    name: Annotated[str, typer.Argument(help="one of that kind: its fields")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """List the kinds of components, those of one kind, or the fields of one."""
+    if name:
+        _print_fields(kind, name, as_json)
+    elif kind:
+        _print(_summaries(kind), as_json)
+    else:
+        kinds = {each: ", ".join(REGISTRIES[each]) for each in REGISTRIES}
+        kinds |= {"table": ", ".join(tables()), "recipe": ", ".join(shipped_recipes())}
+        _print(kinds, as_json)
+
+
+def _print(words: Mapping[str, str], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(words, indent=1))
+    else:
+        print_table(list(words.items()))
+
+
+def _print_fields(kind: str, name: str, as_json: bool) -> None:
+    if kind == "recipe":
+        raise RecipeError("a shipped recipe has no fields", f"see trainer new PATH --from {name}")
+    configs = _configs(kind)
+    if name not in configs:
+        hint = nearest(name, configs) or f"known: {', '.join(configs)}"
+        raise RecipeError(f"no {kind} is named {name!r}", hint)
+    fields = describe(configs[name])
+    if as_json:
+        print(json.dumps([asdict(field) for field in fields], indent=1))
+        return
+    print(f"{summary(configs[name])}\n")
+    rows = [(field.key, field.type, field.default, field.description) for field in fields]
+    print_table([("key", "type", "default", "description"), *rows])
+
+
+def _summaries(kind: str) -> dict[str, str]:
+    if kind == "recipe":
+        return shipped_recipes()
+    return {name: summary(config) for name, config in _configs(kind).items()}
+
+
+def _configs(kind: str) -> dict[str, type[BaseModel]]:
+    if kind == "table":
+        return tables()
+    if kind not in REGISTRIES:
+        known = [*REGISTRIES, "table", "recipe"]
+        hint = nearest(kind, known) or f"known: {', '.join(known)}"
+        raise RecipeError(f"there is no kind {kind!r}", hint)
+    return {name: REGISTRIES[kind][name] for name in REGISTRIES[kind]}

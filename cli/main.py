@@ -1,0 +1,138 @@
+"""The `trainer` command: finds the command's file, runs it, and turns errors into exit codes.
+
+A command is a file of this folder with one function (or, for a command with sub-commands, a
+`typer.Typer`), and one line in `COMMANDS`. The file is imported when its command runs, so it may
+import Typer at its top; torch only inside the function.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+
+from ..engine.errors import ExitCode, TrainerError
+
+
+class Lazy(NamedTuple):
+    """A command that is not imported yet."""
+
+    where: str
+    """file of this folder, and the name in it"""
+    help: str
+
+
+COMMANDS = {
+    "validate": Lazy("validate:validate", "Check recipes."),
+    "explain": Lazy(
+        "explain:explain", "Show a recipe with every default, and where it comes from."
+    ),
+    "new": Lazy("new:new", "Write a commented starter recipe."),
+    "list": Lazy("list:list_components", "List components by kind, or the fields of one."),
+    "schema": Lazy("schema:schema", "Print the JSON Schema of recipes, for editors."),
+}
+
+
+class LazyGroup(TyperGroup):
+    """A group that imports a command's file when it is called, not when it is listed."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for name, lazy in COMMANDS.items():
+            self.add_command(TyperCommand(name, help=lazy.help), name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Put the real command in the place of its stand-in, then resolve as usual."""
+        if args and args[0] in COMMANDS:
+            self.add_command(_import(args[0]), args[0])
+        return super().resolve_command(ctx, args)
+
+
+def _import(name: str) -> Any:
+    module, attribute = COMMANDS[name].where.split(":")
+    found = getattr(import_module(f".{module}", __package__), attribute)
+    if isinstance(found, typer.Typer):
+        return get_command(found)
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command(name)(found)
+    return get_command(app)
+
+
+app = typer.Typer(
+    cls=LazyGroup,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from .. import __version__
+
+        print(f"trainer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def trainer(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="and exit")
+    ] = False,
+    show_traceback: Annotated[
+        bool, typer.Option("--traceback", help="show where in the code an error comes from")
+    ] = False,
+) -> None:
+    """Train large models from one TOML file."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command line and exit with the code of the public contract."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    show_traceback = "--traceback" in arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    sys.exit(_run([each for each in arguments if each != "--traceback"], show_traceback))
+
+
+def _run(arguments: list[str], show_traceback: bool) -> int:
+    """Return the exit code of a command line; errors are printed."""
+    try:
+        get_command(app)(arguments, prog_name="trainer")
+    except SystemExit as stop:
+        return _flush(stop.code if isinstance(stop.code, int) else int(bool(stop.code)))
+    except TrainerError as error:
+        if show_traceback:
+            traceback.print_exc()
+        print(error.render(), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        return _flush(ExitCode.DONE)
+    except Exception as error:
+        if show_traceback:
+            traceback.print_exc()
+        name = type(error).__name__
+        hint = "run the same with --traceback to see where"
+        print(f"error: unexpected {name}: {error}\n  hint: {hint}", file=sys.stderr)
+        return ExitCode.FAILED
+    return _flush(ExitCode.DONE)
+
+
+def _flush(code: int) -> int:
+    """Write out what was printed; a reader that has gone away is no error."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code

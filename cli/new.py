@@ -1,0 +1,39 @@
+"""`trainer new`: a recipe to start from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..engine.errors import EnvironmentFault, RecipeError
+from ..engine.recipe.starter import shipped_recipes, starter
+
+
+def new(
+    path: Annotated[Path, typer.Argument(help="the file to write")],
+    source: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            metavar="NAME",
+            autocompletion=lambda: list(shipped_recipes()),
+            help="the shipped recipe to start from; `trainer list recipe` shows them",
+        ),
+    ] = "quickstart",
+    force: Annotated[bool, typer.Option("--force", help="replace a file that is there")] = False,
+) -> None:
+    """Write a commented starter recipe."""
+    text = starter(source)
+    if path.exists() and not force:
+        raise RecipeError(f"{path} is there already", "give another path, or --force")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, "utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise EnvironmentFault(f"{path} cannot be written: {error.strerror}") from None
+    print(f"{path} written; now: trainer validate {path}")

@@ -1,0 +1,10 @@
+"""`trainer schema`: what editors check recipes by."""
+
+from __future__ import annotations
+
+
+def schema() -> None:
+    """Print the JSON Schema of recipes, installed plugins included."""
+    from ..engine.recipe.json_schema import schema_text
+
+    print(schema_text(), end="")

@@ -1,0 +1,27 @@
+"""Plain tables: aligned columns, the last one wrapped to the terminal."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Sequence
+from shutil import get_terminal_size
+
+GAP = "  "
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of equal length; in a pipe nothing is wrapped."""
+    if not rows:
+        return
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)][:-1]
+    indent = sum(widths) + len(GAP) * len(widths)
+    terminal = get_terminal_size().columns if sys.stdout.isatty() else 0
+    for *cells, last in rows:
+        left = "".join(cell.ljust(width) + GAP for cell, width in zip(cells, widths, strict=True))
+        lines = [last]
+        if terminal >= indent + 20:
+            lines = textwrap.wrap(last, terminal - indent) or [""]
+        print(f"{left}{lines[0]}".rstrip())
+        for line in lines[1:]:
+            print(" " * indent + line)

@@ -1,0 +1,124 @@
+"""What a resumed run may change about its recipe, and what needs a word."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..errors import Problem, RecipeError, nearest
+from ..optim.configs import schedules
+from .schema import Recipe
+from .shown import dotted, shown_value
+from .tree import leaves
+
+Change = tuple[str, Any, Any]
+"""key, value in the checkpoint, value in the recipe given"""
+
+FREE = (
+    "run.name",
+    "run.dir",
+    "run.resume",
+    "run.init_from",
+    "run.gc_interval",
+    "run.deterministic",
+    "data.micro_batch",
+    "data.workers",
+    "data.worker_timeout_seconds",
+    "data.cache_dir",
+    "parallel",
+    "memory",
+    "compile",
+    "kernels",
+    "checkpoint",
+    "evaluate",
+    "metrics",
+    "resilience",
+    "plugins",
+)
+"""Keys, with all below them, that cannot change what is trained."""
+
+
+def compare(
+    old: Mapping[str, Any], new: Mapping[str, Any], allowed: Collection[str] = ()
+) -> list[Change]:
+    """Return what differs between two recipes and neither is free to change nor allowed.
+
+    Args:
+        old: the checkpoint's recipe, as `model_dump` gives it; keys that it lacks have defaults.
+        new: the recipe given.
+        allowed: keys of `--allow-changed`, each with all below it.
+
+    Raises:
+        RecipeError: an allowed key that no recipe has.
+    """
+    before, after = _leaves(old), _leaves(new)
+    _check_known(allowed, {*before, *after, "run.steps", "run.epochs"})
+    free = {*FREE, *allowed}
+    schedule = new["schedule"]["name"]
+    if not schedules[schedule].depends_on_total:
+        free |= {"run.steps", "run.epochs"}
+    return [
+        (key, before.get(key), after.get(key))
+        for key in sorted({*before, *after})
+        if before.get(key) != after.get(key) and not _covered(key, free)
+    ]
+
+
+def require_unchanged(
+    old: Mapping[str, Any], new: Mapping[str, Any], allowed: Collection[str] = ()
+) -> None:
+    """Refuse a recipe that would train something else than its checkpoint.
+
+    Raises:
+        RecipeError: every such key with its old and new value.
+    """
+    changes = compare(old, new, allowed)
+    problems = [
+        Problem(f"is {shown_value(after)}, and {shown_value(before)} in the checkpoint", key)
+        for key, before, after in changes
+    ]
+    if problems:
+        keys = ",".join(key for key, _, _ in changes)
+        problems.append(
+            Problem(
+                "the recipe would train something else than the checkpoint that it resumes",
+                hint=f"to go on all the same, add --allow-changed {keys}",
+            )
+        )
+        raise RecipeError(problems)
+
+
+def _leaves(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        recipe = Recipe.model_validate(recipe).model_dump()
+    except ValidationError:
+        # Written by another version, some of whose keys are no more: compared as they are.
+        recipe = dict(recipe)
+    return {dotted(path): _plain(value) for path, value in leaves(recipe)}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _covered(key: str, prefixes: Collection[str]) -> bool:
+    parts = key.split(".")
+    return any(".".join(parts[:count]) in prefixes for count in range(1, len(parts) + 1))
+
+
+def _check_known(allowed: Collection[str], keys: Collection[str]) -> None:
+    prefixes = {
+        ".".join(key.split(".")[:count])
+        for key in keys
+        for count in range(1, len(key.split(".")) + 1)
+    }
+    problems = [
+        Problem(f"no recipe has the key {shown_value(word)}", "--allow-changed", hint=hint)
+        for word in allowed
+        if word not in prefixes
+        for hint in [nearest(word, prefixes)]
+    ]
+    if problems:
+        raise RecipeError(problems)

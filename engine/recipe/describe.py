@@ -1,0 +1,102 @@
+"""The fields of a table in words: type, default and description."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from ..registry import Named
+from .shown import shown_value
+from .structure import every_table
+
+_WORDS = {bool: "true or false", int: "integer", float: "number", str: "string"}
+_BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+@dataclass(frozen=True)
+class FieldDescription:
+    """One key of a table."""
+
+    key: str
+    type: str
+    default: str
+    """as TOML writes it; `required`, or `none`"""
+    description: str
+
+
+def summary(config: type[BaseModel]) -> str:
+    """Return the first paragraph of a config class's docstring, in one line."""
+    return " ".join((config.__doc__ or "").split("\n\n")[0].split())
+
+
+def describe(config: type[BaseModel]) -> list[FieldDescription]:
+    """Return the keys of a table, in the order of its class."""
+    return [
+        FieldDescription(
+            key,
+            _type(field.annotation, field.metadata),
+            _default(field),
+            " ".join((field.description or "").split()),
+        )
+        for key, field in config.model_fields.items()
+    ]
+
+
+def tables() -> dict[str, type[BaseModel]]:
+    """Return the tables of a recipe that belong to no component, by dotted name."""
+    return {
+        ".".join(str(part) for part in table.path): table.config
+        for table in every_table({})
+        if table.path and table.registry is None and table.path[0] != "model"
+    }
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    default = field.get_default(call_default_factory=True)
+    if default is None:
+        return "none"
+    if isinstance(default, BaseModel) or (isinstance(default, list) and default):
+        return "see there"
+    return shown_value(default)
+
+
+def _type(annotation: Any, metadata: list[Any]) -> str:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *more = get_args(annotation)
+        return _type(inner, [*metadata, *more])
+    named = next((item for item in metadata if isinstance(item, Named)), None)
+    if named:
+        return f"table ({named.registry.kind})"
+    if origin in (Union, UnionType):
+        options = [each for each in get_args(annotation) if each is not NoneType]
+        return " or ".join(_type(option, metadata) for option in options)
+    if origin is Literal:
+        return " | ".join(shown_value(word) for word in get_args(annotation))
+    if origin is list:
+        item = _type(get_args(annotation)[0], [])
+        return f"list of {item.replace('table', 'tables').replace('string', 'strings')}"
+    if origin is tuple:
+        return f"[{', '.join(_type(item, []) for item in get_args(annotation))}]"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "table"
+    bounds = ", ".join(_bounds(metadata))
+    return f"{_WORDS.get(annotation, 'value')} {bounds}".strip()
+
+
+def _bounds(metadata: list[Any]) -> Iterator[str]:
+    for item in metadata:
+        if isinstance(item, FieldInfo):
+            yield from _bounds(item.metadata)
+        for name, sign in _BOUNDS.items():
+            bound = getattr(item, name, None)
+            # Bounds that only keep arithmetic from overflowing say nothing to a reader.
+            if bound is not None and bound < 1e6:
+                yield f"{sign} {bound:g}"

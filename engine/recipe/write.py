@@ -1,0 +1,65 @@
+"""Recipes as TOML text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from .positions import KeyPath
+from .schema import Recipe
+from .shown import quoted_part
+
+Comment = Callable[[KeyPath], str]
+"""key path -> text of the comment above it, or an empty string"""
+
+
+def to_toml(recipe: Recipe) -> str:
+    """Return the resolved recipe: every key spelled out, except those without a value."""
+    return format_toml(recipe.model_dump())
+
+
+def format_toml(values: Mapping[str, Any], comment: Comment = lambda _path: "") -> str:
+    """Return a tree of tables as TOML; values that are None are left out."""
+    return "\n".join(_table(values, (), comment)).strip("\n") + "\n"
+
+
+def _table(values: Mapping[str, Any], path: KeyPath, comment: Comment) -> Iterator[str]:
+    """Yield the lines of a table: plain values first, as TOML wants it, then tables."""
+    tables = {key: value for key, value in values.items() if _is_table(value)}
+    for key, value in values.items():
+        if key not in tables and value is not None:
+            yield from _comment_lines(comment((*path, key)))
+            yield f"{quoted_part(key)} = {_value(value)}"
+    for key, value in tables.items():
+        here = (*path, key)
+        for item in value if isinstance(value, list) else [value]:
+            name = ".".join(quoted_part(part) for part in here)
+            yield ""
+            yield from _comment_lines(comment(here))
+            yield f"[[{name}]]" if isinstance(value, list) else f"[{name}]"
+            yield from _table(item, here, comment)
+
+
+def _is_table(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(item, Mapping) for item in value)
+    return isinstance(value, Mapping)
+
+
+def _comment_lines(text: str) -> Iterator[str]:
+    yield from (f"# {line}" for line in text.splitlines())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, but for DEL, which TOML wants escaped too.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Mapping):
+        pairs = (f"{quoted_part(key)} = {_value(item)}" for key, item in value.items())
+        return f"{{ {', '.join(pairs)} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_value(item) for item in value)}]"
+    return repr(value)
