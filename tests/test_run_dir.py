@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from trainer.engine.errors import EnvironmentFault, ExitCode, RunInUse
+from trainer.engine.run_dir import RunDirectory, atomic_write
+
+ROOT = Path(__file__).resolve().parents[1]
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from trainer.engine.run_dir import RunDirectory
+with RunDirectory(Path(sys.argv[1])):
+    worker = os.fork() if len(sys.argv) > 2 else -1
+    print(worker, flush=True)
+    time.sleep(60)
+"""
+
+
+def hold(path: Path, *more: str) -> tuple[subprocess.Popen[str], int]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path), *more],
+        env={**os.environ, "PYTHONPATH": str(ROOT / ".dev")},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+def test_the_layout_is_made_and_the_probe_leaves_nothing(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "runs" / "a") as directory:
+        assert {path.name for path in directory.path.iterdir()} == {".lock", "checkpoints", "logs"}
+
+
+def test_a_second_run_is_told_who_holds_the_directory(tmp_path: Path) -> None:
+    process, _ = hold(tmp_path)
+    try:
+        with pytest.raises(RunInUse) as caught, RunDirectory(tmp_path):
+            pass
+    finally:
+        process.kill()
+        process.communicate()
+    assert caught.value.exit_code == ExitCode.IN_USE
+    assert re.search(
+        rf"process {process.pid} on {re.escape(socket.gethostname())}, started \d{{4}}-\d\d-\d\dT",
+        caught.value.message,
+    )
+
+
+@pytest.mark.parametrize("with_worker", [False, True])
+def test_a_killed_run_frees_the_lock_even_if_a_forked_worker_lives_on(
+    tmp_path: Path, with_worker: bool
+) -> None:
+    process, worker = hold(tmp_path, *["fork"] * with_worker)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    try:
+        with RunDirectory(tmp_path) as directory:
+            holder = json.loads((directory.path / ".lock").read_text())
+        assert holder["pid"] == os.getpid()
+    finally:
+        if worker > 0:
+            os.kill(worker, signal.SIGKILL)
+        process.communicate()
+
+
+def test_the_lock_is_given_back(tmp_path: Path) -> None:
+    for _ in range(2):
+        with RunDirectory(tmp_path), pytest.raises(RunInUse), RunDirectory(tmp_path):
+            pass
+
+
+def test_a_lock_file_with_nonsense_is_no_hindrance(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("[" * 9999)
+    with RunDirectory(tmp_path), pytest.raises(RunInUse), RunDirectory(tmp_path):
+        pass
+
+
+def test_a_path_that_is_a_file_is_an_environment_fault(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(EnvironmentFault, match=r"runs/a: Not a directory"):
+        RunDirectory(tmp_path / "runs" / "a").prepare()
+
+
+@pytest.mark.skipif(not Path("/proc/version").exists(), reason="needs a read-only file system")
+def test_a_read_only_file_system_is_an_environment_fault() -> None:
+    with pytest.raises(EnvironmentFault, match="cannot write"):
+        RunDirectory(Path("/proc/runs")).prepare()
+
+
+def test_a_folder_without_permission_is_an_environment_fault(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        if os.access(tmp_path, os.W_OK):
+            pytest.skip("root may write anywhere")
+        with pytest.raises(EnvironmentFault, match="Permission denied"):
+            RunDirectory(tmp_path / "a").prepare()
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_a_full_disk_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    atomic_write(path, "old")
+    code = (
+        "import resource, signal, sys; from pathlib import Path\n"
+        "from trainer.engine.run_dir import atomic_write\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "atomic_write(Path(sys.argv[1]), 'new' * 100)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, path],
+        env={**os.environ, "PYTHONPATH": str(ROOT / ".dev")},
+        capture_output=True,
+        text=True,
+    )
+    assert "File too large" in done.stderr
+    assert [file.name for file in tmp_path.iterdir()] == ["recipe.toml"]
+    assert path.read_text() == "old"
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    texts = [letter * 100_000 for letter in "ab"]
+    atomic_write(path, texts[0])
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from trainer.engine.run_dir import atomic_write\n"
+        "while True:\n"
+        "    for letter in 'ab': atomic_write(Path(sys.argv[1]), letter * 100_000)\n"
+    )
+    writer = subprocess.Popen(
+        [sys.executable, "-c", code, path], env={**os.environ, "PYTHONPATH": str(ROOT / ".dev")}
+    )
+    seen = set()
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        seen.add(path.read_text())
+    writer.kill()
+    writer.wait()
+    assert seen <= set(texts)
