@@ -1,0 +1,203 @@
+"""A checkpoint made to do harm, with checksums that are right, is refused and runs no code."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from trainer.engine.checkpoint.find import find_checkpoint
+from trainer.engine.checkpoint.manifest import read_manifest
+from trainer.engine.checkpoint.reader import load_state
+from trainer.engine.errors import CheckpointError
+
+from .states import blank, save_steps, state_of
+
+NAME = "model.short"
+
+
+class Payload:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.canary),)
+
+
+def seal(folder: Path, change: Callable[[dict[str, Any]], Any] | None = None) -> None:
+    """Write a manifest whose checksums agree with the files as they are now."""
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_bytes())["manifest"]
+    for file in folder.iterdir():
+        if file.name != "manifest.json":
+            content = file.read_bytes()
+            manifest["files"][file.name] = {
+                "bytes": len(content),
+                "xxh3": xxhash.xxh3_128_hexdigest(content),
+            }
+    if change:
+        change(manifest)
+    body = f'"manifest": {json.dumps(manifest)}}}\n'.encode()
+    path.write_bytes(b'{"xxh3": "%s",\n' % xxhash.xxh3_128_hexdigest(body).encode() + body)
+
+
+def rewrite_metadata(folder: Path, change: Callable[[Metadata], Any]) -> None:
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def code_in_the_metadata(folder: Path, canary: Path) -> None:
+    rewrite_metadata(folder, lambda m: setattr(m, "planner_data", Payload(canary)))
+
+
+def code_as_the_metadata(folder: Path, canary: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(Payload(canary)))
+
+
+def code_by_a_dotted_name(folder: Path, canary: Path) -> None:
+    # STACK_GLOBAL walks attributes: `torch.serialization` + `os.mkdir` reaches `os`.
+    target = b"\x8c\x13torch.serialization\x8c\x08os.mkdir\x93"
+    path = str(canary).encode()
+    argument = b"X" + len(path).to_bytes(4, "little") + path
+    (folder / ".metadata").write_bytes(b"\x80\x04" + target + argument + b"\x85R.")
+
+
+def code_in_a_bytes_item(folder: Path, canary: Path) -> None:
+    stream = io.BytesIO()
+    torch.save(Payload(canary), stream)
+    (folder / "__9_0.distcp").write_bytes(stream.getvalue())
+
+    def point_to_it(metadata: Metadata) -> None:
+        metadata.state_dict_metadata[NAME] = BytesStorageMetadata()
+        for index, info in metadata.storage_data.items():
+            if index.fqn == NAME:
+                info.relative_path, info.offset = "__9_0.distcp", 0
+                info.length = len(stream.getvalue())
+
+    rewrite_metadata(folder, point_to_it)
+
+
+def code_in_place_of_a_tensor(folder: Path, canary: Path) -> None:
+    stream = io.BytesIO()
+    torch.save(Payload(canary), stream)
+    (folder / "__9_0.distcp").write_bytes(stream.getvalue())
+
+    def point_to_it(metadata: Metadata) -> None:
+        for index, info in metadata.storage_data.items():
+            if index.fqn == NAME:
+                info.relative_path, info.offset = "__9_0.distcp", 0
+                info.length = len(stream.getvalue())
+
+    rewrite_metadata(folder, point_to_it)
+
+
+def point_to(path: str) -> Callable[[Path, Path], None]:
+    def change(metadata: Metadata) -> None:
+        for info in metadata.storage_data.values():
+            info.relative_path = path
+
+    return lambda folder, canary: rewrite_metadata(folder, change)
+
+
+@pytest.mark.parametrize(
+    ("attack", "reason"),
+    [
+        (code_in_the_metadata, "asks for posix.mkdir: refused"),
+        (code_as_the_metadata, "asks for posix.mkdir: refused"),
+        (code_by_a_dotted_name, "asks for torch.serialization.os.mkdir: refused"),
+        (code_in_a_bytes_item, "lists other tensors"),
+        (code_in_place_of_a_tensor, "cannot be read"),
+        (point_to("../step-00000001/__0_0.distcp"), "points to '../step-00000001"),
+        (point_to("/etc/hostname"), "points to '/etc/hostname'"),
+    ],
+)
+def test_an_attack_is_refused(
+    tmp_path: Path, attack: Callable[[Path, Path], None], reason: str
+) -> None:
+    save_steps(tmp_path, 1, 2)
+    canary, folder = tmp_path / "canary", tmp_path / "step-00000002"
+    attack(folder, canary)
+    seal(folder)
+    found = find_checkpoint(folder)
+    loaded = blank()
+    with pytest.raises(CheckpointError, match=reason):
+        load_state(found.path, found.manifest, loaded, None)
+    assert not canary.exists()
+
+
+def test_a_bytes_item_that_the_manifest_does_not_name_is_refused_too(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    canary, folder = tmp_path / "canary", tmp_path / "step-00000001"
+    code_in_a_bytes_item(folder, canary)
+    seal(folder, lambda manifest: manifest["tensors"].pop(NAME))
+    found = find_checkpoint(folder)
+    with pytest.raises(CheckpointError, match=f"{NAME} is not in the checkpoint"):
+        load_state(found.path, found.manifest, blank(), None)
+    assert not canary.exists()
+
+
+def test_the_attacks_are_real(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    code_in_the_metadata(tmp_path / "step-00000001", tmp_path / "canary")
+    with open(tmp_path / "step-00000001" / ".metadata", "rb") as file:
+        pickle.load(file)
+    assert (tmp_path / "canary").exists()
+
+
+def test_an_honest_checkpoint_passes_the_same_way(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    rewrite_metadata(tmp_path / "step-00000001", lambda metadata: None)
+    seal(tmp_path / "step-00000001")
+    found = find_checkpoint(tmp_path)
+    loaded = blank()
+    load_state(found.path, found.manifest, loaded, None)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state_of(1).items())
+
+
+ENTRY = {"bytes": 1, "xxh3": "0"}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: m["files"].update({"../escape": ENTRY}), "not a plain file name"),
+        (lambda m: m["files"].update({"/etc/passwd": ENTRY}), "not a plain file name"),
+        (lambda m: m["files"].update({"..": ENTRY}), "not a plain file name"),
+        (lambda m: m["files"].update({"a\nb": ENTRY}), "not a plain file name"),
+        (lambda m: m.update(format=2), "format 2; this version reads format 1"),
+        (lambda m: m.pop("format"), "not understood"),
+        (lambda m: m.pop("tensors"), "tensors: Field required"),
+        (lambda m: m.update(step="three"), "step: Input should be a valid integer"),
+        (lambda m: m.update(files=[1]), "files: Input should be a valid dictionary"),
+        (lambda m: m.update(contents="pickle"), "contents: Input should be 'full' or 'weights'"),
+    ],
+)
+def test_a_manifest_that_makes_no_sense_is_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], Any], reason: str
+) -> None:
+    save_steps(tmp_path, 1)
+    seal(tmp_path / "step-00000001", change)
+    with pytest.raises(CheckpointError, match=reason):
+        read_manifest(tmp_path / "step-00000001")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b'"manifest": 1}', b'"manifest": ' + b"[" * 100_000, b"\xff\xfe"]
+)
+def test_a_manifest_that_is_no_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
+    digest = xxhash.xxh3_128_hexdigest(content).encode()
+    (tmp_path / "manifest.json").write_bytes(b'{"xxh3": "%s",\n' % digest + content)
+    with pytest.raises(CheckpointError, match="not understood"):
+        read_manifest(tmp_path)
