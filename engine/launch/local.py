@@ -6,17 +6,15 @@ passes it on once. The kernel kills the ranks when the parent dies, however it d
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,24 +22,15 @@ from types import FrameType, TracebackType
 from typing import Any, Literal, Self
 
 from ..errors import EnvironmentFault, ExitCode
+from .child import preparation, rank_environment
 from .environment import ATTEMPT, STORE
 from .signals import ECHO_SECONDS, STOP_SIGNALS, URGENT
 
-PACKAGE = __name__.partition(".")[0]
 SETTLE_SECONDS = 1.0
 GRACE_SECONDS = 5.0
 TAIL_LINES = 30
 TAIL_BYTES = 2**16
-_PR_SET_PDEATHSIG = 1
 _OWN_CODES = range(ExitCode.RECIPE, ExitCode.IN_USE + 1)
-
-
-def trainer_command(arguments: Sequence[str]) -> list[str]:
-    """Return the command line that runs this package's CLI, whatever the working directory holds.
-
-    `-P` keeps the working directory off the path: a folder there may be called like a package.
-    """
-    return [sys.executable, "-P", "-m", PACKAGE, *arguments]
 
 
 def launch(
@@ -187,7 +176,7 @@ class _Job:
 
     def _start(self, command: Sequence[str], log_dir: Path, environ: Mapping[str, str]) -> None:
         log_dir.mkdir(parents=True, exist_ok=True)
-        prepare = _preparation()
+        prepare = preparation()
         for number in range(self._nproc):
             log = log_dir / f"rank-{number}.log" if number else None
             output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) if log else None
@@ -286,46 +275,3 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 def _say(text: str) -> None:
     with suppress(OSError, ValueError):
         print(f"trainer: {text}", file=sys.stderr, flush=True)
-
-
-def _preparation() -> Callable[[], None]:
-    """Return what a child does between fork and exec."""
-    parent = os.getpid()
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-    def prepare() -> None:
-        if libc is not None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(1)
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # drops what is pending
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-
-    return prepare
-
-
-def rank_environment(environ: Mapping[str, str], rank: int, nproc: int) -> dict[str, str]:
-    """Return the environment of one rank.
-
-    Threads are shared out, gloo stays on the loopback interface (a laptop's address changes), and
-    the package is found where this process found it.
-    """
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    defaults = {
-        "OMP_NUM_THREADS": str(max(1, cores // nproc)),
-        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-    }
-    ranks = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-    }
-    path = environ.get("PYTHONPATH", "")
-    root = Path(sys.modules[PACKAGE].__file__ or "").absolute().parent
-    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    if root.name == PACKAGE and str(root.parent) not in installed:
-        ranks["PYTHONPATH"] = os.pathsep.join([str(root.parent), *filter(None, [path])])
-    return {**defaults, **environ, **ranks}

@@ -1,0 +1,71 @@
+"""How a rank's process is made: its command line, its environment, its ties to the parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from .signals import STOP_SIGNALS
+
+PACKAGE = __name__.partition(".")[0]
+_PR_SET_PDEATHSIG = 1
+
+
+def trainer_command(arguments: Sequence[str]) -> list[str]:
+    """Return the command line that runs this package's CLI, whatever the working directory holds.
+
+    `-P` keeps the working directory off the path: a folder there may be called like a package.
+    """
+    return [sys.executable, "-P", "-m", PACKAGE, *arguments]
+
+
+def preparation() -> Callable[[], None]:
+    """Return what a child does between fork and exec."""
+    parent = os.getpid()
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+    def prepare() -> None:
+        if libc is not None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # drops what is pending
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+    return prepare
+
+
+def rank_environment(environ: Mapping[str, str], rank: int, nproc: int) -> dict[str, str]:
+    """Return the environment of one rank.
+
+    Threads are shared out, gloo stays on the loopback interface (a laptop's address changes), and
+    the package is found where this process found it.
+    """
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, cores // nproc)),
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+    }
+    ranks = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+    }
+    if folder := _uninstalled_folder():
+        path = environ.get("PYTHONPATH", "")
+        ranks["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, [path])])
+    return {**defaults, **environ, **ranks}
+
+
+def _uninstalled_folder() -> str:
+    """Return the path entry that this package comes from, unless every interpreter has it."""
+    folder = Path(sys.modules[PACKAGE].__file__ or "").absolute().parent.parent
+    on_path = any(Path(entry).absolute() == folder for entry in sys.path)
+    return str(folder) if on_path and folder.name not in ("site-packages", "dist-packages") else ""
