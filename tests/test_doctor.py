@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +47,8 @@ def test_what_would_fail_a_run_is_bad_and_the_rest_is_still_shown(
 ) -> None:
     code, out = doctor("--runs", runs, cwd=tmp_path, **env)
     assert code == 3
-    states = {line.split("  ")[1].strip(): line.split()[0] for line in out.splitlines()}
+    rows = [re.split(r"\s{2,}", line) for line in out.splitlines()]
+    states = {subject: state for state, subject, _ in rows}
     assert [name for name, state in states.items() if state == "bad"] == [subject]
     assert states["gloo"] == "ok"
 
