@@ -143,8 +143,9 @@ class DocumentRows:
         positions = flat - np.repeat(ends - lengths, lengths)
         index = positions + np.repeat(self.starts[piece], lengths)
         columns = np.empty((2, *shape), dtype=np.int64)
-        columns[0] = self.store.tokens.take(index).reshape(shape)
-        columns[1] = self.store.tokens.take(index + 1).reshape(shape)
+        # Only padding can lie beyond the end, and is overwritten.
+        columns[0] = self.store.tokens.take(index, mode="clip").reshape(shape)
+        columns[1] = self.store.tokens.take(index + 1, mode="clip").reshape(shape)
         padded = lengths[np.cumsum(counts) - 1]
         padding = np.arange(self.seq_len) >= (self.seq_len - padded)[:, None]
         np.copyto(columns[0], self.store.eos_id, where=padding)

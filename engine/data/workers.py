@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from ..errors import DataError
 from .batch import Batch
 
-POLL_SECONDS = 5.0
+POLL_SECONDS = 1.0
 PR_SET_PDEATHSIG = 1
 
 

@@ -1,0 +1,146 @@
+"""Tokenizers against the libraries they stand for."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from trainer.engine.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from trainer.engine.errors import DataError
+from transformers import PreTrainedTokenizerFast
+
+TEXTS = [
+    "",
+    "a",
+    "def f(x):\n    return x\n",
+    "naïve café 東京 🎉",
+    " " * 50,
+    "<|endoftext|> inside",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small byte-level BPE, as `tokenizer.json`."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    native = Tokenizer(models.BPE())
+    native.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    native.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|pad|>", "<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    native.train_from_iterator(TEXTS * 20, trainer)
+    native.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def copy_of(folder: Path, target: Path, **files: object) -> Path:
+    (target / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    for name, content in files.items():
+        (target / f"{name}.json").write_text(json.dumps(content))
+    return target
+
+
+@given(st.text())
+def test_bytes_round_trip(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    text = text.encode(errors="replace").decode()
+    ids = tokenizer.encode(text)
+    assert ids.tolist() == list(text.encode())
+    assert tokenizer.decode([*ids.tolist(), tokenizer.eos_id]) == text
+
+
+def test_bytes_that_are_not_utf8_are_replaced() -> None:
+    assert ByteTokenizer().decode([0xFF, ord("a"), 256]) == "\ufffda"
+
+
+def test_hf_ids_are_those_of_the_libraries(folder: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(folder)
+    native = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    fast = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    for text, ids in zip(TEXTS, tokenizer.encode_batch(TEXTS), strict=True):
+        assert ids.tolist() == native.encode(text, add_special_tokens=False).ids
+        assert ids.tolist() == fast(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.encode(text).tolist() == ids.tolist()
+        assert tokenizer.decode(ids.tolist()) == text.replace("<|endoftext|>", "")
+    assert tokenizer.vocab_size == len(fast)
+    assert tokenizer.eos_id == 1
+
+
+def test_hf_padding_and_truncation_in_the_file_are_ignored(folder: Path, tmp_path: Path) -> None:
+    native = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    native.enable_truncation(3)
+    native.enable_padding(length=8)
+    native.save(str(tmp_path / "tokenizer.json"))
+    expected = HuggingFaceTokenizer(folder).encode_batch(TEXTS)
+    found = HuggingFaceTokenizer(tmp_path).encode_batch(TEXTS)
+    assert [ids.tolist() for ids in found] == [ids.tolist() for ids in expected]
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config", "special_tokens_map"])
+@pytest.mark.parametrize("token", ["<|pad|>", {"content": "<|pad|>", "lstrip": False}])
+def test_the_files_beside_it_say_what_ends_a_document(
+    folder: Path, tmp_path: Path, name: str, token: object
+) -> None:
+    path = copy_of(folder, tmp_path, **{name: {"eos_token": token}})
+    assert HuggingFaceTokenizer(path).eos_id == 0
+    assert HuggingFaceTokenizer(path / "tokenizer.json", "<|endoftext|>").eos_id == 1
+
+
+def test_what_it_saves_loads_as_the_same_tokenizer(folder: Path, tmp_path: Path) -> None:
+    tokenizer = HuggingFaceTokenizer(folder, "<|pad|>")
+    tokenizer.save(tmp_path)
+    again = HuggingFaceTokenizer(tmp_path)
+    assert again.fingerprint == tokenizer.fingerprint
+    assert again.eos_id == 0
+    assert PreTrainedTokenizerFast.from_pretrained(tmp_path).eos_token == "<|pad|>"
+
+
+def test_the_fingerprint_sees_a_changed_merge_and_another_eos(folder: Path, tmp_path: Path) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["merges"].pop()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    found = {
+        HuggingFaceTokenizer(folder).fingerprint,
+        HuggingFaceTokenizer(folder, "<|pad|>").fingerprint,
+        HuggingFaceTokenizer(tmp_path).fingerprint,
+    }
+    assert len(found) == 3
+
+
+def test_an_eos_token_that_is_not_there_is_an_error_with_the_nearest(folder: Path) -> None:
+    with pytest.raises(DataError, match="no token is named") as error:
+        HuggingFaceTokenizer(folder, "<|endoftxt|>")
+    assert "<|endoftext|>" in error.value.hint
+
+
+def test_no_known_eos_token_asks_for_one(tmp_path: Path) -> None:
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match="which token ends a document") as error:
+        HuggingFaceTokenizer(tmp_path)
+    assert "tokenizer.eos_token" in error.value.hint
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b"[" * 10000])
+def test_a_malformed_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(DataError, match=r"tokenizer.json: not a tokenizer.json"):
+        HuggingFaceTokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "[" * 100_000])
+def test_a_malformed_config_beside_it_is_named(folder: Path, tmp_path: Path, content: str) -> None:
+    copy_of(folder, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(DataError, match=r"tokenizer_config.json: not a JSON object"):
+        HuggingFaceTokenizer(tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"absent/?.*: No such file"):
+        HuggingFaceTokenizer(tmp_path / "absent")
