@@ -36,6 +36,7 @@ CONTEXT.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch.distributed.tensor.parallel",
         "torch.distributed.checkpoint",
+        "torch._dynamo.utils",  # DTensor operations import it
         "numpy",
         "pytest",
     ]

@@ -56,7 +56,7 @@ def commit(
     Raises:
         CheckpointError: why this rank or another could not do its part.
     """
-    temporary = ranks.reduce(lambda: None, lambda _: _make_temporary(folder, info.step))
+    temporary = folder / ranks.reduce(lambda: None, lambda _: _make_temporary(folder, info.step))
     try:
         writer.plan(state)
         ranks.reduce(
@@ -69,13 +69,13 @@ def commit(
         raise
 
 
-def _make_temporary(folder: Path, step: int) -> Path:
-    temporary = folder / retention.temporary_name(step)
+def _make_temporary(folder: Path, step: int) -> str:
+    name = retention.temporary_name(step)
     try:
-        temporary.mkdir()
+        (folder / name).mkdir()
     except OSError as error:
         raise CheckpointError(f"cannot make a folder in {folder}: {error.strerror}") from error
-    return temporary
+    return name
 
 
 def _write_part(

@@ -1,0 +1,321 @@
+"""Saving on some ranks and loading on others, and failures that all ranks learn of."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from trainer.engine.checkpoint.find import find_checkpoint
+from trainer.engine.checkpoint.manifest import SaveInfo
+from trainer.engine.checkpoint.reader import load_state
+from trainer.engine.checkpoint.store import CheckpointStore
+from trainer.engine.errors import CheckpointError, EnvironmentFault
+
+from ..distributed import run_ranks, run_ranks_to_their_ends
+from .states import blank, open_store, save_steps, state_of
+
+PLACEMENTS = {"sharded": [Shard(0)], "columns": [Shard(1)], "replicated": [Replicate()]}
+
+
+def group() -> dist.ProcessGroup | None:
+    return dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+
+def placed(state: dict[str, Tensor], how: str) -> dict[str, Tensor]:
+    """Turn tensors into DTensors over all ranks; "plain" and one process leave them alone."""
+    if how == "plain" or not dist.is_initialized():
+        return state
+    if how == "hybrid":
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s"))
+        placements = [Replicate(), Shard(0)]
+    else:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        placements = PLACEMENTS[how]
+    return {
+        name: distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+        if tensor.ndim > 1 - (placements[-1] == Shard(0))
+        else tensor
+        for name, tensor in state.items()
+    }
+
+
+def save(folder: Path, how: str, mode: str) -> list[str]:
+    store = CheckpointStore(folder, mode=mode, keep=2, group=group())
+    store.probe()
+    assert store.latest() is None
+    for step in (1, 2, 3):
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        own = {f"rng.{rank}.torch": torch.tensor([step, rank])}
+        state = placed(state_of(step), how) | own
+        store.save(state, SaveInfo(step=step))
+        store.wait_staged()
+        for tensor in state.values():
+            tensor.zero_()
+    store.finish()
+    return sorted(path.name for path in folder.iterdir())
+
+
+def load(folder: Path, how: str) -> dict[str, Any]:
+    store = CheckpointStore(folder, mode="sync", keep=2, group=group())
+    found = store.latest()
+    assert found is not None
+    state = placed(blank(), how)
+    load_state(found.path, found.manifest, state, store.group)
+    whole = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in state.items()
+    }
+    return {name: tensor.float().numpy() for name, tensor in whole.items()}
+
+
+@pytest.mark.parametrize(
+    ("saved_on", "saved_as", "mode", "loaded_on", "loaded_as"),
+    [
+        (2, "sharded", "sync", 1, "plain"),
+        (1, "plain", "async", 4, "sharded"),
+        (4, "sharded", "async", 2, "columns"),
+        (2, "replicated", "async", 4, "hybrid"),
+        (4, "hybrid", "async", 1, "plain"),
+        (2, "plain", "async", 2, "plain"),
+    ],
+)
+def test_any_ranks_load_what_any_other_ranks_saved(
+    tmp_path: Path, saved_on: int, saved_as: str, mode: str, loaded_on: int, loaded_as: str
+) -> None:
+    for names in run_ranks(saved_on, save, tmp_path, saved_as, mode):
+        assert names == ["step-00000002", "step-00000003"]
+    files = {path.name for path in (tmp_path / "step-00000003").glob("*.distcp")}
+    assert files == {f"__{rank}_0.distcp" for rank in range(saved_on)}, "each writes a part"
+    expected = state_of(3)
+    for loaded in run_ranks(loaded_on, load, tmp_path, loaded_as):
+        for name, tensor in expected.items():
+            np.testing.assert_array_equal(loaded[name], tensor.float().numpy(), err_msg=name)
+    manifest = find_checkpoint(tmp_path).manifest
+    assert {f"rng.{rank}.torch" for rank in range(saved_on)} <= set(manifest.tensors)
+    own = {"rng.0.torch": torch.zeros(2, dtype=torch.int64)}
+    load_state(tmp_path / "step-00000003", manifest, own, None)
+    assert own["rng.0.torch"].tolist() == [3, 0]
+
+
+def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model after some AdamW steps, fully sharded where there are ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    if dist.is_initialized():
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(steps):
+        model(torch.full((4, 5), step + 1.0)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    state = {f"model.{name}": weight.detach() for name, weight in model.named_parameters()}
+    for name, weight in model.named_parameters():
+        for key, value in optimizer.state[weight].items():
+            state[f"optimizer.{name}.{key}"] = value
+    return state
+
+
+def save_fsdp(folder: Path) -> None:
+    store = CheckpointStore(folder, mode="async", keep=2, group=group())
+    model, optimizer = trained(2)
+    store.save(whole_state(model, optimizer), SaveInfo(step=2))
+    model(torch.ones(4, 5)).sum().backward()  # shards are gathered and freed meanwhile
+    store.wait_staged()
+    optimizer.step()
+    store.finish()
+
+
+def load_fsdp(folder: Path) -> dict[str, Any]:
+    found = find_checkpoint(folder)
+    model, optimizer = trained(1)
+    state = whole_state(model, optimizer)
+    load_state(found.path, found.manifest, state, group())
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).numpy()
+        for name, tensor in state.items()
+    }
+
+
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(2, 1), (1, 4), (2, 2)])
+def test_fsdp_training_state_survives_a_change_of_ranks(
+    tmp_path: Path, saved_on: int, loaded_on: int
+) -> None:
+    run_ranks(saved_on, save_fsdp, tmp_path)
+    model, optimizer = trained(2)
+    expected = whole_state(model, optimizer)
+    for loaded in run_ranks(loaded_on, load_fsdp, tmp_path):
+        assert loaded.keys() == expected.keys()
+        for name, tensor in expected.items():
+            np.testing.assert_allclose(loaded[name], tensor.numpy(), rtol=1e-5, atol=1e-6)
+
+
+KILLS = [
+    ("before_copy", 1, "async"),
+    ("before_write", 0, "sync"),
+    ("before_write", 1, "async"),
+    ("after_write", 0, "async"),
+    ("after_write", 1, "sync"),
+    ("before_manifest", 0, "async"),
+    ("after_manifest", 0, "sync"),
+    ("before_rename", 0, "async"),
+    ("after_rename", 0, "sync"),
+    ("after_rename", 0, "async"),
+]
+
+
+def save_two(folder: Path, mode: str) -> None:
+    store = CheckpointStore(folder, mode=mode, keep=2, group=group())
+    store.probe()
+    for step in (1, 2):
+        store.save(placed(state_of(step), "sharded"), SaveInfo(step=step))
+        store.wait_staged()
+        store.finish()
+
+
+@pytest.mark.parametrize(("point", "rank", "mode"), KILLS)
+def test_a_rank_killed_during_a_save_publishes_nothing(
+    tmp_path: Path, point: str, rank: int, mode: str
+) -> None:
+    fault = {"TRAINER_FAULT": f"checkpoint.{point}:rank{rank}:step2:kill"}
+    start = time.monotonic()
+    outcomes = run_ranks_to_their_ends(2, save_two, tmp_path, mode, env=fault, timeout=60)
+    assert time.monotonic() - start < 20, "the survivor waits too long"
+    assert "SIGKILL" in outcomes[rank].error
+    assert "CheckpointError" in outcomes[1 - rank].error
+    assert "lost another rank" in outcomes[1 - rank].error
+    published = 2 if point == "after_rename" else 1
+    store = open_store(tmp_path)
+    found = store.latest()
+    assert found is not None
+    assert found.manifest.step == published
+    assert found.skipped == []
+    assert {path.name[:5] for path in tmp_path.iterdir()} == {"step-"}
+
+
+def save_despite(folder: Path, mode: str) -> tuple[str, list[str], int]:
+    store = CheckpointStore(folder, mode=mode, keep=2, group=group())
+    store.probe()
+    message = ""
+    for step in (1, 2, 3):
+        try:
+            store.save(placed(state_of(step), "sharded"), SaveInfo(step=step))
+            store.wait_staged()
+            store.finish()
+        except CheckpointError as error:
+            message = error.message
+    found = store.latest()
+    assert found is not None
+    return message, sorted(path.name for path in folder.iterdir()), found.manifest.step
+
+
+@pytest.mark.parametrize(
+    ("fault", "mode", "reason"),
+    [
+        ("before_copy:rank1:step2:raise", "async", "rank 1: RuntimeError: fault"),
+        ("before_write:rank1:step2:full", "sync", "rank 1: no space for a checkpoint"),
+        ("before_write:rank0:step2:full", "async", "rank 0: no space for a checkpoint"),
+        ("before_manifest:rank0:step2:full", "async", "no space for a checkpoint"),
+        ("before_rename:rank0:step2:raise", "sync", "fault"),
+    ],
+)
+def test_what_fails_on_one_rank_fails_on_all_and_the_run_goes_on(
+    tmp_path: Path, fault: str, mode: str, reason: str
+) -> None:
+    env = {"TRAINER_FAULT": f"checkpoint.{fault}"}
+    for message, names, newest in run_ranks(2, save_despite, tmp_path, mode, env=env):
+        assert reason in message
+        assert names == ["step-00000001", "step-00000003"]
+        assert newest == 3
+
+
+def find_damaged(folder: Path) -> tuple[str, list[str]]:
+    store = CheckpointStore(folder, mode="sync", keep=2, group=group())
+    found = store.latest()
+    assert found is not None
+    return found.path.name, found.skipped
+
+
+def test_all_ranks_agree_on_what_to_skip(tmp_path: Path) -> None:
+    run_ranks(2, save_two, tmp_path, "sync")
+    file = tmp_path / "step-00000002" / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    for name, skipped in run_ranks(2, find_damaged, tmp_path):
+        assert name == "step-00000001"
+        assert len(skipped) == 1
+        assert "step-00000002: __1_0.distcp does not hold what was saved" in skipped[0]
+
+
+def find_none_intact(folder: Path) -> str:
+    store = CheckpointStore(folder, mode="sync", keep=2, group=group())
+    with pytest.raises(CheckpointError) as raised:
+        store.latest()
+    return raised.value.message
+
+
+def test_none_intact_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    (tmp_path / "step-00000001" / "__0_0.distcp").unlink()
+    for message in run_ranks(2, find_none_intact, tmp_path):
+        assert "__0_0.distcp is missing" in message
+
+
+def load_with_a_misfit_on_rank_1(folder: Path) -> tuple[str, float]:
+    found = find_checkpoint(folder)
+    state = placed(blank(), "sharded")
+    if dist.get_rank() == 1:
+        state["model.unknown"] = torch.zeros(1)
+    with pytest.raises(CheckpointError) as raised:
+        load_state(found.path, found.manifest, state, group())
+    return raised.value.message, state["optimizer.embedding.step"].item()
+
+
+def test_a_misfit_on_one_rank_stops_all_before_any_tensor_is_touched(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    for message, value in run_ranks(2, load_with_a_misfit_on_rank_1, tmp_path):
+        assert "rank 1: " in message
+        assert "model.unknown is not in the checkpoint" in message
+        assert value == -1
+
+
+def probe_where_it_cannot_be(folder: Path) -> str:
+    store = CheckpointStore(folder / "file" / "checkpoints", mode="sync", keep=2, group=group())
+    with pytest.raises(EnvironmentFault) as raised:
+        store.probe()
+    return raised.value.message
+
+
+def test_a_folder_that_cannot_be_written_is_told_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for message in run_ranks(2, probe_where_it_cannot_be, tmp_path):
+        assert "cannot write checkpoints to" in message
+
+
+def save_where_rank_1_sees_another_folder(folder: Path) -> str:
+    own = folder / f"machine-{dist.get_rank()}"
+    own.mkdir()
+    store = CheckpointStore(own, mode="sync", keep=2, group=group())
+    with pytest.raises(CheckpointError) as raised:
+        store.save(placed(state_of(1), "sharded"), SaveInfo(step=1))
+    return raised.value.render()
+
+
+def test_ranks_that_share_no_folder_are_told_so(tmp_path: Path) -> None:
+    for message in run_ranks(2, save_where_rank_1_sees_another_folder, tmp_path):
+        assert "file system that all ranks share" in message
