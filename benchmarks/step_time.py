@@ -1,0 +1,174 @@
+"""CPU seconds of one optimizer step on one thread, ours beside bare torch and the peers.
+
+Every contestant is a process; they take turns step by step, so that all see the same load. The
+number to read is the ratio to the bare eager fp32 loop: its median over the rounds.
+
+    python benchmarks/step_time.py --peers-python peers/bin/python --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import results
+from contestants.turns import Contestant, ContestantError, take_turns
+from contestants.workload import write_tokens
+
+SCRIPTS = Path(__file__).parent / "contestants"
+BASELINE = "bare fp32"
+
+
+@dataclass(frozen=True)
+class Entry:
+    script: str
+    options: tuple[str, ...] = ()
+    package: str = "torch"
+    """what its interpreter must have"""
+
+
+ENTRIES = {
+    BASELINE: Entry("bare.py"),
+    "bare fp32 compiled": Entry("bare.py", ("--compile",)),
+    "best known loop": Entry("bare.py", ("--best",)),
+    "trainer fp32": Entry("ours.py", ("--compute", "fp32"), "trainer"),
+    "trainer fp32 compiled": Entry("ours.py", ("--compute", "fp32", "--compile"), "trainer"),
+    "trainer default": Entry("ours.py", (), "trainer"),
+    "trainer bf16 compiled": Entry("ours.py", ("--compute", "bf16", "--compile"), "trainer"),
+    "transformers default": Entry("transformers_trainer.py", (), "accelerate"),
+    "transformers best": Entry("transformers_trainer.py", ("--best",), "accelerate"),
+    "litgpt default": Entry("litgpt_pretrain.py", (), "litgpt"),
+    "litgpt best": Entry("litgpt_pretrain.py", ("--best",), "litgpt"),
+    "torchtitan default": Entry("torchtitan_train.py", (), "torchtitan"),
+    "torchtitan best": Entry("torchtitan_train.py", ("--best",), "torchtitan"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--vocab", type=int, action="append", help="default: 2048 and 32000")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument(
+        "--only", action="append", metavar="TEXT", help="contestants whose name contains it"
+    )
+    parser.add_argument(
+        "--at-once", type=int, default=6, help="processes beside the baseline that take turns"
+    )
+    parser.add_argument(
+        "--peers-python",
+        action="append",
+        default=[],
+        metavar="PYTHON",
+        help="interpreters that have transformers, litgpt, torchtitan (may be repeated)",
+    )
+    parser.add_argument("--write", action="store_true", help=f"append to {results.FOLDER.name}/")
+    options = parser.parse_args()
+    wanted = [
+        name for name in ENTRIES if not options.only or any(text in name for text in options.only)
+    ]
+    pythons = {name: find_python(ENTRIES[name], options.peers_python) for name in wanted}
+    for name in wanted:
+        if pythons[name] is None:
+            print(f"skipped {name}: no interpreter with {ENTRIES[name].package}")
+    for vocab in options.vocab or (2048, 32000):
+        rows = measure_all(vocab, pythons, options)
+        print(f"\nvocabulary {vocab}: CPU seconds a step against {BASELINE}")
+        print(show(rows))
+        if options.write:
+            rounds = {"vocab": vocab, "rounds": options.rounds, "contestants": rows}
+            print(f"written to {results.append('step_time', rounds).name}")
+
+
+def find_python(entry: Entry, peers: list[str]) -> str | None:
+    """Return the first interpreter that has the entry's package."""
+    for python in (sys.executable, *peers):
+        probe = f"import importlib.util as u, sys; sys.exit(u.find_spec({entry.package!r}) is None)"
+        if subprocess.run([python, "-c", probe], cwd=SCRIPTS).returncode == 0:
+            return python
+    return None
+
+
+def measure_all(
+    vocab: int, pythons: dict[str, str | None], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Measure in groups that fit into memory, each with the baseline."""
+    names = [name for name, python in pythons.items() if python and name != BASELINE]
+    groups = [names[i : i + options.at_once] for i in range(0, len(names), options.at_once)] or [[]]
+    rows: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        with tempfile.TemporaryDirectory() as folder:
+            for row in measure(vocab, [BASELINE, *group], pythons, Path(folder), options):
+                rows.setdefault(row["name"], row)
+    return list(rows.values())
+
+
+def measure(
+    vocab: int,
+    names: list[str],
+    pythons: dict[str, str | None],
+    folder: Path,
+    options: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """Let `names`, the baseline first, take turns."""
+    tokens = folder / "tokens.bin"
+    write_tokens(tokens, vocab)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    running: list[Contestant] = []
+    try:
+        for name in names:
+            entry = ENTRIES[name]
+            home = folder / name.replace(" ", "_")
+            home.mkdir()
+            command = [pythons.get(name) or sys.executable, str(SCRIPTS.resolve() / entry.script)]
+            command += [f"--vocab={vocab}", f"--tokens={tokens}", *entry.options]
+            contestant = Contestant(name, command, home / "log")
+            try:
+                contestant.start(environment)
+            except ContestantError as failure:
+                print(f"failed {name}:\n{failure}", file=sys.stderr)
+                continue
+            running.append(contestant)
+        take_turns(running, warmup=options.warmup, rounds=options.rounds)
+    finally:
+        for contestant in running:
+            contestant.stop()
+    return [row(contestant, running[0]) for contestant in running]
+
+
+def row(contestant: Contestant, baseline: Contestant) -> dict[str, Any]:
+    ratios = [mine / its for mine, its in zip(contestant.cpu, baseline.cpu, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return {
+        "name": contestant.name,
+        "cpu_ms": round(statistics.median(contestant.cpu) * 1e3, 1),
+        "ratio": round(middle, 3),
+        "quartiles": [round(low, 3), round(high, 3)],
+        "peak_mib": round(contestant.peak_bytes / 2**20),
+    }
+
+
+def show(rows: list[dict[str, Any]]) -> str:
+    heads = ["", "CPU ms", "ratio", "quartiles", "peak MiB"]
+    lines = [
+        [
+            row["name"],
+            f"{row['cpu_ms']:.0f}",
+            f"{row['ratio']:.3f}",
+            "{:.3f} - {:.3f}".format(*row["quartiles"]),
+            str(row["peak_mib"]),
+        ]
+        for row in rows
+    ]
+    return results.table(heads, lines)
+
+
+if __name__ == "__main__":
+    main()
