@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from ..errors import EnvironmentFault
+from ..errors import EnvironmentFault, TrainerError
 from .environment import World
 
 PARTING_SECONDS = 60.0
@@ -33,6 +33,7 @@ def process_group(
 
     Raises:
         EnvironmentFault: they could not meet.
+        TrainerError: another rank was lost.
     """
     if world.world_size == 1:
         yield None
@@ -55,7 +56,15 @@ def process_group(
             f"{world.meeting_point}: {str(error).splitlines()[0]}",
             "check that all ranks run, and that this address and port are free and reachable",
         ) from error
-    yield host
+    try:
+        yield host
+    except RuntimeError as error:
+        if "gloo" not in str(error) and not isinstance(error, dist.DistError):
+            raise
+        raise TrainerError(
+            f"rank {world.rank} lost contact with another rank: {str(error).splitlines()[0]}",
+            "the rank that failed first says why; see the launcher's output and logs/",
+        ) from error
     # A rank that leaves early breaks the last collective of the others. After an error there is
     # nothing to wait for: the process ends, and the launcher ends the others.
     dist.monitored_barrier(host, timedelta(seconds=min(timeout_seconds, PARTING_SECONDS)))

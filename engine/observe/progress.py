@@ -93,7 +93,7 @@ class LineProgress:
         width = len(str(self._total))
         word = "step" if row["kind"] == "train" else row["kind"]
         cells = [f"{word} {row['step']:>{width}}/{self._total}", *_cells(row, self._total)]
-        self._print("  ".join(cells))
+        self._print("  ".join(cells).rstrip())
 
     def note(self, text: str) -> None:
         """Print the text."""
@@ -137,20 +137,18 @@ class LiveProgress:
         self._draw()
 
     def advance(self, step: int) -> None:
-        """Move the bar, unless it moved a moment ago."""
+        """Move the bar."""
         self._step = step
-        if time.monotonic() - self._drawn_at > REFRESH_SECONDS:
-            self._draw()
+        self._draw_unless_fresh()
 
     def show(self, row: Mapping[str, Any]) -> None:
         """Put a training row below the bar, any other above it."""
         if row["kind"] == "train":
             self._step = row["step"]
             self._latest = dict(row)
-            self._draw()
+            self._draw_unless_fresh()
         else:
-            numbers = "  ".join(_cells(row, self._total))
-            self._print(f"{row['kind']} {row['step']}/{self._total}  {numbers}", "cyan")
+            self._print(f"{row['kind']} {row['step']}/{self._total}  {_compact(row)}", "cyan")
 
     def note(self, text: str) -> None:
         """Print the text above the bar."""
@@ -171,6 +169,10 @@ class LiveProgress:
 
         with _surviving(self._stream):
             self._console.print(Text(text, style))
+
+    def _draw_unless_fresh(self) -> None:
+        if time.monotonic() - self._drawn_at > REFRESH_SECONDS:
+            self._draw()
 
     def _draw(self) -> None:
         self._drawn_at = time.monotonic()
@@ -201,7 +203,7 @@ class LiveProgress:
 
         if not self._latest:
             return Text("waiting for the first step", "dim")
-        return Text("  ".join(_cells(self._latest, total=0)))
+        return Text(_compact(self._latest), no_wrap=True, overflow="ellipsis")
 
 
 def _cells(row: Mapping[str, Any], total: int) -> list[str]:
@@ -221,6 +223,11 @@ def _cells(row: Mapping[str, Any], total: int) -> list[str]:
     if total:
         cells.append(f"eta {_clock((total - row['step']) * row['step_seconds'])}")
     return cells
+
+
+def _compact(row: Mapping[str, Any]) -> str:
+    """Return the cells without the padding that aligns lines."""
+    return " · ".join(" ".join(cell.split()) for cell in _cells(row, total=0))
 
 
 def _clock(seconds: float) -> str:

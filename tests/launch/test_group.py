@@ -135,3 +135,22 @@ def test_torchrun_jobs_are_joined(tmp_path: Path) -> None:
         "2 torchrun 0",
         "2 torchrun 1",
     ]
+
+
+def test_a_lost_rank_is_told_in_a_sentence(tmp_path: Path) -> None:
+    code = """
+from trainer.engine.errors import TrainerError
+try:
+    with process_group(world, cpu, 30) as group:
+        total(group)
+        if world.rank == 1:
+            os.kill(os.getpid(), 9)
+        total(group)
+except TrainerError as error:
+    print(error.render())
+    sys.exit(error.exit_code)
+"""
+    code, out, err, _ = launch(code, tmp_path)
+    assert code == 1
+    assert out.startswith("error: rank 0 lost contact with another rank: ")
+    assert "rank 1 was killed by SIGKILL" in err
