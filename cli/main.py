@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand, TyperGroup
-from typer.main import get_command
+from typer.main import get_command, get_group
 
 from ..engine.errors import ExitCode, TrainerError
 
@@ -31,6 +31,7 @@ class Lazy(NamedTuple):
 
 
 COMMANDS = {
+    "run": Lazy("run:run", "Train what a recipe describes, or go on where it stopped."),
     "validate": Lazy("validate:validate", "Check recipes."),
     "explain": Lazy(
         "explain:explain", "Show a recipe with every default, and where it comes from."
@@ -38,6 +39,9 @@ COMMANDS = {
     "new": Lazy("new:new", "Write a commented starter recipe."),
     "list": Lazy("list:list_components", "List components by kind, or the fields of one."),
     "schema": Lazy("schema:schema", "Print the JSON Schema of recipes, for editors."),
+    "generate": Lazy("generate:generate", "Sample text from a checkpoint."),
+    "doctor": Lazy("doctor:doctor", "Check this machine: versions, devices, kernels, disk."),
+    "checkpoint": Lazy("checkpoint:app", "List, inspect, verify and prune checkpoints."),
 }
 
 
@@ -59,11 +63,12 @@ class LazyGroup(TyperGroup):
 def _import(name: str) -> Any:
     module, attribute = COMMANDS[name].where.split(":")
     found = getattr(import_module(f".{module}", __package__), attribute)
+    parent = typer.Typer(add_completion=False, rich_markup_mode=None)
     if isinstance(found, typer.Typer):
-        return get_command(found)
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(name)(found)
-    return get_command(app)
+        parent.add_typer(found, name=name)
+    else:
+        parent.command(name)(found)
+    return get_group(parent).commands[name]
 
 
 app = typer.Typer(

@@ -8,9 +8,9 @@ from typing import Any
 from ..models import models
 from .schema import Recipe
 
+_PATH = {"type": "string", "pattern": r"\.toml$"}
 _EXTENDS = {
-    "type": "array",
-    "items": {"type": "string", "pattern": r"\.toml$"},
+    "anyOf": [{"type": "array", "items": _PATH}, _PATH],
     "description": "recipes that this one changes: paths relative to this file, the last wins",
 }
 

@@ -123,7 +123,8 @@ class _Fault:
         message = unavailable(self.path, self.input)
         if message:
             return self.tree.problem(self.path, message)
-        expected = _EXPECTED[self.type].format_map(self.context).replace("'", '"')
+        bounds = {key: _whole(value) for key, value in self.context.items()}
+        expected = _EXPECTED[self.type].format_map(bounds).replace("'", '"')
         given = str(len(self.input)) if self.type in _COUNTED else shown_value(self.input)
         return self.tree.problem(
             self.path, f"expected {expected}, got {given}", self.spelling(expected)
@@ -161,6 +162,10 @@ def _existing(location: tuple[str | int, ...], values: dict[str, Any]) -> KeyPat
             value = value[part]
             path = (*path, part)
     return path
+
+
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _bracketed(table: GivenTable) -> str:

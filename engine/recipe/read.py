@@ -7,16 +7,22 @@ import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import tomli
 
-from ..errors import Problem, RecipeError, nearest
+from ..errors import Problem, RecipeError
 from .positions import MAX_DEPTH, KeyPath, Positions, SizeError
 from .shown import printable, shown_key
 
 MAX_BYTES = 1_000_000
+_TOMLI_WORDS = {
+    "Cannot overwrite a value": "this key is given twice",
+    "Invalid statement": "expected a key or a table",
+    "Invalid value": "expected a value",
+}
 INT64 = range(-(2**63), 2**63)
 
 
@@ -60,19 +66,28 @@ def _read_bytes(path: Path, name: str) -> bytes:
     try:
         # O_NONBLOCK: opening a fifo must not wait for its writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as file:
+        try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise _fault("is not a regular file", name, 0, 0)
-            data = file.read(MAX_BYTES + 1)
+            with open(descriptor, "rb", closefd=False) as file:
+                data = file.read(MAX_BYTES + 1)
+        finally:
+            os.close(descriptor)
     except FileNotFoundError:
-        siblings = [printable(str(each)) for each in path.parent.glob("*.toml")][:1000]
-        raise _fault("there is no such file", name, 0, 0, nearest(name, siblings)) from None
+        raise _fault("there is no such file", name, 0, 0, _sibling(path)) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise _fault(f"cannot be read: {reason}", name, 0, 0) from None
     if len(data) > MAX_BYTES:
         raise _fault(f"is larger than a recipe may be ({MAX_BYTES:,} bytes)", name, 0, 0)
     return data
+
+
+def _sibling(path: Path) -> str:
+    """Return a hint at the recipe beside a missing one whose name is nearest."""
+    names = [each.stem for each in path.parent.glob("*.toml")]
+    close = get_close_matches(path.stem, names, n=1)
+    return f'did you mean "{printable(str(path.with_name(close[0])))}.toml"?' if close else ""
 
 
 def _decode(data: bytes, name: str) -> str:
@@ -89,7 +104,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
     try:
         return tomli.loads(text)
     except tomli.TOMLDecodeError as error:
-        message = error.msg[:1].lower() + error.msg[1:]
+        message = _TOMLI_WORDS.get(error.msg, error.msg[:1].lower() + error.msg[1:])
         hint = _syntax_hint(error.msg, text[error.pos : error.pos + 40])
         raise _fault(printable(message), name, error.lineno, error.colno, hint) from None
     except RecursionError:

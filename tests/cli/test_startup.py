@@ -1,0 +1,39 @@
+"""Commands that need no torch do not load it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import trainer
+
+ROOT = Path(trainer.__file__).absolute().parents[1]
+DEBUG = str(Path(trainer.__file__).parent / "recipes/llama3_debug.toml")
+SCRIPT = """
+import sys
+from trainer.cli.main import main
+try:
+    main(sys.argv[1:])
+finally:
+    heavy = {"torch", "numpy", "transformers", "rich"} & set(sys.modules)
+    print(f"heavy: {sorted(heavy)}", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",), ("--version",), ("validate", DEBUG), ("explain", DEBUG), ("list",),
+        ("list", "model", "llama3"), ("schema",), ("new", "x.toml"), ("run", "--help"),
+        ("generate", "--help"), ("run", "nosuch.toml"), ("validate", "nosuch.toml"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_command_starts_without_torch_and_numpy(arguments, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", SCRIPT, *arguments],
+        capture_output=True, text=True, timeout=60, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.stderr.splitlines()[-1] == "heavy: []", done.stderr

@@ -1,0 +1,44 @@
+"""Recipes written to a temporary folder, and what is wrong with them."""
+
+import pytest
+from trainer.engine.errors import RecipeError
+from trainer.engine.recipe.load import load_recipe
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write a file of the test's folder and return its path."""
+
+    def write(name, text):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
+@pytest.fixture
+def problems(write, tmp_path, monkeypatch):
+    """Load a text as a recipe, with the test's folder as working directory; return its problems."""
+    monkeypatch.chdir(tmp_path)
+
+    def problems(text, *overrides, world=None):
+        write("recipe.toml", text)
+        with pytest.raises(RecipeError) as caught:
+            load_recipe("recipe.toml", overrides, world)
+        return caught.value.problems
+
+    return problems
+
+
+@pytest.fixture
+def load(write, tmp_path, monkeypatch):
+    """Load a text as a recipe, with the test's folder as working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def load(text, *overrides, world=None):
+        write("recipe.toml", text)
+        return load_recipe("recipe.toml", overrides, world)
+
+    return load

@@ -1,0 +1,156 @@
+"""A package that adds components, by `[plugins] modules` and as an installed package."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import trainer
+
+ROOT = Path(trainer.__file__).absolute().parents[1]
+SAMPLE = Path(__file__).parents[1] / "plugin"
+RECIPE = """\
+[run]
+steps = 3
+[model]
+name = "position_wise"
+flavor = "wide"
+n_layers = 1
+[optimizer]
+name = "sign_descent"
+momentum = 0.5
+[[optimizer.groups]]
+match = "*.norm.weight"
+weight_decay = 0.5
+[[data.sources]]
+name = "counting"
+longest = 12
+"""
+BY_MODULE = RECIPE + '[plugins]\nmodules = ["trainer_sample"]\n'
+ENTRY_POINTS = """\
+[trainer.optimizer]
+sign_descent = trainer_sample:SignDescent
+[trainer.model]
+position_wise = trainer_sample:PositionWiseConfig
+[trainer.source]
+counting = trainer_sample:Counting
+"""
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Run a command line in a fresh process that can import the sample package."""
+
+    def command(*arguments, recipe=None):
+        if recipe is not None:
+            (tmp_path / "recipe.toml").write_text(recipe)
+        path = os.pathsep.join(map(str, [ROOT, SAMPLE, tmp_path / "site"]))
+        return subprocess.run(
+            [sys.executable, "-P", "-m", "trainer", *arguments],
+            capture_output=True, text=True, timeout=60, cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+
+    return command
+
+
+@pytest.fixture
+def install(tmp_path):
+    """Make the sample look installed, with these entry points."""
+
+    def install(entry_points):
+        folder = tmp_path / "site" / "trainer_sample-0.1.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: trainer-sample\nVersion: 0.1\n"
+        )
+        (folder / "entry_points.txt").write_text(entry_points)
+
+    return install
+
+
+def explained(done):
+    assert done.returncode == 0, done.stderr
+    return {each["key"]: each["value"] for each in json.loads(done.stdout)}
+
+
+def check_explained(values):
+    assert values["model.dim"] == 128
+    assert values["optimizer.momentum"] == 0.5
+    assert values["data.sources.0.longest"] == 12
+    assert values["data.sources.0.num_documents"] == 64
+
+
+def test_a_module_registers_an_optimizer_a_model_and_a_source(command):
+    check_explained(explained(command("explain", "recipe.toml", "--json", recipe=BY_MODULE)))
+
+
+def test_an_installed_package_offers_them_without_a_word_in_the_recipe(command, install):
+    install(ENTRY_POINTS)
+    check_explained(explained(command("explain", "recipe.toml", "--json", recipe=RECIPE)))
+    assert "sign_descent" in command("list", "optimizer").stdout
+    assert "size of a step" in command("list", "optimizer", "sign_descent").stdout
+    schema = json.loads(command("schema").stdout)
+    names = [
+        option["properties"]["name"]["const"] for option in schema["properties"]["model"]["oneOf"]
+    ]
+    assert names == ["llama3", "position_wise"]
+
+
+def test_both_ways_at_once_are_no_conflict(command, install):
+    install(ENTRY_POINTS)
+    assert command("validate", "recipe.toml", recipe=BY_MODULE).returncode == 0
+
+
+def test_without_the_plugin_its_names_are_unknown(command):
+    done = command("validate", "recipe.toml", recipe=RECIPE)
+    assert done.returncode == 2
+    assert 'recipe.toml:4:1: model.name: no model is named "position_wise"' in done.stderr
+    assert 'recipe.toml:8:1: optimizer.name: no optimizer is named "sign_descent"' in done.stderr
+    assert 'recipe.toml:14:1: data.sources.0.name: no source is named "counting"' in done.stderr
+
+
+def test_a_plugin_s_own_keys_are_checked_and_spelled(command):
+    text = BY_MODULE.replace("momentum = 0.5", "momentun = 0.5").replace(
+        "longest = 12", "longest = 0"
+    )
+    done = command("validate", "recipe.toml", recipe=text)
+    assert done.stderr == (
+        'error: recipe.toml:9:1: optimizer.momentun: unknown key "momentun"; '
+        'did you mean "momentum"?\n'
+        "error: recipe.toml:15:1: data.sources.0.longest: expected at least 1, got 0\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("import nosuchmodule", "ModuleNotFoundError: No module named 'nosuchmodule'"),
+        ("raise SystemExit('no')", "SystemExit: no"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_located(command, tmp_path, body, message):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "broken.py").write_text(body)
+    text = '[run]\nsteps = 1\nseed = -1\n[plugins]\nmodules = ["json", "broken"]\n'
+    done = command("validate", "recipe.toml", recipe=text)
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert f"error: recipe.toml:5:20: plugins.modules.1: cannot import 'broken': {message}" in lines
+    assert len(lines) == 2
+
+
+def test_a_broken_package_hurts_only_who_names_it(command, install):
+    install("[trainer.optimizer]\nsign_descent = nosuch:Thing\nodd = json:dumps\n")
+    assert command("validate", "recipe.toml", recipe="[run]\nsteps = 1\n").returncode == 0
+    done = command(
+        "validate", "recipe.toml", recipe='[run]\nsteps=1\n[optimizer]\nname="sign_descent"'
+    )
+    assert done.returncode == 3
+    assert "the optimizer 'sign_descent' of trainer-sample cannot be used" in done.stderr
+    done = command("validate", "recipe.toml", recipe='[run]\nsteps=1\n[optimizer]\nname="odd"')
+    assert done.returncode == 3
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,149 @@
+"""Every kind of fault is said in our words, at its place, with what was probably meant."""
+
+import pytest
+
+RUN = "[run]\nsteps = 1\n"
+LATER = "is not available in this version"
+
+FAULTS = [
+    # text after RUN (which has two lines), line, column, key, message, hint
+    ("stpes = 2", 3, 1, "run.stpes", 'unknown key "stpes"', 'did you mean "steps"?'),
+    ("seq_len = 2", 3, 1, "run.seq_len", 'unknown key "seq_len"', "it belongs to [data]"),
+    ("[optimiser]", 3, 2, "optimiser", 'unknown key "optimiser"', 'did you mean "optimizer"?'),
+    ('seed = "3"', 3, 1, "run.seed", 'expected an integer, got "3"', "remove the quotes"),
+    ("seed = 1.5", 3, 1, "run.seed", "expected an integer, got 1.5", ""),
+    ("seed = true", 3, 1, "run.seed", "expected an integer, got true", ""),
+    ("seed = 1979-05-27", 3, 1, "run.seed", "expected an integer, got 1979-05-27", ""),
+    ("seed = -1", 3, 1, "run.seed", "expected at least 0, got -1", ""),
+    ("dir = 3", 3, 1, "run.dir", "expected a string, got 3", ""),
+    (
+        "deterministic = \"True\"",
+        3, 1, "run.deterministic", 'expected true or false, got "True"',
+        "write true, without quotes",
+    ),
+    ("[optimizer]\nlr = nan", 4, 1, "optimizer.lr", "expected a finite number, got nan", ""),
+    ("[optimizer]\nlr = -1", 4, 1, "optimizer.lr", "expected at least 0, got -1", ""),
+    ("[optimizer]\neps = 0", 4, 1, "optimizer.eps", "expected more than 0, got 0", ""),
+    ("[optimizer]\nbetas = 3", 4, 1, "optimizer.betas", "expected a list, got 3", ""),
+    ('[optimizer]\nbetas = [1, "a"]', 4, 13, "optimizer.betas.1", 'expected a number, got "a"', ""),
+    (
+        "[optimizer]\nbetas = [1, 2, 3]",
+        4, 1, "optimizer.betas", "expected at most 2 entries, got 3", "",
+    ),
+    ("[data]\nsources = []", 4, 1, "data.sources", "expected at least 1 entries, got 0", ""),
+    ("[data]\nsources = [3]", 4, 12, "data.sources.0", "expected a table, got 3", ""),
+    ("data = 3\n[x]\n", 3, 1, "run.data", 'unknown key "data"', ""),
+    (
+        "[precision]\ncompute = 3",
+        4, 1, "precision.compute", 'expected "auto", "fp32", "bf16" or "fp16", got 3', "",
+    ),
+    (
+        '[precision]\ncompute = "bf61"',
+        4, 1, "precision.compute", 'expected "auto", "fp32", "bf16" or "fp16", got "bf61"',
+        'did you mean "bf16"?',
+    ),
+    (
+        '[optimizer]\nname = "adamwx"',
+        4, 1, "optimizer.name", 'no optimizer is named "adamwx"; known: adam, adamw, sgd',
+        'did you mean "adamw"?',
+    ),
+    (
+        '[model]\nflavor = "8bb"',
+        4, 1, "model.flavor", 'no flavor is named "8bb"; known: debug, 1b, 3b, 8b, 70b, 405b',
+        'did you mean "8b"?',
+    ),
+    (
+        '[[data.sources]]\nname = "jsonl"',
+        3, 8, "data.sources.0.path",
+        "is missing: a file, a folder or a glob; relative to the recipe", "",
+    ),
+    (
+        '[[optimizer.groups]]\nmatch = "*"\nwd = 0.0',
+        5, 1, "optimizer.groups.0.wd", 'unknown key "wd"', "",
+    ),
+    (
+        "[model]\nn_kv_heads = 3",
+        4, 1, "model.n_kv_heads", "n_heads (8) must be a multiple of n_kv_heads (3)", "",
+    ),
+    (
+        "[model.rope_scaling]\nfactr = 3",
+        4, 1, "model.rope_scaling.factr", 'unknown key "factr"', 'did you mean "factor"?',
+    ),
+    ('[kernels]\nattention = "triton"', 4, 1, "kernels.attention", f'"triton" {LATER}', ""),
+    ("[parallel.pipelining]", 3, 11, "parallel.pipelining", f"parallel.pipelining {LATER}", ""),
+    ("[[parallel.rules]]", 3, 12, "parallel.rules", f"parallel.rules {LATER}", ""),
+    ("[precision.float8]", 3, 12, "precision.float8", f"precision.float8 {LATER}", ""),
+    ('[memory]\nrecompute = "budget"', 4, 1, "memory.recompute", f'"budget" {LATER}', ""),
+    ('[tokenizer]\nname = "bpe"', 4, 1, "tokenizer.name", f'"bpe" {LATER}', ""),
+    ('[[data.sources]]\nname = "hf"', 4, 1, "data.sources.0.name", f'"hf" {LATER}', ""),
+    ("\"a\\nb\\u001b\" = 1", 3, 1, 'run."a\\nb\\u001b"', 'unknown key "a\\nb\\u001b"', ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "line", "column", "key", "message", "hint"), FAULTS)
+def test_a_fault_is_located_and_explained(problems, text, line, column, key, message, hint):
+    found = problems(RUN + text)
+    places = [(each.line, each.column, each.key) for each in found]
+    assert (line, column, key) in places, found
+    problem = found[places.index((line, column, key))]
+    assert problem.file == "recipe.toml"
+    assert problem.message == message
+    if hint:
+        assert problem.hint == hint
+
+
+def test_all_faults_are_reported_at_once_in_the_order_of_the_file(problems):
+    text = '[run]\nstpes = 1\n[optimizer]\nlr = "x"\n[data]\nseq_len = 0\n[nope]\n'
+    found = problems(text, "metrics.interval=0")
+    assert [each.key for each in found] == [
+        "metrics.interval", "run.stpes", "optimizer.lr", "data.seq_len", "nope",
+    ]  # fmt: skip
+
+
+def test_faults_that_come_through_extends_name_the_file_that_wrote_them(write, problems):
+    write("base.toml", "[run]\nsteps = 1\n\n[optimizer]\nlearning_rate = 3\n")
+    [problem] = problems('extends = ["base.toml"]\n[data]\nseq_len = 8\n')
+    assert (problem.file, problem.line, problem.column) == ("base.toml", 5, 1)
+
+
+def test_thousands_of_faults_are_counted_not_printed(problems):
+    found = problems("[run]\nsteps = 1\n" + "".join(f"x{index} = 1\n" for index in range(5000)))
+    assert len(found) == 101
+    assert found[-1].message == "and 4900 more problems"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "column", "message"),
+    [
+        (b"[run]\nsteps = \n", 2, 9, "expected a value"),
+        (b"[run]\nsteps = abc\n", 2, 9, "expected a value"),
+        (b"[run]\nsteps = 1\nsteps = 2\n", 3, 10, "this key is given twice"),
+        (b"[run]\na = '\xff'\n", 2, 6, "byte 0xff is not UTF-8"),
+        (b"[run]\na = '\x01'\n", 2, 6, "found invalid character '\\x01'"),
+        (b"a = [\n" + b"[" * 500 + b"]" * 500 + b"]", 2, 32, "nested deeper than 32 levels"),
+        (b"[run]\n" + b".".join([b"a"] * 1500) + b" = 1", 2, 1, "nested deeper than 32 levels"),
+        (b"[run]\nsteps = " + b"9" * 5000, 2, 9, "an integer must fit into 64 bits"),
+        (b"[run]\nsteps = 9223372036854775808", 2, 1, "an integer must fit into 64 bits"),
+        (b"[run]\na = 1\n[run]\n", 3, 5, "cannot declare ('run',) twice"),
+        (b'[run]\nname = "a\\u0000"\n', 2, 1, "text must not hold the character U+0000"),
+    ],
+)
+def test_broken_toml_is_located(problems, text, line, column, message):
+    [problem] = problems(text)
+    assert (problem.line, problem.column) == (line, column), problem
+    assert problem.message.lower().startswith(message.lower()), problem
+
+
+def test_a_word_without_quotes_is_told_apart(problems):
+    assert problems("[run]\nresume = auto\n")[0].hint == 'text needs quotes: "auto"'
+    assert problems("[run]\ndeterministic = True\n")[0].hint == "write true"
+
+
+def test_a_byte_order_mark_is_accepted(load):
+    assert load(b"\xef\xbb\xbf[run]\nsteps = 4\n").recipe.run.steps == 4
+
+
+def test_long_values_and_control_characters_are_shown_safely(problems):
+    [problem] = problems('[run]\nsteps = "' + "x" * 5000 + '\\u001b[31m\\u202e"\n')
+    assert len(problem.render()) < 200
+    assert problem.render().isprintable()
