@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,18 +31,23 @@ class Batch:
     document_ids: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        """Copy it to a device, through pinned memory so that the host does not wait."""
-        if device.type != "cuda":
-            return self._each(lambda column: column.to(device))
-        return self._each(lambda column: column.pin_memory().to(device, non_blocking=True))
+        """Copy it to a device; to a GPU through pinned memory, so that the host does not wait."""
+        if device.type == "cuda":
+            return self._each(lambda column: column.pin_memory().to(device, non_blocking=True))
+        return self._each(lambda column: column.to(device))
 
     def split(self, size: int) -> Iterator[Batch]:
         """Yield views of `size` rows each; the last may have fewer."""
+        if len(self.tokens) <= size:
+            yield self
+            return
         for first in range(0, len(self.tokens), size):
-            rows = slice(first, first + size)
-            yield self._each(itemgetter(rows))
+            yield self._each(itemgetter(slice(first, first + size)))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        columns = (getattr(self, field.name) for field in fields(self))
-        changed: Any = (None if column is None else change(column) for column in columns)
-        return Batch(*changed)
+        return Batch(
+            change(self.tokens),
+            change(self.labels),
+            None if self.positions is None else change(self.positions),
+            None if self.document_ids is None else change(self.document_ids),
+        )

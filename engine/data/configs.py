@@ -190,7 +190,7 @@ class TokensSource(SourceConfig):
     path: RecipePath
     """the folder with `tokens.json`; relative to the recipe"""
 
-    def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:  # noqa: ARG002
+    def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:
         """Return the folder's tokens.
 
         Raises:
@@ -213,7 +213,7 @@ class SyntheticSource(SourceConfig):
     seed: CountOrZero = 0
     """other seeds give other documents"""
 
-    def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:  # noqa: ARG002
+    def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:
         """Return the generated tokens."""
         from .sources import synthetic_store
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..errors import DataError
 from .batch import Batch
@@ -44,9 +43,9 @@ class Samples:
 
     def batch(self, first: int, count: int) -> Batch:
         """Return samples `first` to `first + count - 1`."""
-        return self.gather(np.arange(first, first + count))
+        return self.gather(np.arange(first, first + count)).to_batch()
 
-    def gather(self, samples: Indices) -> Batch:
+    def gather(self, samples: Indices) -> Rows:
         """Return the samples of these numbers, [B], ascending.
 
         Raises:
@@ -56,8 +55,7 @@ class Samples:
         alone = len(self.sources) == 1
         rows = self.sources[0].gather(row) if alone else self._merge(source, row)
         self._check_vocabulary(rows, source)
-        columns: Any = (None if column is None else torch.from_numpy(column) for column in rows)
-        return Batch(*columns)
+        return rows
 
     def _locate(self, samples: Indices) -> tuple[Indices, Indices]:
         """Return source and row of each sample; some thousands are worked out at a time."""

@@ -10,6 +10,7 @@ import numpy as np
 from .batch import IGNORED, Batch
 from .dataset import Samples
 from .order import Indices
+from .packing import Rows
 from .tables import Data
 
 
@@ -39,18 +40,18 @@ class Loader:
         Raises:
             DataError: a token is outside the vocabulary, or a worker process failed.
         """
-        batches: Iterator[Batch]
+        steps: Iterator[Rows]
         if self.table.workers:
             from .workers import read_ahead
 
             timeout_seconds = self.table.worker_timeout_seconds
-            batches = read_ahead(self.step, first_step, self.table.workers, timeout_seconds)
+            steps = read_ahead(self.step, first_step, self.table.workers, timeout_seconds)
         else:
-            batches = map(self.step, count(first_step))
-        for batch in batches:
-            yield list(batch.split(self.micro_batch))
+            steps = map(self.step, count(first_step))
+        for rows in steps:
+            yield list(rows.to_batch().split(self.micro_batch))
 
-    def step(self, step: int) -> Batch:
+    def step(self, step: int) -> Rows:
         """Return this rank's rows of one optimizer step."""
         return self.samples.gather(step * self.table.global_batch + self.share)
 
@@ -80,6 +81,6 @@ def validation_batches(
     total = min(steps * table.global_batch, samples.rows_per_epoch)
     for turn in range(-(-total // (size * ranks))):
         mine = np.arange(size) + (turn * ranks + rank) * size
-        batch = samples.gather(np.minimum(mine, total - 1))
-        batch.labels[mine >= total] = IGNORED
-        yield batch
+        rows = samples.gather(np.minimum(mine, total - 1))
+        rows.labels[mine >= total] = IGNORED
+        yield rows.to_batch()

@@ -10,9 +10,10 @@ from bisect import bisect_left, insort
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from .batch import IGNORED
+from .batch import IGNORED, Batch
 from .order import Indices
 from .store import TokenStore
 
@@ -24,6 +25,11 @@ class Rows(NamedTuple):
     labels: Indices
     positions: Indices | None = None
     document_ids: NDArray[np.int32] | None = None
+
+    def to_batch(self) -> Batch:
+        """Return tensors that share the arrays' memory."""
+        columns: Any = (None if column is None else torch.from_numpy(column) for column in self)
+        return Batch(*columns)
 
 
 class Packed(Protocol):
@@ -121,12 +127,13 @@ class DocumentRows:
         by_row = np.argsort(row, kind="stable")
         counts = np.bincount(row, minlength=self.num_rows)
         filled = np.bincount(row, weights=pieces.lengths, minlength=self.num_rows)
-        ends = np.cumsum(counts)
-        # What is left of a row is one more piece, of padding, so that the pieces of any rows lie
-        # end to end in a batch.
+        self.padding = seq_len - filled.astype(np.int64)
+        # What is left of a row is one more piece, so that any rows' pieces fill a batch end to end.
+        short = np.flatnonzero(self.padding)
+        ends = np.cumsum(counts)[short]
         self.starts = np.insert(pieces.starts[by_row], ends, 0)
-        self.lengths = np.insert(pieces.lengths[by_row], ends, seq_len - filled.astype(np.int64))
-        self.counts = counts + 1
+        self.lengths = np.insert(pieces.lengths[by_row], ends, self.padding[short])
+        self.counts = counts + (self.padding > 0)
         self.first = np.cumsum(self.counts) - self.counts
         self.store = store
         self.seq_len = seq_len
@@ -135,23 +142,33 @@ class DocumentRows:
         """Return the rows of these numbers, [B]."""
         shape = (len(rows), self.seq_len)
         counts = self.counts[rows]
-        number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        piece = np.repeat(self.first[rows], counts) + number
-        lengths = self.lengths[piece]
-        ends = np.cumsum(lengths)
-        flat = np.arange(shape[0] * shape[1])
-        positions = flat - np.repeat(ends - lengths, lengths)
-        index = positions + np.repeat(self.starts[piece], lengths)
-        columns = np.empty((2, *shape), dtype=np.int64)
-        # Only padding can lie beyond the end, and is overwritten.
-        columns[0] = self.store.tokens.take(index, mode="clip").reshape(shape)
-        columns[1] = self.store.tokens.take(index + 1, mode="clip").reshape(shape)
-        padded = lengths[np.cumsum(counts) - 1]
-        padding = np.arange(self.seq_len) >= (self.seq_len - padded)[:, None]
-        np.copyto(columns[0], self.store.eos_id, where=padding)
-        np.copyto(columns[1], IGNORED, where=padding)
-        document_ids = np.repeat(number.astype(np.int32), lengths)
-        return Rows(columns[0], columns[1], positions.reshape(shape), document_ids.reshape(shape))
+        piece, number = _ranges(self.first[rows], counts)
+        starts, lengths = self.starts[piece], self.lengths[piece]
+        index, positions = _ranges(starts, lengths)
+        columns = np.empty((2, len(index)), dtype=np.int64)
+        # A label is the next input, except at the end of a piece. Only padding, which is
+        # overwritten, can lie beyond the store's end.
+        columns[0] = self.store.tokens.take(index, mode="clip")
+        columns[1, :-1] = columns[0, 1:]
+        columns[1, np.cumsum(lengths) - 1] = self.store.tokens.take(starts + lengths, mode="clip")
+        padding = self.padding[rows]
+        padded, _ = _ranges(np.arange(1, shape[0] + 1) * shape[1] - padding, padding)
+        columns[0, padded] = self.store.eos_id
+        columns[1, padded] = IGNORED
+        return Rows(
+            columns[0].reshape(shape),
+            columns[1].reshape(shape),
+            positions.reshape(shape),
+            np.repeat(number.astype(np.int32), lengths).reshape(shape),
+        )
+
+
+def _ranges(starts: Indices, lengths: Indices) -> tuple[Indices, Indices]:
+    """Return ranges of integers end to end, and each one's place in its range, [sum(lengths)]."""
+    ends = np.cumsum(lengths)
+    begins = ends - lengths
+    flat = np.arange(lengths.sum())
+    return flat + np.repeat(starts - begins, lengths), flat - np.repeat(begins, lengths)
 
 
 def best_fit_decreasing(lengths: Indices, capacity: int) -> tuple[Indices, int]:

@@ -15,22 +15,22 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ..errors import DataError
-from .batch import Batch
+from .packing import Rows
 
 POLL_SECONDS = 1.0
 PR_SET_PDEATHSIG = 1
 
 
 class Steps:
-    """Batches by step, for a worker: an error is returned rather than raised."""
+    """Rowses by step, for a worker: an error is returned rather than raised."""
 
-    def __init__(self, read: Callable[[int], Batch]) -> None:
+    def __init__(self, read: Callable[[int], Rows]) -> None:
         self.read = read
 
     def __len__(self) -> int:
         return sys.maxsize
 
-    def __getitem__(self, step: int) -> Batch | str:
+    def __getitem__(self, step: int) -> Rows | str:
         try:
             return self.read(step)
         except Exception as error:  # whatever it is, it must reach the training process
@@ -38,8 +38,8 @@ class Steps:
 
 
 def read_ahead(
-    read: Callable[[int], Batch], first_step: int, workers: int, timeout_seconds: float
-) -> Iterator[Batch]:
+    read: Callable[[int], Rows], first_step: int, workers: int, timeout_seconds: float
+) -> Iterator[Rows]:
     """Yield `read(step)` for each step from `first_step` on, computed by worker processes.
 
     Worker `i` reads every `workers`-th step; the order is that of the steps.
@@ -58,6 +58,8 @@ def read_ahead(
         timeout=min(POLL_SECONDS, timeout_seconds),
         multiprocessing_context="fork",
         worker_init_fn=_follow_the_parent,
+        # Arrays travel through a pipe; tensors would need shared memory, which containers limit.
+        collate_fn=_as_they_are,
         # Without one of its own it would draw from the run's generator.
         generator=torch.Generator(),
         # The step is the whole state.
@@ -79,19 +81,19 @@ def read_ahead(
             process.kill()
 
 
-def _next(batches: Iterator[Any], timeout_seconds: float, who: str) -> Batch:
+def _next(batches: Iterator[Any], timeout_seconds: float, who: str) -> Rows:
     """Return the next batch, waiting in short turns so that a dead worker is noticed soon."""
     started = time.monotonic()
     while True:
         try:
-            batch: Batch | str = next(batches)
+            batch: Rows | str = next(batches)
             break
         except RuntimeError as error:
             waited = time.monotonic() - started
             if "timed out" not in str(error):
                 raise DataError(
                     f"{who} died: {error}",
-                    "out of memory or of /dev/shm? fewer data.workers need less; 0 needs none",
+                    "out of memory? fewer data.workers need less",
                 ) from error
             if waited >= timeout_seconds:
                 raise DataError(
@@ -101,6 +103,10 @@ def _next(batches: Iterator[Any], timeout_seconds: float, who: str) -> Batch:
     if isinstance(batch, str):
         raise DataError(f"{who}: {batch}")
     return batch
+
+
+def _as_they_are(rows: Rows | str) -> Rows | str:
+    return rows
 
 
 def _follow_the_parent(_worker: int) -> None:

@@ -9,25 +9,25 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
 
+import numpy as np
 import pytest
 import torch
-from trainer.engine.data.batch import Batch
 from trainer.engine.data.loader import Loader
-from trainer.engine.data.packing import PACKINGS
+from trainer.engine.data.packing import PACKINGS, Rows
 from trainer.engine.data.workers import read_ahead
 from trainer.engine.errors import DataError
 
 from tests.data.test_dataset import opened, rows_of, table
 
 
-def numbered(step: int) -> Batch:
-    tokens = torch.full((1, 4), step)
-    return Batch(tokens, tokens)
+def numbered(step: int) -> Rows:
+    tokens = np.full((1, 4), step)
+    return Rows(tokens, tokens)
 
 
-def pids_of(step: int) -> Batch:
-    tokens = torch.full((1, 1), os.getpid())
-    return Batch(tokens, tokens)
+def pids_of(step: int) -> Rows:
+    tokens = np.full((1, 1), os.getpid())
+    return Rows(tokens, tokens)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -50,7 +50,7 @@ def test_workers_leave_the_random_state_alone() -> None:
 
 
 def test_an_error_in_a_worker_names_worker_and_step() -> None:
-    def fails_at_seven(step: int) -> Batch:
+    def fails_at_seven(step: int) -> Rows:
         if step == 7:
             raise ValueError("bad row")
         return numbered(step)
@@ -63,7 +63,7 @@ def test_an_error_in_a_worker_names_worker_and_step() -> None:
 
 
 def test_a_killed_worker_is_an_error_and_not_a_hang() -> None:
-    def dies_at_six(step: int) -> Batch:
+    def dies_at_six(step: int) -> Rows:
         if step == 6:
             os.kill(os.getpid(), signal.SIGKILL)
         return numbered(step)
@@ -80,7 +80,7 @@ def test_a_killed_worker_is_an_error_and_not_a_hang() -> None:
 def test_a_hung_worker_is_an_error_after_the_timeout_and_is_ended() -> None:
     workers = []
 
-    def hangs_at_one(step: int) -> Batch:
+    def hangs_at_one(step: int) -> Rows:
         if step == 1:
             time.sleep(1000)
         return pids_of(step)
@@ -89,17 +89,17 @@ def test_a_hung_worker_is_an_error_after_the_timeout_and_is_ended() -> None:
         closing(read_ahead(hangs_at_one, 0, 1, 1)) as batches,
         pytest.raises(DataError, match=r"step 1: data worker 0 gave no batch in 1 s"),
     ):
-        workers.extend(int(batch.tokens) for batch in islice(batches, 2))
+        workers.extend(int(batch.tokens[0, 0]) for batch in islice(batches, 2))
     wait_until(lambda: not alive(workers[0]))
 
 
 def test_workers_ignore_the_signals_of_a_stopping_job() -> None:
     with closing(read_ahead(pids_of, 0, 2, 60)) as batches:
-        pids = {int(batch.tokens) for batch in islice(batches, 4)}
+        pids = {int(batch.tokens[0, 0]) for batch in islice(batches, 4)}
         for pid in pids:
             os.kill(pid, signal.SIGTERM)
             os.kill(pid, signal.SIGINT)
-        assert {int(batch.tokens) for batch in islice(batches, 10)} == pids
+        assert {int(batch.tokens[0, 0]) for batch in islice(batches, 10)} == pids
     wait_until(lambda: not any(map(alive, pids)))
 
 
@@ -108,7 +108,7 @@ import os, signal, sys
 from tests.data.test_loader import pids_of
 from trainer.engine.data.workers import read_ahead
 batches = read_ahead(pids_of, 0, 2, 60)
-print(int(next(batches).tokens), int(next(batches).tokens), flush=True)
+print(int(next(batches).tokens[0, 0]), int(next(batches).tokens[0, 0]), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
