@@ -153,10 +153,10 @@ class RunDirectory:
 
     def unlock(self) -> None:
         """Give the lock back; nothing happens if it is not held."""
-        if self._lock is not None:
-            _held.discard(self._lock)
+        if self._lock in _held:
+            _held.remove(self._lock)
             os.close(self._lock)
-            self._lock = None
+        self._lock = None
 
 
 def _holder(path: Path) -> str:

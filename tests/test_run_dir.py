@@ -21,7 +21,7 @@ from pathlib import Path
 from trainer.engine.run_dir import RunDirectory
 with RunDirectory(Path(sys.argv[1])):
     worker = os.fork() if len(sys.argv) > 2 else -1
-    print(worker, flush=True)
+    if worker: print(worker, flush=True)
     time.sleep(60)
 """
 

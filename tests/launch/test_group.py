@@ -116,24 +116,31 @@ def test_a_port_in_use_is_an_environment_fault() -> None:
             process_group(world, torch.device("cpu"), 2).__enter__()
 
 
-def test_torchrun_jobs_are_joined(tmp_path: Path) -> None:
+def test_torchrun_jobs_are_joined_also_when_torchrun_restarts_them(tmp_path: Path) -> None:
+    """Its agent keeps one store over all attempts."""
     script = tmp_path / "rank.py"
     script.write_text(
-        PRELUDE + "with process_group(world, cpu, 30) as group:\n"
-        "    open(f'{sys.argv[1]}/{world.rank}', 'w').write(\n"
-        "        f'{total(group)} {world.launcher} {world.local_rank}')\n"
+        PRELUDE
+        + """
+with process_group(world, cpu, 30) as group:
+    total(group)
+    if world.attempt == 0 and world.rank == 1:
+        os.kill(os.getpid(), 9)
+    text = f"{total(group)} {world.launcher} {world.local_rank} {world.attempt}"
+    open(f"{sys.argv[1]}/{world.rank}", "w").write(text)
+"""
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     subprocess.run(
-        [*command, script, tmp_path],
+        [*command, "--max-restarts=1", script, tmp_path],
         env={**os.environ, "PYTHONPATH": str(ROOT / ".dev")},
         check=True,
-        timeout=60,
+        timeout=90,
         capture_output=True,
     )
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [
-        "2 torchrun 0",
-        "2 torchrun 1",
+        "2 torchrun 0 1",
+        "2 torchrun 1 1",
     ]
 
 
