@@ -12,30 +12,31 @@ from typing import Annotated, Any
 import typer
 
 from ..engine.errors import CheckpointError, ExitCode, RecipeError
+from .options import AsJson
+from .table import print_table
 
 app = typer.Typer(no_args_is_help=True, help="List, inspect, verify and prune checkpoints.")
 
 AnyPath = Annotated[
     Path, typer.Argument(help="a run directory, a checkpoints folder, or one checkpoint")
 ]
-Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 @app.command("list")
-def list_checkpoints(path: AnyPath, as_json: Json = False) -> None:
+def list_checkpoints(path: AnyPath, as_json: AsJson = False) -> None:
     """List checkpoints, oldest first; names and sizes of their files are checked."""
     rows = [_summary(checkpoint, hashes=False) for checkpoint in _checkpoints(path)]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
     else:
-        _print_table(rows)
+        _print_rows(rows)
 
 
 @app.command()
 def inspect(
     path: AnyPath,
     tensors: Annotated[bool, typer.Option("--tensors", help="list every tensor")] = False,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what a checkpoint says of itself; of several, the newest that is complete."""
     from ..engine.checkpoint.manifest import read_manifest, verify
@@ -59,13 +60,13 @@ def inspect(
 
 
 @app.command()
-def verify(path: AnyPath, as_json: Json = False) -> None:
+def verify(path: AnyPath, as_json: AsJson = False) -> None:
     """Read every byte and compare it with what was saved; exit code 5 when something differs."""
     rows = [_summary(checkpoint, hashes=True) for checkpoint in _checkpoints(path)]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
     else:
-        _print_table(rows)
+        _print_rows(rows)
     if any(row["problems"] for row in rows):
         raise typer.Exit(ExitCode.CHECKPOINT)
 
@@ -75,7 +76,7 @@ def prune(
     path: AnyPath,
     keep: Annotated[int, typer.Option(min=1, help="how many of the newest stay")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would go")] = False,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Delete older and abandoned checkpoints; the newest complete ones always stay."""
     from ..engine.checkpoint import retention
@@ -152,17 +153,14 @@ def _summary(path: Path, hashes: bool) -> dict[str, Any]:
     }
 
 
-def _print_table(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("checkpoint", "contents", "size", "ranks", "saved", "state", box=None)
+def _print_rows(rows: list[dict[str, Any]]) -> None:
+    cells = [["CHECKPOINT", "CONTENTS", "SIZE", "RANKS", "SAVED", "STATE"]]
     for row in rows:
         size = _size_text(row["bytes"]) if "bytes" in row else ""
         details = [str(row.get(key, "")) for key in ("contents", "world", "saved_at")]
-        state = "\n".join(row["problems"]) or "complete"
-        table.add_row(Path(row["path"]).name, details[0], size, details[1], details[2], state)
-    Console().print(table)
+        state = "; ".join(row["problems"]) or "complete"
+        cells.append([Path(row["path"]).name, details[0], size, details[1], details[2], state])
+    print_table(cells)
 
 
 def _size_text(count: int) -> str:

@@ -78,7 +78,7 @@ class _Reader(FileSystemReader):
         super().__init__(path)
         self._manifest = manifest
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the table of contents, after comparing it with the manifest."""
         with open(Path(self.path) / ".metadata", "rb") as file:
             metadata = _Unpickler(file).load()
@@ -95,7 +95,7 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:  # noqa: ARG002
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Refuse what is not a tensor: DCP would unpickle it."""
         raise CheckpointError(f"{read_item.dest_index.fqn} is not a tensor: refused")
 

@@ -49,6 +49,7 @@ class Writer:
     def plan(self, state: Mapping[str, Tensor]) -> None:
         """Decide which rank writes what; agreed once, as long as names and shapes stay."""
         layout = tuple(_describe(name, tensor) for name, tensor in state.items())
+        self._planner.use_buffers = False
         self._planner.set_up_planner(dict(state), is_coordinator=self._ranks.rank == 0)
         if self._ranks.reduce(lambda: layout == self._layout, all):
             return

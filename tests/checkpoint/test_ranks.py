@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from trainer.engine.checkpoint.store import CheckpointStore
 from trainer.engine.errors import CheckpointError, EnvironmentFault
 
 from ..distributed import run_ranks, run_ranks_to_their_ends
-from .states import blank, open_store, save_steps, state_of
+from .states import blank, differing, open_store, save_steps, state_of
 
 PLACEMENTS = {"sharded": [Shard(0)], "columns": [Shard(1)], "replicated": [Replicate()]}
 
@@ -213,7 +214,8 @@ def save_despite(folder: Path, mode: str) -> tuple[str, list[str], int]:
     message = ""
     for step in (1, 2, 3):
         try:
-            store.save(placed(state_of(step), "sharded"), SaveInfo(step=step))
+            state = placed(state_of(step), "sharded")
+            store.save(state, SaveInfo(step=step), sync=step == 3)
             store.wait_staged()
             store.finish()
         except CheckpointError as error:
@@ -241,6 +243,24 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_run_goes_on(
         assert reason in message
         assert names == ["step-00000001", "step-00000003"]
         assert newest == 3
+    assert differing(find_checkpoint(tmp_path), 3) == []
+
+
+def save_with_little_patience(folder: Path) -> None:
+    impatient = dist.new_group(backend="gloo", timeout=timedelta(seconds=3))
+    store = CheckpointStore(folder, mode="async", keep=2, group=impatient)
+    store.probe()
+    store.save(placed(state_of(1), "sharded"), SaveInfo(step=1))
+    store.finish()
+
+
+def test_a_rank_that_hangs_ends_the_save_at_the_groups_time_limit(tmp_path: Path) -> None:
+    fault = {"TRAINER_FAULT": "checkpoint.before_write:rank1:stop"}
+    outcomes = run_ranks_to_their_ends(
+        2, save_with_little_patience, tmp_path, env=fault, timeout=60, grace=0
+    )
+    assert "lost another rank" in outcomes[0].error
+    assert list(tmp_path.iterdir()) == []
 
 
 def find_damaged(folder: Path) -> tuple[str, list[str]]:
