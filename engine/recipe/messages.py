@@ -38,10 +38,11 @@ _EXPECTED = {
     "string_pattern_mismatch": "a string that matches {pattern}",
     "string_too_short": "at least {min_length} characters",
     "string_too_long": "at most {max_length} characters",
-    "too_short": "at least {min_length} entries",
-    "too_long": "at most {max_length} entries",
+    "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
 }
 MOST = 100
+MOST_OWNERS = 3
 _COUNTED = ("too_short", "too_long")
 
 
@@ -100,15 +101,16 @@ class _Fault:
         table = table_at(self.tree.values, path)
         if not table:
             return ""
-        if table.registry and (owners := table.registry.owners(key)):
-            return f"only {' and '.join(owners)} of the {table.registry.kind}s have it"
+        if table.registry and (siblings := table.registry.owners(key)):
+            return f"only {' and '.join(siblings)} of the {table.registry.kind}s have it"
         elsewhere = [
             _bracketed(each)
             for each in every_table(self.tree.values)
             if key in each.config.model_fields and each.path not in ((), path)
         ]
-        if elsewhere:
-            return f"it belongs to {' or '.join(dict.fromkeys(elsewhere))}"
+        owners = dict.fromkeys(elsewhere)
+        if 0 < len(owners) <= MOST_OWNERS:
+            return f"it belongs to {' or '.join(owners)}"
         fields = list(table.config.model_fields)
         return nearest(key, fields) or f"known: {', '.join(fields)}"
 
@@ -125,7 +127,8 @@ class _Fault:
             return self.tree.problem(self.path, message)
         bounds = {key: _whole(value) for key, value in self.context.items()}
         expected = _EXPECTED[self.type].format_map(bounds).replace("'", '"')
-        given = str(len(self.input)) if self.type in _COUNTED else shown_value(self.input)
+        is_counted = self.type in _COUNTED
+        given = f"one of {len(self.input)}" if is_counted else shown_value(self.input)
         return self.tree.problem(
             self.path, f"expected {expected}, got {given}", self.spelling(expected)
         )

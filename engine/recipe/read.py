@@ -22,6 +22,7 @@ _TOMLI_WORDS = {
     "Cannot overwrite a value": "this key is given twice",
     "Invalid statement": "expected a key or a table",
     "Invalid value": "expected a value",
+    "Illegal character '\\n'": "the string does not end on its line",
 }
 INT64 = range(-(2**63), 2**63)
 
@@ -104,7 +105,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
     try:
         return tomli.loads(text)
     except tomli.TOMLDecodeError as error:
-        message = _TOMLI_WORDS.get(error.msg, error.msg[:1].lower() + error.msg[1:])
+        message = _reworded(error.msg)
         hint = _syntax_hint(error.msg, text[error.pos : error.pos + 40])
         raise _fault(printable(message), name, error.lineno, error.colno, hint) from None
     except RecursionError:
@@ -119,6 +120,14 @@ def _parse(text: str, name: str) -> dict[str, Any]:
         line = text.count("\n", 0, offset) + 1
         message = "an integer must fit into 64 bits"
         raise _fault(message, name, line, offset - line_start + 1) from None
+
+
+def _reworded(message: str) -> str:
+    """Return tomli's message in our words."""
+    table = re.fullmatch(r"Cannot declare \((.+?),?\) twice", message)
+    if table:
+        return f"[{table[1].replace(', ', '.').replace(chr(39), '')}] is declared twice"
+    return _TOMLI_WORDS.get(message, message[:1].lower() + message[1:])
 
 
 def _syntax_hint(message: str, found: str) -> str:

@@ -17,7 +17,7 @@ def unavailable(path: KeyPath, value: object) -> str:
     """Return a message if the contract has this key or word and this version does not."""
     key = ".".join(str(part) for part in path)
     if key in _KEYS:
-        return f"{key} is not available in this version"
+        return "is not available in this version"
     pattern = ".".join("*" if isinstance(part, int) else part for part in path)
     general = ".".join([*pattern.split(".")[:-1], "*"])
     if isinstance(value, str) and value in (*_VALUES.get(pattern, ()), *_VALUES.get(general, ())):
