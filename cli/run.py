@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -33,16 +32,21 @@ def run(
     ranks = nproc if nproc > 1 else world.world_size
     loaded = load_recipe(recipe, overrides or [], world=ranks)
     if nproc > 1 and world.world_size == 1:
+        from ..engine.launch.child import trainer_command
         from ..engine.launch.local import launch
+        from ..engine.run_dir import RunDirectory
 
         command = ["run", str(recipe), *(f"--set={text}" for text in overrides or [])]
         command += ["--dry-run"] * dry_run
         command += [f"--allow-changed={allow_changed}"] * bool(allow_changed)
-        settings = loaded.recipe.run
+        directory = RunDirectory(Path(loaded.recipe.run.dir) / loaded.recipe.run.name)
+        if not dry_run:
+            with directory:  # rank 0 locks it for good; this finds out before torch is imported
+                pass
         code = launch(
-            [sys.executable, "-P", "-m", "trainer", *command],
+            trainer_command(command),
             nproc,
-            log_dir=Path(settings.dir) / settings.name / "logs",
+            log_dir=directory.logs,
             stop_timeout_seconds=loaded.recipe.resilience.stop_timeout_seconds,
         )
         raise typer.Exit(code)

@@ -253,3 +253,26 @@ def test_an_unwritable_log_folder_is_an_environment_fault(job: Launched) -> None
     (job.folder / "logs").write_text("a file")
     job.start(2, "pass")
     assert "EnvironmentFault" in job.end()[2]
+
+
+def test_ranks_find_the_package_where_the_launcher_found_it(job: Launched) -> None:
+    """Here in the working directory, which `-P` keeps off the ranks' path."""
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from trainer.engine.launch.local import launch\n"
+        "from trainer.engine.launch.child import trainer_command\n"
+        "command = [*trainer_command([])[:2], '-c', 'import trainer; print(trainer.__version__)']\n"
+        "sys.exit(launch(command, 1, log_dir=Path(sys.argv[1])))"
+    )
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    job.process = subprocess.Popen(
+        [sys.executable, "-c", code, job.folder],
+        cwd=ROOT / ".dev",
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    code_and_output = job.end()
+    assert code_and_output[0] == 0, code_and_output
+    assert code_and_output[1].strip()
