@@ -30,7 +30,10 @@ FAULTS = [
         "[optimizer]\nbetas = [1, 2, 3]",
         4, 1, "optimizer.betas", "expected a list of at most 2, got one of 3", "",
     ),
-    ("[data]\nsources = []", 4, 1, "data.sources", "expected a list of at least 1, got one of 0", ""),
+    (
+        "[data]\nsources = []",
+        4, 1, "data.sources", "expected a list of at least 1, got one of 0", "",
+    ),
     ("[data]\nsources = [3]", 4, 12, "data.sources.0", "expected a table, got 3", ""),
     ("data = 3\n[x]\n", 3, 1, "run.data", 'unknown key "data"', ""),
     (
