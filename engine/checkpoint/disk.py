@@ -45,9 +45,9 @@ def _explained(error: Exception, folder: Path, needed: int) -> CheckpointError:
             "run.dir must be on a file system that all ranks share",
         )
     if isinstance(cause, OSError) and cause.errno in FULL:
+        numbers = f"{needed:,} bytes needed, " if needed else ""
         return CheckpointError(
-            f"no space for a checkpoint: {needed:,} bytes needed, {free_bytes(folder):,} free "
-            f"in {folder.parent}",
+            f"no space for a checkpoint: {numbers}{free_bytes(folder):,} free in {folder.parent}",
             "free some space, or lower checkpoint.keep",
         )
     return CheckpointError(f"cannot write to {folder}: {type(error).__name__}: {error}")

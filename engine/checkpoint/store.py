@@ -115,16 +115,8 @@ class CheckpointStore:
         Raises:
             CheckpointError: there are checkpoints, and none is intact.
         """
-        return self.find(self.folder)
-
-    def find(self, path: Path) -> Found | None:
-        """Return the newest intact checkpoint of a run directory, or the one that `path` is.
-
-        Raises:
-            CheckpointError: there are checkpoints, and none is intact.
-        """
         self._wait()
-        return newest_intact(path, self._ranks)
+        return newest_intact(self.folder, self._ranks)
 
     def _wait(self) -> None:
         """Wait for the save in flight and keep its failure for `poll`."""

@@ -88,6 +88,8 @@ class Writer:
 
         Returns what DCP's table of contents needs, and this rank's files.
         """
+        if not self._plan.items:
+            return [], {}
         try:
             ahead = 0 if self._planner.use_buffers else COPY_AHEAD_BYTES
             storage = FileSystemWriter(folder, per_thread_copy_ahead=ahead)

@@ -107,6 +107,23 @@ def test_any_ranks_load_what_any_other_ranks_saved(
     assert own["rng.0.torch"].tolist() == [3, 0]
 
 
+def save_one_tensor(folder: Path) -> None:
+    store = CheckpointStore(folder, mode="async", keep=2, group=group())
+    store.probe()
+    for step in (1, 2):
+        store.save({"model.weight": torch.full((3,), float(step))}, SaveInfo(step=step))
+        store.wait_staged()
+    store.finish()
+
+
+def test_a_rank_may_have_nothing_to_write(tmp_path: Path) -> None:
+    run_ranks(3, save_one_tensor, tmp_path)
+    found = find_checkpoint(tmp_path)
+    loaded = {"model.weight": torch.zeros(3)}
+    load_state(found.path, found.manifest, loaded, None)
+    assert loaded["model.weight"].tolist() == [2, 2, 2]
+
+
 def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model after some AdamW steps, fully sharded where there are ranks."""
     torch.manual_seed(0)
