@@ -25,6 +25,9 @@ def generate(
         float, typer.Option(min=0.0, max=1.0, help="only the likeliest tokens of this total share")
     ] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="other seeds give other samples")] = 0,
+    plugin: Annotated[
+        list[str] | None, typer.Option(help="Python module that registers the model or tokenizer")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a prompt")] = False,
 ) -> None:
     """Sample from a checkpoint."""
@@ -32,7 +35,7 @@ def generate(
     from ..engine.inference import load_model
 
     prompts = prompt or [""]
-    model, tokenizer = load_model(checkpoint)
+    model, tokenizer = load_model(checkpoint, plugin or [])
     texts = sample(
         model,
         tokenizer,

@@ -217,10 +217,10 @@ def describe(parts: Parts) -> list[str]:
     return [
         *parts.notes,
         f"model: {recipe.model.name}, {parameters:,} parameters",
-        f"ranks: {parts.world.world_size} on {parts.device.type} "
-        f"(replicate {degrees.replicate}, shard {degrees.shard})",
-        f"steps: {parts.total_steps:,} of {data.global_batch * data.seq_len:,} tokens; "
-        f"each rank {-(-share // micro)} x {micro} rows of {data.seq_len}",
+        f"ranks: {parts.world.world_size} on {parts.device.type}",
+        f"data parallel: replicate {degrees.replicate} x shard {degrees.shard}",
+        f"steps: {parts.total_steps:,} of {data.global_batch * data.seq_len:,} tokens",
+        f"a rank's step: {-(-share // micro)} x {micro} rows of {data.seq_len} tokens",
         f"validation: {len(parts.validation)} batches a rank",
         "dry run: nothing was trained or written",
     ]
@@ -232,7 +232,8 @@ def group_of_its_own(world: World) -> ProcessGroup | None:
         return None
     import torch.distributed as dist
 
-    return dist.new_group(backend="gloo")
+    group: ProcessGroup = dist.new_group(backend="gloo")
+    return group
 
 
 @contextmanager

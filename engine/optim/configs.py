@@ -54,7 +54,9 @@ class OptimizerConfig(Component):
     groups: list[ParameterGroup] = []
     """other values for parameters chosen by name"""
 
-    def build(self, groups: Sequence[dict[str, Any]], device: torch.device) -> torch.optim.Optimizer:
+    def build(
+        self, groups: Sequence[dict[str, Any]], device: torch.device
+    ) -> torch.optim.Optimizer:
         """Return the optimizer over torch parameter groups (each with its `lr` and overrides)."""
         raise NotImplementedError
 
@@ -74,7 +76,9 @@ class AdamW(OptimizerConfig):
     eps: PositiveFloat = 1e-8
     """added to the denominator"""
 
-    def build(self, groups: Sequence[dict[str, Any]], device: torch.device) -> torch.optim.Optimizer:
+    def build(
+        self, groups: Sequence[dict[str, Any]], device: torch.device
+    ) -> torch.optim.Optimizer:
         """Return torch's fused AdamW."""
         import torch
 
@@ -97,7 +101,9 @@ class Adam(OptimizerConfig):
     eps: PositiveFloat = 1e-8
     """added to the denominator"""
 
-    def build(self, groups: Sequence[dict[str, Any]], device: torch.device) -> torch.optim.Optimizer:
+    def build(
+        self, groups: Sequence[dict[str, Any]], device: torch.device
+    ) -> torch.optim.Optimizer:
         """Return torch's fused Adam."""
         import torch
 
@@ -122,8 +128,10 @@ class SGD(OptimizerConfig):
     nesterov: bool = False
     """look ahead along the momentum"""
 
-    def build(self, groups: Sequence[dict[str, Any]], device: torch.device) -> torch.optim.Optimizer:
-        """Return torch's fused SGD."""
+    def build(
+        self, groups: Sequence[dict[str, Any]], device: torch.device
+    ) -> torch.optim.Optimizer:
+        """Return torch's SGD over lists of tensors; its fused one cannot update shards."""
         import torch
 
         return torch.optim.SGD(
@@ -132,7 +140,7 @@ class SGD(OptimizerConfig):
             momentum=self.momentum,
             weight_decay=self.weight_decay,
             nesterov=self.nesterov,
-            fused=True,
+            foreach=True,
         )
 
 

@@ -57,4 +57,6 @@ def _unmatched(index: int, pattern: str, names: list[str]) -> Problem:
     hint = nearest(pattern, names) or f"parameters are named like {names[0]} and {names[-1]}"
     matched_before = any(map(matcher(pattern), names))
     reason = "only parameters that earlier groups took" if matched_before else "no parameter"
-    return Problem(f'"{pattern}" matches {reason}', key=f"optimizer.groups.{index}.match", hint=hint)
+    return Problem(
+        f'"{pattern}" matches {reason}', key=f"optimizer.groups.{index}.match", hint=hint
+    )

@@ -76,13 +76,13 @@ def _under(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def random_state(rank: int) -> dict[str, Tensor]:
     """Return this rank's random number generators by `rng.RANK.KIND`."""
-    version, numbers, gauss = random.getstate()
+    version, words, gauss = random.getstate()
+    # The bits of a float: NaN, for none, would not equal itself.
+    left = torch.tensor([float("nan") if gauss is None else gauss], dtype=torch.float64)
+    numbers = torch.cat([torch.tensor([version, *words]), left.view(torch.int64)])
     state = {
         f"rng.{rank}.torch": torch.get_rng_state(),
-        f"rng.{rank}.python": torch.tensor([version, *numbers], dtype=torch.int64),
-        f"rng.{rank}.python_gauss": torch.tensor(
-            [float("nan") if gauss is None else gauss], dtype=torch.float64
-        ),
+        f"rng.{rank}.python": numbers,
     }
     if torch.cuda.is_available():
         state[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
@@ -92,9 +92,10 @@ def random_state(rank: int) -> dict[str, Tensor]:
 def restore_random_state(rank: int, state: Mapping[str, Tensor]) -> None:
     """Take over what `random_state` returned."""
     torch.set_rng_state(state[f"rng.{rank}.torch"])
-    version, *numbers = state[f"rng.{rank}.python"].tolist()
-    gauss = state[f"rng.{rank}.python_gauss"].item()
-    random.setstate((version, tuple(numbers), None if gauss != gauss else gauss))
+    saved = state[f"rng.{rank}.python"]
+    version, *words = saved[:-1].tolist()
+    gauss = saved[-1:].view(torch.float64).item()
+    random.setstate((version, tuple(words), None if gauss != gauss else gauss))
     if f"rng.{rank}.cuda" in state:
         torch.cuda.set_rng_state(state[f"rng.{rank}.cuda"])
 

@@ -71,7 +71,7 @@ class TrainStep:
         for number, batch in enumerate(batches, 1):
             self.parallelized.reduce_gradients(number == len(batches))
             loss = summed_loss(self.parallelized.forward, batch, self.loss)
-            (loss * factor).backward()
+            torch.autograd.backward(loss * factor)
             total += loss.detach()
         if self.ranks > 1:
             dist.all_reduce(total)
