@@ -114,7 +114,9 @@ def _run(arguments: list[str], show_traceback: bool) -> int:
     try:
         get_command(app)(arguments, prog_name="trainer")
     except SystemExit as stop:
-        return _flush(stop.code if isinstance(stop.code, int) else int(bool(stop.code)))
+        # Typer makes a failure of it when the reader of our output has gone away.
+        is_unread = isinstance(stop.__context__, BrokenPipeError)
+        return _flush(ExitCode.DONE if is_unread else _number(stop.code))
     except TrainerError as error:
         if show_traceback:
             traceback.print_exc()
@@ -132,6 +134,10 @@ def _run(arguments: list[str], show_traceback: bool) -> int:
         print(f"error: unexpected {name}: {error}\n  hint: {hint}", file=sys.stderr)
         return ExitCode.FAILED
     return _flush(ExitCode.DONE)
+
+
+def _number(code: str | int | None) -> int:
+    return code if isinstance(code, int) else int(bool(code))
 
 
 def _flush(code: int) -> int:
