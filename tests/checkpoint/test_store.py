@@ -40,6 +40,7 @@ def test_the_newest_checkpoint_comes_back_with_its_values_and_words(tmp_path: Pa
     assert found.skipped == []
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_itself_can_load_it(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
