@@ -136,7 +136,8 @@ def open_data(table: Data, tokenizer: Tokenizer, seed: int) -> OpenedData:
             if start < stop:
                 packed = pack(store, start, stop, table.seq_len)
                 if not packed.num_rows and not (part is validation and fraction):
-                    raise _too_short(source, stop - start, table.seq_len)
+                    needed = table.seq_len + 1 if table.packing == "concat" else 2
+                    raise _too_short(source, stop - start, needed)
                 if packed.num_rows:
                     part.append((packed, source.weight))
     if not train:
@@ -183,10 +184,9 @@ def _validation(parts: Sequence[tuple[Packed, float]], vocab_size: int) -> Sampl
     return Samples(packed, ValidationOrder(rows, weights), vocab_size)
 
 
-def _too_short(source: SourceConfig, tokens: int, seq_len: int) -> DataError:
+def _too_short(source: SourceConfig, tokens: int, needed: int) -> DataError:
     return DataError(
-        f'the "{source.name}" source has {tokens} tokens for {source.split}; '
-        f"a row needs {seq_len + 1}",
+        f'the "{source.name}" source has {tokens} tokens for {source.split}; a row needs {needed}',
         "give it more text, or lower data.seq_len",
     )
 

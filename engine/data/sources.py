@@ -38,8 +38,16 @@ def python_files() -> list[tuple[str, os.stat_result]]:
 
     The order follows a hash of the path within the library, so that any stretch of it, such as the
     held-out tail, is a random sample of the modules.
+
+    Raises:
+        DataError: the library is not in a folder.
     """
     root = sysconfig.get_path("stdlib")
+    if not os.path.isdir(root):
+        raise DataError(
+            f"{root}: this interpreter's standard library is not there as files",
+            'use another source, such as "text"',
+        )
     found: list[tuple[bytes, str, os.stat_result]] = []
     folders = [root]
     while folders:
@@ -107,7 +115,10 @@ def files_fingerprint(pattern: str, suffix: str) -> str:
     """Return a hash of the files' names, sizes and times."""
     states = []
     for file in matching_files(pattern, suffix):
-        status = file.stat()
+        try:
+            status = file.stat()
+        except OSError as error:
+            raise DataError(f"{file}: {error.strerror}") from error
         states.append((str(file), status.st_size, status.st_mtime_ns))
     return xxh3_128_hexdigest(repr(states).encode())
 

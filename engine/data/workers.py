@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import multiprocessing
 import signal
@@ -22,7 +23,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class Steps:
-    """Rowses by step, for a worker: an error is returned rather than raised."""
+    """Rows by step, for a worker: an error is returned rather than raised."""
 
     def __init__(self, read: Callable[[int], Rows]) -> None:
         self.read = read
@@ -47,28 +48,35 @@ def read_ahead(
     Raises:
         DataError: a worker raised, died, or took longer than the timeout.
     """
-    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
     others = set(multiprocessing.active_children())
     on_child = signal.getsignal(signal.SIGCHLD)
-    loader: StatefulDataLoader[Any] = StatefulDataLoader(
-        Steps(read),
-        batch_size=None,
-        sampler=range(first_step, sys.maxsize),
-        num_workers=workers,
-        timeout=min(POLL_SECONDS, timeout_seconds),
-        multiprocessing_context="fork",
-        worker_init_fn=_follow_the_parent,
-        # Arrays travel through a pipe; tensors would need shared memory, which containers limit.
-        collate_fn=_as_they_are,
-        # Without one of its own it would draw from the run's generator.
-        generator=torch.Generator(),
-        # The step is the whole state.
-        snapshot_every_n_steps=None,
-    )
+    with warnings.catch_warnings(action="ignore"):  # it calls what torch has deprecated
+        loader: StatefulDataLoader[Any] = StatefulDataLoader(
+            Steps(read),
+            batch_size=None,
+            sampler=range(first_step, sys.maxsize),
+            num_workers=workers,
+            timeout=min(POLL_SECONDS, timeout_seconds),
+            multiprocessing_context="fork",
+            worker_init_fn=_follow_the_parent,
+            # Arrays travel through a pipe; tensors would need shared memory, scarce in containers.
+            collate_fn=_as_they_are,
+            # Without one of its own it would draw from the run's generator.
+            generator=torch.Generator(),
+            # The step is the whole state.
+            snapshot_every_n_steps=None,
+        )
     batches = iter(loader)
     # torch's handler raises in whatever the main thread happens to do when a worker dies.
     signal.signal(signal.SIGCHLD, on_child)
     processes = set(multiprocessing.active_children()) - others
+
+    def end() -> None:
+        for process in processes:
+            process.kill()
+
+    # At exit multiprocessing sends SIGTERM, which the workers ignore, and waits.
+    atexit.register(end)
     step = first_step
     try:
         while True:
@@ -77,8 +85,8 @@ def read_ahead(
             step += 1
     finally:
         del batches
-        for process in processes:
-            process.kill()
+        end()
+        atexit.unregister(end)
 
 
 def _next(batches: Iterator[Any], timeout_seconds: float, who: str) -> Rows:

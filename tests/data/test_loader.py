@@ -108,17 +108,25 @@ import os, signal, sys
 from tests.data.test_loader import pids_of
 from trainer.engine.data.workers import read_ahead
 batches = read_ahead(pids_of, 0, 2, 60)
-print(int(next(batches).tokens[0, 0]), int(next(batches).tokens[0, 0]), flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
+print(*(int(next(batches).tokens[0, 0]) for _ in range(2)), flush=True)
 """
 
 
-def test_workers_die_with_a_killed_parent() -> None:
-    paths = os.pathsep.join(sys.path)
-    command = [sys.executable, "-c", PARENT]
-    environment = {**os.environ, "PYTHONPATH": paths}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == -signal.SIGKILL
+@pytest.mark.parametrize(
+    ("last_line", "code"),
+    [("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL), ("sys.exit(3)", 3)],
+)
+def test_workers_end_with_their_parent(last_line: str, code: int) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(
+        [sys.executable, "-c", PARENT + last_line],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (code, "")
     pids = [int(pid) for pid in result.stdout.split()]
     assert len(pids) == 2
     wait_until(lambda: not any(map(alive, pids)), seconds=2)
