@@ -20,6 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
 from ..engine.errors import ExitCode, TrainerError
+from ..engine.launch.ending import end_process
 
 
 class Lazy(NamedTuple):
@@ -106,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    sys.exit(_run([each for each in arguments if each != "--traceback"], show_traceback))
+    end_process(_run([each for each in arguments if each != "--traceback"], show_traceback))
 
 
 def _run(arguments: list[str], show_traceback: bool) -> int:

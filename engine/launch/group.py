@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from ..errors import EnvironmentFault, TrainerError
+from . import ending
 from .environment import World
 
 PARTING_SECONDS = 60.0
@@ -38,6 +39,7 @@ def process_group(
     if world.world_size == 1:
         yield None
         return
+    ending.skip_teardown()
     timeout = timedelta(seconds=timeout_seconds)
     on_gpu = device.type == "cuda"
     try:
