@@ -39,7 +39,6 @@ def process_group(
     if world.world_size == 1:
         yield None
         return
-    ending.skip_teardown()
     timeout = timedelta(seconds=timeout_seconds)
     on_gpu = device.type == "cuda"
     try:
@@ -58,6 +57,7 @@ def process_group(
             f"{world.meeting_point}: {str(error).splitlines()[0]}",
             "check that all ranks run, and that this address and port are free and reachable",
         ) from error
+    ending.skip_teardown()
     try:
         yield host
     except RuntimeError as error:
