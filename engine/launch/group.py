@@ -60,6 +60,9 @@ def process_group(
     ending.skip_teardown()
     try:
         yield host
+        # A rank that leaves early breaks the last collective of the others. After an error there
+        # is nothing to wait for: the process ends, and the launcher ends the others.
+        dist.monitored_barrier(host, timedelta(seconds=min(timeout_seconds, PARTING_SECONDS)))
     except RuntimeError as error:
         if "gloo" not in str(error) and not isinstance(error, dist.DistError):
             raise
@@ -67,9 +70,6 @@ def process_group(
             f"rank {world.rank} lost contact with another rank: {str(error).splitlines()[0]}",
             "the rank that failed first says why; see the launcher's output and logs/",
         ) from error
-    # A rank that leaves early breaks the last collective of the others. After an error there is
-    # nothing to wait for: the process ends, and the launcher ends the others.
-    dist.monitored_barrier(host, timedelta(seconds=min(timeout_seconds, PARTING_SECONDS)))
     dist.destroy_process_group()
 
 
