@@ -25,13 +25,19 @@ def run(
     ] = "",
 ) -> None:
     """Train; run the same command again to go on after a stop."""
+    from ..engine.errors import RecipeError
     from ..engine.launch.environment import find_world
     from ..engine.recipe.load import load_recipe
 
     world = find_world()
     ranks = nproc if nproc > 1 else world.world_size
     loaded = load_recipe(recipe, overrides or [], world=ranks)
-    if nproc > 1 and world.world_size == 1:
+    if nproc > 1 and world.launcher != "none":
+        raise RecipeError(
+            f"--nproc {nproc} inside a job of {world.launcher}",
+            hint="leave --nproc out: the job's own processes are the ranks",
+        )
+    if nproc > 1:
         from ..engine.launch.child import trainer_command
         from ..engine.launch.local import launch
         from ..engine.run_dir import RunDirectory

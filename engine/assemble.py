@@ -81,7 +81,7 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
         shard(model, layout, recipe.parallel, degrees, device, model.compute_dtype, reduce)
     home = torch.device("cpu") if recipe.parallel.fsdp.offload else device
     materialize(model, home, recipe.run.seed, fill=fresh)
-    notes = [*built.notes, *data.notes]
+    notes = [*filter(None, [world.note]), *built.notes, *data.notes]
     if fresh and recipe.run.init_from:
         notes += load_initial_weights(model, layout, Path(recipe.run.init_from))
 
@@ -159,7 +159,9 @@ def total_steps(recipe: Recipe, data: OpenedData) -> int:
 
 def load_initial_weights(model: LanguageModel, layout: Layout, source: Path) -> list[str]:
     """Load weights only, from one of our checkpoints or a Hugging Face folder; return notes."""
-    if (source / "manifest.json").exists():
+    from .checkpoint.find import candidates
+
+    if source.is_dir() and candidates(source):
         from .checkpoint.reader import load_weights
 
         manifest = load_weights(source, model)
@@ -169,7 +171,7 @@ def load_initial_weights(model: LanguageModel, layout: Layout, source: Path) -> 
     return [f"weights from {source}", *load_huggingface(source, model, layout)]
 
 
-def pick_device(local_rank: int) -> torch.device:
+def pick_device(world: World) -> torch.device:
     """Return this process's GPU, or the CPU where there is none.
 
     Raises:
@@ -177,13 +179,16 @@ def pick_device(local_rank: int) -> torch.device:
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
+    visible = torch.cuda.device_count()
+    # A scheduler that shows each task its own GPU alone calls it number 0.
+    number = 0 if visible == 1 and world.launcher == "slurm" else world.local_rank
+    if number >= visible:
         raise EnvironmentFault(
-            f"local rank {local_rank} has no GPU: this machine has {torch.cuda.device_count()}",
+            f"local rank {number} has no GPU: this machine has {visible}",
             "start at most one process a GPU",
         )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
 
 
 def _settle_vocab(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:

@@ -32,6 +32,7 @@ def load_model(path: Path, plugins: Sequence[str] = ()) -> tuple[LanguageModel, 
     from .assemble import build_model, pick_device
     from .checkpoint.find import find_checkpoint
     from .checkpoint.reader import load_weights
+    from .launch.environment import World
     from .parallel.materialize import materialize
 
     for module in plugins:
@@ -44,7 +45,7 @@ def load_model(path: Path, plugins: Sequence[str] = ()) -> tuple[LanguageModel, 
             f"{found.path} was trained with another tokenizer than {recipe.tokenizer.name} is now",
             "restore the tokenizer's files as they were",
         )
-    device = pick_device(0)
+    device = pick_device(World())
     built = build_model(recipe, tokenizer, device)
     materialize(built.model, device, seed=0, fill=False)
     load_weights(found.path, built.model)

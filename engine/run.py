@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from .errors import ExitCode, Problem, RecipeError
 from .launch.group import process_group
 from .launch.signals import StopFlag
 from .observe.observer import Observer
-from .observe.progress import Progress, open_progress
+from .observe.progress import Progress, logged_to, open_progress
 from .observe.throughput import Throughput, device_peak_flops, peak_memory_bytes
 from .precision.dtypes import dtype_name
 from .recipe.changes import require_unchanged
@@ -59,13 +60,14 @@ def run(
         DONE, or STOPPED_AND_SAVED after a signal.
     """
     recipe = loaded.recipe
-    device = pick_device(world.local_rank)
+    device = pick_device(world)
     with ExitStack() as stack:
         stop = stack.enter_context(StopFlag())
         timeout_seconds = recipe.resilience.collective_timeout_seconds
         stop.group = stack.enter_context(process_group(world, device, timeout_seconds))
         progress = open_progress(world.rank)
         stack.callback(progress.close)
+        stack.enter_context(logged_to(progress))
         if dry_run:
             for line in describe(assemble(recipe, world, device)):
                 progress.note(line)
@@ -95,7 +97,7 @@ class Session:
             self.directory.checkpoints,
             mode=checkpoint.mode,
             keep=checkpoint.keep,
-            group=group_of_its_own(self.world),
+            group=group_of_its_own(self.world, recipe.resilience.collective_timeout_seconds),
         )
         store.probe()
         found = self._find_start(store)
@@ -107,7 +109,8 @@ class Session:
             self.progress.note(note)
         position = Position()
         health = Health(recipe.resilience, self.device, parts.step.scale, self.progress.warn)
-        saver = Saver(store, parts, health, self._identity(parts, found))
+        identity = self._identity(parts, found)
+        saver = Saver(store, parts, health, identity, self.progress.warn)
         if found is not None:
             refuse_other_data(found.manifest, parts, allow_changed)
             if found.manifest.step >= parts.total_steps:
@@ -226,13 +229,13 @@ def describe(parts: Parts) -> list[str]:
     ]
 
 
-def group_of_its_own(world: World) -> ProcessGroup | None:
+def group_of_its_own(world: World, timeout_seconds: float) -> ProcessGroup | None:
     """Return a gloo group for saves in the background, which must not meet other collectives."""
     if world.world_size == 1:
         return None
     import torch.distributed as dist
 
-    group: ProcessGroup = dist.new_group(backend="gloo")
+    group: ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
     return group
 
 

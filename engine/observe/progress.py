@@ -5,6 +5,7 @@ Output is a courtesy: when the reader goes away (`| head -1`, a closed terminal)
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -248,3 +249,27 @@ def _surviving(stream: TextIO) -> Iterator[None]:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, stream.fileno())
             os.close(null)
+
+
+@contextmanager
+def logged_to(progress: Progress) -> Iterator[None]:
+    """Show what our own modules log: information as notes, anything graver as warnings."""
+    logger, handler = logging.getLogger("trainer"), _ProgressHandler(progress)
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+class _ProgressHandler(logging.Handler):
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self._progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        show = self._progress.warn if record.levelno >= logging.WARNING else self._progress.note
+        show(record.getMessage())

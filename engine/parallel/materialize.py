@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import math
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ...model_zoo.language_model import Constant, Normal
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from torch.distributed.tensor import DTensor
 
     from ...model_zoo.language_model import LanguageModel
 
@@ -45,25 +45,34 @@ def materialize(
 
 
 def _fill(parameter: nn.Parameter, rule: Normal | Constant, key: str) -> None:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+    if type(parameter) is not nn.Parameter:
+        _fill_shard(cast("DTensor", parameter), rule, key)
+    elif isinstance(rule, Constant):
+        parameter.fill_(rule.value)
+    else:
+        _fill_normal(parameter.data, rule, key, 0, parameter.numel())
+
+
+def _fill_shard(parameter: DTensor, rule: Normal | Constant, key: str) -> None:
+    # Importing it takes half as long as torch itself; only sharded runs pay.
+    from torch.distributed.tensor import distribute_tensor
+
+    local, start = parameter.to_local(), first_element(parameter)
     if isinstance(rule, Constant):
         local.fill_(rule.value)
-        return
-    start = first_element(parameter) if isinstance(parameter, DTensor) else 0
-    if start is not None:
+    elif start is not None:
         _fill_normal(local, rule, key, start, parameter.numel())
-        return
-    assert isinstance(parameter, DTensor)
-    full = torch.empty(parameter.shape, device=local.device)
-    _fill_normal(full, rule, key, 0, parameter.numel())
-    placed = distribute_tensor(
-        full, parameter.device_mesh, parameter.placements, src_data_rank=None
-    )
-    local.copy_(placed.to_local())
+    else:
+        full = torch.empty(parameter.shape, device=local.device)
+        _fill_normal(full, rule, key, 0, parameter.numel())
+        mesh, placements = parameter.device_mesh, parameter.placements
+        local.copy_(distribute_tensor(full, mesh, placements, src_data_rank=None).to_local())
 
 
 def first_element(parameter: DTensor) -> int | None:
     """Return where this rank's run of elements begins, or None if it holds no single run."""
+    from torch.distributed.tensor import Shard
+
     splits = [(dim, p) for dim, p in enumerate(parameter.placements) if not p.is_replicate()]
     if not splits:
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -25,7 +26,11 @@ class Saver:
 
     Args:
         identity: what the manifest says of the run besides its position (recipe, versions, ...).
+        report: tells the user of a save that failed while the run goes on.
     """
+
+    max_failures = 3
+    """saves in a row that may fail before the run ends: until then it has the one before"""
 
     def __init__(
         self,
@@ -33,15 +38,25 @@ class Saver:
         parts: Parts,
         health: Health,
         identity: SaveInfo,
+        report: Callable[[str], None],
     ) -> None:
         self._store = store
         self._parts = parts
         self._health = health
         self._identity = identity
+        self._report = report
         self._saved_step = -1
+        self._failures = 0
 
     def save(self, position: Position, *, sync: bool = False) -> None:
-        """Save the state after `position.step` steps, unless that is saved already."""
+        """Save the state after `position.step` steps, unless that is saved already.
+
+        Raises:
+            CheckpointError: a `sync` save failed, or several others in a row did.
+        """
+        self._settle(self._store.finish)
+        if self._saved_step >= 0:
+            self._failures = 0
         if position.step == self._saved_step:
             return
         self._health.verify()
@@ -64,8 +79,25 @@ class Saver:
                 "optimizer_numbers": train_state.optimizer_numbers(parts.model, parts.optimizer),
             },
         )
-        self._store.save(tensors, info, sync=sync)
         self._saved_step = position.step
+        if sync:
+            self._store.save(tensors, info, sync=True)
+        else:
+            self._settle(lambda: self._store.save(tensors, info))
+
+    def _settle(self, work: Callable[[], None]) -> None:
+        """Let a save fail, now and then: the checkpoint before it is still there."""
+        try:
+            work()
+        except CheckpointError as error:
+            self._saved_step = -1
+            self._failures += 1
+            if self._failures == self.max_failures:
+                raise
+            self._report(
+                f"{error.message} (failure {self._failures} of at most {self.max_failures} in a "
+                "row; the run goes on with the checkpoint before)"
+            )
 
     def restore(self, path: Path, manifest: Manifest, position: Position) -> None:
         """Read a full checkpoint into the run, in place.
@@ -115,8 +147,12 @@ class Saver:
         self._store.wait_staged()
 
     def poll(self) -> None:
-        """Raise what went wrong in a save in the background."""
-        self._store.poll()
+        """Tell of a save in the background that went wrong.
+
+        Raises:
+            CheckpointError: too many did, one after the other.
+        """
+        self._settle(self._store.poll)
 
     def finish(self) -> None:
         """Wait for the save in flight."""

@@ -2,8 +2,6 @@ import math
 
 import pytest
 import torch
-from transformers.optimization import get_inverse_sqrt_schedule, get_wsd_schedule
-
 from trainer.engine.optim.configs import (
     WSD,
     Constant,
@@ -14,6 +12,7 @@ from trainer.engine.optim.configs import (
     Polynomial,
     schedules,
 )
+from transformers.optimization import get_inverse_sqrt_schedule, get_wsd_schedule
 
 TOTAL = 40
 

@@ -154,3 +154,24 @@ def test_a_broken_package_hurts_only_who_names_it(command, install):
     done = command("validate", "recipe.toml", recipe='[run]\nsteps=1\n[optimizer]\nname="odd"')
     assert done.returncode == 3
     assert "Traceback" not in done.stderr
+
+
+def test_a_run_trains_resumes_and_samples_with_a_plugin_s_parts(command, install, tmp_path):
+    install(ENTRY_POINTS)
+    settings = ["--set", "run.dir=runs", "--set", "schedule.name=constant"]
+    settings += ["--set", f"data.cache_dir={tmp_path / 'cache'}", "--set", "data.seq_len=32"]
+    for steps in (20, 40):
+        done = command(
+            "run", "recipe.toml", *settings, "--set", f"run.steps={steps}", recipe=RECIPE
+        )
+        assert done.returncode == 0, done.stderr
+    assert "resumed from" in done.stdout
+    lines = (tmp_path / "runs" / "recipe" / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row["kind"] == "train"]
+    assert [row["step"] for row in rows] == [1, 10, 20, 30, 40]
+    assert rows[-1]["loss"] < 0.7 * rows[0]["loss"]
+    manifest = json.loads(command("checkpoint", "inspect", "runs/recipe", "--json").stdout)
+    assert any(name.endswith(".mean") for name in str(manifest).split("'"))
+    done = command("generate", "runs/recipe", "--prompt", "0 1", "--max-new-tokens", "4")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("0 1")
