@@ -13,9 +13,10 @@ from .data.dataset import OpenedData, open_data
 from .data.loader import Loader, validation_batches
 from .errors import EnvironmentFault, Problem, RecipeError
 from .optim.groups import parameter_groups
+from .optim.lean import spare_compiler
 from .parallel.blocks import transform_blocks
 from .parallel.data import Parallelized, is_sharded, parallelize, shard
-from .parallel.materialize import materialize
+from .parallel.materialize import materialize, without_storage
 from .parallel.mesh import Degrees, resolve_degrees
 from .precision.dtypes import DTYPES, LossScale, compute_dtype, dtype_name
 from .train.step import TrainStep
@@ -87,6 +88,7 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
 
     parallelized = parallelize(model, sharded, degrees, device, reduce)
     groups = parameter_groups(model.named_parameters(), recipe.optimizer)
+    spare_compiler()
     optimizer = recipe.optimizer.build(groups, device)
     step = TrainStep(
         parallelized,
@@ -133,7 +135,7 @@ def build_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device) -> B
     """
     config = _settle_vocab(recipe.model, tokenizer)
     kernels = choose(recipe.kernels.model_dump(), device.type, recipe.data.seq_len)
-    with torch.device("meta"):
+    with without_storage():
         model = config.build(kernels)
     model.compute_dtype, why = compute_dtype(recipe.precision, device)
     notes = [f"compute in {dtype_name(model.compute_dtype)}: {why}"]

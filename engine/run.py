@@ -248,7 +248,6 @@ def paced_garbage_collection(interval: int) -> Iterator[None]:
     if not interval:
         yield
         return
-    gc.collect()
     gc.freeze()
     gc.disable()
     try:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, cast
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ...model_zoo.language_model import Constant, Normal
 
@@ -20,6 +23,22 @@ if TYPE_CHECKING:
     from ...model_zoo.language_model import LanguageModel
 
 BLOCK = 2**20
+
+
+@contextmanager
+def without_storage() -> Iterator[None]:
+    """Build modules on `meta`, skipping `torch.nn.init`, which imports torch's compiler there."""
+    with torch.device("meta"), _SkipInit():
+        yield
+
+
+class _SkipInit(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 def materialize(
@@ -35,13 +54,20 @@ def materialize(
         seed: of the initial weights.
         fill: False leaves the weights for a checkpoint to fill.
     """
-    model.to_empty(device=device)
+    model._apply(lambda tensor: _empty(tensor, device))
     model.init_buffers(device)
     if not fill:
         return
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             _fill(parameter, model.initial_values(name), f"{seed}:{name}")
+
+
+def _empty(tensor: Tensor, device: torch.device) -> Tensor:
+    if type(tensor) in (Tensor, nn.Parameter):
+        # Not empty_like, as in Module.to_empty: of a `meta` tensor, it imports torch's compiler.
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return torch.empty_like(tensor, device=device)
 
 
 def _fill(parameter: nn.Parameter, rule: Normal | Constant, key: str) -> None:

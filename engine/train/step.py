@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..data.batch import IGNORED, Batch
+from ..optim.lean import plain_step
 from ..parallel.data import Parallelized
 from ..precision.dtypes import LossScale
 
@@ -59,6 +60,9 @@ class TrainStep:
     device: torch.device
     ranks: int
 
+    def __post_init__(self) -> None:
+        self._apply = plain_step(self.optimizer)
+
     def accumulate(self, batches: Sequence[Batch]) -> Gradients:
         """Run forward and backward over the micro batches and clip the gradient."""
         batches = [batch.to(self.device) for batch in batches]
@@ -96,7 +100,7 @@ class TrainStep:
         """Let the optimizer change the weights, with each group's peak rate times `lr_factor`."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * lr_factor
-        self.optimizer.step()
+        self._apply()
 
     def clear(self) -> None:
         """Drop the gradients."""

@@ -112,17 +112,17 @@ class Llama3Config(ModelConfig):
     }
 
     name: Literal["llama3"] = "llama3"
-    dim: Size = 256
+    dim: Size = 64
     """width of the residual stream"""
-    n_layers: Size = 6
+    n_layers: Size = 4
     """number of blocks"""
-    n_heads: Size = 8
+    n_heads: Size = 4
     """query heads"""
-    n_kv_heads: Size = 4
+    n_kv_heads: Size = 2
     """key-value heads; n_heads is a multiple of it"""
     head_dim: Size | None = None
     """width of a head; default dim / n_heads"""
-    ffn_dim: Size = 768
+    ffn_dim: Size = 192
     """width inside the feed-forward layer"""
     vocab_size: Size | None = None
     """rows of the embedding; default: the tokenizer's, rounded up to a multiple of 64"""

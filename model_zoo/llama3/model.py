@@ -98,9 +98,10 @@ class Llama3(LanguageModel):
 
     def init_buffers(self, device: torch.device) -> None:
         """Compute the rotary frequencies; the same bits on every device."""
-        self.frequencies = self._frequencies(torch.device("cpu")).to(device)
+        self.frequencies = self._frequencies().to(device)
 
-    def _frequencies(self, device: torch.device | None = None) -> Tensor:
-        found = frequencies(self.config.head_width, self.config.rope_theta, device)
+    def _frequencies(self) -> Tensor:
+        # On the CPU also while the module is built on `meta`: arithmetic there imports a compiler.
+        found = frequencies(self.config.head_width, self.config.rope_theta, torch.device("cpu"))
         scaling = self.config.rope_scaling
         return found if scaling is None else stretch(found, **scaling.model_dump())
