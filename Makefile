@@ -1,35 +1,53 @@
-# `make run` and `make test` set up the environment by themselves.
+# `make run` and `make test` need Python 3.11 or newer and a package index; they set up .venv first.
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip install -qq -c $(CONSTRAINTS)
+TO_RUN := $(VENV)/.ready-to-run
+TO_DEVELOP := $(VENV)/.ready-to-develop
 
-.PHONY: run test check lint wheel clean
+.DEFAULT_GOAL := help
+.PHONY: help run test lint format check wheel clean
 
-$(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
-	@touch $@
+help: ## show this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
-run: $(READY)
+run: $(TO_RUN) ## train recipes/quickstart.toml, then let it write
 	$(BIN)/trainer run recipes/quickstart.toml
 	$(BIN)/trainer generate runs/quickstart --prompt 'def main(' --prompt 'import ' --max-new-tokens 160
 
-test: $(READY)
+test: $(TO_DEVELOP) ## run the test suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-lint: $(READY)
+lint: $(TO_DEVELOP) ## ruff, mypy and import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
-check: lint test
+format: $(TO_DEVELOP) ## let ruff put the code in order
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
-wheel: $(READY)
+check: lint test ## all that a change must pass
+
+wheel: $(TO_DEVELOP) ## build dist/*.whl
+	rm -rf build dist
 	$(BIN)/python -m build --wheel
 
-clean:
+clean: ## remove the environment and what was built
 	rm -rf $(VENV) build dist *.egg-info
+
+# torch first: what needs it must find it there, whichever build the index offers.
+$(TO_RUN): pyproject.toml setup.py $(CONSTRAINTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12 ...")'
+	@echo 'setting up $(VENV): the first time this takes some minutes, most of them for torch'
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) torch
+	@$(PIP) -e .
+	@touch $@
+
+$(TO_DEVELOP): $(TO_RUN)
+	@$(PIP) -e '.[dev]'
+	@touch $@
