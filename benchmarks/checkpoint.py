@@ -19,6 +19,7 @@ from typing import Any
 import results
 import torch
 from torch import Tensor
+
 from trainer.engine.checkpoint.find import find_checkpoint
 from trainer.engine.checkpoint.manifest import SaveInfo, verify
 from trainer.engine.checkpoint.reader import load_state

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import results
 import torch
+
 from trainer.engine.data.batch import Batch
 from trainer.engine.data.configs import TokensSource
 from trainer.engine.data.dataset import open_data

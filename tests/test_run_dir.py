@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from trainer.engine.errors import EnvironmentFault, ExitCode, RunInUse
 from trainer.engine.run_dir import RunDirectory, atomic_write
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from typer.testing import CliRunner
+
 from trainer.cli.checkpoint import app
 from trainer.engine.errors import CheckpointError, ExitCode, RecipeError, RunInUse
 from trainer.engine.run_dir import RunDirectory
-from typer.testing import CliRunner
 
 from ..distributed import ROOT
 from .states import open_store, save_steps, state_of

@@ -14,6 +14,7 @@ import pytest
 import torch
 import xxhash
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
 from trainer.engine.checkpoint.find import find_checkpoint
 from trainer.engine.checkpoint.manifest import read_manifest
 from trainer.engine.checkpoint.reader import load_state

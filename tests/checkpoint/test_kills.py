@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
 from trainer.engine.checkpoint.find import Found, find_checkpoint
 from trainer.engine.checkpoint.manifest import SaveInfo
 from trainer.engine.checkpoint.reader import load_state

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tomli
+
 import trainer
 from trainer.cli import main as cli
 from trainer.engine.errors import CheckpointError, DataError, RunInUse

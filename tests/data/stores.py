@@ -1,6 +1,7 @@
 """Small token stores made in memory."""
 
 import numpy as np
+
 from trainer.engine.data.store import TokenStore
 
 EOS = 0

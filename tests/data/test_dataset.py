@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
+from tests.data.stores import random_lengths, store_of
 from trainer.engine.data.batch import IGNORED, Batch
 from trainer.engine.data.configs import SourceConfig, SyntheticSource, TextSource
 from trainer.engine.data.dataset import OpenedData, Samples, open_data, split_point
@@ -16,8 +18,6 @@ from trainer.engine.data.store import TokenStore
 from trainer.engine.data.tables import Data
 from trainer.engine.data.tokenizer import ByteTokenizer
 from trainer.engine.errors import DataError
-
-from tests.data.stores import random_lengths, store_of
 
 TWO_SOURCES: list[SourceConfig] = [
     SyntheticSource(num_documents=40, document_tokens=50, weight=3.0),

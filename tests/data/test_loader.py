@@ -12,12 +12,12 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+
+from tests.data.test_dataset import opened, rows_of, table
 from trainer.engine.data.loader import Loader
 from trainer.engine.data.packing import PACKINGS, Rows
 from trainer.engine.data.workers import read_ahead
 from trainer.engine.errors import DataError
-
-from tests.data.test_dataset import opened, rows_of, table
 
 
 def numbered(step: int) -> Rows:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from trainer.engine.data.order import (
     MIXTURE_PERIOD,
     TrainingOrder,

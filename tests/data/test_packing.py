@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from tests.data.stores import EOS, random_lengths, store_of
 from trainer.engine.data.batch import IGNORED
 from trainer.engine.data.packing import (
     ConcatRows,
@@ -16,8 +18,6 @@ from trainer.engine.data.packing import (
     cut,
 )
 from trainer.engine.data.store import TokenStore
-
-from tests.data.stores import EOS, random_lengths, store_of
 
 LENGTHS = st.lists(st.integers(0, 70), min_size=1, max_size=60)
 

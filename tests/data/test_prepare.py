@@ -12,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from xxhash import xxh3_128_hexdigest
+
 from trainer.engine.data.configs import JsonlSource, TextSource, TokensSource
 from trainer.engine.data.prepare import default_cache, open_or_prepare
 from trainer.engine.data.store import StoreWriter, TokenStore
 from trainer.engine.data.tokenizer import ByteTokenizer, Ids
 from trainer.engine.errors import DataError, EnvironmentFault
-from xxhash import xxh3_128_hexdigest
 
 
 class CountingTokenizer(ByteTokenizer):

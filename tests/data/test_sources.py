@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from trainer.engine.data import sources
 from trainer.engine.data.configs import (
     DocumentFault,

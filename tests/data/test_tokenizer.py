@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
 from trainer.engine.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from trainer.engine.errors import DataError
-from transformers import PreTrainedTokenizerFast
 
 TEXTS = [
     "",

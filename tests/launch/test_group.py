@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from trainer.engine.errors import EnvironmentFault
 from trainer.engine.launch.environment import World
 from trainer.engine.launch.group import process_group

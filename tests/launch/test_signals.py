@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from trainer.engine.launch.signals import StopFlag, any_rank
 
 from tests.distributed import run_ranks
+from trainer.engine.launch.signals import StopFlag, any_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELUDE = """

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from trainer.engine.observe.metrics import MetricsLog, read
 
 ROOT = Path(__file__).resolve().parents[2]

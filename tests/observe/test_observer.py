@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from trainer.engine.observe.metrics import read
 from trainer.engine.observe.observer import Observer, to_floats
 from trainer.engine.observe.progress import Silence

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from trainer.engine.errors import EnvironmentFault, ExitCode
 from trainer.engine.observe.configs import TensorBoard
 from trainer.engine.observe.tensorboard import TensorBoardTracker

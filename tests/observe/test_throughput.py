@@ -9,6 +9,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+
 from trainer.engine.observe.throughput import (
     Throughput,
     device_peak_flops,

@@ -2,6 +2,8 @@ import math
 
 import pytest
 import torch
+from transformers.optimization import get_inverse_sqrt_schedule, get_wsd_schedule
+
 from trainer.engine.optim.configs import (
     WSD,
     Constant,
@@ -12,7 +14,6 @@ from trainer.engine.optim.configs import (
     Polynomial,
     schedules,
 )
-from transformers.optimization import get_inverse_sqrt_schedule, get_wsd_schedule
 
 TOTAL = 40
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from trainer.engine.precision.hardware import bf16_instructions, multiplies_bf16
 
 

@@ -1,6 +1,7 @@
 """Recipes written to a temporary folder, and what is wrong with them."""
 
 import pytest
+
 from trainer.engine.errors import RecipeError
 from trainer.engine.recipe.load import load_recipe
 

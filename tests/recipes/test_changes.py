@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from trainer.engine.errors import RecipeError
 from trainer.engine.recipe.changes import compare, require_unchanged
 

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+
 from trainer.engine.errors import RecipeError
 from trainer.engine.recipe.explain import explain
 from trainer.engine.recipe.load import load_recipe

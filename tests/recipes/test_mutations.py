@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import tomli
+
 import trainer
 from trainer.cli.main import main
 

@@ -6,6 +6,7 @@ import string
 
 import pytest
 import tomli
+
 from trainer.engine.recipe.positions import MAX_DEPTH, Positions, SizeError
 
 

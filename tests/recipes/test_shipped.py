@@ -6,6 +6,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import tomli
+
 import trainer
 from trainer.engine.recipe.extends import read_layers
 from trainer.engine.recipe.json_schema import schema_text

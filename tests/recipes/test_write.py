@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import tomli
+
 import trainer
 from trainer.engine.recipe.load import load_recipe
 from trainer.engine.recipe.write import format_toml, to_toml

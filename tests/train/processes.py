@@ -6,13 +6,13 @@ import sys
 import time
 
 import torch
+
+from tests.distributed import CONTEXT
 from trainer.engine.checkpoint.find import find_checkpoint
 from trainer.engine.checkpoint.reader import load_state
 from trainer.engine.errors import TrainerError
 from trainer.engine.launch.environment import ATTEMPT, STORE, find_world
 from trainer.engine.recipe.load import load_recipe
-
-from tests.distributed import CONTEXT
 
 RECIPE = """
 [run]

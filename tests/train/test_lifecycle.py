@@ -7,7 +7,6 @@ import time
 
 import pytest
 import torch
-from trainer.engine.train.step import TrainStep
 
 from tests.train.processes import (
     complaints,
@@ -18,6 +17,7 @@ from tests.train.processes import (
     wait_for_lines,
     write_recipe,
 )
+from trainer.engine.train.step import TrainStep
 
 
 def slow_steps():

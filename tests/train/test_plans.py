@@ -4,12 +4,12 @@ import os
 
 import pytest
 import torch
+
+from tests.distributed import run_ranks
 from trainer.engine.assemble import assemble
 from trainer.engine.launch.environment import World
 from trainer.engine.recipe.schema import Recipe
 from trainer.engine.train.evaluate import evaluate
-
-from tests.distributed import run_ranks
 
 STEPS = 20
 BASE = {

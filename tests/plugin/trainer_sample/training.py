@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
 from trainer.model_zoo.language_model import Constant, LanguageModel, Normal
 from trainer.model_zoo.layers.head import Head
 from trainer.model_zoo.layers.mlp import GatedMLP

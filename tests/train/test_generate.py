@@ -1,0 +1,106 @@
+"""Sampling against transformers, and against its own definition."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from trainer.engine.data.tokenizer import ByteTokenizer
+from trainer.engine.generate import _probabilities, generate
+from trainer.engine.parallel.materialize import materialize
+from trainer.kernels.choose import choose
+from trainer.model_zoo.llama3.config import Llama3Config
+
+PROMPTS = ["def main(", "x", "import os, sys", ""]
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = Llama3Config(dim=64, n_layers=2, vocab_size=257, init_std=0.3)
+    model = config.build(choose({}, "cpu", 128))
+    materialize(model, torch.device("cpu"), seed=1)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def theirs(model):
+    config = model.config
+    peer = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab,
+            hidden_size=config.dim,
+            intermediate_size=config.ffn_dim,
+            num_hidden_layers=config.n_layers,
+            num_attention_heads=config.n_heads,
+            num_key_value_heads=config.n_kv_heads,
+            rms_norm_eps=config.norm_eps,
+            rope_theta=config.rope_theta,
+            max_position_embeddings=config.max_seq_len,
+            tie_word_embeddings=False,
+        )
+    )
+    state = {config.layout.to_hf(name): value for name, value in model.state_dict().items()}
+    peer.load_state_dict(state)
+    return peer.eval()
+
+
+def greedy(model, prompts, count=24):
+    return generate(model, ByteTokenizer(), prompts, max_new_tokens=count, temperature=0.0)
+
+
+def test_greedy_generation_equals_that_of_transformers(model, theirs):
+    for prompt in PROMPTS[:3]:
+        tokens = torch.tensor([list(prompt.encode())])
+        out = theirs.generate(
+            tokens, max_new_tokens=24, do_sample=False, eos_token_id=256, pad_token_id=256
+        )
+        expected = ByteTokenizer().decode(out[0, tokens.shape[1] :].tolist())
+        assert greedy(model, [prompt]) == [expected]
+
+
+def test_prompts_of_different_lengths_do_not_influence_each_other(model):
+    together = greedy(model, PROMPTS)
+    assert together == [greedy(model, [prompt])[0] for prompt in PROMPTS]
+    options = {"max_new_tokens": 16, "temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": 7}
+    together = generate(model, ByteTokenizer(), PROMPTS, **options)
+    alone = [generate(model, ByteTokenizer(), [prompt], **options)[0] for prompt in PROMPTS]
+    assert together == alone
+
+
+def test_seeds_and_equal_prompts_give_other_samples_and_the_same_seed_the_same(model):
+    def sample(seed):
+        return generate(model, ByteTokenizer(), ["a", "a"], max_new_tokens=16, seed=seed)
+
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)
+    assert sample(1)[0] != sample(1)[1]
+
+
+def test_generation_ends_at_the_end_of_the_document(model):
+    class Ends(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+            self.calls = 0
+
+        def forward(self, tokens, **_):
+            self.calls += 1
+            logits = torch.full((*tokens.shape, 257), -1e9)
+            logits[..., 65 if self.calls < 4 else 256] = 0.0
+            return logits
+
+    ends = Ends()
+    assert generate(ends, ByteTokenizer(), ["x", "yy"], max_new_tokens=50) == ["AAA", "AAA"]
+    assert ends.calls == 4
+
+
+def test_top_k_and_top_p_keep_the_likeliest_tokens():
+    shares = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
+    logits = shares.log()
+    assert torch.allclose(_probabilities(logits, 1.0, 0, 1.0), shares)
+    kept = _probabilities(logits, 1.0, 2, 1.0)
+    assert torch.allclose(kept, torch.tensor([[0.625, 0.375, 0.0, 0.0]]))
+    kept = _probabilities(logits, 1.0, 0, 0.7)
+    assert (kept > 0).tolist() == [[True, True, False, False]]
+    assert (_probabilities(logits, 1.0, 0, 0.0) > 0).tolist() == [[True, False, False, False]]
+    sharper = _probabilities(logits, 0.5, 0, 1.0)
+    assert torch.allclose(sharper, shares.square() / shares.square().sum())
