@@ -100,7 +100,8 @@ def _generators(prompts: Sequence[str], seed: int) -> list[torch.Generator]:
     for prompt in prompts:
         key = f"{seed}:{seen[prompt]}:{prompt}"
         seen[prompt] += 1
-        generators.append(torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(key.encode()) >> 1))
+        digest = xxhash.xxh3_64_intdigest(key.encode())
+        generators.append(torch.Generator().manual_seed(digest >> 1))
     return generators
 
 

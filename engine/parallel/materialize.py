@@ -54,7 +54,7 @@ def materialize(
         seed: of the initial weights.
         fill: False leaves the weights for a checkpoint to fill.
     """
-    model._apply(lambda tensor: _empty(tensor, device))
+    model._apply(lambda tensor: _empty(tensor, device))  # type: ignore[no-untyped-call]
     model.init_buffers(device)
     if not fill:
         return
