@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from turns import Turn
+from workload import Workload, contestant_arguments
+
 from trainer.engine.data.configs import SourceConfig, TokenizerConfig, sources, tokenizers
 from trainer.engine.data.store import TokenStore
 from trainer.engine.data.tokenizer import ByteTokenizer
@@ -17,8 +20,6 @@ from trainer.engine.launch.environment import World
 from trainer.engine.observe.observer import Observer
 from trainer.engine.recipe.load import load_recipe
 from trainer.engine.run import run
-from turns import Turn
-from workload import Workload, contestant_arguments
 
 
 @tokenizers.register
@@ -99,12 +100,13 @@ def main() -> None:
     parser = contestant_arguments(__doc__)
     parser.add_argument("--compute", help="default: the recipe's")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--set", action="append", default=[], help="change the recipe further")
     options = parser.parse_args()
     load = Workload(options.vocab, options.tokens)
     values = {**vars(load), "betas": list(load.betas), "steps": load.max_steps}
     recipe = Path("ours.toml")
     recipe.write_text(RECIPE.format(**values))
-    overrides = ["compile.enabled=true"] * options.compile
+    overrides = [*options.set, *["compile.enabled=true"] * options.compile]
     if options.compute:
         overrides.append(f"precision.compute={options.compute}")
     take_turns(Turn())
