@@ -14,8 +14,9 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) 
         query: [B, S, H, K].
         key: [B, L, G, K] with L >= S; query head h reads key head h // (H / G).
         value: [B, L, G, K].
-        mask: [B or 1, 1, S, L] bool, true where a query sees a key, at least once a row. Without
-            it attention is causal, and the last query sees every key.
+        mask: [B, 1, S, L] bool, true where a query sees a key. Each query sees one at least, and
+            none that is later than itself. Without it attention is causal. In both cases the last
+            query stands at the last key.
 
     Returns:
         [B, S, H, K].
@@ -23,41 +24,54 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) 
     q_BHSK, k_BGLK, v_BGLK = (x.transpose(1, 2) for x in (query, key, value))
     S, L = query.shape[1], key.shape[1]
     if mask is None and 1 < S < L:
-        mask = _causal(S, L, query.device)
-    grouped = query.shape[2] != key.shape[2]
-    if grouped and mask is not None and query.is_cuda:
-        # torch's only CUDA kernel with a mask does not know grouped heads.
-        repeats = query.shape[2] // key.shape[2]
+        mask = torch.ones(S, L, dtype=torch.bool, device=query.device).tril(L - S)
+    repeats = query.shape[2] // key.shape[2]
+    if repeats > 1 and mask is not None and query.is_cuda:
+        # torch's only fused CUDA kernel with a mask does not know grouped heads.
         k_BGLK, v_BGLK = (x.repeat_interleave(repeats, dim=1) for x in (k_BGLK, v_BGLK))
-        grouped = False
     out_BHSK = F.scaled_dot_product_attention(
         q_BHSK,
         k_BGLK,
         v_BGLK,
         attn_mask=mask,
         is_causal=mask is None and S == L,
-        enable_gqa=grouped,
+        enable_gqa=k_BGLK.shape[1] != q_BHSK.shape[1],
     )
     return out_BHSK.transpose(1, 2)
 
 
 def matmul(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Attend with plain products: what `sdpa` computes, holding all scores.
+    """Attend with plain products, a piece of the queries at a time: what `sdpa` computes.
 
-    Query heads that share a key head are stacked along the positions, so that keys and values are
-    never repeated. The softmax runs in fp32 at least.
+    A piece leaves out the keys after its end, nearly half of all work. Query heads that share a
+    key head are stacked along the positions, so that keys and values are never repeated. Holds
+    the weights of all pieces for the backward pass: memory grows with S * L / 2.
     """
     B, S, H, K = query.shape
-    L, G = key.shape[1], key.shape[2]
+    L, G = key.shape[1:3]
     R = H // G
-    visible = _causal(S, L, query.device) if mask is None else mask.unsqueeze(2)
-    q_BGRSK = (query * K**-0.5).view(B, S, G, R, K).permute(0, 2, 3, 1, 4)
-    q_BGTK = q_BGRSK.reshape(B, G, R * S, K)
-    scores_BGRSL = (q_BGTK @ key.permute(0, 2, 3, 1)).view(B, G, R, S, L)
-    weights_BGRSL = scores_BGRSL.masked_fill(~visible, float("-inf")).softmax(-1)
-    out_BGTK = weights_BGRSL.view(B, G, R * S, L) @ value.transpose(1, 2)
-    return out_BGTK.view(B, G, R, S, K).permute(0, 3, 1, 2, 4).reshape(B, S, H, K)
+    q_BGRSK = query.view(B, S, G, R, K).permute(0, 2, 3, 1, 4)
+    k_BKL = key.permute(0, 2, 3, 1).reshape(B * G, K, L)
+    v_BLK = value.transpose(1, 2).reshape(B * G, L, K)
+    rows = max(64, -(-S // 8))
+    pieces = []
+    for first in range(0, S, rows):
+        last = min(first + rows, S)
+        end = L - S + last
+        q_BTK = q_BGRSK[:, :, :, first:last].reshape(B * G, -1, K)
+        seen = None if mask is None else mask[:, :, first:last, :end]
+        bias = _bias(query, last - first, end, G, R, seen)
+        scores_BTL = torch.baddbmm(bias, q_BTK, k_BKL[..., :end], alpha=K**-0.5)
+        piece_BTK = scores_BTL.softmax(-1) @ v_BLK[:, :end]
+        pieces.append(piece_BTK.view(B, G, R, -1, K))
+    out_BGRSK = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=3)
+    return out_BGRSK.permute(0, 3, 1, 2, 4).reshape(B, S, H, K)
 
 
-def _causal(S: int, L: int, device: torch.device) -> Tensor:
-    return torch.ones(S, L, dtype=torch.bool, device=device).tril(L - S)
+def _bias(like: Tensor, S: int, L: int, G: int, R: int, mask: Tensor | None) -> Tensor:
+    """Return 0 where a query sees a key and -inf elsewhere: [R * S, L] or [B * G, R * S, L]."""
+    minus_inf = float("-inf")
+    if mask is None:
+        return like.new_full((S, L), minus_inf).triu(L - S + 1).repeat(R, 1)
+    bias_B1SL = like.new_zeros(mask.shape).masked_fill(~mask, minus_inf)
+    return bias_B1SL.unsqueeze(1).expand(-1, G, R, -1, -1).reshape(-1, R * S, L)
