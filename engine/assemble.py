@@ -24,7 +24,6 @@ from .train.step import TrainStep
 if TYPE_CHECKING:
     from ..model_zoo.config import ModelConfig
     from ..model_zoo.language_model import LanguageModel
-    from ..model_zoo.layout import Layout
     from .data.batch import Batch
     from .data.tokenizer import Tokenizer
     from .launch.environment import World
@@ -84,7 +83,7 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
     materialize(model, home, recipe.run.seed, fill=fresh)
     notes = [*filter(None, [world.note]), *built.notes, *data.notes]
     if fresh and recipe.run.init_from:
-        notes += load_initial_weights(model, layout, Path(recipe.run.init_from))
+        notes += load_initial_weights(model, built.config, Path(recipe.run.init_from))
 
     parallelized = parallelize(model, sharded, degrees, device, reduce)
     groups = parameter_groups(model.named_parameters(), recipe.optimizer)
@@ -134,7 +133,10 @@ def build_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device) -> B
         RecipeError: its vocabulary is smaller than the tokenizer's.
     """
     config = _settle_vocab(recipe.model, tokenizer)
-    kernels = choose(recipe.kernels.model_dump(), device.type, recipe.data.seq_len)
+    compiling = recipe.compile.enabled and recipe.compile.backend == "inductor"
+    kernels = choose(
+        recipe.kernels.model_dump(), device.type, recipe.data.seq_len, compiling=compiling
+    )
     with without_storage():
         model = config.build(kernels)
     model.compute_dtype, why = compute_dtype(recipe.precision, device)
@@ -159,7 +161,7 @@ def total_steps(recipe: Recipe, data: OpenedData) -> int:
     return steps
 
 
-def load_initial_weights(model: LanguageModel, layout: Layout, source: Path) -> list[str]:
+def load_initial_weights(model: LanguageModel, config: ModelConfig, source: Path) -> list[str]:
     """Load weights only, from one of our checkpoints or a Hugging Face folder; return notes."""
     from .checkpoint.find import candidates
 
@@ -170,7 +172,7 @@ def load_initial_weights(model: LanguageModel, layout: Layout, source: Path) -> 
         return [f"weights from {source} (step {manifest.step})"]
     from .checkpoint.huggingface import load_huggingface
 
-    return [f"weights from {source}", *load_huggingface(source, model, layout)]
+    return [f"weights from {source}", *load_huggingface(source, model, config)]
 
 
 def pick_device(world: World) -> torch.device:

@@ -63,6 +63,13 @@ class ModelConfig(BaseModel):
         """
         raise NotImplementedError
 
+    def hf_config(self) -> dict[str, Any]:
+        """Return what Hugging Face's config.json says of this model; empty if it has no name there.
+
+        `Layout.hf_keys` and `Layout.hf_possible` say which of it must agree when weights are read.
+        """
+        return {}
+
     def build(self, kernels: Kernels) -> LanguageModel:
         """Return the module on the current default device (`meta` while a run is assembled)."""
         raise NotImplementedError

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -17,12 +18,17 @@ class Layout:
             compilation wrap, and between which a pipeline may cut.
         head: path of the module with final norm and projection.
         hf_names: our parameter name -> Hugging Face's; `{i}` stands for a block's number.
+        hf_keys: key of Hugging Face's config.json (dots for nesting) -> key of ours, for what must
+            agree if weights shall mean the same.
+        hf_possible: key of config.json -> the values that the family can compute.
     """
 
     embed: str
     blocks: str
     head: str
     hf_names: Mapping[str, str] = field(default_factory=dict)
+    hf_keys: Mapping[str, str] = field(default_factory=dict)
+    hf_possible: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def to_hf(self, name: str) -> str | None:
         """Return Hugging Face's name of our parameter, or None where the table has none."""

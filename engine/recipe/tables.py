@@ -105,8 +105,9 @@ class Kernels(Table):
     """rotary position embedding"""
     swiglu: Literal["auto", "torch"] = "auto"
     """gated feed-forward activation"""
-    linear_cross_entropy: Literal["auto", "torch"] = "auto"
-    """output projection and loss in chunks"""
+    linear_cross_entropy: Literal["auto", "torch", "compiled"] = "auto"
+    """output projection and loss in chunks; "compiled": torch.compile fuses what is between its
+    products, "auto" where [compile] is enabled"""
 
 
 class Checkpoint(Table):

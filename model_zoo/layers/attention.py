@@ -58,7 +58,8 @@ class GroupedQueryAttention(nn.Module):
         if cache is not None:
             k_BSGK, v_BSGK = cache.extend(k_BSGK, v_BSGK)
         out_BSHK = self.attention(q_BSHK, k_BSGK, v_BSGK, mask)
-        return self.o(out_BSHK.flatten(2))
+        out_BSD: Tensor = self.o(out_BSHK.flatten(2))
+        return out_BSD
 
 
 def attention_mask(

@@ -23,4 +23,5 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return what [B, S, D] adds to the residual stream."""
         x_BSD = self.norm(x)
-        return self.down(self.activation(self.gate(x_BSD), self.up(x_BSD)))
+        out_BSD: Tensor = self.down(self.activation(self.gate(x_BSD), self.up(x_BSD)))
+        return out_BSD

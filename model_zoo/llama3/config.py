@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -127,7 +127,7 @@ class Llama3Config(ModelConfig):
     vocab_size: Size | None = None
     """rows of the embedding; default: the tokenizer's, rounded up to a multiple of 64"""
     max_seq_len: Size = 8192
-    """longest sequence that the rotary table covers"""
+    """longest sequence that it is meant for"""
     rope_theta: PositiveFloat = 10000.0
     """base of the rotary frequencies"""
     rope_scaling: RopeScaling | None = None
@@ -171,6 +171,36 @@ class Llama3Config(ModelConfig):
         if self.vocab_size is not None:
             return self
         return self.model_copy(update={"vocab_size": -(-vocab_size // 64) * 64})
+
+    def hf_config(self) -> dict[str, Any]:
+        """Return what transformers' `LlamaConfig` says of this model, as version 5 writes it."""
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
+        if self.rope_scaling is not None:
+            rope |= {
+                "rope_type": "llama3",
+                "factor": self.rope_scaling.factor,
+                "low_freq_factor": self.rope_scaling.low_freq_factor,
+                "high_freq_factor": self.rope_scaling.high_freq_factor,
+                "original_max_position_embeddings": self.rope_scaling.original_max_seq_len,
+            }
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "hidden_size": self.dim,
+            "num_hidden_layers": self.n_layers,
+            "num_attention_heads": self.n_heads,
+            "num_key_value_heads": self.n_kv_heads,
+            "head_dim": self.head_width,
+            "intermediate_size": self.ffn_dim,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": self.max_seq_len,
+            "rms_norm_eps": self.norm_eps,
+            "rope_parameters": rope,
+            "tie_word_embeddings": self.tie_embeddings,
+        }
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return floating-point operations a token of one training step."""

@@ -41,8 +41,9 @@ class Block(nn.Module):
         cache: BlockCache | None = None,
     ) -> Tensor:
         """Map [B, S, D] to [B, S, D]; see `GroupedQueryAttention` for the rest."""
-        x = x + self.attention(x, cos, sin, mask, cache)
-        return x + self.mlp(x)
+        x_BSD = x + self.attention(x, cos, sin, mask, cache)
+        out_BSD: Tensor = x_BSD + self.mlp(x_BSD)
+        return out_BSD
 
 
 class Llama3(LanguageModel):
@@ -82,7 +83,8 @@ class Llama3(LanguageModel):
         for number, block in enumerate(self.layers):
             x_BSD = block(x_BSD, cos, sin, mask, None if cache is None else cache.block(number))
         tied_weight = self.embed.weight if self.config.tie_embeddings else None
-        return self.head(x_BSD, labels, loss, tied_weight)
+        out: Tensor = self.head(x_BSD, labels, loss, tied_weight)
+        return out
 
     def initial_values(self, name: str) -> Normal | Constant:
         """Return the rule by which the parameter `name` starts.
