@@ -36,7 +36,7 @@ def test_what_cannot_change_the_training_is_free(dump, override):
     [
         ("run.seed=3", ("run.seed", 0, 3)),
         ("run.steps=200", ("run.steps", 100, 200)),
-        ("model.dim=128", ("model.dim", 256, 128)),
+        ("model.dim=128", ("model.dim", 64, 128)),
         ("data.seq_len=64", ("data.seq_len", 256, 64)),
         ("data.global_batch=32", ("data.global_batch", 16, 32)),
         ("data.sources.0.max_bytes=9", ("data.sources.0.max_bytes", 0, 9)),

@@ -36,7 +36,7 @@ FAULTS = [
     (RUN + "[parallel]\npipeline = 2", None, "parallel.pipeline", "not available in this version"),
     (RUN + "[parallel]\nexpert = 2", None, "parallel.expert", "not available in this version"),
     (
-        RUN + "[parallel]\ntensor = 3\n[model]\nn_kv_heads = 8",
+        RUN + "[parallel]\ntensor = 3\n[model]\nn_heads = 8\nn_kv_heads = 8",
         None, "parallel.tensor", "3 ranks cannot share model.n_kv_heads = 8",
     ),
     (

@@ -66,7 +66,7 @@ FAULTS = [
     ),
     (
         "[model]\nn_kv_heads = 3",
-        4, 1, "model.n_kv_heads", "n_heads (8) must be a multiple of n_kv_heads (3)", "",
+        4, 1, "model.n_kv_heads", "n_heads (4) must be a multiple of n_kv_heads (3)", "",
     ),
     (
         "[model.rope_scaling]\nfactr = 3",
