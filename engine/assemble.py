@@ -80,7 +80,8 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
     if sharded:
         shard(model, layout, recipe.parallel, degrees, device, model.compute_dtype, reduce)
     home = torch.device("cpu") if recipe.parallel.fsdp.offload else device
-    materialize(model, home, recipe.run.seed, fill=fresh)
+    # Weights from elsewhere replace every one of these.
+    materialize(model, home, recipe.run.seed, fill=fresh and not recipe.run.init_from)
     notes = [*filter(None, [world.note]), *built.notes, *data.notes]
     if fresh and recipe.run.init_from:
         notes += load_initial_weights(model, built.config, Path(recipe.run.init_from))

@@ -1,0 +1,98 @@
+"""Hugging Face folders of small Llamas, and models to fill from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from trainer.engine.checkpoint.huggingface import load_huggingface
+from trainer.engine.errors import CheckpointError
+from trainer.engine.parallel.materialize import materialize, without_storage
+from trainer.kernels.choose import choose
+from trainer.model_zoo.language_model import LanguageModel
+from trainer.model_zoo.llama3.config import Llama3Config
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SIZES: dict[str, Any] = {
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "ffn_dim": 48,
+    "vocab_size": 320,
+    "max_seq_len": 256,
+}
+SCALING = {
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_seq_len": 32,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grouped": {},
+    "tied": {"tie_embeddings": True},
+    "scaled": {"rope_theta": 5e5, "rope_scaling": SCALING},
+    "wide heads": {"head_dim": 12, "n_kv_heads": 1, "norm_eps": 1e-3},
+}
+
+
+def config_of(**changes: Any) -> Llama3Config:
+    return Llama3Config.model_validate(SIZES | changes)
+
+
+def empty_model(config: Llama3Config) -> LanguageModel:
+    """Return a model whose every weight is 7."""
+    with without_storage():
+        model = config.build(choose({}, "cpu", 64))
+    materialize(model, torch.device("cpu"), seed=0, fill=False)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 7.0)
+    return model
+
+
+def weights_of(config: Llama3Config) -> dict[str, Tensor]:
+    """Return random weights under Hugging Face's names."""
+    generator = torch.Generator().manual_seed(3)
+    return {
+        config.layout.to_hf(name) or "": torch.randn(parameter.shape, generator=generator)
+        for name, parameter in empty_model(config).named_parameters()
+    }
+
+
+def write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any] | None = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / SINGLE)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_shards(folder: Path, tensors: dict[str, Tensor]) -> Path:
+    """Write two files and their index."""
+    folder.mkdir()
+    names = sorted(tensors)
+    weight_map = {}
+    for number, part in enumerate((names[:5], names[5:]), 1):
+        file = f"model-{number:05}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def refusal(folder: Path, config: Llama3Config | None = None) -> CheckpointError:
+    """Return the error, after seeing that no weight was touched."""
+    config = config or config_of()
+    model = empty_model(config)
+    with pytest.raises(CheckpointError) as raised:
+        load_huggingface(folder, model, config)
+    assert all((parameter == 7.0).all() for parameter in model.parameters()), "touched"
+    assert str(folder) in raised.value.message
+    return raised.value
