@@ -22,6 +22,7 @@ from .checkpoint.find import Found, find_checkpoint
 from .checkpoint.manifest import Manifest, SaveInfo
 from .checkpoint.store import CheckpointStore
 from .errors import ExitCode, Problem, RecipeError
+from .files import atomic_write
 from .launch.group import process_group
 from .launch.signals import StopFlag
 from .observe.observer import Observer
@@ -31,7 +32,7 @@ from .precision.dtypes import dtype_name
 from .recipe.changes import require_unchanged
 from .recipe.load import Loaded
 from .recipe.write import to_toml
-from .run_dir import RunDirectory, atomic_write
+from .run_dir import RunDirectory
 from .train.health import Health
 from .train.loop import train
 from .train.position import Position

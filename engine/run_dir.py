@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -14,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from .errors import EnvironmentFault, RunInUse
+from .files import atomic_write
 
 _UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _held: set[int] = set()
@@ -27,34 +27,6 @@ def _close_in_child() -> None:
 
 # A forked data worker must not keep the lock of a trainer that was killed.
 os.register_at_fork(after_in_child=_close_in_child)
-
-
-def atomic_write(path: Path, text: str) -> None:
-    """Write a file so that readers see the old one or the whole new one, whatever happens.
-
-    Raises:
-        OSError: the folder is not writable or full; the old file stays.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class RunDirectory:

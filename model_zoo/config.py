@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 Size = Annotated[int, Field(ge=1, le=2**31)]
 
 
-class ModelConfig(BaseModel):
-    """Sizes of one model. A flavor names a set of them; any key given beside it wins."""
+class Sizes(BaseModel):
+    """A closed, frozen table of sizes; TOML types are taken as they are."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -28,6 +28,10 @@ class ModelConfig(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
+
+
+class ModelConfig(Sizes):
+    """Sizes of one model. A flavor names a set of them; any key given beside it wins."""
 
     flavors: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     layout: ClassVar[Layout]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError
+from ..files import sync_folder
 from . import faults, retention
 from .disk import writing
 from .manifest import FileEntry, Manifest, SaveInfo, check_listing, write_manifest
@@ -109,7 +110,7 @@ def _publish(temporary: Path, info: SaveInfo, parts: list[Part], writer: Writer,
         faults.point("checkpoint.before_manifest", 0, info.step)
         write_manifest(temporary, manifest)
         faults.point("checkpoint.after_manifest", 0, info.step)
-        retention.sync_folder(temporary)
+        sync_folder(temporary)
         problems = check_listing(temporary, manifest)
         if problems:  # the ranks do not see the same folder
             raise CheckpointError(

@@ -7,12 +7,12 @@ step from which the run went on, so it must not be resumed from; it is kept unti
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import shutil
 from pathlib import Path
 
+from ..files import sync_folder
 from .manifest import folder_name, verify
 
 STEP = re.compile(r"step-(\d{8,})")
@@ -93,15 +93,6 @@ def clear_leftovers(folder: Path) -> None:
             path.rename(folder / name)
         else:
             shutil.rmtree(path)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _marked(path: Path, mark: str) -> Path:

@@ -14,8 +14,9 @@ from pathlib import Path
 from xxhash import xxh3_128_hexdigest
 
 from ..errors import DataError, EnvironmentFault
+from ..files import sync_folder
 from .configs import DocumentFault, DocumentSource
-from .store import FORMAT, StoreWriter, TokenStore, sync_folder
+from .store import FORMAT, StoreWriter, TokenStore
 from .tokenizer import Tokenizer
 
 BATCH_CHARACTERS = 2**22

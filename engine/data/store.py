@@ -16,6 +16,7 @@ from xxhash import xxh3_128
 
 from ..config import Count, CountOrZero, Table
 from ..errors import DataError
+from ..files import sync_folder
 from .tokenizer import Ids, Tokenizer
 
 FORMAT: Final = 1
@@ -221,12 +222,3 @@ class StoreWriter:
 def _sync(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the folder's entries themselves survive a power failure."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from ..config import ModelConfig, Size
+from ..config import ModelConfig, Size, Sizes
 from .layout import LAYOUT
 
 if TYPE_CHECKING:
@@ -16,16 +16,8 @@ if TYPE_CHECKING:
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 
-class RopeScaling(BaseModel):
+class RopeScaling(Sizes):
     """Llama 3.1's stretching of the rotary frequencies for long contexts."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
 
     factor: PositiveFloat = 8.0
     """low frequencies are divided by this"""
