@@ -66,8 +66,22 @@ def linear_cross_entropy(
         The sum over the counted rows: a scalar in fp32 (fp64 for fp64 input).
     """
     rows = chunk or (CPU_ROWS if hidden.device.type == "cpu" else GPU_ROWS)
+    if not torch.is_grad_enabled():
+        return _loss_alone(hidden, weight.to(hidden.dtype), labels, z_loss, rows)
     loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, z_loss, rows, inner)  # type: ignore[no-untyped-call]
     return loss
+
+
+def _loss_alone(hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float, rows: int) -> Tensor:
+    losses = []
+    for h, y in zip(torch.split(hidden, rows), torch.split(labels, rows), strict=True):
+        logits = h @ weight.T
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        log_partition = wide.logsumexp(-1)
+        chosen = wide.gather(1, y.clamp(min=0).unsqueeze(1)).squeeze(1)
+        loss = log_partition - chosen + z_loss * log_partition.square()
+        losses.append((loss * (y != IGNORED)).sum())
+    return torch.stack(losses).sum()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
