@@ -15,7 +15,7 @@ help: ## show this list
 
 run: $(TO_RUN) ## train recipes/quickstart.toml, then let it write
 	$(BIN)/trainer run recipes/quickstart.toml
-	$(BIN)/trainer generate runs/quickstart --prompt 'def main(' --prompt 'import ' --max-new-tokens 160
+	$(BIN)/trainer generate runs/quickstart --prompt 'import ' --prompt 'def __init__(self, ' --temperature 0.7
 
 test: $(TO_DEVELOP) ## run the test suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal

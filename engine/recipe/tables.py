@@ -67,6 +67,7 @@ class Parallel(Table):
     expert_tensor: Degree = 1
     """tensor parallel inside the experts"""
     fsdp: FSDP = FSDP()
+    """how parameters are sharded"""
 
 
 class Precision(Table):
