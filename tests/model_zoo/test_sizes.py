@@ -1,0 +1,49 @@
+"""Counts of parameters and operations against published and measured ones."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.model_zoo.peers import our_model
+from trainer.engine.parallel.materialize import without_storage
+from trainer.kernels.choose import choose
+from trainer.kernels.cross_entropy.reference import linear_cross_entropy
+from trainer.model_zoo.llama3.config import Llama3Config
+
+# Billions, from the model cards of meta-llama/Llama-3.2-1B, -3B and Llama-3.1-8B, -70B, -405B.
+PUBLISHED = {"1b": 1.24, "3b": 3.21, "8b": 8.03, "70b": 70.6, "405b": 406.0}
+EXACT = {
+    "1b": 1_235_814_400,
+    "3b": 3_212_749_824,
+    "8b": 8_030_261_248,
+    "70b": 70_553_706_496,
+    "405b": 405_853_388_800,
+}
+
+
+@pytest.mark.parametrize("flavor", PUBLISHED)
+def test_flavors_have_the_published_number_of_parameters(flavor):
+    config = Llama3Config(flavor=flavor)
+    with without_storage():
+        model = config.build(choose({}, "cuda", 8192))
+    count = sum(p.numel() for p in model.parameters())
+    assert count == EXACT[flavor]
+    assert count / 1e9 == pytest.approx(PUBLISHED[flavor], rel=4e-3)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True}, {"head_dim": 20}])
+def test_flops_per_token_equal_those_counted(changes):
+    # As one piece, matmul attention computes every score; the formula counts the causal half.
+    model, length = our_model(attention="matmul", **changes), 64
+    x = torch.randint(0, 61, (2, length))
+    with FlopCounterMode(display=False) as counter:
+        model(x, labels=x, loss=linear_cross_entropy).backward()
+    config = model.config
+    scores = 6 * config.n_layers * config.n_heads * config.head_width * length
+    assert counter.get_total_flops() / x.numel() == config.flops_per_token(length) + scores
+
+
+def test_an_open_vocabulary_takes_the_tokenizers_and_a_given_one_stays():
+    assert Llama3Config().with_vocab(257).vocab == 320
+    assert Llama3Config().with_vocab(64).vocab == 64
+    assert Llama3Config(vocab_size=50).with_vocab(257).vocab == 50
