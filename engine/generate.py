@@ -112,7 +112,8 @@ def _probabilities(logits: Tensor, temperature: float, top_k: int, top_p: float)
     if 0 < top_k < logits.shape[1]:
         lowest = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < lowest, float("-inf"))
-    probabilities = (logits / temperature).softmax(-1)
+    largest = logits.amax(-1, keepdim=True)
+    probabilities = ((logits - largest) / temperature).softmax(-1)
     if top_p < 1:
         ordered, order = probabilities.sort(descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered

@@ -49,6 +49,8 @@ def load_model(path: Path, plugins: Sequence[str] = ()) -> tuple[LanguageModel, 
     built = build_model(recipe, tokenizer, device)
     materialize(built.model, device, seed=0, fill=False)
     load_weights(found.path, built.model)
+    for parameter in built.model.parameters():  # once, instead of for every token
+        parameter.data = parameter.data.to(built.model.compute_dtype)
     return built.model.eval(), tokenizer
 
 

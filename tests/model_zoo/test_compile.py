@@ -36,6 +36,20 @@ def test_blocks_compile_to_one_graph_without_breaks_or_recompilation(attention, 
             torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_a_loss_compiled_with_the_model_around_it_is_the_same():
+    eager, model = our_model(), our_model()
+    x = torch.randint(0, 61, (2, 40))
+    losses = [
+        m(x, labels=x, loss=linear_cross_entropy)
+        for m in (eager, torch.compile(model, backend="aot_eager"))
+    ]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses)
+    for mine, other in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
 def test_documents_and_evaluation_compile_once_each():
     model = our_model()
     counter = CompileCounterWithBackend("aot_eager")

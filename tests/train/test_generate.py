@@ -102,5 +102,6 @@ def test_top_k_and_top_p_keep_the_likeliest_tokens():
     kept = _probabilities(logits, 1.0, 0, 0.7)
     assert (kept > 0).tolist() == [[True, True, False, False]]
     assert (_probabilities(logits, 1.0, 0, 0.0) > 0).tolist() == [[True, False, False, False]]
+    assert _probabilities(logits, 1e-40, 0, 1.0).tolist() == [[1.0, 0.0, 0.0, 0.0]]
     sharper = _probabilities(logits, 0.5, 0, 1.0)
     assert torch.allclose(sharper, shares.square() / shares.square().sum())
