@@ -20,7 +20,7 @@ DOCUMENTS = [
     path.relative_to(ROOT).as_posix()
     for path in sorted({*ROOT.glob("*.md"), *ROOT.glob("[a-z]*/README.md")})
 ]
-FOLLOWED = {"README.md", "CONTRIBUTING.md", "model_zoo/README.md"}
+FOLLOWED = {"README.md", "CONTRIBUTING.md", "benchmarks/README.md", "model_zoo/README.md"}
 # What takes a minute or more runs for a few steps; all else is run as it is written.
 SHORTER = {
     "recipes/quickstart.toml": "--set run.steps=21 --set metrics.interval=20 "
@@ -117,7 +117,12 @@ class Walk:
 
 
 def check_options(command):
-    """Check the options of each `trainer ...` in a command line, by asking for its help as well."""
+    """Check the options of each `trainer ...` in a command line, by asking for its help as well.
+
+    Of any other program that is ours, check that it is there.
+    """
+    for script in re.findall(r"[\w/]+\.py\b", command):
+        assert (ROOT / script).exists(), command
     for part in re.findall(r"\btrainer (?:[^;&|]*)", command):
         with pytest.raises(SystemExit) as stop:
             main([*shlex.split(part)[1:], "--help"])
