@@ -32,7 +32,7 @@ def test_a_healthy_machine(tmp_path: Path) -> None:
     report = json.loads(out)
     texts = {finding["subject"]: finding["text"] for finding in report["findings"]}
     assert (code, report["healthy"]) == (0, True)
-    assert texts["torch"] == torch.__version__
+    assert torch.__version__.startswith(texts["torch"]), "the build (+cpu, +cu130) may be left out"
     assert "a group of one process works" in texts["gloo"]
     assert "kernel attention" in texts
     assert "MiB/s" in texts["disk"]
