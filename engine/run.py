@@ -21,7 +21,7 @@ from .assemble import Parts, assemble, pick_device
 from .checkpoint.find import Found, find_checkpoint
 from .checkpoint.manifest import Manifest, SaveInfo
 from .checkpoint.store import CheckpointStore
-from .errors import ExitCode, Problem, RecipeError
+from .errors import Diverged, ExitCode, Problem, RecipeError
 from .files import atomic_write
 from .launch.group import process_group
 from .launch.signals import StopFlag
@@ -122,7 +122,11 @@ class Session:
         if self.world.rank == 0:
             atomic_write(self.directory.recipe, to_toml(recipe))
         with self._observe(parts) as observer, paced_garbage_collection(recipe.run.gc_interval):
-            outcome = train(parts, position, saver, health, observer, self.stop)
+            try:
+                outcome = train(parts, position, saver, health, observer, self.stop)
+            except Diverged:
+                saver.finish()  # the last good state may still be on its way to the disk
+                raise
             saver.finish()
         if outcome == "stopped":
             self.progress.note(f"stopped after step {position.step}, saved; run again to go on")
