@@ -104,6 +104,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line and exit with the code of the public contract."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     show_traceback = "--traceback" in arguments
+    # Before torch is loaded: its threads sleep while they wait. Spinning ones take the core from
+    # those that they wait for, where others use the machine too.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

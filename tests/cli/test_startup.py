@@ -38,3 +38,18 @@ def test_a_command_starts_without_torch_and_numpy(arguments, tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.stderr.splitlines()[-1] == "heavy: []", done.stderr
+
+
+PRINT_POLICY = "    import os; print(os.environ['OMP_WAIT_POLICY'])"
+
+
+@pytest.mark.parametrize(("given", "found"), [("", "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_sleep_while_they_wait_unless_told_otherwise(given, found):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("OMP_WAIT_POLICY", None)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", SCRIPT + PRINT_POLICY, "list"],
+        capture_output=True, text=True, timeout=60,
+        env=environment | ({"OMP_WAIT_POLICY": given} if given else {}),
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == found
