@@ -160,6 +160,16 @@ def test_what_is_not_there_yet_is_not_there():
     assert not {*named} & {*COMMANDS}
 
 
+def test_what_is_measured_is_what_the_newest_results_say():
+    done = subprocess.run(
+        [sys.executable, "benchmarks/summary.py"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout, done.stderr
+    assert done.stdout in (ROOT / "README.md").read_text(), (
+        "put the output of `python benchmarks/summary.py` under Measured"
+    )
+
+
 def test_the_table_of_exit_codes_is_complete():
     rows = re.findall(r"^\| (\d+) \| ", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert [int(row) for row in rows] == sorted(ExitCode)

@@ -1,0 +1,82 @@
+"""Print the README's section of measured numbers, from the newest results of each benchmark.
+
+python benchmarks/summary.py
+"""
+
+from __future__ import annotations
+
+import json
+from textwrap import fill
+from typing import Any
+
+from results import FOLDER
+
+VOCABULARIES = (2048, 32000)
+CONTESTANTS = {
+    "bare fp32": "bare torch loop in fp32",
+    "best known loop": "the best loop that we know",
+    "trainer default": "**trainer**, default settings",
+    "trainer bf16 compiled": "**trainer**, compiled",
+    "trainer fp32": "**trainer**, fp32",
+    "transformers default": "transformers Trainer, default settings",
+    "transformers best": "transformers Trainer, at its best",
+    "litgpt default": "litgpt, default settings",
+    "litgpt best": "litgpt, at its best",
+    "torchtitan default": "torchtitan, default settings",
+    "torchtitan best": "torchtitan, at its best",
+}
+
+
+def newest(benchmark: str, **wanted: Any) -> dict[str, Any]:
+    """Return the last line of a benchmark's results with these values."""
+    lines = map(json.loads, (FOLDER / f"{benchmark}.jsonl").read_text().splitlines())
+    found: dict[str, Any] = [
+        line for line in lines if all(line[key] == value for key, value in wanted.items())
+    ][-1]
+    return found
+
+
+def step_table() -> str:
+    """Return CPU time against the bare loop, and peak memory, as Markdown."""
+    columns = [
+        {each["name"]: each for each in newest("step_time", vocab=vocab)["contestants"]}
+        for vocab in VOCABULARIES
+    ]
+    heads = "".join(f" vocabulary {vocab:,} |" for vocab in VOCABULARIES)
+    rows = [f"| one optimizer step |{heads}", "|---|" + "---|" * len(columns)]
+    for name, words in CONTESTANTS.items():
+        cells = [
+            f" {each[name]['ratio']:.2f}, {each[name]['peak_mib']:,} MiB |" for each in columns
+        ]
+        rows.append(f"| {words} |" + "".join(cells))
+    return "\n".join(rows)
+
+
+def sentences() -> str:
+    """Return the other benchmarks' main numbers, a list item each."""
+    start = {each["name"]: each for each in newest("startup")["commands"]}
+    first_step = start["trainer run, first step"]["wall_ratio"]
+    rates = newest("data")["rates"]["256"]
+    saves = newest("checkpoint")
+    items = [
+        (
+            f"From the command line to the first step: {first_step:.2f} times `import torch` alone. "
+            f"`--help` takes {start['trainer --help']['wall_s']:.2f} s, `validate` "
+            f"{start['trainer validate']['wall_s']:.2f} s."
+        ),
+        (
+            f"Rows of 256 tokens from a memory-mapped file, in million tokens per CPU second: "
+            f"{rates['concat']:.0f} with `concat`, {rates['documents']:.0f} with `documents`, "
+            f"{rates['bare memmap']:.0f} by slicing a memmap row by row."
+        ),
+        (
+            f"An asynchronous save of {saves['gigabytes']:.0f} GB keeps training waiting for "
+            f"{1e3 * saves['blocked_seconds']:.1f} ms, a synchronous one for "
+            f"{saves['sync_seconds']:.1f} s."
+        ),
+    ]
+    return "\n".join(fill(item, 118, initial_indent="- ", subsequent_indent="  ") for item in items)
+
+
+if __name__ == "__main__":
+    print(f"{step_table()}\n\n{sentences()}")
