@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,7 @@ from typing import Self
 from .errors import EnvironmentFault, RunInUse
 from .files import atomic_write
 
+PATIENCE_SECONDS = 0.5
 _UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _held: set[int] = set()
 
@@ -101,7 +103,7 @@ class RunDirectory:
         path = self.path / ".lock"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(descriptor)
         except OSError as error:
             os.close(descriptor)
             if error.errno in _UNSUPPORTED:
@@ -129,6 +131,18 @@ class RunDirectory:
             _held.remove(self._lock)
             os.close(self._lock)
         self._lock = None
+
+
+def _take(descriptor: int) -> None:
+    """Take a lock, giving the children of a run that was just killed a moment to end."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 def _holder(path: Path) -> str:
