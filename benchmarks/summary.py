@@ -60,8 +60,8 @@ def sentences() -> str:
     saves = newest("checkpoint")
     items = [
         (
-            f"From the command line to the first step: {first_step:.2f} times `import torch` alone. "
-            f"`--help` takes {start['trainer --help']['wall_s']:.2f} s, `validate` "
+            f"From the command line to the first step: {first_step:.2f} times `import torch` "
+            f"alone. `--help` takes {start['trainer --help']['wall_s']:.2f} s, `validate` "
             f"{start['trainer validate']['wall_s']:.2f} s."
         ),
         (
