@@ -21,7 +21,7 @@ from pathlib import Path
 
 GRANTS, REPORTS = "BENCHMARK_GRANTS_FD", "BENCHMARK_REPORTS_FD"
 START_TIMEOUT_SECONDS = 600
-STEP_TIMEOUT_SECONDS = 120
+STEP_TIMEOUT_SECONDS = 300
 
 
 class Turn:
@@ -106,7 +106,9 @@ class Contestant:
         line = os.read(self._reports, 4096) if ready else b""
         if not line:
             self._process.kill()
-            raise ContestantError(self.log.read_text(errors="replace").strip()[-1500:])
+            end = f"ended with {self._process.wait()}" if ready else f"no step in {timeout} s"
+            output = self.log.read_text(errors="replace").strip()
+            raise ContestantError(f"{self.name}: {end}\n{output[-1500:]}")
         report: dict[str, float] = json.loads(line)
         return report
 
