@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -104,6 +105,19 @@ class DocumentSource(SourceConfig):
         from .prepare import open_or_prepare
 
         return open_or_prepare(self, tokenizer, cache)
+
+
+@dataclass(frozen=True)
+class MarkedText:
+    """A document of which only some parts are learned from, such as the assistant's turns.
+
+    Args:
+        text: the whole document.
+        learned: `[start, stop)` ranges of its characters, ascending, that count in the loss.
+    """
+
+    text: str
+    learned: tuple[tuple[int, int], ...]
 
 
 class DocumentFault:

@@ -35,6 +35,7 @@ FREE = (
     "checkpoint",
     "evaluate",
     "metrics",
+    "profile",
     "resilience",
     "plugins",
 )

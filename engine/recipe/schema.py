@@ -34,7 +34,10 @@ class Recipe(Table):
     kernels: tables.Kernels = tables.Kernels()
     checkpoint: tables.Checkpoint = tables.Checkpoint()
     evaluate: tables.Evaluate = tables.Evaluate()
+    ema: tables.EMA = tables.EMA()
+    lora: tables.LoRA = tables.LoRA()
     metrics: tables.Metrics = tables.Metrics()
+    profile: tables.Profile = tables.Profile()
     resilience: tables.Resilience = tables.Resilience()
     plugins: tables.Plugins = tables.Plugins()
 

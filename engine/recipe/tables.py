@@ -123,6 +123,10 @@ class Checkpoint(Table):
     pinned memory on a GPU"""
     last: Literal["full", "weights"] = "full"
     """what the final checkpoint holds"""
+    keep_best: bool = False
+    """also keep the checkpoint with the best `evaluate.metric`, under the alias checkpoints/best"""
+    export: Literal["none", "hf"] = "none"
+    """"hf": at the end also write {dir}/{name}/hf, a folder that transformers loads"""
 
 
 class Evaluate(Table):
@@ -132,6 +136,50 @@ class Evaluate(Table):
     """optimizer steps between evaluations; 0: never"""
     steps: Count = 10
     """batches of the validation split"""
+    metric: Literal["loss", "perplexity"] = "loss"
+    """what the best checkpoint and early stopping go by"""
+    direction: Literal["min", "max"] = "min"
+    """whether a lower or a higher value of the metric is better"""
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """a smaller change than this is no improvement"""
+    patience: CountOrZero = 0
+    """evaluations in a row without improvement before the run ends early; 0: never"""
+
+
+class EMA(Table):
+    """An exponential moving average of the weights."""
+
+    decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """share of the average that each update keeps, such as 0.999; 0: no average"""
+    interval: Count = 1
+    """optimizer steps between updates of the average"""
+
+
+class LoRA(Table):
+    """Low-rank adapters: the weights are frozen, and small matrices beside them are trained."""
+
+    rank: CountOrZero = 0
+    """width of the adapters; 0: none, all weights are trained"""
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    """the adapters' output is scaled by alpha / rank"""
+    targets: Annotated[list[str], Field(min_length=1, max_length=100)] = [
+        "*.attention.[qkvo].weight",
+        "*.mlp.*.weight",
+    ]
+    """which weights get one: globs over parameter names, or "re:..." for a regular expression"""
+
+
+class Profile(Table):
+    """Where the time and the memory of some steps go."""
+
+    steps: CountOrZero = 0
+    """how many optimizer steps are profiled; 0: none"""
+    start: Count = 10
+    """the first of them, counted from where this attempt starts"""
+    memory: bool = False
+    """also record every allocation: a memory snapshot on a GPU, a memory column on a CPU"""
+    ranks: Annotated[list[CountOrZero], Field(min_length=1, max_length=1024)] = [0]
+    """which ranks write traces to {dir}/{name}/profiles"""
 
 
 class Metrics(Table):

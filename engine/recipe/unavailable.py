@@ -6,8 +6,6 @@ from .positions import KeyPath
 
 _KEYS = ("parallel.pipelining", "parallel.rules", "precision.float8", "precision.mx")
 _VALUES = {
-    "tokenizer.name": ("bpe",),
-    "data.sources.*.name": ("parquet", "hf"),
     "memory.recompute": ("selective", "every_n", "budget"),
     "kernels.*": ("triton",),
 }
