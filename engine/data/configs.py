@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -89,12 +89,24 @@ class DocumentSource(SourceConfig):
     on_error: Literal["stop", "skip"] = "stop"
     """a document that cannot be read: "stop" with its file and line, or "skip" and count it"""
 
-    def documents(self) -> Iterator[str | DocumentFault]:
+    def documents(self) -> Iterator[Document]:
         """Yield the documents in an order that depends on the source alone.
 
         A document that cannot be read is yielded as a `DocumentFault`.
         """
         raise NotImplementedError
+
+    def parts(self) -> Sequence[Any]:
+        """Return pieces for `read` that can be pickled: in order, together every document once.
+
+        Where they are cut depends on the source alone. About 64 MB each is a good size: processes
+        tokenise parts side by side, and what is interrupted goes on after the last finished ones.
+        """
+        return [None]
+
+    def read(self, part: Any) -> Iterator[Document]:
+        """Yield the documents of a part."""
+        return self.documents()
 
     def fingerprint(self) -> str:
         """Return a text that changes whenever the documents may have changed."""
@@ -120,12 +132,32 @@ class MarkedText:
     learned: tuple[tuple[int, int], ...]
 
 
+@dataclass(frozen=True)
 class DocumentFault:
-    """A document that cannot be read, and where it stands."""
+    """A document that cannot be read, and where it stands.
 
-    def __init__(self, place: str, reason: str) -> None:
-        self.place = place
-        self.reason = reason
+    Args:
+        file: its file, or another name that users know.
+        reason: what is wrong.
+        line: the line, from 1, counted from byte `start` of the file on; 0: none.
+        start: where a line of the file begins.
+    """
+
+    file: str
+    reason: str
+    line: int = 0
+    start: int = 0
+
+    @property
+    def place(self) -> str:
+        """Return `file:line`; the lines before `start` are counted now."""
+        from .parts import lines_before
+
+        line = self.line and lines_before(self.file, self.start) + self.line
+        return f"{self.file}:{line}" if line else self.file
+
+
+Document = str | MarkedText | DocumentFault
 
 
 @sources.register
@@ -136,7 +168,7 @@ class PythonSource(DocumentSource):
     max_bytes: CountOrZero = 0
     """stop after this many bytes of text; 0 takes all"""
 
-    def documents(self) -> Iterator[str | DocumentFault]:
+    def documents(self) -> Iterator[Document]:
         """Yield the library's modules, in a fixed scattered order."""
         from .sources import python_documents
 
@@ -156,6 +188,11 @@ class FileSource(DocumentSource):
     """a file, a folder or a glob; relative to the recipe"""
     suffix: ClassVar[str] = ""
 
+    def documents(self) -> Iterator[Document]:
+        """Yield the documents of each part."""
+        for part in self.parts():
+            yield from self.read(part)
+
     def fingerprint(self) -> str:
         """Return the files' names, sizes and times."""
         from .sources import files_fingerprint
@@ -169,11 +206,17 @@ class TextSource(FileSource):
 
     name: Literal["text"] = "text"
 
-    def documents(self) -> Iterator[str | DocumentFault]:
-        """Yield the files in the order of their names."""
-        from .sources import text_documents
+    def parts(self) -> Sequence[Any]:
+        """Return runs of files in the order of their names, and pieces of large ones."""
+        from .sources import text_parts
 
-        return text_documents(self.path, self.suffix)
+        return text_parts(self.path, self.suffix)
+
+    def read(self, part: Any) -> Iterator[Document]:
+        """Yield one document a file."""
+        from .sources import read_text
+
+        return read_text(part)
 
 
 @sources.register
@@ -185,11 +228,17 @@ class JsonlSource(FileSource):
     """the key that holds the text"""
     suffix: ClassVar[str] = ".jsonl"
 
-    def documents(self) -> Iterator[str | DocumentFault]:
-        """Yield one document a line."""
-        from .sources import jsonl_documents
+    def parts(self) -> Sequence[Any]:
+        """Return runs of files in the order of their names, and whole lines of large ones."""
+        from .sources import line_parts
 
-        return jsonl_documents(self.path, self.suffix, self.field)
+        return line_parts(self.path, self.suffix)
+
+    def read(self, part: Any) -> Iterator[Document]:
+        """Yield one document a line."""
+        from .sources import read_jsonl
+
+        return read_jsonl(part, self.field)
 
     def fingerprint(self) -> str:
         """Return the files' names, sizes and times, and the field."""

@@ -15,7 +15,7 @@ from xxhash import xxh3_128_hexdigest
 
 from ..errors import DataError, EnvironmentFault
 from ..files import sync_folder
-from .configs import DocumentFault, DocumentSource
+from .configs import Document, DocumentFault, DocumentSource
 from .store import FORMAT, StoreWriter, TokenStore
 from .tokenizer import Tokenizer
 
@@ -111,10 +111,10 @@ def _prepare(source: DocumentSource, tokenizer: Tokenizer, folder: Path) -> None
 
 
 def _batches(
-    documents: Iterable[str | DocumentFault],
-) -> Iterator[list[str | DocumentFault]]:
+    documents: Iterable[Document],
+) -> Iterator[list[Document]]:
     """Group documents so that a batch is worth a call and fits in memory."""
-    batch: list[str | DocumentFault] = []
+    batch: list[Document] = []
     characters = 0
     for document in documents:
         batch.append(document)

@@ -6,18 +6,19 @@ import json
 import os
 import platform
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from glob import glob, has_magic
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from ..errors import DataError
-from .configs import DocumentFault
+from .configs import Document, DocumentFault, MarkedText
 from .order import GOLDEN, mix
+from .parts import PART_BYTES, Part, Span, file_parts, skip_line
 from .store import TokenStore
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def python_files() -> list[tuple[str, os.stat_result]]:
     return [(path, status) for _, path, status in sorted(found, key=lambda file: file[0])]
 
 
-def python_documents(max_bytes: int) -> Iterator[str | DocumentFault]:
+def python_documents(max_bytes: int) -> Iterator[Document]:
     """Yield the standard library's modules, at most `max_bytes` of them (0: all)."""
     total = 0
     for path, status in python_files():
@@ -123,74 +124,119 @@ def files_fingerprint(pattern: str, suffix: str) -> str:
     return xxh3_128_hexdigest(repr(states).encode())
 
 
-def text_documents(pattern: str, suffix: str) -> Iterator[str | DocumentFault]:
-    """Yield the text files, those over 64 MiB in parts that end at a line's end."""
-    for path in matching_files(pattern, suffix):
+def text_parts(pattern: str, suffix: str) -> list[Part]:
+    """Return parts whose spans are documents: a file each, and those over 64 MiB cut at lines."""
+    return file_parts(matching_files(pattern, suffix), MAX_DOCUMENT_BYTES)
+
+
+def line_parts(pattern: str, suffix: str) -> list[Part]:
+    """Return parts of whole lines."""
+    return file_parts(matching_files(pattern, suffix), PART_BYTES)
+
+
+def read_text(part: Part) -> Iterator[Document]:
+    """Yield a document a span."""
+    for span in part:
         try:
-            with open(path, "rb") as file:
-                line = 1
-                while block := file.read(MAX_DOCUMENT_BYTES):
-                    block += file.readline()
-                    yield decode(block, str(path), line)
-                    line += block.count(b"\n")
+            with open(span.file, "rb") as file:
+                file.seek(span.start)
+                block = file.read(span.stop - span.start)
         except OSError as error:
-            yield DocumentFault(str(path), str(error.strerror))
+            yield DocumentFault(span.file, str(error.strerror))
+            continue
+        if block:
+            yield decode(block, span.file, 1, span.start)
 
 
-def decode(block: bytes, place: str, line: int) -> str | DocumentFault:
-    """Return UTF-8 text without a byte-order mark, or where it stops being UTF-8."""
+def decode(block: bytes, file: str, line: int, start: int) -> str | DocumentFault:
+    """Return UTF-8 text without a byte-order mark, or where it stops being UTF-8.
+
+    Args:
+        block: the bytes.
+        file: where they come from.
+        line: the line that they begin with, counted from byte `start` of the file on.
+        start: see `line`.
+    """
     try:
         return block.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line += block.count(b"\n", 0, error.start)
         found = f"byte 0x{block[error.start]:02x} is not UTF-8 ({error.reason})"
-        return DocumentFault(f"{place}:{line}", found)
+        return DocumentFault(file, found, line, start)
 
 
-def jsonl_documents(pattern: str, suffix: str, field: str) -> Iterator[str | DocumentFault]:
-    """Yield one field of each line; blank lines are passed over."""
-    for path in matching_files(pattern, suffix):
-        number = 0
-        try:
-            with open(path, "rb") as file:
-                while line := file.readline(MAX_DOCUMENT_BYTES):
-                    number += 1
-                    if len(line) == MAX_DOCUMENT_BYTES and not line.endswith(b"\n"):
-                        while line and not line.endswith(b"\n"):
-                            line = file.readline(MAX_DOCUMENT_BYTES)
-                        limit = MAX_DOCUMENT_BYTES >> 20
-                        yield DocumentFault(f"{path}:{number}", f"line longer than {limit} MiB")
-                    elif not line.isspace():
-                        yield _json_text(line, field, str(path), number)
-        except OSError as error:
-            yield DocumentFault(f"{path}:{number + 1}", str(error.strerror))
+def read_jsonl(part: Part, field: str) -> Iterator[Document]:
+    """Yield one field of each line."""
+    return read_objects(part, lambda value: _text_of(value, field))
 
 
-def _json_text(line: bytes, field: str, path: str, number: int) -> str | DocumentFault:
-    place = f"{path}:{number}"
-    text = decode(line, path, number)
-    if isinstance(text, DocumentFault):
-        return text
+def read_objects(
+    part: Part, document: Callable[[dict[str, Any]], str | MarkedText]
+) -> Iterator[Document]:
+    """Yield a document a line of JSON; blank lines are passed over.
+
+    Args:
+        part: whole lines of files.
+        document: makes the document of a line's object; a ValueError says what is wrong with it.
+    """
+    for span in part:
+        for number, line in _lines(span):
+            if isinstance(line, DocumentFault):
+                yield line
+                continue
+            try:
+                yield document(_json_object(line))
+            except ValueError as error:
+                yield DocumentFault(span.file, str(error), number, span.start)
+
+
+def _lines(span: Span) -> Iterator[tuple[int, str | DocumentFault]]:
+    """Yield each line that is not blank, with its number in the span."""
+    number = 0
     try:
-        value = json.loads(text)
+        with open(span.file, "rb") as file:
+            file.seek(span.start)
+            left = span.stop - span.start
+            while left > 0 and (line := file.readline(MAX_DOCUMENT_BYTES)):
+                number += 1
+                left -= len(line)
+                if len(line) == MAX_DOCUMENT_BYTES and not line.endswith(b"\n"):
+                    left -= skip_line(file)
+                    found = f"line longer than {MAX_DOCUMENT_BYTES >> 20} MiB"
+                    yield number, DocumentFault(span.file, found, number, span.start)
+                elif not line.isspace():
+                    yield number, decode(line, span.file, number, span.start)
+    except OSError as error:
+        yield number, DocumentFault(span.file, str(error.strerror), number + 1, span.start)
+
+
+def _json_object(line: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        return DocumentFault(place, f"not JSON: {error}")
+        raise ValueError(f"not JSON: {error}") from error
     if not isinstance(value, dict):
-        return DocumentFault(place, f"expected a JSON object, found {_json_kind(value)}")
+        raise ValueError(f"expected a JSON object, found {json_kind(value)}")
+    return value
+
+
+def _text_of(value: dict[str, Any], field: str) -> str:
     if field not in value:
         known = ", ".join(sorted(value)[:10])
-        return DocumentFault(place, f'no field "{field}"; the line has: {known}'[:300])
+        raise ValueError(f'no field "{field}"; the line has: {known}'[:300])
     document = value[field]
     if not isinstance(document, str):
-        return DocumentFault(place, f'"{field}" is {_json_kind(document)}, expected a string')
+        raise ValueError(f'"{field}" is {json_kind(document)}, expected a string')
     try:
         document.encode()
-    except UnicodeEncodeError:
-        return DocumentFault(place, f'"{field}" holds half of a surrogate pair (\\ud800-\\udfff)')
+    except UnicodeEncodeError as error:
+        found = f'"{field}" holds half of a surrogate pair (\\ud800-\\udfff)'
+        raise ValueError(found) from error
     return document
 
 
-def _json_kind(value: object) -> str:
+def json_kind(value: object) -> str:
+    """Return what JSON calls a value, with its article."""
     if value is None:
         return "null"
     if isinstance(value, dict):

@@ -153,12 +153,12 @@ def test_a_large_text_file_becomes_parts_that_end_with_lines(
     text = "".join(f"line {number} é\n" for number in range(60))
     file = tmp_path / "large.txt"
     file.write_text(text, encoding="utf-8")
-    parts = list(sources.text_documents(str(file), ""))
+    parts = list(TextSource(path=str(file)).documents())
     assert len(parts) > 3
     assert all(isinstance(part, str) and part.endswith("\n") for part in parts)
     assert "".join(part for part in parts if isinstance(part, str)) == text
     file.write_bytes(text.encode() + b"\xff")
-    fault = list(sources.text_documents(str(file), ""))[-1]
+    fault = list(TextSource(path=str(file)).documents())[-1]
     assert isinstance(fault, DocumentFault)
     assert fault.place == f"{file}:61"
 
@@ -167,7 +167,7 @@ def test_an_unreadable_file_is_a_fault_of_that_file(tmp_path: Path) -> None:
     good, gone = tmp_path / "a.txt", tmp_path / "b.txt"
     for file in (good, gone):
         file.write_text("x")
-    documents = sources.text_documents(str(tmp_path), "")
+    documents = TextSource(path=str(tmp_path)).documents()
     assert next(documents) == "x"
     gone.unlink()
     fault = next(documents)
