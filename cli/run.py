@@ -59,4 +59,4 @@ def run(
     from ..engine.run import run as run_recipe
 
     allowed = [key.strip() for key in allow_changed.split(",") if key.strip()]
-    raise typer.Exit(run_recipe(loaded, world, allow_changed=allowed, dry_run=dry_run))
+    raise typer.Exit(run_recipe(loaded.recipe, world, allow_changed=allowed, dry_run=dry_run))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import platform
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,9 +31,9 @@ from .observe.progress import Progress, logged_to, open_progress
 from .observe.throughput import Throughput, device_peak_flops, peak_memory_bytes
 from .precision.dtypes import dtype_name
 from .recipe.changes import require_unchanged
-from .recipe.load import Loaded
 from .recipe.write import to_toml
 from .run_dir import RunDirectory
+from .run_state import RunState, recorded
 from .train.health import Health
 from .train.loop import train
 from .train.position import Position
@@ -47,23 +48,30 @@ if TYPE_CHECKING:
 
 
 def run(
-    loaded: Loaded, world: World, *, allow_changed: Sequence[str] = (), dry_run: bool = False
+    recipe: Recipe,
+    world: World,
+    *,
+    allow_changed: Sequence[str] = (),
+    dry_run: bool = False,
+    parts: Parts | None = None,
 ) -> ExitCode:
     """Train what a recipe describes, from its newest checkpoint or from the start.
 
     Args:
-        loaded: the validated recipe.
+        recipe: what to train, validated.
         world: this process's place among the ranks.
         allow_changed: keys that may differ from those in the checkpoint.
         dry_run: assemble and describe, but train and write nothing.
+        parts: of this recipe, assembled already.
 
     Returns:
         DONE, or STOPPED_AND_SAVED after a signal.
     """
-    recipe = loaded.recipe
     device = pick_device(world)
     with ExitStack() as stack:
-        stop = stack.enter_context(StopFlag())
+        stop = StopFlag()
+        if threading.current_thread() is threading.main_thread():  # Python's rule for handlers
+            stack.enter_context(stop)
         timeout_seconds = recipe.resilience.collective_timeout_seconds
         stop.group = stack.enter_context(process_group(world, device, timeout_seconds))
         progress = open_progress(world.rank)
@@ -77,7 +85,7 @@ def run(
         if world.rank == 0:
             stack.enter_context(directory)
         session = Session(recipe, world, device, directory, stop, progress)
-        return session.train(allow_changed)
+        return session.train(allow_changed, parts)
 
 
 @dataclass
@@ -91,7 +99,7 @@ class Session:
     stop: StopFlag
     progress: Progress
 
-    def train(self, allow_changed: Sequence[str]) -> ExitCode:
+    def train(self, allow_changed: Sequence[str], parts: Parts | None = None) -> ExitCode:
         """Resume or start, and train to the end or to a signal."""
         recipe, checkpoint = self.recipe, self.recipe.checkpoint
         store = CheckpointStore(
@@ -105,7 +113,7 @@ class Session:
         if found is not None:
             require_unchanged(found.manifest.recipe, recipe.model_dump(), allow_changed)
         seed_everything(recipe.run.seed, self.world.rank)
-        parts = assemble(recipe, self.world, self.device, fresh=found is None)
+        parts = parts or assemble(recipe, self.world, self.device, fresh=found is None)
         for note in parts.notes:
             self.progress.note(note)
         position = Position()
@@ -121,13 +129,20 @@ class Session:
             self.progress.note(f"resumed from {found.path} (step {position.step})")
         if self.world.rank == 0:
             atomic_write(self.directory.recipe, to_toml(recipe))
-        with self._observe(parts) as observer, paced_garbage_collection(recipe.run.gc_interval):
+        state = self._state(parts, position.step, identity.attempt)
+        place = self.directory.path if self.world.rank == 0 else None
+        with (
+            recorded(state, place),
+            self._observe(parts) as observer,
+            paced_garbage_collection(recipe.run.gc_interval),
+        ):
             try:
                 outcome = train(parts, position, saver, health, observer, self.stop)
             except Diverged:
                 saver.finish()  # the last good state may still be on its way to the disk
                 raise
             saver.finish()
+            state.outcome = outcome
         if outcome == "stopped":
             self.progress.note(f"stopped after step {position.step}, saved; run again to go on")
             return ExitCode.STOPPED_AND_SAVED
@@ -175,6 +190,17 @@ class Session:
             },
             run_id=found.manifest.run_id if found else uuid.uuid4().hex,
             attempt=found.manifest.attempt + 1 if found else 0,
+        )
+
+    def _state(self, parts: Parts, start_step: int, attempt: int) -> RunState:
+        """Return what `trainer status` reads of this attempt."""
+        cuda = self.device.type == "cuda"
+        return RunState(
+            total_steps=parts.total_steps,
+            start_step=start_step,
+            attempt=attempt,
+            world=self.world.world_size,
+            device=torch.cuda.get_device_name(self.device) if cuda else "cpu",
         )
 
     def _observe(self, parts: Parts) -> Observer:

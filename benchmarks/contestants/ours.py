@@ -110,7 +110,7 @@ def main() -> None:
     if options.compute:
         overrides.append(f"precision.compute={options.compute}")
     take_turns(Turn())
-    run(load_recipe(recipe, overrides), World())
+    run(load_recipe(recipe, overrides).recipe, World())
 
 
 def take_turns(turn: Turn) -> None:

@@ -41,6 +41,9 @@ def process_group(
         return
     timeout = timedelta(seconds=timeout_seconds)
     on_gpu = device.type == "cuda"
+    if dist.is_initialized():  # who joined the ranks also parts them
+        yield dist.new_group(backend="gloo", timeout=timeout) if on_gpu else dist.group.WORLD
+        return
     try:
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",

@@ -63,7 +63,7 @@ def rank_process(recipe, overrides, environment, allow_changed, before):
             before()
         world = find_world()
         loaded = load_recipe(recipe, overrides, world=world.world_size)
-        code = run(loaded, world, allow_changed=allow_changed)
+        code = run(loaded.recipe, world, allow_changed=allow_changed)
     except TrainerError as error:
         print(error.render(), file=sys.stderr, flush=True)
         code = error.exit_code
