@@ -1,0 +1,78 @@
+"""state.json: what an attempt at a run says of itself, at its start and at its end. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from .files import atomic_write
+
+LONGEST_REASON = 500
+
+
+@dataclass(kw_only=True)
+class RunState:
+    """One attempt; the file holds the newest."""
+
+    total_steps: int
+    """where the run is to end"""
+    start_step: int = 0
+    """where this attempt went on from"""
+    attempt: int = 0
+    world: int = 1
+    device: str = ""
+    started_at: str = ""
+    ended_at: str = ""
+    outcome: str = ""
+    """"finished", "stopped" or "failed"; empty while it runs, and for good if it was killed"""
+    reason: str = ""
+    """of a failure"""
+
+
+@contextmanager
+def recorded(state: RunState, folder: Path | None) -> Iterator[RunState]:
+    """Keep state.json up to date around a training loop that sets `state.outcome`.
+
+    Args:
+        folder: the run directory; None on all ranks but one.
+    """
+    state.started_at = _now()
+    _write(state, folder)
+    try:
+        yield state
+    except BaseException as error:
+        state.outcome = "failed"
+        state.reason = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
+        raise
+    finally:
+        state.ended_at = _now()
+        _write(state, folder)
+
+
+def read_state(folder: Path) -> RunState | None:
+    """Return what the newest attempt said; None: nothing that can be read."""
+    try:
+        content: Any = json.loads((folder / "state.json").read_bytes())
+        known = {field.name: type(field.default) for field in fields(RunState)}
+        known["total_steps"] = int
+        if all(isinstance(content.get(name, kind()), kind) for name, kind in known.items()):
+            return RunState(**{name: content[name] for name in known if name in content})
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        pass
+    return None
+
+
+def _write(state: RunState, folder: Path | None) -> None:
+    """Write the file; a full disk must not end a run for it."""
+    if folder is not None:
+        with suppress(OSError):
+            atomic_write(folder / "state.json", json.dumps(asdict(state), indent=1) + "\n")
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
