@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from .errors import ExitCode, TrainerError
 from .launch.environment import World, find_world
 from .recipe import load
 from .recipe.schema import Recipe
+from .recipe.write import toml_value
 
 if TYPE_CHECKING:
     from .assemble import Parts
@@ -113,12 +113,12 @@ def train(what: Recipe | Parts, *, allow_changed: Sequence[str] = ()) -> Result:
 
 
 def _as_texts(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield `key=value` for each value of a tree; JSON's spelling of these is TOML's too."""
+    """Yield `key=value` for each value of a tree."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _as_texts(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}={json.dumps(value, ensure_ascii=False, default=str)}"
+            yield f"{prefix}{key}={toml_value(str(value) if isinstance(value, Path) else value)}"
 
 
 def _require_group(world: World) -> None:

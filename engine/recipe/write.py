@@ -30,7 +30,7 @@ def _table(values: Mapping[str, Any], path: KeyPath, comment: Comment) -> Iterat
     for key, value in values.items():
         if key not in tables and value is not None:
             yield from _comment_lines(comment((*path, key)))
-            yield f"{quoted_part(key)} = {_value(value)}"
+            yield f"{quoted_part(key)} = {toml_value(value)}"
     for key, value in tables.items():
         here = (*path, key)
         for item in value if isinstance(value, list) else [value]:
@@ -51,15 +51,16 @@ def _comment_lines(text: str) -> Iterator[str]:
     yield from (f"# {line}" for line in text.splitlines())
 
 
-def _value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """Return a plain value as TOML writes it, in one line."""
     if isinstance(value, str):
         # JSON's escapes are TOML's, but for DEL, which TOML wants escaped too.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, Mapping):
-        pairs = (f"{quoted_part(key)} = {_value(item)}" for key, item in value.items())
+        pairs = (f"{quoted_part(key)} = {toml_value(item)}" for key, item in value.items())
         return f"{{ {', '.join(pairs)} }}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_value(item) for item in value)}]"
+        return f"[{', '.join(toml_value(item) for item in value)}]"
     return repr(value)
