@@ -6,13 +6,16 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128_hexdigest
 
 from ..errors import DataError, EnvironmentFault, nearest
+
+if TYPE_CHECKING:
+    from .configs import MarkedText
 
 Ids = NDArray[Any]
 
@@ -32,6 +35,15 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of several texts."""
+
+    def encode_marked(self, texts: Sequence[MarkedText]) -> list[tuple[Ids, NDArray[np.bool_]]]:
+        """Return the ids of several documents, and which of them are learned.
+
+        The ids are those of `encode_batch`. A token is learned if all characters that it stands
+        for, even in part, lie in learned ranges: one that reaches over a range's border is not. A
+        token that stands for none, such as a space put before the text, goes with the character
+        after it.
+        """
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids, special tokens left out."""
@@ -54,6 +66,15 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the bytes of several texts."""
         return [self.encode(text) for text in texts]
+
+    def encode_marked(self, texts: Sequence[MarkedText]) -> list[tuple[Ids, NDArray[np.bool_]]]:
+        """Return the bytes of several documents; those of a learned character are learned."""
+        found = []
+        for marked in texts:
+            ids = self.encode(marked.text)
+            characters = np.cumsum((ids & 0xC0) != 0x80) - 1  # 10xxxxxx continues a character
+            found.append((ids, learned_tokens(marked, characters, characters + 1)))
+        return found
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text; bytes that are not UTF-8 become U+FFFD."""
@@ -97,6 +118,18 @@ class HuggingFaceTokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
+    def encode_marked(self, texts: Sequence[MarkedText]) -> list[tuple[Ids, NDArray[np.bool_]]]:
+        """Return ids by the library's offsets; its normalizer's changes are traced back."""
+        encodings = self._tokenizer.encode_batch(
+            [marked.text for marked in texts], add_special_tokens=False
+        )
+        found = []
+        for marked, encoding in zip(texts, encodings, strict=True):
+            offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+            learned = learned_tokens(marked, offsets[:, 0], offsets[:, 1])
+            found.append((np.array(encoding.ids, dtype=np.uint32), learned))
+        return found
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids, special tokens left out."""
         return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True))
@@ -106,6 +139,26 @@ class HuggingFaceTokenizer:
         shutil.copyfile(self.file, folder / "tokenizer.json")
         config = json.dumps({"eos_token": self.eos_token}, ensure_ascii=False)
         (folder / "tokenizer_config.json").write_text(config, encoding="utf-8")
+
+
+def learned_tokens(
+    marked: MarkedText, starts: NDArray[np.int64], stops: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Return which tokens are learned, [T].
+
+    Args:
+        marked: the document.
+        starts: [T], the first character of each token.
+        stops: [T], the character after its last.
+    """
+    length = len(marked.text)
+    inside = np.zeros(length + 1, dtype=np.int64)
+    for start, stop in marked.learned:
+        inside[start + 1 : stop + 1] = 1
+    before = np.cumsum(inside)  # [k]: learned characters among the first k
+    starts = np.minimum(starts, max(length - 1, 0))
+    stops = np.minimum(np.maximum(stops, starts + 1), length)
+    return np.asarray(before[stops] - before[starts] == stops - starts)
 
 
 def _load(file: Path) -> tuple[Any, bytes]:
@@ -126,6 +179,7 @@ def _load(file: Path) -> tuple[Any, bytes]:
         raise DataError(f"{file}: not a tokenizer.json: {error}") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
+    tokenizer.post_processor = None  # without special tokens it only cuts spaces off the offsets
     return tokenizer, content
 
 

@@ -6,9 +6,18 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
+from trainer.engine.data.configs import MarkedText
 from trainer.engine.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from trainer.engine.errors import DataError
 
@@ -71,6 +80,80 @@ def test_hf_ids_are_those_of_the_libraries(folder: Path) -> None:
         assert tokenizer.decode(ids.tolist()) == text.replace("<|endoftext|>", "")
     assert tokenizer.vocab_size == len(fast)
     assert tokenizer.eos_id == 1
+
+
+def naive_mask(marked: MarkedText, pieces: list[bytes]) -> list[bool]:
+    """What is learned, byte by byte, of tokens whose bytes end to end are the text."""
+    bytes_learned = [
+        any(start <= index < stop for start, stop in marked.learned)
+        for index, character in enumerate(marked.text)
+        for _ in character.encode()
+    ]
+    assert b"".join(pieces) == marked.text.encode()
+    mask, done = [], 0
+    for piece in pieces:
+        mask.append(all(bytes_learned[done : done + len(piece)]))
+        done += len(piece)
+    return mask
+
+
+@st.composite
+def marked_texts(draw: st.DrawFn) -> MarkedText:
+    text = draw(st.text(st.sampled_from("ab é東🎉\n<|endoftext|>"), max_size=20))
+    borders = sorted(draw(st.sets(st.integers(0, len(text)), max_size=6)))
+    return MarkedText(text, tuple(zip(borders[::2], borders[1::2], strict=False)))
+
+
+@given(marked_texts())
+def test_bytes_of_learned_characters_are_learned(marked: MarkedText) -> None:
+    ((ids, learned),) = ByteTokenizer().encode_marked([marked])
+    assert ids.tolist() == list(marked.text.encode())
+    assert learned.tolist() == naive_mask(marked, [bytes([token]) for token in ids.tolist()])
+
+
+@given(st.lists(marked_texts(), max_size=3))
+def test_hf_tokens_of_learned_characters_are_learned(folder: Path, texts: list) -> None:
+    tokenizer = HuggingFaceTokenizer(folder)
+    native = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    character_of_byte = {character: byte for byte, character in enumerate(byte_characters())}
+    plain = tokenizer.encode_batch([marked.text for marked in texts])
+    for marked, expected, (ids, learned) in zip(
+        texts, plain, tokenizer.encode_marked(texts), strict=True
+    ):
+        assert ids.tolist() == expected.tolist()
+        names = [native.id_to_token(token) for token in ids.tolist()]
+        pieces = [
+            name.encode() if name == "<|endoftext|>" else bytes(map(character_of_byte.get, name))
+            for name in names
+        ]
+        assert learned.tolist() == naive_mask(marked, pieces)
+
+
+def byte_characters() -> list[str]:
+    """The printable stand-in of each byte, as GPT-2's code assigns them."""
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in kept else chr(next(others)) for byte in range(256)]
+
+
+def test_a_space_in_front_of_a_range_is_not_trimmed_away(folder: Path, tmp_path: Path) -> None:
+    native = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    native.post_processor = processors.ByteLevel(trim_offsets=True)
+    native.save(str(tmp_path / "tokenizer.json"))
+    text = "x return"
+    ((ids, learned),) = HuggingFaceTokenizer(tmp_path).encode_marked([MarkedText(text, ((2, 8),))])
+    assert native.id_to_token(int(ids[1])).startswith("Ġ")
+    assert not learned[:2].any()
+    assert learned[2:].all()
+
+
+def test_a_token_that_stands_for_no_character_goes_with_the_next(tmp_path: Path) -> None:
+    native = Tokenizer(models.BPE({"<s>": 0, "▁": 1, "a": 2, "b": 3}, []))
+    native.normalizer = normalizers.Prepend("▁")
+    native.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HuggingFaceTokenizer(tmp_path, "<s>")
+    ((ids, learned),) = tokenizer.encode_marked([MarkedText("ab", ((0, 1),))])
+    assert (ids.tolist(), learned.tolist()) == ([1, 2, 3], [True, True, False])
 
 
 def test_hf_padding_and_truncation_in_the_file_are_ignored(folder: Path, tmp_path: Path) -> None:
