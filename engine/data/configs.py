@@ -96,6 +96,13 @@ class DocumentSource(SourceConfig):
         """
         raise NotImplementedError
 
+    def for_tokenizer(self, tokenizer: Tokenizer) -> DocumentSource:
+        """Return the source with what it takes from the tokenizer, such as a chat template.
+
+        Called before anything else of it is used: `parts`, `read`, `documents`, `fingerprint`.
+        """
+        return self
+
     def parts(self) -> Sequence[Any]:
         """Return pieces for `read` that can be pickled: in order, together every document once.
 
@@ -116,7 +123,7 @@ class DocumentSource(SourceConfig):
         """Return the cached tokens, written first if they are not there yet."""
         from .prepare import open_or_prepare
 
-        return open_or_prepare(self, tokenizer, cache)
+        return open_or_prepare(self.for_tokenizer(tokenizer), tokenizer, cache)
 
 
 @dataclass(frozen=True)
