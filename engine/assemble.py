@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ from ..kernels.choose import Kernels, choose
 from .data.dataset import OpenedData, open_data
 from .data.loader import Loader, validation_batches
 from .errors import EnvironmentFault, Problem, RecipeError
+from .lora.apply import add_adapters
+from .lora.names import is_adapter
 from .optim.groups import parameter_groups
 from .optim.lean import spare_compiler
 from .parallel.blocks import transform_blocks
@@ -19,6 +22,7 @@ from .parallel.data import Parallelized, is_sharded, parallelize, shard
 from .parallel.materialize import materialize, without_storage
 from .parallel.mesh import Degrees, resolve_degrees
 from .precision.dtypes import DTYPES, LossScale, compute_dtype, dtype_name
+from .train.average import WeightAverage
 from .train.step import TrainStep
 
 if TYPE_CHECKING:
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
     from .data.tokenizer import Tokenizer
     from .launch.environment import World
     from .recipe.schema import Recipe
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class Parts:
     degrees: Degrees
     parallelized: Parallelized
     optimizer: torch.optim.Optimizer
+    average: WeightAverage | None
     step: TrainStep
     loader: Loader
     validation: list[Batch]
@@ -68,6 +75,8 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
         RecipeError: the recipe does not fit the model, the data or the number of ranks.
         DataError: a source cannot be read.
     """
+    if fresh and recipe.lora.rank and not recipe.run.init_from:
+        log.warning("lora.rank is given without run.init_from: random weights are frozen")
     degrees = resolve_degrees(recipe.parallel, world.world_size)
     _apply_determinism(recipe.run.deterministic)
     tokenizer = recipe.tokenizer.build()
@@ -80,8 +89,9 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
     if sharded:
         shard(model, layout, recipe.parallel, degrees, device, model.compute_dtype, reduce)
     home = torch.device("cpu") if recipe.parallel.fsdp.offload else device
-    # Weights from elsewhere replace every one of these.
-    materialize(model, home, recipe.run.seed, fill=fresh and not recipe.run.init_from)
+    # Weights from elsewhere replace all but those of new adapters.
+    filled = is_adapter if recipe.run.init_from else True
+    materialize(model, home, recipe.run.seed, fill=fresh and filled)
     notes = [*filter(None, [world.note]), *built.notes, *data.notes]
     if fresh and recipe.run.init_from:
         notes += load_initial_weights(model, built.config, Path(recipe.run.init_from))
@@ -107,6 +117,7 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
         degrees=degrees,
         parallelized=parallelized,
         optimizer=optimizer,
+        average=WeightAverage(model, recipe.ema) if recipe.ema.decay else None,
         step=step,
         loader=Loader(data.train, recipe.data, world.rank, degrees.data),
         validation=_validation(recipe, data, world.rank, degrees.data),
@@ -138,10 +149,13 @@ def build_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device) -> B
     kernels = choose(
         recipe.kernels.model_dump(), device.type, recipe.data.seq_len, compiling=compiling
     )
+    model_notes = []
     with without_storage():
         model = config.build(kernels)
+        if recipe.lora.rank:
+            model_notes = [add_adapters(model, config.layout, recipe.lora)]
     model.compute_dtype, why = compute_dtype(recipe.precision, device)
-    notes = [f"compute in {dtype_name(model.compute_dtype)}: {why}"]
+    notes = [f"compute in {dtype_name(model.compute_dtype)}: {why}", *model_notes]
     return BuiltModel(model, config, kernels, notes)
 
 
@@ -169,7 +183,7 @@ def load_initial_weights(model: LanguageModel, config: ModelConfig, source: Path
     if source.is_dir() and candidates(source):
         from .checkpoint.reader import load_weights
 
-        manifest = load_weights(source, model)
+        manifest = load_weights(source, model, may_lack=is_adapter)
         return [f"weights from {source} (step {manifest.step})"]
     from .checkpoint.huggingface import load_huggingface
 

@@ -33,6 +33,7 @@ def load_model(path: Path, plugins: Sequence[str] = ()) -> tuple[LanguageModel, 
     from .checkpoint.find import find_checkpoint
     from .checkpoint.reader import load_weights
     from .launch.environment import World
+    from .lora.merge import merge_adapters
     from .parallel.materialize import materialize
 
     for module in plugins:
@@ -49,6 +50,7 @@ def load_model(path: Path, plugins: Sequence[str] = ()) -> tuple[LanguageModel, 
     built = build_model(recipe, tokenizer, device)
     materialize(built.model, device, seed=0, fill=False)
     load_weights(found.path, built.model)
+    merge_adapters(built.model)
     for parameter in built.model.parameters():  # once, instead of for every token
         parameter.data = parameter.data.to(built.model.compute_dtype)
     return built.model.eval(), tokenizer

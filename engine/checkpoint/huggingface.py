@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError, nearest
+from ..lora.names import is_adapter
 from ..parallel.materialize import first_element
 from .hf_folder import (
     CONFIG,
@@ -40,6 +41,7 @@ ELEMENTS_COMPARED = 2**24
 def load_huggingface(folder: Path, model: LanguageModel, config: ModelConfig) -> list[str]:
     """Fill a model's weights from safetensors, cast to its dtypes; return what a user should know.
 
+    Adapters beside them are left alone.
     Of a sharded parameter (DTensor) only this rank's part is read. There is no communication: each
     rank checks the folder for itself.
 
@@ -54,7 +56,8 @@ def load_huggingface(folder: Path, model: LanguageModel, config: ModelConfig) ->
     """
     stored = list_tensors(folder)
     settings = read_config(folder)
-    match = _match(stored, dict(model.named_parameters()), config, settings)
+    parameters = {name: p for name, p in model.named_parameters() if not is_adapter(name)}
+    match = _match(stored, parameters, config, settings)
     if not match.problems:
         match.problems = _differing_ends(stored, match.sources, config.layout)
         match.hint = "give it two with model.tie_embeddings = false"
@@ -64,7 +67,7 @@ def load_huggingface(folder: Path, model: LanguageModel, config: ModelConfig) ->
     if settings is None:
         match.notes.append(f"{folder} has no {CONFIG}: only names and shapes were compared")
     by_file: dict[Path, list[tuple[nn.Parameter, str]]] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         theirs = match.sources[name]
         by_file.setdefault(stored[theirs].file, []).append((parameter, theirs))
     for path, wanted in by_file.items():

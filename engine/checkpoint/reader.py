@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,19 +42,29 @@ def load_state(
     ranks.reduce(lambda: _read(path, manifest, state), lambda _: None)
 
 
-def load_weights(path: Path, model: nn.Module, group: ProcessGroup | None = None) -> Manifest:
+def load_weights(
+    path: Path,
+    model: nn.Module,
+    group: ProcessGroup | None = None,
+    *,
+    may_lack: Callable[[str], bool] = lambda _: False,
+) -> Manifest:
     """Fill a model's weights; return the manifest.
 
     Args:
         path: a checkpoint, or a run directory, whose newest intact checkpoint is taken.
         group: as for `CheckpointStore`; None also works on several ranks, which then each
             check every byte.
+        may_lack: says by name which weights stay as they are where the checkpoint has none of them.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it is of another model.
     """
     found = find_checkpoint(path, group)
-    load_state(found.path, found.manifest, model_state(model), group)
+    state = model_state(model)
+    if not any(map(may_lack, found.manifest.tensors)):
+        state = {name: tensor for name, tensor in state.items() if not may_lack(name)}
+    load_state(found.path, found.manifest, state, group)
     return found.manifest
 
 

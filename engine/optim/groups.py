@@ -28,11 +28,14 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return torch parameter groups: one a `[[optimizer.groups]]` entry, and one for the rest.
 
-    Each holds `params`, its peak rate as `lr` and `peak_lr`, and the entry's other values.
+    Frozen parameters are in none, and a pattern may match nothing else. Each group holds `params`,
+    its peak rate as `lr` and `peak_lr`, and the entry's other values.
 
     Raises:
         RecipeError: patterns that match no parameter, or none that an earlier one left.
     """
+    parameters = list(parameters)
+    frozen = [name for name, weight in parameters if not weight.requires_grad]
     parameters = [(name, weight) for name, weight in parameters if weight.requires_grad]
     tests = [matcher(group.match) for group in config.groups]
     members: list[list[Parameter]] = [[] for _ in range(len(tests) + 1)]
@@ -41,7 +44,7 @@ def parameter_groups(
         members[first].append(weight)
     problems = []
     for index, group in enumerate(config.groups):
-        if not members[index]:
+        if not members[index] and not any(map(tests[index], frozen)):
             problems.append(_unmatched(index, group.match, [name for name, _ in parameters]))
     if problems:
         raise RecipeError(problems)

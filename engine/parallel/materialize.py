@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -42,7 +42,11 @@ class _SkipInit(TorchFunctionMode):
 
 
 def materialize(
-    model: LanguageModel, device: torch.device, seed: int, *, fill: bool = True
+    model: LanguageModel,
+    device: torch.device,
+    seed: int,
+    *,
+    fill: bool | Callable[[str], bool] = True,
 ) -> None:
     """Give a model on `meta` its memory, initial weights and buffers, without communication.
 
@@ -52,15 +56,16 @@ def materialize(
         model: plain parameters, or sharded ones (DTensor).
         device: where parameters and buffers shall live.
         seed: of the initial weights.
-        fill: False leaves the weights for a checkpoint to fill.
+        fill: False leaves the weights for a checkpoint to fill; a function says by name which are
+            filled here.
     """
     model._apply(lambda tensor: _empty(tensor, device))  # type: ignore[no-untyped-call]
     model.init_buffers(device)
-    if not fill:
-        return
+    wanted = fill if callable(fill) else lambda _: fill
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            _fill(parameter, model.initial_values(name), f"{seed}:{name}")
+            if wanted(name):
+                _fill(parameter, model.initial_values(name), f"{seed}:{name}")
 
 
 def _empty(tensor: Tensor, device: torch.device) -> Tensor:

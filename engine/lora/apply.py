@@ -1,0 +1,85 @@
+"""Puts adapters beside the weights that a recipe names, and freezes all the others."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ...model_zoo.language_model import Constant, LanguageModel, Normal
+from ...model_zoo.layers.linear import Linear
+from ..errors import Problem, RecipeError, nearest
+from ..optim.groups import matcher
+from .layer import AdaptedLinear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ...model_zoo.layout import Layout
+    from ..recipe.tables import LoRA
+
+Rule = Normal | Constant
+
+
+def add_adapters(model: LanguageModel, layout: Layout, table: LoRA) -> str:
+    """Freeze a model and give the projections that the patterns name an adapter, in place.
+
+    Names of weights stay as they are. Call it before weights have memory, and before whatever wraps
+    or shards modules.
+
+    Returns:
+        how much is trained, in words.
+
+    Raises:
+        RecipeError: a pattern names no projection in a block.
+    """
+    blocks = model.get_submodule(layout.blocks)
+    projections = {
+        f"{layout.blocks}.{path}": module
+        for path, module in blocks.named_modules()
+        if isinstance(module, Linear)
+    }
+    chosen = _choose(table.targets, [f"{path}.weight" for path in projections], model)
+    total = sum(weight.numel() for weight in model.parameters())
+    model.requires_grad_(False)
+    rules: dict[str, Rule] = {}
+    trained = 0
+    for path, projection in projections.items():
+        if f"{path}.weight" in chosen:
+            adapted = AdaptedLinear(projection, table.rank, table.alpha)
+            model.set_submodule(path, adapted)
+            rules |= {f"{path}.{name}": rule for name, rule in adapted.initial_values().items()}
+            trained += adapted.lora_a.numel() + adapted.lora_b.numel()
+    initial_values = partial(_initial_values, rules, model.initial_values)
+    model.initial_values = initial_values  # type: ignore[method-assign]
+    return (
+        f"lora: adapters of rank {table.rank} on {len(chosen)} weights: "
+        f"{trained:,} parameters are trained, {total:,} are frozen"
+    )
+
+
+def _initial_values(rules: Mapping[str, Rule], others: Callable[[str], Rule], name: str) -> Rule:
+    return rules[name] if name in rules else others(name)
+
+
+def _choose(patterns: list[str], names: list[str], model: LanguageModel) -> set[str]:
+    """Return the names that any pattern matches."""
+    chosen: set[str] = set()
+    problems = []
+    for index, pattern in enumerate(patterns):
+        found = set(filter(matcher(pattern), names))
+        if not found:
+            every = [name for name, _ in model.named_parameters()]
+            problems.append(_unmatched(index, pattern, names, every))
+        chosen |= found
+    if problems:
+        raise RecipeError(problems)
+    return chosen
+
+
+def _unmatched(index: int, pattern: str, names: list[str], every: list[str]) -> Problem:
+    hint = nearest(pattern, names) or f"weights are named like {names[0]} and {names[-1]}"
+    others = any(map(matcher(pattern), every))
+    reason = "only what cannot have an adapter: the projections in blocks can" if others else ""
+    return Problem(
+        f'"{pattern}" matches {reason or "no weight"}', key=f"lora.targets.{index}", hint=hint
+    )
