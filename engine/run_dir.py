@@ -125,6 +125,27 @@ class RunDirectory:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(holder).encode() + b"\n", 0)
 
+    def holder(self) -> str:
+        """Return whose run this is, or an empty string if nobody holds the lock.
+
+        Asks for a shared lock and gives it back at once; a run that starts in that very instant
+        tries again (`PATIENCE_SECONDS`).
+        """
+        path = self.path / ".lock"
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except OSError:
+            return ""
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _holder(path)
+        except OSError:
+            return ""
+        finally:
+            os.close(descriptor)
+        return ""
+
     def unlock(self) -> None:
         """Give the lock back; nothing happens if it is not held."""
         if self._lock in _held:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from .files import atomic_write
 
@@ -34,6 +35,9 @@ class RunState:
     """of a failure"""
 
 
+_TYPE = TypeAdapter(RunState)
+
+
 @contextmanager
 def recorded(state: RunState, folder: Path | None) -> Iterator[RunState]:
     """Keep state.json up to date around a training loop that sets `state.outcome`.
@@ -57,14 +61,9 @@ def recorded(state: RunState, folder: Path | None) -> Iterator[RunState]:
 def read_state(folder: Path) -> RunState | None:
     """Return what the newest attempt said; None: nothing that can be read."""
     try:
-        content: Any = json.loads((folder / "state.json").read_bytes())
-        known = {field.name: type(field.default) for field in fields(RunState)}
-        known["total_steps"] = int
-        if all(isinstance(content.get(name, kind()), kind) for name, kind in known.items()):
-            return RunState(**{name: content[name] for name in known if name in content})
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        pass
-    return None
+        return _TYPE.validate_json((folder / "state.json").read_bytes())
+    except (OSError, ValidationError):
+        return None
 
 
 def _write(state: RunState, folder: Path | None) -> None:

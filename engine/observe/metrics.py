@@ -49,7 +49,7 @@ class MetricsLog:
         Raises:
             OSError: the disk is full. Rows written later are whole again.
         """
-        line = json.dumps({key: _plain(value) for key, value in row.items()}, allow_nan=False)
+        line = json.dumps({key: plain(value) for key, value in row.items()}, allow_nan=False)
         data = (b"\n" if self._torn else b"") + line.encode() + b"\n"
         self._torn = True
         self._torn = os.write(self._file, data) != len(data)
@@ -67,14 +67,16 @@ class MetricsLog:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a finished or live run; a torn line is left out."""
-    text = path.read_bytes().decode("utf-8", errors="replace")
-    return [
-        {
-            key: _WORDS.get(value, value) if isinstance(value, str) else value
-            for key, value in row.items()
-        }
-        for _, row in _rows(text)
-    ]
+    return list(decode_rows(path.read_bytes().decode("utf-8", errors="replace")))
+
+
+def decode_rows(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows in some lines of the file, words for numbers turned into numbers."""
+    for _, row in _rows(text):
+        for key, value in row.items():
+            if isinstance(value, str):
+                row[key] = _WORDS.get(value, value)
+        yield row
 
 
 def _rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -88,7 +90,8 @@ def _rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield line + "\n", row
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a value as JSON can hold it: a number that is not finite becomes a word."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
