@@ -10,7 +10,8 @@ The word after the fence says what a block is, and further words what to do with
     ```toml NAME.toml    a recipe, kept under this name for the commands that follow
     ```toml              part of a recipe
     ```toml invalid      not checked here, but by the command that shows its mistakes
-    ```python NAME.py    a module, kept under this name
+    ```python NAME.py    a module, kept under this name and run (not run: `python NAME.py no-run`)
+    ```jsonl NAME.jsonl  a file, kept under this name; also `json`, `jinja` and `text`
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Block:
     @property
     def file_name(self) -> str:
         """The name to keep it under, or an empty string."""
-        return next((word for word in self.words if word.endswith((".toml", ".py"))), "")
+        return next((word for word in self.words if re.search(r"^[^=]*\.\w+$", word)), "")
 
     @property
     def exit_code(self) -> int:

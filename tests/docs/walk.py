@@ -1,0 +1,134 @@
+"""Follows the blocks of a document, one after the other, in a folder of their own."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trainer
+from tests.docs.blocks import shape
+from trainer.cli.main import main
+
+ROOT = Path(trainer.__file__).resolve().parent
+# What takes a minute or more runs for a few steps; all else is run as it is written.
+SHORTER = {
+    "recipes/quickstart.toml": "--set run.steps=21 --set metrics.interval=20 "
+    "--set data.global_batch=4 --set evaluate.interval=20 --set evaluate.steps=1",
+}
+FILES = ("text", "json", "jsonl", "jinja")
+
+
+class Walk:
+    """Follows a document from its first block to its last, in one folder."""
+
+    def __init__(self, folder):
+        self.folder = folder / "clone"
+        shutil.copytree(ROOT / "recipes", self.folder / "recipes")
+        programs = folder / "programs"
+        programs.mkdir()
+        for name, module in (("trainer", "-P -m trainer"), ("python", "")):
+            program = programs / name
+            program.write_text(
+                f'#!/bin/sh\nPYTHONPATH="{ROOT}/.dev:$PYTHONPATH" '
+                f'exec "{sys.executable}" {module} "$@"\n'
+            )
+            program.chmod(0o755)
+        self.environment = {
+            **os.environ,
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "PYTHONPATH": "",
+        }
+
+    def follow(self, block):
+        """Do what a block says."""
+        if block.language in ("console", "sh"):
+            for command, promised in block.commands():
+                if "no-run" in block.words:
+                    check_options(command)
+                else:
+                    self.check_command(command, promised, block)
+        elif block.language == "toml":
+            self.check_recipe(block)
+        elif block.language == "python":
+            module = block.file_name or "example.py"
+            (self.folder / module).write_text(block.text)
+            if "no-run" not in block.words:
+                self.run(f"PYTHONPATH=. python {module}")
+        else:
+            assert block.language in FILES, f"no test knows a block of {block.language!r}"
+            if block.file_name:
+                (self.folder / block.file_name).write_text(block.text)
+
+    def run(self, command, exit_code=0):
+        """Run a command line and return the lines that it prints."""
+        for recipe, options in SHORTER.items():
+            command = command.replace(f"trainer run {recipe}", f"trainer run {recipe} {options}")
+        done = subprocess.run(
+            command, shell=True, cwd=self.folder, env=self.environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == exit_code, f"{command}\n{done.stdout}"
+        return done.stdout.splitlines()
+
+    def check_command(self, command, promised, block):
+        """Run a command and compare what it prints, but for the numbers."""
+        if command.startswith("make "):
+            printed = self.follow_make(command)
+        elif command.startswith("python -m pytest "):
+            check_paths(command)
+            return
+        else:
+            printed = self.run(command, block.exit_code)
+        if "varies" not in block.words:
+            shapes = [shape(line) for line in printed]
+            missing = [line for line in promised if shape(line) not in shapes]
+            assert not missing, "\n".join(["not printed:", *missing, "but:", *printed])
+
+    def follow_make(self, command):
+        """Check that the target exists; run what it runs with `trainer`."""
+        done = subprocess.run(
+            ["make", "-n", *command.split()[1:]],
+            cwd=ROOT, capture_output=True, text=True, timeout=30,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        printed = []
+        for line in done.stdout.splitlines():
+            if re.match(r"\S+/trainer ", line):
+                printed += [line, *self.run(line[line.index("trainer ") :])]
+        return printed
+
+    def check_recipe(self, block):
+        """Validate a recipe, or a part of one."""
+        path = self.folder / (block.file_name or "part.toml")
+        path.write_text(block.text)
+        if "invalid" in block.words:
+            return
+        if not block.file_name:
+            (self.folder / "base.toml").write_text("[run]\nsteps = 10\n")
+            path.write_text(f'extends = ["base.toml"]\n{block.text}')
+        self.run(f"PYTHONPATH=. trainer validate {path.name}")
+
+
+def check_options(command):
+    """Check the options of each `trainer ...` in a command line, by asking for its help as well.
+
+    Of any other program that is ours, check that it is there.
+    """
+    for script in re.findall(r"[\w/]+\.py\b", command):
+        assert (ROOT / script).exists(), command
+    for part in re.findall(r"\btrainer (?:[^;&|]*)", command):
+        with pytest.raises(SystemExit) as stop:
+            main([*shlex.split(part)[1:], "--help"])
+        assert stop.value.code == 0, part
+
+
+def check_paths(command):
+    """Check that what a pytest command names is there; the suite runs it."""
+    for word in shlex.split(command)[3:]:
+        assert word.startswith("-") or (ROOT / word.partition("::")[0]).exists(), command
