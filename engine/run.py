@@ -20,7 +20,7 @@ import xxhash
 from .. import __version__
 from .assemble import Parts, assemble, pick_device
 from .checkpoint.find import Found, find_checkpoint
-from .checkpoint.manifest import Manifest, SaveInfo
+from .checkpoint.manifest import SaveInfo
 from .checkpoint.store import CheckpointStore
 from .errors import Diverged, ExitCode, Problem, RecipeError
 from .files import atomic_write
@@ -32,6 +32,7 @@ from .observe.throughput import Throughput, device_peak_flops, peak_memory_bytes
 from .precision.dtypes import dtype_name
 from .recipe.changes import require_unchanged
 from .recipe.write import to_toml
+from .resume import ending, refuse_other_data
 from .run_dir import RunDirectory
 from .run_state import RunState, recorded
 from .train.health import Health
@@ -122,8 +123,8 @@ class Session:
         saver = Saver(store, parts, health, identity, self.progress.warn)
         if found is not None:
             refuse_other_data(found.manifest, parts, allow_changed)
-            if found.manifest.step >= parts.total_steps:
-                self.progress.note(f"finished before: {found.path} is the last checkpoint")
+            if why := ending(found.manifest, parts):
+                self.progress.note(f"{why}: {found.path} is the last checkpoint")
                 return ExitCode.DONE
             saver.restore(found.path, found.manifest, position)
             self.progress.note(f"resumed from {found.path} (step {position.step})")
@@ -146,7 +147,10 @@ class Session:
         if outcome == "stopped":
             self.progress.note(f"stopped after step {position.step}, saved; run again to go on")
             return ExitCode.STOPPED_AND_SAVED
-        self.progress.note(f"finished: {position.step} steps in {self.directory.path}")
+        early = (
+            f"stopped early, {position.best.told()}" if outcome == "stopped early" else "finished"
+        )
+        self.progress.note(f"{early}: {position.step} steps in {self.directory.path}")
         return ExitCode.DONE
 
     def _find_start(self, store: CheckpointStore) -> Found | None:
@@ -217,29 +221,6 @@ class Session:
             ),
             lambda: peak_memory_bytes(self.device),
         )
-
-
-def refuse_other_data(saved: Manifest, parts: Parts, allowed: Sequence[str]) -> None:
-    """Check that tokenizer and tokens are those that the checkpoint was trained on.
-
-    Raises:
-        RecipeError: they are not, and `--allow-changed` does not name them.
-    """
-    found = {
-        "tokenizer": (saved.tokenizer, parts.tokenizer.fingerprint),
-        "data": (saved.data, parts.data.fingerprint),
-    }
-    problems = [
-        Problem(
-            f"the content changed since the checkpoint of step {saved.step}: was {old}, is {new}",
-            key=key,
-            hint=f"`--allow-changed {key}` goes on all the same",
-        )
-        for key, (old, new) in found.items()
-        if old != new and key not in allowed
-    ]
-    if problems:
-        raise RecipeError(problems)
 
 
 def describe(parts: Parts) -> list[str]:

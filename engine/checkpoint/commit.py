@@ -48,6 +48,7 @@ def commit(
     *,
     folder: Path,
     keep: int,
+    best: bool,
     ranks: Ranks,
     writer: Writer,
     staging: Staging | None,
@@ -62,7 +63,7 @@ def commit(
         writer.plan(state)
         ranks.reduce(
             lambda: _write_part(temporary, info.step, ranks.rank, writer, staging),
-            lambda parts: _publish(temporary, info, parts, writer, keep),
+            lambda parts: _publish(temporary, info, parts, writer, keep, best),
         )
     except CheckpointError:
         if ranks.rank == 0:
@@ -96,7 +97,9 @@ def _write_part(
     return part
 
 
-def _publish(temporary: Path, info: SaveInfo, parts: list[Part], writer: Writer, keep: int) -> None:
+def _publish(
+    temporary: Path, info: SaveInfo, parts: list[Part], writer: Writer, keep: int, best: bool
+) -> None:
     """Complete the folder, name it, and delete what it makes superfluous; on rank 0."""
     files = {name: entry for _, entries in parts for name, entry in entries.items()}
     with writing(temporary, 0):
@@ -120,6 +123,9 @@ def _publish(temporary: Path, info: SaveInfo, parts: list[Part], writer: Writer,
         faults.point("checkpoint.before_rename", 0, info.step)
         retention.publish(temporary, info.step)
         faults.point("checkpoint.after_rename", 0, info.step)
+    if best:
+        retention.point_best(temporary.parent, info.step)
+        faults.point("checkpoint.after_best", 0, info.step)
     try:
         for path in retention.superfluous(temporary.parent, keep):
             retention.remove(path)

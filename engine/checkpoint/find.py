@@ -40,10 +40,10 @@ def candidates(path: Path) -> list[Path]:
     """Return the checkpoints at a path, newest first.
 
     Args:
-        path: a run directory, a checkpoints folder, or one checkpoint.
+        path: a run directory, a checkpoints folder, or one checkpoint, also by the alias `best`.
     """
     if is_checkpoint(path):
-        return [path]
+        return [path.resolve() if path.is_symlink() else path]
     return step_folders(checkpoints_folder(path))[::-1]
 
 

@@ -3,10 +3,13 @@
 `step-00000100` is complete. Others are on their way: `.tmp-` is being written, `.old-` was replaced
 by a later save of the same step, `.del-` is being deleted. `abandoned-step-...` lies beyond the
 step from which the run went on, so it must not be resumed from; it is kept until pruned by hand.
+`best` is a link to the checkpoint with the best evaluation.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 import secrets
 import shutil
@@ -17,7 +20,10 @@ from .manifest import folder_name, verify
 
 STEP = re.compile(r"step-(\d{8,})")
 LEFTOVER = re.compile(r"\.(tmp|old|del)-(step-\d{8,})-[0-9a-f]{8}")
+BEST = "best"
 ABANDONED = re.compile(r"abandoned-step-\d{8,}-[0-9a-f]{8}")
+
+log = logging.getLogger(__name__)
 
 
 def step_folders(folder: Path) -> list[Path]:
@@ -64,14 +70,51 @@ def publish(temporary: Path, step: int) -> Path:
 
 
 def superfluous(folder: Path, keep: int) -> list[Path]:
-    """Return all but the `keep` newest checkpoints.
+    """Return all but the `keep` newest checkpoints and the one that `best` points to.
 
     A checkpoint whose names or sizes are wrong does not count as kept, and is superfluous only when
     it is older than those that do. Without any good one, nothing is.
     """
     good = [path for path in step_folders(folder) if not verify(path, hashes=False)]
     oldest_kept = step_of(good[-keep:][0]) if good else 0
-    return [path for path in step_folders(folder) if step_of(path) < oldest_kept]
+    old = [path for path in step_folders(folder) if step_of(path) < oldest_kept]
+    return [path for path in old if path != best_of(folder)]
+
+
+def best_of(folder: Path) -> Path | None:
+    """Return the checkpoint that the alias `best` points to; None: there is no such alias."""
+    try:
+        name = os.readlink(folder / BEST)
+    except OSError:
+        return None
+    return folder / name if STEP.fullmatch(name) else None
+
+
+def point_best(folder: Path, step: int) -> None:
+    """Let the alias `best` point to the checkpoint of `step`. Readers see the old or the new one.
+
+    A failure is told and changes nothing else: the checkpoint is saved.
+    """
+    alias, fresh = folder / BEST, folder / f".{BEST}"
+    try:
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(folder_name(step))
+        fresh.replace(alias)
+        sync_folder(folder)
+    except OSError as error:
+        log.warning("%s could not be renewed: %s", alias, error)
+
+
+def settle_best(folder: Path, best: int, last: int) -> None:
+    """Make the alias what it was for a run that goes on from step `last` and had its best at `best`.
+
+    A kill may have come before it was renewed; or it points beyond `last`, to a past that is left.
+    """
+    pointed = best_of(folder)
+    if (folder / folder_name(best)).is_dir():
+        point_best(folder, best)
+    elif pointed and (step_of(pointed) > last or not pointed.is_dir()):
+        (folder / BEST).unlink(missing_ok=True)
 
 
 def remove(path: Path) -> None:

@@ -62,22 +62,35 @@ class CheckpointStore:
         """
         self._ranks.reduce(lambda: None, lambda _: _make_ready(self.folder))
 
-    def save(self, state: Mapping[str, Tensor], info: SaveInfo, *, sync: bool = False) -> None:
+    def save(
+        self,
+        state: Mapping[str, Tensor],
+        info: SaveInfo,
+        *,
+        best: bool = False,
+        sync: bool = False,
+    ) -> None:
         """Save a flat state of tensors and DTensors; what differs by rank has the rank in its name.
 
         At most one save is in flight: this waits for the one before. A save in the background
         reads the state after this returns: call `wait_staged` before anything changes it.
+
+        Args:
+            state: names and tensors.
+            info: for the manifest.
+            best: once it is published, the alias `best` points to it.
+            sync: return when it is saved, whatever the mode.
 
         Raises:
             CheckpointError: a save that is not in the background failed; nothing is left of it.
         """
         self._wait()
         if sync or self._mode == "sync":
-            self._commit(state, info, None)
+            self._commit(state, info, best, None)
             return
         on_gpu = any(tensor.is_cuda for tensor in state.values())
         self._staging = Staging(torch.cuda.current_stream().record_event() if on_gpu else None)
-        self._in_flight = self._thread.submit(self._commit, state, info, self._staging)
+        self._in_flight = self._thread.submit(self._commit, state, info, best, self._staging)
 
     def wait_staged(self) -> None:
         """Wait until the state being saved has been copied; at once when nothing is."""
@@ -118,13 +131,19 @@ class CheckpointStore:
         self._wait()
         return newest_intact(self.folder, self._ranks)
 
+    def settle_best(self, best: int, last: int) -> None:
+        """Make the alias `best` what it was after step `last`, when step `best` was the best."""
+        self._ranks.reduce(lambda: None, lambda _: retention.settle_best(self.folder, best, last))
+
     def _wait(self) -> None:
         """Wait for the save in flight and keep its failure for `poll`."""
         if self._in_flight is not None:
             self._failure = self._in_flight.exception() or self._failure
             self._in_flight = None
 
-    def _commit(self, state: Mapping[str, Tensor], info: SaveInfo, staging: Staging | None) -> None:
+    def _commit(
+        self, state: Mapping[str, Tensor], info: SaveInfo, best: bool, staging: Staging | None
+    ) -> None:
         """Do one save; in the background too, so that DCP is imported there."""
         try:
             if self._writer is None:
@@ -136,6 +155,7 @@ class CheckpointStore:
                 info,
                 folder=self.folder,
                 keep=self._keep,
+                best=best,
                 ranks=self._ranks,
                 writer=self._writer,
                 staging=staging,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +15,28 @@ from .step import summed_loss
 
 if TYPE_CHECKING:
     from ...model_zoo.language_model import LanguageModel
+    from ..assemble import Parts
     from ..loss.configs import LossFunction
+
+
+def validate(parts: Parts) -> dict[str, float]:
+    """Return loss and perplexity on the validation split: of the averaged weights if there are any.
+
+    All ranks together; each gets the same numbers.
+    """
+    with parts.average.in_place() if parts.average else nullcontext():
+        loss = evaluate(
+            parts.model, parts.validation, parts.step.loss, parts.device, parts.degrees.data
+        )
+    return {"loss": loss, "perplexity": perplexity(loss)}
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss): infinity where that is too large for a number."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 @torch.no_grad()

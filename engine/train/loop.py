@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING, Literal
 
-from .evaluate import evaluate
+from .evaluate import validate
 
 if TYPE_CHECKING:
     from ..assemble import Parts
@@ -23,8 +23,8 @@ def train(
     health: Health,
     observer: Observer,
     stop: StopFlag,
-) -> Literal["finished", "stopped"]:
-    """Train from `position` to the last step, or until a signal asks to stop.
+) -> Literal["finished", "stopped early", "stopped"]:
+    """Train from `position` to the last step, or until evaluations or a signal say to stop.
 
     Raises:
         Diverged: the loss or the gradient is not finite, and the policy does not go on.
@@ -50,6 +50,8 @@ def train(
             continue
         position.step += 1
         position.tokens = position.tokens + gradients.tokens
+        if parts.average:
+            parts.average.update(position.step)
         if observer.is_due(position.step):
             health.verify()
         observer.on_step(
@@ -61,17 +63,24 @@ def train(
             },
             position.tokens,
         )
+        improved = False
         if _is_due(position.step, recipe.evaluate.interval, total) and parts.validation:
             with observer.paused():
-                loss = evaluate(
-                    parts.model, parts.validation, step.loss, parts.device, parts.degrees.data
-                )
-            observer.on_evaluation(position.step, {"loss": loss})
+                values = validate(parts)
+            observer.on_evaluation(position.step, values)
+            improved = position.best.take(recipe.evaluate, position.step, values)
+        exhausted = position.best.is_exhausted(recipe.evaluate)
         saver.poll()
-        if _is_due(position.step, recipe.checkpoint.interval, total):
+        if (
+            _is_due(position.step, recipe.checkpoint.interval, total)
+            or (improved and recipe.checkpoint.keep_best)
+            or exhausted
+        ):
             observer.sync()
             with observer.paused():
-                saver.save(position)
+                saver.save(position, last=exhausted or position.step == total)
+        if exhausted:
+            return "stopped early"
         if recipe.run.gc_interval and position.step % recipe.run.gc_interval == 0:
             gc.collect(1)
     return "finished"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from .best import Best
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,3 +21,5 @@ class Position:
     """global batches read; ahead of `step` after a rollback"""
     tokens: int | Tensor = 0
     """tokens trained on; counted on the device, so that nothing waits for it"""
+    best: Best = field(default_factory=Best)
+    """the best evaluation so far"""

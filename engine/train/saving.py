@@ -11,6 +11,7 @@ from ..checkpoint.reader import load_state
 from ..checkpoint.store import CheckpointStore
 from ..errors import CheckpointError
 from . import state as train_state
+from .best import Best
 from .health import Health
 from .position import Position
 
@@ -48,8 +49,15 @@ class Saver:
         self._saved_step = -1
         self._failures = 0
 
-    def save(self, position: Position, *, sync: bool = False) -> None:
+    def save(self, position: Position, *, last: bool = False, sync: bool = False) -> None:
         """Save the state after `position.step` steps, unless that is saved already.
+
+        With `keep_best`, a state whose evaluation is the best so far becomes `checkpoints/best`.
+
+        Args:
+            position: how far the run is.
+            last: the run ends here.
+            sync: return when it is saved, whatever the mode.
 
         Raises:
             CheckpointError: a `sync` save failed, or several others in a row did.
@@ -61,10 +69,10 @@ class Saver:
             return
         self._health.verify()
         parts = self._parts
-        contents: Literal["full", "weights"] = "full"
-        if position.step == parts.total_steps:
-            contents = parts.recipe.checkpoint.last
+        table = parts.recipe.checkpoint
+        contents: Literal["full", "weights"] = table.last if last else "full"
         tensors = train_state.model_state(parts.model)
+        tensors |= parts.average.state() if parts.average else {}
         if contents == "full":
             tensors |= train_state.optimizer_state(parts.model, parts.optimizer)
             tensors |= train_state.random_state(parts.world.rank)
@@ -77,13 +85,15 @@ class Saver:
                 "tokens": int(position.tokens),
                 "loss_scale": parts.step.scale.state(),
                 "optimizer_numbers": train_state.optimizer_numbers(parts.model, parts.optimizer),
+                "best": position.best.state(),
             },
         )
+        best = table.keep_best and position.best.step == position.step
         self._saved_step = position.step
         if sync:
-            self._store.save(tensors, info, sync=True)
+            self._store.save(tensors, info, best=best, sync=True)
         else:
-            self._settle(lambda: self._store.save(tensors, info))
+            self._settle(lambda: self._store.save(tensors, info, best=best))
 
     def _settle(self, work: Callable[[], None]) -> None:
         """Let a save fail, now and then: the checkpoint before it is still there."""
@@ -116,6 +126,8 @@ class Saver:
         )
         tensors: dict[str, Tensor] = train_state.model_state(parts.model)
         tensors |= train_state.optimizer_state(parts.model, parts.optimizer)
+        if parts.average:
+            tensors |= parts.average.prepare(manifest.tensors)
         generators = train_state.random_state(rank) if rank < manifest.world else {}
         load_state(path, manifest, {**tensors, **generators}, self._store.group)
         if generators:
@@ -123,6 +135,9 @@ class Saver:
         position.step = manifest.step
         position.batch = manifest.samples // parts.recipe.data.global_batch
         position.tokens = manifest.extra["tokens"]
+        position.best = Best.restored(manifest.extra)
+        if parts.recipe.checkpoint.keep_best:
+            self._store.settle_best(position.best.step, position.step)
         parts.step.scale.restore(manifest.extra["loss_scale"])
         self._saved_step = manifest.step
 

@@ -1,0 +1,46 @@
+"""Whether a run may go on from a checkpoint, and whether anything is left to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .errors import Problem, RecipeError
+from .train.best import Best
+
+if TYPE_CHECKING:
+    from .assemble import Parts
+    from .checkpoint.manifest import Manifest
+
+
+def refuse_other_data(saved: Manifest, parts: Parts, allowed: Sequence[str]) -> None:
+    """Check that tokenizer and tokens are those that the checkpoint was trained on.
+
+    Raises:
+        RecipeError: they are not, and `--allow-changed` does not name them.
+    """
+    found = {
+        "tokenizer": (saved.tokenizer, parts.tokenizer.fingerprint),
+        "data": (saved.data, parts.data.fingerprint),
+    }
+    problems = [
+        Problem(
+            f"the content changed since the checkpoint of step {saved.step}: was {old}, is {new}",
+            key=key,
+            hint=f"`--allow-changed {key}` goes on all the same",
+        )
+        for key, (old, new) in found.items()
+        if old != new and key not in allowed
+    ]
+    if problems:
+        raise RecipeError(problems)
+
+
+def ending(saved: Manifest, parts: Parts) -> str:
+    """Return why nothing is left to do after a checkpoint; empty: the run goes on."""
+    best = Best.restored(saved.extra)
+    if saved.step >= parts.total_steps:
+        return "finished before"
+    if best.is_exhausted(parts.recipe.evaluate):
+        return f"stopped early before, {best.told()}"
+    return ""
