@@ -60,11 +60,12 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Put the real command in the place of its stand-in, then resolve as usual."""
         if args and args[0] in COMMANDS:
-            self.add_command(_import(args[0]), args[0])
+            self.add_command(import_command(args[0]), args[0])
         return super().resolve_command(ctx, args)
 
 
-def _import(name: str) -> Any:
+def import_command(name: str) -> Any:
+    """Return the command of this name, its file imported."""
     module, attribute = COMMANDS[name].where.split(":")
     found = getattr(import_module(f".{module}", __package__), attribute)
     parent = typer.Typer(add_completion=False, rich_markup_mode=None)

@@ -6,21 +6,31 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import IntEnum
+from typing import Self
 
 
 class ExitCode(IntEnum):
     """What the process tells its caller; schedulers act on these numbers."""
 
-    DONE = 0
-    FAILED = 1
-    RECIPE = 2
-    ENVIRONMENT = 3
-    DATA = 4
-    CHECKPOINT = 5
-    DIVERGED = 6
-    IN_USE = 7
-    STOPPED_AND_SAVED = 75
-    INTERRUPTED = 130
+    DONE = 0, "done"
+    FAILED = 1, "failed in a way we did not foresee; `--traceback` shows where"
+    RECIPE = 2, "the recipe or the command line is wrong"
+    ENVIRONMENT = 3, "the machine lacks something: a device, a port, a package, a writable folder"
+    DATA = 4, "a data source cannot be read; file and line are named"
+    CHECKPOINT = 5, "no checkpoint is intact, or the one given does not fit"
+    DIVERGED = 6, "the loss or the gradient is not finite, and `resilience.non_finite` says to stop"
+    IN_USE = 7, "another run uses this run directory"
+    STOPPED_AND_SAVED = 75, "stopped by a signal with a checkpoint saved: the same command goes on"
+    INTERRUPTED = 130, "interrupted without a checkpoint"
+
+    meaning: str
+
+    def __new__(cls, code: int, meaning: str = "") -> Self:
+        """Make a number that knows its meaning."""
+        member = int.__new__(cls, code)
+        member._value_ = code
+        member.meaning = meaning
+        return member
 
 
 class TrainerError(Exception):

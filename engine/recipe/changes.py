@@ -73,6 +73,17 @@ def compare(
     ]
 
 
+def freedom(key: str) -> str:
+    """Return in words whether a resumed run may change a key, such as `data.sources.0.weight`."""
+    if _covered(key, FREE):
+        return "may change"
+    if key in ("run.steps", "run.epochs"):
+        return "may change under a schedule that does not depend on it, such as constant"
+    if CHECKED_BY_CONTENT.fullmatch(key):
+        return "may change; what is there must be the same"
+    return f"only with --allow-changed {key}"
+
+
 def require_unchanged(
     old: Mapping[str, Any], new: Mapping[str, Any], allowed: Collection[str] = ()
 ) -> None:
