@@ -57,7 +57,7 @@ class HFTokenizer(TokenizerConfig):
 
     def build(self) -> Tokenizer:
         """Return the tokenizer read from the file."""
-        from .tokenizer import HuggingFaceTokenizer
+        from .hf_tokenizer import HuggingFaceTokenizer
 
         return HuggingFaceTokenizer(Path(self.path), self.eos_token)
 
@@ -162,6 +162,9 @@ class DocumentFault:
 
         line = self.line and lines_before(self.file, self.start) + self.line
         return f"{self.file}:{line}" if line else self.file
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.reason}"
 
 
 Document = str | MarkedText | DocumentFault

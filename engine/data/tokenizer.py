@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_128_hexdigest
-
-from ..errors import DataError, EnvironmentFault, nearest
 
 if TYPE_CHECKING:
     from .configs import MarkedText
@@ -29,6 +25,10 @@ class Tokenizer(Protocol):
     """the end-of-document token"""
     fingerprint: str
     """a hash that changes whenever the same text may give other ids"""
+    special_tokens: Mapping[str, str]
+    """texts of tokens with a role, such as "bos_token" and "eos_token": chat templates use them"""
+    chat_template: str | None
+    """the Jinja template that came with it"""
 
     def encode(self, text: str) -> Ids:
         """Return the text's ids, 1-D, without the end-of-document token."""
@@ -58,6 +58,8 @@ class ByteTokenizer:
     vocab_size = 257
     eos_id = 256
     fingerprint = "bytes"
+    special_tokens: Mapping[str, str] = {}
+    chat_template: str | None = None
 
     def encode(self, text: str) -> Ids:
         """Return the text's bytes."""
@@ -81,64 +83,8 @@ class ByteTokenizer:
         return bytes(int(token) for token in ids if token < 256).decode(errors="replace")
 
     def save(self, folder: Path) -> None:
-        """Write nothing: it has no files."""
-
-
-class HuggingFaceTokenizer:
-    """A `tokenizer.json` of the `tokenizers` library.
-
-    Args:
-        path: the file, or the folder that holds it.
-        eos_token: the end-of-document token; None: what the files beside it say.
-
-    Raises:
-        DataError: a file is missing or malformed, or there is no such token.
-        EnvironmentFault: the `tokenizers` package is not installed.
-    """
-
-    def __init__(self, path: Path, eos_token: str | None = None) -> None:
-        path = path.expanduser()
-        self.file = path / "tokenizer.json" if path.is_dir() else path
-        self._tokenizer, content = _load(self.file)
-        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.eos_token = eos_token or _eos_token(self.file, vocabulary)
-        if self.eos_token not in vocabulary:
-            hint = nearest(self.eos_token, vocabulary)
-            raise DataError(f"{self.file}: no token is named {self.eos_token!r}", hint)
-        self.eos_id = vocabulary[self.eos_token]
-        self.fingerprint = xxh3_128_hexdigest(content + b"\n%d" % self.eos_id)
-
-    def encode(self, text: str) -> Ids:
-        """Return the text's ids; no special token is added."""
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the ids of several texts, tokenised on all cores."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
-
-    def encode_marked(self, texts: Sequence[MarkedText]) -> list[tuple[Ids, NDArray[np.bool_]]]:
-        """Return ids by the library's offsets; its normalizer's changes are traced back."""
-        encodings = self._tokenizer.encode_batch(
-            [marked.text for marked in texts], add_special_tokens=False
-        )
-        found = []
-        for marked, encoding in zip(texts, encodings, strict=True):
-            offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-            learned = learned_tokens(marked, offsets[:, 0], offsets[:, 1])
-            found.append((np.array(encoding.ids, dtype=np.uint32), learned))
-        return found
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of the ids, special tokens left out."""
-        return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True))
-
-    def save(self, folder: Path) -> None:
-        """Copy `tokenizer.json`, and write which token ends a document beside it."""
-        shutil.copyfile(self.file, folder / "tokenizer.json")
-        config = json.dumps({"eos_token": self.eos_token}, ensure_ascii=False)
-        (folder / "tokenizer_config.json").write_text(config, encoding="utf-8")
+        """Write what gives the same ids in transformers; it needs no files itself."""
+        write_files(folder, json.dumps(_byte_level_model(), indent=2).encode(), _BYTES_SETTINGS)
 
 
 def learned_tokens(
@@ -161,43 +107,58 @@ def learned_tokens(
     return np.asarray(before[stops] - before[starts] == stops - starts)
 
 
-def _load(file: Path) -> tuple[Any, bytes]:
-    try:
-        from tokenizers import Tokenizer as Native
-    except ImportError as error:
-        raise EnvironmentFault(
-            'tokenizer "hf" needs the tokenizers package', 'pip install "trainer[hf]"'
-        ) from error
-    try:
-        content = file.read_bytes()
-        tokenizer = Native.from_str(content.decode())
-    except OSError as error:
-        raise DataError(
-            f"{file}: {error.strerror}", "tokenizer.path is a tokenizer.json or its folder"
-        ) from error
-    except Exception as error:  # the library raises bare Exception for malformed files
-        raise DataError(f"{file}: not a tokenizer.json: {error}") from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    tokenizer.post_processor = None  # without special tokens it only cuts spaces off the offsets
-    return tokenizer, content
+def write_files(folder: Path, content: bytes, settings: Mapping[str, Any]) -> None:
+    """Write a tokenizer as Hugging Face's libraries read it.
+
+    Args:
+        folder: exists.
+        content: of `tokenizer.json`.
+        settings: of `tokenizer_config.json`.
+    """
+    texts = {
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **settings},
+        "special_tokens_map.json": {
+            name: token for name, token in settings.items() if name.endswith("_token")
+        },
+    }
+    (folder / "tokenizer.json").write_bytes(content)
+    for name, value in texts.items():
+        text = json.dumps(value, ensure_ascii=False, indent=2)
+        (folder / name).write_text(text + "\n", encoding="utf-8")
 
 
-def _eos_token(file: Path, vocabulary: dict[str, int]) -> str:
-    """Find the end-of-document token in the files beside the tokenizer, or by its usual names."""
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        beside = file.with_name(name)
-        if not beside.is_file():
-            continue
-        try:
-            token = json.loads(beside.read_text(encoding="utf-8-sig")).get("eos_token")
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
-            raise DataError(f"{beside}: not a JSON object: {error}") from error
-        if isinstance(token, dict):
-            token = token.get("content")
-        if isinstance(token, str):
-            return token
-    for name in ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>"):
-        if name in vocabulary:
-            return name
-    raise DataError(f"{file}: nothing says which token ends a document", "set tokenizer.eos_token")
+def byte_characters() -> list[str]:
+    """Return the printable stand-in of each byte in byte-level vocabularies.
+
+    Source: `bytes_to_unicode` of https://github.com/openai/gpt-2/blob/master/src/encoder.py
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in printable)
+    stand_ins = {byte: 256 + number for number, byte in enumerate(others)}
+    return [chr(stand_ins.get(byte, byte)) for byte in range(256)]
+
+
+_BYTES_SETTINGS = {
+    "eos_token": "<|endoftext|>",
+    # The text of the token is bytes like any other: only the id ends a document.
+    "split_special_tokens": True,
+    "clean_up_tokenization_spaces": False,
+}
+
+
+def _byte_level_model() -> dict[str, Any]:
+    """Return a `tokenizer.json` of 256 bytes, no merges, and the end-of-document token."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    end = {"id": 256, "content": "<|endoftext|>", "special": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {
+        "version": "1.0",
+        "added_tokens": [{**end, **flags}],
+        "pre_tokenizer": {**byte_level, "use_regex": False},
+        "decoder": {**byte_level, "use_regex": False},
+        "model": {
+            "type": "BPE",
+            "vocab": {character: byte for byte, character in enumerate(byte_characters())},
+            "merges": [],
+        },
+    }

@@ -1,6 +1,7 @@
 """Tokenizers against the libraries they stand for."""
 
 import json
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,11 @@ from tokenizers import (
     processors,
     trainers,
 )
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trainer.engine.data.configs import MarkedText
-from trainer.engine.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from trainer.engine.data.hf_tokenizer import HuggingFaceTokenizer
+from trainer.engine.data.tokenizer import ByteTokenizer, byte_characters
 from trainer.engine.errors import DataError
 
 TEXTS = [
@@ -104,6 +106,34 @@ def marked_texts(draw: st.DrawFn) -> MarkedText:
     return MarkedText(text, tuple(zip(borders[::2], borders[1::2], strict=False)))
 
 
+def test_the_stand_ins_of_bytes_are_those_of_the_library() -> None:
+    assert sorted(byte_characters()) == sorted(pre_tokenizers.ByteLevel.alphabet())
+    for byte, character in enumerate(byte_characters()):
+        assert decoders.ByteLevel().decode([character]) == bytes([byte]).decode(errors="replace")
+
+
+@pytest.fixture(scope="module")
+def saved_bytes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bytes")
+    ByteTokenizer().save(folder)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return folder
+
+
+@given(st.one_of(st.text(), st.sampled_from(TEXTS)))
+def test_saved_bytes_give_the_same_ids_in_transformers(saved_bytes: Path, text: str) -> None:
+    fast = load_auto(saved_bytes)
+    ids = ByteTokenizer().encode(text).tolist()
+    assert fast(text, add_special_tokens=False)["input_ids"] == ids
+    assert fast.decode(ids) == text
+    assert (fast.eos_token_id, len(fast)) == (256, 257)
+
+
+@lru_cache
+def load_auto(folder: Path):
+    return AutoTokenizer.from_pretrained(folder)
+
+
 @given(marked_texts())
 def test_bytes_of_learned_characters_are_learned(marked: MarkedText) -> None:
     ((ids, learned),) = ByteTokenizer().encode_marked([marked])
@@ -115,7 +145,7 @@ def test_bytes_of_learned_characters_are_learned(marked: MarkedText) -> None:
 def test_hf_tokens_of_learned_characters_are_learned(folder: Path, texts: list) -> None:
     tokenizer = HuggingFaceTokenizer(folder)
     native = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    character_of_byte = {character: byte for byte, character in enumerate(byte_characters())}
+    byte_of = {text: byte for byte, text in enumerate(byte_characters())}
     plain = tokenizer.encode_batch([marked.text for marked in texts])
     for marked, expected, (ids, learned) in zip(
         texts, plain, tokenizer.encode_marked(texts), strict=True
@@ -123,17 +153,10 @@ def test_hf_tokens_of_learned_characters_are_learned(folder: Path, texts: list) 
         assert ids.tolist() == expected.tolist()
         names = [native.id_to_token(token) for token in ids.tolist()]
         pieces = [
-            name.encode() if name == "<|endoftext|>" else bytes(map(character_of_byte.get, name))
+            name.encode() if name == "<|endoftext|>" else bytes(map(byte_of.get, name))
             for name in names
         ]
         assert learned.tolist() == naive_mask(marked, pieces)
-
-
-def byte_characters() -> list[str]:
-    """The printable stand-in of each byte, as GPT-2's code assigns them."""
-    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in kept else chr(next(others)) for byte in range(256)]
 
 
 def test_a_space_in_front_of_a_range_is_not_trimmed_away(folder: Path, tmp_path: Path) -> None:
@@ -182,7 +205,43 @@ def test_what_it_saves_loads_as_the_same_tokenizer(folder: Path, tmp_path: Path)
     again = HuggingFaceTokenizer(tmp_path)
     assert again.fingerprint == tokenizer.fingerprint
     assert again.eos_id == 0
-    assert PreTrainedTokenizerFast.from_pretrained(tmp_path).eos_token == "<|pad|>"
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    auto = AutoTokenizer.from_pretrained(tmp_path)
+    assert auto.eos_token == "<|pad|>"
+    for text in TEXTS:
+        assert auto(text)["input_ids"] == tokenizer.encode(text).tolist()
+
+
+def test_special_tokens_and_the_chat_template_are_kept(folder: Path, tmp_path: Path) -> None:
+    config = {"bos_token": {"content": "<|pad|>"}, "chat_template": "{{ bos_token }}!"}
+    source, target = tmp_path / "source", tmp_path / "target"
+    for each in (source, target):
+        each.mkdir()
+    copy_of(folder, source, tokenizer_config=config)
+    tokenizer = HuggingFaceTokenizer(source)
+    assert tokenizer.special_tokens == {"bos_token": "<|pad|>", "eos_token": "<|endoftext|>"}
+    tokenizer.save(target)
+    again = HuggingFaceTokenizer(target)
+    assert (again.special_tokens, again.chat_template) == (
+        tokenizer.special_tokens,
+        "{{ bos_token }}!",
+    )
+    auto = AutoTokenizer.from_pretrained(target)
+    assert auto.apply_chat_template([{"role": "user", "content": ""}], tokenize=False) == "<|pad|>!"
+    (target / "chat_template.jinja").write_text("file")
+    assert HuggingFaceTokenizer(target).chat_template == "file"
+
+
+@pytest.mark.parametrize(
+    ("templates", "expected"),
+    [([{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}], "d"),
+     ([{"name": "tool_use"}], None), (3, None)],
+)  # fmt: skip
+def test_of_several_chat_templates_the_default_is_taken(
+    folder: Path, tmp_path: Path, templates: object, expected: str | None
+) -> None:
+    copy_of(folder, tmp_path, tokenizer_config={"chat_template": templates})
+    assert HuggingFaceTokenizer(tmp_path).chat_template == expected
 
 
 def test_the_fingerprint_sees_a_changed_merge_and_another_eos(folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,114 @@
+"""`trainer data train-tokenizer`: a byte-level BPE from a corpus."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .options import AsJson
+
+if TYPE_CHECKING:
+    from ..engine.data.configs import DocumentSource
+
+
+def train_tokenizer(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCES...",
+            help="files, folders or globs of text, .jsonl or .parquet; or a recipe: its sources",
+        ),
+    ],
+    vocab_size: Annotated[
+        int, typer.Option(min=257, max=2**22, help="tokens in all, bytes and special ones too")
+    ],
+    out: Annotated[Path, typer.Option(help="folder to create")],
+    field: Annotated[str, typer.Option(help="key or column that holds the text")] = "text",
+    special_token: Annotated[
+        list[str] | None,
+        typer.Option(help="give it again for several; the first ends a document"),
+    ] = None,
+    min_frequency: Annotated[
+        int, typer.Option(min=1, help="pairs that are rarer are not merged")
+    ] = 2,
+    pattern: Annotated[
+        str, typer.Option(help="how text is cut first: gpt2, cl100k, llama3, qwen2 or o200k")
+    ] = "llama3",
+    max_bytes: Annotated[
+        int, typer.Option(min=0, help="read only so many bytes of text; 0: all")
+    ] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Train a tokenizer; the recipe's [tokenizer] then has name = "bpe" and path = the folder."""
+    from ..engine.data import train_tokenizer as training
+
+    started = time.monotonic()
+    tokenizer, read = training.train_tokenizer(
+        document_sources(sources, field),
+        out,
+        vocab_size=vocab_size,
+        special_tokens=special_token or ["<|endoftext|>"],
+        min_frequency=min_frequency,
+        pattern=pattern,
+        max_bytes=max_bytes,
+    )
+    summary = {
+        "out": str(out),
+        "vocab_size": tokenizer.vocab_size,
+        "documents": read.documents,
+        "bytes": read.bytes,
+        "skipped": read.skipped,
+        "seconds": round(time.monotonic() - started, 2),
+    }
+    if as_json:
+        typer.echo(json.dumps(summary))
+        return
+    typer.echo(
+        f"{out}: {tokenizer.vocab_size:,} tokens from {read.documents:,} documents "
+        f"({read.bytes:,} bytes) in {summary['seconds']} s"
+    )
+    if tokenizer.vocab_size < vocab_size:
+        typer.echo(f"note: the text has too few frequent pairs for {vocab_size:,} tokens")
+
+
+def document_sources(paths: Sequence[str], field: str) -> list[DocumentSource]:
+    """Return what paths mean: a recipe's training sources, or files by how their names end.
+
+    Raises:
+        RecipeError: a recipe is not valid, or has no sources of documents.
+    """
+    return [source for path in paths for source in _sources(path, field)]
+
+
+def _sources(path: str, field: str) -> list[DocumentSource]:
+    from ..engine.data.configs import DocumentSource, JsonlSource, TextSource, sources
+    from ..engine.data.tokenizer import ByteTokenizer
+    from ..engine.errors import RecipeError
+    from ..engine.recipe.load import load_recipe
+
+    if path.endswith(".toml"):
+        found = [
+            source.for_tokenizer(ByteTokenizer())
+            for source in load_recipe(path).recipe.data.sources
+            if isinstance(source, DocumentSource) and source.split == "train"
+        ]
+        if not found:
+            raise RecipeError(f"{path}: no source in it holds documents")
+        return found
+    folder = Path(path).expanduser()
+    suffix = next(
+        (kind for kind in (".jsonl", ".parquet") if any(folder.rglob(f"*{kind}"))), folder.suffix
+    )
+    if suffix == ".parquet":
+        parquet = sources["parquet"].model_validate(
+            {"name": "parquet", "path": path, "field": field}
+        )
+        return [parquet] if isinstance(parquet, DocumentSource) else []
+    if suffix == ".jsonl":
+        return [JsonlSource(path=path, field=field)]
+    return [TextSource(path=path)]

@@ -1,0 +1,174 @@
+"""Trains a byte-level BPE tokenizer on documents."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import DataError, EnvironmentFault, RecipeError
+from ..files import sync_folder
+from .configs import Document, DocumentFault, DocumentSource, MarkedText
+from .patterns import pattern_named
+
+if TYPE_CHECKING:
+    from .hf_tokenizer import HuggingFaceTokenizer
+
+NUM_BYTES = 256
+BATCH_DOCUMENTS, BATCH_CHARACTERS = 1024, 2**22
+
+
+@dataclass
+class Read:
+    """How much a tokenizer was trained on.
+
+    Attributes:
+        documents: with text in them.
+        bytes: of their text.
+        skipped: those that could not be read.
+    """
+
+    documents: int = 0
+    bytes: int = 0
+    skipped: int = 0
+
+
+def train_tokenizer(
+    sources: Sequence[DocumentSource],
+    out: Path,
+    *,
+    vocab_size: int,
+    special_tokens: Sequence[str] = ("<|endoftext|>",),
+    min_frequency: int = 2,
+    pattern: str = "llama3",
+    max_bytes: int = 0,
+) -> tuple[HuggingFaceTokenizer, Read]:
+    """Write a folder in Hugging Face's format; the same documents give the same bytes.
+
+    Args:
+        sources: whose documents it is trained on.
+        out: is created; absent if anything goes wrong.
+        vocab_size: tokens in all: 256 bytes, the special tokens, and what is learned.
+        special_tokens: get the ids from 0 on; the first ends a document.
+        min_frequency: pairs that are rarer are not merged.
+        pattern: name of the regular expression that cuts text before pairs are counted.
+        max_bytes: documents after so many bytes of text are not read; 0: all are.
+
+    Raises:
+        RecipeError: `out` is taken, or the sizes do not fit.
+        DataError: a document cannot be read, or there are none.
+        EnvironmentFault: `tokenizers` is not installed, or `out` cannot be written.
+    """
+    _check(out, vocab_size, special_tokens)
+    read = Read()
+    texts = _texts(sources, max_bytes, read)
+    content = _train(texts, vocab_size, special_tokens, min_frequency, pattern_named(pattern))
+    if not read.documents:
+        raise DataError(f"the sources hold no text ({read.skipped} documents skipped)")
+    return _write(content, out, special_tokens[0]), read
+
+
+def _check(out: Path, vocab_size: int, special_tokens: Sequence[str]) -> None:
+    if not special_tokens or not all(special_tokens):
+        raise RecipeError("a tokenizer needs special tokens, none of them empty")
+    if len(set(special_tokens)) < len(special_tokens):
+        raise RecipeError(f"a special token is given twice: {', '.join(special_tokens)}")
+    fewest = NUM_BYTES + len(special_tokens)
+    if vocab_size < fewest:
+        raise RecipeError(
+            f"a vocabulary of {vocab_size} has no room for {NUM_BYTES} bytes and "
+            f"{len(special_tokens)} special tokens",
+            f"give it {fewest} or more",
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RecipeError(f"{out}: is there already", "name a new folder")
+
+
+def _texts(sources: Sequence[DocumentSource], max_bytes: int, read: Read) -> Iterator[list[str]]:
+    """Yield batches of texts, and count them."""
+    batch: list[str] = []
+    characters = 0
+    for text in _documents(sources, read):
+        size = len(text.encode())
+        if max_bytes and read.bytes + size > max_bytes:
+            break
+        read.documents += 1
+        read.bytes += size
+        batch.append(text)
+        characters += len(text)
+        if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    yield batch
+
+
+def _documents(sources: Sequence[DocumentSource], read: Read) -> Iterator[str]:
+    for source in sources:
+        for document in source.documents():
+            if isinstance(document, DocumentFault):
+                if source.on_error == "stop":
+                    raise DataError(f"{document.place}: {document.reason}", "repair it")
+                read.skipped += 1
+            elif text := _text(document):
+                yield text
+
+
+def _text(document: Document) -> str:
+    return document.text if isinstance(document, MarkedText) else str(document)
+
+
+def _train(
+    texts: Iterable[list[str]],
+    vocab_size: int,
+    special_tokens: Sequence[str],
+    min_frequency: int,
+    pattern: str,
+) -> str:
+    """Return the `tokenizer.json`."""
+    try:
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise EnvironmentFault(
+            "training a tokenizer needs the tokenizers package", 'pip install "trainer[hf]"'
+        ) from error
+    native = Tokenizer(models.BPE())
+    native.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    native.decoder = decoders.ByteLevel()
+    native.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=min_frequency,
+            special_tokens=list(special_tokens),
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        ),
+    )
+    return str(native.to_str(pretty=True))
+
+
+def _write(content: str, out: Path, eos_token: str) -> HuggingFaceTokenizer:
+    """Write the folder under another name and give it its own once everything is on disk."""
+    from .hf_tokenizer import HuggingFaceTokenizer, TokenizerFiles
+
+    files = TokenizerFiles(str(out), content.encode(), {"eos_token": eos_token})
+    tokenizer = HuggingFaceTokenizer(files, eos_token)
+    unfinished = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.mkdir()
+        tokenizer.save(unfinished)
+        unfinished.rename(out)
+        sync_folder(out.parent)
+    except OSError as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise EnvironmentFault(f"{out}: cannot be written: {error.strerror}") from error
+    return tokenizer
