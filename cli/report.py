@@ -1,0 +1,44 @@
+"""`trainer report`: one HTML page about runs. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..engine.errors import EnvironmentFault
+from ..engine.files import atomic_write
+from ..engine.report.page import write_page
+from ..engine.status import find_runs
+from .options import AsJson
+
+
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="run directories, or folders of them")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", metavar="FILE", help="default: RUN/report.html, or report.html"
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one HTML page with plots that needs no network; several runs are compared."""
+    found = find_runs(runs)
+    out = out or (found[0] / "report.html" if len(found) == 1 else Path("report.html"))
+    page = write_page(found)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(out, page)
+    except OSError as error:
+        raise EnvironmentFault(
+            f"{out} cannot be written: {error.strerror}", "give another file with --out"
+        ) from None
+    if as_json:
+        print(json.dumps({"report": str(out), "runs": [str(run) for run in found]}))
+    else:
+        print(f"{out}: {len(found)} run{'s' * (len(found) > 1)}, {len(page) / 1000:,.0f} kB")

@@ -1,0 +1,97 @@
+"""The numbers and facts of runs as rows of text. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..checkpoint.manifest import Manifest
+from ..run_state import read_state
+from ..status import clock
+from .runs import Run
+from .svg import shown
+
+
+@dataclass(frozen=True)
+class Number:
+    """A column of the table of numbers."""
+
+    title: str
+    value: Callable[[Run], float | None]
+    show: Callable[[float], str] = shown
+    best: Callable[[Sequence[float]], float] | None = None
+    """which of the runs' values is the best, where one is"""
+
+
+def _perplexity(run: Run) -> float | None:
+    best = run.best_eval()
+    return math.exp(best["loss"]) if best and best["loss"] < 700 else None
+
+
+def _best_loss(run: Run) -> float | None:
+    best = run.best_eval()
+    return best["loss"] if best else None
+
+
+def _memory(run: Run) -> float | None:
+    column = run.column("train", "memory_bytes")
+    return max(column) / 2**30 if column else None
+
+
+def _seconds(run: Run) -> float | None:
+    return run.last("train", "seconds")
+
+
+def _loss_text(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1e4 else shown(value)
+
+
+NUMBERS = (
+    Number("Step", lambda run: run.last("train", "step"), lambda value: f"{value:,.0f}"),
+    Number("Tokens", lambda run: run.last("train", "tokens")),
+    Number("Training loss", lambda run: run.last("train", "loss"), _loss_text, min),
+    Number("Validation loss", lambda run: run.last("eval", "loss"), _loss_text, min),
+    Number("Best validation", _best_loss, _loss_text, min),
+    Number("Best perplexity", _perplexity, shown, min),
+    Number("Tokens/s", lambda run: run.median("train", "tokens_per_second"), shown, max),
+    Number("MFU", lambda run: run.median("train", "mfu"), lambda value: f"{value:.1%}", max),
+    Number("Peak memory", _memory, lambda value: f"{value:.2f} GiB", min),
+    Number("Training time", _seconds, clock, None),
+)
+
+
+def numbers_of(runs: Sequence[Run]) -> list[tuple[Number, list[float | None]]]:
+    """Return the columns that any run has a value for, with each run's."""
+    table = [(number, [number.value(run) for run in runs]) for number in NUMBERS]
+    return [(number, values) for number, values in table if any(v is not None for v in values)]
+
+
+def facts_of(run: Run) -> dict[str, str]:
+    """Return what is known of how a run was made."""
+    manifest, record, status = run.manifest, read_state(run.path), run.status
+    facts = {"State": status.state + (f": {status.reason}" if status.reason else "")}
+    facts["Steps"] = f"{status.step:,} of {status.total_steps:,}" if status.total_steps else "?"
+    facts["Attempts"] = str(status.attempts)
+    if record is not None:
+        facts |= {"Device": record.device, "Ranks": str(record.world)}
+        facts |= {"Newest attempt": record.started_at, "Ended": record.ended_at or "not yet"}
+    if manifest is not None:
+        facts["Ranks"] = str(manifest.world)
+        facts["Parameters"] = f"{_parameters(manifest):,}"
+        facts["Versions"] = ", ".join(f"{name} {v}" for name, v in manifest.versions.items())
+    steps = [f"{step:,}" for step in run.checkpoints]
+    facts["Checkpoints"] = ", ".join(["…"] * (len(steps) > 8) + steps[-8:]) or "none"
+    facts["Disk"] = f"{status.disk_bytes / 2**20:,.1f} MiB"
+    facts["Folder"] = str(run.path)
+    if status.warnings:
+        facts["Warnings"] = "; ".join(status.warnings)
+    return facts
+
+
+def _parameters(manifest: Manifest) -> int:
+    return sum(
+        math.prod(entry["shape"])
+        for name, entry in manifest.tensors.items()
+        if name.startswith("model.")
+    )

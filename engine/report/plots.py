@@ -1,0 +1,168 @@
+"""Which plots the report has, and the points that each run adds to them. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .runs import Row, Run
+
+MAX_POINTS = 40_000
+"""over all series of a page: some 1.5 MB"""
+FEWEST, MOST = 80, 1200
+MAX_PLOTS = 40
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One key of the rows of one kind."""
+
+    kind: str
+    key: str
+    scale: float = 1.0
+    exponential: bool = False
+    """show exp(value): a loss as its perplexity"""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One picture, with the same curves of each run."""
+
+    title: str
+    section: str
+    curves: tuple[Curve, ...]
+    unit: str = ""
+    log: bool = False
+    """whether its scale is logarithmic at first"""
+
+
+@dataclass(frozen=True)
+class Series:
+    """The points of one curve of one run; what is not finite is None."""
+
+    run: int
+    dashed: bool
+    step: list[float]
+    tokens: list[float]
+    seconds: list[float]
+    y: list[float | None]
+    mean: list[float | None]
+    """of all points that each of these stands for; empty where every point is there"""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what the page's script reads."""
+        return {
+            "run": self.run,
+            "dashed": self.dashed,
+            "x": [self.step, self.tokens, self.seconds],
+            "y": self.y,
+            "mean": self.mean,
+        }
+
+
+_LEARNING, _OPTIMIZATION, _SPEED = "Learning", "Optimization", "Speed and memory"
+_PLOTS = (
+    Plot("Loss", _LEARNING, (Curve("train", "loss"), Curve("eval", "loss"))),
+    Plot("Validation loss", _LEARNING, (Curve("eval", "loss"),)),
+    Plot("Validation perplexity", _LEARNING, (Curve("eval", "loss", exponential=True),), log=True),
+    Plot("Learning rate", _OPTIMIZATION, (Curve("train", "lr"),)),
+    Plot("Gradient norm", _OPTIMIZATION, (Curve("train", "grad_norm"),)),
+    Plot("Throughput", _SPEED, (Curve("train", "tokens_per_second"),), "tokens/s"),
+    Plot("Model FLOP/s utilization", _SPEED, (Curve("train", "mfu", 100.0),), "%"),
+    Plot("Time per step", _SPEED, (Curve("train", "step_seconds", 1000.0),), "ms"),
+    Plot("Wait for data per step", _SPEED, (Curve("train", "data_seconds", 1000.0),), "ms"),
+    Plot("Peak memory", _SPEED, (Curve("train", "memory_bytes", 2.0**-30),), "GiB"),
+)
+_SHOWN = {(curve.kind, curve.key) for plot in _PLOTS for curve in plot.curves}
+_AXES = {"step", "tokens", "seconds", "time", "perplexity"}
+
+
+def plots_of(runs: Sequence[Run]) -> list[tuple[Plot, list[Series]]]:
+    """Return the plots that have points, and one for each further number of metrics.jsonl."""
+    further = dict.fromkeys(
+        (kind, key)
+        for run in runs
+        for kind, rows in run.rows.items()
+        for row in rows
+        for key in row
+        if key not in _AXES and (kind, key) not in _SHOWN
+    )
+    plots = [
+        *_PLOTS,
+        *(Plot(f"{kind}: {key}", "Further numbers", (Curve(kind, key),)) for kind, key in further),
+    ]
+    used = [plot for plot in plots if _has_points(runs, plot)][:MAX_PLOTS]
+    num_series = max(1, sum(len(plot.curves) for plot in used) * len(runs))
+    limit = max(FEWEST, min(MOST, MAX_POINTS // num_series))
+    return [(plot, _series(runs, plot, limit)) for plot in used]
+
+
+def _has_points(runs: Sequence[Run], plot: Plot) -> bool:
+    return any(curve.key in row for run in runs for curve in plot.curves
+               for row in run.rows.get(curve.kind, []))  # fmt: skip
+
+
+def _series(runs: Sequence[Run], plot: Plot, limit: int) -> list[Series]:
+    found = []
+    for number, run in enumerate(runs):
+        for curve in plot.curves:
+            rows = [row for row in run.rows.get(curve.kind, []) if curve.key in row]
+            if rows:
+                found.append(_thinned(number, rows, curve, len(plot.curves) > 1, limit))
+    return found
+
+
+def _thinned(number: int, rows: Sequence[Row], curve: Curve, mixed: bool, limit: int) -> Series:
+    values = [_value(row, curve) for row in rows]
+    kept, means = thin(values, limit)
+    return Series(
+        run=number,
+        dashed=mixed and curve.kind == "eval",
+        step=[_short(rows[index]["step"]) for index in kept],
+        tokens=[_short(rows[index]["tokens"]) for index in kept],
+        seconds=[round(rows[index]["seconds"], 2) for index in kept],
+        y=[_short(values[index]) if math.isfinite(values[index]) else None for index in kept],
+        mean=[mean if mean is None else _short(mean) for mean in means],
+    )
+
+
+def thin(values: Sequence[float], limit: int) -> tuple[list[int], list[float | None]]:
+    """Choose points that draw the same picture: the lowest and highest of each stretch.
+
+    Returns:
+        indices of at most about `limit` points, the first of each run of non-finite values in a
+        stretch among them; and the mean of each one's stretch, or nothing if all points stay.
+    """
+    count = len(values)
+    if count <= limit:
+        return list(range(count)), []
+    stretches = max(1, limit // 2)
+    kept: list[int] = []
+    means: list[float | None] = []
+    for number in range(stretches):
+        stretch = range(number * count // stretches, (number + 1) * count // stretches)
+        finite = [index for index in stretch if math.isfinite(values[index])]
+        chosen = {index for index in stretch if not math.isfinite(values[index])}
+        chosen = {min(chosen)} if chosen else set()
+        if finite:
+            chosen |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+        mean = sum(values[index] / len(finite) for index in finite) if finite else None
+        kept += sorted(chosen)
+        means += [mean] * len(chosen)
+    return kept, means
+
+
+def _value(row: Row, curve: Curve) -> float:
+    value = row[curve.key] * curve.scale
+    if not curve.exponential:
+        return value
+    return math.exp(value) if value < 700 else math.inf
+
+
+def _short(value: float) -> float:
+    """Return the value with the digits that a plot can show; whole numbers stay whole."""
+    if value == int(value) and abs(value) < 2**53:
+        return int(value)
+    return float(f"{value:.6g}")

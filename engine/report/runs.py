@@ -1,0 +1,174 @@
+"""A run directory as the report sees it: numbers alone, secrets taken out. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.manifest import Manifest, read_manifest
+from ..checkpoint.retention import step_folders
+from ..errors import CheckpointError
+from ..observe.metrics import read
+from ..recipe.shown import dotted
+from ..recipe.tree import leaves
+from ..redact import redacted
+from ..status import RunStatus, examine, number, read_recipe
+
+Row = dict[str, float]
+MAX_KEYS = 200
+"""different keys of metrics.jsonl that are looked at"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the files of a run hold."""
+
+    name: str
+    path: Path
+    status: RunStatus
+    rows: dict[str, list[Row]]
+    """by kind, each step once; a row has `step`, `tokens` and `seconds` of training so far"""
+    recipe: dict[str, Any]
+    """dotted key -> value"""
+    manifest: Manifest | None
+    """of the newest checkpoint that can be read"""
+    checkpoints: list[int]
+    """their steps"""
+
+    def column(self, kind: str, key: str) -> list[float]:
+        """Return a key's values, in the order of the steps."""
+        return [row[key] for row in self.rows.get(kind, []) if key in row]
+
+    def last(self, kind: str, key: str) -> float | None:
+        """Return a key's newest value."""
+        column = self.column(kind, key)
+        return column[-1] if column else None
+
+    def median(self, kind: str, key: str) -> float | None:
+        """Return the middle one of a key's finite values."""
+        column = sorted(value for value in self.column(kind, key) if math.isfinite(value))
+        return column[len(column) // 2] if column else None
+
+    def best_eval(self) -> Row | None:
+        """Return the evaluation with the lowest loss."""
+        rows = [
+            row for row in self.rows.get("eval", []) if math.isfinite(row.get("loss", math.inf))
+        ]
+        return min(rows, key=lambda row: row["loss"], default=None)
+
+    def seconds(self) -> tuple[float, float, float]:
+        """Return the time spent in steps, the part of it that waited for data, and all else."""
+        busy = waiting = 0.0
+        before = 0.0
+        train = self.rows.get("train", [])
+        for row in train:
+            steps, before = row["step"] - before, row["step"]
+            busy += _finite(row.get("step_seconds")) * steps
+            waiting += _finite(row.get("data_seconds")) * steps
+        times = [row["time"] for kind in self.rows.values() for row in kind if "time" in row]
+        first = _finite(train[0].get("step_seconds")) * train[0]["step"] if train else 0.0
+        whole = max(times) - min(times) + first if times else 0.0
+        return busy, min(waiting, busy), max(0.0, whole - busy)
+
+
+def read_run(path: Path, name: str) -> Run:
+    """Read a run directory, live or dead; what is missing or damaged there is left out."""
+    folders = step_folders(path / "checkpoints")
+    return Run(
+        name=name,
+        path=path,
+        status=examine(path),
+        rows=_read_rows(path / "metrics.jsonl"),
+        recipe=_flat(redacted(read_recipe(path))),
+        manifest=_newest_manifest(folders),
+        checkpoints=[int(folder.name.removeprefix("step-")) for folder in folders],
+    )
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """Return names that tell the runs apart: those of their folders, else their paths."""
+    names = [path.resolve().name for path in paths]
+    return [
+        name if names.count(name) == 1 else str(path)
+        for name, path in zip(names, paths, strict=True)
+    ]
+
+
+def differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
+    """Return the keys of the recipes that are not the same in all runs, with each run's value."""
+    keys = dict.fromkeys(key for run in runs for key in run.recipe)
+    found = [(key, [run.recipe.get(key) for run in runs]) for key in keys]
+    return [
+        (key, values)
+        for key, values in found
+        if key not in ("run.name", "run.dir") and any(value != values[0] for value in values)
+    ]
+
+
+def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    return {dotted(path): value for path, value in leaves(recipe) if path}
+
+
+def _newest_manifest(folders: Sequence[Path]) -> Manifest | None:
+    for folder in folders[::-1]:
+        try:
+            return read_manifest(folder)
+        except CheckpointError:
+            continue
+    return None
+
+
+def _read_rows(path: Path) -> dict[str, list[Row]]:
+    """Return the rows' numbers by kind and step; of a step that is there twice, the last."""
+    found: dict[str, dict[float, Row]] = {}
+    keys: set[str] = set()
+    try:
+        rows = read(path)
+    except OSError:
+        return {}
+    for row in rows:
+        numbers = {
+            key: value
+            for key, text in row.items()
+            if (key in keys or len(keys) < MAX_KEYS) and (value := number(text)) is not None
+        }
+        keys.update(numbers)
+        kind, step = row.get("kind"), numbers.get("step", -1.0)
+        if isinstance(kind, str) and 0 <= step < 2**53 and len(found) < MAX_KEYS:
+            found.setdefault(kind, {})[step] = numbers
+    sorted_rows = {kind: [by[step] for step in sorted(by)] for kind, by in found.items()}
+    _add_axes(sorted_rows)
+    return sorted_rows
+
+
+def _add_axes(rows: Mapping[str, list[Row]]) -> None:
+    """Give each row `seconds` of training, and `tokens` to those without."""
+    train = rows.get("train", [])
+    seconds = before = 0.0
+    for row in train:
+        seconds += _finite(row.get("step_seconds")) * (row["step"] - before)
+        before = row["step"]
+        row["seconds"] = seconds
+        row["tokens"] = _finite(row.get("tokens"))
+    steps = [row["step"] for row in train]
+    for kind, others in rows.items():
+        for row in others if kind != "train" else []:
+            for key in ("seconds", "tokens"):
+                row[key] = _between(train, bisect_right(steps, row["step"]), row["step"], key)
+
+
+def _between(train: Sequence[Row], index: int, step: float, key: str) -> float:
+    """Return the value at a step that lies before `train[index]`, on the line through both."""
+    low = train[index - 1] if index else {"step": 0.0, key: 0.0}
+    if index == len(train):
+        return low[key]
+    high = train[index]
+    return low[key] + (high[key] - low[key]) * (step - low["step"]) / (high["step"] - low["step"])
+
+
+def _finite(value: float | None) -> float:
+    return value if value is not None and math.isfinite(value) else 0.0
