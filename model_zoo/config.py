@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from .hf_settings import sizes_of, validate
 from .layout import Layout
 
 if TYPE_CHECKING:
@@ -66,6 +67,15 @@ class ModelConfig(Sizes):
         A config that leaves it open takes the tokenizer's, rounded up to a multiple of 64.
         """
         raise NotImplementedError
+
+    @classmethod
+    def from_hf_config(cls, settings: Mapping[str, Any]) -> Self:
+        """Return the config of a model that Hugging Face's config.json describes.
+
+        Raises:
+            SettingsError: all that is missing, impossible, or not done by this family.
+        """
+        return cast("Self", validate(cls, sizes_of(settings, cls)))
 
     def hf_config(self) -> dict[str, Any]:
         """Return what Hugging Face's config.json says of this model; empty if it has no name there.

@@ -21,6 +21,9 @@ class Layout:
         hf_keys: key of Hugging Face's config.json (dots for nesting) -> key of ours, for what must
             agree if weights shall mean the same.
         hf_possible: key of config.json -> the values that the family can compute.
+        hf_also: key of config.json -> key of ours, for what is read from there but may differ.
+        hf_defaults: key of config.json -> what transformers takes where it is left out; a text
+            names another key, whose value is taken. What is in neither must be given.
     """
 
     embed: str
@@ -29,6 +32,8 @@ class Layout:
     hf_names: Mapping[str, str] = field(default_factory=dict)
     hf_keys: Mapping[str, str] = field(default_factory=dict)
     hf_possible: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    hf_also: Mapping[str, str] = field(default_factory=dict)
+    hf_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def to_hf(self, name: str) -> str | None:
         """Return Hugging Face's name of our parameter, or None where the table has none."""

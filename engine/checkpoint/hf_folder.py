@@ -32,6 +32,8 @@ class StoredTensor:
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    offset: int = 0
+    """of its first byte in the file"""
 
 
 def list_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -71,7 +73,7 @@ def read_config(folder: Path) -> dict[str, Any] | None:
         CheckpointError: it cannot be read.
     """
     path = folder / CONFIG
-    return _read_json(path, MAX_CONFIG_BYTES) if path.is_file() else None
+    return read_json(path, MAX_CONFIG_BYTES) if path.is_file() else None
 
 
 @contextmanager
@@ -132,7 +134,7 @@ def _nothing_to_read(folder: Path, regular: set[str]) -> CheckpointError:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    weight_map = _read_json(path, MAX_INDEX_BYTES).get("weight_map")
+    weight_map = read_json(path, MAX_INDEX_BYTES).get("weight_map")
     if (
         not isinstance(weight_map, dict)
         or not weight_map
@@ -164,16 +166,26 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             text = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    _parse(text, path)
+    header = _parse(text, path)
     with open_tensors(path) as opened:
         entries = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         return {
-            name: StoredTensor(path, entry.get_dtype(), tuple(entry.get_shape()))
+            name: StoredTensor(
+                path,
+                entry.get_dtype(),
+                tuple(entry.get_shape()),
+                8 + length + header[name]["data_offsets"][0],
+            )
             for name, entry in entries.items()
         }
 
 
-def _read_json(path: Path, max_bytes: int) -> dict[str, Any]:
+def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        CheckpointError: it is too large, damaged, or no object.
+    """
     try:
         with path.open("rb") as file:
             text = file.read(max_bytes + 1)
@@ -186,12 +198,18 @@ def _read_json(path: Path, max_bytes: int) -> dict[str, Any]:
 
 def _parse(text: bytes, path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(text, object_pairs_hook=_without_duplicates)
+        values = json.loads(
+            text, object_pairs_hook=_without_duplicates, parse_constant=_not_a_number
+        )
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}", "fetch it once more") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} is damaged: a JSON object was expected")
     return values
+
+
+def _not_a_number(word: str) -> float:
+    raise ValueError(f"{word} is not a number of JSON")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

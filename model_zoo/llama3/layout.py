@@ -41,5 +41,18 @@ LAYOUT = Layout(
         "attention_bias": (False,),
         "mlp_bias": (False,),
         "rope_parameters.rope_type": ("default", "llama3"),
+        "quantization_config": (None,),
+    },
+    hf_also={
+        "max_position_embeddings": "max_seq_len",
+        "tie_word_embeddings": "tie_embeddings",
+    },
+    hf_defaults={
+        "num_key_value_heads": "num_attention_heads",
+        "head_dim": None,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters.rope_theta": 10000.0,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
     },
 )

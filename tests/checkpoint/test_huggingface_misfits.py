@@ -25,7 +25,7 @@ def test_a_folder_that_says_untied_must_hold_the_projection(tmp_path: Path) -> N
 def test_a_tied_model_refuses_another_projection(
     tmp_path: Path, last_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.engine.checkpoint.huggingface.ELEMENTS_COMPARED", 96)
+    monkeypatch.setattr("trainer.engine.checkpoint.hf_match.ELEMENTS_COMPARED", 96)
     tied = config_of(tie_embeddings=True)
     tensors = weights_of(tied)
     head = tensors["model.embed_tokens.weight"].clone()

@@ -1,0 +1,151 @@
+"""Whether a Hugging Face folder is of a model: names, shapes and settings, all misfits at once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...model_zoo.hf_settings import flat, impossible
+from ...model_zoo.hf_settings import shown as text
+from ..errors import nearest
+from .hf_folder import CONFIG, MAX_SHOWN, StoredTensor, open_tensors, shown
+
+if TYPE_CHECKING:
+    from ...model_zoo.config import ModelConfig
+    from ...model_zoo.layout import Layout
+
+DTYPES = {"F64", "F32", "F16", "BF16"}
+COMPUTED = ".rotary_emb.inv_freq"
+"""Old versions of transformers saved these; every model computes them."""
+ELEMENTS_COMPARED = 2**24
+
+Shape = tuple[int, ...]
+
+
+@dataclass
+class Match:
+    """Our parameter name -> theirs, and what does not fit."""
+
+    sources: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    hint: str = ""
+
+
+def match(
+    stored: Mapping[str, StoredTensor],
+    shapes: Mapping[str, Shape],
+    config: ModelConfig,
+    settings: Mapping[str, Any] | None,
+) -> Match:
+    """Compare a folder's tensors and config.json with a model's parameters and their shapes."""
+    layout, match = config.layout, Match()
+    if not layout.hf_names:
+        match.problems.append(f'model "{config.name}" has no table of Hugging Face names')
+        return match
+    if settings is not None:
+        match.problems, match.hint = _compare_settings(settings, config)
+    embed, head = _ends(layout)
+    # Without config.json's word, a missing projection is taken for a tied one.
+    tied_there = (settings or {}).get("tie_word_embeddings", True)
+    for name in shapes:
+        theirs = layout.to_hf(name)
+        if theirs is None:
+            match.problems.append(f'{name}: model "{config.name}" has no Hugging Face name for it')
+            continue
+        if theirs == head and head not in stored and embed in stored and tied_there:
+            match.notes.append(f"{head} is not in the folder: {name} starts as the embedding")
+            theirs = embed
+        match.sources[name] = theirs
+    extra = {head, *(name for name in stored if name.endswith(COMPUTED))}
+    found = {name: tensor.shape for name, tensor in stored.items()}
+    match.problems += misfits(match.sources, shapes, found, "the folder", extra)
+    match.problems += [
+        f"{theirs} is stored as {stored[theirs].dtype}: quantized weights are not read"
+        for theirs in match.sources.values()
+        if theirs in stored and stored[theirs].dtype not in DTYPES
+    ]
+    return match
+
+
+def misfits(
+    sources: Mapping[str, str],
+    shapes: Mapping[str, Shape],
+    found: Mapping[str, Shape],
+    place: str,
+    extra: Collection[str] = (),
+) -> list[str]:
+    """Return all that is missing, unexpected or of another shape in a place.
+
+    Args:
+        sources: our parameter name -> the name there.
+        shapes: of our parameters.
+        found: name there -> shape.
+        place: "the folder", as it is called in the sentences.
+        extra: names that may be there too.
+    """
+    problems: list[str] = []
+    known = {*sources.values(), *extra}
+    unexpected = [name for name in found if name not in known]
+    for name, theirs in sources.items():
+        also = f" ({name} here)" if theirs != name else ""
+        if theirs not in found:
+            near = nearest(theirs, unexpected) if len(problems) < MAX_SHOWN else ""
+            sentence = f"{shown(theirs)}{also} is not in {place}"
+            problems.append(f"{sentence}; {near}" if near else sentence)
+        elif tuple(found[theirs]) != tuple(shapes[name]):
+            there, here = list(found[theirs]), list(shapes[name])
+            ours = f" ({name})" if also else ""
+            problems.append(f"{shown(theirs)} is {there} there and {here} here{ours}")
+    return problems + [f"{shown(n)} is in {place} but not in the model" for n in unexpected]
+
+
+def _compare_settings(settings: Mapping[str, Any], config: ModelConfig) -> tuple[list[str], str]:
+    """Return how config.json differs from a model, and what to set to make them agree."""
+    layout = config.layout
+    there, here = flat(settings), flat(config.hf_config())
+    not_done = impossible(there, config.name, layout)
+    differing = [
+        (ours, here.get(key), there[key])
+        for key, ours in layout.hf_keys.items()
+        if there.get(key) is not None and there[key] != here.get(key)
+    ]
+    problems = not_done + [
+        f"model.{ours} is {'not set' if own is None else text(own)}, {CONFIG} says {text(value)}"
+        for ours, own, value in differing
+    ]
+    if not_done or not differing:
+        return problems, ""
+    wanted = ", ".join(f"{ours} = {text(value)}" for ours, _, value in differing)
+    return problems, f"set in [model]: {wanted}"
+
+
+def _ends(layout: Layout) -> tuple[str, str]:
+    """Return Hugging Face's names of the embedding's weight and the projection's."""
+    embed = layout.to_hf(f"{layout.embed}.weight")
+    head = layout.to_hf(f"{layout.head}.proj.weight")
+    return embed or "", head or ""
+
+
+def differing_ends(
+    stored: Mapping[str, StoredTensor], sources: Mapping[str, str], layout: Layout
+) -> list[str]:
+    """Compare a projection in the folder with the embedding, if the model has one for both."""
+    embed, head = _ends(layout)
+    if head in sources.values() or head not in stored:
+        return []
+    one, other = stored[embed], stored[head]
+    problem = f"{head} is in the folder and differs from {embed}; the model has one weight for both"
+    if one.shape != other.shape:
+        return [problem]
+    rows = max(1, ELEMENTS_COMPARED // max(1, one.shape[1]))
+    with open_tensors(one.file) as one_file, open_tensors(other.file) as other_file:
+        a, b = one_file.get_slice(embed), other_file.get_slice(head)
+        for first in range(0, one.shape[0], rows):
+            part = slice(first, first + rows)
+            if not torch.equal(a[part].double(), b[part].double()):
+                return [problem]
+    return []

@@ -1,0 +1,181 @@
+"""Tensors that are read a few rows at a time, wherever they lie."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+
+BLOCK_BYTES = 2**23
+"""What a thread holds of a tensor at a time, as long as a row is not longer."""
+
+
+class Rows(Protocol):
+    """A tensor whose rows can be read; a scalar counts as one row."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its elements."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Return rows `first` to `last`, the last one left out, contiguous, on the CPU."""
+
+
+def row_count(shape: Sequence[int]) -> int:
+    """Return how many rows a tensor has."""
+    return shape[0] if shape else 1
+
+
+def row_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Return the size of a row."""
+    return math.prod(shape[1:]) * dtype.itemsize
+
+
+def nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Return the size of a tensor."""
+    return math.prod(shape) * dtype.itemsize
+
+
+def blocks(tensor: Rows, dtype: torch.dtype, first: int, last: int) -> Iterator[Tensor]:
+    """Yield the rows from `first` to `last` as flat pieces of `BLOCK_BYTES` in a dtype."""
+    step = max(1, BLOCK_BYTES // max(1, row_bytes(tensor.shape, tensor.dtype)))
+    for start in range(first, last, step):
+        yield tensor.read(start, min(start + step, last)).to(dtype).reshape(-1)
+
+
+def as_bytes(flat: Tensor) -> memoryview:
+    """Return the memory of a flat, contiguous tensor on the CPU."""
+    memory: Any = flat.detach().view(torch.uint8).numpy()
+    return memoryview(memory)
+
+
+@dataclass(frozen=True)
+class Region:
+    """A tensor that lies in a file as it would in memory."""
+
+    file: Path
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Return some rows.
+
+        Raises:
+            CheckpointError: the file ends before them.
+        """
+        row = row_bytes(self.shape, self.dtype)
+        buffer = torch.empty((last - first) * row, dtype=torch.uint8)
+        view, position = as_bytes(buffer), self.offset + first * row
+        descriptor = os.open(self.file, os.O_RDONLY)
+        try:
+            while view:
+                count = os.preadv(descriptor, [view], position)
+                if not count:
+                    raise CheckpointError(f"{self.file} ends early", "fetch it once more")
+                view, position = view[count:], position + count
+        finally:
+            os.close(descriptor)
+        return buffer.view(self.dtype).view(_part(self.shape, first, last))
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor in memory, on any device."""
+
+    tensor: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its elements."""
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+        return tuple(self.tensor.shape)
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Return some rows."""
+        part = self.tensor.detach()[first:last] if self.tensor.dim() else self.tensor.detach()
+        return part.cpu().contiguous()
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A tensor put together from boxes of it that lie apart.
+
+    Args:
+        parts: where each begins, and the part itself; together they cover the tensor once.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[tuple[tuple[int, ...], Rows], ...]
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Return some rows."""
+        whole = torch.empty(_part(self.shape, first, last), dtype=self.dtype)
+        for start, part in self.parts:
+            top = start[0] if start else 0
+            low, high = max(first, top), min(last, top + row_count(part.shape))
+            if low >= high:
+                continue
+            sides = tuple(
+                slice(begin, begin + size)
+                for begin, size in zip(start[1:], part.shape[1:], strict=True)
+            )
+            box = whole[(slice(low - first, high - first), *sides)] if start else whole
+            box.copy_(part.read(low - top, high - top))
+        return whole
+
+
+@dataclass(frozen=True)
+class Interleaved:
+    """Queries or keys of Meta's rotary layout, in the order of Hugging Face's and ours.
+
+    Within each head, Meta turns the neighbours (2i, 2i + 1), and we turn (i, i + K/2). The same as
+    `permute` in transformers' `convert_llama_weights_to_hf.py`.
+
+    Args:
+        source: Meta's weight, [heads * K, D].
+        head_width: K.
+    """
+
+    source: Rows
+    head_width: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its elements."""
+        return self.source.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+        return self.source.shape
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Return some rows."""
+        width = self.head_width
+        low, high = first // width * width, -(-last // width) * width
+        row = torch.arange(first, last)
+        half, pair = (row % width) // (width // 2), row % (width // 2)
+        theirs = row // width * width + 2 * pair + half
+        return self.source.read(low, high)[theirs - low]
+
+
+def _part(shape: tuple[int, ...], first: int, last: int) -> tuple[int, ...]:
+    return (last - first, *shape[1:]) if shape else ()

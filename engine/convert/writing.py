@@ -1,0 +1,221 @@
+"""Writes files at places known beforehand, in several threads, and publishes them at once."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import xxhash
+
+from ..checkpoint.disk import writing
+from ..errors import CheckpointError, RecipeError
+from ..files import sync_folder
+from .tensors import Rows, as_bytes, blocks, nbytes, row_bytes, row_count
+
+PIECE_BYTES = 2**26
+"""Larger tensors are written by several threads, where no checksum needs their order."""
+
+Advance = Callable[[int], None]
+"""takes note of bytes that were written"""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows `first` to `last` of a tensor, to be written in a dtype."""
+
+    tensor: Rows
+    dtype: torch.dtype
+    first: int
+    last: int
+
+    @property
+    def bytes(self) -> int:
+        """The size once written."""
+        return (self.last - self.first) * row_bytes(self.tensor.shape, self.dtype)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Bytes and pieces of tensors that follow each other in a file."""
+
+    file: Path
+    offset: int
+    content: Sequence[bytes | Piece]
+
+
+def whole(tensor: Rows, dtype: torch.dtype) -> Piece:
+    """Return a tensor as one piece."""
+    return Piece(tensor, dtype, 0, row_count(tensor.shape))
+
+
+def stretches(file: Path, offset: int, tensor: Rows, dtype: torch.dtype) -> Iterator[Stretch]:
+    """Yield a tensor in pieces that several threads can write."""
+    row = row_bytes(tensor.shape, dtype)
+    step = max(1, PIECE_BYTES // max(1, row))
+    rows = row_count(tensor.shape)
+    for first in range(0, rows, step):
+        piece = Piece(tensor, dtype, first, min(first + step, rows))
+        yield Stretch(file, offset + first * row, [piece])
+
+
+def write_all(work: Sequence[Stretch], advance: Advance) -> list[str]:
+    """Write stretches to files that exist, on all cores; return the XXH3-128 of each.
+
+    Only the hash of a stretch that is a whole file is of use.
+    """
+    return parallel([partial(_write, each, advance) for each in work])
+
+
+def parallel(work: Sequence[Callable[[], str]]) -> list[str]:
+    """Do work in as many threads as there are cores; the first failure ends it all."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "convert") as pool:
+        running = [pool.submit(each) for each in work]
+        try:
+            return [each.result() for each in running]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _write(stretch: Stretch, advance: Advance) -> str:
+    digest, position = xxhash.xxh3_128(), stretch.offset
+    descriptor = os.open(stretch.file, os.O_WRONLY)
+    try:
+        for content in stretch.content:
+            for block in [content] if isinstance(content, bytes) else _blocks(content):
+                digest.update(block)
+                position = _write_at(descriptor, position, memoryview(block))
+                advance(len(block))
+    finally:
+        os.close(descriptor)
+    return digest.hexdigest()
+
+
+def _blocks(piece: Piece) -> Iterator[memoryview]:
+    for block in blocks(piece.tensor, piece.dtype, piece.first, piece.last):
+        yield as_bytes(block)
+
+
+def _write_at(descriptor: int, position: int, block: memoryview) -> int:
+    while block:
+        count = os.pwrite(descriptor, block, position)
+        block, position = block[count:], position + count
+    return position
+
+
+def sync(files: Sequence[Path]) -> None:
+    """Make the contents of files survive a power failure."""
+    parallel([partial(_sync, file) for file in files])
+
+
+def _sync(file: Path) -> str:
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return ""
+
+
+def create(file: Path, size: int) -> None:
+    """Make an empty file of a size."""
+    with open(file, "xb") as opened:
+        opened.truncate(size)
+
+
+def temporary_beside(target: Path) -> Path:
+    """Return a fresh name in the target's folder, which is made if need be.
+
+    Raises:
+        RecipeError: the target exists.
+        CheckpointError: its folder cannot be made.
+    """
+    if target.exists() or target.is_symlink():
+        raise RecipeError(f"{target} exists: not replaced", "remove it, or give another name")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot make {target.parent}: {error.strerror}") from error
+    return target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}")
+
+
+@contextmanager
+def complete_or_absent(target: Path, needed: int) -> Iterator[Path]:
+    """Give a name to write a file or a folder under; it gets the target's when the block ends well.
+
+    Args:
+        target: what must not exist yet.
+        needed: bytes that will be written.
+
+    Raises:
+        CheckpointError: there is no space, or writing is refused.
+    """
+    temporary = temporary_beside(target)
+    try:
+        with writing(target.parent, needed):
+            yield temporary
+            publish(temporary, target)
+    except BaseException:
+        discard(temporary)
+        raise
+
+
+def publish(temporary: Path, target: Path) -> None:
+    """Give a synced file or folder its final name, durably."""
+    if temporary.is_dir():
+        sync_folder(temporary)
+    if target.exists():
+        raise CheckpointError(f"{target} appeared meanwhile: not replaced")
+    temporary.rename(target)
+    sync_folder(target.parent)
+
+
+def discard(temporary: Path) -> None:
+    """Remove what was begun."""
+    if temporary.is_dir():
+        shutil.rmtree(temporary, ignore_errors=True)
+    else:
+        temporary.unlink(missing_ok=True)
+
+
+class Counter:
+    """Adds up the bytes that threads report, and tells one listener."""
+
+    def __init__(self, listener: Advance) -> None:
+        self._listener = listener
+        self._lock = threading.Lock()
+
+    def __call__(self, count: int) -> None:
+        """Add some."""
+        with self._lock:
+            self._listener(count)
+
+
+def differing(written: Rows, expected: Rows, dtype: torch.dtype) -> bool:
+    """Return whether a tensor read back is not, bit for bit, what was to be written."""
+    if written.shape != expected.shape or written.dtype != dtype:
+        return True
+    rows = row_count(expected.shape)
+    if not nbytes(expected.shape, dtype):
+        return False
+    widest = max(row_bytes(expected.shape, expected.dtype), row_bytes(expected.shape, dtype))
+    step = max(1, PIECE_BYTES // 8 // max(1, widest))
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        theirs = expected.read(first, last).to(dtype)
+        if not torch.equal(_bits(written.read(first, last)), _bits(theirs)):
+            return True
+    return False
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
