@@ -25,8 +25,9 @@ from trainer.engine.data.batch import Batch
 from trainer.engine.data.configs import TokensSource
 from trainer.engine.data.dataset import open_data
 from trainer.engine.data.loader import Loader
+from trainer.engine.data.manifest import TOKENS, Tally, shard_name
 from trainer.engine.data.packing import PACKINGS
-from trainer.engine.data.store import TOKENS, StoreWriter
+from trainer.engine.data.store import StoreWriter
 from trainer.engine.data.tables import Data
 from trainer.engine.data.tokenizer import ByteTokenizer
 
@@ -77,7 +78,7 @@ def write_corpus(folder: Path, num_tokens: int, mean_document: int) -> None:
             lengths = random.geometric(1 / mean_document, 4096)
             data = random.integers(0, 256, lengths.sum(), dtype=np.uint8)
             writer.append(np.split(data, np.cumsum(lengths)[:-1]))
-        writer.finish(skipped=0, faults=[])
+        writer.finish(Tally())
 
 
 def measure(corpus: Path, seq_len: int, rounds: int, seconds: float) -> dict[str, float]:
@@ -99,7 +100,7 @@ def measure(corpus: Path, seq_len: int, rounds: int, seconds: float) -> dict[str
 
 def bare(corpus: Path, seq_len: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """Rows at random places, as a script would read them."""
-    tokens = np.memmap(corpus / TOKENS, dtype=np.uint16, mode="r")
+    tokens = np.memmap(corpus / shard_name(TOKENS, 0), dtype=np.uint16, mode="r")
     random = np.random.default_rng(0)
 
     def read() -> tuple[torch.Tensor, torch.Tensor]:

@@ -49,12 +49,15 @@ class ConcatRows:
         self.store = store
         self.num_rows = max(stop - start - 1, 0) // seq_len
         self.seq_len = seq_len
-        tokens = store.tokens[start:stop]
-        # One overlapping window a row, so that a batch is one gather.
-        self.windows = np.lib.stride_tricks.as_strided(
-            tokens,
-            (self.num_rows, seq_len + 1),
-            (seq_len * tokens.itemsize, tokens.itemsize),
+        self.windows = self._windows(store.tokens[start:stop])
+        self.learned = None if store.learned is None else self._windows(store.learned[start:stop])
+
+    def _windows(self, column: NDArray[Any]) -> NDArray[Any]:
+        """Return one overlapping window a row, so that a batch is one gather."""
+        return np.lib.stride_tricks.as_strided(
+            column,
+            (self.num_rows, self.seq_len + 1),
+            (self.seq_len * column.itemsize, column.itemsize),
             writeable=False,
         )
 
@@ -64,6 +67,8 @@ class ConcatRows:
         columns = np.empty((2, len(rows), self.seq_len), dtype=np.int64)
         columns[0] = windows[:, :-1]
         columns[1] = windows[:, 1:]
+        if self.learned is not None:
+            np.copyto(columns[1], IGNORED, where=~self.learned[rows][:, 1:])
         return Rows(columns[0], columns[1])
 
 
@@ -112,6 +117,9 @@ class PaddedRows:
         columns = np.empty((2, len(rows), len(self.place) - 1), dtype=np.int64)
         columns[0] = windows[:, :-1]
         columns[1] = windows[:, 1:]
+        if self.store.learned is not None:
+            learned = self.store.learned.take(index[:, 1:], mode="clip")
+            np.copyto(columns[1], IGNORED, where=~learned)
         padding = self.place[:-1] >= self.pieces.lengths[rows][:, None]
         np.copyto(columns[0], self.store.eos_id, where=padding)
         np.copyto(columns[1], IGNORED, where=padding)
@@ -151,6 +159,9 @@ class DocumentRows:
         columns[0] = self.store.tokens.take(index, mode="clip")
         columns[1, :-1] = columns[0, 1:]
         columns[1, np.cumsum(lengths) - 1] = self.store.tokens.take(starts + lengths, mode="clip")
+        if self.store.learned is not None:
+            learned = self.store.learned.take(index + 1, mode="clip")
+            np.copyto(columns[1], IGNORED, where=~learned)
         padding = self.padding[rows]
         padded, _ = _ranges(np.arange(1, shape[0] + 1) * shape[1] - padding, padding)
         columns[0, padded] = self.store.eos_id

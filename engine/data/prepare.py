@@ -1,4 +1,4 @@
-"""Tokenises a source of documents once; later runs memory-map the result."""
+"""Tokenises sources of documents once; later runs memory-map the result."""
 
 from __future__ import annotations
 
@@ -7,24 +7,93 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from xxhash import xxh3_128_hexdigest
 
-from ..errors import DataError, EnvironmentFault
-from ..files import sync_folder
-from .configs import Document, DocumentFault, DocumentSource
-from .store import FORMAT, StoreWriter, TokenStore
+from ..errors import DataError, EnvironmentFault, RecipeError, RunInUse
+from ..files import atomic_write, sync_folder
+from .configs import DocumentSource
+from .manifest import Tally, read_manifest
+from .part_stores import PartStores, SourcePart
+from .store import SHARD_TOKENS, StoreWriter, TokenStore
+from .tokenise import Tokenised, tokenise
 from .tokenizer import Tokenizer
 
-BATCH_CHARACTERS = 2**22
-BATCH_DOCUMENTS = 2**12
-FAULTS_KEPT = 20
+# Part of the names in the cache: another number makes every source be tokenised again.
+CACHE_VERSION = 1
 NOTE_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What becomes one folder of tokens.
+
+    Attributes:
+        sources: their documents come one source after another.
+        tokenizer: makes the tokens.
+        tokenizer_name: what a recipe calls it; its files are then kept beside the tokens.
+        shard_tokens: tokens a file.
+        workers: processes; 0: one a core.
+    """
+
+    sources: Sequence[DocumentSource]
+    tokenizer: Tokenizer
+    tokenizer_name: str = ""
+    shard_tokens: int = SHARD_TOKENS
+    workers: int = 0
+
+    def inputs(self) -> str:
+        """Return a hash of all that the result depends on."""
+        states = [f"{source.on_error} {source.fingerprint()}" for source in self.sources]
+        inputs = [self.tokenizer.fingerprint, self.tokenizer_name, self.shard_tokens, states]
+        return xxh3_128_hexdigest(repr(inputs).encode())
+
+    def parts(self) -> list[SourcePart]:
+        """Return the parts of every source, in order."""
+        return [SourcePart(source, part) for source in self.sources for part in source.parts()]
+
+
+@dataclass
+class Progress:
+    """How far a preparation has come.
+
+    Attributes:
+        parts: how many there are.
+        parts_done: how many are in the result.
+        parts_found: how many of these were there already, from an interrupted call.
+        documents: in the result.
+        tokens: in the result.
+        text_bytes: that were tokenised by this call.
+        seconds: since its start.
+    """
+
+    parts: int
+    parts_done: int = 0
+    parts_found: int = 0
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """Time since the start."""
+        return time.monotonic() - self.started
+
+    @property
+    def seconds_left(self) -> float | None:
+        """What remains, if parts go on as they did; None: nothing is known."""
+        made = self.parts_done - self.parts_found
+        return self.seconds / made * (self.parts - self.parts_done) if made else None
+
+
+Watch = Callable[[Progress], None]
 
 
 def default_cache() -> Path:
@@ -46,20 +115,19 @@ def open_or_prepare(source: DocumentSource, tokenizer: Tokenizer, cache: Path) -
         DataError: a document cannot be read and `on_error` is "stop", or there is no text.
         EnvironmentFault: the cache cannot be written.
     """
-    key = f"{FORMAT} {tokenizer.fingerprint} {source.on_error} {source.fingerprint()}"
+    key = f"{CACHE_VERSION} {tokenizer.fingerprint} {source.on_error} {source.fingerprint()}"
     folder = cache / f"{source.name}-{xxh3_128_hexdigest(key.encode())}"
-    with suppress(DataError):
-        return TokenStore.open(folder, tokenizer)
+    if not unfinished(folder).exists():
+        with suppress(DataError):
+            return TokenStore.open(folder, tokenizer)
     try:
-        with _locked(cache, folder.name):
+        with _locked(cache / f"{folder.name}.lock", wait=True):
             with suppress(DataError):
-                return TokenStore.open(folder, tokenizer)
-            unfinished = folder.with_name(f"{folder.name}.unfinished")
-            for leftover in (folder, unfinished):
-                shutil.rmtree(leftover, ignore_errors=True)
-            _prepare(source, tokenizer, unfinished)
-            unfinished.rename(folder)
-            sync_folder(cache)
+                store = TokenStore.open(folder, tokenizer)
+                shutil.rmtree(unfinished(folder), ignore_errors=True)
+                return store
+            shutil.rmtree(folder, ignore_errors=True)
+            prepare(Preparation([source], tokenizer), folder, log_now_and_then(source.name))
     except OSError as error:
         raise EnvironmentFault(
             f"cannot write tokens to {cache}: {error.strerror}",
@@ -68,59 +136,159 @@ def open_or_prepare(source: DocumentSource, tokenizer: Tokenizer, cache: Path) -
     return TokenStore.open(folder, tokenizer)
 
 
+def prepare_folder(job: Preparation, folder: Path, watch: Watch) -> bool:
+    """Make a folder of tokens, or go on making it; return whether it was not there yet.
+
+    Raises:
+        RecipeError: something else is there.
+        RunInUse: another process makes it.
+        DataError: a document cannot be read and `on_error` is "stop", or there is no text.
+        EnvironmentFault: it cannot be written.
+    """
+    lock = folder.with_name(f".{folder.name}.lock")
+    try:
+        with _locked(lock, wait=False):
+            if is_new := not folder.exists() or not any(folder.iterdir()):
+                prepare(job, folder, watch)
+            else:
+                _expect_same(job, folder)
+                shutil.rmtree(unfinished(folder), ignore_errors=True)
+            lock.unlink()
+            return is_new
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cannot write tokens to {folder}: {error.strerror}",
+            "once it is writable and has room, the same command goes on where it stopped",
+        ) from error
+
+
+def _expect_same(job: Preparation, folder: Path) -> None:
+    other = "give another folder, or delete this one"
+    try:
+        manifest = read_manifest(folder)
+    except DataError as error:
+        raise RecipeError(f"{folder} is there already: {error.message}", other) from error
+    if manifest.inputs != job.inputs():
+        raise RecipeError(
+            f"{folder} is there already, made from other documents or settings", other
+        )
+
+
+def unfinished(folder: Path) -> Path:
+    """Return where a preparation keeps what it has until it is complete."""
+    return folder.with_name(f"{folder.name}.unfinished")
+
+
 @contextmanager
-def _locked(cache: Path, name: str) -> Iterator[None]:
-    """Hold the cache entry's lock; the kernel frees it however the process ends."""
-    cache.mkdir(parents=True, exist_ok=True)
-    with open(cache / f"{name}.lock", "ab") as lock:
+def _locked(file: Path, wait: bool) -> Iterator[None]:
+    """Hold a lock; the kernel frees it however the process ends."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("waiting for another process to tokenise %s", name)
+        except BlockingIOError as error:
+            if not wait:
+                raise RunInUse(f"{file}: another process prepares these tokens") from error
+            log.info("waiting for another process to tokenise %s", file.stem)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def _prepare(source: DocumentSource, tokenizer: Tokenizer, folder: Path) -> None:
-    skipped = 0
-    faults: list[str] = []
-    with StoreWriter(folder, tokenizer) as writer:
-        started = noted = time.monotonic()
-        for batch in _batches(source.documents()):
-            unreadable = [item for item in batch if isinstance(item, DocumentFault)]
-            if unreadable and source.on_error == "stop":
-                raise DataError(
-                    f"{unreadable[0].place}: {unreadable[0].reason}",
-                    'repair it, or leave such documents out with on_error = "skip"',
-                )
-            skipped += len(unreadable)
-            faults += [f"{fault.place}: {fault.reason}" for fault in unreadable]
-            del faults[FAULTS_KEPT:]
-            # An empty document has nothing to predict.
-            if texts := [item for item in batch if isinstance(item, str) and item]:
-                writer.append(tokenizer.encode_batch(texts))
-            if time.monotonic() - noted > NOTE_SECONDS:
-                noted = time.monotonic()
-                log.info(
-                    "tokenising %s: %.0f million tokens in %.0f s",
-                    source.name, writer.num_tokens / 1e6, noted - started,
-                )  # fmt: skip
+def prepare(job: Preparation, folder: Path, watch: Watch) -> None:
+    """Tokenise into a folder, which appears when it is complete.
+
+    What an interrupted call for the same inputs left is used. The caller holds a lock.
+
+    Raises:
+        DataError: a document cannot be read, there is no text, or the sources changed meanwhile.
+        EnvironmentFault: a process that tokenises was killed.
+        OSError: it cannot be written.
+    """
+    work, inputs, parts = unfinished(folder), job.inputs(), job.parts()
+    _keep_what_fits(work, inputs)
+    shutil.rmtree(work / "store", ignore_errors=True)
+    tally, progress = Tally(), Progress(len(parts))
+    with StoreWriter(work / "store", job.tokenizer, job.shard_tokens) as writer:
+        for chunk, met in _tokenised(job, parts, work / "parts", progress):
+            tally.add(met)
+            if chunk:
+                writer.write(chunk)
+            progress.documents, progress.tokens = writer.num_documents, writer.num_tokens
+            watch(progress)
+        names = ", ".join(sorted({f'"{source.name}"' for source in job.sources}))
         if not writer.num_tokens:
-            raise DataError(f'the "{source.name}" source holds no text ({skipped} skipped)')
-        writer.finish(skipped, faults)
+            raise DataError(f"the {names} source holds no text ({tally.skipped} skipped)")
+        if job.inputs() != inputs:
+            raise DataError(f"the {names} source changed while it was tokenised", "run it again")
+        tally.faults = [str(fault) for fault in tally.faults]
+        if job.tokenizer_name:
+            _save_tokenizer(job.tokenizer, work / "store" / "tokenizer")
+        writer.finish(
+            tally,
+            inputs=inputs,
+            tokenizer_name=job.tokenizer_name,
+            sources=[source.model_dump(mode="json") for source in job.sources],
+        )
+    (work / "store").rename(folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(work, ignore_errors=True)
 
 
-def _batches(
-    documents: Iterable[Document],
-) -> Iterator[list[Document]]:
-    """Group documents so that a batch is worth a call and fits in memory."""
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document) if isinstance(document, str) else 0
-        if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+def _keep_what_fits(work: Path, inputs: str) -> None:
+    """Empty the working folder unless it belongs to the same inputs."""
+    plan = work / "inputs"
+    if work.exists() and not (plan.is_file() and plan.read_text(errors="replace") == inputs):
+        log.info("%s is of other documents or settings: starting afresh", work)
+        shutil.rmtree(work)
+    work.mkdir(parents=True, exist_ok=True)
+    atomic_write(plan, inputs)
+
+
+def _tokenised(
+    job: Preparation, parts: Sequence[SourcePart], folder: Path, progress: Progress
+) -> Iterator[Tokenised]:
+    """Yield the documents of all parts in order."""
+    if len(parts) == 1:  # not worth a process
+        for piece in tokenise(*parts[0], job.tokenizer):
+            progress.text_bytes += piece.tally.text_bytes
+            yield piece
+        return
+    stores = PartStores(folder, parts, job.tokenizer)
+    workers = job.workers or len(os.sched_getaffinity(0))
+    for number, is_new in enumerate(stores.make_all(workers)):
+        piece = stores.read(number)
+        progress.parts_done += 1
+        if is_new:
+            progress.text_bytes += piece.tally.text_bytes
+        else:
+            progress.parts_found += 1
+        yield piece
+
+
+def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    folder.mkdir()
+    tokenizer.save(folder)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    for path in files:
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+    if files:
+        sync_folder(folder)
+    else:
+        folder.rmdir()
+
+
+def log_now_and_then(name: str) -> Watch:
+    """Return a watch that writes a line to the log every ten seconds."""
+    noted = time.monotonic()
+
+    def watch(progress: Progress) -> None:
+        nonlocal noted
+        if time.monotonic() - noted > NOTE_SECONDS:
+            noted = time.monotonic()
+            log.info(
+                "tokenising %s: %.0f million tokens in %.0f s",
+                name, progress.tokens / 1e6, progress.seconds,
+            )  # fmt: skip
+
+    return watch

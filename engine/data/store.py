@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError
 from xxhash import xxh3_128
 
-from ..config import Count, CountOrZero, Table
 from ..errors import DataError
 from ..files import sync_folder
+from .columns import Chunk, Column, Learned, make_chunk, sync, token_type
+from .configs import DocumentFault
+from .manifest import (
+    AGAIN,
+    FORMAT,
+    INDEX,
+    LEARNED,
+    OFFSETS,
+    TOKENS,
+    FileEntry,
+    Manifest,
+    Tally,
+    read_manifest,
+    shard_name,
+)
+from .mapping import map_files
 from .tokenizer import Ids, Tokenizer
 
-FORMAT: Final = 1
-TOKENS, OFFSETS, INDEX = "tokens-00000.bin", "offsets.npy", "tokens.json"
+SHARD_TOKENS = 2**28
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,7 @@ class TokenStore:
         skipped: documents left out because they could not be read.
         faults: what was wrong with the first of them.
         place: what to call it in messages.
+        learned: [num_tokens]; which tokens count in the loss when they are labels. None: all.
     """
 
     tokens: NDArray[Any]
@@ -42,8 +55,9 @@ class TokenStore:
     eos_id: int
     fingerprint: str
     skipped: int = 0
-    faults: Sequence[str] = ()
+    faults: Sequence[str | DocumentFault] = ()
     place: str = "tokens"
+    learned: Learned | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -56,87 +70,55 @@ class TokenStore:
         return len(self.offsets) - 1
 
     @staticmethod
-    def open(folder: Path, tokenizer: Tokenizer) -> TokenStore:
+    def open(folder: Path, tokenizer: Tokenizer | None) -> TokenStore:
         """Memory-map a folder written by `StoreWriter`.
+
+        Args:
+            folder: with `tokens.json`.
+            tokenizer: must have made it; None: whichever did.
 
         Raises:
             DataError: it is missing, incomplete, or made with another tokenizer.
         """
-        index = _read_index(folder)
-        if index.tokenizer != tokenizer.fingerprint:
+        manifest = read_manifest(folder)
+        if tokenizer is not None and manifest.tokenizer != tokenizer.fingerprint:
             raise DataError(
-                f"{folder}: made with another tokenizer (vocabulary of {index.vocab_size}; "
+                f"{folder}: made with another tokenizer (vocabulary of {manifest.vocab_size}; "
                 f"the recipe's has {tokenizer.vocab_size})",
                 "prepare it again with the recipe's tokenizer, or name the one it was made with",
             )
-        for name, expected in ((TOKENS, index.files.tokens), (OFFSETS, index.files.offsets)):
-            size = (folder / name).stat().st_size if (folder / name).is_file() else None
-            if size != expected.bytes:
-                found = "missing" if size is None else f"{size} bytes"
-                raise DataError(
-                    f"{folder / name}: {found}; {INDEX} says {expected.bytes} bytes",
-                    "prepare it again",
-                )
-        # Plain arrays: slices of np.memmap run Python code each time.
-        tokens = np.asarray(np.memmap(folder / TOKENS, dtype=index.dtype, mode="r"))
-        try:
-            offsets = np.asarray(np.load(folder / OFFSETS, mmap_mode="r", allow_pickle=False))
-            fits = offsets.dtype == np.int64 and offsets[0] == 0 and offsets[-1] == len(tokens)
-        except (ValueError, IndexError):
-            fits = False
-        if not fits:
-            raise DataError(f"{folder / OFFSETS}: not the offsets of {TOKENS}", "prepare it again")
+
+        def column(name: str, dtype: str) -> NDArray[Any]:
+            paths = [folder / shard for shard in manifest.shards(name)]
+            return map_files(paths, np.dtype(dtype))
+
         return TokenStore(
-            tokens=tokens,
-            offsets=offsets,
-            eos_id=tokenizer.eos_id,
-            fingerprint=index.files.tokens.xxh3,
-            skipped=index.skipped,
-            faults=index.faults,
+            tokens=column(TOKENS, manifest.dtype),
+            offsets=_read_offsets(folder / OFFSETS, manifest),
+            eos_id=manifest.eos_id,
+            fingerprint=manifest.fingerprint or manifest.files[shard_name(TOKENS, 0)].xxh3,
+            skipped=manifest.skipped,
+            faults=manifest.faults,
             place=str(folder),
+            learned=column(LEARNED, "bool") if manifest.learned else None,
         )
 
 
-class FileEntry(Table):
-    """One file of a store."""
-
-    bytes: Count
-    xxh3: str
-
-
-class Files(Table):
-    """The files of a store beside its index."""
-
-    tokens: FileEntry = Field(alias="tokens-00000.bin")
-    offsets: FileEntry = Field(alias="offsets.npy")
-
-
-class Index(Table):
-    """`tokens.json`: what is in a folder of tokens."""
-
-    format: Literal[1]
-    dtype: Literal["uint16", "uint32"]
-    num_tokens: Count
-    num_documents: Count
-    tokenizer: str
-    """the tokenizer's fingerprint"""
-    vocab_size: Count
-    eos_id: CountOrZero
-    files: Files
-    skipped: CountOrZero
-    faults: list[str]
-
-
-def _read_index(folder: Path) -> Index:
-    file = folder / INDEX
+def _read_offsets(file: Path, manifest: Manifest) -> NDArray[np.int64]:
     try:
-        return Index.model_validate_json(file.read_bytes())
-    except OSError as error:
-        raise DataError(f"{file}: {error.strerror}", "a folder of tokens holds it") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise DataError(f"{file}: {key}: {first['msg']}", "prepare it again") from error
+        offsets = np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
+        fits = (
+            offsets.dtype == np.int64
+            and offsets.shape == (manifest.num_documents + 1,)
+            and offsets[0] == 0
+            and offsets[-1] == manifest.num_tokens
+        )
+    except (ValueError, EOFError, SyntaxError):
+        fits = False
+    if not fits:
+        documents, tokens = manifest.num_documents, manifest.num_tokens
+        raise DataError(f"{file}: not the offsets of {documents} documents, {tokens} tokens", AGAIN)
+    return offsets
 
 
 class StoreWriter:
@@ -145,19 +127,23 @@ class StoreWriter:
     Args:
         folder: is created.
         tokenizer: its vocabulary bounds the ids and sets their width.
+        shard_tokens: tokens a file, a multiple of `PAGE_TOKENS`.
     """
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, folder: Path, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS
+    ) -> None:
         self.folder = folder
         self.tokenizer = tokenizer
-        self.dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+        self.shard_tokens = shard_tokens
         self.num_tokens = 0
+        self.num_documents = 0
         self._lengths: list[NDArray[np.int64]] = []
-        self._hash = xxh3_128()
+        self._tokens = Column(folder, TOKENS, shard_tokens)
+        self._learned: Column | None = None
 
     def __enter__(self) -> StoreWriter:
         self.folder.mkdir(parents=True)
-        self._file = open(self.folder / TOKENS, "xb")
         return self
 
     def __exit__(
@@ -166,59 +152,74 @@ class StoreWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._file.close()
+        for column in (self._tokens, self._learned):
+            if column:
+                column.close()
 
-    def append(self, documents: Sequence[Ids]) -> None:
+    def append(self, documents: Sequence[Ids], learned: Sequence[Learned] | None = None) -> None:
         """Add documents, each without its eos token.
+
+        Args:
+            documents: ids.
+            learned: which of them are, the eos token's included.
 
         Raises:
             DataError: an id is outside the tokenizer's vocabulary.
         """
-        eos = np.array([self.tokenizer.eos_id], dtype=self.dtype)
-        flat = np.concatenate([part for document in documents for part in (document, eos)])
-        largest = int(flat.max())
-        if largest >= self.tokenizer.vocab_size:
-            raise DataError(
-                f"the tokenizer gave id {largest}; its vocabulary has {self.tokenizer.vocab_size}"
-            )
-        data = flat.astype(self.dtype).tobytes()
-        self._file.write(data)
-        self._hash.update(data)
-        self._lengths.append(np.array([len(document) + 1 for document in documents]))
-        self.num_tokens += len(flat)
+        self.write(make_chunk(self.tokenizer, documents, learned))
 
-    def finish(self, skipped: int, faults: Sequence[str]) -> None:
-        """Write the offsets and then the index, and sync everything to disk."""
-        _sync(self._file)
-        lengths = np.concatenate([np.zeros(1, dtype=np.int64), *self._lengths])
-        with open(self.folder / OFFSETS, "xb") as file:
-            np.save(file, np.cumsum(lengths), allow_pickle=False)
-            _sync(file)
-        offsets = (self.folder / OFFSETS).read_bytes()
-        files = {
-            TOKENS: FileEntry(
-                bytes=self.num_tokens * self.dtype.itemsize, xxh3=self._hash.hexdigest()
-            ),
-            OFFSETS: FileEntry(bytes=len(offsets), xxh3=xxh3_128(offsets).hexdigest()),
-        }
-        index = Index(
+    def write(self, chunk: Chunk) -> None:
+        """Add documents that already have their eos token."""
+        if chunk.learned is not None and self._learned is None:
+            self._learned = Column(self.folder, LEARNED, self.shard_tokens)
+            for start in range(0, self.num_tokens, 2**20):
+                self._learned.write(np.ones(min(2**20, self.num_tokens - start), dtype=bool))
+        self._tokens.write(chunk.tokens)
+        if self._learned:
+            all_of_them = np.ones(len(chunk.tokens), dtype=bool)
+            self._learned.write(all_of_them if chunk.learned is None else chunk.learned)
+        self._lengths.append(chunk.lengths)
+        self.num_tokens += len(chunk.tokens)
+        self.num_documents += len(chunk.lengths)
+
+    def finish(self, tally: Tally, **described: Any) -> None:
+        """Write the offsets and then the manifest, and sync everything to disk.
+
+        Args:
+            tally: what was met on the way.
+            described: further keys of the manifest.
+        """
+        columns = [column for column in (self._tokens, self._learned) if column]
+        for column in columns:
+            column.end_file()
+        files = {name: entry for column in columns for name, entry in column.files.items()}
+        fingerprint = columns[0].hash
+        if self._learned:
+            fingerprint.update(self._learned.hash.digest())
+        manifest = Manifest(
             format=FORMAT,
-            dtype="uint16" if self.dtype == np.uint16 else "uint32",
+            dtype="uint16" if token_type(self.tokenizer) == np.uint16 else "uint32",
             num_tokens=self.num_tokens,
-            num_documents=len(lengths) - 1,
+            num_documents=self.num_documents,
+            shard_tokens=self.shard_tokens,
+            learned=self._learned is not None,
+            fingerprint=fingerprint.hexdigest(),
             tokenizer=self.tokenizer.fingerprint,
             vocab_size=self.tokenizer.vocab_size,
             eos_id=self.tokenizer.eos_id,
-            files=Files.model_validate(files),
-            skipped=skipped,
-            faults=list(faults),
+            files={**files, OFFSETS: self._write_offsets()},
+            **vars(tally),
+            **described,
         )
         with open(self.folder / INDEX, "xb") as file:
-            file.write(index.model_dump_json(indent=1, by_alias=True).encode())
-            _sync(file)
+            file.write(manifest.model_dump_json(indent=1).encode())
+            sync(file)
         sync_folder(self.folder)
 
-
-def _sync(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+    def _write_offsets(self) -> FileEntry:
+        lengths = np.concatenate([np.zeros(1, dtype=np.int64), *self._lengths])
+        with open(self.folder / OFFSETS, "xb") as file:
+            np.save(file, np.cumsum(lengths), allow_pickle=False)
+            sync(file)
+        content = (self.folder / OFFSETS).read_bytes()
+        return FileEntry(bytes=len(content), xxh3=xxh3_128(content).hexdigest())

@@ -1,6 +1,7 @@
 """Rows against slow and obvious ones."""
 
 import bisect
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from tests.data.stores import EOS, random_lengths, store_of
 from trainer.engine.data.batch import IGNORED
 from trainer.engine.data.packing import (
+    PACKINGS,
     ConcatRows,
     DocumentRows,
     PaddedRows,
@@ -167,3 +169,36 @@ def test_many_pieces_are_packed_in_little_time() -> None:
     row, num_rows = best_fit_decreasing(lengths, 4096)
     assert len(row) == len(lengths)
     assert lengths.sum() / (num_rows * 4096) > 0.999
+
+
+def marked_store(lengths: list[int], seed: int) -> TokenStore:
+    store = store_of([length + 1 for length in lengths])
+    learned = np.random.default_rng(seed).random(store.num_tokens) < 0.6
+    return replace(store, learned=learned)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@given(LENGTHS, st.integers(1, 40), st.integers(0, 2**32))
+@settings(max_examples=40)
+def test_labels_that_are_not_learned_are_masked_and_nothing_else_changes(
+    packing: str, lengths: list[int], seq_len: int, seed: int
+) -> None:
+    marked = marked_store(lengths, seed)
+    packed = PACKINGS[packing](marked, 0, marked.num_tokens, seq_len)
+    plain = PACKINGS[packing](replace(marked, learned=None), 0, marked.num_tokens, seq_len)
+    numbers = np.arange(packed.num_rows)[::-1]
+    rows, expected = packed.gather(numbers), plain.gather(numbers)
+    assert rows.tokens.tolist() == expected.tokens.tolist()
+    # Every token but eos is another number, and what an eos ends stands before it.
+    assert marked.learned is not None
+    stream = marked.tokens.tolist()
+    is_learned = {
+        (before, token): bool(flag)
+        for before, token, flag in zip([None, *stream], stream, marked.learned, strict=False)
+    }
+    for inputs, labels, truth in zip(rows.tokens, rows.labels, expected.labels, strict=True):
+        naive = [
+            label if label != IGNORED and is_learned[token, label] else IGNORED
+            for token, label in zip(inputs.tolist(), truth.tolist(), strict=True)
+        ]
+        assert labels.tolist() == naive

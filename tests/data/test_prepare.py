@@ -15,6 +15,7 @@ import pytest
 from xxhash import xxh3_128_hexdigest
 
 from trainer.engine.data.configs import JsonlSource, TextSource, TokensSource
+from trainer.engine.data.manifest import Tally
 from trainer.engine.data.prepare import default_cache, open_or_prepare
 from trainer.engine.data.store import StoreWriter, TokenStore
 from trainer.engine.data.tokenizer import ByteTokenizer, Ids
@@ -115,10 +116,10 @@ import sys, time
 from pathlib import Path
 from trainer.engine.data.configs import JsonlSource
 from trainer.engine.data.prepare import open_or_prepare
-from trainer.engine.data import prepare
+from trainer.engine.data import tokenise
 from trainer.engine.data.tokenizer import ByteTokenizer
 
-prepare.BATCH_DOCUMENTS = 1
+tokenise.BATCH_DOCUMENTS = 1
 class SlowTokenizer(ByteTokenizer):
     def encode_batch(self, texts):
         time.sleep(float(sys.argv[3]))
@@ -193,7 +194,7 @@ def test_opening_what_is_cached_takes_milliseconds(tmp_path: Path) -> None:
 def written(folder: Path) -> Path:
     with StoreWriter(folder, ByteTokenizer()) as writer:
         writer.append(ByteTokenizer().encode_batch(["one", "two"]))
-        writer.finish(skipped=0, faults=[])
+        writer.finish(Tally())
     return folder
 
 
@@ -213,7 +214,7 @@ def test_tokens_of_another_tokenizer_are_refused_with_both_vocabularies(tmp_path
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 2}, "format"),
+        ({"format": 3}, "format"),
         ({"dtype": "object"}, "dtype"),
         ({"num_tokens": -1}, "num_tokens"),
         ({"files": {"../x": {"bytes": 1, "xxh3": ""}}}, "files"),
