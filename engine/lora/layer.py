@@ -27,6 +27,7 @@ class AdaptedLinear(Linear):
     def __init__(self, base: Linear, rank: int, alpha: float) -> None:
         super().__init__(base.in_features, base.out_features)
         self.weight = base.weight
+        self.alpha = alpha
         self.scale = alpha / rank
         self.lora_a = nn.Parameter(torch.empty(rank, base.in_features))
         self.lora_b = nn.Parameter(torch.empty(base.out_features, rank))

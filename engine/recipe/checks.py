@@ -26,7 +26,7 @@ def check(recipe: Recipe, world: int | None = None) -> list[Finding]:
         recipe: tables that are each valid alone.
         world: number of ranks; without it, what depends on it is not checked.
     """
-    parts = (_run, _lengths, _data, _groups, _degrees, _model_degrees)
+    parts = (_run, _lengths, _data, _groups, _targets, _degrees, _model_degrees)
     findings = [finding for part in parts for finding in part(recipe)]
     return findings + list(_ranks(recipe, world))
 
@@ -82,13 +82,23 @@ def _groups(recipe: Recipe) -> Iterator[Finding]:
             known = ", ".join(sorted(optimizer.group_keys))
             message = f'"{optimizer.name}" has no {key} for a group of parameters'
             yield (*path, key), message, f"known: {known}"
-        if group.match.startswith("re:"):
-            try:
-                with catch_warnings(action="ignore"):
-                    re.compile(group.match.removeprefix("re:"))
-            except (re.error, OverflowError, RecursionError) as error:
-                message = f"{shown_value(group.match)} is no regular expression: {error}"
-                yield (*path, "match"), printable(message), ""
+        yield from _pattern((*path, "match"), group.match)
+
+
+def _targets(recipe: Recipe) -> Iterator[Finding]:
+    for index, pattern in enumerate(recipe.lora.targets):
+        yield from _pattern(("lora", "targets", index), pattern)
+
+
+def _pattern(path: KeyPath, pattern: str) -> Iterator[Finding]:
+    if not pattern.startswith("re:"):
+        return
+    try:
+        with catch_warnings(action="ignore"):
+            re.compile(pattern.removeprefix("re:"))
+    except (re.error, OverflowError, RecursionError) as error:
+        message = f"{shown_value(pattern)} is no regular expression: {error}"
+        yield path, printable(message), ""
 
 
 def _degrees(recipe: Recipe) -> Iterator[Finding]:

@@ -1,0 +1,274 @@
+"""Adapters under every plan, saved and resumed, and what a recipe may get wrong."""
+
+import os
+from functools import cache
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.distributed import run_ranks
+from tests.model_zoo.peers import our_model, their_model
+from trainer import load_recipe, train
+from trainer.engine.assemble import assemble, build_model
+from trainer.engine.checkpoint.find import find_checkpoint
+from trainer.engine.errors import CheckpointError, RecipeError
+from trainer.engine.inference import load_model
+from trainer.engine.launch.environment import World
+from trainer.engine.lora.merge import merged_weights
+from trainer.engine.lora.peft import export_adapter
+from trainer.engine.recipe.schema import Recipe
+
+STEPS = 6
+BASE = {
+    "run": {"steps": STEPS, "seed": 3},
+    "model": {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 64}
+    | {"init_std": 0.1},
+    "data": {
+        "seq_len": 32,
+        "global_batch": 8,
+        "micro_batch": 2,
+        "sources": [{"name": "synthetic", "num_documents": 100, "document_tokens": 20}],
+    },
+    "optimizer": {"name": "sgd", "lr": 0.5, "momentum": 0.9, "clip_norm": 0.5},
+    "schedule": {"name": "constant"},
+    "precision": {"compute": "fp32"},
+    "lora": {"rank": 3, "alpha": 12.0},
+}
+
+
+def curves(changes):
+    """Return losses, gradient norms, and the merged weights at the end."""
+    recipe = Recipe.model_validate(BASE | changes)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    world = World(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
+    parts = assemble(recipe, world, torch.device("cpu"))
+    assert len(parts.optimizer.state) == 0
+    batches = parts.loader.steps(0)
+    losses, norms = [], []
+    for _ in range(STEPS):
+        gradients = parts.step.accumulate(next(batches))
+        assert all(w.grad is None for w in parts.model.parameters() if not w.requires_grad)
+        parts.step.update(1.0)
+        parts.step.clear()
+        losses.append((gradients.loss / gradients.tokens).item())
+        norms.append(gradients.norm.item())
+    assert all(weight.requires_grad for weight in parts.optimizer.state)
+    whole = {
+        name: getattr(weight, "full_tensor", lambda weight=weight: weight)().numpy()
+        for name, weight in merged_weights(parts.model).items()
+    }
+    return losses, norms, whole
+
+
+PLANS = {
+    "replicate-2": (2, {"parallel": {"replicate": 2, "shard": 1}}),
+    "shard-2": (2, {"parallel": {"shard": 2}}),
+    "offload-2": (2, {"parallel": {"fsdp": {"offload": True}}}),
+    "shard-2 recomputed": (2, {"parallel": {"shard": 2}, "memory": {"recompute": "full"}}),
+    "replicate-2 recomputed": (
+        2,
+        {"parallel": {"replicate": 2, "shard": 1}, "memory": {"recompute": "full"}},
+    ),
+    "hybrid-2x2": (
+        4,
+        {"parallel": {"replicate": 2, "shard": 2, "fsdp": {"strategy": "hybrid_shard"}}},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return run_ranks(1, curves, {})[0]
+
+
+@cache
+def run_start():
+    """Return the merged weights before the first step."""
+    recipe = Recipe.model_validate(BASE)
+    weights = merged_weights(assemble(recipe, World(), torch.device("cpu")).model)
+    return {name: weight.numpy() for name, weight in weights.items()}
+
+
+def assert_same(result, expected):
+    assert result[0] == pytest.approx(expected[0], abs=1e-5)
+    assert result[1] == pytest.approx(expected[1], abs=1e-5)
+    assert result[2].keys() == expected[2].keys()
+    for name, weight in result[2].items():
+        assert weight == pytest.approx(expected[2][name], abs=1e-5), name
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_plan_gives_the_curves_and_the_merged_weights_of_one_process(plan, alone):
+    world, changes = PLANS[plan]
+    start = run_start()["layers.1.mlp.down.weight"]
+    assert abs(alone[2]["layers.1.mlp.down.weight"] - start).max() > 1e-2, "adapters learn"
+    for result in run_ranks(world, curves, changes, timeout=120):
+        assert_same(result, alone)
+
+
+def test_recomputed_and_compiled_blocks_do_not_change_the_curves(alone):
+    assert_same(run_ranks(1, curves, {"memory": {"recompute": "full"}})[0], alone)
+    compiled = {"compile": {"enabled": True, "backend": "aot_eager"}}
+    assert_same(run_ranks(1, curves, compiled, timeout=120)[0], alone)
+
+
+@pytest.mark.slow
+def test_sharded_adapters_of_the_last_block_and_bf16():
+    """Units without anything to train, and the low precision of the products."""
+    changes = {"lora": {"rank": 2, "targets": ["layers.1.mlp.down.weight"]}}
+    expected = run_ranks(1, curves, changes)[0]
+    for result in run_ranks(2, curves, changes | {"parallel": {"shard": 2}}):
+        assert_same(result, expected)
+    low = changes | {"precision": {"compute": "bf16"}}
+    for result in run_ranks(2, curves, low | {"parallel": {"shard": 2}}):
+        assert result[0] == pytest.approx(expected[0], rel=2e-2)
+
+
+RECIPE = """
+[run]
+steps = 6
+[model]
+dim = 32
+n_layers = 2
+n_heads = 4
+n_kv_heads = 2
+ffn_dim = 48
+vocab_size = 320
+[data]
+seq_len = 32
+global_batch = 4
+[[data.sources]]
+name = "synthetic"
+num_documents = 50
+[optimizer]
+lr = 1e-2
+[[optimizer.groups]]
+match = "*.norm.weight"
+weight_decay = 0.0
+[precision]
+compute = "fp32"
+[metrics]
+interval = 1
+[checkpoint]
+interval = 3
+keep = 9
+"""
+ADAPTED = {"lora.rank": 4, "run.name": "adapted"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where a base model, and then its adapters, were trained."""
+    folder = tmp_path_factory.mktemp("runs")
+    recipe = folder / "base.toml"
+    recipe.write_text(RECIPE)
+    train(load_recipe(recipe, {"run.dir": str(folder)}))
+    adapted = ADAPTED | {"run.dir": str(folder), "run.init_from": str(folder / "base")}
+    train(load_recipe(recipe, adapted))
+    return folder
+
+
+def load(folder, name, **changes):
+    overrides = ADAPTED | {"run.dir": str(folder), "run.name": name} | changes
+    return load_recipe(folder / "base.toml", overrides)
+
+
+def rows(result):
+    return [row["loss"] for row in result.rows if row["kind"] == "train"]
+
+
+def test_a_run_resumes_exactly_with_its_adapters(folder):
+    start = {"run.init_from": str(folder / "base")}
+    middle = str(folder / "adapted/checkpoints/step-00000003")
+    whole = train(load(folder, "whole", **start))
+    resumed = train(load(folder, "resumed", **{"run.resume": middle}))
+    assert rows(resumed) == rows(whole)[3:]
+    one, two = (find_checkpoint(result.directory).path for result in (whole, resumed))
+    assert same_weights(one, two)
+
+
+def same_weights(one, two):
+    models = [load_model(path)[0] for path in (one, two)]
+    pairs = zip(*(model.parameters() for model in models), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_the_base_stays_as_it_was_and_its_adapters_are_saved(folder):
+    saved = find_checkpoint(folder / "adapted").manifest.tensors
+    assert saved["model.layers.0.attention.q.lora_a"]["shape"] == [4, 32]
+    state = {name for name in saved if name.startswith("optimizer.")}
+    assert state
+    assert all(".lora_" in name for name in state)
+    recipe = load(folder, "x", **{"run.init_from": str(folder / "adapted")})
+    base = load(folder, "y", **{"run.init_from": str(folder / "base")})
+    cpu = torch.device("cpu")
+    ours, theirs = (
+        dict(assemble(r, World(), cpu).model.named_parameters()) for r in (recipe, base)
+    )
+    assert torch.equal(ours["layers.1.mlp.up.weight"], theirs["layers.1.mlp.up.weight"])
+    assert ours["layers.1.mlp.up.lora_b"].abs().max() > 0, "adapters of the checkpoint are read too"
+    assert theirs["layers.1.mlp.up.lora_b"].abs().max() == 0
+
+
+def test_peft_loads_the_adapters_of_a_checkpoint(folder, tmp_path):
+    export_adapter(folder / "adapted", tmp_path / "adapter")
+    trained, _ = load_model(folder / "adapted")
+    trained.float()
+    base, _ = load_model(folder / "base")
+    base.float()
+    loaded = peft.PeftModel.from_pretrained(their_model(base), tmp_path / "adapter")
+    x = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        expected, found = trained(x), loaded(x).logits
+        assert (base(x) - expected).abs().max() > 1e-3
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(CheckpointError, match="no adapters"):
+        export_adapter(folder / "base", tmp_path / "none")
+
+
+def test_adapters_start_from_a_hugging_face_folder(folder, tmp_path):
+    theirs = their_model(our_model(vocab_size=320))
+    theirs.save_pretrained(tmp_path / "hf")
+    assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), torch.nn.Module)
+    recipe = load(folder, "hf", **{"run.init_from": str(tmp_path / "hf"), "model.dim": 32})
+    parts = assemble(recipe, World(), torch.device("cpu"))
+    x = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        torch.testing.assert_close(parts.model(x), theirs(x).logits, atol=1e-5, rtol=1e-5)
+    assert parts.model.layers[0].mlp.up.lora_a.std() > 0.05
+
+
+def test_without_a_base_model_the_user_is_warned(folder, caplog):
+    assemble(load(folder, "x"), World(), torch.device("cpu"))
+    assert "without run.init_from" in caplog.text
+
+
+def test_a_plain_run_does_not_start_from_adapters(folder):
+    recipe = load(folder, "x", **{"lora.rank": 0, "run.init_from": str(folder / "adapted")})
+    with pytest.raises(CheckpointError, match="lora_a is in the checkpoint but not here"):
+        assemble(recipe, World(), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message", "hint"),
+    [
+        ("*.attention.w.weight", "matches no weight", 'did you mean "layers.1.attention'),
+        ("head.*", "matches only what cannot have an adapter", ""),
+        ("re:norm", "matches only what cannot have an adapter", ""),
+    ],
+)
+def test_a_pattern_that_names_no_projection_is_an_error(pattern, message, hint):
+    recipe = Recipe.model_validate(BASE | {"lora": {"rank": 2, "targets": ["*.q.weight", pattern]}})
+    with pytest.raises(RecipeError) as caught:
+        build_model(recipe, recipe.tokenizer.build(), torch.device("cpu"))
+    (problem,) = caught.value.problems
+    assert problem.key == "lora.targets.1"
+    assert message in problem.message
+    assert hint in problem.hint
+
+
+def test_a_broken_expression_is_found_by_validation(folder):
+    with pytest.raises(RecipeError, match="is no regular expression"):
+        load(folder, "x", **{"lora.targets": ["re:("]})
