@@ -39,6 +39,7 @@ COMMANDS = {
     ),
     "new": Lazy("new:new", "Write a commented starter recipe."),
     "list": Lazy("list:list_components", "List components by kind, or the fields of one."),
+    "docs": Lazy("docs:docs", "Print the help of a key, a component, a table or a command."),
     "schema": Lazy("schema:schema", "Print the JSON Schema of recipes, for editors."),
     "generate": Lazy("generate:generate", "Sample text from a checkpoint."),
     "status": Lazy("status:status", "Show what runs are doing, or how they ended."),

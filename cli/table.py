@@ -12,16 +12,21 @@ GAP = "  "
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
     """Print rows of equal length; in a pipe nothing is wrapped."""
-    if not rows:
-        return
+    if rows:
+        print(table_text(rows))
+
+
+def table_text(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of equal length, wrapped if they go to a terminal."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)][:-1]
     indent = sum(widths) + len(GAP) * len(widths)
     terminal = get_terminal_size().columns if sys.stdout.isatty() else 0
+    found = []
     for *cells, last in rows:
         left = "".join(cell.ljust(width) + GAP for cell, width in zip(cells, widths, strict=True))
         lines = [last]
         if terminal >= indent + 20:
             lines = textwrap.wrap(last, terminal - indent) or [""]
-        print(f"{left}{lines[0]}".rstrip())
-        for line in lines[1:]:
-            print(" " * indent + line)
+        found.append(f"{left}{lines[0]}".rstrip())
+        found += [" " * indent + line for line in lines[1:]]
+    return "\n".join(found)
