@@ -135,6 +135,7 @@ def _locked(run: Path) -> Iterator[None]:
 
 def _summary(path: Path, hashes: bool) -> dict[str, Any]:
     from ..engine.checkpoint.manifest import read_manifest, verify
+    from ..engine.checkpoint.retention import best_of
 
     problems = verify(path, hashes)
     try:
@@ -149,6 +150,7 @@ def _summary(path: Path, hashes: bool) -> dict[str, Any]:
         "bytes": manifest.bytes,
         "world": manifest.world,
         "saved_at": manifest.saved_at,
+        "best": path == best_of(path.parent),
         "problems": problems,
     }
 
@@ -158,7 +160,7 @@ def _print_rows(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         size = _size_text(row["bytes"]) if "bytes" in row else ""
         details = [str(row.get(key, "")) for key in ("contents", "world", "saved_at")]
-        state = "; ".join(row["problems"]) or "complete"
+        state = "; ".join(row["problems"]) or "complete" + ", best" * row["best"]
         cells.append([Path(row["path"]).name, details[0], size, details[1], details[2], state])
     print_table(cells)
 

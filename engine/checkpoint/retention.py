@@ -106,7 +106,7 @@ def point_best(folder: Path, step: int) -> None:
 
 
 def settle_best(folder: Path, best: int, last: int) -> None:
-    """Make the alias what it was for a run that goes on from step `last` and had its best at `best`.
+    """Make the alias what it was when step `last` was the newest and step `best` the best.
 
     A kill may have come before it was renewed; or it points beyond `last`, to a past that is left.
     """
