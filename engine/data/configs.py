@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -115,9 +116,17 @@ class DocumentSource(SourceConfig):
         """Yield the documents of a part."""
         return self.documents()
 
+    def read_from(self, part: Any, first: int) -> Iterator[Document]:
+        """Yield the documents of a part from number `first` on."""
+        return islice(self.read(part), first, None)
+
     def fingerprint(self) -> str:
         """Return a text that changes whenever the documents may have changed."""
         raise NotImplementedError
+
+    def content_fingerprint(self) -> str:
+        """Return a text that a stream's documents have wherever and whenever they are read."""
+        return self.fingerprint()
 
     def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:
         """Return the cached tokens, written first if they are not there yet."""
@@ -196,6 +205,9 @@ class FileSource(DocumentSource):
 
     path: RecipePath
     """a file, a folder or a glob; relative to the recipe"""
+    streaming: bool = False
+    """tokenise while training, a window of documents at a time, and keep no tokens; for what is
+    too large to prepare, or to start at once"""
     suffix: ClassVar[str] = ""
 
     def documents(self) -> Iterator[Document]:
@@ -208,6 +220,12 @@ class FileSource(DocumentSource):
         from .sources import files_fingerprint
 
         return files_fingerprint(self.path, self.suffix)
+
+    def content_fingerprint(self) -> str:
+        """Return the files' names below their folder, their sizes, first and last bytes."""
+        from .sources import content_fingerprint
+
+        return content_fingerprint(self.path, self.suffix)
 
 
 @sources.register
@@ -253,6 +271,10 @@ class JsonlSource(FileSource):
     def fingerprint(self) -> str:
         """Return the files' names, sizes and times, and the field."""
         return f"{super().fingerprint()} {self.field}"
+
+    def content_fingerprint(self) -> str:
+        """Return the files' names, sizes and ends, and the field."""
+        return f"{super().content_fingerprint()} {self.field}"
 
 
 @sources.register

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # Larger text files become several documents; a longer line of JSON is a fault.
 MAX_DOCUMENT_BYTES = 2**26
 MAX_SYNTHETIC_TOKENS = 2**32
+FINGERPRINT_BYTES = 2**14
 
 # Installed packages, tests full of deliberately odd text, and a module that differs by machine.
 PYTHON_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -121,6 +122,24 @@ def files_fingerprint(pattern: str, suffix: str) -> str:
         except OSError as error:
             raise DataError(f"{file}: {error.strerror}") from error
         states.append((str(file), status.st_size, status.st_mtime_ns))
+    return xxh3_128_hexdigest(repr(states).encode())
+
+
+def content_fingerprint(pattern: str, suffix: str) -> str:
+    """Return a hash of the files' names, sizes, and first and last bytes, wherever they are."""
+    files = matching_files(pattern, suffix)
+    root = os.path.commonpath([file.parent for file in files])
+    states = []
+    for file in files:
+        try:
+            with open(file, "rb") as opened:
+                size = os.fstat(opened.fileno()).st_size
+                ends = opened.read(FINGERPRINT_BYTES)
+                opened.seek(max(size - FINGERPRINT_BYTES, 0))
+                ends += opened.read(FINGERPRINT_BYTES)
+        except OSError as error:
+            raise DataError(f"{file}: {error.strerror}") from error
+        states.append((os.path.relpath(file, root), size, xxh3_128_hexdigest(ends)))
     return xxh3_128_hexdigest(repr(states).encode())
 
 

@@ -1,0 +1,188 @@
+"""Documents from a column of text in Parquet files, and from Arrow arrays in general."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import EnvironmentFault, nearest
+from .configs import Document, DocumentFault
+from .parts import PART_BYTES
+from .sources import matching_files
+
+BATCH_BYTES, BATCH_ROWS = 2**22, 4096
+
+
+class RowGroups(NamedTuple):
+    """Consecutive row groups of a file; none: the file could not be opened."""
+
+    file: str
+    start: int = 0
+    stop: int = 0
+    first_row: int = 0
+
+
+def parquet() -> Any:
+    """Return `pyarrow.parquet`.
+
+    Raises:
+        EnvironmentFault: it is not installed.
+    """
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise EnvironmentFault(
+            'the "parquet" source needs the pyarrow package', 'pip install "trainer[data]"'
+        ) from error
+    return pyarrow.parquet
+
+
+def parquet_parts(pattern: str, suffix: str, field: str) -> list[RowGroups]:
+    """Return runs of row groups that hold about 64 MB of the column."""
+    parts: list[RowGroups] = []
+    for path in matching_files(pattern, suffix):
+        opened = _open(path)
+        if isinstance(opened, str):
+            parts.append(RowGroups(str(path)))
+            continue
+        with opened as file:
+            column = _column(file.schema_arrow, field)
+            metadata = file.metadata
+            start = row = first_row = size = 0
+            for group in range(metadata.num_row_groups):
+                row += metadata.row_group(group).num_rows
+                size += _column_bytes(metadata.row_group(group), column)
+                if size >= PART_BYTES or group + 1 == metadata.num_row_groups:
+                    parts.append(RowGroups(str(path), start, group + 1, first_row))
+                    start, first_row, size = group + 1, row, 0
+    return parts
+
+
+def read_parquet(part: RowGroups, field: str, first: int = 0) -> Iterator[Document]:
+    """Yield a document a row, from row `first` of the part on; one row group's batch at a time.
+
+    A row that cannot be read is a fault, so that rows and documents have the same numbers. A file
+    that cannot be opened is one fault.
+    """
+    opened = _open(Path(part.file))
+    if isinstance(opened, str):
+        if not first:
+            yield DocumentFault(part.file, opened)
+        return
+    with opened as file:
+        column = _column(file.schema_arrow, field)
+        row = part.first_row
+        first += row
+        for group in range(part.start, part.stop or file.num_row_groups):
+            end = row + file.metadata.row_group(group).num_rows
+            if end > first:
+                yield from _read_group(file, group, column, row, max(first - row, 0), part.file)
+            row = end
+
+
+def _read_group(
+    file: Any, group: int, column: str | ValueError, row: int, skipped: int, name: str
+) -> Iterator[Document]:
+    metadata = file.metadata.row_group(group)
+    end = row + metadata.num_rows
+    try:
+        if isinstance(column, ValueError):
+            raise column
+        size = max(_column_bytes(metadata, column) // max(metadata.num_rows, 1), 1)
+        rows = min(max(BATCH_BYTES // size, 1), BATCH_ROWS)
+        batches = file.iter_batches(rows, row_groups=[group], columns=[column], use_threads=False)
+        for batch in batches:
+            values = _leaf(batch, column)
+            unread = values.slice(skipped)
+            row += len(values) - len(unread)
+            skipped -= len(values) - len(unread)
+            for document in texts(unread, column, name, row):
+                yield document
+                row += 1
+    except (ValueError, OSError) as error:  # pyarrow's own derive from these
+        reason = first_line(error)
+        for number in range(row + skipped, end):
+            yield DocumentFault(f"{name}, row {number + 1}", reason)
+
+
+def texts(values: Any, field: str, name: str, row: int) -> Iterator[Document]:
+    """Yield the text of each value of an Arrow array.
+
+    Args:
+        values: strings, or bytes in UTF-8.
+        field: what the column is called.
+        name: of the file.
+        row: number of the first value, from 0.
+
+    Raises:
+        ValueError: the array holds something else.
+    """
+    import pyarrow as pa
+
+    kind = values.type
+    if pa.types.is_dictionary(kind):
+        values, kind = values.dictionary_decode(), kind.value_type
+    if pa.types.is_null(kind):
+        values, kind = values.cast(pa.string()), pa.string()
+    checks = ("is_string", "is_large_string", "is_string_view", "is_binary", "is_large_binary")
+    if not any(check(kind) for word in checks if (check := getattr(pa.types, word, None))):
+        raise ValueError(f'"{field}" is {kind}, expected strings')
+    if not pa.types.is_binary(kind):
+        values = values.cast(pa.large_binary())
+    for number, value in enumerate(values, row + 1):
+        content = value.as_py()
+        try:
+            if content is None:
+                raise ValueError(f'"{field}" is null, expected a string')
+            yield content.decode()
+        except ValueError as error:
+            yield DocumentFault(f"{name}, row {number}", str(error))
+
+
+def first_line(error: Exception) -> str:
+    """Return what a library says in its first line, or the error's class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def _open(path: Path) -> Any | str:
+    """Return the file, or what is wrong with it."""
+    try:
+        # Read in small pieces: a row group may be larger than the memory.
+        return parquet().ParquetFile(path, buffer_size=2**20, pre_buffer=False)
+    except (ValueError, OSError) as error:
+        return f"not a Parquet file: {first_line(error)}"
+
+
+def _column(schema: Any, field: str) -> str | ValueError:
+    """Return the column's path; a name with dots is a column, or a field within structs."""
+    if field in schema.names:
+        return field
+    known = list(schema.names)
+    kind: Any = None
+    for name in field.split("."):
+        if name not in known:
+            has = ", ".join(sorted(known)[:10]) or "no fields"
+            hint = nearest(name, known)
+            found = f'no field "{field}"; there is: {has}' + (f"; {hint}" if hint else "")
+            return ValueError(found[:300])
+        kind = schema.field(name).type if kind is None else kind.field(name).type
+        known = [kind.field(index).name for index in range(kind.num_fields)]
+    return field
+
+
+def _leaf(batch: Any, column: str) -> Any:
+    if column in batch.schema.names:
+        return batch.column(column)
+    import pyarrow.compute as pc
+
+    first, *more = column.split(".")
+    return pc.struct_field(batch.column(first), more)
+
+
+def _column_bytes(row_group: Any, column: str | ValueError) -> int:
+    """Return the decompressed bytes of a column; those of all where there is no such column."""
+    for index in range(row_group.num_columns):
+        if row_group.column(index).path_in_schema == column:
+            return int(row_group.column(index).total_uncompressed_size)
+    return int(row_group.total_byte_size)
