@@ -8,7 +8,7 @@ TO_RUN := $(VENV)/.ready-to-run
 TO_DEVELOP := $(VENV)/.ready-to-develop
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint format check wheel clean
+.PHONY: help run test lint format check docs wheel clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -31,6 +31,11 @@ format: $(TO_DEVELOP) ## let ruff put the code in order
 	$(BIN)/ruff format .
 
 check: lint test ## all that a change must pass
+
+docs: $(TO_RUN) ## make recipes/schema.json and docs/reference anew
+	$(BIN)/trainer schema > $(VENV)/schema.json
+	mv $(VENV)/schema.json recipes/schema.json
+	$(BIN)/trainer docs --write docs/reference
 
 wheel: $(TO_DEVELOP) ## build dist/*.whl
 	rm -rf build dist

@@ -28,6 +28,7 @@ finally:
         ("--help",), ("--version",), ("validate", DEBUG), ("explain", DEBUG), ("list",),
         ("list", "model", "llama3"), ("schema",), ("new", "x.toml"), ("run", "--help"),
         ("generate", "--help"), ("run", "nosuch.toml"), ("validate", "nosuch.toml"),
+        ("docs",), ("docs", "optimizer.lr"), ("docs", "--write", "reference"),
     ],
     ids=" ".join,
 )  # fmt: skip
