@@ -26,6 +26,7 @@ from .errors import Diverged, ExitCode, Problem, RecipeError
 from .files import atomic_write
 from .launch.group import process_group
 from .launch.signals import StopFlag
+from .lora.flops import flops_per_token
 from .observe.observer import Observer
 from .observe.progress import Progress, logged_to, open_progress
 from .observe.throughput import Throughput, device_peak_flops, peak_memory_bytes
@@ -216,7 +217,7 @@ class Session:
             parts.total_steps,
             self.progress,
             Throughput(
-                parts.model_config.flops_per_token(self.recipe.data.seq_len),
+                flops_per_token(parts.model, parts.model_config, self.recipe.data.seq_len),
                 peak and peak * self.world.world_size,
             ),
             lambda: peak_memory_bytes(self.device),
@@ -227,11 +228,13 @@ def describe(parts: Parts) -> list[str]:
     """Return what a run would do, a line each."""
     recipe, data = parts.recipe, parts.recipe.data
     parameters = sum(weight.numel() for weight in parts.model.parameters())
+    trained = sum(weight.numel() for weight in parts.model.parameters() if weight.requires_grad)
+    of_them = f", {trained:,} of them trained" if trained < parameters else ""
     degrees, share = parts.degrees, data.global_batch // parts.degrees.data
     micro = min(data.micro_batch, share)
     return [
         *parts.notes,
-        f"model: {recipe.model.name}, {parameters:,} parameters",
+        f"model: {recipe.model.name}, {parameters:,} parameters{of_them}",
         f"ranks: {parts.world.world_size} on {parts.device.type}",
         f"data parallel: replicate {degrees.replicate} x shard {degrees.shard}",
         f"steps: {parts.total_steps:,} of {data.global_batch * data.seq_len:,} tokens",
