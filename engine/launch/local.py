@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -40,6 +40,7 @@ def launch(
     log_dir: Path,
     stop_timeout_seconds: float = 120.0,
     max_restarts: int = 0,
+    signals: Signals | None = None,
 ) -> int:
     """Run `nproc` ranks of a command until all have ended; return the exit code of the job.
 
@@ -53,6 +54,7 @@ def launch(
         log_dir: output of ranks other than 0 is appended to `rank-N.log` there.
         stop_timeout_seconds: how long ranks may take to save after a signal.
         max_restarts: how often a job that died of something unforeseen is started again.
+        signals: of a caller that listens to them already.
 
     Returns:
         0 if all ranks returned 0; 75 if they stopped with a checkpoint; 130 if they were killed
@@ -61,11 +63,11 @@ def launch(
     Raises:
         EnvironmentFault: a process or a log file cannot be made.
     """
-    with Signals() as signals:
+    with nullcontext(signals) if signals else Signals() as heard:
         for attempt in range(max_restarts + 1):
-            job = _Job(nproc, stop_timeout_seconds, signals)
+            job = _Job(nproc, stop_timeout_seconds, heard)
             code = job.run(command, log_dir, attempt)
-            if code != ExitCode.FAILED or signals.first:
+            if code != ExitCode.FAILED or heard.first:
                 break
             if attempt < max_restarts:
                 _say(f"starting the ranks again ({attempt + 1} of at most {max_restarts} times)")

@@ -1,0 +1,1 @@
+"""Several runs of one recipe, one for each point of a grid of settings."""

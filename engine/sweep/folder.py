@@ -1,0 +1,158 @@
+"""The folder of a sweep: `sweep.json`, a run directory for each point, and report.html."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import EnvironmentFault, Problem, RecipeError
+from ..files import atomic_write
+from ..recipe.changes import compare
+from ..recipe.load import Loaded, load_recipe
+from ..recipe.shown import shown_value
+from ..status import RunStatus, examine, is_run, read_recipe
+from .points import Point
+
+MANIFEST = "sweep.json"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is run, and where."""
+
+    recipe: Path
+    overrides: tuple[str, ...]
+    """for every point"""
+    points: list[Point]
+    folder: Path
+
+    def settings(self, point: Point) -> list[str]:
+        """Return the `--set` values of a point's run."""
+        place = [f"run.dir={json.dumps(str(self.folder))}", f"run.name={json.dumps(point.name)}"]
+        return [*self.overrides, *point.settings, *place]
+
+    def load(self, world: int | None = None) -> list[Loaded]:
+        """Return each point's recipe.
+
+        Raises:
+            RecipeError: everything that is wrong with any of them, and with resuming any.
+        """
+        loaded: list[Loaded] = []
+        problems: dict[Problem, list[str]] = {}
+        for point in self.points:
+            try:
+                one = load_recipe(self.recipe, self.settings(point), world)
+                self._refuse_other_recipe(point, one)
+                loaded.append(one)
+            except RecipeError as error:
+                for problem in error.problems:
+                    problems.setdefault(problem, []).append(point.name)
+        if problems:
+            raise RecipeError([self._placed(*each) for each in problems.items()])
+        return loaded
+
+    def run_folder(self, point: Point) -> Path:
+        """Return the run directory of a point."""
+        return self.folder / point.name
+
+    def statuses(self) -> dict[str, RunStatus | None]:
+        """Return how each point stands; None: it has not been started."""
+        folders = {point.name: self.run_folder(point) for point in self.points}
+        return {name: examine(path) if is_run(path) else None for name, path in folders.items()}
+
+    def is_finished(self, point: Point) -> bool:
+        """Return whether a point's run has come to its end."""
+        path = self.run_folder(point)
+        return is_run(path) and examine(path).state == "finished"
+
+    def write_manifest(self) -> None:
+        """Write sweep.json; points of earlier calls stay in it.
+
+        Raises:
+            EnvironmentFault: the folder cannot be written.
+        """
+        content = {
+            "recipe": str(self.recipe),
+            "set": list(self.overrides),
+            "points": [asdict(point) for point in self.all_points()],
+        }
+        self.write(MANIFEST, json.dumps(content, indent=1) + "\n")
+
+    def all_points(self) -> list[Point]:
+        """Return the points of this call after those of earlier ones, each once."""
+        points = {point.name: point for point in _read_points(self.folder / MANIFEST)}
+        return list((points | {point.name: point for point in self.points}).values())
+
+    def write(self, name: str, text: str) -> Path:
+        """Write a file into the folder.
+
+        Raises:
+            EnvironmentFault: it cannot be written.
+        """
+        path = self.folder / name
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            atomic_write(path, text)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"{path} cannot be written: {error.strerror}", "give another folder with --dir"
+            ) from None
+        return path
+
+    def write_report(self) -> Path | None:
+        """Write report.html about all points that were started."""
+        from ..report.page import write_page
+
+        folders = [self.folder / point.name for point in self.all_points()]
+        runs = [folder for folder in folders if is_run(folder)]
+        if not runs:
+            return None
+        title = f"Sweep {self.folder.resolve().name}: {len(runs)} run{'s' * (len(runs) > 1)}"
+        return self.write("report.html", write_page(runs, title))
+
+    def _placed(self, problem: Problem, names: Sequence[str]) -> Problem:
+        """Return a problem with the points that have it, unless all do."""
+        if len(names) == len(self.points):
+            return problem
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        message = f"{problem.message} (at {', '.join(names[:3])}{more})"
+        return Problem(message, *list(asdict(problem).values())[1:])
+
+    def _refuse_other_recipe(self, point: Point, loaded: Loaded) -> None:
+        """Check that what was trained under a point's name is what the point says.
+
+        Raises:
+            RecipeError: it is not.
+        """
+        path = self.run_folder(point)
+        old = read_recipe(path)
+        if not old or examine(path).checkpoint_step is None:
+            return
+        changes = compare(old, loaded.recipe.model_dump())
+        raise_for = [
+            Problem(
+                f"is {shown_value(after)} now, and {shown_value(before)} in {path}",
+                key,
+                hint="give this sweep another --dir",
+            )
+            for key, before, after in changes
+        ]
+        if raise_for:
+            raise RecipeError(raise_for)
+
+
+def _read_points(path: Path) -> list[Point]:
+    """Return the points of a manifest that are well-formed."""
+    try:
+        entries: Any = json.loads(path.read_bytes())["points"]
+        return [
+            Point(entry["name"], tuple(map(str, entry["settings"])))
+            for entry in entries
+            if re.fullmatch(r"\w[\w.-]{0,99}", entry["name"])
+        ]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
