@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from ...model_zoo.config import ModelConfig
 from ...model_zoo.llama3.config import Llama3Config
 from ..config import Table
-from ..data import tokenizer_configs  # noqa: F401 - registers them
+from ..data import chat_configs, column_configs, tokenizer_configs  # noqa: F401 - registers them
 from ..data.configs import BytesTokenizer, TokenizerConfig, sources, tokenizers
 from ..data.tables import Data
 from ..loss.configs import CrossEntropy, LossConfig, losses

@@ -1,0 +1,221 @@
+"""Renders chat templates; a program of its own, so that no template can harm its caller.
+
+A template comes with a tokenizer that somebody else made. Jinja's sandbox keeps it from reaching
+Python's objects; that this is another process, with limits on time, memory and files, keeps it from
+taking the machine. It reads a JSON object a line and answers each with one:
+
+    {"template": ..., "variables": {...}, "date": "2024-07-26"}  ->  {} or {"error": ...}
+    {"messages": [...], "tools": [...], "mode": ...}  ->  {"text": ..., "learned": [[0, 3]]}
+
+`mode` is "assistant" or "all", what is learned from, or "prompt": the text up to the answer.
+
+What templates find is what transformers gives them:
+https://huggingface.co/docs/transformers/chat_templating_writing
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import date
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_SECONDS = 10
+MAX_MEMORY_BYTES = 2**31
+MAX_CHARACTERS = 2**24
+
+Message = dict[str, Any]
+
+
+class Generation(Extension):
+    """The tag `{% generation %}` around what the assistant says."""
+
+    tags = {"generation"}
+
+    def __init__(self, environment: Any) -> None:
+        super().__init__(environment)
+        environment.extend(has_generation=False, rendered=0, learned=[])
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Turn the block into a call that notes where it lies."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        vars(self.environment)["has_generation"] = True
+        return nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
+
+    def _note(self, caller: Callable[[], str]) -> str:
+        text = caller()
+        start = vars(self.environment)["rendered"]
+        vars(self.environment)["learned"].append((start, text))
+        return text
+
+
+class Renderer:
+    """A compiled template.
+
+    Args:
+        template: Jinja.
+        variables: what it finds beside the messages, such as `bos_token`.
+        today: what `strftime_now` tells it.
+    """
+
+    def __init__(self, template: str, variables: dict[str, Any], today: date) -> None:
+        self.environment: Any = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        )
+        self.environment.filters["tojson"] = _to_json
+        self.environment.globals["raise_exception"] = _raise_exception
+        self.environment.globals["strftime_now"] = today.strftime
+        self.template = self.environment.from_string(template)
+        self.variables = variables
+
+    def text(self, messages: Sequence[Message], tools: Any, *, prompt: bool = False) -> str:
+        """Return the text of a conversation.
+
+        Args:
+            messages: with role and content.
+            tools: descriptions, or None.
+            prompt: end with the beginning of an answer.
+
+        Raises:
+            ValueError: it is too long.
+        """
+        self.environment.rendered, self.environment.learned = 0, []
+        pieces = []
+        values = {**self.variables, "messages": messages, "tools": tools, "documents": None}
+        for piece in self.template.generate(**values, add_generation_prompt=prompt):
+            pieces.append(piece)
+            self.environment.rendered += len(piece)
+            if self.environment.rendered > MAX_CHARACTERS:
+                raise ValueError(f"the template wrote more than {MAX_CHARACTERS} characters")
+        return "".join(pieces)
+
+    def marked(self, messages: Sequence[Message], tools: Any) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text and where in it the assistant's turns are.
+
+        Raises:
+            ValueError: the template does not tell where they are.
+        """
+        text = self.text(messages, tools)
+        if not self.environment.has_generation:
+            return text, list(self._turns(messages, tools, text))
+        learned = [(start, start + len(block)) for start, block in self.environment.learned]
+        blocks = [block for _, block in self.environment.learned]
+        if [text[start:stop] for start, stop in learned] != blocks:
+            raise ValueError("a {% generation %} block of the template is inside a macro or filter")
+        return text, [(start, stop) for start, stop in learned if start < stop]
+
+    def _turns(self, messages: Sequence[Message], tools: Any, text: str) -> Any:
+        """Yield each turn's range: what the text has with it and has not before it."""
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self.text(messages[:index], tools, prompt=True)
+            after = self.text(messages[: index + 1], tools)
+            if not (text.startswith(after) and after.startswith(before)):
+                raise ValueError(
+                    f"messages[{index}]: the template writes earlier turns in another way once "
+                    "later ones follow, so where this one lies cannot be told; use a template with "
+                    "{% generation %} blocks around the assistant's text"
+                )
+            if len(before) < len(after):
+                yield len(before), len(after)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Return JSON as it is: Jinja's own filter escapes it for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _with_reasoning(message: Message) -> Message:
+    """Give an answer's reasoning all the names that templates look for."""
+    names = ("reasoning_content", "thinking", "reasoning")
+    found = next((message[name] for name in names if message.get(name) is not None), None)
+    if found is None:
+        return message
+    return {"thinking": found, **message, "reasoning_content": found}
+
+
+def answer(renderer: Renderer, request: dict[str, Any]) -> dict[str, Any]:
+    """Return the text that is asked for, or what was wrong."""
+    messages = [_with_reasoning(message) for message in request["messages"]]
+    tools, mode = request["tools"], request["mode"]
+    try:
+        if mode == "prompt":
+            return {"text": renderer.text(messages, tools, prompt=True)}
+        if mode == "all":
+            text = renderer.text(messages, tools)
+            return {"text": text, "learned": [(0, len(text))]}
+        text, learned = renderer.marked(messages, tools)
+    except MemoryError:
+        return {"error": f"the template needs more than {MAX_MEMORY_BYTES >> 30} GiB of memory"}
+    except Exception as error:  # a template may raise anything
+        return {"error": _reason(error)}
+    return {"text": text, "learned": learned}
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ValueError):
+        return str(error)
+    line = getattr(error, "lineno", None)
+    place = f" in its line {line}" if line else ""
+    return f"the template stopped{place}: {error} ({type(error).__name__})"
+
+
+def _limit() -> None:
+    """Give up what a template has no need of: memory without end, files, further processes."""
+    limits = {
+        resource.RLIMIT_AS: MAX_MEMORY_BYTES,
+        resource.RLIMIT_NOFILE: 0,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_NPROC: 0,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, most in limits.items():
+        with suppress(ValueError, OSError):
+            resource.setrlimit(kind, (most, most))
+
+
+def _load_what_is_loaded_late() -> None:
+    """Go through a template and an error once, while modules can still be opened."""
+    renderer = Renderer("{{ 'x' | upper }}{{ messages.x.y }}", {}, date.today())
+    answer(renderer, {"messages": [], "tools": None, "mode": "all"})
+
+
+def main() -> None:
+    """Serve until the input ends. The alarm ends the process, whatever it is doing."""
+    _load_what_is_loaded_late()
+    _limit()
+    renderer: Renderer | None = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        signal.alarm(MAX_SECONDS)
+        if renderer is None:
+            reply = {}
+            try:
+                today = date.fromisoformat(request["date"])
+                renderer = Renderer(request["template"], request["variables"], today)
+            except (Exception, RecursionError) as error:
+                reply = {"error": _reason(error)}
+        else:
+            reply = answer(renderer, request)
+        signal.alarm(0)
+        sys.stdout.write(json.dumps(reply) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

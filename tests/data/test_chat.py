@@ -1,0 +1,290 @@
+"""Rendered conversations, against transformers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.data.chats import (
+    CALL,
+    DATED,
+    FORGETFUL,
+    MISTRAL,
+    QWEN,
+    SYSTEM,
+    TALK,
+    TOOLS,
+    make_tokenizer,
+)  # fmt: skip
+from trainer.engine.data.chat import ChatRenderer, ChatTemplate, find_template, rendering
+from trainer.engine.data.chat_templates import CHATML, LLAMA3, TEMPLATES
+from trainer.engine.data.hf_tokenizer import HuggingFaceTokenizer
+from trainer.engine.data.tokenizer import ByteTokenizer
+from trainer.engine.errors import DataError, RecipeError
+
+CASES = {
+    "chatml": (CHATML, [TALK, SYSTEM]),
+    "llama3": (LLAMA3, [TALK, SYSTEM]),
+    "qwen": (QWEN, [TALK, SYSTEM]),
+    "mistral": (MISTRAL, [TALK]),
+    "dated": (DATED, [TALK, SYSTEM, CALL]),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("chat") / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def ours(folder: Path) -> HuggingFaceTokenizer:
+    return HuggingFaceTokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(folder, bos_token="<s>")
+
+
+@pytest.fixture(autouse=True)
+def fixed_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers takes today's date; ours is the recipe's."""
+    from datetime import datetime
+
+    from transformers.utils import chat_template_utils
+
+    class Day(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return datetime(2024, 7, 26)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Day)
+
+
+def template(text: str, **settings: Any) -> ChatTemplate:
+    variables = {"bos_token": "<s>", "eos_token": "</s>"}
+    settings = {"variables": variables, "date": "2024-07-26", "eos_token": "</s>", **settings}
+    return ChatTemplate(text, "the template", **settings)
+
+
+@pytest.fixture
+def renderer(request: pytest.FixtureRequest) -> Iterator[ChatRenderer]:
+    with rendering(template(request.param)) as running:
+        yield running
+
+
+def learned_text(marked: Any) -> list[str]:
+    return [marked.text[start:stop] for start, stop in marked.learned]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_texts_and_ids_are_those_of_transformers(name: str, ours: Any, theirs: Any) -> None:
+    text, conversations = CASES[name]
+    theirs.chat_template = text
+    with rendering(template(text)) as renderer:
+        for messages in conversations:
+            tools = TOOLS if messages is CALL else None
+            expected = theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+            marked = renderer.document(messages, tools)
+            assert marked.text == expected.removesuffix("</s>")
+            ((ids, _),) = ours.encode_marked([marked])
+            eos = [ours.eos_id] * expected.endswith("</s>")
+            found = theirs.apply_chat_template(messages, tools=tools, return_dict=True)
+            assert [*ids.tolist(), *eos] == found["input_ids"]
+            prompt = theirs.apply_chat_template(
+                messages[:1], tokenize=False, add_generation_prompt=True
+            )
+            assert renderer.prompt(messages[:1]) == prompt
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "dated"])
+def test_generation_blocks_mark_what_transformers_marks(name: str, ours: Any, theirs: Any) -> None:
+    text, conversations = CASES[name]
+    theirs.chat_template = text
+    with rendering(template(text)) as renderer:
+        for messages in conversations:
+            ((_, learned),) = ours.encode_marked([renderer.document(messages)])
+            found = theirs.apply_chat_template(
+                messages, return_dict=True, return_assistant_tokens_mask=True
+            )
+            assert any(learned)
+            assert learned.astype(int).tolist() == found["assistant_masks"]
+
+
+@pytest.mark.parametrize("renderer", [QWEN], indirect=True)
+def test_without_such_blocks_answers_and_their_ends_are_learned(renderer: ChatRenderer) -> None:
+    expected = [" It is 4. 東京 🎉 <|im_end|>\n", "Ünd 6.<|im_end|>\n"]
+    assert learned_text(renderer.document(TALK)) == expected
+    assert learned_text(renderer.document(SYSTEM)) == expected
+    everything = renderer.document(TALK, learn="all")
+    assert learned_text(everything) == [everything.text]
+
+
+@pytest.mark.parametrize("renderer", [MISTRAL], indirect=True)
+def test_the_token_that_ends_the_document_is_left_to_the_store(renderer: ChatRenderer) -> None:
+    marked = renderer.document(TALK)
+    assert learned_text(marked) == [" It is 4. 東京 🎉 </s>", "Ünd 6."]
+    assert marked.learned[-1][1] == len(marked.text)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_our_templates_learn_answers_and_their_ends(name: str) -> None:
+    with rendering(find_template(ByteTokenizer(), name)) as renderer:
+        first, last = learned_text(renderer.document(SYSTEM))
+    end = {"chatml": "<|im_end|>\n", "llama3": "<|eot_id|>"}[name]
+    assert (first.strip(" "), last) == (
+        f"It is 4. 東京 🎉{' ' * (name == 'chatml')}{end}",
+        f"Ünd 6.{end}",
+    )
+
+
+@pytest.mark.parametrize("renderer", [FORGETFUL], indirect=True)
+def test_a_template_that_rewrites_earlier_turns_is_explained(renderer: ChatRenderer) -> None:
+    assert learned_text(renderer.document(TALK[:2])) == ["assistant:  It is 4. 東京 🎉 "]
+    with pytest.raises(ValueError, match=r"messages\[1\].*generation"):
+        renderer.document(TALK)
+
+
+@pytest.mark.parametrize("renderer", [MISTRAL], indirect=True)
+def test_what_the_template_refuses_is_told(renderer: ChatRenderer) -> None:
+    with pytest.raises(ValueError, match="roles must alternate"):
+        renderer.document(SYSTEM)
+    assert renderer.document(TALK).text.startswith("<s>[INST]")
+
+
+def test_generation_blocks_in_a_macro_are_refused() -> None:
+    text = "{% macro say(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
+    text += "{% for m in messages %}{{ m.role + ': ' + say(m) }}{% endfor %}"
+    with (
+        rendering(template(text)) as renderer,
+        pytest.raises(ValueError, match="inside a macro or filter"),
+    ):
+        renderer.document(TALK)
+
+
+def test_reasoning_has_all_its_names(theirs: Any) -> None:
+    text = "{% for m in messages %}{{ m.thinking ~ m.reasoning_content ~ m.content }}{% endfor %}"
+    talk = [TALK[0], {**TALK[1], "reasoning": "hm"}]
+    theirs.chat_template = text
+    with rendering(template(text)) as renderer:
+        found = renderer.document(talk, learn="all").text
+    assert found == theirs.apply_chat_template(talk, tokenize=False)
+    assert "hmhm" in found
+
+
+def test_variables_reach_the_template_and_the_fingerprint(ours: HuggingFaceTokenizer) -> None:
+    one = find_template(ours, "chatml", variables={"thinking": False})
+    assert one.variables == {"eos_token": "</s>", "thinking": False}
+    others = [
+        find_template(ours, "chatml"),
+        find_template(ours, "llama3", variables={"thinking": False}),
+        find_template(ours, "chatml", variables={"thinking": False}, date="2024-07-27"),
+    ]
+    assert len({one.fingerprint, *(each.fingerprint for each in others)}) == 4
+    assert (
+        find_template(ours, "chatml", variables={"thinking": False}).fingerprint == one.fingerprint
+    )
+
+
+def test_the_template_comes_from_the_tokenizer_or_a_file(
+    ours: HuggingFaceTokenizer, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match="brings no chat template") as error:
+        find_template(ours)
+    assert '"chatml"' in error.value.render()
+    (tmp_path / "mine.jinja").write_text("\ufeffmine", encoding="utf-8")
+    assert find_template(ours, file=str(tmp_path / "mine.jinja")).template == "mine"
+    with pytest.raises(DataError, match="No such file"):
+        find_template(ours, file=str(tmp_path / "absent.jinja"))
+    (tmp_path / "mine.jinja").write_bytes(b"\xff")
+    with pytest.raises(DataError, match="not UTF-8"):
+        find_template(ours, file=str(tmp_path / "mine.jinja"))
+    (tmp_path / "mine.jinja").write_text("x" * (2**20 + 1))
+    with pytest.raises(DataError, match="larger than 1 MiB"):
+        find_template(ours, file=str(tmp_path / "mine.jinja"))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{% for %}", "in its line 1"),
+        ("\n\n{{ 1 + }}", "in its line 3"),
+        ("{% include 'x' %}" + "{% if 1 %}" * 10_000 + "{% endif %}" * 10_000, "RecursionError"),
+        ("{% unknown %}", "unknown tag"),
+    ],
+)
+def test_a_template_that_is_not_valid_is_an_error(text: str, reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        ChatRenderer(template(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.__class__.__base__.__subclasses__() }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ cycler.__init__.__globals__.os.system('id') }}", "unsafe"),
+        ("{{ lipsum.__globals__ }}", "marks nothing"),
+        ("{{ strftime_now.__self__ }}", "marks nothing"),
+        ("{{ '{0.__class__}'.format(messages) }}", "marks nothing"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "RecursionError"),
+        ("{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}", "more than 16777216 char"),
+        ("{{ 'x' * 10**10 }}", "more than 2 GiB"),
+        ("{{ ''.center(10**11) }}", "more than 2 GiB"),
+        ("{{ nothing.at.all }}", "UndefinedError"),
+        ("{{ messages[0].content / 0 }}", "TypeError"),
+        ("", "marks nothing"),
+    ],
+)
+def test_a_hostile_template_gets_nowhere(text: str, reason: str) -> None:
+    with (
+        rendering(template(text)) as renderer,
+        pytest.raises(ValueError, match=reason),
+    ):
+        renderer.document(TALK, learn="all")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}",
+        "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = n.x*2 %}{% endfor %}",
+        "{{ messages | length ** (10 ** 9) }}",
+    ],
+)
+def test_a_template_that_never_ends_is_ended(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainer.engine.data import chat
+
+    hasty = tmp_path / "hasty.py"
+    source = chat.SANDBOX.read_text()
+    assert "MAX_SECONDS = 10\n" in source
+    hasty.write_text(source.replace("MAX_SECONDS = 10\n", "MAX_SECONDS = 1\n"))
+    monkeypatch.setattr(chat, "SANDBOX", hasty)
+    with pytest.raises((DataError, ValueError)) as error, rendering(template(text)) as renderer:
+        renderer.document(TALK, learn="all")
+    assert any(word in str(error.value) for word in ("10 seconds", "GiB of memory"))
+
+
+def test_the_process_that_renders_can_open_no_file(tmp_path: Path) -> None:
+    from trainer.engine.data import chat
+
+    text = chat.SANDBOX.read_text().replace(
+        "        signal.alarm(0)\n",
+        "        signal.alarm(0)\n        reply = {'error': tried()}\n",
+    )
+    text = text.replace(
+        "def main()", "def tried():\n    try:\n        open('/etc/hostname')\n"
+        "    except OSError as error:\n        return error.strerror\n\n\ndef main()",
+    )  # fmt: skip
+    (tmp_path / "curious.py").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat, "SANDBOX", tmp_path / "curious.py")
+        with pytest.raises(DataError, match="Too many open files"):
+            ChatRenderer(template("x"))
