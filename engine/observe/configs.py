@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ..config import Component
+from ..errors import EnvironmentFault
 from ..registry import Registry
 
 
@@ -24,7 +26,10 @@ class TrackerConfig(Component):
     """Base of every tracker's table."""
 
     def build(self, run_dir: Path, resume_step: int) -> Tracker:
-        """Return the tracker; rows after `resume_step` that an earlier attempt wrote are void."""
+        """Return the tracker; rows after `resume_step` that an earlier attempt wrote are void.
+
+        The resolved recipe is in the run directory already: `status.read_recipe(run_dir)`.
+        """
         raise NotImplementedError
 
 
@@ -42,3 +47,73 @@ class TensorBoard(TrackerConfig):
         from .tensorboard import TensorBoardTracker
 
         return TensorBoardTracker(run_dir / "tensorboard", resume_step)
+
+
+@trackers.register
+class WandB(TrackerConfig):
+    """Weights & Biases, one run there for all attempts (extra `[wandb]`)."""
+
+    name: Literal["wandb"] = "wandb"
+    project: str = "trainer"
+    """where the run appears"""
+    entity: str = ""
+    """user or team; default: that of the login"""
+    run_name: str = ""
+    """default: the name of the run directory"""
+    group: str = ""
+    """what the run is a part of, such as a sweep"""
+    tags: list[str] = []
+    """words to find it by"""
+    mode: Literal["auto", "online", "offline"] = "auto"
+    """"auto": what WANDB_MODE says, else online; "offline" keeps it for `wandb sync`"""
+
+    def build(self, run_dir: Path, resume_step: int) -> Tracker:
+        """Return a sender to one run of W&B."""
+        from .wandb import WandBTracker
+
+        return _unless_down(lambda: WandBTracker(self, run_dir), resume_step)
+
+
+@trackers.register
+class MLflow(TrackerConfig):
+    """MLflow, one run there for all attempts (extra `[mlflow]`)."""
+
+    name: Literal["mlflow"] = "mlflow"
+    tracking_uri: str = ""
+    """a server or a folder; default: MLFLOW_TRACKING_URI, else {run.dir}/mlruns"""
+    experiment: str = "trainer"
+    """where the run appears; made if it is not there"""
+    run_name: str = ""
+    """default: the name of the run directory"""
+    tags: list[str] = []
+    """`key=value` or plain words"""
+
+    def build(self, run_dir: Path, resume_step: int) -> Tracker:
+        """Return a sender to one run of MLflow."""
+        from .mlflow import MLflowTracker
+
+        return _unless_down(lambda: MLflowTracker(self, run_dir), resume_step)
+
+
+class _Nowhere:
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _unless_down(build: Callable[[], Tracker], resume_step: int) -> Tracker:
+    """Return a service's tracker; one that is down does not keep a run from going on.
+
+    Raises:
+        EnvironmentFault: it cannot be used, and the run is only starting.
+    """
+    try:
+        return build()
+    except EnvironmentFault as fault:
+        if resume_step == 0:
+            raise
+        logger = logging.getLogger("trainer.observe")
+        logger.warning("%s; the next attempt sends what is missing there", fault.message)
+        return _Nowhere()

@@ -1,0 +1,82 @@
+"""Metrics for Weights & Biases (does not import torch)."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import EnvironmentFault
+from ..redact import redacted
+from ..status import read_recipe
+from .feed import Feed, Record, scalars
+
+if TYPE_CHECKING:
+    from .configs import WandB
+
+
+class WandBTracker:
+    """Sends rows to one run of W&B, the same one after each resume.
+
+    Its server learns the numbers and the recipe without secrets; nothing of the command line, the
+    code, the console or the environment.
+
+    Raises:
+        EnvironmentFault: W&B is not installed, nobody is logged in, or it cannot be reached.
+    """
+
+    def __init__(self, config: WandB, run_dir: Path) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise EnvironmentFault(
+                f"the tracker wandb needs a package that is missing: {error}",
+                "pip install 'trainer[wandb]'",
+            ) from error
+        record = Record(
+            run_dir / "trackers" / "wandb.json", f"{config.entity}/{config.project} {config.mode}"
+        )
+        if not record.run_id:
+            record.begin(uuid.uuid4().hex[:12])
+        try:
+            self._run = wandb.init(
+                project=config.project,
+                entity=config.entity or None,
+                id=record.run_id,
+                resume="allow",
+                name=config.run_name or run_dir.resolve().name,
+                group=config.group or None,
+                tags=config.tags,
+                dir=str(run_dir),
+                config=redacted(read_recipe(run_dir)),
+                settings=wandb.Settings(
+                    **({} if config.mode == "auto" else {"mode": config.mode}),
+                    console="off",
+                    silent=True,
+                    disable_git=True,
+                    save_code=False,
+                    x_disable_meta=True,
+                    x_save_requirements=False,
+                ),
+            )
+        except (wandb.Error, OSError) as error:
+            raise EnvironmentFault(
+                f"W&B cannot be used: {error}",
+                '`wandb login`, or mode = "offline" and `wandb sync` later',
+            ) from error
+        self._feed = Feed(record, run_dir / "metrics.jsonl", self._send)
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Queue the row's numbers."""
+        self._feed.log(row)
+
+    def close(self) -> None:
+        """Send what is queued and close the run."""
+        try:
+            self._feed.close()
+        finally:
+            self._run.finish()
+
+    def _send(self, row: Mapping[str, Any]) -> None:
+        self._run.log(scalars(row), step=row["step"])
