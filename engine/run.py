@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from .launch.environment import World
+    from .observe.profiler import Profiler
     from .recipe.schema import Recipe
 
 
@@ -210,18 +211,36 @@ class Session:
 
     def _observe(self, parts: Parts) -> Observer:
         peak = device_peak_flops(self.device, dtype_name(parts.model.compute_dtype))
-        return Observer(
+        flops = flops_per_token(parts.model, parts.model_config, self.recipe.data.seq_len)
+        observer = Observer(
             self.recipe.metrics,
             self.directory,
             self.world.rank,
             parts.total_steps,
             self.progress,
             Throughput(
-                flops_per_token(parts.model, parts.model_config, self.recipe.data.seq_len),
+                flops,
                 peak and peak * self.world.world_size,
             ),
             lambda: peak_memory_bytes(self.device),
+            self._profiler(flops),
         )
+        parts.step.phase = observer.phase
+        return observer
+
+    def _profiler(self, flops_per_token: float) -> Profiler | None:
+        """Return this rank's profiler, if the recipe wants one."""
+        table, data, rank = self.recipe.profile, self.recipe.data, self.world.rank
+        ranks = [each for each in table.ranks if each < self.world.world_size]
+        if not table.steps or rank not in ranks:
+            return None
+        from .observe.profiler import Profiler, Setting
+
+        share = data.global_batch * data.seq_len / self.world.world_size
+        folder = self.directory.path / "profiles"
+        main = rank == min(ranks)
+        setting = Setting(folder, rank, main, self.device, flops_per_token * share)
+        return Profiler(table, setting)
 
 
 def describe(parts: Parts) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .configs import TensorBoard, Tracker
 from .metrics import MetricsLog
+from .phases import Phase, no_phase
 from .progress import Progress
 from .throughput import Throughput
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from ..recipe.tables import Metrics
     from ..run_dir import RunDirectory
+    from .profiler import Profiler
 
 Item = TypeVar("Item")
 Number = Tensor | float
@@ -39,6 +41,7 @@ class Observer:
         progress: the screen.
         throughput: counts time and tokens.
         memory: returns the peak memory in bytes without waiting for the device.
+        profiler: of this rank, if its steps are profiled.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Observer:
         progress: Progress,
         throughput: Throughput,
         memory: Callable[[], int],
+        profiler: Profiler | None = None,
     ) -> None:
         self._table = table
         self._directory = directory
@@ -58,6 +62,8 @@ class Observer:
         self._progress = progress
         self._throughput = throughput
         self._memory = memory
+        self._profiler = profiler
+        self.phase: Phase = no_phase if profiler is None else profiler.phase
         self._log: MetricsLog | None = None
         self._trackers: list[Tracker] = []
 
@@ -78,7 +84,12 @@ class Observer:
         Raises:
             EnvironmentFault: a tracker's package is missing.
         """
+        self._start(step)
+        if self._profiler:
+            self._profiler.begin(step)
         self._throughput.start(step, tokens)
+
+    def _start(self, step: int) -> None:
         if not self._records:
             return
         self._close_trackers()
@@ -104,6 +115,13 @@ class Observer:
             values: numbers of this step alone, the same on all ranks (`loss`, `grad_norm`, `lr`).
             tokens: trained on so far, over all ranks and attempts.
         """
+        with self.phase("logging"):
+            self._observe(step, values, tokens)
+        if self._profiler:
+            with self._throughput.paused(), self._saved_from_profiling():
+                self._profiler.end_step()
+
+    def _observe(self, step: int, values: Mapping[str, Number], tokens: Number) -> None:
         if self._log is None:
             return
         if not self.is_due(step):
@@ -126,7 +144,13 @@ class Observer:
 
     def timed(self, items: Iterator[Item]) -> Iterator[Item]:
         """Yield the items (the data), counting how long each was waited for."""
-        return self._throughput.timed(items)
+        items = self._throughput.timed(items)
+        while True:
+            with self.phase("data"):
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
 
     def note(self, text: str) -> None:
         """Tell the user something."""
@@ -144,10 +168,30 @@ class Observer:
 
     def close(self) -> None:
         """Close the files and leave the screen."""
+        if self._profiler:
+            self._show_profile(self._profiler)
         self._close_trackers()
         if self._log is not None:
             self._log.close()
         self._progress.close()
+
+    def _show_profile(self, profiler: Profiler) -> None:
+        with self._saved_from_profiling():
+            profiler.finish()
+        if profiler.summary is None:
+            self.warn("nothing was profiled: the run ended before a step past profile.start did")
+            return
+        for line in profiler.summary.lines():
+            self.note(line)
+
+    @contextmanager
+    def _saved_from_profiling(self) -> Iterator[None]:
+        """Let no fault of a profiler end a run."""
+        try:
+            yield
+        except Exception as error:
+            self.warn(f"the profile is lost: {type(error).__name__}: {error}")
+            self._profiler, self.phase = None, no_phase
 
     def _record(self, row: dict[str, Any]) -> None:
         assert self._log is not None

@@ -39,7 +39,8 @@ def train(
             return "stopped"
         gradients = step.accumulate(next(batches))
         position.batch += 1
-        saver.wait_staged()
+        with step.phase("checkpoint"):
+            saver.wait_staged()
         lr_factor = recipe.schedule.factor(position.step, total)
         if health.admits(gradients, position.step + 1):
             step.update(lr_factor)
@@ -65,7 +66,7 @@ def train(
         )
         improved = False
         if _is_due(position.step, recipe.evaluate.interval, total) and parts.validation:
-            with observer.paused():
+            with observer.paused(), step.phase("evaluation"):
                 values = validate(parts)
             observer.on_evaluation(position.step, values)
             improved = position.best.take(recipe.evaluate, position.step, values)
@@ -77,7 +78,7 @@ def train(
             or exhausted
         ):
             observer.sync()
-            with observer.paused():
+            with observer.paused(), step.phase("checkpoint"):
                 saver.save(position, last=exhausted or position.step == total)
         if exhausted:
             return "stopped early"

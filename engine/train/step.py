@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..data.batch import IGNORED, Batch
+from ..observe.phases import Phase, no_phase
 from ..optim.lean import plain_step
 from ..parallel.data import Parallelized
 from ..precision.dtypes import LossScale
@@ -59,6 +60,7 @@ class TrainStep:
     scale: LossScale
     device: torch.device
     ranks: int
+    phase: Phase = no_phase
 
     def __post_init__(self) -> None:
         self._apply = plain_step(self.optimizer)
@@ -74,12 +76,16 @@ class TrainStep:
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches, 1):
             self.parallelized.reduce_gradients(number == len(batches))
-            loss = summed_loss(self.parallelized.forward, batch, self.loss)
-            torch.autograd.backward(loss * factor)
+            with self.phase("forward"):
+                loss = summed_loss(self.parallelized.forward, batch, self.loss)
+            with self.phase("backward"):
+                torch.autograd.backward(loss * factor)
             total += loss.detach()
         if self.ranks > 1:
             dist.all_reduce(total)
-        return Gradients(total, tokens, self._clip())
+        with self.phase("clip"):
+            norm = self._clip()
+        return Gradients(total, tokens, norm)
 
     def _clip(self) -> Tensor:
         weights = [
@@ -100,7 +106,8 @@ class TrainStep:
         """Let the optimizer change the weights, with each group's peak rate times `lr_factor`."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak_lr"] * lr_factor
-        self._apply()
+        with self.phase("optimizer"):
+            self._apply()
 
     def clear(self) -> None:
         """Drop the gradients."""
