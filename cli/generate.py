@@ -8,10 +8,13 @@ from typing import Annotated
 
 import typer
 
+from ..engine.inference import Weights
+
 
 def generate(
     checkpoint: Annotated[
-        Path, typer.Argument(help="a checkpoint, or a run directory: its newest")
+        Path,
+        typer.Argument(help="a checkpoint, a run directory (its newest), or a Hugging Face folder"),
     ],
     prompt: Annotated[
         list[str] | None, typer.Option(help="text to continue; give it again for several")
@@ -28,17 +31,20 @@ def generate(
     plugin: Annotated[
         list[str] | None, typer.Option(help="Python module that registers the model or tokenizer")
     ] = None,
+    weights: Annotated[
+        Weights, typer.Option(help='"ema": the averaged weights that [ema] keeps')
+    ] = Weights.MODEL,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a prompt")] = False,
 ) -> None:
     """Sample from a checkpoint."""
     from ..engine.generate import generate as sample
-    from ..engine.inference import load_model
+    from ..engine.inference import open_model
 
     prompts = prompt or [""]
-    model, tokenizer = load_model(checkpoint, plugin or [])
+    opened = open_model(checkpoint, plugin or [], weights=weights)
     texts = sample(
-        model,
-        tokenizer,
+        opened.model,
+        opened.tokenizer,
         prompts,
         max_new_tokens=max_new_tokens,
         temperature=temperature,

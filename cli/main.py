@@ -41,11 +41,13 @@ COMMANDS = {
     "list": Lazy("list:list_components", "List components by kind, or the fields of one."),
     "docs": Lazy("docs:docs", "Print the help of a key, a component, a table or a command."),
     "schema": Lazy("schema:schema", "Print the JSON Schema of recipes, for editors."),
+    "evaluate": Lazy("evaluate:evaluate", "Measure loss, perplexity and tasks."),
     "generate": Lazy("generate:generate", "Sample text from a checkpoint."),
     "status": Lazy("status:status", "Show what runs are doing, or how they ended."),
     "report": Lazy("report:report", "Write one HTML page with plots, comparing runs."),
     "sweep": Lazy("sweep:sweep", "Run a recipe at each point of a grid of settings."),
     "doctor": Lazy("doctor:doctor", "Check this machine: versions, devices, kernels, disk."),
+    "convert-ckpt": Lazy("convert_ckpt:app", "Convert checkpoints between formats."),
     "checkpoint": Lazy("checkpoint:app", "List, inspect, verify and prune checkpoints."),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from .data.tokenizer import Tokenizer
 
 
-@torch.inference_mode()
 def generate(
     model: LanguageModel,
     tokenizer: Tokenizer,
@@ -28,6 +27,7 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
+    until: Sequence[str] = (),
 ) -> list[str]:
     """Continue each prompt until the end of the document or for `max_new_tokens`.
 
@@ -44,18 +44,51 @@ def generate(
         top_p: only the likeliest tokens that together have this probability are drawn from
             (nucleus sampling, arXiv:1904.09751).
         seed: of the draws.
+        until: a text ends before the first of these; empty: only with the document.
 
     Returns:
         The new text of each prompt.
     """
+    rows = [tokenizer.encode(prompt).tolist() for prompt in prompts]
+    return continue_rows(
+        model,
+        tokenizer,
+        rows,
+        _generators(prompts, seed),
+        lambda logits: sampling_probabilities(logits, temperature, top_k, top_p),
+        max_new_tokens,
+        until,
+    )
+
+
+@torch.inference_mode()
+def continue_rows(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    generators: Sequence[torch.Generator],
+    probabilities_of: Callable[[Tensor], Tensor],
+    max_new_tokens: int,
+    until: Sequence[str] = (),
+) -> list[str]:
+    """Continue prompts that are tokens; see `generate`.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: of the model.
+        prompts: tokens of each; none begin a document.
+        generators: one a prompt.
+        probabilities_of: from logits, [B, V], to what is drawn from.
+        max_new_tokens: at most so many are added.
+        until: a text ends before the first of these.
+    """
     tokens, positions, document_ids = _left_padded(model, tokenizer, prompts)
-    generators = _generators(prompts, seed)
     cache = KVCache(tokens.shape[1] + max_new_tokens)
     texts: list[list[int]] = [[] for _ in prompts]
     finished = [False] * len(prompts)
     for _ in range(max_new_tokens):
         logits = model(tokens, positions=positions, document_ids=document_ids, cache=cache)
-        probabilities = _probabilities(logits[:, -1].cpu(), temperature, top_k, top_p)
+        probabilities = probabilities_of(logits[:, -1].cpu())
         chosen = [
             int(torch.multinomial(row, 1, generator=generator))
             for row, generator in zip(probabilities, generators, strict=True)
@@ -64,23 +97,32 @@ def generate(
             finished[row] |= token == tokenizer.eos_id
             if not finished[row]:
                 texts[row].append(token)
+                finished[row] = _ends(tokenizer, texts[row], until)
         if all(finished):
             break
         tokens = tokens.new_tensor(chosen).unsqueeze(1)
         positions = positions[:, -1:] + 1
         document_ids = None if document_ids is None else document_ids[:, -1:]
-    return [tokenizer.decode(text) for text in texts]
+    return [_cut(tokenizer.decode(text), until) for text in texts]
+
+
+def _ends(tokenizer: Tokenizer, text: list[int], until: Sequence[str]) -> bool:
+    return bool(until) and any(word in tokenizer.decode(text) for word in until)
+
+
+def _cut(text: str, until: Sequence[str]) -> str:
+    return text[: min([len(text), *(text.index(word) for word in until if word in text)])]
 
 
 def _left_padded(
-    model: LanguageModel, tokenizer: Tokenizer, prompts: Sequence[str]
+    model: LanguageModel, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return tokens, positions and document ids, [B, S], with the prompts' ends aligned.
 
     The padding is a document of its own, so that nothing attends to it; without padding there are
     no document ids.
     """
-    rows = [tokenizer.encode(prompt).tolist() or [tokenizer.eos_id] for prompt in prompts]
+    rows = [list(prompt) or [tokenizer.eos_id] for prompt in prompts]
     width = max(map(len, rows))
     padding = [width - len(row) for row in rows]
     device = next(model.parameters()).device
@@ -105,7 +147,7 @@ def _generators(prompts: Sequence[str], seed: int) -> list[torch.Generator]:
     return generators
 
 
-def _probabilities(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+def sampling_probabilities(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
     """Return what is drawn from, [B, V], in fp32."""
     if temperature == 0:
         return torch.zeros_like(logits).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)

@@ -1,15 +1,17 @@
-"""A trained model from a checkpoint, for sampling."""
+"""A trained model from a checkpoint or a Hugging Face folder, ready to compute."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from .errors import CheckpointError
+from .errors import CheckpointError, nearest
 
 if TYPE_CHECKING:
     from ..model_zoo.language_model import LanguageModel
@@ -17,43 +19,159 @@ if TYPE_CHECKING:
     from .data.tokenizer import Tokenizer
     from .recipe.schema import Recipe
 
+FOREIGN_SEQ_LEN = 2048
+"""A Hugging Face folder does not say how long the rows were that it was trained on"""
 
-def load_model(path: Path, plugins: Sequence[str] = ()) -> tuple[LanguageModel, Tokenizer]:
-    """Return the model and the tokenizer of a checkpoint, ready for generation.
+
+class Weights(StrEnum):
+    """Which weights of a checkpoint."""
+
+    MODEL = "model"
+    EMA = "ema"
+
+
+class Dtype(StrEnum):
+    """What to compute in."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model, and what is known of it."""
+
+    model: LanguageModel
+    tokenizer: Tokenizer
+    path: Path
+    """the checkpoint that was taken"""
+    step: int | None
+    """None: a Hugging Face folder"""
+    recipe: Recipe
+    """of a Hugging Face folder only model and tokenizer are known, the rest are defaults"""
+
+
+def open_model(
+    path: Path,
+    plugins: Sequence[str] = (),
+    *,
+    weights: Weights = Weights.MODEL,
+    dtype: Dtype | None = None,
+) -> OpenedModel:
+    """Return the model and the tokenizer of a checkpoint.
 
     Args:
-        path: a checkpoint, or a run directory, whose newest intact checkpoint is taken.
+        path: a checkpoint, a run directory, whose newest intact checkpoint is taken, or a Hugging
+            Face folder.
         plugins: modules to import first. Those that the checkpoint names are not imported on its
             word: a checkpoint never runs code.
+        weights: "ema" is the average that `[ema]` keeps.
+        dtype: to compute in; None: as in training.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it needs a plugin.
+        CheckpointError: there is none, it is damaged, it needs a plugin, or has no average.
     """
-    from .assemble import build_model, pick_device
-    from .checkpoint.find import find_checkpoint
-    from .checkpoint.reader import load_weights
-    from .launch.environment import World
-    from .lora.merge import merge_adapters
-    from .parallel.materialize import materialize
+    from .checkpoint.find import candidates, find_checkpoint
+    from .checkpoint.hf_folder import read_config
 
     for module in plugins:
         import_module(module)
-    found = find_checkpoint(path)
-    recipe = _saved_recipe(found)
+    settings = None if not path.is_dir() or candidates(path) else read_config(path)
+    if settings is None:
+        found = find_checkpoint(path)
+        return _open_native(found, _in_dtype(_saved_recipe(found), dtype), weights)
+    if weights is Weights.EMA:
+        raise CheckpointError(f"{path} is a Hugging Face folder: it has one set of weights")
+    return _open_foreign(path, _in_dtype(_foreign_recipe(path, settings), dtype))
+
+
+def _open_native(found: Found, recipe: Recipe, weights: Weights) -> OpenedModel:
+    from .checkpoint.reader import load_state
+    from .train.state import model_state
+
     tokenizer = recipe.tokenizer.build()
     if tokenizer.fingerprint != found.manifest.tokenizer:
         raise CheckpointError(
             f"{found.path} was trained with another tokenizer than {recipe.tokenizer.name} is now",
             "restore the tokenizer's files as they were",
         )
+    averaged = [n.removeprefix("ema.") for n in found.manifest.tensors if n.startswith("ema.")]
+    if weights is Weights.EMA and not averaged:
+        raise CheckpointError(
+            f"{found.path} holds no averaged weights", "train with [ema] decay, such as 0.999"
+        )
+    model = _empty_model(recipe, tokenizer)
+    state = model_state(model)
+    load_state(found.path, found.manifest, state, None)
+    if weights is Weights.EMA:  # over the others: frozen weights have no average
+        average = {f"ema.{name}": state[f"model.{name}"] for name in averaged}
+        load_state(found.path, found.manifest, average, None)
+    return OpenedModel(_settled(model), tokenizer, found.path, found.manifest.step, recipe)
+
+
+def _open_foreign(folder: Path, recipe: Recipe) -> OpenedModel:
+    from .checkpoint.huggingface import load_huggingface
+
+    tokenizer = recipe.tokenizer.build()
+    model = _empty_model(recipe, tokenizer)
+    load_huggingface(folder, model, recipe.model)
+    return OpenedModel(_settled(model), tokenizer, folder, None, recipe)
+
+
+def _empty_model(recipe: Recipe, tokenizer: Tokenizer) -> LanguageModel:
+    from .assemble import build_model, pick_device
+    from .launch.environment import World
+    from .parallel.materialize import materialize
+
     device = pick_device(World())
-    built = build_model(recipe, tokenizer, device)
-    materialize(built.model, device, seed=0, fill=False)
-    load_weights(found.path, built.model)
-    merge_adapters(built.model)
-    for parameter in built.model.parameters():  # once, instead of for every token
-        parameter.data = parameter.data.to(built.model.compute_dtype)
-    return built.model.eval(), tokenizer
+    model = build_model(recipe, tokenizer, device).model
+    materialize(model, device, seed=0, fill=False)
+    return model
+
+
+def _settled(model: LanguageModel) -> LanguageModel:
+    for parameter in model.parameters():  # once, instead of for every token
+        parameter.data = parameter.data.to(model.compute_dtype)
+    return model.eval()
+
+
+def _in_dtype(recipe: Recipe, dtype: Dtype | None) -> Recipe:
+    if dtype is None:
+        return recipe
+    return recipe.model_copy(
+        update={"precision": recipe.precision.model_copy(update={"compute": dtype.value})}
+    )
+
+
+def _foreign_recipe(folder: Path, settings: dict[str, Any]) -> Recipe:
+    from ..model_zoo.hf_settings import SettingsError, sizes_of
+    from .models import models
+    from .recipe.schema import Recipe
+
+    kinds = {
+        kind: models[name]
+        for name in models
+        for kind in models[name].layout.hf_possible.get("model_type", ())
+    }
+    kind = str(settings.get("model_type"))
+    if kind not in kinds:
+        raise CheckpointError(
+            f'{folder} is of a model of type "{kind[:80]}"; known: {", ".join(kinds)}',
+            nearest(kind, kinds),
+        )
+    try:
+        sizes = sizes_of(settings, kinds[kind])
+        recipe = Recipe.model_validate(
+            {"model": sizes, "tokenizer": {"name": "hf", "path": str(folder)}}
+        )
+    except (SettingsError, ValidationError) as error:
+        raise CheckpointError(
+            f"{folder}: config.json does not describe a model: {error}"
+        ) from error
+    longest = getattr(recipe.model, "max_seq_len", FOREIGN_SEQ_LEN)
+    data = recipe.data.model_copy(update={"seq_len": min(longest, FOREIGN_SEQ_LEN)})
+    return recipe.model_copy(update={"data": data})
 
 
 def _saved_recipe(found: Found) -> Recipe:

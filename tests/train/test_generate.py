@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.engine.data.tokenizer import ByteTokenizer
-from trainer.engine.generate import _probabilities, generate
+from trainer.engine.generate import generate, sampling_probabilities
 from trainer.engine.parallel.materialize import materialize
 from trainer.kernels.choose import choose
 from trainer.model_zoo.llama3.config import Llama3Config
@@ -96,12 +96,14 @@ def test_generation_ends_at_the_end_of_the_document(model):
 def test_top_k_and_top_p_keep_the_likeliest_tokens():
     shares = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
     logits = shares.log()
-    assert torch.allclose(_probabilities(logits, 1.0, 0, 1.0), shares)
-    kept = _probabilities(logits, 1.0, 2, 1.0)
+    assert torch.allclose(sampling_probabilities(logits, 1.0, 0, 1.0), shares)
+    kept = sampling_probabilities(logits, 1.0, 2, 1.0)
     assert torch.allclose(kept, torch.tensor([[0.625, 0.375, 0.0, 0.0]]))
-    kept = _probabilities(logits, 1.0, 0, 0.7)
+    kept = sampling_probabilities(logits, 1.0, 0, 0.7)
     assert (kept > 0).tolist() == [[True, True, False, False]]
-    assert (_probabilities(logits, 1.0, 0, 0.0) > 0).tolist() == [[True, False, False, False]]
-    assert _probabilities(logits, 1e-40, 0, 1.0).tolist() == [[1.0, 0.0, 0.0, 0.0]]
-    sharper = _probabilities(logits, 0.5, 0, 1.0)
+    assert (sampling_probabilities(logits, 1.0, 0, 0.0) > 0).tolist() == [
+        [True, False, False, False]
+    ]
+    assert sampling_probabilities(logits, 1e-40, 0, 1.0).tolist() == [[1.0, 0.0, 0.0, 0.0]]
+    sharper = sampling_probabilities(logits, 0.5, 0, 1.0)
     assert torch.allclose(sharper, shares.square() / shares.square().sum())

@@ -1,0 +1,166 @@
+"""`trainer evaluate`: loss, perplexity and tasks of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..engine.errors import EnvironmentFault, RecipeError
+from ..engine.inference import Dtype, Weights
+from .options import AsJson
+from .table import print_table
+
+if TYPE_CHECKING:
+    from ..engine.inference import OpenedModel
+
+
+def evaluate(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(help="a checkpoint, a run directory (its newest), or a Hugging Face folder"),
+    ],
+    data: Annotated[
+        list[Path] | None, typer.Option(help="a file of text, .jsonl or .parquet; again for more")
+    ] = None,
+    source: Annotated[str, typer.Option(help="a source by its name in recipes")] = "",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a key of the source")
+    ] = None,
+    tasks: Annotated[
+        str, typer.Option(help="tasks of lm-evaluation-harness, by commas (extra [eval])")
+    ] = "",
+    include_path: Annotated[Path | None, typer.Option(help="a folder with more tasks")] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, help="examples before each question of a task")
+    ] = None,
+    limit: Annotated[
+        int, typer.Option(min=0, help="only so many documents, rows or examples of a task")
+    ] = 0,
+    seq_len: Annotated[
+        int | None, typer.Option(min=1, help="tokens a row; default: as in training")
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(min=1, help="tokens scored by each row of a long document; default: all"),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="rows computed together")] = 8,
+    weights: Annotated[
+        Weights, typer.Option(help='"ema": the averaged weights that [ema] keeps')
+    ] = Weights.MODEL,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="what to compute in; default: as in training")
+    ] = None,
+    plugin: Annotated[
+        list[str] | None, typer.Option(help="Python module that registers the model or tokenizer")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure loss and perplexity, on the validation split or on other texts, and run tasks."""
+    from ..engine.evaluation.sources import source_of, source_of_file
+    from ..engine.inference import open_model
+
+    texts = [(str(path), source_of_file(path)) for path in data or []]
+    if source:
+        texts.append((source, source_of(source, settings or [])))
+    elif settings:
+        raise RecipeError("--set without --source", "name the source whose key it is")
+    opened = open_model(checkpoint, plugin or [], weights=weights, dtype=dtype)
+    seq_len = seq_len or opened.recipe.data.seq_len
+    if stride is not None and stride > seq_len:
+        raise RecipeError(
+            f"--stride {stride} is longer than a row of {seq_len} tokens", "lower it, or --seq-len"
+        )
+    from ..engine.evaluation.measure import measure_source, measure_validation
+
+    measured = [
+        measure_source(
+            opened,
+            each,
+            name=name,
+            seq_len=seq_len,
+            stride=stride or seq_len,
+            batch_size=batch,
+            limit=limit,
+        ).summary()
+        for name, each in texts
+    ]
+    if not texts and not tasks:
+        measured = [measure_validation(opened, batch_size=batch, limit=limit).summary()]
+    results: dict[str, Any] = {}
+    if tasks:
+        run_tasks = _harness()
+        results = run_tasks(
+            opened,
+            [name.strip() for name in tasks.split(",") if name.strip()],
+            include_path=include_path,
+            num_fewshot=num_fewshot,
+            seq_len=seq_len,
+            batch_size=batch,
+            limit=limit,
+        )
+    if as_json:
+        report = {**_about(opened, weights), "texts": measured, "tasks": results}
+        typer.echo(json.dumps(report, indent=2, default=str))
+        return
+    for each in measured:
+        _print_measured(each)
+    _print_tasks(results)
+
+
+def _harness() -> Any:
+    """Return what runs tasks.
+
+    Raises:
+        EnvironmentFault: the harness is not installed.
+    """
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError as error:
+        raise EnvironmentFault(
+            "--tasks needs lm-evaluation-harness", 'pip install "trainer[eval]"'
+        ) from error
+    from ..engine.evaluation.harness import run_tasks
+
+    return run_tasks
+
+
+def _about(opened: OpenedModel, weights: Weights) -> dict[str, Any]:
+    from ..engine.precision.dtypes import dtype_name
+
+    return {
+        "checkpoint": str(opened.path),
+        "step": opened.step,
+        "weights": weights.value,
+        "dtype": dtype_name(opened.model.compute_dtype),
+    }
+
+
+def _print_measured(measured: dict[str, Any]) -> None:
+    skipped = f", {measured['skipped']:,} skipped" if measured["skipped"] else ""
+    typer.echo(f"{measured['name']}: {measured['texts']:,} texts{skipped}")
+    rows = [["PER", "COUNT", "LOSS", "BITS", "PERPLEXITY"]]
+    for unit in ("token", "byte", "word"):
+        found = measured[unit]
+        numbers = [f"{found[key]:.5g}" for key in ("loss", "bits", "perplexity")]
+        rows.append([unit, f"{found['count']:,}", *numbers])
+    print_table(rows)
+
+
+def _print_tasks(results: dict[str, Any]) -> None:
+    rows = [["TASK", "METRIC", "VALUE", "STDERR"]]
+    for task, metrics in results.items():
+        for name, value in metrics.items():
+            metric, _, rule = name.partition(",")
+            if not rule or metric.endswith("_stderr"):
+                continue
+            error = metrics.get(f"{metric}_stderr,{rule}")
+            shown = f"{error:.4f}" if isinstance(error, float) else ""
+            label = metric if rule == "none" else f"{metric} ({rule})"
+            rows.append(
+                [task, label, f"{value:.4f}" if isinstance(value, float) else str(value), shown]
+            )
+    if len(rows) > 1:
+        print_table(rows)

@@ -1,0 +1,102 @@
+"""What a model says of tokens: the log-probability of each, without holding all logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..data.batch import IGNORED, Batch
+
+if TYPE_CHECKING:
+    from ...model_zoo.language_model import LanguageModel
+    from .windows import Window
+
+MAX_LOGITS = 2**24
+SORTED_BATCHES = 32
+
+
+class Score(NamedTuple):
+    """Of the counted labels of one row."""
+
+    nll: float
+    """sum of their negative log-probabilities, in nats"""
+    num_tokens: int
+    is_greedy: bool
+    """each was the likeliest"""
+
+
+class TokenScores:
+    """Takes the place of a loss function (see `LanguageModel.forward`) and keeps each label's part.
+
+    Attributes:
+        nll: [T] in fp32, 0 where nothing is counted.
+        is_greedy: [T] whether the label was the likeliest; true where nothing is counted.
+    """
+
+    nll: Tensor
+    is_greedy: Tensor
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Return the sum over the counted labels.
+
+        Args:
+            hidden: [T, D].
+            weight: [V, D].
+            labels: [T].
+        """
+        places = torch.nonzero(labels != IGNORED).squeeze(1)
+        self.nll = torch.zeros(len(labels), device=labels.device)
+        self.is_greedy = torch.ones_like(labels, dtype=torch.bool)
+        weight = weight.to(hidden.dtype)
+        for some in torch.split(places, max(1, MAX_LOGITS // len(weight))):
+            logits, wanted = F.linear(hidden[some], weight).float(), labels[some]
+            self.nll[some] = F.cross_entropy(logits, wanted, reduction="none")
+            self.is_greedy[some] = logits.argmax(-1) == wanted
+        return self.nll.sum()
+
+
+@torch.inference_mode()
+def score_batch(model: LanguageModel, batch: Batch) -> list[Score]:
+    """Return the score of each row."""
+    batch = batch.to(next(model.parameters()).device)
+    scores = TokenScores()
+    model(
+        batch.tokens,
+        labels=batch.labels,
+        loss=scores,
+        positions=batch.positions,
+        document_ids=batch.document_ids,
+    )
+    shape = batch.labels.shape
+    nll = scores.nll.view(shape).double().sum(1).tolist()
+    count = (batch.labels != IGNORED).sum(1).tolist()
+    greedy = scores.is_greedy.view(shape).all(1).tolist()
+    return [Score(*each) for each in zip(nll, count, greedy, strict=True)]
+
+
+def score_windows(
+    model: LanguageModel, rows: Iterable[Window], batch_size: int
+) -> Iterator[tuple[Window, Score]]:
+    """Yield each row with its score; rows of like length are computed together, and reordered."""
+    waiting = iter(rows)
+    while some := list(islice(waiting, batch_size * SORTED_BATCHES)):
+        some.sort(key=lambda row: -len(row.inputs))
+        for first in range(0, len(some), batch_size):
+            batch = some[first : first + batch_size]
+            yield from zip(batch, score_batch(model, _padded(batch)), strict=True)
+
+
+def _padded(rows: Sequence[Window]) -> Batch:
+    """Return the rows padded at the right, which no token before it sees."""
+    shape = len(rows), max(len(row.inputs) for row in rows)
+    tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED)
+    for number, row in enumerate(rows):
+        tokens[number, : len(row.inputs)] = row.inputs
+        labels[number, : len(row.labels)] = row.labels
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
