@@ -42,6 +42,7 @@ COMMANDS = {
     "docs": Lazy("docs:docs", "Print the help of a key, a component, a table or a command."),
     "schema": Lazy("schema:schema", "Print the JSON Schema of recipes, for editors."),
     "evaluate": Lazy("evaluate:evaluate", "Measure loss, perplexity and tasks."),
+    "data": Lazy("data:app", "Tokenise a corpus, look into it, train a tokenizer."),
     "generate": Lazy("generate:generate", "Sample text from a checkpoint."),
     "status": Lazy("status:status", "Show what runs are doing, or how they ended."),
     "report": Lazy("report:report", "Write one HTML page with plots, comparing runs."),

@@ -15,7 +15,6 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,18 +22,10 @@ from ..errors import DataError, EnvironmentFault
 from ..files import sync_folder
 from .children import follow_the_parent
 from .columns import Chunk
-from .configs import DocumentSource
 from .manifest import Tally, damaged_files, read_manifest
 from .store import StoreWriter, TokenStore
-from .tokenise import Tokenised, tokenise
+from .tokenise import SourcePart, Tokenised, tokenise
 from .tokenizer import Tokenizer
-
-
-class SourcePart(NamedTuple):
-    """One piece of one source."""
-
-    source: DocumentSource
-    part: Any
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,9 @@ import fcntl
 import logging
 import os
 import shutil
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from xxhash import xxh3_128_hexdigest
@@ -18,14 +17,13 @@ from ..errors import DataError, EnvironmentFault, RecipeError, RunInUse
 from ..files import atomic_write, sync_folder
 from .configs import DocumentSource
 from .manifest import Tally, read_manifest
-from .part_stores import PartStores, SourcePart
+from .progress import Progress, Watch, log_now_and_then
 from .store import SHARD_TOKENS, StoreWriter, TokenStore
-from .tokenise import Tokenised, tokenise
+from .tokenise import SourcePart, Tokenised, tokenise
 from .tokenizer import Tokenizer
 
 # Part of the names in the cache: another number makes every source be tokenised again.
 CACHE_VERSION = 1
-NOTE_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -56,44 +54,7 @@ class Preparation:
 
     def parts(self) -> list[SourcePart]:
         """Return the parts of every source, in order."""
-        return [SourcePart(source, part) for source in self.sources for part in source.parts()]
-
-
-@dataclass
-class Progress:
-    """How far a preparation has come.
-
-    Attributes:
-        parts: how many there are.
-        parts_done: how many are in the result.
-        parts_found: how many of these were there already, from an interrupted call.
-        documents: in the result.
-        tokens: in the result.
-        text_bytes: that were tokenised by this call.
-        seconds: since its start.
-    """
-
-    parts: int
-    parts_done: int = 0
-    parts_found: int = 0
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
-    started: float = field(default_factory=time.monotonic)
-
-    @property
-    def seconds(self) -> float:
-        """Time since the start."""
-        return time.monotonic() - self.started
-
-    @property
-    def seconds_left(self) -> float | None:
-        """What remains, if parts go on as they did; None: nothing is known."""
-        made = self.parts_done - self.parts_found
-        return self.seconds / made * (self.parts - self.parts_done) if made else None
-
-
-Watch = Callable[[Progress], None]
+        return [(source, part) for source in self.sources for part in source.parts()]
 
 
 def default_cache() -> Path:
@@ -250,16 +211,18 @@ def _tokenised(
     """Yield the documents of all parts in order."""
     if len(parts) == 1:  # not worth a process
         for piece in tokenise(*parts[0], job.tokenizer):
-            progress.text_bytes += piece.tally.text_bytes
+            progress.count(piece)
             yield piece
         return
+    from .part_stores import PartStores  # processes, which most runs need none of
+
     stores = PartStores(folder, parts, job.tokenizer)
     workers = job.workers or len(os.sched_getaffinity(0))
     for number, is_new in enumerate(stores.make_all(workers)):
         piece = stores.read(number)
         progress.parts_done += 1
         if is_new:
-            progress.text_bytes += piece.tally.text_bytes
+            progress.count(piece)
         else:
             progress.parts_found += 1
         yield piece
@@ -276,19 +239,3 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         sync_folder(folder)
     else:
         folder.rmdir()
-
-
-def log_now_and_then(name: str) -> Watch:
-    """Return a watch that writes a line to the log every ten seconds."""
-    noted = time.monotonic()
-
-    def watch(progress: Progress) -> None:
-        nonlocal noted
-        if time.monotonic() - noted > NOTE_SECONDS:
-            noted = time.monotonic()
-            log.info(
-                "tokenising %s: %.0f million tokens in %.0f s",
-                name, progress.tokens / 1e6, progress.seconds,
-            )  # fmt: skip
-
-    return watch

@@ -13,6 +13,7 @@ from .configs import Document, DocumentFault, DocumentSource, MarkedText
 from .manifest import Tally
 from .tokenizer import Tokenizer
 
+SourcePart = tuple[DocumentSource, Any]
 BATCH_CHARACTERS = 2**22
 BATCH_DOCUMENTS = 2**12
 
@@ -31,9 +32,16 @@ def tokenise(source: DocumentSource, part: Any, tokenizer: Tokenizer) -> Iterato
     Raises:
         DataError: a document cannot be read and `on_error` is "stop".
     """
-    for batch in _batches(source.read(part)):
+    return tokenise_documents(source.read(part), source.on_error, tokenizer)
+
+
+def tokenise_documents(
+    read: Iterable[Document], on_error: str, tokenizer: Tokenizer
+) -> Iterator[Tokenised]:
+    """Yield documents as tokens, as `tokenise` does."""
+    for batch in _batches(read):
         faults = [item for item in batch if isinstance(item, DocumentFault)]
-        if faults and source.on_error == "stop":
+        if faults and on_error == "stop":
             raise DataError(
                 str(faults[0]), 'repair it, or leave such documents out with on_error = "skip"'
             )

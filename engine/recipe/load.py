@@ -16,7 +16,7 @@ from ..registry import import_plugins
 from .checks import check
 from .extends import read_layers
 from .messages import problems_of
-from .overrides import apply_override
+from .overrides import SET, apply_override
 from .schema import Recipe
 from .structure import given_tables, slot
 from .tree import Origin, Tree
@@ -51,7 +51,19 @@ def load_recipe(
         RecipeError: everything that is wrong with it.
     """
     path = Path(path)
-    tree = read_layers(path)
+    return _load(read_layers(path), path, overrides, world)
+
+
+def load_overrides(overrides: Sequence[str]) -> Loaded:
+    """Check a recipe that is nothing but `key=value` over the defaults.
+
+    Raises:
+        RecipeError: everything that is wrong with it.
+    """
+    return _load(Tree(origins={(): Origin(SET)}), Path(SET), overrides, None)
+
+
+def _load(tree: Tree, path: Path, overrides: Sequence[str], world: int | None) -> Loaded:
     problems: list[Problem] = []
     for override in overrides:
         try:

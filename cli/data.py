@@ -1,0 +1,261 @@
+"""`trainer data`: a corpus becomes tokens on disk. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..engine.errors import ExitCode, RecipeError
+from .data_text import prepared_text, print_inspection, recipe_lines
+from .options import AsJson
+from .train_tokenizer import train_tokenizer
+
+if TYPE_CHECKING:
+    from ..engine.data.configs import DocumentSource
+    from ..engine.data.inspect import Inspection
+    from ..engine.data.prepare import Preparation
+    from ..engine.recipe.schema import Recipe
+
+app = typer.Typer(no_args_is_help=True, help="Tokenise a corpus, look into it, train a tokenizer.")
+app.command("train-tokenizer")(train_tokenizer)
+
+TokenizerName = Annotated[
+    str, typer.Option("--tokenizer", help="one of trainer list tokenizer; default: hf with a path")
+]
+TokenizerPath = Annotated[str, typer.Option(help="its file or folder")]
+Workers = Annotated[int, typer.Option(min=0, max=4096, help="processes; 0: one a core")]
+ShardTokens = Annotated[
+    int, typer.Option(min=2**16, help="tokens a file, a multiple of 65536", metavar="N")
+]
+OnError = Annotated[
+    str, typer.Option(metavar="stop|skip", help="at a document that cannot be read")
+]
+
+
+@app.command()
+def prepare(
+    out: Annotated[Path, typer.Option(help="folder to create")],
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SOURCES", help="files, folders or globs: text, .jsonl, .parquet, datasets"
+        ),
+    ] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(help="its tokenizer; and its sources, where none are given"),
+    ] = None,
+    tokenizer: TokenizerName = "",
+    tokenizer_path: TokenizerPath = "",
+    source: Annotated[
+        str, typer.Option(help="one of trainer list source; default: by the files' names")
+    ] = "",
+    field: Annotated[str, typer.Option(help="key or column that holds the text")] = "",
+    on_error: OnError = "",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="a key of the sources; with --recipe: of the recipe"
+        ),
+    ] = None,
+    workers: Workers = 0,
+    shard_tokens: ShardTokens = 2**28,
+    as_json: AsJson = False,
+) -> None:
+    """Tokenise once, for the source "tokens"; run the same command again after an interruption.
+
+    Each document is followed by the end-of-document token. Several sources given here become one
+    corpus, in their order; those of a recipe become a folder each.
+    """
+    from ..engine.data.prepare import Preparation
+
+    overrides = _tokenizer_overrides(tokenizer, tokenizer_path)
+    settings = settings or []
+    chosen = _source_overrides(
+        sources or [], source, {"field": field, "on_error": on_error}, [] if recipe else settings
+    )
+    if not chosen and not recipe:
+        raise RecipeError("nothing to prepare", "give files, folders or --recipe")
+    loaded = _load(recipe, [*(settings if recipe else []), *overrides, *chosen])
+    built = loaded.tokenizer.build()
+    jobs = {
+        out / name: Preparation(
+            [each.for_tokenizer(built) for each in group],
+            built,
+            loaded.tokenizer.name,
+            _whole_pages(shard_tokens),
+            workers,
+        )
+        for name, group in _groups(loaded, is_one_corpus=bool(chosen)).items()
+    }
+    _run(jobs, as_json)
+
+
+@app.command()
+def retokenize(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="a folder of tokens")],
+    out: Annotated[Path, typer.Argument(metavar="DST", help="folder to create")],
+    tokenizer: TokenizerName = "",
+    tokenizer_path: TokenizerPath = "",
+    on_error: OnError = "stop",
+    workers: Workers = 0,
+    shard_tokens: ShardTokens = 2**28,
+    as_json: AsJson = False,
+) -> None:
+    """Decode a folder of tokens and tokenise its documents with another tokenizer.
+
+    A document whose text does not give its tokens again is an error, or left out on request.
+    """
+    from ..engine.data.prepare import Preparation
+    from ..engine.data.retokenize import StoredDocuments
+
+    overrides = _tokenizer_overrides(tokenizer, tokenizer_path)
+    if not overrides:
+        raise RecipeError("which tokenizer?", "give --tokenizer or --tokenizer-path")
+    config = _load(None, overrides).tokenizer
+    if on_error not in ("stop", "skip"):
+        raise RecipeError(f"--on-error {on_error}: expected stop or skip")
+    job = Preparation(
+        [StoredDocuments.of(source, on_error)],
+        config.build(),
+        config.name,
+        _whole_pages(shard_tokens),
+        workers,
+    )
+    _run({out: job}, as_json)
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="DIR|RECIPE", help="tokens, or a recipe")],
+    samples: Annotated[int, typer.Option(min=0, max=1000, help="documents to show")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a corpus holds: counts, lengths, duplicates, samples; every byte is checked.
+
+    Exit code 4 when a file is not what was written. The sources of a recipe are tokenised first.
+    """
+    from ..engine.data.inspect import inspect_folder
+
+    found = (
+        _inspect_recipe(path, samples)
+        if path.suffix == ".toml"
+        else [inspect_folder(path, samples)]
+    )
+    if as_json:
+        typer.echo(json.dumps([asdict(each) for each in found], indent=1))
+    else:
+        for each in found:
+            print_inspection(each)
+    if any(each.damaged for each in found):
+        raise typer.Exit(ExitCode.DATA)
+
+
+def _tokenizer_overrides(name: str, path: str) -> list[str]:
+    """Return the `--set` for the recipe's `[tokenizer]` that the options mean."""
+    if path and not name:
+        name = "hf"
+    overrides = [f"tokenizer.name={json.dumps(name)}"] if name else []
+    return overrides + [f"tokenizer.path={json.dumps(path)}"] * bool(path)
+
+
+def _source_overrides(
+    paths: Sequence[str], kind: str, options: Mapping[str, str], settings: Sequence[str]
+) -> list[str]:
+    """Return the `--set` for the recipe's `[[data.sources]]` that arguments and options mean."""
+    from ..engine.data.kinds import source_kind
+
+    places = [{"name": kind or source_kind(path), "path": path} for path in paths]
+    if not paths and kind:  # one that needs no path, such as a dataset on the hub
+        places = [{"name": kind}]
+    given = {key: value for key, value in options.items() if value}
+    if not places and given:
+        key, value = next(iter(given.items()))
+        raise RecipeError(
+            f"--{key.replace('_', '-')} is for sources given on the command line",
+            f"for those of a recipe: --set data.sources.0.{key}={value}",
+        )
+    found = ["data.sources=[]"] if places else []
+    for number, place in enumerate(places):
+        texts = [f"{key}={json.dumps(value)}" for key, value in (place | given).items()]
+        found += [f"data.sources.{number}.{text}" for text in [*texts, *settings]]
+    return found
+
+
+def _load(recipe: Path | None, overrides: Sequence[str]) -> Recipe:
+    from ..engine.recipe.load import load_overrides, load_recipe
+
+    loaded = load_recipe(recipe, overrides) if recipe else load_overrides(["run.steps=1", *overrides])
+    return loaded.recipe
+
+
+def _groups(recipe: Recipe, is_one_corpus: bool) -> dict[str, list[DocumentSource]]:
+    """Return which sources become one folder, by its name within the target."""
+    from ..engine.data.configs import DocumentSource
+
+    found = {
+        f"{number}.{source.name}": source
+        for number, source in enumerate(recipe.data.sources)
+        if isinstance(source, DocumentSource)
+    }
+    if is_one_corpus and len(found) < len(recipe.data.sources):
+        raise RecipeError("this source holds no documents to tokenise")
+    if not found:
+        raise RecipeError("no source of the recipe holds documents to tokenise")
+    if is_one_corpus or len(found) == 1:
+        return {"": list(found.values())}
+    return {name: [source] for name, source in found.items()}
+
+
+def _whole_pages(shard_tokens: int) -> int:
+    if shard_tokens % 2**16:
+        raise RecipeError(f"--shard-tokens {shard_tokens}: not a multiple of 65536")
+    return shard_tokens
+
+
+def _run(jobs: dict[Path, Preparation], as_json: bool) -> None:
+    from ..engine.data.manifest import read_manifest
+    from ..engine.data.prepare import prepare_folder
+    from ..engine.data.progress import shown_progress
+
+    rows = []
+    for folder, job in jobs.items():
+        started = time.monotonic()
+        with shown_progress() as watch:
+            is_new = prepare_folder(job, folder, watch)
+        seconds = round(time.monotonic() - started, 2)
+        manifest = read_manifest(folder)
+        counts = {"num_tokens", "num_documents", "text_bytes", "empty", "skipped", "faults"}
+        facts = {"out": str(folder), "new": is_new, "seconds": seconds}
+        rows.append({**facts, **manifest.model_dump(mode="json", include=counts)})
+        if not as_json:
+            typer.echo(prepared_text(rows[-1]))
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+    else:
+        typer.echo("\nin a recipe:\n\n" + recipe_lines(jobs))
+
+
+def _inspect_recipe(path: Path, samples: int) -> list[Inspection]:
+    from ..engine.data.configs import DocumentSource
+    from ..engine.data.inspect import inspect_store
+    from ..engine.data.prepare import default_cache
+
+    recipe = _load(path, [])
+    tokenizer = recipe.tokenizer.build()
+    table = recipe.data
+    cache = Path(table.cache_dir).expanduser() if table.cache_dir else default_cache()
+    found = []
+    for source in table.sources:
+        if isinstance(source, DocumentSource) and getattr(source, "streaming", False):
+            typer.echo(f"note: the streaming source {source.name} is left out", err=True)
+            continue
+        store = source.open(tokenizer, cache)
+        found.append(inspect_store(store, tokenizer, samples, recipe.tokenizer.name))
+    return found
