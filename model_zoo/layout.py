@@ -37,14 +37,15 @@ class Layout:
 
     def to_hf(self, name: str) -> str | None:
         """Return Hugging Face's name of our parameter, or None where the table has none."""
-        return _translate(name, self.hf_names)
+        return translate(name, self.hf_names)
 
     def from_hf(self, name: str) -> str | None:
         """Return our name of a Hugging Face parameter, or None where the table has none."""
-        return _translate(name, {theirs: ours for ours, theirs in self.hf_names.items()})
+        return translate(name, {theirs: ours for ours, theirs in self.hf_names.items()})
 
 
-def _translate(name: str, table: Mapping[str, str]) -> str | None:
+def translate(name: str, table: Mapping[str, str]) -> str | None:
+    """Return what a table calls a name; `{i}` in it stands for a block's number."""
     number = re.search(r"\.(\d+)\.", name)
     template = re.sub(r"\.\d+\.", ".{i}.", name, count=1)
     found = table.get(template)

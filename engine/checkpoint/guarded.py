@@ -65,6 +65,20 @@ def read_tensors(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) ->
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
+def read_contents(path: Path, manifest: Manifest) -> Metadata:
+    """Return DCP's table of contents, after comparing it with the manifest.
+
+    Raises:
+        CheckpointError: it is not what the manifest says, or asks for code.
+    """
+    try:
+        return _Reader(path, manifest).read_metadata()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return a class of the table of contents, and nothing else."""

@@ -118,9 +118,7 @@ def _begin(folder: Path, shards: list[Shard]) -> Path:
     with writing(folder.parent, sum(shard.size for shard in shards)):
         temporary.mkdir()
         for shard in shards:
-            create(temporary / shard.file, shard.size)
-            with open(temporary / shard.file, "r+b") as file:
-                file.write(shard.head)
+            create(temporary / shard.file, shard.size, shard.head)
     return temporary
 
 

@@ -67,12 +67,18 @@ def stretches(file: Path, offset: int, tensor: Rows, dtype: torch.dtype) -> Iter
         yield Stretch(file, offset + first * row, [piece])
 
 
-def write_all(work: Sequence[Stretch], advance: Advance) -> list[str]:
+def write_all(
+    work: Sequence[Stretch], advance: Advance, checks: Sequence[Callable[[], str]] = ()
+) -> list[str]:
     """Write stretches to files that exist, on all cores; return the XXH3-128 of each.
 
     Only the hash of a stretch that is a whole file is of use.
+
+    Args:
+        checks: other work that must succeed, done beside it.
     """
-    return parallel([partial(_write, each, advance) for each in work])
+    writes = [partial(_write, each, advance) for each in work]
+    return parallel([*checks, *writes])[len(checks) :]
 
 
 def parallel(work: Sequence[Callable[[], str]]) -> list[str]:
@@ -126,9 +132,10 @@ def _sync(file: Path) -> str:
     return ""
 
 
-def create(file: Path, size: int) -> None:
-    """Make an empty file of a size."""
+def create(file: Path, size: int, head: bytes = b"") -> None:
+    """Make a file of a size, with its first bytes."""
     with open(file, "xb") as opened:
+        opened.write(head)
         opened.truncate(size)
 
 

@@ -1,0 +1,230 @@
+"""`trainer convert-ckpt`: checkpoints from one format to another."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..engine.errors import RecipeError
+from .options import AsJson
+
+if TYPE_CHECKING:
+    from ..engine.convert.writing import Advance
+
+app = typer.Typer(
+    no_args_is_help=True, help="Convert checkpoints; the target appears when it is complete."
+)
+
+
+class DType(StrEnum):
+    """What the target's weights are cast to."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+class Weights(StrEnum):
+    """Which weights of a checkpoint of ours."""
+
+    MODEL = "model"
+    EMA = "ema"
+
+
+Source = Annotated[Path, typer.Argument(metavar="SRC")]
+Destination = Annotated[Path, typer.Argument(metavar="DST", help="must not exist")]
+Dtype = Annotated[DType | None, typer.Option(help="cast to this; default: kept")]
+RecipeFile = Annotated[
+    Path | None, typer.Option("--recipe", help="TOML file that describes model and tokenizer")
+]
+TokenizerPath = Annotated[
+    str | None, typer.Option("--tokenizer", help='tokenizer.json or its folder, or "bytes"')
+]
+Verify = Annotated[
+    bool, typer.Option("--verify", help="read the target back and compare it bit for bit")
+]
+ShardSize = Annotated[str, typer.Option(help="largest file, such as 5GB or 500MB")]
+Which = Annotated[Weights, typer.Option("--weights", help="trained weights, or their average")]
+Plugin = Annotated[
+    list[str] | None, typer.Option(help="Python module that registers the model or tokenizer")
+]
+
+
+@app.command()
+def hf2dcp(
+    source: Source,
+    target: Destination,
+    dtype: Dtype = None,
+    recipe: RecipeFile = None,
+    tokenizer: TokenizerPath = None,
+    verify: Verify = False,
+    plugin: Plugin = None,
+    as_json: AsJson = False,
+) -> None:
+    """Hugging Face folder to a checkpoint of ours."""
+    _convert("hf2dcp", source, target, dtype, recipe, tokenizer, verify, plugin, as_json)
+
+
+@app.command()
+def dcp2hf(
+    source: Source,
+    target: Destination,
+    dtype: Dtype = None,
+    shard_size: ShardSize = "5GB",
+    weights: Which = Weights.MODEL,
+    recipe: RecipeFile = None,
+    tokenizer: TokenizerPath = None,
+    verify: Verify = False,
+    plugin: Plugin = None,
+    as_json: AsJson = False,
+) -> None:
+    """Checkpoint of ours (or a run: its newest) to a Hugging Face folder."""
+    _convert(
+        "dcp2hf", source, target, dtype, recipe, tokenizer, verify, plugin, as_json,
+        shard_size, weights,
+    )  # fmt: skip
+
+
+@app.command()
+def meta2dcp(
+    source: Source,
+    target: Destination,
+    dtype: Dtype = None,
+    recipe: RecipeFile = None,
+    tokenizer: TokenizerPath = None,
+    verify: Verify = False,
+    as_json: AsJson = False,
+) -> None:
+    """Meta's original folder (params.json, consolidated.*.pth) to a checkpoint of ours."""
+    _convert("meta2dcp", source, target, dtype, recipe, tokenizer, verify, None, as_json)
+
+
+@app.command()
+def torch2dcp(
+    source: Source,
+    target: Destination,
+    dtype: Dtype = None,
+    recipe: RecipeFile = None,
+    tokenizer: TokenizerPath = None,
+    verify: Verify = False,
+    plugin: Plugin = None,
+    as_json: AsJson = False,
+) -> None:
+    """State dict of torch.save (our names, or Hugging Face's) to a checkpoint of ours."""
+    _convert("torch2dcp", source, target, dtype, recipe, tokenizer, verify, plugin, as_json)
+
+
+@app.command()
+def dcp2torch(
+    source: Source,
+    target: Destination,
+    dtype: Dtype = None,
+    weights: Which = Weights.MODEL,
+    recipe: RecipeFile = None,
+    verify: Verify = False,
+    plugin: Plugin = None,
+    as_json: AsJson = False,
+) -> None:
+    """Checkpoint of ours (or a run: its newest) to a state dict of torch.save."""
+    _convert(
+        "dcp2torch", source, target, dtype, recipe, None, verify, plugin, as_json, "5GB", weights
+    )
+
+
+@app.command()
+def hf2hf(
+    source: Source,
+    target: Destination,
+    dtype: Dtype = None,
+    shard_size: ShardSize = "5GB",
+    verify: Verify = False,
+    plugin: Plugin = None,
+    as_json: AsJson = False,
+) -> None:
+    """Hugging Face folder to another, cast or cut anew."""
+    _convert("hf2hf", source, target, dtype, None, None, verify, plugin, as_json, shard_size)
+
+
+def _convert(
+    way: str,
+    source: Path,
+    target: Path,
+    dtype: DType | None,
+    recipe: Path | None,
+    tokenizer: str | None,
+    verify: bool,
+    plugin: list[str] | None,
+    as_json: bool,
+    shard_size: str = "5GB",
+    weights: Weights = Weights.MODEL,
+) -> None:
+    shard_bytes = _bytes(shard_size)
+    from ..engine.convert.convert import Options, convert
+    from ..engine.registry import import_plugins
+
+    for module, message in import_plugins(plugin or []):
+        raise RecipeError(message, f"--plugin {module} must be a Python module")
+    options = Options(
+        dtype=dtype.value if dtype else None,
+        shard_bytes=shard_bytes,
+        recipe=recipe,
+        tokenizer=tokenizer,
+        section=weights.value,
+        verify=verify,
+    )
+    begin = time.monotonic()
+    with ExitStack() as stack:
+        done = convert(way, source, target, options, _progress(stack, way))
+    seconds = time.monotonic() - begin
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {"target": str(target), **vars(done), "seconds": seconds, "verified": verify}
+            )
+        )
+        return
+    for note in done.notes:
+        typer.echo(f"note: {note}")
+    size = f"{done.bytes / 1e9:.2f} GB" if done.bytes >= 1e8 else f"{done.bytes / 1e6:.2f} MB"
+    verified = ", read back and compared" if verify else ""
+    typer.echo(f"{target}: {done.tensors} tensors, {size}, {seconds:.1f} s{verified}")
+
+
+def _bytes(text: str) -> int:
+    """Return the number of bytes in `5GB`.
+
+    Raises:
+        RecipeError: that is no size.
+    """
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([KMGT]?)B", text.strip(), re.IGNORECASE)
+    count = int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " ")) if found else 0
+    if count < 1:
+        raise RecipeError(f"--shard-size {text} is no size", "such as 5GB or 500MB")
+    return count
+
+
+def _progress(stack: ExitStack, way: str) -> Callable[[int], Advance]:
+    """Return what shows a bar on a terminal, and nothing elsewhere."""
+    if not sys.stderr.isatty():
+        return lambda _: lambda _: None
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import TransferSpeedColumn as Speed
+
+    columns = (TextColumn(way), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
+    bar = stack.enter_context(Progress(*columns, console=Console(stderr=True), transient=True))
+
+    def start(total: int) -> Advance:
+        task = bar.add_task(way, total=total)
+        return lambda count: bar.advance(task, count)
+
+    return start

@@ -1,0 +1,218 @@
+"""From one checkpoint format to another, a few rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..checkpoint.hf_folder import listed
+from ..data.configs import TokenizerConfig
+from ..errors import CheckpointError, DataError, RecipeError
+from ..recipe.load import load_recipe
+from ..recipe.schema import Recipe
+from ..recipe.tables import Run
+from . import targets
+from .meta import open_meta
+from .opened import Opened
+from .sources import open_huggingface, open_native, open_torch
+from .targets import Job
+from .tensors import Rows, nbytes
+from .writing import Advance, Counter, complete_or_absent, differing, parallel
+
+if TYPE_CHECKING:
+    from ..data.tokenizer import Tokenizer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Open = Callable[[Path, Recipe | None], Opened]
+
+
+@dataclass(frozen=True)
+class Target:
+    """How a format is written, and read back."""
+
+    write: Callable[[Job, Path], None]
+    read: Callable[[Path, Job], dict[str, Rows]]
+
+
+NATIVE = Target(targets.write_checkpoint, targets.read_checkpoint)
+HUGGINGFACE = Target(targets.write_huggingface, targets.read_huggingface)
+TORCH = Target(targets.write_torch, targets.read_torch)
+WAYS: dict[str, tuple[Open, Target]] = {
+    "hf2dcp": (open_huggingface, NATIVE),
+    "dcp2hf": (open_native, HUGGINGFACE),
+    "meta2dcp": (open_meta, NATIVE),
+    "torch2dcp": (open_torch, NATIVE),
+    "dcp2torch": (open_native, TORCH),
+    "hf2hf": (open_huggingface, HUGGINGFACE),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a user may ask for; None keeps what is there.
+
+    Args:
+        section: which weights of one of our checkpoints: "model" or "ema".
+        tokenizer: "bytes", or a tokenizer.json or its folder.
+        verify: read the target back and compare it with the source, bit for bit.
+    """
+
+    dtype: str | None = None
+    shard_bytes: int = 5 * 10**9
+    recipe: Path | None = None
+    tokenizer: str | None = None
+    section: str = "model"
+    verify: bool = False
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written, and what a user should know."""
+
+    tensors: int
+    bytes: int
+    notes: list[str]
+
+
+def convert(
+    way: str,
+    source: Path,
+    target: Path,
+    options: Options,
+    started: Callable[[int], Advance] = lambda _: lambda _: None,
+) -> Converted:
+    """Convert a checkpoint; the target appears when it is complete.
+
+    Args:
+        way: a key of `WAYS`.
+        started: hears how many bytes there will be, and returns what hears of each step.
+
+    Raises:
+        RecipeError: the target exists, or the recipe is wrong.
+        CheckpointError: the source cannot be read or does not fit, or writing failed.
+        DataError: the tokenizer cannot be read.
+    """
+    _refuse_nesting(source, target)
+    recipe = load_recipe(options.recipe).recipe if options.recipe else None
+    opener, format_ = WAYS[way]
+    if options.section != "model":
+        opener = partial(open_native, section=options.section)
+    opened = opener(source, recipe)
+    job = _job(opened, target, options)
+    rounds = 2 if options.verify else 1
+    with complete_or_absent(target, job.bytes) as temporary:
+        job.advance = Counter(started(job.bytes * rounds))
+        format_.write(job, temporary)
+        if options.verify:
+            _verify(job, format_, temporary)
+    return Converted(len(job.forms), job.bytes, opened.notes)
+
+
+def _refuse_nesting(source: Path, target: Path) -> None:
+    """Check that the target is free, and that neither of the two lies in the other.
+
+    Raises:
+        RecipeError: it is not.
+    """
+    if target.exists() or target.is_symlink():
+        raise RecipeError(f"{target} exists: not replaced", "remove it, or give another name")
+    there, here = source.resolve(), target.resolve()
+    if there == here or there in here.parents:
+        raise RecipeError(f"{target} lies inside of {source}", "name a target outside of it")
+
+
+def _job(opened: Opened, target: Path, options: Options) -> Job:
+    side = opened.side
+    if opened.side is None or not (opened.side / "tokenizer.json").is_file():
+        side = None
+    config = _tokenizer_config(opened, options, side)
+    if options.tokenizer or options.recipe:
+        side = None
+    tokenizer = _build(config, opened, options)
+    base = opened.recipe or Recipe(run=Run(steps=1))
+    table: Mapping[str, Any] = {"model": opened.config}
+    if config is not None:
+        table = {**table, "tokenizer": config}
+    forms = {
+        name: (DTYPES[options.dtype] if options.dtype else tensor.dtype, tensor.shape)
+        for name, tensor in opened.tensors.items()
+    }
+    return Job(
+        opened=opened,
+        target=target,
+        forms=forms,
+        recipe=base.model_copy(update=table),
+        tokenizer=tokenizer,
+        side=side if tokenizer is not None else None,
+        shard_bytes=options.shard_bytes,
+        advance=lambda _: None,
+    )
+
+
+def _tokenizer_config(
+    opened: Opened, options: Options, side: Path | None
+) -> TokenizerConfig | None:
+    """Return the tokenizer's table: the user's word, else what lies beside the weights."""
+    from ..data.configs import BytesTokenizer, HFTokenizer
+
+    if options.tokenizer == "bytes":
+        return BytesTokenizer()
+    if options.tokenizer:
+        return HFTokenizer(path=str(Path(options.tokenizer).expanduser().absolute()))
+    recorded = opened.recipe.tokenizer if opened.recipe else None
+    if options.recipe is None and side is not None:
+        eos = getattr(recorded, "eos_token", None)
+        return HFTokenizer(path=str(side.absolute()), eos_token=eos)
+    return recorded
+
+
+def _build(config: TokenizerConfig | None, opened: Opened, options: Options) -> Tokenizer | None:
+    """Return the tokenizer; one that is only recorded, and gone, is done without."""
+    if config is None:
+        opened.notes.append(
+            f"{opened.place} has no tokenizer.json: give the tokenizer with --tokenizer; "
+            "until then text is taken as bytes"
+        )
+        return None
+    try:
+        tokenizer = config.build()
+    except DataError as error:
+        if options.tokenizer or options.recipe:
+            raise
+        opened.notes.append(f"no tokenizer is written: {error.message}")
+        return None
+    if tokenizer.vocab_size > opened.config.vocab:
+        raise CheckpointError(
+            f"{opened.config.vocab} rows cannot embed the {tokenizer.vocab_size} tokens of the "
+            "tokenizer",
+            "give the tokenizer that it was trained with by --tokenizer",
+        )
+    return tokenizer
+
+
+def _verify(job: Job, target: Target, temporary: Path) -> None:
+    """Compare what was written with the source.
+
+    Raises:
+        CheckpointError: something differs.
+    """
+    written = target.read(temporary, job)
+
+    def compare(name: str) -> str:
+        dtype, shape = job.forms[name]
+        differs = differing(written[name], job.opened.tensors[name], dtype)
+        job.advance(nbytes(shape, dtype))
+        return name if differs else ""
+
+    wrong = [name for name in parallel([partial(compare, name) for name in job.forms]) if name]
+    if wrong:
+        raise CheckpointError(
+            listed(f"what was written differs from {job.opened.place}:", wrong),
+            "the disk or the memory of this machine may be faulty",
+        )

@@ -1,0 +1,127 @@
+"""What every source of weights comes to: a model's config, its tensors, its tokenizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...model_zoo.hf_settings import SettingsError
+from ..checkpoint.hf_folder import listed
+from ..checkpoint.hf_match import Shape, misfits
+from ..errors import CheckpointError
+from ..models import models
+from .tensors import Rows
+
+if TYPE_CHECKING:
+    from ...model_zoo.config import ModelConfig
+    from ..recipe.schema import Recipe
+
+
+@dataclass
+class Opened:
+    """A source that fits its model; no tensor is read yet.
+
+    Args:
+        place: where it lies.
+        tensors: by our parameter names; all of the model, and nothing else.
+        recipe: what it was trained with, or what the user gave.
+        settings: its config.json.
+        side: a folder with a tokenizer's files beside the weights.
+        notes: what a user should know.
+        checks: work that finds damage, to be done while tensors are copied.
+    """
+
+    place: Path
+    config: ModelConfig
+    tensors: Mapping[str, Rows]
+    recipe: Recipe | None = None
+    settings: dict[str, Any] | None = None
+    side: Path | None = None
+    notes: list[str] = field(default_factory=list)
+    checks: Sequence[Callable[[], str]] = ()
+
+
+def family_of(settings: Mapping[str, Any], place: Path) -> type[ModelConfig]:
+    """Return the model family of a config.json.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    kind = settings.get("model_type")
+    families = {name: models[name].layout.hf_possible.get("model_type", ()) for name in models}
+    for name, kinds in families.items():
+        if isinstance(kind, str) and kind in kinds:
+            return models[name]
+    known = ", ".join(sorted(str(kind) for kinds in families.values() for kind in kinds))
+    raise CheckpointError(
+        f"{place / 'config.json'}: no model of ours is of the type {str(kind)[:80]!r}",
+        f"known: {known}",
+    )
+
+
+def config_or_error(make: Callable[[], ModelConfig], place: Path) -> ModelConfig:
+    """Return a config, or explain why there can be none.
+
+    Raises:
+        CheckpointError: sizes are missing or impossible, all listed.
+    """
+    try:
+        return make()
+    except SettingsError as error:
+        raise CheckpointError(
+            listed(f"{place} describes no model that can be built:", error.problems),
+            "where the file is right and incomplete, describe the model with --recipe",
+        ) from error
+
+
+def parameter_shapes(
+    config: ModelConfig, found: Mapping[str, Shape], place: Path
+) -> dict[str, Shape]:
+    """Return the shape of each parameter of a model.
+
+    Args:
+        config: with its vocabulary settled.
+        found: what is there: a file that lies about its sizes shall not fill the memory.
+
+    Raises:
+        CheckpointError: a size is larger than all tensors together.
+    """
+    from ...kernels.choose import choose
+    from ..parallel.materialize import without_storage
+
+    elements = sum(math.prod(shape) for shape in found.values())
+    sizes = set(config.layout.hf_keys.values())
+    problems = [
+        f"{key} = {value}, but there are {elements} numbers in all"
+        for key, value in config.model_dump().items()
+        if key in sizes and isinstance(value, int) and value > elements
+    ]
+    blocks = getattr(config, "n_layers", 0)
+    if blocks > len(found):
+        problems.append(f"n_layers = {blocks}, but there are {len(found)} tensors in all")
+    if problems:
+        raise CheckpointError(listed(f"{place} does not fit its own sizes:", problems))
+    with without_storage():
+        model = config.build(choose({}, "cpu", 64))
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def refuse_misfits(
+    place: Path,
+    sources: Mapping[str, str],
+    shapes: Mapping[str, Shape],
+    found: Mapping[str, Shape],
+    word: str,
+    hint: str = "",
+) -> None:
+    """Check that a place holds all of a model, and nothing else.
+
+    Raises:
+        CheckpointError: everything that does not fit.
+    """
+    problems = misfits(sources, shapes, found, word)
+    if problems:
+        raise CheckpointError(listed(f"{place} does not fit the model:", problems), hint)

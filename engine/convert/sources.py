@@ -1,0 +1,200 @@
+"""Opens what is converted, each format in its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from ..checkpoint.find import candidates
+from ..checkpoint.hf_folder import CONFIG, list_tensors, listed, read_config, shown
+from ..checkpoint.hf_match import Shape, differing_ends, match
+from ..checkpoint.manifest import Manifest, check_hashes, check_listing, read_manifest
+from ..errors import CheckpointError
+from .opened import Opened, config_or_error, family_of, parameter_shapes, refuse_misfits
+from .shards import DTYPES
+from .tensors import Region
+from .torch_file import read_regions
+
+if TYPE_CHECKING:
+    from ...model_zoo.config import ModelConfig
+    from ..recipe.schema import Recipe
+
+WRAPPERS = ("module.", "_orig_mod.", "model.")
+INNER = ("model", "state_dict", "model_state_dict", "module")
+
+
+def open_huggingface(folder: Path, recipe: Recipe | None) -> Opened:
+    """Open a Hugging Face folder; its config.json gives the sizes, unless a recipe does.
+
+    Raises:
+        CheckpointError: it cannot be read, or does not fit, all misfits listed.
+    """
+    stored, settings = list_tensors(folder), read_config(folder)
+    found = {name: tensor.shape for name, tensor in stored.items()}
+    if recipe is not None:
+        rows = rows_of(found, recipe.model.layout.to_hf(f"{recipe.model.layout.embed}.weight"))
+        config = recipe.model.with_vocab(rows)
+    elif settings is not None:
+        family = family_of(settings, folder)
+        config = config_or_error(partial(family.from_hf_config, settings), folder / CONFIG)
+    else:
+        raise CheckpointError(f"{folder} has no {CONFIG}", "describe the model with --recipe")
+    fit = match(stored, parameter_shapes(config, found, folder), config, settings)
+    if not fit.problems:
+        fit.problems = differing_ends(stored, fit.sources, config.layout)
+        fit.hint = "describe it with --recipe, and model.tie_embeddings = false"
+    if fit.problems:
+        raise CheckpointError(listed(f"{folder} does not fit the model:", fit.problems), fit.hint)
+    tensors = {
+        ours: Region(each.file, each.offset, DTYPES[each.dtype], each.shape)
+        for ours, each in ((ours, stored[theirs]) for ours, theirs in fit.sources.items())
+    }
+    return Opened(folder, config, tensors, recipe, settings, folder, fit.notes)
+
+
+def open_native(path: Path, recipe: Recipe | None, section: str = "model") -> Opened:
+    """Open one of our checkpoints, or the newest complete one of a run directory.
+
+    Its hashes are compared later, while tensors are copied.
+
+    Args:
+        section: "model", or "ema" for the averaged weights.
+
+    Raises:
+        CheckpointError: there is none, or it does not fit its recipe.
+    """
+    from .native import read_section
+
+    folder, manifest = _newest(path)
+    saved = _recipe_of(folder, manifest) if recipe is None else recipe
+    tensors = read_section(folder, manifest, section)
+    if tensors and section != "model":  # weights that were frozen have no average
+        tensors = read_section(folder, manifest, "model") | tensors
+    if not tensors:
+        sections = sorted({name.partition(".")[0] for name in manifest.tensors})
+        raise CheckpointError(
+            f'{folder} holds no weights of the section "{section}"',
+            f"it holds: {', '.join(sections)}",
+        )
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    config = saved.model.with_vocab(rows_of(found, f"{saved.model.layout.embed}.weight"))
+    shapes = parameter_shapes(config, found, folder)
+    refuse_misfits(folder, {name: name for name in shapes}, shapes, found, "the checkpoint")
+    ordered = {name: tensors[name] for name in shapes}
+    checks = [
+        partial(_check_file, folder, manifest, name)
+        for name in manifest.files
+        if any(name.endswith(suffix) for suffix in (".distcp", ".metadata"))
+    ]
+    return Opened(folder, config, ordered, saved, None, folder, [], checks)
+
+
+def open_torch(file: Path, recipe: Recipe | None) -> Opened:
+    """Open a state dict that `torch.save` wrote, by our parameter names or Hugging Face's.
+
+    Raises:
+        CheckpointError: it is not read, or does not fit, all misfits listed.
+    """
+    notes: list[str] = []
+    tensors = read_state_dict(file, notes)
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    if recipe is None:
+        config, settings = _config_beside(file)
+    else:
+        layout, settings = recipe.model.layout, None
+        embed = f"{layout.embed}.weight"
+        rows = rows_of(found, embed if embed in found else layout.to_hf(embed))
+        config = recipe.model.with_vocab(rows)
+    shapes = parameter_shapes(config, found, file)
+    theirs = {name: config.layout.to_hf(name) or name for name in shapes}
+    is_ours = len(found.keys() & shapes.keys()) >= len(found.keys() & set(theirs.values()))
+    sources = {name: name for name in shapes} if is_ours else theirs
+    refuse_misfits(file, sources, shapes, found, "the file")
+    ordered = {ours: tensors[there] for ours, there in sources.items()}
+    return Opened(file, config, ordered, recipe, settings, file.parent, notes)
+
+
+def read_state_dict(file: Path, notes: list[str]) -> dict[str, Region]:
+    """Return the tensors of a state dict by name, without what wrappers put before the names.
+
+    Raises:
+        CheckpointError: it is not read.
+    """
+    if not file.is_file():
+        raise CheckpointError(f"{file} is not a file", "name the file that torch.save wrote")
+    content = read_regions(file)
+    if isinstance(content, Mapping):
+        inner = next((key for key in INNER if isinstance(content.get(key), Mapping)), None)
+        if inner is not None:
+            left = [shown(str(key)) for key in content if key != inner]
+            notes += [f'"{inner}" is taken from {file}; left there: {", ".join(left)}'] * bool(left)
+            content = content[inner]
+    tensors = content if isinstance(content, Mapping) else {}
+    tensors = {str(name): each for name, each in tensors.items() if isinstance(each, Region)}
+    if not tensors:
+        raise CheckpointError(f"{file} holds no dictionary of tensors")
+    for prefix in WRAPPERS:
+        if all(name.startswith(prefix) for name in tensors):
+            tensors = {name.removeprefix(prefix): each for name, each in tensors.items()}
+    return tensors
+
+
+def _config_beside(file: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    settings = read_config(file.parent)
+    if settings is None:
+        raise CheckpointError(
+            f"{file} does not say what model it is of, and has no {CONFIG} beside it",
+            "describe the model with --recipe",
+        )
+    family, place = family_of(settings, file.parent), file.parent / CONFIG
+    return config_or_error(partial(family.from_hf_config, settings), place), settings
+
+
+def _newest(path: Path) -> tuple[Path, Manifest]:
+    """Return the newest checkpoint whose names and sizes are right."""
+    reasons = []
+    for folder in candidates(path) if path.is_dir() else []:
+        try:
+            manifest = read_manifest(folder)
+        except CheckpointError as error:
+            reasons.append(error.message)
+            continue
+        problems = check_listing(folder, manifest)
+        if not problems:
+            return folder, manifest
+        reasons += [f"{folder.name}: {problem}" for problem in problems]
+    raise CheckpointError(
+        listed(f"no checkpoint in {path} is complete:", reasons)
+        if reasons
+        else f"no checkpoint in {path}" + ("" if path.exists() else ": no such folder")
+    )
+
+
+def _check_file(folder: Path, manifest: Manifest, name: str) -> str:
+    for problem in check_hashes(folder, {name: manifest.files[name]}):
+        raise CheckpointError(f"{folder}: {problem}", "restore it from a copy")
+    return ""
+
+
+def _recipe_of(folder: Path, manifest: Manifest) -> Recipe:
+    from ..recipe.schema import Recipe
+
+    try:
+        return Recipe.model_validate(manifest.recipe)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise CheckpointError(
+            f"the recipe in {folder} does not fit this version: {key}: {first['msg']}",
+            "give the plugins that it was trained with by --plugin, or another --recipe",
+        ) from error
+
+
+def rows_of(found: Mapping[str, Shape], name: str | None) -> int:
+    """Return the rows of a tensor: of the embedding, they are the vocabulary."""
+    shape = found.get(name or "", ())
+    return max(1, shape[0]) if shape else 1

@@ -1,0 +1,186 @@
+"""Writes what was opened, each format in its own way, into a temporary place."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+
+from ... import __version__
+from ..checkpoint.hf_folder import CONFIG, list_tensors, read_json
+from ..checkpoint.manifest import SaveInfo
+from .hf_files import (
+    GENERATION,
+    MAX_SIDE_BYTES,
+    config_json,
+    generation_json,
+    side_files,
+    write_json,
+)
+from .opened import Opened
+from .shards import DTYPES, Form, index_of, lay_out, main_dtype
+from .tensors import Region, Rows, nbytes
+from .torch_file import read_regions, reserve
+from .writing import Advance, Stretch, create, stretches, sync, write_all
+
+if TYPE_CHECKING:
+    from ..data.tokenizer import Tokenizer
+    from ..recipe.schema import Recipe
+
+
+@dataclass
+class Job:
+    """What is written, and how.
+
+    Args:
+        target: the name that it gets at the end.
+        forms: the dtype and shape of each tensor, by our names.
+        recipe: what a checkpoint of ours says it was made by.
+        tokenizer: None where nothing is known of it.
+        side: a folder whose tokenizer files are copied as they are; None: the tokenizer writes its
+            own.
+        advance: hears of every byte.
+    """
+
+    opened: Opened
+    target: Path
+    forms: Mapping[str, Form]
+    recipe: Recipe
+    tokenizer: Tokenizer | None
+    side: Path | None
+    shard_bytes: int
+    advance: Advance
+
+    @property
+    def hf_names(self) -> dict[str, str]:
+        """Hugging Face's name of each tensor."""
+        layout = self.opened.config.layout
+        return {name: layout.to_hf(name) or name for name in self.forms}
+
+    @property
+    def bytes(self) -> int:
+        """The size of all tensors."""
+        return sum(nbytes(shape, dtype) for dtype, shape in self.forms.values())
+
+
+def write_checkpoint(job: Job, temporary: Path) -> None:
+    """Write one of our checkpoints, with the tokenizer's files beside the weights."""
+    from .native import write_native
+
+    temporary.mkdir()
+    recipe = job.recipe.model_dump(mode="json")
+    if "path" in recipe["tokenizer"]:
+        _tokenizer_files(job, temporary)
+        recipe["tokenizer"]["path"] = str(job.target.absolute())
+    step = re.fullmatch(r"step-(\d{1,18})", job.target.name)
+    info = SaveInfo(
+        step=int(step[1]) if step else 0,
+        recipe=recipe,
+        recipe_hash=xxhash.xxh3_128_hexdigest(json.dumps(recipe, sort_keys=True).encode()),
+        tokenizer=job.tokenizer.fingerprint if job.tokenizer else "bytes",
+        versions={
+            "trainer": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        extra={"converted_from": job.opened.place.name},
+    )
+    tensors = {f"model.{name}": job.opened.tensors[name] for name in job.forms}
+    forms = {f"model.{name}": form for name, form in job.forms.items()}
+    write_native(temporary, tensors, forms, info, job.advance, job.opened.checks)
+
+
+def write_huggingface(job: Job, temporary: Path) -> None:
+    """Write a Hugging Face folder: weights, index, configuration, tokenizer."""
+    opened = job.opened
+    names = job.hf_names
+    forms = {names[name]: form for name, form in job.forms.items()}
+    shards = lay_out(forms, job.shard_bytes)
+    temporary.mkdir()
+    todo: list[Stretch] = []
+    places = {theirs: shard for shard in shards for theirs in shard.offsets}
+    for shard in shards:
+        create(temporary / shard.file, shard.size, shard.head)
+    for ours, theirs in names.items():
+        file, offset = temporary / places[theirs].file, places[theirs].offsets[theirs]
+        todo += stretches(file, offset, opened.tensors[ours], forms[theirs][0])
+    write_all(todo, job.advance, opened.checks)
+    for name, text in index_of(shards, forms).items():
+        (temporary / name).write_text(text, encoding="utf-8")
+    eos_id = job.tokenizer.eos_id if job.tokenizer else None
+    _tokenizer_files(job, temporary)
+    generation = generation_json(eos_id)
+    if (temporary / GENERATION).exists():
+        generation = read_json(temporary / GENERATION, MAX_SIDE_BYTES)
+    else:
+        write_json(temporary / GENERATION, generation)
+    settings = _settings(opened, main_dtype(forms), eos_id, generation)
+    write_json(temporary / CONFIG, settings)
+    sync(sorted(temporary.iterdir()))
+
+
+def write_torch(job: Job, temporary: Path) -> None:
+    """Write a dictionary of tensors by our names, as `torch.save` does."""
+    todo = [
+        stretch
+        for name, region in reserve(temporary, job.forms).items()
+        for stretch in stretches(
+            temporary, region.offset, job.opened.tensors[name], job.forms[name][0]
+        )
+    ]
+    write_all(todo, job.advance, job.opened.checks)
+    sync([temporary])
+
+
+def read_checkpoint(folder: Path, _: Job) -> dict[str, Rows]:
+    """Return what was written to a checkpoint of ours, by our names."""
+    from ..checkpoint.manifest import read_manifest
+    from .native import read_section
+
+    return read_section(folder, read_manifest(folder), "model")
+
+
+def read_huggingface(folder: Path, job: Job) -> dict[str, Rows]:
+    """Return what was written to a Hugging Face folder, by our names."""
+    stored = list_tensors(folder)
+    return {
+        ours: Region(each.file, each.offset, DTYPES[each.dtype], each.shape)
+        for ours, each in ((ours, stored[theirs]) for ours, theirs in job.hf_names.items())
+    }
+
+
+def read_torch(file: Path, _: Job) -> dict[str, Rows]:
+    """Return what was written by `write_torch`."""
+    found: dict[str, Rows] = read_regions(file)
+    return found
+
+
+def _tokenizer_files(job: Job, folder: Path) -> None:
+    """Copy the tokenizer's files, or have it write them."""
+    for file in side_files(job.side) if job.side else []:
+        shutil.copyfile(file, folder / file.name)
+    if job.tokenizer is not None and not (folder / "tokenizer.json").exists():
+        job.tokenizer.save(folder)
+
+
+def _settings(
+    opened: Opened, dtype: str, eos_id: int | None, generation: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return config.json: the source's own where it has one, else ours."""
+    if opened.settings is not None:
+        kept = {k: v for k, v in opened.settings.items() if k not in ("dtype", "torch_dtype")}
+        return {**kept, "dtype": dtype, "torch_dtype": dtype}
+    ids = {
+        key: generation[key]
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+        if generation.get(key) is not None
+    }
+    return {**config_json(opened.config, dtype, eos_id), **ids}

@@ -1,0 +1,176 @@
+"""What `torch.save` wrote, read without running code and without reading the data.
+
+The one place that calls `torch.load`: its restricted unpickler builds tensors on `meta`, and tells
+where in the file the data of each lies. The file is a zip archive whose records are not compressed.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .shards import Form
+from .tensors import Region, nbytes
+
+MAX_PICKLE_BYTES = 2**26
+MAX_RECORDS = 2**20
+
+
+def read_regions(path: Path, start: int = 0, size: int | None = None) -> Any:
+    """Return what a file holds, with a `Region` in the place of each tensor.
+
+    Args:
+        start: where in the file the archive begins, and its `size`.
+
+    Raises:
+        CheckpointError: it is not such a file, asks for code, or its parts do not fit together.
+    """
+    try:
+        size = path.stat().st_size - start if size is None else size
+        with open(path, "rb") as file:
+            section = _Section(file, start, size)
+            records = _records(section)
+            section.seek(0)
+            content = torch.load(cast("IO[bytes]", section), map_location="meta", weights_only=True)
+        return _replace(content, lambda tensor: _region(tensor, path, start, records))
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error.message}", error.hint) from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # whatever a damaged archive makes zipfile and torch raise
+        reason = str(error).strip().split("\n")[0][:200]
+        raise CheckpointError(
+            f"{path} is not read: {type(error).__name__}: {reason}",
+            "only tensors in plain dictionaries are read, as torch.save writes them since 1.6",
+        ) from error
+
+
+class Archive:
+    """The bytes that `torch.save` writes around the data of one tensor."""
+
+    def __init__(self, form: Form) -> None:
+        self._chunks: list[tuple[int, bytes]] = []
+        self._position = self._gap = 0
+        dtype, shape = form
+        with torch.serialization.skip_data():
+            torch.save(torch.empty(shape, dtype=dtype), cast("IO[bytes]", self))
+        self.head = b"".join(chunk for at, chunk in self._chunks if at < self._gap)
+        self.tail = b"".join(chunk for at, chunk in self._chunks if at >= self._gap)
+
+    def write(self, chunk: bytes) -> int:
+        """Keep what is not data; called by torch."""
+        self._chunks.append((self._position, bytes(chunk)))
+        self._position += len(chunk)
+        return len(chunk)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Leave out the data; called by torch."""
+        assert whence == io.SEEK_CUR
+        self._position += offset
+        self._gap = self._position
+        return self._position
+
+    def tell(self) -> int:
+        """Return the position; called by torch."""
+        return self._position
+
+    def flush(self) -> None:
+        """Do nothing; called by torch."""
+
+
+def reserve(path: Path, forms: Mapping[str, Form]) -> dict[str, Region]:
+    """Write a file as `torch.save` does, without its data; return where each tensor's belongs."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
+        state = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in forms.items()}
+        torch.save(state, path)
+    regions: dict[str, Region] = read_regions(path)
+    return regions
+
+
+class _Section(io.RawIOBase):
+    """A part of a file, as a file of its own."""
+
+    def __init__(self, file: io.BufferedReader, start: int, size: int) -> None:
+        self._file, self._start, self._size = file, start, size
+        self._position = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a position."""
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = max(0, origin + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer, up to the end of the part."""
+        view = memoryview(buffer)[: max(0, self._size - self._position)]
+        self._file.seek(self._start + self._position)
+        count = self._file.readinto(view)
+        self._position += count
+        return count
+
+
+def _records(section: _Section) -> dict[int, int]:
+    """Return the place and the size of each record of data."""
+    with zipfile.ZipFile(section) as archive:
+        entries = archive.infolist()
+    if len(entries) > MAX_RECORDS:
+        raise CheckpointError(f"{len(entries)} records; at most {MAX_RECORDS} are read")
+    places = {}
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+            raise CheckpointError(f"the record {entry.filename[:80]!r} is compressed: not read")
+        if "/data/" in entry.filename:
+            section.seek(entry.header_offset + 26)
+            lengths = section.read(4) or b""
+            skipped = int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+            places[entry.header_offset + 30 + skipped] = entry.file_size
+        elif entry.file_size > MAX_PICKLE_BYTES:
+            raise CheckpointError(f"a record of {entry.file_size} bytes beside the data: not read")
+        elif entry.filename.endswith("/byteorder"):
+            section.seek(entry.header_offset)
+            if b"big" in (section.read(200) or b""):
+                raise CheckpointError("its numbers are big-endian: not read")
+    return places
+
+
+def _region(tensor: Tensor, path: Path, start: int, records: Mapping[int, int]) -> Region:
+    storage, shape = tensor.untyped_storage(), tuple(tensor.shape)
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or not tensor.is_contiguous():
+        raise CheckpointError(
+            f"a tensor {list(shape)} is not plain and contiguous: not read",
+            "save it after .contiguous()",
+        )
+    offset = int(getattr(storage, "_checkpoint_offset", None) or 0)
+    first = int(tensor.storage_offset()) * tensor.element_size()
+    if offset not in records or first + nbytes(shape, tensor.dtype) > records[offset]:
+        raise CheckpointError(f"a tensor {list(shape)} has more elements than its record")
+    return Region(path, start + offset + first, tensor.dtype, shape)
+
+
+def _replace(content: Any, make: Callable[[Tensor], Region], depth: int = 0) -> Any:
+    if isinstance(content, Tensor):
+        return make(content)
+    if isinstance(content, Mapping) and depth < 8:
+        return {key: _replace(value, make, depth + 1) for key, value in content.items()}
+    return content
