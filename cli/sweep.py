@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,7 +75,8 @@ def sweep(
             )
         planned.write_manifest()
         with _stdout_free(as_json):
-            code, _ = run_points(planned, recipes, nproc, go_on=go_on, say=_say)
+            say = partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
+            code, _ = run_points(planned, recipes, nproc, go_on=go_on, say=say)
         report = planned.write_report()
         _print(planned, report, as_json)
         raise typer.Exit(code)
@@ -178,10 +180,6 @@ def _numbers(status: RunStatus | None) -> dict[str, Any]:
         return {"state": "not started", "step": None, "loss": None, "validation_loss": None}
     numbers = {"step": status.step, "loss": status.loss, "validation_loss": status.eval_loss}
     return {"state": status.state, **{key: plain(value) for key, value in numbers.items()}}
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 @contextmanager
