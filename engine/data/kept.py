@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from ..errors import DataError, nearest
+from . import tokenizer_configs  # noqa: F401 - registers them
 from .configs import tokenizers
 from .manifest import read_manifest
 from .tokenizer import Tokenizer
