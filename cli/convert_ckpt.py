@@ -154,6 +154,23 @@ def hf2hf(
     _convert("hf2hf", source, target, dtype, None, None, verify, plugin, as_json, shard_size)
 
 
+@app.command()
+def dcp2peft(
+    source: Source,
+    target: Destination,
+    base: Annotated[
+        str | None, typer.Option(help="name or folder of the base model; default: run.init_from")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Adapters of a checkpoint of ours (or of a run: its newest) to a folder that PEFT loads."""
+    from ..engine.lora.peft import export_adapter
+
+    count = export_adapter(source, target, base=base)
+    content = json.dumps({"target": str(target), "tensors": count})
+    typer.echo(content if as_json else f"{target}: {count} tensors")
+
+
 def _convert(
     way: str,
     source: Path,

@@ -131,6 +131,9 @@ def _empty_model(recipe: Recipe, tokenizer: Tokenizer) -> LanguageModel:
 
 
 def _settled(model: LanguageModel) -> LanguageModel:
+    from .lora.merge import merge_adapters
+
+    merge_adapters(model)
     for parameter in model.parameters():  # once, instead of for every token
         parameter.data = parameter.data.to(model.compute_dtype)
     return model.eval()

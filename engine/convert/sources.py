@@ -14,6 +14,9 @@ from ..checkpoint.hf_folder import CONFIG, list_tensors, listed, read_config, sh
 from ..checkpoint.hf_match import Shape, differing_ends, match
 from ..checkpoint.manifest import Manifest, check_hashes, check_listing, read_manifest
 from ..errors import CheckpointError
+from ..lora.names import is_adapter
+from ..recipe.tables import LoRA
+from .merged import merge_tensors
 from .opened import Opened, config_or_error, family_of, parameter_shapes, refuse_misfits
 from .shards import DTYPES
 from .tensors import Region
@@ -80,6 +83,10 @@ def open_native(path: Path, recipe: Recipe | None, section: str = "model") -> Op
             f'{folder} holds no weights of the section "{section}"',
             f"it holds: {', '.join(sections)}",
         )
+    if any(map(is_adapter, tensors)):  # of frozen weights there is no average
+        tensors = read_section(folder, manifest, "model") | tensors
+        alpha = LoRA.model_validate(manifest.recipe.get("lora", {})).alpha
+        tensors = merge_tensors(folder, tensors, alpha)
     found = {name: tensor.shape for name, tensor in tensors.items()}
     config = saved.model.with_vocab(rows_of(found, f"{saved.model.layout.embed}.weight"))
     shapes = parameter_shapes(config, found, folder)

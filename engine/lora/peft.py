@@ -63,8 +63,11 @@ def save_adapter(
     _write(folder, adapters, names, config.layout, max(alphas, default=0.0), base)
 
 
-def export_adapter(checkpoint: Path, folder: Path, *, base: str | None = None) -> None:
+def export_adapter(checkpoint: Path, folder: Path, *, base: str | None = None) -> int:
     """Write the adapters of a checkpoint to a new folder that PEFT loads; reads nothing else of it.
+
+    Returns:
+        how many tensors there are.
 
     Args:
         checkpoint: a checkpoint, or a run directory, whose newest intact checkpoint is taken.
@@ -97,6 +100,7 @@ def export_adapter(checkpoint: Path, folder: Path, *, base: str | None = None) -
         LoRA.model_validate(recipe["lora"]).alpha,
         recipe["run"]["init_from"] if base is None else base,
     )
+    return len(state)
 
 
 def _write(

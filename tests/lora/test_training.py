@@ -1,7 +1,9 @@
 """Adapters under every plan, saved and resumed, and what a recipe may get wrong."""
 
+import json
 import os
 from functools import cache
+from pathlib import Path
 
 import peft
 import pytest
@@ -11,10 +13,14 @@ from transformers import AutoModelForCausalLM
 from tests.distributed import run_ranks
 from tests.model_zoo.peers import our_model, their_model
 from trainer import load_recipe, train
+from trainer.cli.main import main
 from trainer.engine.assemble import assemble, build_model
 from trainer.engine.checkpoint.find import find_checkpoint
+from trainer.engine.convert.convert import Options, convert
+from trainer.engine.convert.merged import merge_tensors
+from trainer.engine.convert.tensors import Held
 from trainer.engine.errors import CheckpointError, RecipeError
-from trainer.engine.inference import load_model
+from trainer.engine.inference import Weights, open_model
 from trainer.engine.launch.environment import World
 from trainer.engine.lora.merge import merged_weights
 from trainer.engine.lora.peft import export_adapter
@@ -190,7 +196,7 @@ def test_a_run_resumes_exactly_with_its_adapters(folder):
 
 
 def same_weights(one, two):
-    models = [load_model(path)[0] for path in (one, two)]
+    models = [open_model(path).model for path in (one, two)]
     pairs = zip(*(model.parameters() for model in models), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 
@@ -214,10 +220,8 @@ def test_the_base_stays_as_it_was_and_its_adapters_are_saved(folder):
 
 def test_peft_loads_the_adapters_of_a_checkpoint(folder, tmp_path):
     export_adapter(folder / "adapted", tmp_path / "adapter")
-    trained, _ = load_model(folder / "adapted")
-    trained.float()
-    base, _ = load_model(folder / "base")
-    base.float()
+    trained = open_model(folder / "adapted").model
+    base = open_model(folder / "base").model
     loaded = peft.PeftModel.from_pretrained(their_model(base), tmp_path / "adapter")
     x = torch.arange(40).view(2, 20)
     with torch.no_grad():
@@ -226,6 +230,63 @@ def test_peft_loads_the_adapters_of_a_checkpoint(folder, tmp_path):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     with pytest.raises(CheckpointError, match="no adapters"):
         export_adapter(folder / "base", tmp_path / "none")
+
+
+def test_a_conversion_merges_the_adapters(folder, tmp_path):
+    """Compared with transformers, and read back and compared row by row."""
+    done = convert("dcp2hf", folder / "adapted", tmp_path / "hf", Options(verify=True))
+    trained = open_model(folder / "adapted").model
+    assert done.tensors == len(list(trained.parameters()))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    x = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        torch.testing.assert_close(trained(x), theirs(x).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_the_average_of_adapters_is_merged_too(folder, tmp_path):
+    recipe = load(folder, "averaged", **{"run.init_from": str(folder / "base"), "ema.decay": 0.5})
+    result = train(recipe)
+    convert("dcp2hf", result.directory, tmp_path / "hf", Options(section="ema"))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    averaged = open_model(result.directory, weights=Weights.EMA).model
+    last = open_model(result.directory).model
+    x = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        torch.testing.assert_close(averaged(x), theirs(x).logits, atol=1e-5, rtol=1e-5)
+        assert (averaged(x) - last(x)).abs().max() > 1e-4
+
+
+def test_an_adapter_that_does_not_fit_its_weight_is_refused():
+    weights = {"a.weight": (4, 6), "a.lora_a": (2, 5), "a.lora_b": (4, 2), "b.lora_a": (2, 6)}
+    tensors = {name: Held(torch.zeros(shape)) for name, shape in weights.items()}
+    with pytest.raises(CheckpointError, match=r"(?s)a: weight.*\(2, 5\).*b: weight.*None"):
+        merge_tensors(Path("x"), tensors, 8.0)
+
+
+def test_rows_are_merged_to_the_same_bits_however_they_are_cut():
+    generator = torch.Generator().manual_seed(0)
+    weight, down, up = (
+        torch.randn(shape, generator=generator) for shape in ((200, 96), (8, 96), (200, 8))
+    )
+    tensors = {"a.weight": Held(weight), "a.lora_a": Held(down), "a.lora_b": Held(up)}
+    rows = merge_tensors(Path("x"), tensors, 4.0)["a.weight"]
+    whole = rows.read(0, 200)
+    torch.testing.assert_close(whole, weight + up @ down * 0.5)
+    for first, last in [(0, 7), (7, 130), (130, 200), (64, 128)]:
+        assert torch.equal(rows.read(first, last), whole[first:last])
+
+
+def test_the_command_line_writes_an_adapter(folder, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["convert-ckpt", "dcp2peft", str(folder / "adapted"), str(tmp_path / "a"), "--json"])
+    assert stop.value.code == 0
+    assert json.loads(capsys.readouterr().out)["tensors"] == 2 * 7 * 2
+    settings = json.loads((tmp_path / "a/adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(folder / "base")
+    with pytest.raises(SystemExit) as stop:
+        main(["convert-ckpt", "dcp2peft", str(folder / "base"), str(tmp_path / "b")])
+    assert stop.value.code == 5
+    assert "has no adapters" in capsys.readouterr().err
 
 
 def test_adapters_start_from_a_hugging_face_folder(folder, tmp_path):
