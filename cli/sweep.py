@@ -76,7 +76,7 @@ def sweep(
         planned.write_manifest()
         with _stdout_free(as_json):
             say = partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
-            code, _ = run_points(planned, recipes, nproc, go_on=go_on, say=say)
+            code = run_points(planned, recipes, nproc, go_on=go_on, say=say)
         report = planned.write_report()
         _print(planned, report, as_json)
         raise typer.Exit(code)

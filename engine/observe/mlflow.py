@@ -37,7 +37,6 @@ class MLflowTracker:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         try:
             import mlflow
-            from mlflow.exceptions import MlflowException
         except ImportError as error:
             raise EnvironmentFault(
                 f"the tracker mlflow needs a package that is missing: {error}",
@@ -52,7 +51,7 @@ class MLflowTracker:
         try:
             self._client = mlflow.MlflowClient(tracking_uri=uri)
             self._open(config, record, run_dir, recipe)
-        except (MlflowException, OSError) as error:
+        except Exception as error:  # its stores raise what they like
             raise EnvironmentFault(
                 f"MLflow at {redacted(uri)} cannot be used: {redacted(str(error))}",
                 "check metrics.trackers' tracking_uri; SQL stores need the package `mlflow`",

@@ -19,7 +19,7 @@ def run_points(
     *,
     go_on: bool,
     say: Callable[[str], None],
-) -> tuple[int, dict[str, int]]:
+) -> int:
     """Run every point that has not finished.
 
     A signal is passed on to the run at work, which saves; no other one is started then.
@@ -30,28 +30,27 @@ def run_points(
         go_on: start the next run also when one has failed.
 
     Returns:
-        the sweep's exit code (of the first run that failed, if any), and those of the points.
+        the exit code of the run that was stopped, or of the first that failed, else 0.
     """
-    codes: dict[str, int] = {}
+    failed: list[int] = []
     with Signals() as signals:
         for number, (point, loaded) in enumerate(zip(sweep.points, recipes, strict=True), 1):
             place = f"[{number}/{len(sweep.points)}] {point.name}"
             if sweep.is_finished(point):
                 say(f"{place}: finished before")
-                codes[point.name] = ExitCode.DONE
                 continue
             if stopped(signals):
-                return ExitCode.STOPPED_AND_SAVED, codes
+                return ExitCode.STOPPED_AND_SAVED
             say(f"{place}: {' '.join(point.settings)}")
             code = _run_point(sweep, point, loaded, nproc, signals)
-            codes[point.name] = code
             if code in (ExitCode.STOPPED_AND_SAVED, ExitCode.INTERRUPTED):
-                return code, codes
+                return code
             if code != ExitCode.DONE:
                 say(f"{place}: failed with exit code {code}")
+                failed.append(code)
                 if not go_on:
-                    return code, codes
-    return next((code for code in codes.values() if code != ExitCode.DONE), ExitCode.DONE), codes
+                    break
+    return failed[0] if failed else ExitCode.DONE
 
 
 def stopped(signals: Signals) -> bool:
