@@ -40,7 +40,7 @@ class Weights(StrEnum):
     EMA = "ema"
 
 
-Source = Annotated[Path, typer.Argument(metavar="SRC")]
+Source = Annotated[Path, typer.Argument(metavar="SRC", help="a file, a folder or a run")]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="must not exist")]
 Dtype = Annotated[DType | None, typer.Option(help="cast to this; default: kept")]
 RecipeFile = Annotated[
