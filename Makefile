@@ -33,8 +33,8 @@ format: $(TO_DEVELOP) ## let ruff put the code in order
 check: lint test ## all that a change must pass
 
 docs: $(TO_RUN) ## make recipes/schema.json and docs/reference anew
-	$(BIN)/trainer schema > $(VENV)/schema.json
-	mv $(VENV)/schema.json recipes/schema.json
+	$(BIN)/trainer schema > recipes/.schema.json
+	mv recipes/.schema.json recipes/schema.json
 	$(BIN)/trainer docs --write docs/reference
 
 wheel: $(TO_DEVELOP) ## build dist/*.whl

@@ -10,7 +10,6 @@ from tests.docs.blocks import blocks
 from tests.docs.pages import FOLLOWED
 from tests.docs.walk import ROOT, Walk
 from trainer.cli.main import COMMANDS
-from trainer.engine.errors import ExitCode
 
 
 @pytest.mark.slow
@@ -47,8 +46,3 @@ def test_what_is_measured_is_what_the_newest_results_say():
     assert done.stdout in (ROOT / "README.md").read_text(), (
         "put the output of `python benchmarks/summary.py` under Measured"
     )
-
-
-def test_the_table_of_exit_codes_is_complete():
-    rows = re.findall(r"^\| (\d+) \| ", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert [int(row) for row in rows] == sorted(ExitCode)
