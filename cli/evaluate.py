@@ -88,6 +88,11 @@ def evaluate(
         for name, each in texts
     ]
     if not texts and not tasks:
+        if opened.step is None:
+            raise RecipeError(
+                f"{checkpoint} is a Hugging Face folder, without a recipe that holds texts out",
+                "name texts with --data or --source, or --tasks",
+            )
         measured = [measure_validation(opened, batch_size=batch, limit=limit).summary()]
     results: dict[str, Any] = {}
     if tasks:

@@ -193,12 +193,7 @@ def run_tasks(
         RecipeError: there is no such task.
         EnvironmentFault: the data of a task cannot be had.
     """
-    manager = TaskManager(include_path=None if include_path is None else str(include_path))
-    unknown = [name for name in names if name not in manager.all_tasks]
-    if unknown:
-        raise RecipeError(
-            f"no task is named {', '.join(unknown)}", nearest(unknown[0], manager.all_tasks)
-        )
+    manager = _manager(names, include_path)
     try:
         found = simple_evaluate(
             model=HarnessModel(opened, seq_len, batch_size),
@@ -214,3 +209,18 @@ def run_tasks(
     assert found is not None, "only ranks other than 0 get nothing"
     results: dict[str, Any] = found["results"]
     return results
+
+
+def _manager(names: Sequence[str], include_path: Path | None) -> TaskManager:
+    """Return what knows the tasks; the harness's own thousands are read only if one is named."""
+    if include_path is not None:
+        own = TaskManager(include_path=str(include_path), include_defaults=False)
+        if set(names) <= set(own.all_tasks):
+            return own
+    manager = TaskManager(include_path=None if include_path is None else str(include_path))
+    unknown = [name for name in names if name not in manager.all_tasks]
+    if unknown:
+        raise RecipeError(
+            f"no task is named {', '.join(unknown)}", nearest(unknown[0], manager.all_tasks)
+        )
+    return manager

@@ -1,0 +1,261 @@
+"""Loss and perplexity against transformers, against float64 and against the run's own rows."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tests.convert.models import hf_folder, loaded_by_transformers
+from tests.train.processes import finish, rows, start, write_recipe
+from trainer.cli.main import main
+from trainer.engine.data.configs import JsonlSource, MarkedText, TextSource
+from trainer.engine.errors import CheckpointError, DataError
+from trainer.engine.evaluation.measure import measure_source
+from trainer.engine.evaluation.windows import windows
+from trainer.engine.inference import Dtype, Weights, open_model
+
+TEXT = "def naïve(x):\n    return [x * i for i in range(10)]  # ü\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return hf_folder(tmp_path_factory.mktemp("hf") / "model")
+
+
+@pytest.fixture(scope="module")
+def opened(folder):
+    return open_model(folder, dtype=Dtype.FP32)
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    return loaded_by_transformers(folder).double()
+
+
+def costs(theirs, tokens):
+    """Return the negative log-probability of each token but the first, in float64."""
+    with torch.no_grad():
+        logits = theirs(torch.tensor([tokens])).logits[0, :-1]
+    return torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:]), reduction="none")
+
+
+def tokens_of(opened, text):
+    return [opened.tokenizer.eos_id, *opened.tokenizer.encode(text).tolist()]
+
+
+def measure(opened, source, **options):
+    settings = {"seq_len": 64, "stride": 64, "batch_size": 3} | options
+    return measure_source(opened, source, name="texts", **settings)
+
+
+def text_source(tmp_path, *texts):
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text, encoding="utf-8")
+    return TextSource(path=str(tmp_path))
+
+
+def test_loss_is_that_of_transformers_and_units_divide_the_same_sum(opened, theirs, tmp_path):
+    texts = [TEXT, "x", "import os, sys\n" * 2]
+    found = measure(opened, text_source(tmp_path, *texts)).summary()
+    expected = torch.cat([costs(theirs, tokens_of(opened, text)) for text in texts])
+    counts = {
+        "token": len(expected),
+        "byte": sum(len(text.encode()) for text in texts),
+        "word": sum(len(text.split()) for text in texts),
+    }
+    total = expected.sum().item()
+    for unit, count in counts.items():
+        assert found[unit]["count"] == count
+        assert found[unit]["loss"] == pytest.approx(total / count, rel=1e-5)
+        assert found[unit]["bits"] == pytest.approx(total / count / math.log(2), rel=1e-5)
+        assert found[unit]["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
+    ids = torch.tensor([tokens_of(opened, texts[0])])
+    with torch.no_grad():
+        own = theirs(ids, labels=ids).loss.item()
+    alone = measure(opened, TextSource(path=str(tmp_path / "0.txt")))
+    assert alone.per("token")["loss"] == pytest.approx(own, rel=1e-5)
+    assert found["texts"] == 3
+
+
+@pytest.mark.parametrize("stride", [16, 7, 1])
+def test_a_long_text_is_scored_in_sliding_windows(opened, theirs, tmp_path, stride):
+    text = TEXT * 4
+    tokens = tokens_of(opened, text)
+    seq_len, total, done = 16, 0.0, 0
+    while done < len(tokens) - 1:  # the loop of the definition, one window at a time
+        stop = min(seq_len if done == 0 else done + stride, len(tokens) - 1)
+        window = tokens[max(0, stop - seq_len) : stop + 1]
+        total += costs(theirs, window)[-(stop - done) :].sum().item()
+        done = stop
+    source = text_source(tmp_path, text)
+    found = measure(opened, source, seq_len=seq_len, stride=stride)
+    assert found.tokens == len(tokens) - 1
+    assert found.nll == pytest.approx(total, rel=1e-5)
+
+
+@pytest.mark.parametrize("stride", [1, 3, 8])
+@pytest.mark.parametrize("length", [2, 8, 9, 10, 25])
+def test_windows_score_each_token_once_after_as_much_context_as_fits(length, stride):
+    tokens, seq_len = np.arange(100, 100 + length), 8
+    seen = []
+    for number, row in enumerate(windows(tokens, seq_len, stride)):
+        scored = row.labels[row.labels >= 0].tolist()
+        assert len(scored) <= (stride if number else seq_len)
+        assert row.labels.tolist()[-len(scored) :] == scored
+        assert row.inputs[0] + len(row.inputs) == scored[-1], "inputs are what comes before"
+        assert len(row.inputs) == min(seq_len, scored[-1] - 100)
+        seen += scored
+    assert seen == tokens[1:].tolist()
+
+
+def test_whole_windows_are_those_of_the_evaluation_harness():
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    for length in (1, 5, 8, 9, 23):
+        tokens = list(range(1, length + 1))
+        rolling = get_rolling_token_windows(tokens, prefix_token=0, max_seq_len=8, context_len=1)
+        expected = [make_disjoint_window(each) for each in rolling]
+        found = [
+            (list(row.inputs), [int(label) for label in row.labels if label >= 0])
+            for row in windows(np.array([0, *tokens]), 8, 8)
+        ]
+        assert found == [(context + scored[:-1], scored) for context, scored in expected]
+
+
+def test_batches_and_limits(opened, tmp_path):
+    texts = [TEXT[number:] for number in range(9)]
+    source = text_source(tmp_path, *texts)
+    whole = measure(opened, source)
+    for batch_size in (1, 100):
+        other = measure(opened, source, batch_size=batch_size)
+        assert other.nll == pytest.approx(whole.nll, rel=1e-6)
+    part = measure(opened, source, limit=2)
+    assert part.texts == 2
+    assert part.bytes == sum(len(text.encode()) for text in texts[:2])
+
+
+def test_only_learned_parts_count(opened, theirs):
+    document = MarkedText("user: two?\nbot: 2.\n", ((11, 19),))
+
+    class Chats(TextSource):
+        def parts(self):
+            return [None]
+
+        def read(self, part):
+            yield document
+
+    found = measure(opened, Chats(path="unused"))
+    ((ids, learned),) = opened.tokenizer.encode_marked([document])
+    cost = costs(theirs, [opened.tokenizer.eos_id, *ids.tolist()])
+    assert found.tokens == learned.sum()
+    assert found.nll == pytest.approx(cost[torch.from_numpy(learned)].sum().item(), rel=1e-5)
+    assert (found.bytes, found.words) == (8, 2)
+
+
+def test_documents_that_cannot_be_read_stop_it_or_are_counted(opened, tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "one"}\n{"tex": "two"}\n{"text": "three"}\n', encoding="utf-8")
+    with pytest.raises(DataError, match=r"a\.jsonl:2"):
+        measure(opened, JsonlSource(path=str(file)))
+    found = measure(opened, JsonlSource(path=str(file), on_error="skip"))
+    assert (found.texts, found.skipped, found.bytes) == (2, 1, 8)
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text('{"text": ""}\n', encoding="utf-8")
+    with pytest.raises(DataError, match="no text"):
+        measure(opened, JsonlSource(path=str(empty)))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with an average, whose every evaluation reads the whole validation split."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    recipe = write_recipe(folder, steps=6)
+    settings = ["ema.decay=0.8", "evaluate.steps=1000", "precision.compute=fp32"]
+    assert finish(start(recipe, overrides=settings)) == [0]
+    return folder
+
+
+@pytest.fixture
+def command(capsys):
+    """Run a command line in this process; return exit code, output and errors."""
+
+    def command(*arguments):
+        with pytest.raises(SystemExit) as stop:
+            main([str(argument) for argument in arguments])
+        return int(stop.value.code or 0), *capsys.readouterr()
+
+    return command
+
+
+def test_validation_split_has_the_loss_of_the_runs_own_evaluation(run, command):
+    code, out, _ = command("evaluate", run / "run", "--weights", "ema", "--json", "--batch", 3)
+    assert code == 0
+    found = json.loads(out)
+    (split,) = found["texts"]
+    (row,) = rows(run, "eval")
+    assert split["token"]["loss"] == pytest.approx(row["loss"], rel=1e-6)
+    assert split["token"]["perplexity"] == pytest.approx(row["perplexity"], rel=1e-5)
+    assert (found["step"], found["weights"], found["dtype"]) == (6, "ema", "fp32")
+    _, out, _ = command("evaluate", run / "run", "--json")
+    (other,) = json.loads(out)["texts"]
+    assert other["token"]["count"] == split["token"]["count"]
+    assert abs(other["token"]["loss"] - row["loss"]) > 1e-4, "the last weights are others"
+    _, out, _ = command("evaluate", run / "run", "--limit", 2)
+    assert out.startswith("validation split: 2 texts")
+
+
+def test_averaged_weights_are_what_the_checkpoint_holds(run):
+    average = open_model(run / "run", weights=Weights.EMA).model.state_dict()
+    last = open_model(run / "run").model.state_dict()
+    assert average.keys() == last.keys()
+    assert any(not torch.equal(average[name], last[name]) for name in last)
+
+
+def test_bad_input_is_refused_with_what_to_do(run, folder, command, tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    bad = {
+        ("--data", tmp_path / "nix.txt"): (2, "no such file"),
+        ("--source", "jsnl"): (2, 'did you mean "jsonl"?'),
+        ("--source", "jsonl", "--set", "pat=x"): (2, 'did you mean "path"?'),
+        ("--set", "path=x"): (2, "--source"),
+        ("--data", text, "--stride", 99, "--seq-len", 8): (2, "--stride 99"),
+        ("--source", "jsonl", "--set", f"path={text}"): (4, "a.txt:1"),
+    }
+    for arguments, (expected, word) in bad.items():
+        code, _, err = command("evaluate", run / "run", *arguments)
+        assert code == expected, err
+        assert word in err
+    code, _, err = command("evaluate", tmp_path / "nowhere")
+    assert (code, "no checkpoint" in err) == (5, True)
+    code, _, err = command("evaluate", folder)
+    assert code == 2, err
+    assert "--data" in err
+    with pytest.raises(CheckpointError, match="one set of weights"):
+        open_model(folder, weights=Weights.EMA)
+
+
+def test_a_folder_of_an_unknown_model_is_refused(folder, tmp_path, command):
+    settings = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"model_type": "lama"}))
+    code, _, err = command("evaluate", tmp_path)
+    assert code == 5
+    assert 'did you mean "llama"?' in err
+    del settings["hidden_size"]
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    code, _, err = command("evaluate", tmp_path)
+    assert code == 5
+    assert "hidden_size" in err
+
+
+def test_files_of_every_kind_are_read_by_their_ending(run, command, tmp_path):
+    (tmp_path / "a.txt").write_text("some text", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"text": "some text"}\n', encoding="utf-8")
+    files = [word for name in ("a.txt", "b.jsonl") for word in ("--data", tmp_path / name)]
+    code, out, err = command("evaluate", run / "run", *files, "--json")
+    assert code == 0, err
+    first, second = json.loads(out)["texts"]
+    assert first["token"] == second["token"]
+    assert first["byte"]["count"] == 9
