@@ -33,9 +33,11 @@ def prepared_text(row: Mapping[str, Any]) -> str:
 
 def recipe_lines(jobs: Mapping[Path, Preparation]) -> str:
     """Return the tables with which a recipe reads the folders."""
+    from ..engine.data.configs import tokenizers
+
     folder, job = next(iter(jobs.items()))
     lines = ["[tokenizer]", f'name = "{job.tokenizer_name}"']
-    if (folder / "tokenizer").is_dir():
+    if "path" in tokenizers[job.tokenizer_name].model_fields:
         lines.append(f"path = {json.dumps(str(folder / 'tokenizer'))}")
     for folder, job in jobs.items():
         source = job.sources[0]

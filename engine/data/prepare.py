@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from .tokenizer import Tokenizer
 
 # Part of the names in the cache: another number makes every source be tokenised again.
 CACHE_VERSION = 1
+DYING_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -106,15 +108,13 @@ def prepare_folder(job: Preparation, folder: Path, watch: Watch) -> bool:
         DataError: a document cannot be read and `on_error` is "stop", or there is no text.
         EnvironmentFault: it cannot be written.
     """
-    lock = folder.with_name(f".{folder.name}.lock")
     try:
-        with _locked(lock, wait=False):
+        with _alone(folder):
             if is_new := not folder.exists() or not any(folder.iterdir()):
                 prepare(job, folder, watch)
             else:
                 _expect_same(job, folder)
                 shutil.rmtree(unfinished(folder), ignore_errors=True)
-            lock.unlink()
             return is_new
     except OSError as error:
         raise EnvironmentFault(
@@ -145,14 +145,36 @@ def _locked(file: Path, wait: bool) -> Iterator[None]:
     """Hold a lock; the kernel frees it however the process ends."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "ab") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            if not wait:
-                raise RunInUse(f"{file}: another process prepares these tokens") from error
-            log.info("waiting for another process to tokenise %s", file.stem)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        # Those that worked for a process that was killed end just after it.
+        deadline = time.monotonic() + DYING_SECONDS
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if wait:
+                    log.info("waiting for another process to tokenise %s", file.stem)
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                    break
+                if time.monotonic() > deadline:
+                    raise RunInUse(f"{file}: another process makes these tokens") from error
+                time.sleep(0.05)
+        if not wait and not file.exists():  # who had it has just ended, and removed it
+            raise RunInUse(f"{file}: another process made these tokens just now", "try again")
         yield
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep other processes from making a folder; leave nothing that is of no use to them."""
+    lock, work = folder.with_name(f".{folder.name}.lock"), unfinished(folder)
+    with _locked(lock, wait=False):
+        try:
+            yield
+        finally:
+            if not any((work / "parts").glob("*")):
+                shutil.rmtree(work, ignore_errors=True)
+            lock.unlink()
 
 
 def prepare(job: Preparation, folder: Path, watch: Watch) -> None:

@@ -95,7 +95,7 @@ class TokenStore:
         return TokenStore(
             tokens=column(TOKENS, manifest.dtype),
             offsets=_read_offsets(folder / OFFSETS, manifest),
-            eos_id=manifest.eos_id,
+            eos_id=tokenizer.eos_id if tokenizer else manifest.eos_id,
             fingerprint=manifest.fingerprint or manifest.files[shard_name(TOKENS, 0)].xxh3,
             skipped=manifest.skipped,
             faults=manifest.faults,

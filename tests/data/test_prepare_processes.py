@@ -1,0 +1,339 @@
+"""Preparation by several processes: the same bytes however many, and whatever kills them."""
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from trainer.engine.data import parts, prepare, sources
+from trainer.engine.data.configs import (
+    Document,
+    DocumentFault,
+    DocumentSource,
+    JsonlSource,
+    MarkedText,
+    TextSource,
+)
+from trainer.engine.data.manifest import Tally
+from trainer.engine.data.part_stores import PartStores
+from trainer.engine.data.prepare import Preparation, prepare_folder
+from trainer.engine.data.progress import Progress
+from trainer.engine.data.store import TokenStore
+from trainer.engine.data.tokenizer import ByteTokenizer
+from trainer.engine.errors import DataError, EnvironmentFault, RecipeError, RunInUse
+
+SMALL = 20_000
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (parts, sources):
+        monkeypatch.setattr(module, "PART_BYTES", SMALL)
+
+
+class MarkedSource(DocumentSource):
+    """Plain documents first, then some of which a part is learned, and a fault in each part."""
+
+    name: Literal["marked"] = "marked"
+
+    def parts(self) -> Sequence[Any]:
+        return range(6)
+
+    def read(self, part: Any) -> Iterator[Document]:
+        for number in range(50):
+            text = f"part {part} document {number} " * 5
+            yield MarkedText(text, ((3, 9), (20, len(text)))) if part > 2 else text
+        yield DocumentFault("somewhere", f"broken {part}")
+        yield ""
+
+    def fingerprint(self) -> str:
+        return "marked"
+
+
+def corpus(folder: Path, megabytes: float = 0.4) -> JsonlSource:
+    file = folder / "corpus.jsonl"
+    draw = random.Random(0)
+    with open(file, "w") as opened:
+        while opened.tell() < megabytes * 1e6:
+            words = [draw.choice(["red", "blau", "vert", "été", "☃"]) for _ in range(99)]
+            opened.write(json.dumps({"text": " ".join(words[: draw.randrange(99)])}) + "\n")
+    return JsonlSource(path=str(file))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def made(folder: Path, *documents: DocumentSource, workers: int = 2, shard: int = 2**16) -> Path:
+    seen: list[Progress] = []
+    job = Preparation(documents, ByteTokenizer(), "bytes", shard, workers)
+    assert prepare_folder(job, folder, seen.append)
+    assert seen[-1].parts_done == len(job.parts())
+    return folder
+
+
+def test_any_number_of_processes_makes_the_same_bytes(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a text, whole")
+    documents = [
+        corpus(tmp_path),
+        MarkedSource(on_error="skip"),
+        TextSource(path=str(tmp_path / "text.txt")),
+    ]
+    first = content(made(tmp_path / "1", *documents, workers=1))
+    assert {"tokens-00000.bin", "tokens-00004.bin", "learned-00000.bin"} <= set(first)
+    for workers in (2, 3):
+        assert content(made(tmp_path / str(workers), *documents, workers=workers)) == first
+
+
+def test_the_tokens_are_those_of_every_document_one_by_one(tmp_path: Path) -> None:
+    source = corpus(tmp_path)
+    store = TokenStore.open(made(tmp_path / "out", source, MarkedSource(on_error="skip")), None)
+    expected: list[int] = []
+    learned: list[bool] = []
+    for document in [*source.documents(), *(d for p in range(6) for d in MarkedSource().read(p))]:
+        if isinstance(document, str) and document:
+            expected += [*document.encode(), 256]
+            learned += [True] * (len(document.encode()) + 1)
+        elif isinstance(document, MarkedText):
+            expected += [*document.text.encode(), 256]
+            marks = [
+                any(a <= at < b for a, b in document.learned) for at in range(len(document.text))
+            ]
+            learned += [*marks, True]
+    assert store.tokens.tolist() == expected
+    assert store.learned is not None
+    assert store.learned.tolist() == learned
+    assert store.skipped == 6
+    assert list(store.faults) == [f"somewhere: broken {part}" for part in range(6)]
+    assert (store.tokens[store.offsets[1:] - 1] == 256).all()
+
+
+def test_the_end_is_learned_only_if_the_text_is_to_its_end(tmp_path: Path) -> None:
+    class Two(MarkedSource):
+        def parts(self) -> Sequence[Any]:
+            return [((0, 2),), ((2, 4),), ()]
+
+        def read(self, part: Any) -> Iterator[Document]:
+            yield MarkedText("abcd", part)
+
+    store = TokenStore.open(made(tmp_path / "out", Two()), None)
+    assert store.learned is not None
+    assert store.learned.tolist() == [
+        *(True, True, False, False, False),
+        *(False, False, True, True, True),
+        *(False, False, False, False, False),
+    ]
+
+
+COMMAND = f"""
+import sys
+from trainer.engine.data import parts, sources
+from trainer.cli.main import main
+parts.PART_BYTES = sources.PART_BYTES = {SMALL}
+main(sys.argv[1:])
+"""
+
+
+def command(*arguments: str, **settings: Any) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", COMMAND, *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **settings,
+    )
+
+
+def parts_of(out: Path) -> list[Path]:
+    return list((out.with_name(f"{out.name}.unfinished") / "parts").glob("???????"))
+
+
+def test_killed_ten_times_it_goes_on_and_makes_the_same_bytes(tmp_path: Path) -> None:
+    source = corpus(tmp_path, megabytes=1.6)
+    arguments = ["data", "prepare", source.path, "--out", str(tmp_path / "out"), "--workers", "2"]
+    arguments += ["--shard-tokens", str(2**16)]
+    expected = content(made(tmp_path / "undisturbed", source))
+    total = len(source.parts())
+    assert total > 70
+    draw = random.Random(1)
+    before = 0
+    for kill in range(10):
+        process = command(*arguments)
+        while len(parts_of(tmp_path / "out")) < before + 5 and process.poll() is None:
+            time.sleep(0.001)
+        time.sleep(draw.random() * 0.02)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, (kill, process.stderr and process.stderr.read())
+        assert not (tmp_path / "out").exists()
+        # What was done is not done again.
+        before, found = len(parts_of(tmp_path / "out")), before
+        assert before >= found + 5
+    process = command(*arguments)
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert "already" not in output
+    assert content(tmp_path / "out") == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "corpus.jsonl", "out", "undisturbed",
+    ]  # fmt: skip
+
+
+def test_a_part_that_is_whole_is_kept_and_a_damaged_one_made_again(tmp_path: Path) -> None:
+    source = corpus(tmp_path)
+    pieces = [(source, part) for part in source.parts()][:2]
+    stores = PartStores(tmp_path / "parts", pieces, ByteTokenizer())
+    stores.folder.mkdir()
+    assert [stores.make(0), stores.make(0)] == [True, False]
+    expected = content(stores.place(0))
+    for name in expected:
+        file = stores.place(0) / name
+        file.write_bytes(bytes(byte ^ 1 for byte in expected[name]))
+        assert stores.make(0)
+        assert content(stores.place(0)) == expected
+
+
+def test_parts_of_other_documents_are_not_used(tmp_path: Path) -> None:
+    out, work = tmp_path / "out", tmp_path / "out.unfinished"
+    source = corpus(tmp_path)
+    stores = PartStores(work / "parts", [(MarkedSource(on_error="skip"), 0)], ByteTokenizer())
+    stores.folder.mkdir(parents=True)
+    stores.make(0)
+    (work / "inputs").write_text("other")
+    made(out, source)
+    assert content(out) == content(made(tmp_path / "again", source))
+
+
+def test_the_first_fault_in_order_is_the_one_that_is_named(tmp_path: Path) -> None:
+    source = corpus(tmp_path)
+    lines = Path(source.path).read_bytes().splitlines(keepends=True)
+    broken = [len(lines) // 2, len(lines) // 2 + 1, len(lines) - 1]
+    for number in broken:
+        lines[number] = b"{\n"
+    Path(source.path).write_bytes(b"".join(lines))
+    for workers in (1, 3):
+        with pytest.raises(DataError) as error:
+            made(tmp_path / "out", source, workers=workers)
+        assert error.value.message.startswith(f"{source.path}:{broken[0] + 1}: not JSON")
+        assert 'on_error = "skip"' in error.value.hint
+    assert not (tmp_path / "out").exists()
+    store = TokenStore.open(
+        made(tmp_path / "out", source.model_copy(update={"on_error": "skip"})), None
+    )
+    assert [str(fault).split(":")[1] for fault in store.faults] == [
+        str(number + 1) for number in broken
+    ]
+
+
+def test_a_process_that_is_killed_is_an_error_that_says_so(tmp_path: Path) -> None:
+    class Deadly(MarkedSource):
+        def read(self, part: Any) -> Iterator[Document]:
+            if part == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield "text"
+
+    with pytest.raises(EnvironmentFault, match="killed"):
+        made(tmp_path / "out", Deadly())
+    assert len(parts_of(tmp_path / "out")) >= 1
+
+
+def test_a_source_that_changes_meanwhile_is_an_error(tmp_path: Path) -> None:
+    source = corpus(tmp_path)
+
+    class Changing(MarkedSource):
+        def read(self, part: Any) -> Iterator[Document]:
+            os.utime(source.path, ns=(part, part))
+            yield "text"
+
+        def fingerprint(self) -> str:
+            return source.fingerprint()
+
+    with pytest.raises(DataError, match="changed while it was tokenised"):
+        made(tmp_path / "out", Changing())
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_same_again_is_already_done_and_anything_else_is_refused(tmp_path: Path) -> None:
+    source = corpus(tmp_path)
+    out = made(tmp_path / "out", source)
+    job = Preparation([source], ByteTokenizer(), "bytes", 2**16)
+    assert not prepare_folder(job, out, lambda _: None)
+    for other in (
+        Preparation([MarkedSource()], ByteTokenizer(), "bytes", 2**16),
+        Preparation([source], ByteTokenizer(), "bytes", 2**17),
+    ):
+        with pytest.raises(RecipeError, match="made from other documents or settings"):
+            prepare_folder(other, out, lambda _: None)
+    (out / "offsets.npy").unlink()
+    with pytest.raises(RecipeError, match=r"offsets.npy: missing"):
+        prepare_folder(job, out, lambda _: None)
+
+
+def test_of_two_at_once_the_second_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "DYING_SECONDS", 0.0)
+    job = Preparation([corpus(tmp_path)], ByteTokenizer())
+
+    def second(_: Progress) -> None:
+        with pytest.raises(RunInUse):
+            prepare_folder(job, tmp_path / "out", lambda _: None)
+
+    assert prepare_folder(job, tmp_path / "out", second)
+
+
+def test_a_full_disk_is_named_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    source = corpus(tmp_path)
+    arguments = ["data", "prepare", source.path, "--out", str(tmp_path / "out")]
+
+    def limit() -> None:  # no file may grow beyond a part's
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3 * SMALL, 3 * SMALL))
+
+    process = command(*arguments, preexec_fn=limit)
+    _, errors = process.communicate()
+    assert process.returncode == 3, errors
+    assert f"cannot write tokens to {tmp_path / 'out'}: File too large" in errors
+    assert "the same command goes on" in errors
+    assert parts_of(tmp_path / "out")
+    process = command(*arguments)
+    assert process.wait() == 0
+    assert content(tmp_path / "out") == content(made(tmp_path / "other", source, shard=2**28))
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    job = Preparation([corpus(tmp_path)], ByteTokenizer())
+    with pytest.raises(EnvironmentFault, match="cannot write tokens to"):
+        prepare_folder(job, tmp_path / "file" / "out", lambda _: None)
+
+
+def test_progress_counts_what_was_made_and_what_is_left() -> None:
+    progress = Progress(parts=10, parts_done=4, parts_found=2)
+    progress.started -= 6.0
+    assert progress.seconds_left == pytest.approx(18.0, rel=0.1)
+    assert Progress(parts=10).seconds_left is None
+
+
+def test_a_tally_keeps_the_first_faults_only() -> None:
+    tally = Tally()
+    for number in range(50):
+        tally.add(Tally(text_bytes=2, empty=1, skipped=1, faults=[str(number)]))
+    assert (tally.text_bytes, tally.empty, tally.skipped) == (100, 50, 50)
+    assert tally.faults == [str(number) for number in range(20)]
+
+
+def test_offsets_are_where_the_ends_are(tmp_path: Path) -> None:
+    store = TokenStore.open(made(tmp_path / "out", corpus(tmp_path)), None)
+    assert np.array_equal(np.flatnonzero(store.tokens == 256) + 1, store.offsets[1:])
