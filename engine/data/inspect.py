@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +18,8 @@ from .tokenizer import Tokenizer
 SAMPLE_TOKENS = 200
 
 
-class Duplicates(NamedTuple):
+@dataclass(frozen=True)
+class Duplicates:
     """Documents that are equal, token by token, to one before them."""
 
     documents: int
@@ -30,7 +30,8 @@ class Duplicates(NamedTuple):
     """how often that is"""
 
 
-class Bar(NamedTuple):
+@dataclass(frozen=True)
+class Bar:
     """Documents of similar length."""
 
     shortest: int

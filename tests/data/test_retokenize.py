@@ -1,0 +1,151 @@
+"""Tokens that keep their tokenizer, and become those of another one."""
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from trainer.cli.data import app
+from trainer.engine.data import retokenize
+from trainer.engine.data.columns import make_chunk
+from trainer.engine.data.configs import JsonlSource
+from trainer.engine.data.kept import kept_tokenizer
+from trainer.engine.data.manifest import Tally, read_manifest
+from trainer.engine.data.store import StoreWriter, TokenStore
+from trainer.engine.data.tokenizer import ByteTokenizer, Tokenizer
+from trainer.engine.errors import DataError, TrainerError
+
+TEXTS = [
+    f"the {word} sat on the {other}\n" * 9 for word in ("cat", "hat") for other in ("mät", "☃")
+]
+
+
+def run(*arguments: object) -> Any:
+    result = CliRunner().invoke(app, [*map(str, arguments), "--json"])
+    if isinstance(result.exception, TrainerError):
+        raise result.exception
+    assert result.exit_code == 0, (result.output, result.exception)
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a corpus, a tokenizer trained on it, and its tokens."""
+    pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("corpus")
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 20)
+    (folder / "corpus.jsonl").write_text(lines)
+    corpus = folder / "corpus.jsonl"
+    run("train-tokenizer", corpus, "--vocab-size", 300, "--out", folder / "bpe")
+    run(
+        "prepare",
+        corpus,
+        "--tokenizer",
+        "bpe",
+        "--tokenizer-path",
+        folder / "bpe",
+        "--out",
+        folder / "tokens",
+    )
+    return folder
+
+
+def texts(place: Path, tokenizer: Tokenizer) -> list[str]:
+    store = TokenStore.open(place, tokenizer)
+    return [tokenizer.decode(store.tokens[a : b - 1].tolist()) for a, b in pairwise(store.offsets)]
+
+
+def test_a_folder_of_tokens_rebuilds_its_tokenizer_wherever_it_is(
+    folder: Path, tmp_path: Path
+) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(folder / "tokens", moved)
+    tokenizer = kept_tokenizer(moved)
+    assert texts(moved, tokenizer) == TEXTS * 20
+    assert read_manifest(moved).num_tokens < sum(len(text.encode()) for text in TEXTS) * 10
+
+
+def test_tokens_become_those_that_the_text_has_with_the_other_tokenizer(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retokenize, "PART_TOKENS", 1000)
+    monkeypatch.setattr(retokenize, "BATCH_DOCUMENTS", 7)
+    run("retokenize", folder / "tokens", tmp_path / "bytes", "--tokenizer", "bytes")
+    run("prepare", folder / "corpus.jsonl", "--out", tmp_path / "direct")
+    through, direct = (TokenStore.open(tmp_path / name, None) for name in ("bytes", "direct"))
+    assert through.tokens.tobytes() == direct.tokens.tobytes()
+    assert through.offsets.tolist() == direct.offsets.tolist()
+    back = ["--tokenizer-path", folder / "bpe", "--tokenizer", "bpe"]
+    run("retokenize", tmp_path / "bytes", tmp_path / "back", *back)
+    assert (tmp_path / "back" / "tokens-00000.bin").read_bytes() == (
+        folder / "tokens" / "tokens-00000.bin"
+    ).read_bytes()
+
+
+def test_a_document_that_text_cannot_carry_is_named_or_left_out(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "tokens", ByteTokenizer()) as writer:
+        documents = [b"good", b"not \xff utf-8", b"also good"]
+        writer.write(make_chunk(ByteTokenizer(), [np_bytes(each) for each in documents]))
+        writer.finish(Tally(), tokenizer_name="bytes")
+    arguments = ["retokenize", tmp_path / "tokens", tmp_path / "out", "--tokenizer", "bytes"]
+    with pytest.raises(DataError, match="document 1: its text does not give the same tokens"):
+        run(*arguments)
+    (row,) = run(*arguments, "--on-error", "skip")
+    assert (row["num_documents"], row["skipped"]) == (2, 1)
+    assert texts(tmp_path / "out", ByteTokenizer()) == ["good", "also good"]
+
+
+def np_bytes(data: bytes) -> Any:
+    import numpy as np
+
+    return np.frombuffer(data, dtype=np.uint8)
+
+
+def test_tokens_that_mark_what_is_learned_are_refused(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "tokens", ByteTokenizer()) as writer:
+        writer.append([np_bytes(b"ab")], [np_bytes(b"\0\1\1") == 1])
+        writer.finish(Tally(), tokenizer_name="bytes")
+    with pytest.raises(DataError, match="learned from, and text cannot say it"):
+        run("retokenize", tmp_path / "tokens", tmp_path / "out", "--tokenizer", "bytes")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer_name": ""}, "does not say which tokenizer"),
+        ({"tokenizer_name": "../bpe"}, "which is not there"),
+        ({"tokenizer_name": "bytes"}, "not the tokenizer that made the tokens"),
+        ({"tokenizer": "0"}, "not the tokenizer that made the tokens"),
+    ],
+)
+def test_a_manifest_that_names_another_tokenizer_is_refused(
+    folder: Path, tmp_path: Path, change: dict[str, str], message: str
+) -> None:
+    shutil.copytree(folder / "tokens", tmp_path / "tokens")
+    file = tmp_path / "tokens" / "tokens.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(DataError, match=message):
+        kept_tokenizer(tmp_path / "tokens")
+
+
+def test_a_kept_tokenizer_that_was_changed_is_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "tokens", tmp_path / "tokens")
+    file = tmp_path / "tokens" / "tokenizer" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="not the tokenizer that made the tokens"):
+        kept_tokenizer(tmp_path / "tokens")
+
+
+def test_the_tokens_train_as_the_text_does(folder: Path, tmp_path: Path) -> None:
+    """The folder's tokens are those of the source in the cache."""
+    tokenizer = kept_tokenizer(folder / "tokens")
+    source = JsonlSource(path=str(folder / "corpus.jsonl"))
+    cached = source.open(tokenizer, tmp_path)
+    assert cached.fingerprint == TokenStore.open(folder / "tokens", tokenizer).fingerprint
