@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128_hexdigest
 
 from ..errors import DataError, EnvironmentFault, nearest
+from .fast_bpe import FastBPE, Unproven
 from .tokenizer import Ids, learned_tokens, write_files
 
 if TYPE_CHECKING:
@@ -22,7 +24,10 @@ if TYPE_CHECKING:
 MAX_FILE_BYTES = 2**27
 MAX_SETTINGS_BYTES = 2**23
 MAX_VOCABULARY = 2**24
+FAST_FROM_CHARACTERS = 2**22
 USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,9 @@ class HuggingFaceTokenizer:
             "eos_token": self.eos_token,
         }
         self.chat_template = self.files.chat_template
+        self.encoder = ""
+        self._fast: FastBPE | None = None
+        self._characters = 0
         self.fingerprint = xxh3_128_hexdigest(self.files.content + b"\n%d" % self.eos_id)
 
     def encode(self, text: str) -> Ids:
@@ -82,8 +90,34 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of several texts, tokenised on all cores."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        self._characters += sum(map(len, texts))
+        if self._characters >= FAST_FROM_CHARACTERS and not self.encoder:
+            self.prepare_bulk()
+        found: list[Ids | None] = [None] * len(texts)
+        if self._fast:
+            found = self._fast.encode_batch(texts)
+        left = [index for index, ids in enumerate(found) if ids is None]
+        encodings = self._tokenizer.encode_batch_fast(
+            [texts[index] for index in left], add_special_tokens=False
+        )
+        for index, encoding in zip(left, encodings, strict=True):
+            found[index] = np.array(encoding.ids, dtype=np.uint32)
+        return [ids for ids in found if ids is not None]
+
+    def prepare_bulk(self) -> str:
+        """Choose the library that encodes much text; done by itself after some millions.
+
+        Returns:
+            its name, and why the faster one is not taken if it is not.
+        """
+        if not self.encoder:
+            try:
+                self._fast = FastBPE(self._tokenizer)
+                self.encoder = "tiktoken, proven to give the same ids"
+            except Unproven as reason:
+                self.encoder = f"tokenizers ({reason})"
+            log.info("%s: encoding with %s", self.files.place, self.encoder)
+        return self.encoder
 
     def encode_marked(self, texts: Sequence[MarkedText]) -> list[tuple[Ids, NDArray[np.bool_]]]:
         """Return ids by the library's offsets; its normalizer's changes are traced back."""

@@ -37,6 +37,39 @@ PATTERNS = {
 }
 """by name; of GPT-2, GPT-4, Llama 3, Qwen 2 and GPT-4o"""
 
+_LLAMA3_NAMED = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id"}
+_LLAMA3_NAMED[9] = "eot_id"
+_LLAMA3_OTHERS = iter(range(256))
+
+SPECIAL_TOKENS: dict[str, tuple[int, dict[str, int]]] = {
+    "gpt2": (50256, {"<|endoftext|>": 50256}),
+    "cl100k": (
+        100256,
+        {
+            "<|endoftext|>": 100257,
+            "<|fim_prefix|>": 100258,
+            "<|fim_middle|>": 100259,
+            "<|fim_suffix|>": 100260,
+            "<|endofprompt|>": 100276,
+        },
+    ),
+    "llama3": (
+        128000,
+        {
+            f"<|{_LLAMA3_NAMED[i]}|>"
+            if i in _LLAMA3_NAMED
+            else f"<|reserved_special_token_{next(_LLAMA3_OTHERS)}|>": 128000 + i
+            for i in range(256)
+        },
+    ),
+    "qwen2": (
+        151643,
+        {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645},
+    ),
+    "o200k": (199998, {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
+}
+"""by pattern: how many tokens the published file has, and the special ones beside it"""
+
 
 def pattern_named(name: str) -> str:
     """Return the regular expression of a name.

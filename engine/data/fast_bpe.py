@@ -1,0 +1,281 @@
+"""Byte-level BPE by tiktoken where it gives the ids of a `tokenizer.json`, several times faster.
+
+That it does is proven when it is first needed, not assumed:
+
+1. The text is cut by one of the patterns in `patterns.py`, and both regular expression engines have
+   the same letters, digits and white space, which is compared for each code point up to
+   `LAST_CHECKED`. Text with others is left to the tokenizers library.
+2. The library merges the pair whose rule stands first, tiktoken the pair whose union has the lowest
+   rank, and ranks are given in the order of the rules. So they can differ only where tiktoken joins
+   x and y to a token t without a rule for that pair. What happens inside the characters of t does
+   not depend on what is around it, as long as nothing is merged over their borders; so the library,
+   given t alone, would come by [x, y] and stop there. Each token is therefore given to the library
+   alone, and must come out whole.
+3. Text between added tokens is cut as the library does it: the leftmost of them, of several the
+   longest; first those that are not normalized.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .patterns import PATTERNS
+from .tokenizer import Ids, byte_characters
+
+LAST_CHECKED = 0x3FFFF
+CLASSES = (r"\p{L}", r"\p{N}", r"\s")
+CASED = (r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]")
+ANY_CASE = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+ANY_CASE_LETTERS = "(?i:[strevmld])"
+PLAIN_FLAGS = ("single_word", "lstrip", "rstrip")
+
+
+class Unproven(Exception):
+    """Why tiktoken may give other ids."""
+
+
+class AddedTokens(NamedTuple):
+    """Tokens that are looked for in the text before it is cut."""
+
+    pattern: re.Pattern[str]
+    ids: Mapping[str, int]
+
+
+class FastBPE:
+    """A byte-level BPE that tiktoken computes.
+
+    Args:
+        native: of the tokenizers library.
+
+    Raises:
+        Unproven: it may give other ids.
+    """
+
+    def __init__(self, native: Any) -> None:
+        description = json.loads(native.to_str())  # what the library made of the file
+        pattern = _pattern(description)
+        _check_engines(pattern)
+        added = description["added_tokens"]
+        ranks, self._ids = _ranks(description["model"], added)
+        self._encoding = _encoding(pattern, ranks)
+        self._added = _added_tokens(added, native)
+        # Composing accents leaves ASCII as it is.
+        self._ascii_only = description.get("normalizer") is not None
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids | None]:
+        """Return the ids of several texts on all cores; None where it is not proven or cannot."""
+        threads = _threads()
+        if threads < 2 or len(texts) < 2:
+            return [self.encode(text) for text in texts]
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(self.encode, texts, chunksize=16))
+
+    def encode(self, text: str) -> Ids | None:
+        """Return the text's ids, or None."""
+        if not text.isascii():
+            codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+            if self._ascii_only or int(codes.max()) > LAST_CHECKED:
+                return None
+        try:
+            parts = [self._encode(piece) for piece in _split(text, self._added)]
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a run of spaces too long for its stack: an error, or Rust's panic
+            return None
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint32)
+
+    def _encode(self, piece: str | int) -> Ids:
+        if isinstance(piece, int):
+            return np.array([piece], dtype=np.uint32)
+        ranks = self._encoding.encode_to_numpy(piece, disallowed_special=())
+        return np.asarray(self._ids[ranks])
+
+
+def _threads() -> int:
+    """Return how many cores there are for it; 1 where processes are the parallelism."""
+    if os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in (
+        "false",
+        "0",
+        "no",
+        "off",
+        "f",
+        "n",
+    ):
+        return 1
+    return len(os.sched_getaffinity(0))
+
+
+def _split(text: str, added: Sequence[AddedTokens]) -> Iterator[str | int]:
+    """Yield the ids of added tokens and the text between them."""
+    if not added:
+        if text:
+            yield text
+        return
+    first, *others = added
+    done = 0
+    for match in first.pattern.finditer(text):
+        yield from _split(text[done : match.start()], others)
+        yield first.ids[match[0]]
+        done = match.end()
+    yield from _split(text[done:] if done else text, others)
+
+
+def _pattern(description: Mapping[str, Any]) -> str:
+    """Return the regular expression that cuts the text."""
+    if description.get("normalizer") not in (None, {"type": "NFC"}):
+        raise Unproven("it has a normalizer")
+    cutter = description.get("pre_tokenizer") or {}
+    steps = cutter.get("pretokenizers") if cutter.get("type") == "Sequence" else [cutter]
+    *splits, last = steps or [{}]
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space", True):
+        raise Unproven("its text is not cut into bytes alone")
+    if last.get("use_regex", True):
+        pattern = PATTERNS["gpt2"] if not splits else None
+    else:
+        pattern = _split_pattern(splits)
+    if pattern not in PATTERNS.values():
+        raise Unproven("its pattern is none of those that were compared")
+    return str(pattern)
+
+
+def _split_pattern(splits: Sequence[Mapping[str, Any]]) -> str | None:
+    if len(splits) != 1 or splits[0].get("type") != "Split":
+        return None
+    split = splits[0]
+    if split.get("behavior") != "Isolated" or split.get("invert"):
+        return None
+    return str(split["pattern"].get("Regex"))
+
+
+@lru_cache
+def _check_engines(pattern: str) -> None:
+    """Compare the characters of each class that the pattern is made of."""
+    characters = "".join(
+        chr(code) for code in range(LAST_CHECKED + 1) if not 0xD800 <= code < 0xE000
+    )
+    classes = [*CLASSES, *(CASED if r"\p{Lu}" in pattern else ())]
+    if "(?i:" in pattern:
+        classes.append(ANY_CASE_LETTERS)
+    for each in classes:
+        found, left = _found(each, characters), _left(each, characters)
+        if {*found} & {*left} or {*found, *left} != {*characters}:
+            raise _Differ(each)
+    if "(?i:" in pattern:
+        letters = _found(ANY_CASE_LETTERS, characters)
+        endings = [f"'{one}{two}" for one in letters for two in letters]
+        for text in (characters, *endings):
+            if _found(ANY_CASE, text) + _left(ANY_CASE, text) != text:
+                raise _Differ(ANY_CASE)
+
+
+class _Differ(Unproven):
+    def __init__(self, pattern: str) -> None:
+        super().__init__(f"the two libraries do not find the same characters by {pattern}")
+
+
+def _found(pattern: str, text: str) -> str:
+    """Return what tiktoken's engine finds, end to end."""
+    found = _encoding(pattern, {bytes([byte]): byte for byte in range(256)}).encode_to_numpy(text)
+    return str(found.astype(np.uint8).tobytes(), "utf-8")
+
+
+def _left(pattern: str, text: str) -> str:
+    """Return the text without what the other engine finds."""
+    from tokenizers import Regex, normalizers
+
+    return str(normalizers.Replace(Regex(pattern), "").normalize_str(text))
+
+
+def _encoding(pattern: str, ranks: Mapping[bytes, int]) -> Any:
+    try:
+        import tiktoken
+    except ImportError as error:
+        raise Unproven('tiktoken is not installed: pip install "trainer[data]"') from error
+    return tiktoken.Encoding(
+        "trainer", pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens={}
+    )
+
+
+def _ranks(
+    model: Mapping[str, Any], added: Sequence[Mapping[str, Any]]
+) -> tuple[dict[bytes, int], NDArray[np.uint32]]:
+    """Return ranks in the order of the merges, and the id of each."""
+    if model.get("type") != "BPE":
+        raise Unproven(f"its model is {model.get('type')}, not BPE")
+    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
+        if model.get(key):
+            raise Unproven(f"its model has {key}")
+    vocabulary, names = model["vocab"], byte_characters()
+    rank_of = {name: rank for rank, name in enumerate(names)}
+    merges = [tuple(each.split(" ") if isinstance(each, str) else each) for each in model["merges"]]
+    newest = ""
+    for left, right in merges:
+        union = left + right
+        if union not in rank_of:
+            rank_of[union] = len(rank_of)
+        elif union != newest:
+            raise Unproven(f"rules for {union!r} stand apart")
+        newest = union
+    missing = [name for name in rank_of if name not in vocabulary]
+    if missing:
+        raise Unproven(f"its vocabulary lacks {missing[0]!r}")
+    whole_words = bool(model.get("ignore_merges"))
+    _check_reachable(vocabulary, merges, list(rank_of)[len(names) :], whole_words)
+    if whole_words:
+        # No rule makes them, and no two tokens: they are taken only where they are a whole piece.
+        alone = sorted(vocabulary.keys() - rank_of.keys() - {each["content"] for each in added})
+        for name in alone:
+            halves = [(name[:cut], name[cut:]) for cut in range(1, len(name))]
+            if any(left in vocabulary and right in vocabulary for left, right in halves):
+                raise Unproven(f"no rule makes {name!r}")
+        rank_of |= {name: len(rank_of) + index for index, name in enumerate(alone)}
+    byte_of = {name: byte for byte, name in enumerate(names)}
+    try:
+        ranks = {bytes(map(byte_of.__getitem__, name)): rank for name, rank in rank_of.items()}
+    except KeyError as error:
+        raise Unproven(f"a token holds {error.args[0]!r}, which stands for no byte") from error
+    return ranks, np.array([vocabulary[name] for name in rank_of], dtype=np.uint32)
+
+
+def _check_reachable(
+    vocabulary: Mapping[str, int],
+    merges: Sequence[tuple[str, str]],
+    tokens: Sequence[str],
+    whole_words: bool,
+) -> None:
+    """See step 2 above; a token that falls into three pieces or more is never made of two."""
+    from tokenizers import Tokenizer, models
+
+    alone = Tokenizer(models.BPE(dict(vocabulary), list(merges)))
+    for token, encoding in zip(tokens, alone.encode_batch_fast(list(tokens)), strict=True):
+        pieces = len(encoding.ids)
+        if pieces != 1 and not (whole_words and pieces > 2):
+            raise Unproven(f"its rules do not make {token!r} of its bytes")
+
+
+def _added_tokens(added: Sequence[Mapping[str, Any]], native: Any) -> list[AddedTokens]:
+    """Return the added tokens in the order in which the library looks for them."""
+    if any(token.get(flag) for token in added for flag in PLAIN_FLAGS):
+        raise Unproven("an added token takes the space around it")
+    if any(not token["content"] for token in added):
+        raise Unproven("an added token is empty")
+    found = []
+    for normalized in (False, True):
+        texts = [t["content"] for t in added if bool(t.get("normalized")) == normalized]
+        if texts:
+            # Of alternatives, the first that fits is taken: the longest goes first.
+            pattern = "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
+            ids = {text: int(native.token_to_id(text)) for text in texts}
+            found.append(AddedTokens(re.compile(pattern), ids))
+    return found
