@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from ..config import Component
 from ..registry import Named
 from .shown import shown_value
 from .structure import every_table
@@ -62,9 +63,16 @@ def _default(field: FieldInfo) -> str:
     default = field.get_default(call_default_factory=True)
     if default is None:
         return "none"
-    if isinstance(default, BaseModel) or (isinstance(default, list) and default):
+    if isinstance(default, BaseModel):
         return "see there"
-    return shown_value(default)
+    if isinstance(default, list):
+        return f"[{', '.join(map(_item, default))}]"
+    return "{}" if default == {} else shown_value(default)
+
+
+def _item(value: Any) -> str:
+    """Return an item of a default list; of a component's table, its name."""
+    return f'{{ name = "{value.name}" }}' if isinstance(value, Component) else shown_value(value)
 
 
 def _type(annotation: Any, metadata: list[Any]) -> str:
@@ -83,6 +91,8 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
     if origin is list:
         item = _type(get_args(annotation)[0], [])
         return f"list of {item.replace('table', 'tables').replace('string', 'strings')}"
+    if origin in (dict, Mapping):
+        return "table"
     if origin is tuple:
         return f"[{', '.join(_type(item, []) for item in get_args(annotation))}]"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
