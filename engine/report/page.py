@@ -16,14 +16,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ..recipe.shown import shown_value
-from .facts import Number, facts_of, numbers_of
+from .facts import numbers_of
 from .plots import Plot, Series, plots_of
-from .runs import Run, differences, names_of, read_run
-from .svg import NUM_COLOURS, draw
+from .runs import Run, names_of, read_run
+from .svg import draw
+from .tables import facts, numbers, profiles, recipe_differences, swatch, times, whole_recipe
 
 HERO_WIDTH = 1264
-NOTHING = "&ndash;"
 _STATES = {"running", "finished", "stopped", "failed", "died"}
 
 
@@ -47,13 +46,14 @@ def write_page(paths: Sequence[Path], title: str = "") -> str:
     body = "".join(
         [
             _header(runs, title),
-            _cards(runs) if len(runs) == 1 else _numbers(runs),
+            _cards(runs) if len(runs) == 1 else numbers(runs),
             _controls(runs),
             *_plots(plots, names),
-            _times(runs),
-            _differences(runs) if len(runs) > 1 else "",
-            _facts(runs),
-            _recipe(runs[0]) if len(runs) == 1 else "",
+            times(runs),
+            profiles(runs),
+            recipe_differences(runs) if len(runs) > 1 else "",
+            facts(runs),
+            whole_recipe(runs[0]) if len(runs) == 1 else "",
         ]
     )
     return (
@@ -108,40 +108,6 @@ def _cards(runs: Sequence[Run]) -> str:
     return f'<dl class="cards">{cards}</dl>'
 
 
-def _numbers(runs: Sequence[Run]) -> str:
-    columns = numbers_of(runs)
-    head = "".join(f"<th>{number.title}</th>" for number, _ in columns)
-    rows = "".join(
-        f'<tr><th scope="row">{_swatch(index)}{escape(run.name)}</th>'
-        + "".join(_cell(number, values, index) for number, values in columns)
-        + f'<td><span class="badge {run.status.state}">{run.status.state}</span></td></tr>'
-        for index, run in enumerate(runs)
-    )
-    return (
-        '<section><h2>Numbers</h2><div class="wide"><table class="numbers">'
-        f"<thead><tr><th>Run</th>{head}<th>State</th></tr></thead><tbody>{rows}</tbody>"
-        "</table></div></section>"
-    )
-
-
-def _cell(number: Number, values: Sequence[float | None], index: int) -> str:
-    value = values[index]
-    if value is None:
-        return f"<td>{NOTHING}</td>"
-    comparable = [each for each in values if each is not None and each == each]
-    is_best = number.best and len(comparable) > 1 and value == number.best(comparable)
-    text = escape(number.show(value))
-    return f"<td><strong>{text}</strong></td>" if is_best else f"<td>{text}</td>"
-
-
-def _swatch(index: int) -> str:
-    colour = f"c{index % NUM_COLOURS}"
-    return (
-        '<svg class="swatch" viewBox="0 0 18 10" aria-hidden="true">'
-        f'<path class="line {colour}" d="M1 5H17"/></svg>'
-    )
-
-
 def _controls(runs: Sequence[Run]) -> str:
     axes = "".join(
         f'<label><input type="radio" name="axis" value="{index}"{" checked" * (index == 0)}>'
@@ -149,7 +115,7 @@ def _controls(runs: Sequence[Run]) -> str:
         for index, name in enumerate(("Steps", "Tokens", "Time"))
     )
     legend = "".join(
-        f'<label class="run"><input type="checkbox" data-run="{index}" checked>{_swatch(index)}'
+        f'<label class="run"><input type="checkbox" data-run="{index}" checked>{swatch(index)}'
         f"<span>{escape(run.name)}</span></label>"
         for index, run in enumerate(runs)
     )
@@ -193,91 +159,4 @@ def _key(series: Sequence[Series]) -> str:
         '<path class="line ink" d="M1 5H17"/></svg>training '
         '<svg class="swatch" viewBox="0 0 18 10" aria-hidden="true">'
         '<path class="line ink dashed" d="M1 5H17"/></svg>validation</span>'
-    )
-
-
-def _times(runs: Sequence[Run]) -> str:
-    bars = []
-    for run in runs:
-        busy, waiting, other = run.seconds()
-        parts = (("compute", busy - waiting), ("data", waiting), ("other", other))
-        whole = sum(seconds for _, seconds in parts)
-        if not whole > 0:
-            continue
-        x, rects, cells = 0.0, "", ""
-        for word, seconds in parts:
-            share = seconds / whole
-            rects += f'<rect class="{word}" x="{x:.3f}%" width="{100 * share:.3f}%" height="18"/>'
-            x += 100 * share
-            cells += f"<td>{share:.1%}</td>"
-        bars.append(
-            f'<tr><th scope="row">{escape(run.name)}</th><td class="bar"><svg height="18" '
-            f'aria-hidden="true">{rects}</svg></td>{cells}</tr>'
-        )
-    if not bars:
-        return ""
-    heads = "".join(
-        f'<th><svg class="swatch" viewBox="0 0 18 10" aria-hidden="true"><rect class="{word}" '
-        f'width="10" height="10" x="4" rx="2"/></svg>{text}</th>'
-        for word, text in (("compute", "Steps"), ("data", "Wait for data"), ("other", "All else"))
-    )
-    return (
-        '<section><h2>Where the time goes</h2><div class="wide"><table class="times"><thead><tr>'
-        f"<th>Run</th><th></th>{heads}</tr></thead><tbody>{''.join(bars)}</tbody></table></div>"
-        '<p class="quiet">All else: evaluation, checkpoints, and the time between attempts.</p>'
-        "</section>"
-    )
-
-
-def _differences(runs: Sequence[Run]) -> str:
-    found = differences(runs)
-    if not found:
-        text = "The recipes are the same." if any(run.recipe for run in runs) else "No recipes."
-        return f"<section><h2>Recipes</h2><p>{text}</p></section>"
-    rows = [
-        (f"<code>{escape(key)}</code>", [_value(value) for value in values])
-        for key, values in found
-    ]
-    return _table("Where the recipes differ", runs, rows)
-
-
-def _value(value: Any) -> str:
-    return NOTHING if value is None else f"<code>{escape(shown_value(value))}</code>"
-
-
-def _facts(runs: Sequence[Run]) -> str:
-    facts = [facts_of(run) for run in runs]
-    keys = dict.fromkeys(key for each in facts for key in each)
-    rows = [
-        (key, [escape(each[key]) if key in each else NOTHING for each in facts]) for key in keys
-    ]
-    return _table("Facts", runs, rows)
-
-
-def _table(title: str, runs: Sequence[Run], rows: Sequence[tuple[str, list[str]]]) -> str:
-    """Return a table with a column a run; its cells are HTML already."""
-    head = "".join(
-        f'<th scope="col">{_swatch(index)}{escape(run.name)}</th>' for index, run in enumerate(runs)
-    )
-    head = f"<thead><tr><th></th>{head}</tr></thead>" if len(runs) > 1 else ""
-    body = "".join(
-        f'<tr><th scope="row">{name}</th>' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
-        for name, cells in rows
-    )
-    return (
-        f'<section><h2>{title}</h2><div class="wide"><table>{head}<tbody>{body}</tbody></table>'
-        "</div></section>"
-    )
-
-
-def _recipe(run: Run) -> str:
-    if not run.recipe:
-        return ""
-    rows = "".join(
-        f'<tr><th scope="row"><code>{escape(key)}</code></th><td>{_value(value)}</td></tr>'
-        for key, value in run.recipe.items()
-    )
-    return (
-        "<section><details><summary>The recipe, every default spelled out</summary>"
-        f'<div class="wide"><table><tbody>{rows}</tbody></table></div></details></section>'
     )

@@ -261,3 +261,23 @@ def test_a_few_peaks_do_not_flatten_everything_else() -> None:
     usual = [1 + n / 1000 for n in range(1000)]
     assert visible([*usual, 1e9])[1] < 3
     assert visible(usual) == (1, 1.999)
+
+
+def test_a_profile_is_shown_and_a_damaged_one_is_not(one: Path) -> None:
+    folder = one / "profiles"
+    folder.mkdir()
+    summary = {
+        "step_seconds": 0.2,
+        "phase_seconds": {"forward": 0.05, "<b>": 0.1, "odd": "x"},
+        "operators": [{"name": "aten::mm", "seconds": 0.04}],
+    }
+    (folder / "summary.json").write_text(json.dumps(summary))
+    html = write_page([one])
+    page = Page(html)
+    assert "Profile of a step" in page.texts("h2")
+    assert '50 ms <span class="quiet">25.0%</span>' in html
+    assert "aten::mm" in page.texts("code")
+    assert page.texts("b") == []
+    for text in ("{", "[]", '{"step_seconds": 0}', json.dumps(summary | {"operators": 3})):
+        (folder / "summary.json").write_text(text)
+        assert "Profile of a step" not in Page(write_page([one])).texts("h2")
