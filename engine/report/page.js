@@ -177,12 +177,13 @@
         group.append(element("path", { class: `line ${colour}${kind}`, d }));
         return points;
       };
-      const points = path(one.y, state.smooth ? " faint" : "");
-      if (state.smooth) path(smoothed(one.mean.length ? one.mean : one.y), "");
+      const smooth = state.smooth > 0 && one.noisy;
+      const points = path(one.y, smooth ? " faint" : "");
+      if (smooth) path(smoothed(one.mean.length ? one.mean : one.y), "");
       xs.forEach((x, i) => {
         if (one.y[i] === null)
           group.append(element("text", { class: `odd c${one.run % 8}`, x: this.across(x).toFixed(1), y: top + 2 }, "×"));
-        else if (points <= 60 && (one.dashed || points === 1) && !state.smooth)
+        else if (points <= 60 && (one.dashed || points === 1))
           group.append(element("circle", { class: `dot ${colour}`, cx: this.across(x).toFixed(1), cy: this.down(one.y[i]).toFixed(1), r: 2.5 }));
       });
     }

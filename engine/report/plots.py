@@ -50,6 +50,8 @@ class Series:
     y: list[float | None]
     mean: list[float | None]
     """of all points that each of these stands for; empty where every point is there"""
+    noisy: bool
+    """of single steps, so that smoothing helps to read it"""
 
     def as_json(self) -> dict[str, Any]:
         """Return what the page's script reads."""
@@ -59,6 +61,7 @@ class Series:
             "x": [self.step, self.tokens, self.seconds],
             "y": self.y,
             "mean": self.mean,
+            "noisy": self.noisy,
         }
 
 
@@ -125,6 +128,7 @@ def _thinned(number: int, rows: Sequence[Row], curve: Curve, mixed: bool, limit:
         seconds=[round(rows[index]["seconds"], 2) for index in kept],
         y=[_short(values[index]) if math.isfinite(values[index]) else None for index in kept],
         mean=[mean if mean is None else _short(mean) for mean in means],
+        noisy=curve.kind != "eval",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 from typing import Any
@@ -36,10 +37,11 @@ def _cell(number: Number, values: Sequence[float | None], index: int) -> str:
     value = values[index]
     if value is None:
         return f"<td>{NOTHING}</td>"
-    comparable = [each for each in values if each is not None and each == each]
-    is_best = number.best and len(comparable) > 1 and value == number.best(comparable)
-    text = escape(number.show(value))
-    return f"<td><strong>{text}</strong></td>" if is_best else f"<td>{text}</td>"
+    comparable = [each for each in values if each is not None and not math.isnan(each)]
+    texts = {number.show(each) for each in comparable}
+    text = number.show(value)
+    is_best = number.best and len(texts) > 1 and text == number.show(number.best(comparable))
+    return f"<td><strong>{escape(text)}</strong></td>" if is_best else f"<td>{escape(text)}</td>"
 
 
 def swatch(index: int) -> str:
