@@ -27,6 +27,8 @@ from .store import StoreWriter, TokenStore
 from .tokenise import SourcePart, Tokenised, tokenise
 from .tokenizer import Tokenizer
 
+PARALLELISM = "TOKENIZERS_PARALLELISM"
+
 
 @dataclass(frozen=True)
 class PartStores:
@@ -85,6 +87,7 @@ class PartStores:
             OSError: a part cannot be written.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.tokenizer.prepare_bulk()
         with _processes(self, min(workers, len(self.parts))) as pool:
             made: list[Future[bool]] = [pool.submit(_make, n) for n in range(len(self.parts))]
             for future in made:
@@ -118,6 +121,19 @@ def _processes(stores: PartStores, workers: int) -> Iterator[ProcessPoolExecutor
         pool.shutdown(cancel_futures=True)
 
 
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Make the processes the parallelism; libraries with threads of their own look here."""
+    before = os.environ.get(PARALLELISM)
+    os.environ[PARALLELISM] = "false"
+    try:
+        yield
+    finally:
+        del os.environ[PARALLELISM]
+        if before is not None:
+            os.environ[PARALLELISM] = before
+
+
 _stores: PartStores
 
 
@@ -125,8 +141,6 @@ def _begin(stores: PartStores, parent: int) -> None:
     global _stores
     _stores = stores
     follow_the_parent(parent)
-    # The processes are the parallelism; libraries with threads of their own look here.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def _make(number: int) -> bool:
