@@ -81,10 +81,8 @@ class FastBPE:
 
     def encode(self, text: str) -> Ids | None:
         """Return the text's ids, or None."""
-        if not text.isascii():
-            codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-            if self._ascii_only or int(codes.max()) > LAST_CHECKED:
-                return None
+        if not text.isascii() and (self._ascii_only or _codes(text).max() > LAST_CHECKED):
+            return None
         try:
             parts = [self._encode(piece) for piece in _split(text, self._added)]
         except (KeyboardInterrupt, SystemExit):
@@ -100,6 +98,10 @@ class FastBPE:
             return np.array([piece], dtype=np.uint32)
         ranks = self._encoding.encode_to_numpy(piece, disallowed_special=())
         return np.asarray(self._ids[ranks])
+
+
+def _codes(text: str) -> NDArray[np.uint32]:
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
 
 
 def _threads() -> int:
@@ -161,15 +163,14 @@ def _split_pattern(splits: Sequence[Mapping[str, Any]]) -> str | None:
 @lru_cache
 def _check_engines(pattern: str) -> None:
     """Compare the characters of each class that the pattern is made of."""
-    characters = "".join(
-        chr(code) for code in range(LAST_CHECKED + 1) if not 0xD800 <= code < 0xE000
-    )
+    codes = np.delete(np.arange(LAST_CHECKED + 1, dtype=np.uint32), np.s_[0xD800:0xE000])
+    characters = str(codes.tobytes(), "utf-32-le")
     classes = [*CLASSES, *(CASED if r"\p{Lu}" in pattern else ())]
     if "(?i:" in pattern:
         classes.append(ANY_CASE_LETTERS)
     for each in classes:
-        found, left = _found(each, characters), _left(each, characters)
-        if {*found} & {*left} or {*found, *left} != {*characters}:
+        together = _codes(_found(each, characters) + _left(each, characters))
+        if not np.array_equal(np.sort(together), codes):
             raise _Differ(each)
     if "(?i:" in pattern:
         letters = _found(ANY_CASE_LETTERS, characters)

@@ -45,6 +45,12 @@ class Tokenizer(Protocol):
         after it.
         """
 
+    def prepare_bulk(self) -> str:
+        """Get ready for much text, and return what will encode it; the ids stay the same.
+
+        Called before processes are forked that encode, it spares each of them the work.
+        """
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids, special tokens left out."""
 
@@ -77,6 +83,10 @@ class ByteTokenizer:
             characters = np.cumsum((ids & 0xC0) != 0x80) - 1  # 10xxxxxx continues a character
             found.append((ids, learned_tokens(marked, characters, characters + 1)))
         return found
+
+    def prepare_bulk(self) -> str:
+        """Return how bytes are had: there is nothing to prepare."""
+        return "str.encode"
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text; bytes that are not UTF-8 become U+FFFD."""
