@@ -80,7 +80,7 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
     degrees = resolve_degrees(recipe.parallel, world.world_size)
     _apply_determinism(recipe.run.deterministic)
     tokenizer = recipe.tokenizer.build()
-    data = open_data(recipe.data, tokenizer, recipe.run.seed)
+    data = open_data(recipe.data, tokenizer, recipe.run.seed, f"{recipe.run.dir}/{recipe.run.name}")
     built = build_model(recipe, tokenizer, device)
     model, layout = built.model, built.config.layout
     transform_blocks(model, layout, recipe.memory, recipe.compile)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -12,6 +11,9 @@ from pydantic import Field
 
 from ..config import Component, Count, CountOrZero, RecipePath
 from ..registry import Registry
+from .documents import Document as Document
+from .documents import DocumentFault as DocumentFault
+from .documents import MarkedText as MarkedText
 
 if TYPE_CHECKING:
     from .store import TokenStore
@@ -90,6 +92,11 @@ class DocumentSource(SourceConfig):
     on_error: Literal["stop", "skip"] = "stop"
     """a document that cannot be read: "stop" with its file and line, or "skip" and count it"""
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether it is tokenised while training rather than before."""
+        return bool(getattr(self, "streaming", False))
+
     def documents(self) -> Iterator[Document]:
         """Yield the documents in an order that depends on the source alone.
 
@@ -133,50 +140,6 @@ class DocumentSource(SourceConfig):
         from .prepare import open_or_prepare
 
         return open_or_prepare(self.for_tokenizer(tokenizer), tokenizer, cache)
-
-
-@dataclass(frozen=True)
-class MarkedText:
-    """A document of which only some parts are learned from, such as the assistant's turns.
-
-    Args:
-        text: the whole document.
-        learned: `[start, stop)` ranges of its characters, ascending, that count in the loss.
-    """
-
-    text: str
-    learned: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class DocumentFault:
-    """A document that cannot be read, and where it stands.
-
-    Args:
-        file: its file, or another name that users know.
-        reason: what is wrong.
-        line: the line, from 1, counted from byte `start` of the file on; 0: none.
-        start: where a line of the file begins.
-    """
-
-    file: str
-    reason: str
-    line: int = 0
-    start: int = 0
-
-    @property
-    def place(self) -> str:
-        """Return `file:line`; the lines before `start` are counted now."""
-        from .parts import lines_before
-
-        line = self.line and lines_before(self.file, self.start) + self.line
-        return f"{self.file}:{line}" if line else self.file
-
-    def __str__(self) -> str:
-        return f"{self.place}: {self.reason}"
-
-
-Document = str | MarkedText | DocumentFault
 
 
 @sources.register

@@ -124,7 +124,7 @@ def revision(source: HFSource) -> str:
 def _load(source: HFSource, folder: Path | None) -> Any:
     datasets = libraries()
     datasets.disable_progress_bars()
-    which = {"path": str(folder)} if folder else {"path": source.repo}
+    which: dict[str, str | None] = {"path": str(folder)} if folder else {"path": source.repo}
     if not folder:
         which["revision"] = revision(source) or source.revision
     return datasets.load_dataset(

@@ -8,9 +8,9 @@ from itertools import count
 import numpy as np
 
 from .batch import IGNORED, Batch
-from .dataset import Samples
 from .order import Indices
 from .packing import Rows
+from .samples import Samples
 from .tables import Data
 
 
@@ -53,7 +53,9 @@ class Loader:
 
     def step(self, step: int) -> Rows:
         """Return this rank's rows of one optimizer step."""
-        return self.samples.gather(step * self.table.global_batch + self.share)
+        first = step * self.table.global_batch
+        self.samples.reach(first, first + self.table.global_batch)
+        return self.samples.gather(first + self.share)
 
 
 def share_of_rank(share: int, micro_batch: int, rank: int, ranks: int) -> Indices:

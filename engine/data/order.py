@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 MIXTURE_PERIOD = 65536
+ENDLESS = 2**62
+"""rows of a stream, which has an order of its own"""
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 ROUND_KEYS = [np.uint64(number * 0x9E3779B97F4A7C15 % 2**64) for number in range(6)]
 
@@ -81,6 +83,12 @@ def shares(weights: Sequence[float], total: int = MIXTURE_PERIOD) -> list[int]:
     return [int(count) for count in counts]
 
 
+def source_key(seed: int, index: int) -> int:
+    """Return the key of a source's shuffle."""
+    key: int = xxh3_64_intdigest(f"{seed} {index}".encode())
+    return key
+
+
 class TrainingOrder:
     """Endless: sources mixed by weight, each one's rows in another random order every epoch.
 
@@ -96,10 +104,7 @@ class TrainingOrder:
     ) -> None:
         self.rows = np.asarray(rows, dtype=np.int64)
         self.shuffle = shuffle
-        self.keys = np.array(
-            [xxh3_64_intdigest(f"{seed} {index}".encode()) for index in range(len(rows))],
-            dtype=np.uint64,
-        )
+        self.keys = np.array([source_key(seed, index) for index in range(len(rows))], np.uint64)
         self.counts = np.array(shares(weights))
         self.slots = interleave(self.counts.tolist(), self.counts.tolist())
 
@@ -115,9 +120,18 @@ class TrainingOrder:
         row = np.empty_like(index)
         for which in range(len(self.rows)):
             mine = np.flatnonzero(source == which)
+            if self.rows[which] == ENDLESS:
+                row[mine] = index[mine]
+                continue
             key = mix(self.keys[which] + epoch[mine].astype(np.uint64) * GOLDEN)
             row[mine] = permute(index[mine].astype(np.uint64), int(self.rows[which]), key)
         return source, row
+
+    def drawn(self, sample: int) -> Indices:
+        """Return how many rows of each source the samples before this one are, [sources]."""
+        period, slot = divmod(sample, MIXTURE_PERIOD)
+        counts: Indices = np.bincount(self.slots[0][:slot], minlength=len(self.rows))
+        return period * self.counts + counts
 
 
 class ValidationOrder:

@@ -35,8 +35,11 @@ class Rows(NamedTuple):
 class Packed(Protocol):
     """A source cut into rows."""
 
-    store: TokenStore
     num_rows: int
+
+    @property
+    def store(self) -> TokenStore:
+        """Where its tokens are."""
 
     def gather(self, rows: Indices) -> Rows:
         """Return the rows of these numbers, [B]."""

@@ -72,8 +72,8 @@ def read_ahead(
     processes = set(multiprocessing.active_children()) - others
 
     def end() -> None:
-        for process in processes:
-            process.kill()
+        while processes:
+            processes.pop().kill()
 
     # At exit multiprocessing sends SIGTERM, which the workers ignore, and waits.
     atexit.register(end)

@@ -26,7 +26,7 @@ def check(recipe: Recipe, world: int | None = None) -> list[Finding]:
         recipe: tables that are each valid alone.
         world: number of ranks; without it, what depends on it is not checked.
     """
-    parts = (_run, _lengths, _data, _groups, _targets, _degrees, _model_degrees)
+    parts = (_run, _lengths, _data, _streams, _groups, _targets, _degrees, _model_degrees)
     findings = [finding for part in parts for finding in part(recipe)]
     return findings + list(_ranks(recipe, world))
 
@@ -72,6 +72,21 @@ def _lengths(recipe: Recipe) -> Iterator[Finding]:
 def _data(recipe: Recipe) -> Iterator[Finding]:
     if all(source.split == "validation" for source in recipe.data.sources):
         yield ("data", "sources"), 'no source has split = "train"', ""
+
+
+def _streams(recipe: Recipe) -> Iterator[Finding]:
+    for index, source in enumerate(recipe.data.sources):
+        if not getattr(source, "streaming", False):
+            continue
+        path = ("data", "sources", index, "streaming")
+        if source.split == "validation":
+            yield path, "a validation source is read whole", "leave streaming out"
+        if recipe.run.epochs is not None:
+            message = "nobody knows how many rows an epoch of a stream has"
+            yield path, message, "give run.steps instead of run.epochs"
+        if recipe.data.workers:
+            message = f"data.workers ({recipe.data.workers}) do not read streams"
+            yield path, message, "a process of its own tokenises each stream: set data.workers = 0"
 
 
 def _groups(recipe: Recipe) -> Iterator[Finding]:

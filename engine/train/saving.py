@@ -85,6 +85,7 @@ class Saver:
                 "tokens": int(position.tokens),
                 "loss_scale": parts.step.scale.state(),
                 "optimizer_numbers": train_state.optimizer_numbers(parts.model, parts.optimizer),
+                "streams": parts.data.train.state(position.batch * parts.recipe.data.global_batch),
                 "best": position.best.state(),
             },
         )
@@ -135,6 +136,7 @@ class Saver:
         position.step = manifest.step
         position.batch = manifest.samples // parts.recipe.data.global_batch
         position.tokens = manifest.extra["tokens"]
+        parts.data.train.restore(manifest.extra.get("streams", {}))
         position.best = Best.restored(manifest.extra)
         if parts.recipe.checkpoint.keep_best:
             self._store.settle_best(position.best.step, position.step)

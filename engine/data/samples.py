@@ -1,0 +1,133 @@
+"""A run's samples, addressed by number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import DataError
+from .batch import Batch
+from .order import Indices, TrainingOrder, ValidationOrder
+from .packing import Packed, Rows
+from .stream import Stream
+
+LOCATE_AHEAD = 4096
+
+
+class Samples:
+    """A run's samples, numbered from 0.
+
+    Args:
+        sources: the packed sources.
+        order: which source and row a sample is.
+        vocab_size: tokens must be below it.
+    """
+
+    def __init__(
+        self, sources: Sequence[Packed], order: TrainingOrder | ValidationOrder, vocab_size: int
+    ) -> None:
+        self.sources = sources
+        self.order = order
+        self.vocab_size = vocab_size
+        self.rows_per_epoch = sum(source.num_rows for source in sources)
+        self._located_from = 0
+        self._located = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+
+    def reach(self, first: int, stop: int) -> None:
+        """Make samples `first` to `stop - 1` ready; those before are not needed any more."""
+
+    def batch(self, first: int, count: int) -> Batch:
+        """Return samples `first` to `first + count - 1`."""
+        self.reach(first, first + count)
+        return self.gather(np.arange(first, first + count)).to_batch()
+
+    def gather(self, samples: Indices) -> Rows:
+        """Return the samples of these numbers, [B], ascending.
+
+        Raises:
+            DataError: a token is outside the vocabulary: the stored tokens are damaged.
+        """
+        source, row = self._locate(samples)
+        alone = len(self.sources) == 1
+        rows = self.sources[0].gather(row) if alone else self._merge(source, row)
+        self._check_vocabulary(rows, source)
+        return rows
+
+    def _locate(self, samples: Indices) -> tuple[Indices, Indices]:
+        """Return source and row of each sample; some thousands are worked out at a time."""
+        first, last = int(samples[0]), int(samples[-1])
+        known = self._located_from
+        if not (known <= first and last < known + len(self._located[0])):
+            ahead = np.arange(first, last + 1 + LOCATE_AHEAD)
+            self._located = self.order.locate(ahead)
+            self._located_from = known = first
+        return self._located[0][samples - known], self._located[1][samples - known]
+
+    def _check_vocabulary(self, rows: Rows, source: Indices) -> None:
+        largest = max(rows.tokens.max(), rows.labels.max())
+        if largest >= self.vocab_size:
+            outside = np.maximum(rows.tokens, rows.labels).max(axis=1) >= self.vocab_size
+            store = self.sources[source[outside][0]].store
+            raise DataError(
+                f"{store.place}: holds token {largest}; "
+                f"the tokenizer's vocabulary has {self.vocab_size}",
+                "the files are damaged: delete them and prepare them again",
+            )
+
+    def _merge(self, source: Indices, row: Indices) -> Rows:
+        """Gather each source's rows in one call and put them where they belong."""
+        order = np.argsort(source, kind="stable")
+        which, starts = np.unique(source[order], return_index=True)
+        groups = np.split(row[order], starts[1:])
+        parts = [
+            self.sources[index].gather(group) for index, group in zip(which, groups, strict=True)
+        ]
+        place = np.argsort(order)
+        return Rows._make(
+            None if columns[0] is None else np.concatenate(columns)[place]
+            for columns in zip(*parts, strict=True)
+        )
+
+
+class TrainingSamples(Samples):
+    """Endless samples, some of which may come from streams.
+
+    Args:
+        sources: the packed sources, and streams.
+        order: which source and row a sample is.
+        vocab_size: tokens must be below it.
+    """
+
+    order: TrainingOrder
+
+    def __init__(self, sources: Sequence[Packed], order: TrainingOrder, vocab_size: int) -> None:
+        super().__init__(sources, order, vocab_size)
+        self.streams = {
+            index: source for index, source in enumerate(sources) if isinstance(source, Stream)
+        }
+
+    def reach(self, first: int, stop: int) -> None:
+        """Have the streams' rows tokenised.
+
+        Raises:
+            DataError: a document cannot be read.
+        """
+        if self.streams:
+            begins, ends = self.order.drawn(first), self.order.drawn(stop)
+            for index, stream in self.streams.items():
+                stream.reach(int(begins[index]), int(ends[index]))
+
+    def state(self, sample: int) -> dict[str, Any]:
+        """Return what the streams need to go on at a sample that was reached; JSON."""
+        drawn = self.order.drawn(sample)
+        return {
+            stream.name: stream.state(int(drawn[index])) for index, stream in self.streams.items()
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        for stream in self.streams.values():
+            if stream.name in state:
+                stream.restore(state[stream.name])

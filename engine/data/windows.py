@@ -1,0 +1,226 @@
+"""A stream's windows: runs of documents, tokenised one after the other beside training.
+
+Where a window begins and ends depends on the source and the window's number alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import DataError, EnvironmentFault, TrainerError
+from ..files import sync_folder
+from .children import follow_the_parent
+from .configs import Document, DocumentFault, DocumentSource, MarkedText
+from .manifest import Tally, damaged_files, read_manifest
+from .store import StoreWriter, TokenStore
+from .tokenise import tokenise_documents
+from .tokenizer import Tokenizer
+
+# Characters of text. The first windows are small, so that training starts at once; rows are
+# shuffled within a window, so that larger ones mix better.
+FIRST_WINDOW, LARGEST_WINDOW = 2**20, 2**24
+ROWS_A_WINDOW = 64
+MAX_DOCUMENTS = 2**17
+PLACE = "place.json"
+
+
+class Place(NamedTuple):
+    """Before which document of a source a window begins."""
+
+    turn: int = 0
+    """how often the source was read to its end"""
+    part: int = 0
+    document: int = 0
+    """number within the part, unreadable ones counted"""
+
+
+class Start(NamedTuple):
+    """From which window on to go."""
+
+    window: int = 0
+    place: Place = Place()
+
+
+class Need(NamedTuple):
+    """What training has asked for."""
+
+    oldest: int
+    """windows before it may go"""
+    newest: int
+    """windows up to it should be there soon"""
+
+
+@dataclass(frozen=True)
+class Window:
+    """A window on disk.
+
+    Attributes:
+        start: before its first document.
+        end: before the first document of the next window.
+        store: its tokens.
+    """
+
+    start: Place
+    end: Place
+    store: TokenStore
+
+
+def window_size(number: int, seq_len: int) -> int:
+    """Return how many characters a window has at least."""
+    grown = FIRST_WINDOW << min(number, 30)
+    return max(min(grown, LARGEST_WINDOW), ROWS_A_WINDOW * seq_len)
+
+
+class Reader:
+    """Reads a source window by window, turn after turn, from a place on."""
+
+    def __init__(self, source: DocumentSource, place: Place) -> None:
+        self.source = source
+        self.place = place
+        self.parts = source.parts()
+        self._documents: Iterator[Document] | None = None
+
+    def window(self, size: int) -> Iterator[Document]:
+        """Yield the next documents, `size` characters or a little more; a turn ends a window."""
+        characters = documents = 0
+        while characters < size and documents < MAX_DOCUMENTS:
+            turn, part, number = self.place
+            if part >= len(self.parts):
+                self.place = Place(turn + 1)
+                return
+            if self._documents is None:
+                self._documents = self.source.read_from(self.parts[part], number)
+            document = next(self._documents, None)
+            if document is None:
+                self.place = Place(turn, part + 1)
+                self._documents = None
+                continue
+            self.place = Place(turn, part, number + 1)
+            documents += 1
+            characters += _length(document)
+            yield document
+
+
+def _length(document: Document) -> int:
+    if isinstance(document, DocumentFault):
+        return 0
+    return len(document.text if isinstance(document, MarkedText) else document)
+
+
+def window_folder(folder: Path, number: int) -> Path:
+    """Return where a window is."""
+    return folder / f"{number:08d}"
+
+
+def open_window(folder: Path, number: int, tokenizer: Tokenizer) -> Window | None:
+    """Return a window; None: it is not there, or not whole."""
+    place = window_folder(folder, number)
+    with suppress(DataError, OSError, ValueError, TypeError, KeyError):
+        manifest = read_manifest(place)
+        if not any(damaged_files(place, manifest)):
+            ends = json.loads((place / PLACE).read_bytes())
+            store = TokenStore.open(place, tokenizer)
+            return Window(Place(*ends["start"]), Place(*ends["end"]), store)
+    return None
+
+
+@dataclass
+class Producer:
+    """Writes the windows that training is about to need, and removes those behind it.
+
+    Args:
+        source: what to read.
+        tokenizer: makes the tokens.
+        folder: where windows are.
+        seq_len: tokens a row.
+    """
+
+    source: DocumentSource
+    tokenizer: Tokenizer
+    folder: Path
+    seq_len: int
+
+    def serve(self, training: Connection, parent: int) -> None:
+        """Be the process: take a `Start` and then any number of `Need`s; an error is sent back."""
+        follow_the_parent(parent)
+        # A scheduler signals every process of a job; training saves, and may need this one to.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            self._serve(training)
+        except EOFError:
+            pass
+        except TrainerError as error:
+            training.send((type(error), error.message, error.hint))
+        except OSError as error:
+            what = f"cannot write tokens to {self.folder}: {error.strerror or error}"
+            hint = "set data.cache_dir to a folder that is writable and has room"
+            training.send((EnvironmentFault, what, hint))
+        except Exception as error:  # whatever it is, it must reach the training process
+            training.send((DataError, f"{self.source.name}: {type(error).__name__}: {error}", ""))
+        os._exit(0)
+
+    def _serve(self, training: Connection) -> None:
+        start: Start = training.recv()
+        need: Need = training.recv()
+        number = start.window
+        self._remove_all_but(number, need)
+        reader = Reader(self.source, start.place)
+        while True:
+            while training.poll() or number > need.newest:
+                need = training.recv()
+                self._remove_all_but(number, need)
+            found = open_window(self.folder, number, self.tokenizer)
+            if found is not None and found.start == reader.place:
+                reader = Reader(self.source, found.end)
+            else:
+                self._make(reader, number)
+            number += 1
+
+    def _make(self, reader: Reader, number: int) -> None:
+        folder = window_folder(self.folder, number)
+        unfinished = folder.with_suffix(f".{os.getpid()}")
+        start = reader.place
+        tally = Tally()
+        self._remove(folder)
+        with StoreWriter(unfinished, self.tokenizer) as writer:
+            while not writer.num_tokens:
+                if reader.place.turn > start.turn + 1:
+                    raise DataError(
+                        f'the "{self.source.name}" source holds no text ({tally.skipped} skipped)'
+                    )
+                documents = reader.window(window_size(number, self.seq_len))
+                for chunk, met in tokenise_documents(
+                    documents, self.source.on_error, self.tokenizer
+                ):
+                    tally.add(met)
+                    if chunk:
+                        writer.write(chunk)
+            place = json.dumps({"start": start, "end": reader.place})
+            (unfinished / PLACE).write_text(place, encoding="utf-8")
+            writer.finish(tally)
+        unfinished.rename(folder)
+        sync_folder(self.folder)
+
+    def _remove_all_but(self, number: int, need: Need) -> None:
+        """Remove the windows that training has left behind, and what others left unfinished."""
+        for folder in self.folder.iterdir():
+            if folder.is_dir() and not (
+                folder.name.isdecimal() and need.oldest <= int(folder.name) <= need.newest
+            ):
+                self._remove(folder)
+
+    def _remove(self, folder: Path) -> None:
+        """Remove a window; who opens it at this moment finds it whole or not at all."""
+        gone = folder.with_name(f"gone.{os.getpid()}")
+        with suppress(FileNotFoundError):
+            folder.rename(gone)
+            shutil.rmtree(gone)
