@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,7 @@ from .checkpoint.manifest import SaveInfo
 from .checkpoint.store import CheckpointStore
 from .errors import Diverged, ExitCode, Problem, RecipeError
 from .files import atomic_write
-from .launch.group import process_group
+from .launch.group import group_of_its_own, process_group
 from .launch.signals import StopFlag
 from .lora.flops import flops_per_token
 from .observe.observer import Observer
@@ -127,9 +126,14 @@ class Session:
             refuse_other_data(found.manifest, parts, allow_changed)
             if why := ending(found.manifest, parts):
                 self.progress.note(f"{why}: {found.path} is the last checkpoint")
+                self._export(parts, found.manifest.step, store.group, found)
                 return ExitCode.DONE
             saver.restore(found.path, found.manifest, position)
             self.progress.note(f"resumed from {found.path} (step {position.step})")
+        if checkpoint.export != "none":
+            from .train.export import require_exportable
+
+            require_exportable(parts)
         if self.world.rank == 0:
             atomic_write(self.directory.recipe, to_toml(recipe))
         state = self._state(parts, position.step, identity.attempt)
@@ -149,11 +153,20 @@ class Session:
         if outcome == "stopped":
             self.progress.note(f"stopped after step {position.step}, saved; run again to go on")
             return ExitCode.STOPPED_AND_SAVED
-        early = (
-            f"stopped early, {position.best.told()}" if outcome == "stopped early" else "finished"
-        )
+        early = f"{outcome}, {position.best.told()}" if outcome == "stopped early" else outcome
         self.progress.note(f"{early}: {position.step} steps in {self.directory.path}")
+        self._export(parts, position.step, store.group)
         return ExitCode.DONE
+
+    def _export(
+        self, parts: Parts, step: int, group: ProcessGroup | None, found: Found | None = None
+    ) -> None:
+        """Write what `checkpoint.export` asks for, unless it is there."""
+        if self.recipe.checkpoint.export != "none":
+            from .train.export import export_run
+
+            for folder in export_run(parts, self.directory.path, step, group, found):
+                self.progress.note(f"exported {folder}")
 
     def _find_start(self, store: CheckpointStore) -> Found | None:
         """Return the checkpoint to go on from, as `run.resume` says."""
@@ -261,16 +274,6 @@ def describe(parts: Parts) -> list[str]:
         f"validation: {len(parts.validation)} batches a rank",
         "dry run: nothing was trained or written",
     ]
-
-
-def group_of_its_own(world: World, timeout_seconds: float) -> ProcessGroup | None:
-    """Return a gloo group for saves in the background, which must not meet other collectives."""
-    if world.world_size == 1:
-        return None
-    import torch.distributed as dist
-
-    group: ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-    return group
 
 
 @contextmanager

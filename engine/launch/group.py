@@ -94,3 +94,13 @@ def _store(world: World, timeout: timedelta) -> Store:
         store = FileStore(world.meeting_point, world.world_size)
         store.set_timeout(timeout)
     return PrefixStore(f"trainer/attempt{world.attempt}", store)
+
+
+def group_of_its_own(world: World, timeout_seconds: float) -> dist.ProcessGroup | None:
+    """Return a gloo group for saves in the background, which must not meet other collectives."""
+    if world.world_size == 1:
+        return None
+    group: dist.ProcessGroup = dist.new_group(
+        backend="gloo", timeout=timedelta(seconds=timeout_seconds)
+    )
+    return group

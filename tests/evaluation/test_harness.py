@@ -162,8 +162,8 @@ def test_tasks_have_the_results_of_the_harness_own_model(ours, theirs, tasks, fo
 
 
 def test_command_prints_the_results(folder, tasks, capfd):
+    options = f"--include-path {tasks} --limit 4 --num-fewshot 1 --dtype fp32 --json"
     with pytest.raises(SystemExit) as stop:
-        options = f"--include-path {tasks} --limit 4 --num-fewshot 1 --dtype fp32 --json"
         main(["evaluate", str(folder), "--tasks", "choose,read", *options.split()])
     assert not stop.value.code
     out = capfd.readouterr().out
