@@ -40,6 +40,7 @@ def test_a_recipe_starts_with_a_comment_and_its_schema(path, schema):
         ("quickstart", 1),
         ("llama3_debug", 1),
         ("llama3_debug", 4),
+        ("lora_debug", 2),
         ("llama3_1b", 16),
         ("llama3_8b", 128),
     ],
