@@ -86,7 +86,8 @@ def document_sources(paths: Sequence[str], field: str) -> list[DocumentSource]:
 
 
 def _sources(path: str, field: str) -> list[DocumentSource]:
-    from ..engine.data.configs import DocumentSource, JsonlSource, TextSource, sources
+    from ..engine.data.configs import DocumentSource, sources
+    from ..engine.data.kinds import source_kind
     from ..engine.data.tokenizer import ByteTokenizer
     from ..engine.errors import RecipeError
     from ..engine.recipe.load import load_recipe
@@ -97,18 +98,11 @@ def _sources(path: str, field: str) -> list[DocumentSource]:
             for source in load_recipe(path).recipe.data.sources
             if isinstance(source, DocumentSource) and source.split == "train"
         ]
-        if not found:
-            raise RecipeError(f"{path}: no source in it holds documents")
-        return found
-    folder = Path(path).expanduser()
-    suffix = next(
-        (kind for kind in (".jsonl", ".parquet") if any(folder.rglob(f"*{kind}"))), folder.suffix
-    )
-    if suffix == ".parquet":
-        parquet = sources["parquet"].model_validate(
-            {"name": "parquet", "path": path, "field": field}
-        )
-        return [parquet] if isinstance(parquet, DocumentSource) else []
-    if suffix == ".jsonl":
-        return [JsonlSource(path=path, field=field)]
-    return [TextSource(path=path)]
+    else:
+        config = sources[source_kind(path)]
+        keys = {"name": source_kind(path), "path": path, "field": field}
+        made = config.model_validate({key: keys[key] for key in keys if key in config.model_fields})
+        found = [made] if isinstance(made, DocumentSource) else []
+    if not found:
+        raise RecipeError(f"{path}: no source in it holds documents")
+    return found
