@@ -91,7 +91,8 @@ def reserve(path: Path, forms: Mapping[str, Form]) -> dict[str, Region]:
 
     with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
         state = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in forms.items()}
-        torch.save(state, path)
+        with open(path, "xb") as file:  # of a name, torch makes one for the archive, if it can
+            torch.save(state, file)
     regions: dict[str, Region] = read_regions(path)
     return regions
 
