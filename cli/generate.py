@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from ..engine.data.tokenizer import Tokenizer
 
 from ..engine.inference import Weights
 
@@ -28,6 +32,14 @@ def generate(
         float, typer.Option(min=0.0, max=1.0, help="only the likeliest tokens of this total share")
     ] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="other seeds give other samples")] = 0,
+    chat: Annotated[
+        str,
+        typer.Option(
+            metavar="TEMPLATE",
+            help="each prompt is a user's message: lay it out by this chat template (tokenizer, "
+            "chatml, llama3 or a file) and print the answer",
+        ),
+    ] = "",
     plugin: Annotated[
         list[str] | None, typer.Option(help="Python module that registers the model or tokenizer")
     ] = None,
@@ -56,4 +68,21 @@ def generate(
         if as_json:
             typer.echo(json.dumps({"prompt": start, "text": text}))
         else:
-            typer.echo(("\n" if number else "") + start + text)
+            typer.echo(("\n" if number else "") + ("" if chat else start) + text)
+
+
+def _laid_out(prompts: Sequence[str], template: str, tokenizer: Tokenizer) -> list[str]:
+    """Return the texts that the answers to the prompts continue."""
+    from ..engine.data.chat import find_template, rendering
+    from ..engine.data.chat_templates import TEMPLATES
+    from ..engine.errors import DataError
+
+    is_name = template in ("tokenizer", *TEMPLATES)
+    found = (
+        find_template(tokenizer, template) if is_name else find_template(tokenizer, file=template)
+    )
+    with rendering(found) as renderer:
+        try:
+            return [renderer.prompt([{"role": "user", "content": each}]) for each in prompts]
+        except ValueError as error:
+            raise DataError(f"{found.place}: {error}") from error

@@ -38,6 +38,7 @@ def test_a_recipe_starts_with_a_comment_and_its_schema(path, schema):
     ("name", "world"),
     [
         ("quickstart", 1),
+        ("chat_debug", 1),
         ("llama3_debug", 1),
         ("llama3_debug", 4),
         ("lora_debug", 2),
