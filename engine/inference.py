@@ -178,10 +178,11 @@ def _foreign_recipe(folder: Path, settings: dict[str, Any]) -> Recipe:
 
 
 def _saved_recipe(found: Found) -> Recipe:
+    from .checkpoint.manifest import recipe_in
     from .recipe.schema import Recipe
 
     try:
-        return Recipe.model_validate(found.manifest.recipe)
+        return Recipe.model_validate(recipe_in(found.path, found.manifest))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))

@@ -136,6 +136,18 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def recipe_in(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """Return a checkpoint's recipe; a tokenizer that lies in the checkpoint is found where it is.
+
+    Args:
+        folder: of the checkpoint, which may have been moved.
+    """
+    table = manifest.recipe.get("tokenizer")
+    if "tokenizer.json" not in manifest.files or not isinstance(table, dict):
+        return manifest.recipe
+    return {**manifest.recipe, "tokenizer": {**table, "path": str(folder)}}
+
+
 def verify(folder: Path, hashes: bool = True) -> list[str]:
     """Return what is wrong with a checkpoint; an empty list: it is complete and unchanged.
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..checkpoint.hf_folder import listed
-from ..data.configs import TokenizerConfig
+from ..data.configs import BytesTokenizer, HFTokenizer, TokenizerConfig
+from ..data.tokenizer_configs import TiktokenTokenizer
 from ..errors import CheckpointError, DataError, RecipeError
 from ..recipe.load import load_recipe
 from ..recipe.schema import Recipe
@@ -128,17 +129,11 @@ def _refuse_nesting(source: Path, target: Path) -> None:
 
 
 def _job(opened: Opened, target: Path, options: Options) -> Job:
-    side = opened.side
-    if opened.side is None or not (opened.side / "tokenizer.json").is_file():
-        side = None
-    config = _tokenizer_config(opened, options, side)
-    if options.tokenizer or options.recipe:
-        side = None
+    config, side = _tokenizer_of(opened, options)
     tokenizer = _build(config, opened, options)
+    if config is None or tokenizer is None:
+        config, side = BytesTokenizer(), None
     base = opened.recipe or Recipe(run=Run(steps=1))
-    table: Mapping[str, Any] = {"model": opened.config}
-    if config is not None:
-        table = {**table, "tokenizer": config}
     forms = {
         name: (DTYPES[options.dtype] if options.dtype else tensor.dtype, tensor.shape)
         for name, tensor in opened.tensors.items()
@@ -147,29 +142,32 @@ def _job(opened: Opened, target: Path, options: Options) -> Job:
         opened=opened,
         target=target,
         forms=forms,
-        recipe=base.model_copy(update=table),
+        recipe=base.model_copy(update={"model": opened.config, "tokenizer": config}),
         tokenizer=tokenizer,
-        side=side if tokenizer is not None else None,
+        side=side,
         shard_bytes=options.shard_bytes,
         advance=lambda _: None,
     )
 
 
-def _tokenizer_config(
-    opened: Opened, options: Options, side: Path | None
-) -> TokenizerConfig | None:
-    """Return the tokenizer's table: the user's word, else what lies beside the weights."""
-    from ..data.configs import BytesTokenizer, HFTokenizer
+def _tokenizer_of(opened: Opened, options: Options) -> tuple[TokenizerConfig | None, Path | None]:
+    """Return the tokenizer's table, and the folder whose files are copied as they are.
 
+    The user's word comes first, then what lies beside the weights, then what was recorded.
+    """
     if options.tokenizer == "bytes":
-        return BytesTokenizer()
+        return BytesTokenizer(), None
     if options.tokenizer:
-        return HFTokenizer(path=str(Path(options.tokenizer).expanduser().absolute()))
+        return HFTokenizer(path=str(Path(options.tokenizer).expanduser().absolute())), None
     recorded = opened.recipe.tokenizer if opened.recipe else None
-    if options.recipe is None and side is not None:
-        eos = getattr(recorded, "eos_token", None)
-        return HFTokenizer(path=str(side.absolute()), eos_token=eos)
-    return recorded
+    is_named = options.recipe is not None and not isinstance(recorded, BytesTokenizer)
+    side, vocabulary = opened.side, opened.place / "tokenizer.model"
+    if side is not None and (side / "tokenizer.json").is_file() and not is_named:
+        eos_token = getattr(recorded, "eos_token", None)
+        return HFTokenizer(path=str(side.absolute()), eos_token=eos_token), side
+    if recorded is None and vocabulary.is_file():
+        return TiktokenTokenizer(path=str(vocabulary.absolute()), pattern="llama3"), None
+    return recorded, None
 
 
 def _build(config: TokenizerConfig | None, opened: Opened, options: Options) -> Tokenizer | None:
@@ -182,7 +180,7 @@ def _build(config: TokenizerConfig | None, opened: Opened, options: Options) -> 
         return None
     try:
         tokenizer = config.build()
-    except DataError as error:
+    except (DataError, RecipeError) as error:
         if options.tokenizer or options.recipe:
             raise
         opened.notes.append(f"no tokenizer is written: {error.message}")

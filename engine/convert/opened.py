@@ -12,7 +12,6 @@ from ...model_zoo.hf_settings import SettingsError
 from ..checkpoint.hf_folder import listed
 from ..checkpoint.hf_match import Shape, misfits
 from ..errors import CheckpointError
-from ..models import models
 from .tensors import Rows
 
 if TYPE_CHECKING:
@@ -42,24 +41,6 @@ class Opened:
     side: Path | None = None
     notes: list[str] = field(default_factory=list)
     checks: Sequence[Callable[[], str]] = ()
-
-
-def family_of(settings: Mapping[str, Any], place: Path) -> type[ModelConfig]:
-    """Return the model family of a config.json.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    kind = settings.get("model_type")
-    families = {name: models[name].layout.hf_possible.get("model_type", ()) for name in models}
-    for name, kinds in families.items():
-        if isinstance(kind, str) and kind in kinds:
-            return models[name]
-    known = ", ".join(sorted(str(kind) for kinds in families.values() for kind in kinds))
-    raise CheckpointError(
-        f"{place / 'config.json'}: no model of ours is of the type {str(kind)[:80]!r}",
-        f"known: {known}",
-    )
 
 
 def config_or_error(make: Callable[[], ModelConfig], place: Path) -> ModelConfig:

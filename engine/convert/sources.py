@@ -12,12 +12,13 @@ from pydantic import ValidationError
 from ..checkpoint.find import candidates
 from ..checkpoint.hf_folder import CONFIG, list_tensors, listed, read_config, shown
 from ..checkpoint.hf_match import Shape, differing_ends, match
-from ..checkpoint.manifest import Manifest, check_hashes, check_listing, read_manifest
+from ..checkpoint.manifest import Manifest, check_hashes, check_listing, read_manifest, recipe_in
 from ..errors import CheckpointError
 from ..lora.names import is_adapter
+from ..models import family_of
 from ..recipe.tables import LoRA
 from .merged import merge_tensors
-from .opened import Opened, config_or_error, family_of, parameter_shapes, refuse_misfits
+from .opened import Opened, config_or_error, parameter_shapes, refuse_misfits
 from .shards import DTYPES
 from .tensors import Region
 from .torch_file import read_regions
@@ -191,7 +192,7 @@ def _recipe_of(folder: Path, manifest: Manifest) -> Recipe:
     from ..recipe.schema import Recipe
 
     try:
-        return Recipe.model_validate(manifest.recipe)
+        return Recipe.model_validate(recipe_in(folder, manifest))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))

@@ -17,6 +17,7 @@ import xxhash
 from ... import __version__
 from ..checkpoint.hf_folder import CONFIG, list_tensors, read_json
 from ..checkpoint.manifest import SaveInfo
+from ..data.configs import HFTokenizer
 from .hf_files import (
     GENERATION,
     MAX_SIDE_BYTES,
@@ -77,9 +78,11 @@ def write_checkpoint(job: Job, temporary: Path) -> None:
 
     temporary.mkdir()
     recipe = job.recipe.model_dump(mode="json")
-    if "path" in recipe["tokenizer"]:
+    if job.tokenizer is not None and job.recipe.tokenizer.name != "bytes":
         _tokenizer_files(job, temporary)
-        recipe["tokenizer"]["path"] = str(job.target.absolute())
+        eos_token = getattr(job.tokenizer, "eos_token", None)
+        own = HFTokenizer(path=str(job.target.absolute()), eos_token=eos_token)
+        recipe["tokenizer"] = own.model_dump(mode="json")
     step = re.fullmatch(r"step-(\d{1,18})", job.target.name)
     info = SaveInfo(
         step=int(step[1]) if step else 0,

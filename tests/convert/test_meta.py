@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,45 @@ def test_llama_2s_embedding_cut_by_columns_is_joined(tmp_path: Path) -> None:
     assert convert("dcp2hf", tmp_path / "dcp", tmp_path / "hf") == 0
     found = tensors_of(tmp_path / "hf")["model.embed_tokens.weight"]
     assert torch.equal(found, theirs["tok_embeddings.weight"])
+
+
+def llama3_vocabulary() -> str:
+    """Return 128,000 made-up tokens in tiktoken's format: bytes, pairs, and pairs with a byte."""
+    single = [bytes([byte]) for byte in range(256)]
+    pairs = [one + other for one in single for other in single]
+    longer = [pair + byte for pair in pairs for byte in single[97:98]]
+    tokens = [*single, *pairs, *longer][:128000]
+    assert len(tokens) == 128000
+    lines = (f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens))
+    return "\n".join(lines) + "\n"
+
+
+def test_metas_tokenizer_goes_along(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    params = {**PARAMS, "dim": 8, "n_heads": 2, "vocab_size": 128256}
+    source = write(tmp_path / "meta", weights(params, 32), params)
+    (source / "tokenizer.model").write_text(llama3_vocabulary())
+    assert convert("meta2dcp", source, tmp_path / "dcp") == 0
+    shutil.rmtree(source)
+    tokenizer = open_model(tmp_path / "dcp").tokenizer
+    assert tokenizer.eos_id == 128001  # <|end_of_text|>
+    assert convert("dcp2hf", tmp_path / "dcp", tmp_path / "hf") == 0
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    text = "Grüße an alle Welt"
+    assert theirs.encode(text, add_special_tokens=False) == list(tokenizer.encode(text))
+    assert theirs.decode(tokenizer.encode(text)) == text
+    assert theirs.eos_token_id == 128001
+
+
+def test_another_tokenizer_model_is_left_out_and_said_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "meta", weights(PARAMS), PARAMS)
+    for content in (b"\x0a\x0e\x0a\x05<unk>", b"IQ== 0\n"):  # sentencepiece's; too short
+        (source / "tokenizer.model").write_bytes(content)
+        assert convert("meta2dcp", source, tmp_path / f"dcp{len(content)}") == 0
+        assert "note: no tokenizer is written: " in capsys.readouterr().out
 
 
 def test_without_a_projection_the_ends_are_tied(tmp_path: Path) -> None:

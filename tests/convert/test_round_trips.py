@@ -93,15 +93,34 @@ def test_the_tokenizer_goes_along(folders: Path) -> None:
     assert json.loads((folders / "back" / "config.json").read_text())["eos_token_id"] is not None
 
 
-def test_a_checkpoint_that_was_moved_finds_its_tokenizer(folders: Path, tmp_path: Path) -> None:
-    shutil.copytree(folders / "dcp", tmp_path / "moved")
-    manifest = read_manifest(tmp_path / "moved")
-    assert manifest.recipe["tokenizer"]["path"] == str(folders / "dcp")
-    assert "tokenizer.json" in manifest.files
+def test_a_checkpoint_that_was_moved_keeps_its_tokenizer(folders: Path, tmp_path: Path) -> None:
+    shutil.copytree(folders / "hf", tmp_path / "hf")
+    assert convert("hf2dcp", tmp_path / "hf", tmp_path / "dcp") == 0
+    shutil.rmtree(tmp_path / "hf")
+    (tmp_path / "dcp").rename(tmp_path / "moved")
+    assert "tokenizer.json" in read_manifest(tmp_path / "moved").files
+    assert open_model(tmp_path / "moved").tokenizer.vocab_size == 300
     assert convert("dcp2hf", tmp_path / "moved", tmp_path / "back") == 0
-    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (
-        folders / "hf" / "tokenizer.json"
-    ).read_bytes()
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (folders / "hf" / name).read_bytes()
+
+
+def test_a_folder_without_a_tokenizer_is_taken_as_bytes_and_said_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = hf_folder(tmp_path / "hf", tokenizer=False)
+    assert convert("hf2dcp", source, tmp_path / "dcp") == 0
+    assert "note: " in (said := capsys.readouterr().out)
+    assert "give the tokenizer with --tokenizer" in said
+    assert open_model(tmp_path / "dcp").tokenizer.fingerprint == "bytes"
+
+
+def test_a_tokenizer_can_be_given(folders: Path, tmp_path: Path) -> None:
+    source = hf_folder(tmp_path / "hf", tokenizer=False)
+    words = ["hf2dcp", source, tmp_path / "dcp", "--tokenizer", folders / "hf"]
+    assert convert(*words) == 0
+    theirs = open_model(folders / "dcp").tokenizer
+    assert open_model(tmp_path / "dcp").tokenizer.fingerprint == theirs.fingerprint
 
 
 @pytest.mark.parametrize(("word", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
