@@ -39,8 +39,7 @@ def train(
             return "stopped"
         gradients = step.accumulate(next(batches))
         position.batch += 1
-        with step.phase("checkpoint"):
-            saver.wait_staged()
+        saver.wait_staged()
         lr_factor = recipe.schedule.factor(position.step, total)
         if health.admits(gradients, position.step + 1):
             step.update(lr_factor)

@@ -161,7 +161,8 @@ class Saver:
 
     def wait_staged(self) -> None:
         """Wait until the state being saved is copied; call before weights change."""
-        self._store.wait_staged()
+        with self._parts.step.phase("checkpoint"):
+            self._store.wait_staged()
 
     def poll(self) -> None:
         """Tell of a save in the background that went wrong.
