@@ -114,7 +114,7 @@ class DocumentSource(SourceConfig):
     def parts(self) -> Sequence[Any]:
         """Return pieces for `read` that can be pickled: in order, together every document once.
 
-        Where they are cut depends on the source alone. About 64 MB each is a good size: processes
+        Where they are cut depends on the source alone. About 16 MB each is a good size: processes
         tokenise parts side by side, and what is interrupted goes on after the last finished ones.
         """
         return [None]

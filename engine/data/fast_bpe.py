@@ -96,7 +96,8 @@ class FastBPE:
     def _encode(self, piece: str | int) -> Ids:
         if isinstance(piece, int):
             return np.array([piece], dtype=np.uint32)
-        ranks = self._encoding.encode_to_numpy(piece, disallowed_special=())
+        # `encode_to_numpy` takes 1.6 times as long.
+        ranks = np.array(self._encoding.encode_ordinary(piece), dtype=np.uint32)
         return np.asarray(self._ids[ranks])
 
 

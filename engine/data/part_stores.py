@@ -9,11 +9,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +29,7 @@ from .store import StoreWriter, TokenStore
 from .tokenise import SourcePart, Tokenised, tokenise
 from .tokenizer import Tokenizer
 
+AHEAD = 4096
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 
@@ -89,10 +92,14 @@ class PartStores:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer.prepare_bulk()
         with _processes(self, min(workers, len(self.parts))) as pool:
-            made: list[Future[bool]] = [pool.submit(_make, n) for n in range(len(self.parts))]
-            for future in made:
+            made: deque[Future[bool]] = deque()
+            waiting = iter(range(len(self.parts)))
+            while True:
+                made.extend(pool.submit(_make, n) for n in islice(waiting, AHEAD - len(made)))
+                if not made:
+                    return
                 try:
-                    yield future.result()
+                    yield made.popleft().result()
                 except BrokenProcessPool as error:
                     raise EnvironmentFault(
                         "a process that tokenises was killed",

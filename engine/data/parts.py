@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 # What one process tokenises in one go, and loses when it is killed.
-PART_BYTES, PART_FILES = 2**26, 2**14
+PART_BYTES, PART_FILES = 2**24, 2**14
 
 
 class Span(NamedTuple):
