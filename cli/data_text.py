@@ -28,7 +28,7 @@ def prepared_text(row: Mapping[str, Any]) -> str:
         text += f", {row['empty']:,} empty"
     if row["skipped"]:
         text += f", {row['skipped']:,} skipped, such as {row['faults'][0]}"
-    return f"{text}; {row['text_bytes'] / 1e6:,.1f} MB of text in {row['seconds']} s"
+    return f"{text}; {row['text_bytes'] / 1e6:,.2f} MB of text in {row['seconds']} s"
 
 
 def recipe_lines(jobs: Mapping[Path, Preparation]) -> str:
