@@ -95,6 +95,10 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
     notes = [*filter(None, [world.note]), *built.notes, *data.notes]
     if fresh and recipe.run.init_from:
         notes += load_initial_weights(model, built.config, Path(recipe.run.init_from))
+    if fresh and recipe.lora.rank and recipe.lora.init_from:
+        from .lora.read_peft import load_adapter
+
+        notes.append(load_adapter(Path(recipe.lora.init_from), model, built.config, recipe.lora))
 
     parallelized = parallelize(model, sharded, degrees, device, reduce)
     groups = parameter_groups(model.named_parameters(), recipe.optimizer)

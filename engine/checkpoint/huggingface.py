@@ -57,11 +57,12 @@ def load_huggingface(folder: Path, model: LanguageModel, config: ModelConfig) ->
     for path, wanted in by_file.items():
         with open_tensors(path) as file, torch.no_grad():
             for parameter, theirs in wanted:
-                _fill(parameter, file, theirs)
+                fill_parameter(parameter, file, theirs)
     return found.notes
 
 
-def _fill(parameter: nn.Parameter, file: Any, name: str) -> None:
+def fill_parameter(parameter: nn.Parameter, file: Any, name: str) -> None:
+    """Fill a parameter, or this rank's part of a sharded one, from an open file's tensor."""
     if type(parameter) is nn.Parameter:
         parameter.copy_(file.get_tensor(name))
         return

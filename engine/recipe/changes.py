@@ -23,6 +23,7 @@ FREE = (
     "run.resume",
     "run.init_from",
     "run.gc_interval",
+    "lora.init_from",
     "run.deterministic",
     "data.micro_batch",
     "data.workers",

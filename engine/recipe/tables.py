@@ -167,6 +167,8 @@ class LoRA(Table):
         "*.mlp.*.weight",
     ]
     """which weights get one: globs over parameter names, or "re:..." for a regular expression"""
+    init_from: RecipePath = ""
+    """folder of a PEFT adapter to go on from; by default adapters start at zero; resume wins"""
 
 
 class Profile(Table):

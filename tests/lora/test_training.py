@@ -122,6 +122,33 @@ def test_peft_loads_the_adapters_of_a_checkpoint(folder, tmp_path):
         export_adapter(folder / "base", tmp_path / "none")
 
 
+def test_a_run_goes_on_from_an_adapter_that_peft_saved(folder, tmp_path):
+    """PEFT's own file, with values that PEFT chose."""
+    base = open_model(folder / "base").model
+    settings = peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "up_proj"])
+    theirs = peft.get_peft_model(their_model(base), settings)
+    with torch.no_grad():
+        for name, value in theirs.named_parameters():
+            if "lora_B" in name:
+                value.normal_(std=0.1)
+    theirs.save_pretrained(tmp_path / "peft")
+    targets = {"lora.targets": ["*.q.weight", "*.up.weight"]}
+    start = {"run.init_from": str(folder / "base"), "lora.init_from": str(tmp_path / "peft")}
+    parts = assemble(load(folder, "x", **targets, **start), World(), torch.device("cpu"))
+    x = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        expected = theirs(x).logits
+        torch.testing.assert_close(parts.model(x), expected, atol=1e-5, rtol=1e-5)
+        assert (base(x) - expected).abs().max() > 1e-3
+    other = {"lora.rank": 8, "lora.targets": ["*.q.weight"]} | start
+    with pytest.raises(CheckpointError, match=r"(?s)lora.rank is 8.*r = 4.*\[4, 32\].*up_proj"):
+        assemble(load(folder, "x", **other), World(), torch.device("cpu"))
+    path = tmp_path / "peft/adapter_config.json"
+    path.write_text(path.read_text().replace('"use_dora": false', '"use_dora": true'))
+    with pytest.raises(CheckpointError, match="use_dora = True, which is not read"):
+        assemble(load(folder, "x", **targets, **start), World(), torch.device("cpu"))
+
+
 def test_a_conversion_merges_the_adapters(folder, tmp_path):
     """Compared with transformers, and read back and compared row by row."""
     done = convert("dcp2hf", folder / "adapted", tmp_path / "hf", Options(verify=True))
