@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import multiprocessing
+import os
 import signal
 import sys
 import time
@@ -16,10 +16,10 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ..errors import DataError
+from .children import follow_the_parent
 from .packing import Rows
 
 POLL_SECONDS = 1.0
-PR_SET_PDEATHSIG = 1
 
 
 class Steps:
@@ -48,7 +48,7 @@ def read_ahead(
     Raises:
         DataError: a worker raised, died, or took longer than the timeout.
     """
-    others = set(multiprocessing.active_children())
+    parent, others = os.getpid(), set(multiprocessing.active_children())
     on_child = signal.getsignal(signal.SIGCHLD)
     with warnings.catch_warnings(action="ignore"):  # it calls what torch has deprecated
         loader: StatefulDataLoader[Any] = StatefulDataLoader(
@@ -58,7 +58,7 @@ def read_ahead(
             num_workers=workers,
             timeout=min(POLL_SECONDS, timeout_seconds),
             multiprocessing_context="fork",
-            worker_init_fn=_follow_the_parent,
+            worker_init_fn=lambda _worker: follow_the_parent(parent),
             # Arrays travel through a pipe; tensors would need shared memory, scarce in containers.
             collate_fn=_as_they_are,
             # Without one of its own it would draw from the run's generator.
@@ -115,15 +115,3 @@ def _next(batches: Iterator[Any], timeout_seconds: float, who: str) -> Rows:
 
 def _as_they_are(rows: Rows | str) -> Rows | str:
     return rows
-
-
-def _follow_the_parent(_worker: int) -> None:
-    """Die with the training process, and leave its signals to it.
-
-    A scheduler signals every process of a job: the training process saves, and needs its workers
-    until then. An orphan would hold what it inherited, such as the lock of the run directory.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
