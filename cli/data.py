@@ -44,7 +44,8 @@ def prepare(
     sources: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="SOURCES", help="files, folders or globs: text, .jsonl, .parquet, datasets"
+            metavar="SOURCES",
+            help="files, folders or globs: text, .jsonl, .parquet, datasets; or a recipe: its sources",
         ),
     ] = None,
     recipe: Annotated[
@@ -77,6 +78,8 @@ def prepare(
 
     overrides = _tokenizer_overrides(tokenizer, tokenizer_path)
     settings = settings or []
+    if not recipe and sources and sources[0].endswith(".toml"):
+        recipe, sources = Path(sources[0]), sources[1:]
     chosen = _source_overrides(
         sources or [], source, {"field": field, "on_error": on_error}, [] if recipe else settings
     )
@@ -191,7 +194,9 @@ def _source_overrides(
 def _load(recipe: Path | None, overrides: Sequence[str]) -> Recipe:
     from ..engine.recipe.load import load_overrides, load_recipe
 
-    loaded = load_recipe(recipe, overrides) if recipe else load_overrides(["run.steps=1", *overrides])
+    loaded = (
+        load_recipe(recipe, overrides) if recipe else load_overrides(["run.steps=1", *overrides])
+    )
     return loaded.recipe
 
 

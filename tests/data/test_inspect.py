@@ -156,6 +156,11 @@ def test_a_recipe_gives_its_tokenizer_and_a_folder_for_each_of_its_sources(
     assert sorted(path.name for path in out.iterdir()) == ["0.jsonl", "2.text"]
     assert "weight = 3.0" in output
     assert 'split = "validation"' in output
+    run("prepare", recipe, "--out", tmp_path / "again")
+    for name in ("0.jsonl", "2.text"):
+        assert (tmp_path / "again" / name / "tokens-00000.bin").read_bytes() == (
+            out / name / "tokens-00000.bin"
+        ).read_bytes()
     row = prepared("--recipe", recipe, tmp_path / "text.txt", "--out", tmp_path / "one")
     assert row["num_tokens"] == len("some text") + 1
 

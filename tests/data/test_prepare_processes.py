@@ -27,7 +27,7 @@ from trainer.engine.data.configs import (
 from trainer.engine.data.manifest import Tally
 from trainer.engine.data.part_stores import PartStores
 from trainer.engine.data.prepare import Preparation, prepare_folder
-from trainer.engine.data.progress import Progress
+from trainer.engine.data.progress import Progress, describe
 from trainer.engine.data.store import TokenStore
 from trainer.engine.data.tokenizer import ByteTokenizer
 from trainer.engine.errors import DataError, EnvironmentFault, RecipeError, RunInUse
@@ -324,6 +324,15 @@ def test_progress_counts_what_was_made_and_what_is_left() -> None:
     progress.started -= 6.0
     assert progress.seconds_left == pytest.approx(18.0, rel=0.1)
     assert Progress(parts=10).seconds_left is None
+
+
+def test_speeds_are_those_of_what_this_call_made() -> None:
+    progress = Progress(10, 4, 2, documents=1234, tokens=9 * 10**6)
+    progress.new_tokens, progress.new_bytes = 6 * 10**6, 24 * 10**6
+    progress.started -= 3.0
+    assert describe(progress) == (
+        "1,234 documents · 9.0 M tokens · 8.0 MB/s · 2.00 M tokens/s · eta 0:00:09"
+    )
 
 
 def test_a_tally_keeps_the_first_faults_only() -> None:
