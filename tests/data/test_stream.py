@@ -26,7 +26,8 @@ from trainer.engine.data.order import GOLDEN, mix, permute
 from trainer.engine.data.tables import Data
 from trainer.engine.data.tokenizer import ByteTokenizer
 from trainer.engine.data.windows import Place, Reader
-from trainer.engine.errors import DataError
+from trainer.engine.errors import DataError, RecipeError
+from trainer.engine.recipe.load import load_recipe
 
 SEQ_LEN, WINDOW = 16, 1000
 CHANCE = random.Random(0)
@@ -418,3 +419,25 @@ def test_training_begins_before_the_source_is_read(tmp_path: Path) -> None:
     assert time.monotonic() - started < 2.0
     size = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*.bin"))
     assert size < 2**17
+
+
+REFUSED = {
+    "run.epochs=1": "nobody knows how many rows an epoch of a stream has",
+    "data.workers=2": "data.workers (2) do not read streams",
+    'data.sources.0.split="validation"': "a validation source is read whole",
+}
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_what_a_stream_cannot_do_is_said_before_a_run(tmp_path: Path, setting: str) -> None:
+    recipe = tmp_path / "recipe.toml"
+    steps = "" if "epochs" in setting else "steps = 10"
+    recipe.write_text(
+        f'[run]\n{steps}\n[[data.sources]]\nname = "jsonl"\npath = "a.jsonl"\nstreaming = true\n'
+        '[[data.sources]]\nname = "synthetic"\n'
+    )
+    with pytest.raises(RecipeError) as error:
+        load_recipe(recipe, [setting])
+    (problem,) = error.value.problems
+    assert problem.key == "data.sources.0.streaming"
+    assert problem.message == REFUSED[setting]
