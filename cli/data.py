@@ -45,7 +45,7 @@ def prepare(
         list[str] | None,
         typer.Argument(
             metavar="SOURCES",
-            help="files, folders or globs: text, .jsonl, .parquet, datasets; or a recipe: its sources",
+            help="text, .jsonl, .parquet, saved datasets, folders and globs of them; or a recipe",
         ),
     ] = None,
     recipe: Annotated[
