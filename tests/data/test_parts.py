@@ -21,10 +21,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def by_part(source: DocumentSource) -> list[list[object]]:
-    return [
-        list(source.read(pickle.loads(pickle.dumps(part))))
-        for part in source.parts()
-    ]
+    return [list(source.read(pickle.loads(pickle.dumps(part)))) for part in source.parts()]
 
 
 @pytest.mark.usefixtures("small_parts")
