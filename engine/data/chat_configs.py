@@ -68,6 +68,11 @@ class ChatSource(FileSource):
         keys = (self.field, self.role_key, self.content_key, self.learn)
         return f"{super().fingerprint()} {keys} {self._resolved().fingerprint}"
 
+    def content_fingerprint(self) -> str:
+        """Return the same, but the files' first and last bytes in place of their times."""
+        keys = (self.field, self.role_key, self.content_key, self.learn)
+        return f"{super().content_fingerprint()} {keys} {self._resolved().fingerprint}"
+
     def _resolved(self) -> ChatTemplate:
         if self._template is None:
             raise RuntimeError("for_tokenizer comes first: it finds the chat template")

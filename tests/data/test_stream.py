@@ -18,6 +18,7 @@ from xxhash import xxh3_64_intdigest
 
 from trainer.engine.data import stream, windows
 from trainer.engine.data.batch import Batch
+from trainer.engine.data.chat_configs import ChatSource
 from trainer.engine.data.column_configs import HFSource, ParquetSource
 from trainer.engine.data.configs import JsonlSource, SourceConfig, SyntheticSource, TextSource
 from trainer.engine.data.dataset import OpenedData, open_data
@@ -227,6 +228,39 @@ def test_streams_and_prepared_sources_mix_by_weight(tmp_path: Path) -> None:
     del train
     assert steps_of(data, 10, first=20, state=state) == steps_of(data, 30)[20:]
     assert steps_of(data, 20) == whole
+
+
+def test_a_stream_of_conversations_learns_what_prepared_ones_do(tmp_path: Path) -> None:
+    """The same rows, in another order."""
+    lines = [
+        json.dumps(
+            {
+                "messages": [
+                    {"role": "user", "content": f"question {number}"},
+                    {"role": "assistant", "content": "answer " * (number % 5 + 1)},
+                ]
+            }
+        )
+        for number in range(40)
+    ]
+    (tmp_path / "chat.jsonl").write_text("\n".join(lines))
+    rows = []
+    for streaming in (False, True):
+        source = ChatSource(
+            path=str(tmp_path / "chat.jsonl"), template="chatml", streaming=streaming
+        )
+        data = table(
+            [source],
+            tmp_path / "cache",
+            packing="none",
+            seq_len=200,  # a row a conversation
+            global_batch=20,
+            validation_fraction=0.0,
+        )
+        rows.append([row for step in steps_of(data, 2) for row in step])
+    assert sorted(rows[0]) == sorted(rows[1])
+    labels = np.frombuffer(rows[1][0][1600:3200], dtype=np.int64)
+    assert 0 < (labels >= 0).sum() < 60
 
 
 def test_disk_holds_a_few_windows_however_long_the_run(tmp_path: Path) -> None:
