@@ -118,7 +118,9 @@ def _series(runs: Sequence[Run], plot: Plot, limit: int) -> list[Series]:
 
 
 def _thinned(number: int, rows: Sequence[Row], curve: Curve, mixed: bool, limit: int) -> Series:
-    values = [_value(row, curve) for row in rows]
+    values = [row[curve.key] * curve.scale for row in rows]
+    if curve.exponential:
+        values = [math.exp(value) if value < 700 else math.inf for value in values]
     kept, means = thin(values, limit)
     return Series(
         run=number,
@@ -156,13 +158,6 @@ def thin(values: Sequence[float], limit: int) -> tuple[list[int], list[float | N
         kept += sorted(chosen)
         means += [mean] * len(chosen)
     return kept, means
-
-
-def _value(row: Row, curve: Curve) -> float:
-    value = row[curve.key] * curve.scale
-    if not curve.exponential:
-        return value
-    return math.exp(value) if value < 700 else math.inf
 
 
 def _short(value: float) -> float:

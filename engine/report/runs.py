@@ -12,7 +12,7 @@ from typing import Any
 from ..checkpoint.manifest import Manifest, read_manifest
 from ..checkpoint.retention import step_folders
 from ..errors import CheckpointError
-from ..observe.metrics import read
+from ..observe.metrics import decode_rows
 from ..recipe.shown import dotted
 from ..recipe.tree import leaves
 from ..redact import redacted
@@ -125,24 +125,32 @@ def _newest_manifest(folders: Sequence[Path]) -> Manifest | None:
 def _read_rows(path: Path) -> dict[str, list[Row]]:
     """Return the rows' numbers by kind and step; of a step that is there twice, the last."""
     found: dict[str, dict[float, Row]] = {}
-    keys: set[str] = set()
+    keys = {"step", "tokens", "time", "step_seconds"}
     try:
-        rows = read(path)
+        text = path.read_bytes().decode("utf-8", errors="replace")
     except OSError:
         return {}
-    for row in rows:
-        numbers = {
-            key: value
-            for key, text in row.items()
-            if (key in keys or len(keys) < MAX_KEYS) and (value := number(text)) is not None
-        }
-        keys.update(numbers)
+    for row in decode_rows(text):
+        numbers = _numbers(row)
+        if not keys.issuperset(numbers):
+            keys.update(list(numbers)[: MAX_KEYS - len(keys)])
+            numbers = {key: value for key, value in numbers.items() if key in keys}
         kind, step = row.get("kind"), numbers.get("step", -1.0)
         if isinstance(kind, str) and 0 <= step < 2**53 and len(found) < MAX_KEYS:
             found.setdefault(kind, {})[step] = numbers
     sorted_rows = {kind: [by[step] for step in sorted(by)] for kind, by in found.items()}
     _add_axes(sorted_rows)
     return sorted_rows
+
+
+def _numbers(row: Mapping[str, Any]) -> Row:
+    numbers: Row = {}
+    for key, value in row.items():
+        if type(value) is float:  # most are, and there may be millions
+            numbers[key] = value
+        elif (converted := number(value)) is not None:
+            numbers[key] = converted
+    return numbers
 
 
 def _add_axes(rows: Mapping[str, list[Row]]) -> None:
