@@ -1,26 +1,25 @@
 """Preparation by several processes: the same bytes however many, and whatever kills them."""
 
-import json
 import os
-import random
-import resource
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 
-from trainer.engine.data import parts, prepare, sources
+from tests.data.corpora import (
+    MarkedSource,
+    content,
+    corpus,
+    made,
+    parts_of,
+    small_parts,  # noqa: F401
+)
+from trainer.engine.data import prepare
 from trainer.engine.data.configs import (
     Document,
-    DocumentFault,
-    DocumentSource,
-    JsonlSource,
     MarkedText,
     TextSource,
 )
@@ -32,55 +31,7 @@ from trainer.engine.data.store import TokenStore
 from trainer.engine.data.tokenizer import ByteTokenizer
 from trainer.engine.errors import DataError, EnvironmentFault, RecipeError, RunInUse
 
-SMALL = 20_000
-
-
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (parts, sources):
-        monkeypatch.setattr(module, "PART_BYTES", SMALL)
-
-
-class MarkedSource(DocumentSource):
-    """Plain documents first, then some of which a part is learned, and a fault in each part."""
-
-    name: Literal["marked"] = "marked"
-
-    def parts(self) -> Sequence[Any]:
-        return range(6)
-
-    def read(self, part: Any) -> Iterator[Document]:
-        for number in range(50):
-            text = f"part {part} document {number} " * 5
-            yield MarkedText(text, ((3, 9), (20, len(text)))) if part > 2 else text
-        yield DocumentFault("somewhere", f"broken {part}")
-        yield ""
-
-    def fingerprint(self) -> str:
-        return "marked"
-
-
-def corpus(folder: Path, megabytes: float = 0.4) -> JsonlSource:
-    file = folder / "corpus.jsonl"
-    draw = random.Random(0)
-    with open(file, "w") as opened:
-        while opened.tell() < megabytes * 1e6:
-            words = [draw.choice(["red", "blau", "vert", "été", "☃"]) for _ in range(99)]
-            opened.write(json.dumps({"text": " ".join(words[: draw.randrange(99)])}) + "\n")
-    return JsonlSource(path=str(file))
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
-
-
-def made(folder: Path, *documents: DocumentSource, workers: int = 2, shard: int = 2**16) -> Path:
-    seen: list[Progress] = []
-    job = Preparation(documents, ByteTokenizer(), "bytes", shard, workers)
-    assert prepare_folder(job, folder, seen.append)
-    assert seen[-1].parts_done == len(job.parts())
-    return folder
+pytestmark = pytest.mark.usefixtures("small_parts")
 
 
 def test_any_number_of_processes_makes_the_same_bytes(tmp_path: Path) -> None:
@@ -134,61 +85,6 @@ def test_the_end_is_learned_only_if_the_text_is_to_its_end(tmp_path: Path) -> No
         *(False, False, True, True, True),
         *(False, False, False, False, False),
     ]
-
-
-COMMAND = f"""
-import sys
-from trainer.engine.data import parts, sources
-from trainer.cli.main import main
-parts.PART_BYTES = sources.PART_BYTES = {SMALL}
-main(sys.argv[1:])
-"""
-
-
-def command(*arguments: str, **settings: Any) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", COMMAND, *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **settings,
-    )
-
-
-def parts_of(out: Path) -> list[Path]:
-    return list((out.with_name(f"{out.name}.unfinished") / "parts").glob("???????"))
-
-
-def test_killed_ten_times_it_goes_on_and_makes_the_same_bytes(tmp_path: Path) -> None:
-    source = corpus(tmp_path, megabytes=1.6)
-    arguments = ["data", "prepare", source.path, "--out", str(tmp_path / "out"), "--workers", "2"]
-    arguments += ["--shard-tokens", str(2**16)]
-    expected = content(made(tmp_path / "undisturbed", source))
-    total = len(source.parts())
-    assert total > 70
-    draw = random.Random(1)
-    before = 0
-    for kill in range(10):
-        process = command(*arguments)
-        while len(parts_of(tmp_path / "out")) < before + 5 and process.poll() is None:
-            time.sleep(0.001)
-        time.sleep(draw.random() * 0.02)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, (kill, process.stderr and process.stderr.read())
-        assert not (tmp_path / "out").exists()
-        # What was done is not done again.
-        before, found = len(parts_of(tmp_path / "out")), before
-        assert before >= found + 5
-    process = command(*arguments)
-    output, errors = process.communicate()
-    assert process.returncode == 0, errors
-    assert "already" not in output
-    assert content(tmp_path / "out") == expected
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "corpus.jsonl", "out", "undisturbed",
-    ]  # fmt: skip
 
 
 def test_a_part_that_is_whole_is_kept_and_a_damaged_one_made_again(tmp_path: Path) -> None:
@@ -292,24 +188,6 @@ def test_of_two_at_once_the_second_is_refused(
             prepare_folder(job, tmp_path / "out", lambda _: None)
 
     assert prepare_folder(job, tmp_path / "out", second)
-
-
-def test_a_full_disk_is_named_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    source = corpus(tmp_path)
-    arguments = ["data", "prepare", source.path, "--out", str(tmp_path / "out")]
-
-    def limit() -> None:  # no file may grow beyond a part's
-        resource.setrlimit(resource.RLIMIT_FSIZE, (3 * SMALL, 3 * SMALL))
-
-    process = command(*arguments, preexec_fn=limit)
-    _, errors = process.communicate()
-    assert process.returncode == 3, errors
-    assert f"cannot write tokens to {tmp_path / 'out'}: File too large" in errors
-    assert "the same command goes on" in errors
-    assert parts_of(tmp_path / "out")
-    process = command(*arguments)
-    assert process.wait() == 0
-    assert content(tmp_path / "out") == content(made(tmp_path / "other", source, shard=2**28))
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
