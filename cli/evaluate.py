@@ -23,7 +23,8 @@ def evaluate(
         typer.Argument(help="a checkpoint, a run directory (its newest), or a Hugging Face folder"),
     ],
     data: Annotated[
-        list[Path] | None, typer.Option(help="a file of text, .jsonl or .parquet; again for more")
+        list[str] | None,
+        typer.Option(help="a file, folder or glob of text, .jsonl or .parquet; again for more"),
     ] = None,
     source: Annotated[str, typer.Option(help="a source by its name in recipes")] = "",
     settings: Annotated[
@@ -59,10 +60,10 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Measure loss and perplexity, on the validation split or on other texts, and run tasks."""
-    from ..engine.evaluation.sources import source_of, source_of_file
+    from ..engine.evaluation.sources import source_of, source_of_path
     from ..engine.inference import open_model
 
-    texts = [(str(path), source_of_file(path)) for path in data or []]
+    texts = [(path, source_of_path(path)) for path in data or []]
     if source:
         texts.append((source, source_of(source, settings or [])))
     elif settings:

@@ -1,4 +1,4 @@
-"""Whether a run may go on from a checkpoint, and whether anything is left to do."""
+"""What a run finds before it trains: may it go on from a checkpoint, is anything left to do."""
 
 from __future__ import annotations
 
@@ -44,3 +44,16 @@ def ending(saved: Manifest, parts: Parts) -> str:
     if best.is_exhausted(parts.recipe.evaluate):
         return f"stopped early before, {best.told()}"
     return ""
+
+
+def ignored_settings(parts: Parts) -> list[str]:
+    """Return a sentence for each setting that can have no effect in this run."""
+    recipe = parts.recipe
+    if parts.validation:
+        return []
+    given = {
+        "checkpoint.keep_best": recipe.checkpoint.keep_best,
+        "evaluate.patience": recipe.evaluate.patience,
+    }
+    why = "evaluate.interval is 0" if not recipe.evaluate.interval else "nothing is held out"
+    return [f"{key} has no effect without evaluations: {why}" for key in given if given[key]]

@@ -32,7 +32,7 @@ from .observe.throughput import Throughput, device_peak_flops, peak_memory_bytes
 from .precision.dtypes import dtype_name
 from .recipe.changes import require_unchanged
 from .recipe.write import to_toml
-from .resume import ending, refuse_other_data
+from .resume import ending, ignored_settings, refuse_other_data
 from .run_dir import RunDirectory
 from .run_state import RunState, recorded
 from .train.health import Health
@@ -118,6 +118,8 @@ class Session:
         parts = parts or assemble(recipe, self.world, self.device, fresh=found is None)
         for note in parts.notes:
             self.progress.note(note)
+        for text in ignored_settings(parts):
+            self.progress.warn(text)
         position = Position()
         health = Health(recipe.resilience, self.device, parts.step.scale, self.progress.warn)
         identity = self._identity(parts, found)
@@ -149,7 +151,7 @@ class Session:
                 saver.finish()  # the last good state may still be on its way to the disk
                 raise
             saver.finish()
-            state.outcome = outcome
+            state.outcome = "stopped" if outcome == "stopped" else "finished"
         if outcome == "stopped":
             self.progress.note(f"stopped after step {position.step}, saved; run again to go on")
             return ExitCode.STOPPED_AND_SAVED

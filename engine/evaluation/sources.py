@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from ..data.kinds import source_kind
 from ..errors import RecipeError, nearest
 from ..recipe.messages import problems_of
 from ..recipe.overrides import apply_override
@@ -16,8 +16,6 @@ from ..recipe.tree import Origin, Tree
 
 if TYPE_CHECKING:
     from ..data.configs import SourceConfig
-
-BY_SUFFIX = {".jsonl": "jsonl", ".parquet": "parquet"}
 
 
 def source_of(name: str, settings: Sequence[str]) -> SourceConfig:
@@ -43,13 +41,6 @@ def source_of(name: str, settings: Sequence[str]) -> SourceConfig:
         raise RecipeError(problems_of(error, tree)) from None
 
 
-def source_of_file(path: Path) -> SourceConfig:
-    """Return the source that reads a file: by its ending, else as one text.
-
-    Raises:
-        RecipeError: there is no such file.
-    """
-    if not path.is_file():
-        raise RecipeError(f"{path}: no such file", "a folder or a glob: --source text --set path=")
-    name = BY_SUFFIX.get(path.suffix.lower(), "text")
-    return source_of(name, [f"path={path}"])
+def source_of_path(path: str) -> SourceConfig:
+    """Return the source that reads a file, a folder or a glob, by how its files are named."""
+    return source_of(source_kind(path), [f"path={path}"])

@@ -217,7 +217,7 @@ def test_bad_input_is_refused_with_what_to_do(run, folder, command, tmp_path):
     text = tmp_path / "a.txt"
     text.write_text(TEXT, encoding="utf-8")
     bad = {
-        ("--data", tmp_path / "nix.txt"): (2, "no such file"),
+        ("--data", tmp_path / "nix.txt"): (4, "no such file"),
         ("--source", "jsnl"): (2, 'did you mean "jsonl"?'),
         ("--source", "jsonl", "--set", "pat=x"): (2, 'did you mean "path"?'),
         ("--set", "path=x"): (2, "--source"),

@@ -203,6 +203,15 @@ def test_an_alias_beyond_the_step_gone_on_from_is_removed(tmp_path):
     assert not os.path.lexists(folder / "best")
 
 
+def test_settings_without_an_effect_are_warned_about(tmp_path, capsys):
+    settings = ["evaluate.interval=0", "evaluate.patience=3", "checkpoint.keep_best=true"]
+    recipe = load_recipe(write_recipe(tmp_path / "run", steps=6), settings).recipe
+    assert run(recipe, World()) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if "no effect" in line]
+    assert len(told) == 2
+    assert all("evaluate.interval is 0" in line for line in told)
+
+
 def take_all(values, **settings):
     table, best = Evaluate(**settings), Best()
     taken = [
