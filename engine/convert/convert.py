@@ -105,7 +105,9 @@ def convert(
     if options.section != "model":
         opener = partial(open_native, section=options.section)
     opened = opener(source, recipe)
-    job = _job(opened, target, options)
+    # A Hugging Face folder's own files say what transformers needs.
+    has_own = format_ is HUGGINGFACE and opened.settings is not None
+    job = _job(opened, target, options, wants_tokenizer=not has_own and format_ is not TORCH)
     rounds = 2 if options.verify else 1
     with complete_or_absent(target, job.bytes) as temporary:
         job.advance = Counter(started(job.bytes * rounds))
@@ -128,11 +130,11 @@ def _refuse_nesting(source: Path, target: Path) -> None:
         raise RecipeError(f"{target} lies inside of {source}", "name a target outside of it")
 
 
-def _job(opened: Opened, target: Path, options: Options) -> Job:
+def _job(opened: Opened, target: Path, options: Options, *, wants_tokenizer: bool) -> Job:
     config, side = _tokenizer_of(opened, options)
-    tokenizer = _build(config, opened, options)
+    tokenizer = _build(config, opened, options) if wants_tokenizer else None
     if config is None or tokenizer is None:
-        config, side = BytesTokenizer(), None
+        config, side = BytesTokenizer(), opened.side
     base = opened.recipe or Recipe(run=Run(steps=1))
     forms = {
         name: (DTYPES[options.dtype] if options.dtype else tensor.dtype, tensor.shape)
@@ -171,7 +173,7 @@ def _tokenizer_of(opened: Opened, options: Options) -> tuple[TokenizerConfig | N
 
 
 def _build(config: TokenizerConfig | None, opened: Opened, options: Options) -> Tokenizer | None:
-    """Return the tokenizer; one that is only recorded, and gone, is done without."""
+    """Return the tokenizer; one that nobody asked for by name is done without, and that is said."""
     if config is None:
         opened.notes.append(
             f"{opened.place} has no tokenizer.json: give the tokenizer with --tokenizer; "
@@ -183,7 +185,7 @@ def _build(config: TokenizerConfig | None, opened: Opened, options: Options) -> 
     except (DataError, RecipeError) as error:
         if options.tokenizer or options.recipe:
             raise
-        opened.notes.append(f"no tokenizer is written: {error.message}")
+        opened.notes.append(f"the tokenizer cannot be used: {error.message}")
         return None
     if tokenizer.vocab_size > opened.config.vocab:
         raise CheckpointError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,15 +55,17 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def side_files(folder: Path) -> list[Path]:
-    """Return the tokenizer's and generation's files in a folder, if they have a sane size."""
+    """Return the tokenizer's and generation's files in a folder, if they have a sane size.
+
+    Links are followed within the folder, and to the blobs of Hugging Face's cache: a folder from
+    elsewhere shall not have any other file copied.
+    """
+    home = folder.resolve()
+    places = (home, home.parent.parent / "blobs")
     return [
-        folder / name
-        for name in (*TOKENIZER_FILES, GENERATION)
-        if (folder / name).is_file() and (folder / name).stat().st_size <= MAX_SIDE_BYTES
+        path
+        for path in (folder / name for name in (*TOKENIZER_FILES, GENERATION))
+        if path.is_file()
+        and any(path.resolve().is_relative_to(place) for place in places)
+        and path.stat().st_size <= MAX_SIDE_BYTES
     ]
-
-
-def copy_side_files(source: Path, target: Path) -> None:
-    """Copy the tokenizer's and generation's files."""
-    for file in side_files(source):
-        shutil.copyfile(file, target / file.name)

@@ -83,6 +83,20 @@ def test_a_hostile_folder_is_refused(
         assert message in said
 
 
+def test_links_do_not_have_other_files_copied(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("my key")
+    source = hf_folder(tmp_path / "model" / "snapshots" / "1", tokenizer=False)
+    (source / "merges.txt").symlink_to(secret)
+    (tmp_path / "model" / "blobs").mkdir()
+    (tmp_path / "model" / "blobs" / "abc").write_text("{{ messages }}")
+    (source / "chat_template.jinja").symlink_to("../../blobs/abc")
+    for way in ("hf2hf", "hf2dcp"):
+        words = [] if way == "hf2hf" else ["--verify"]
+        assert convert(way, source, tmp_path / way, *words) == 0
+        assert not (tmp_path / way / "merges.txt").exists()
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("native")

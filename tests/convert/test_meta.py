@@ -133,7 +133,7 @@ def test_another_tokenizer_model_is_left_out_and_said_so(
     for content in (b"\x0a\x0e\x0a\x05<unk>", b"IQ== 0\n"):  # sentencepiece's; too short
         (source / "tokenizer.model").write_bytes(content)
         assert convert("meta2dcp", source, tmp_path / f"dcp{len(content)}") == 0
-        assert "note: no tokenizer is written: " in capsys.readouterr().out
+        assert "note: the tokenizer cannot be used: " in capsys.readouterr().out
 
 
 def test_without_a_projection_the_ends_are_tied(tmp_path: Path) -> None:

@@ -148,6 +148,17 @@ def test_a_folder_is_cut_anew(folders: Path, tmp_path: Path) -> None:
     assert torch.equal(*(model(tokens).logits for model in logits))
 
 
+def test_files_that_only_transformers_reads_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = hf_folder(tmp_path / "hf", tokenizer=False)
+    (source / "tokenizer.model").write_bytes(b"\x0a\x0e\x0a\x05<unk>")
+    assert convert("hf2hf", source, tmp_path / "out") == 0
+    assert "note" not in capsys.readouterr().out
+    for name in ("tokenizer.model", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+
+
 def test_a_state_dict_goes_there_and_back(folders: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
