@@ -273,6 +273,6 @@ class SyntheticSource(SourceConfig):
 
     def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:
         """Return the generated tokens."""
-        from .sources import synthetic_store
+        from .synthetic import synthetic_store
 
         return synthetic_store(self, tokenizer)

@@ -10,24 +10,16 @@ from collections.abc import Callable, Iterator
 from glob import glob, has_magic
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from ..errors import DataError
 from .configs import Document, DocumentFault, MarkedText
-from .order import GOLDEN, mix
 from .parts import PART_BYTES, Part, Span, file_parts, skip_line
-from .store import TokenStore
-
-if TYPE_CHECKING:
-    from .configs import SyntheticSource
-    from .tokenizer import Tokenizer
 
 # Larger text files become several documents; a longer line of JSON is a fault.
 MAX_DOCUMENT_BYTES = 2**26
-MAX_SYNTHETIC_TOKENS = 2**32
 FINGERPRINT_BYTES = 2**14
 
 # Installed packages, tests full of deliberately odd text, and a module that differs by machine.
@@ -170,11 +162,7 @@ def read_text(part: Part) -> Iterator[Document]:
 def decode(block: bytes, file: str, line: int, start: int) -> str | DocumentFault:
     """Return UTF-8 text without a byte-order mark, or where it stops being UTF-8.
 
-    Args:
-        block: the bytes.
-        file: where they come from.
-        line: the line that they begin with, counted from byte `start` of the file on.
-        start: see `line`.
+    The block begins with line `line`, counted from byte `start` of the file on.
     """
     try:
         return block.decode("utf-8-sig")
@@ -265,41 +253,3 @@ def json_kind(value: object) -> str:
     if isinstance(value, (int, float)):
         return "a number"
     return "an array" if isinstance(value, list) else "a string"
-
-
-def synthetic_store(source: SyntheticSource, tokenizer: Tokenizer) -> TokenStore:
-    """Generate documents: arithmetic progressions modulo the vocabulary, one token in 16 random.
-
-    Raises:
-        DataError: it would not fit in memory.
-    """
-    if source.num_documents * source.document_tokens > MAX_SYNTHETIC_TOKENS:
-        raise DataError(
-            f"{source.num_documents} synthetic documents of {source.document_tokens} tokens are "
-            f"more than {MAX_SYNTHETIC_TOKENS} tokens",
-            "lower num_documents or document_tokens",
-        )
-    ordinary = max(tokenizer.vocab_size - 1, 1)
-    seed = mix(np.array([source.seed], dtype=np.uint64))
-    document = mix(seed + np.arange(source.num_documents, dtype=np.uint64) * GOLDEN)
-    spread = source.document_tokens // 2
-    lengths = source.document_tokens - spread + (document % np.uint64(2 * spread + 1)).astype(int)
-    offsets = np.concatenate([[0], np.cumsum(lengths + 1)])
-    owner = np.repeat(np.arange(source.num_documents), lengths + 1)
-    place = np.arange(offsets[-1]) - offsets[owner]
-    noise = mix(mix(document)[owner] + place.astype(np.uint64) * GOLDEN)
-    start, stride = mix(document ^ GOLDEN) >> np.uint64(32), document % np.uint64(7) + np.uint64(1)
-    tokens = (start[owner] + stride[owner] * place.astype(np.uint64)) % np.uint64(ordinary)
-    tokens = np.where(
-        noise % np.uint64(16) == 0, (noise >> np.uint64(32)) % np.uint64(ordinary), tokens
-    )
-    tokens += tokens >= tokenizer.eos_id  # every id but that of eos
-    tokens[offsets[1:] - 1] = tokenizer.eos_id
-    tokens = tokens.astype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    return TokenStore(
-        tokens=tokens,
-        offsets=offsets,
-        eos_id=tokenizer.eos_id,
-        fingerprint=xxh3_128_hexdigest(tokens.tobytes()),
-        place="synthetic",
-    )
