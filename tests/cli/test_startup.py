@@ -28,6 +28,8 @@ finally:
         ("--help",), ("--version",), ("validate", DEBUG), ("explain", DEBUG), ("list",),
         ("list", "model", "llama3"), ("schema",), ("new", "x.toml"), ("run", "--help"),
         ("generate", "--help"), ("run", "nosuch.toml"), ("validate", "nosuch.toml"),
+        ("status", "."), ("report", "."), ("sweep", "nosuch.toml", "--grid", "optimizer.lr=1,2"),
+        ("sweep", DEBUG, "--grid", "optimizer.lr=1,2", "--dry-run"),
         ("docs",), ("docs", "optimizer.lr"), ("docs", "--write", "reference"),
     ],
     ids=" ".join,

@@ -1,17 +1,19 @@
-"""A package outside the trainer that adds an optimizer, a model and a data source.
+"""A package outside the trainer that adds an optimizer, a model, a data source and a tracker.
 
-`[plugins] modules = ["trainer_sample"]` registers all three; as an installed package, its entry
+`[plugins] modules = ["trainer_sample"]` registers them; as an installed package, its entry
 points name each (`tests/recipes/test_plugins.py` writes them).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from trainer.engine.config import Count
 from trainer.engine.data.configs import DocumentSource, sources
 from trainer.engine.models import models
+from trainer.engine.observe.configs import TrackerConfig, trackers
 from trainer.engine.optim.configs import OptimizerConfig, optimizers
 from trainer.model_zoo.config import ModelConfig, Size
 from trainer.model_zoo.layout import Layout
@@ -91,3 +93,32 @@ class Counting(DocumentSource):
     def fingerprint(self) -> str:
         """Return what the documents depend on."""
         return f"{self.num_documents} {self.longest}"
+
+
+@trackers.register
+class Tally(TrackerConfig):
+    """Counts rows by kind, over all attempts."""
+
+    name: Literal["tally"] = "tally"
+    file: str = "tally.txt"
+    """its name in the run directory"""
+
+    def build(self, run_dir: Path, resume_step: int) -> Any:
+        """Return the tracker."""
+        return TallyTracker(run_dir / self.file)
+
+
+class TallyTracker:
+    """Appends the kind of each row, and says when an attempt has ended."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a")
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Take a row."""
+        self._file.write(f"{row['kind']} {row['step']}\n")
+
+    def close(self) -> None:
+        """End the attempt."""
+        self._file.write("end\n")
+        self._file.close()
