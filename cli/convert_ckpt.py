@@ -186,10 +186,9 @@ def _convert(
 ) -> None:
     shard_bytes = _bytes(shard_size)
     from ..engine.convert.convert import Options, convert
-    from ..engine.registry import import_plugins
+    from ..engine.registry import require_plugins
 
-    for module, message in import_plugins(plugin or []):
-        raise RecipeError(message, f"--plugin {module} must be a Python module")
+    require_plugins(plugin or [])
     options = Options(
         dtype=dtype.value if dtype else None,
         shard_bytes=shard_bytes,

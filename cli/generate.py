@@ -57,7 +57,7 @@ def generate(
     texts = sample(
         opened.model,
         opened.tokenizer,
-        prompts,
+        _laid_out(prompts, chat, opened.tokenizer) if chat else prompts,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -75,12 +75,16 @@ def _laid_out(prompts: Sequence[str], template: str, tokenizer: Tokenizer) -> li
     """Return the texts that the answers to the prompts continue."""
     from ..engine.data.chat import find_template, rendering
     from ..engine.data.chat_templates import TEMPLATES
-    from ..engine.errors import DataError
+    from ..engine.errors import DataError, RecipeError, nearest
 
-    is_name = template in ("tokenizer", *TEMPLATES)
-    found = (
-        find_template(tokenizer, template) if is_name else find_template(tokenizer, file=template)
-    )
+    names = ("tokenizer", *TEMPLATES)
+    if template in names:
+        found = find_template(tokenizer, template)
+    elif Path(template).is_file():
+        found = find_template(tokenizer, file=template)
+    else:
+        hint = nearest(template, names) or f"known: {', '.join(names)}"
+        raise RecipeError(f"--chat: {template!r} is no template and no file", hint)
     with rendering(found) as renderer:
         try:
             return [renderer.prompt([{"role": "user", "content": each}]) for each in prompts]

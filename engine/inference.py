@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from .errors import CheckpointError, nearest
+from .registry import require_plugins
 
 if TYPE_CHECKING:
     from ..model_zoo.language_model import LanguageModel
@@ -71,12 +71,12 @@ def open_model(
 
     Raises:
         CheckpointError: there is none, it is damaged, it needs a plugin, or has no average.
+        RecipeError: a plugin cannot be imported.
     """
     from .checkpoint.find import candidates, find_checkpoint
     from .checkpoint.hf_folder import read_config
 
-    for module in plugins:
-        import_module(module)
+    require_plugins(plugins)
     settings = None if not path.is_dir() or candidates(path) else read_config(path)
     if settings is None:
         found = find_checkpoint(path)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
-from .errors import EnvironmentFault
+from .errors import EnvironmentFault, Problem, RecipeError
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -138,6 +138,17 @@ def import_plugins(modules: Sequence[str]) -> list[tuple[str, str]]:
         except (Exception, SystemExit) as error:
             broken.append((module, f"cannot import {module!r}: {_reason(error)}"))
     return broken
+
+
+def require_plugins(modules: Sequence[str]) -> None:
+    """Import the modules that `--plugin` names.
+
+    Raises:
+        RecipeError: those that cannot be imported, and why.
+    """
+    broken = import_plugins(modules)
+    if broken:
+        raise RecipeError([Problem(message, "--plugin") for _, message in broken])
 
 
 def _reason(error: BaseException) -> str:

@@ -1,0 +1,75 @@
+"""`trainer generate`: what it prints, how a chat template lays prompts out, and what it refuses."""
+
+import json
+
+import pytest
+
+from tests.convert.models import hf_folder
+from trainer.cli.main import main
+
+TEMPLATE = "{% for message in messages %}Q: {{ message.content }}\n{% endfor %}A:"
+SHORT = ("--max-new-tokens", "12", "--temperature", "0")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(hf_folder(tmp_path_factory.mktemp("hf") / "model"))
+
+
+@pytest.fixture
+def generate(capsys, folder):
+    """Run `trainer generate FOLDER ...` in this process; return exit code, output and errors."""
+
+    def generate(*arguments, checkpoint=folder):
+        with pytest.raises(SystemExit) as stop:
+            main(["generate", checkpoint, *arguments])
+        return int(stop.value.code or 0), *capsys.readouterr()
+
+    return generate
+
+
+def answers(generate, *arguments):
+    code, out, err = generate(*arguments, *SHORT, "--json")
+    assert code == 0, err
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_each_prompt_is_continued_and_printed_with_its_text(generate):
+    rows = answers(generate, "--prompt", "é = ", "--prompt", "import ")
+    assert [row["prompt"] for row in rows] == ["é = ", "import "]
+    code, out, _ = generate("--prompt", "é = ", "--prompt", "import ", *SHORT)
+    assert (code, out) == (0, "\n\n".join(row["prompt"] + row["text"] for row in rows) + "\n")
+
+
+def test_a_chat_template_lays_out_the_prompt_and_only_the_answer_is_printed(generate, tmp_path):
+    (tmp_path / "mine.jinja").write_text(TEMPLATE)
+    (expected,) = answers(generate, "--prompt", "Q: Who?\nA:")
+    chat = ("--chat", str(tmp_path / "mine.jinja"))
+    (found,) = answers(generate, "--prompt", "Who?", *chat)
+    assert found == {"prompt": "Who?", "text": expected["text"]}
+    assert found != answers(generate, "--prompt", "Who?")[0]
+    assert generate("--prompt", "Who?", *chat, *SHORT)[1] == expected["text"] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--chat", "chatlm"), 2, 'no template and no file; did you mean "chatml"?'),
+        (("--chat", "tokenizer"), 2, "the tokenizer brings no chat template"),
+        (("--weights", "ema"), 5, "it has one set of weights"),
+        (("--top-p", "2"), 2, "--top-p"),
+        (("--max-new-tokens", "0"), 2, "--max-new-tokens"),
+        (("--plugin", "nosuch"), 2, "cannot import 'nosuch'"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(generate, arguments, code, message):
+    found, out, err = generate("--prompt", "x", *arguments)
+    assert (found, out) == (code, "")
+    assert message in err
+    assert "unexpected" not in err
+
+
+def test_a_folder_without_weights_is_a_checkpoint_error(generate, tmp_path):
+    for place in (tmp_path, tmp_path / "nosuch"):
+        code, _, err = generate("--prompt", "x", checkpoint=str(place))
+        assert (code, f"no checkpoint in {place}" in err) == (5, True)
