@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .patterns import PATTERNS
-from .tokenizer import Ids, byte_characters
+from .tokenizer import PARALLELISM, Ids, byte_characters
 
 LAST_CHECKED = 0x3FFFF
 CLASSES = (r"\p{L}", r"\p{N}", r"\s")
@@ -107,14 +107,7 @@ def _codes(text: str) -> NDArray[np.uint32]:
 
 def _threads() -> int:
     """Return how many cores there are for it; 1 where processes are the parallelism."""
-    if os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in (
-        "false",
-        "0",
-        "no",
-        "off",
-        "f",
-        "n",
-    ):
+    if os.environ.get(PARALLELISM, "").lower() in ("false", "0", "no", "off", "f", "n"):
         return 1
     return len(os.sched_getaffinity(0))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -12,7 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 from xxhash import xxh3_128
 
 from ..config import Count, CountOrZero, Table
-from ..errors import DataError
+from ..errors import DataError, EnvironmentFault
 from .configs import DocumentFault
 
 FORMAT: Final = 2
@@ -117,6 +118,7 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         DataError: something is missing, malformed or of another size.
+        EnvironmentFault: it cannot be read.
     """
     file = folder / INDEX
     try:
@@ -125,8 +127,10 @@ def read_manifest(folder: Path) -> Manifest:
         if len(content) > MAX_MANIFEST_BYTES:
             raise DataError(f"{file}: larger than {MAX_MANIFEST_BYTES >> 20} MiB")
         manifest = Manifest.model_validate_json(content)
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise DataError(f"{file}: {error.strerror}", "a folder of tokens holds it") from error
+    except OSError as error:
+        raise EnvironmentFault(f"{file}: {error.strerror}") from error
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
@@ -147,7 +151,7 @@ def damaged_files(folder: Path, manifest: Manifest) -> Iterator[str]:
     """Read every file; yield those whose bytes are not what was written."""
     for name, entry in manifest.files.items():
         hashed = xxh3_128()
-        with open(folder / name, "rb") as file:
+        with suppress(OSError), open(folder / name, "rb") as file:
             while block := file.read(READ_BYTES):
                 hashed.update(block)
         if hashed.hexdigest() != entry.xxh3:

@@ -27,10 +27,9 @@ from .columns import Chunk
 from .manifest import Tally, damaged_files, read_manifest
 from .store import StoreWriter, TokenStore
 from .tokenise import SourcePart, Tokenised, tokenise
-from .tokenizer import Tokenizer
+from .tokenizer import PARALLELISM, Tokenizer
 
 AHEAD = 4096
-PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 
 @dataclass(frozen=True)
@@ -128,19 +127,6 @@ def _processes(stores: PartStores, workers: int) -> Iterator[ProcessPoolExecutor
         pool.shutdown(cancel_futures=True)
 
 
-@contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Make the processes the parallelism; libraries with threads of their own look here."""
-    before = os.environ.get(PARALLELISM)
-    os.environ[PARALLELISM] = "false"
-    try:
-        yield
-    finally:
-        del os.environ[PARALLELISM]
-        if before is not None:
-            os.environ[PARALLELISM] = before
-
-
 _stores: PartStores
 
 
@@ -148,6 +134,7 @@ def _begin(stores: PartStores, parent: int) -> None:
     global _stores
     _stores = stores
     follow_the_parent(parent)
+    os.environ[PARALLELISM] = "false"  # the processes are the parallelism
 
 
 def _make(number: int) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from xxhash import xxh3_128_hexdigest
 
@@ -103,11 +104,12 @@ def prepare_folder(job: Preparation, folder: Path, watch: Watch) -> bool:
     """Make a folder of tokens, or go on making it; return whether it was not there yet.
 
     Raises:
-        RecipeError: something else is there.
+        RecipeError: something else is there, or the source would read the folder itself.
         RunInUse: another process makes it.
         DataError: a document cannot be read and `on_error` is "stop", or there is no text.
         EnvironmentFault: it cannot be written.
     """
+    folder = Path(os.path.abspath(folder))  # "." has no name, and so nothing can lie beside it
     try:
         with _alone(folder):
             if is_new := not folder.exists() or not any(folder.iterdir()):
@@ -137,7 +139,7 @@ def _expect_same(job: Preparation, folder: Path) -> None:
 
 def unfinished(folder: Path) -> Path:
     """Return where a preparation keeps what it has until it is complete."""
-    return folder.with_name(f"{folder.name}.unfinished")
+    return folder.parent / f"{folder.name}.unfinished"
 
 
 @contextmanager
@@ -159,15 +161,21 @@ def _locked(file: Path, wait: bool) -> Iterator[None]:
                 if time.monotonic() > deadline:
                     raise RunInUse(f"{file}: another process makes these tokens") from error
                 time.sleep(0.05)
-        if not wait and not file.exists():  # who had it has just ended, and removed it
+        if not _is_at(file, lock):  # who had it has just ended, and removed it
             raise RunInUse(f"{file}: another process made these tokens just now", "try again")
         yield
+
+
+def _is_at(file: Path, opened: IO[bytes]) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samefile(file, opened.fileno())
+    return False
 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Keep other processes from making a folder; leave nothing that is of no use to them."""
-    lock, work = folder.with_name(f".{folder.name}.lock"), unfinished(folder)
+    lock, work = folder.parent / f".{folder.name}.lock", unfinished(folder)
     with _locked(lock, wait=False):
         try:
             yield
@@ -183,12 +191,19 @@ def prepare(job: Preparation, folder: Path, watch: Watch) -> None:
     What an interrupted call for the same inputs left is used. The caller holds a lock.
 
     Raises:
+        RecipeError: the folder lies within a source, which would read what is written there.
         DataError: a document cannot be read, there is no text, or the sources changed meanwhile.
         EnvironmentFault: a process that tokenises was killed.
         OSError: it cannot be written.
     """
     work, inputs, parts = unfinished(folder), job.inputs(), job.parts()
     _keep_what_fits(work, inputs)
+    if job.inputs() != inputs:
+        shutil.rmtree(work)
+        raise RecipeError(
+            f"{folder} lies within a source, which would read what is written there",
+            "choose a folder outside of the source's folder",
+        )
     shutil.rmtree(work / "store", ignore_errors=True)
     tally, progress = Tally(), Progress(len(parts))
     with StoreWriter(work / "store", job.tokenizer, job.shard_tokens) as writer:

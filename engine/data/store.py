@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128
 
-from ..errors import DataError
+from ..errors import DataError, EnvironmentFault
 from ..files import sync_folder
 from .columns import Chunk, Column, Learned, make_chunk, sync, token_type
 from .configs import DocumentFault
@@ -79,6 +79,7 @@ class TokenStore:
 
         Raises:
             DataError: it is missing, incomplete, or made with another tokenizer.
+            EnvironmentFault: it cannot be read.
         """
         manifest = read_manifest(folder)
         if tokenizer is not None and manifest.tokenizer != tokenizer.fingerprint:
@@ -92,16 +93,19 @@ class TokenStore:
             paths = [folder / shard for shard in manifest.shards(name)]
             return map_files(paths, np.dtype(dtype))
 
-        return TokenStore(
-            tokens=column(TOKENS, manifest.dtype),
-            offsets=_read_offsets(folder / OFFSETS, manifest),
-            eos_id=tokenizer.eos_id if tokenizer else manifest.eos_id,
-            fingerprint=manifest.fingerprint or manifest.files[shard_name(TOKENS, 0)].xxh3,
-            skipped=manifest.skipped,
-            faults=manifest.faults,
-            place=str(folder),
-            learned=column(LEARNED, "bool") if manifest.learned else None,
-        )
+        try:
+            return TokenStore(
+                tokens=column(TOKENS, manifest.dtype),
+                offsets=_read_offsets(folder / OFFSETS, manifest),
+                eos_id=tokenizer.eos_id if tokenizer else manifest.eos_id,
+                fingerprint=manifest.fingerprint or manifest.files[shard_name(TOKENS, 0)].xxh3,
+                skipped=manifest.skipped,
+                faults=manifest.faults,
+                place=str(folder),
+                learned=column(LEARNED, "bool") if manifest.learned else None,
+            )
+        except OSError as error:
+            raise EnvironmentFault(f"{folder}: {error.strerror}") from error
 
 
 def _read_offsets(file: Path, manifest: Manifest) -> NDArray[np.int64]:

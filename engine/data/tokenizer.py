@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from .configs import MarkedText
 
 Ids = NDArray[Any]
+PARALLELISM = "TOKENIZERS_PARALLELISM"
+"""the environment variable by which the tokenizers library is kept to one thread"""
 
 
 class Tokenizer(Protocol):

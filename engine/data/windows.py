@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -124,7 +123,7 @@ def window_folder(folder: Path, number: int) -> Path:
 def open_window(folder: Path, number: int, tokenizer: Tokenizer) -> Window | None:
     """Return a window; None: it is not there, or not whole."""
     place = window_folder(folder, number)
-    with suppress(DataError, OSError, ValueError, TypeError, KeyError):
+    with suppress(TrainerError, OSError, ValueError, TypeError, KeyError):
         manifest = read_manifest(place)
         if not any(damaged_files(place, manifest)):
             ends = json.loads((place / PLACE).read_bytes())
@@ -152,8 +151,6 @@ class Producer:
     def serve(self, training: Connection, parent: int) -> None:
         """Be the process: take a `Start` and then any number of `Need`s; an error is sent back."""
         follow_the_parent(parent)
-        # A scheduler signals every process of a job; training saves, and may need this one to.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             self._serve(training)
         except EOFError:

@@ -1,5 +1,6 @@
 """The cache of tokens: made once, whole or absent, whoever asks and whatever kills them."""
 
+import errno
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import time
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from trainer.engine.data.manifest import Tally
 from trainer.engine.data.prepare import default_cache, open_or_prepare
 from trainer.engine.data.store import StoreWriter, TokenStore
 from trainer.engine.data.tokenizer import ByteTokenizer, Ids
-from trainer.engine.errors import DataError, EnvironmentFault
+from trainer.engine.errors import DataError, EnvironmentFault, RecipeError
 
 
 class CountingTokenizer(ByteTokenizer):
@@ -161,6 +163,34 @@ def test_of_several_processes_one_tokenises(tmp_path: Path) -> None:
     assert all(process.returncode == 0 for process in processes)
     assert sorted(output.count("tokenised") for output in outputs) == [0, 0, 20]
     assert len({output[-1] for output in outputs}) == 1
+
+
+@pytest.mark.parametrize("name", ["tokens.json", "tokens-00000.bin", "offsets.npy"])
+def test_a_cache_that_cannot_be_read_for_the_moment_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    source, tokenizer = corpus(tmp_path), CountingTokenizer()
+    open_or_prepare(source, tokenizer, tmp_path / "cache")
+    calls = tokenizer.calls
+    real = open
+
+    def stale(file: Any, *arguments: Any, **keywords: Any) -> Any:
+        if str(file).endswith(name):
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return real(file, *arguments, **keywords)
+
+    with monkeypatch.context() as patch, pytest.raises(EnvironmentFault, match="Stale"):
+        patch.setattr("builtins.open", stale)
+        open_or_prepare(source, tokenizer, tmp_path / "cache")
+    open_or_prepare(source, tokenizer, tmp_path / "cache")
+    assert tokenizer.calls == calls
+
+
+def test_a_cache_within_the_source_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    source = TextSource(path=str(tmp_path))
+    with pytest.raises(RecipeError, match="lies within a source"):
+        open_or_prepare(source, ByteTokenizer(), tmp_path / "cache")
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:

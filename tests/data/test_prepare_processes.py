@@ -1,5 +1,6 @@
 """Preparation by several processes: the same bytes however many, and whatever kills them."""
 
+import fcntl
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -145,6 +146,15 @@ def test_a_process_that_is_killed_is_an_error_that_says_so(tmp_path: Path) -> No
     assert len(parts_of(tmp_path / "out")) >= 1
 
 
+def test_each_process_encodes_in_one_thread(tmp_path: Path) -> None:
+    class Threads(MarkedSource):
+        def read(self, part: Any) -> Iterator[Document]:
+            yield os.environ.get("TOKENIZERS_PARALLELISM", "any number")
+
+    store = TokenStore.open(made(tmp_path / "out", Threads()), None)
+    assert bytes(store.tokens[: store.offsets[1] - 1].astype("uint8")) == b"false"
+
+
 def test_a_source_that_changes_meanwhile_is_an_error(tmp_path: Path) -> None:
     source = corpus(tmp_path)
 
@@ -188,6 +198,41 @@ def test_of_two_at_once_the_second_is_refused(
             prepare_folder(job, tmp_path / "out", lambda _: None)
 
     assert prepare_folder(job, tmp_path / "out", second)
+
+
+def test_a_lock_that_was_removed_meanwhile_locks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, out = Preparation([corpus(tmp_path)], ByteTokenizer()), tmp_path / "out"
+    real = fcntl.flock
+
+    def late(file: Any, kind: int) -> None:  # the one before has ended, a third has begun
+        (tmp_path / ".out.lock").unlink()
+        (tmp_path / ".out.lock").touch()
+        real(file, kind)
+
+    with monkeypatch.context() as patch, pytest.raises(RunInUse, match="just now"):
+        patch.setattr(fcntl, "flock", late)
+        prepare_folder(job, out, lambda _: None)
+    assert not out.exists()
+
+
+def test_the_current_folder_can_be_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Preparation([corpus(tmp_path)], ByteTokenizer())
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    assert prepare_folder(job, Path(), lambda _: None)
+    assert not prepare_folder(job, tmp_path / "out", lambda _: None)
+    with pytest.raises(RecipeError, match="/ is there already"):
+        prepare_folder(job, Path("/"), lambda _: None)
+
+
+def test_a_folder_within_the_source_is_refused_and_nothing_stays(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("text")
+    job = Preparation([TextSource(path=str(tmp_path))], ByteTokenizer())
+    with pytest.raises(RecipeError, match="lies within a source"):
+        prepare_folder(job, tmp_path / "out", lambda _: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
