@@ -18,6 +18,7 @@ from xxhash import xxh3_128_hexdigest
 from ..errors import DataError, EnvironmentFault, RecipeError, RunInUse
 from ..files import atomic_write, sync_folder
 from .configs import DocumentSource
+from .kept import FOLDER
 from .manifest import Tally, read_manifest
 from .progress import Progress, Watch, log_now_and_then
 from .store import SHARD_TOKENS, StoreWriter, TokenStore
@@ -220,7 +221,9 @@ def prepare(job: Preparation, folder: Path, watch: Watch) -> None:
             raise DataError(f"the {names} source changed while it was tokenised", "run it again")
         tally.faults = [str(fault) for fault in tally.faults]
         if job.tokenizer_name:
-            _save_tokenizer(job.tokenizer, work / "store" / "tokenizer")
+            kept = work / "store" / FOLDER
+            kept.mkdir()
+            job.tokenizer.save(kept)
         writer.finish(
             tally,
             inputs=inputs,
@@ -263,16 +266,3 @@ def _tokenised(
         else:
             progress.parts_found += 1
         yield piece
-
-
-def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    folder.mkdir()
-    tokenizer.save(folder)
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    for path in files:
-        with open(path, "rb+") as file:
-            os.fsync(file.fileno())
-    if files:
-        sync_folder(folder)
-    else:
-        folder.rmdir()

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..files import atomic_write
+
 if TYPE_CHECKING:
     from .configs import MarkedText
 
@@ -120,7 +122,7 @@ def learned_tokens(
 
 
 def write_files(folder: Path, content: bytes, settings: Mapping[str, Any]) -> None:
-    """Write a tokenizer as Hugging Face's libraries read it.
+    """Write a tokenizer as Hugging Face's libraries read it, and sync it to disk.
 
     Args:
         folder: exists.
@@ -133,10 +135,9 @@ def write_files(folder: Path, content: bytes, settings: Mapping[str, Any]) -> No
             name: token for name, token in settings.items() if name.endswith("_token")
         },
     }
-    (folder / "tokenizer.json").write_bytes(content)
+    atomic_write(folder / "tokenizer.json", content.decode())
     for name, value in texts.items():
-        text = json.dumps(value, ensure_ascii=False, indent=2)
-        (folder / name).write_text(text + "\n", encoding="utf-8")
+        atomic_write(folder / name, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
 
 
 def byte_characters() -> list[str]:

@@ -13,6 +13,7 @@ from ..errors import DataError, EnvironmentFault, RecipeError
 from ..files import sync_folder
 from .configs import Document, DocumentFault, DocumentSource, MarkedText
 from .patterns import pattern_named
+from .tokenizer import byte_characters
 
 if TYPE_CHECKING:
     from .hf_tokenizer import HuggingFaceTokenizer
@@ -83,6 +84,12 @@ def _check(out: Path, vocab_size: int, special_tokens: Sequence[str]) -> None:
             f"{len(special_tokens)} special tokens",
             f"give it {fewest} or more",
         )
+    for token in special_tokens:
+        if token in byte_characters() or not token.isprintable():  # the first stand for bytes
+            raise RecipeError(
+                f"special token {token!r}: expected more than one character, all printable",
+                "give it a text that no document holds, such as <|endoftext|>",
+            )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RecipeError(f"{out}: is there already", "name a new folder")
 

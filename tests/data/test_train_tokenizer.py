@@ -104,6 +104,8 @@ def test_a_damaged_line_stops_it_or_is_counted(tmp_path: Path) -> None:
     [
         ({"vocab_size": 257, "special_tokens": ["a", "b"]}, "no room"),
         ({"special_tokens": ["a", "a"]}, "given twice"),
+        ({"special_tokens": ["<|end|>", "a"]}, "'a': expected more than one character"),
+        ({"special_tokens": ["<|\udcff|>"]}, "printable"),
         ({"special_tokens": []}, "needs special tokens"),
         ({"pattern": "lama3"}, "no pattern is named 'lama3'"),
     ],
