@@ -18,12 +18,13 @@ from ..engine.status import RunStatus, clock, examine, find_runs
 from .options import AsJson
 from .table import print_table
 
+LARGEST = 1e300
 BARS = "▁▂▃▄▅▆▇█"
 CLEAR = "\x1b[H\x1b[2J"
 
 
 def status(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="run directories")],
     watch: Annotated[bool, typer.Option("--watch", help="again and again, while any runs")] = False,
     seconds: Annotated[
         float, typer.Option("--every", min=1.0, max=3600.0, help="seconds between two looks")
@@ -124,12 +125,10 @@ def _number(value: float | None, form: str) -> str:
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
     """Return the newest values as a row of bars; those that are not finite as gaps."""
-    shown = values[-width:]
-    finite = [value for value in shown if abs(value) < float("inf")]
+    shown = [value if abs(value) < LARGEST else None for value in values[-width:]]
+    finite = [value for value in shown if value is not None]
     if not finite:
         return ""
     low, high = min(finite), max(finite)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(
-        BARS[round((value - low) * scale)] if abs(value) < float("inf") else " " for value in shown
-    )
+    return "".join(" " if value is None else BARS[round((value - low) * scale)] for value in shown)

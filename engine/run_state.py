@@ -8,24 +8,26 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from .files import atomic_write
 
 LONGEST_REASON = 500
+Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 @dataclass(kw_only=True)
 class RunState:
     """One attempt; the file holds the newest."""
 
-    total_steps: int
+    total_steps: Count
     """where the run is to end"""
-    start_step: int = 0
+    start_step: Count = 0
     """where this attempt went on from"""
-    attempt: int = 0
-    world: int = 1
+    attempt: Count = 0
+    world: Count = 1
     device: str = ""
     started_at: str = ""
     ended_at: str = ""

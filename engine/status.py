@@ -18,7 +18,7 @@ import tomli
 from .checkpoint.manifest import MANIFEST
 from .checkpoint.retention import step_folders, step_of
 from .errors import RecipeError, nearest
-from .observe.metrics import decode_rows
+from .observe.metrics import LARGEST_STEP, decode_rows
 from .recipe.shown import printable
 from .run_dir import RunDirectory
 from .run_state import RunState, read_state
@@ -205,7 +205,7 @@ def clock(seconds: float) -> str:
 def _steps_of(recipe: Mapping[str, Any]) -> int | None:
     run = recipe.get("run")
     steps = run.get("steps") if isinstance(run, dict) else None
-    return steps if isinstance(steps, int) else None
+    return steps if isinstance(steps, int) and 0 <= steps < LARGEST_STEP else None
 
 
 def _signs(path: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..files import atomic_write
 
+LARGEST_STEP = 2**53
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -84,9 +85,10 @@ def _rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for line in text.split("\n")[:-1]:
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
+        step = row.get("step") if isinstance(row, dict) else None
+        if type(step) is int and 0 <= step < LARGEST_STEP:
             yield line + "\n", row
 
 

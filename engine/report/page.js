@@ -9,7 +9,7 @@
   const { runs, plots } = JSON.parse(document.getElementById("data").textContent);
   const state = { axis: 0, smooth: 0, hidden: new Set(), zoom: null };
   const axes = ["step", "tokens", "time"];
-  const [left, right, top, bottom] = [52, 14, 12, 28];
+  const [left, right, top, bottom] = [58, 14, 12, 28];
   const SVG = "http://www.w3.org/2000/svg";
 
   const element = (name, attributes, text) => {

@@ -56,7 +56,7 @@ def write_page(paths: Sequence[Path], title: str = "") -> str:
             whole_recipe(runs[0]) if len(runs) == 1 else "",
         ]
     )
-    return (
+    page = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -64,6 +64,7 @@ def write_page(paths: Sequence[Path], title: str = "") -> str:
         f'<script type="application/json" id="data">{_json(data)}</script>\n'
         f"<script>{script}</script>\n</body>\n</html>\n"
     )
+    return page.encode(errors="replace").decode()  # names of files may hold what no text can
 
 
 def _hash(text: str) -> str:

@@ -13,6 +13,8 @@ MAX_POINTS = 40_000
 """over all series of a page: some 1.5 MB"""
 FEWEST, MOST = 80, 1200
 MAX_PLOTS = 40
+LARGEST = 1e300
+"""a larger number is shown as an infinite one: the difference of two would be"""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ def _series(runs: Sequence[Run], plot: Plot, limit: int) -> list[Series]:
 def _thinned(number: int, rows: Sequence[Row], curve: Curve, mixed: bool, limit: int) -> Series:
     values = [row[curve.key] * curve.scale for row in rows]
     if curve.exponential:
-        values = [math.exp(value) if value < 700 else math.inf for value in values]
+        values = [math.exp(value) if value < 690 else math.inf for value in values]
+    values = [value if abs(value) < LARGEST else math.inf for value in values]
     kept, means = thin(values, limit)
     return Series(
         run=number,

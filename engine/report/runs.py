@@ -99,13 +99,14 @@ def names_of(paths: Sequence[Path]) -> list[str]:
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
-    """Return the keys of the recipes that are not the same in all runs, with each run's value."""
-    keys = dict.fromkeys(key for run in runs for key in run.recipe)
-    found = [(key, [run.recipe.get(key) for run in runs]) for key in keys]
+    """Return the keys whose values differ between the recipes that are there, with each run's."""
+    known = [run.recipe for run in runs if run.recipe]
+    keys = dict.fromkeys(key for recipe in known for key in recipe)
     return [
-        (key, values)
-        for key, values in found
-        if key not in ("run.name", "run.dir") and any(value != values[0] for value in values)
+        (key, [run.recipe.get(key) for run in runs])
+        for key in keys
+        if key not in ("run.name", "run.dir")
+        and any(recipe.get(key) != known[0].get(key) for recipe in known)
     ]
 
 
@@ -135,9 +136,9 @@ def _read_rows(path: Path) -> dict[str, list[Row]]:
         if not keys.issuperset(numbers):
             keys.update(list(numbers)[: MAX_KEYS - len(keys)])
             numbers = {key: value for key, value in numbers.items() if key in keys}
-        kind, step = row.get("kind"), numbers.get("step", -1.0)
-        if isinstance(kind, str) and 0 <= step < 2**53 and len(found) < MAX_KEYS:
-            found.setdefault(kind, {})[step] = numbers
+        kind = row.get("kind")
+        if isinstance(kind, str) and len(found) < MAX_KEYS:
+            found.setdefault(kind, {})[numbers["step"]] = numbers
     sorted_rows = {kind: [by[step] for step in sorted(by)] for kind, by in found.items()}
     _add_axes(sorted_rows)
     return sorted_rows
@@ -160,13 +161,14 @@ def _add_axes(rows: Mapping[str, list[Row]]) -> None:
     for row in train:
         seconds += _finite(row.get("step_seconds")) * (row["step"] - before)
         before = row["step"]
-        row["seconds"] = seconds
+        row["seconds"] = _finite(seconds)
         row["tokens"] = _finite(row.get("tokens"))
     steps = [row["step"] for row in train]
     for kind, others in rows.items():
         for row in others if kind != "train" else []:
             for key in ("seconds", "tokens"):
-                row[key] = _between(train, bisect_right(steps, row["step"]), row["step"], key)
+                value = _between(train, bisect_right(steps, row["step"]), row["step"], key)
+                row[key] = _finite(value)
 
 
 def _between(train: Sequence[Row], index: int, step: float, key: str) -> float:

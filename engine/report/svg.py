@@ -9,7 +9,7 @@ from html import escape
 from .plots import Plot, Series
 
 WIDTH, HEIGHT = 620, 230
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 28
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 28
 NUM_COLOURS = 8
 MAX_MARKERS = 60
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))

@@ -60,7 +60,7 @@ def times(runs: Sequence[Run]) -> str:
         busy, waiting, other = run.seconds()
         parts = (("compute", busy - waiting), ("data", waiting), ("other", other))
         whole = sum(seconds for _, seconds in parts)
-        if not whole > 0:
+        if not 0 < whole < math.inf:
             continue
         x, rects, cells = 0.0, "", ""
         for word, seconds in parts:

@@ -134,8 +134,8 @@ addEventListener("load", () => setTimeout(() => {
   const log = document.querySelector(".log"); log.checked = true; fire(log, "change");
   const labels = [...svg.querySelectorAll(".end")];
   report.push("log:" + labels.map((t) => t.textContent + "@" + t.getAttribute("y")).join(","));
-  const width = box.width - 66;
-  const at = (share) => ({clientX: box.left + 52 + share * width, clientY: box.top + 90});
+  const width = box.width - 72;
+  const at = (share) => ({clientX: box.left + 58 + share * width, clientY: box.top + 90});
   fire(svg, "pointermove", at(0.5));
   report.push("tip:" + document.querySelectorAll(".tip:not([hidden]) tr").length);
   fire(svg, "pointerdown", at(0.5)); fire(svg, "pointermove", at(0.8));
@@ -183,5 +183,5 @@ def test_without_its_script_the_plots_are_there(page: Path, tmp_path: Path) -> N
     text = page.read_text("utf-8")
     still.write_text(text[: text.rindex("<script>")], "utf-8")
     shot = tmp_path / "still.png"
-    visit(still, tmp_path / "p", f"--screenshot={shot}", "--window-size=700,700")
+    visit(still, tmp_path / "p", f"--screenshot={shot}", "--window-size=1400,900")
     assert {bytes.fromhex("0072b2"), bytes.fromhex("d55e00")} <= pixels(shot)

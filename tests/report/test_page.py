@@ -17,7 +17,7 @@ import pytest
 from tests.report.folders import eval_row, hundred_steps, make_run, train_row
 from trainer.engine.report.page import write_page
 from trainer.engine.report.plots import plots_of, thin
-from trainer.engine.report.runs import names_of, read_run
+from trainer.engine.report.runs import differences, names_of, read_run
 from trainer.engine.report.svg import log_ticks, shown, ticks, visible
 
 
@@ -98,6 +98,17 @@ def test_compared_runs_share_each_plot_and_only_what_differs_of_recipes_is_shown
     best = page.texts("strong")
     assert "0.8333" in best, "half of 5/3: the loss of b, the best of the three"
     assert "1.6667" not in best
+
+
+def test_a_run_without_its_recipe_does_not_make_every_key_differ(tmp_path: Path) -> None:
+    recipes = {
+        "a": "[run]\nsteps = 1\n[optimizer]\nlr = 1.0",
+        "b": "[optimizer]\nlr = 1.0",
+        "c": "",
+    }
+    runs = [make_run(tmp_path / name, hundred_steps(), text) for name, text in recipes.items()]
+    found = differences([read_run(run, run.name) for run in runs])
+    assert found == [("run.steps", [1, None, None])]
 
 
 def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:

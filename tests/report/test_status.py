@@ -124,6 +124,32 @@ def test_damaged_files_do_no_harm(tmp_path: Path) -> None:
     assert (examine(run).step, examine(run).loss) == (0, None)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        f'{{"kind": "train", "step": 1{"0" * 400}, "loss": 1}}',
+        '{"kind": "train", "step": true, "loss": 1}',
+        (
+            '{"kind": "train", "step": 60, "loss": 1e308, "tokens": 1e308, "step_seconds": 1e308}\n'
+            '{"kind": "eval", "step": 70, "loss": -1e308}\n'
+            '{"kind": "train", "step": 99, "loss": -1e308, "tokens": -1e308, "step_seconds": 1e308}'
+        ),
+        '{"kind": "train", "step": 60, "half\\ud800": 1, "loss": 1}',
+        "[" * 100_000,
+    ],
+)
+def test_rows_that_no_run_writes_do_no_harm(command: Command, tmp_path: Path, row: str) -> None:
+    run = make_run(tmp_path / os.fsdecode(b"r\xff"), [train_row(50)], state={"reason": "\ud800"})
+    state = f'{{"total_steps": 1{"0" * 400}}}'
+    for text in ((run / "state.json").read_text(), state, "[" * 100_000):
+        (run / "state.json").write_text(text)
+        (run / "metrics.jsonl").write_text(f"{row}\n")
+        for arguments in (("status", run.name), ("status", "."), ("report", run.name)):
+            code, _, errors = command(*arguments)
+            assert (code, errors) == (0, "")
+        (run / "report.html").read_text("utf-8")
+
+
 HOLD = """
 import sys, time
 from pathlib import Path
@@ -234,6 +260,7 @@ def test_a_sparkline_goes_from_the_lowest_to_the_highest() -> None:
     assert sparkline([8.0, 1.0, 4.5, float("nan"), 1.0]) == "█▁▅ ▁"
     assert sparkline([2.0, 2.0]) == "▁▁"
     assert sparkline([]) == sparkline([float("inf")]) == ""
+    assert sparkline([-1e308, 1.0, 1e308]) == " ▁ "
 
 
 def test_report_writes_into_the_run_or_where_it_is_told(command: Command, tmp_path: Path) -> None:
