@@ -18,7 +18,8 @@ from .table import print_table
 app = typer.Typer(no_args_is_help=True, help="List, inspect, verify and prune checkpoints.")
 
 AnyPath = Annotated[
-    Path, typer.Argument(help="a run directory, a checkpoints folder, or one checkpoint")
+    Path,
+    typer.Argument(metavar="PATH", help="a run directory, a checkpoints folder, or one checkpoint"),
 ]
 
 

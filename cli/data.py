@@ -44,7 +44,7 @@ def prepare(
     sources: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="SOURCES",
+            metavar="SOURCE",
             help="text, .jsonl, .parquet, saved datasets, folders and globs of them; or a recipe",
         ),
     ] = None,

@@ -19,9 +19,10 @@ from ..engine.recipe.reference import (
     components,
     keys_called,
     nearest_known,
-    sections,
+    tables,
     tables_called,
 )
+from ..engine.recipe.schema import REGISTRIES
 from ..engine.recipe.starter import shipped_recipes
 from .main import COMMANDS
 from .manual import CommandHelp, command_help, commands_page
@@ -35,7 +36,7 @@ def docs(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[WORD]...",
+            metavar="WORD",
             help="such as optimizer.lr, adamw, data, checkpoint list, quickstart, or 75",
         ),
     ] = None,
@@ -45,10 +46,12 @@ def docs(
     as_json: AsJson = False,
 ) -> None:
     """Print the help of a key, a component, a table, a command or an exit code."""
+    # As a recipe writes a table, and a shell a command.
+    word = " ".join(words or []).removeprefix("trainer ").strip("[] ")
     if write:
         _write(write)
-    elif words:
-        _print_help(" ".join(words), as_json)
+    elif word:
+        _print_help(word, as_json)
     else:
         _print_topics(as_json)
 
@@ -65,10 +68,9 @@ def _write(folder: Path) -> None:
 
 
 def _print_topics(as_json: bool) -> None:
-    kinds = dict.fromkeys(each.kind for each in sections() if each.kind)
     topics = {
-        "table": list(dict.fromkeys(each.table for each in sections() if not each.kind)),
-        **{kind: [each.component for each in components(kind)] for kind in kinds},
+        "table": list(tables()),
+        **{kind: list(registry) for kind, registry in REGISTRIES.items()},
         "recipe": list(shipped_recipes()),
         "command": list(COMMANDS),
         EXIT_CODES: [str(code.value) for code in sorted(ExitCode)],
@@ -76,7 +78,9 @@ def _print_topics(as_json: bool) -> None:
     if as_json:
         print(json.dumps(topics, indent=1))
         return
-    print("`trainer docs WORD` prints the help of any of these, and of any key, as optimizer.lr\n")
+    print(
+        "`trainer docs WORD` prints the help of any of these, and of a key such as optimizer.lr\n"
+    )
     print_table([(kind, ", ".join(names)) for kind, names in topics.items()])
 
 

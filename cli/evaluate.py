@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 def evaluate(
     checkpoint: Annotated[
         Path,
-        typer.Argument(help="a checkpoint, a run directory (its newest), or a Hugging Face folder"),
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="a checkpoint, a run directory (its newest), or a Hugging Face folder",
+        ),
     ],
     data: Annotated[
         list[str] | None,

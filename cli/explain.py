@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
+from ..engine.errors import RecipeError, nearest
+from ..engine.recipe.explain import Explained
 from ..engine.recipe.explain import explain as explain_recipe
 from ..engine.recipe.load import load_recipe
 from ..engine.recipe.shown import shown_value
@@ -19,15 +22,29 @@ def explain(
     recipe: Recipe,
     overrides: Overrides = None,
     only: Annotated[
-        str, typer.Option(metavar="TABLE", help="only this table, such as optimizer")
+        str, typer.Option(metavar="TABLE", help="only this table or key, such as optimizer")
     ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Show a recipe with every default spelled out, and where each value comes from."""
     keys = explain_recipe(load_recipe(recipe, overrides or []))
     if only:
-        keys = [each for each in keys if f"{each.key}.".startswith(f"{only}.")]
+        keys = _below(only, keys)
     if as_json:
         print(json.dumps([asdict(each) for each in keys], indent=1))
     else:
         print_table([(each.key, shown_value(each.value), each.origin) for each in keys])
+
+
+def _below(table: str, keys: Sequence[Explained]) -> list[Explained]:
+    """Return the key of this name, or those of the table.
+
+    Raises:
+        RecipeError: the recipe has neither.
+    """
+    found = [each for each in keys if f"{each.key}.".startswith(f"{table}.")]
+    if not found:
+        tables = dict.fromkeys(each.key.partition(".")[0] for each in keys)
+        hint = nearest(table, [*tables, *(each.key for each in keys)])
+        raise RecipeError(f"--only: the recipe has no {table!r}", hint)
+    return found

@@ -18,7 +18,10 @@ from ..engine.inference import Weights
 def generate(
     checkpoint: Annotated[
         Path,
-        typer.Argument(help="a checkpoint, a run directory (its newest), or a Hugging Face folder"),
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="a checkpoint, a run directory (its newest), or a Hugging Face folder",
+        ),
     ],
     prompt: Annotated[
         list[str] | None, typer.Option(help="text to continue; give it again for several")

@@ -11,7 +11,8 @@ import typer
 from pydantic import BaseModel
 
 from ..engine.errors import RecipeError, nearest
-from ..engine.recipe.describe import describe, summary, tables
+from ..engine.recipe.describe import describe, summary
+from ..engine.recipe.reference import tables
 from ..engine.recipe.schema import REGISTRIES
 from ..engine.recipe.starter import shipped_recipes
 from .options import AsJson
@@ -19,8 +20,8 @@ from .table import print_table
 
 
 def list_components(
-    kind: Annotated[str, typer.Argument(help="such as optimizer, or table")] = "",
-    name: Annotated[str, typer.Argument(help="one of that kind: its fields")] = "",
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="such as optimizer, or table")] = "",
+    name: Annotated[str, typer.Argument(metavar="NAME", help="one of that kind: its fields")] = "",
     as_json: AsJson = False,
 ) -> None:
     """List the kinds of components, those of one kind, or the fields of one."""
@@ -42,12 +43,15 @@ def _print(words: Mapping[str, str], as_json: bool) -> None:
 
 
 def _print_fields(kind: str, name: str, as_json: bool) -> None:
-    if kind == "recipe":
-        raise RecipeError("a shipped recipe has no fields", f"see trainer new PATH --from {name}")
-    configs = _configs(kind)
-    if name not in configs:
-        hint = nearest(name, configs) or f"known: {', '.join(configs)}"
+    known = _summaries(kind)
+    if name not in known:
+        hint = nearest(name, known) or f"known: {', '.join(known)}"
         raise RecipeError(f"no {kind} is named {name!r}", hint)
+    if kind == "recipe":
+        raise RecipeError(
+            "a recipe has no fields", f"to start from it: trainer new PATH --from {name}"
+        )
+    configs = _configs(kind)
     fields = describe(configs[name])
     if as_json:
         print(json.dumps([asdict(field) for field in fields], indent=1))

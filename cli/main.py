@@ -99,7 +99,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def trainer(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="and exit")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="print the version and exit"
+        ),
     ] = False,
     show_traceback: Annotated[
         bool, typer.Option("--traceback", help="show where in the code an error comes from")

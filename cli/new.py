@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..engine.errors import EnvironmentFault, RecipeError
+from ..engine.files import atomic_write
 from ..engine.recipe.starter import shipped_recipes, starter
 
 
 def new(
-    path: Annotated[Path, typer.Argument(help="the file to write")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="the file to write")],
     source: Annotated[
         str,
         typer.Option(
@@ -29,11 +29,9 @@ def new(
     text = starter(source)
     if path.exists() and not force:
         raise RecipeError(f"{path} is there already", "give another path, or --force")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, "utf-8")
-        os.replace(temporary, path)
+        atomic_write(path, text)
     except OSError as error:
         raise EnvironmentFault(f"{path} cannot be written: {error.strerror}") from None
     print(f"{path} written; now: trainer validate {path}")

@@ -17,7 +17,7 @@ from .options import AsJson
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="run directories, or folders of them")
+        list[Path], typer.Argument(metavar="RUN", help="run directories, or folders of them")
     ],
     out: Annotated[
         Path | None,

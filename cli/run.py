@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
+from .options import Overrides, Recipe
+
 
 def run(
-    recipe: Annotated[Path, typer.Argument(help="the recipe, a TOML file")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change one value")
-    ] = None,
+    recipe: Recipe,
+    overrides: Overrides = None,
     nproc: Annotated[
         int, typer.Option("--nproc", min=1, max=4096, help="processes on this machine")
     ] = 1,

@@ -20,7 +20,7 @@ def train_tokenizer(
     sources: Annotated[
         list[str],
         typer.Argument(
-            metavar="SOURCES...",
+            metavar="SOURCE",
             help="files, folders or globs of text, .jsonl or .parquet; or a recipe: its sources",
         ),
     ],

@@ -16,7 +16,7 @@ from .options import AsJson, Overrides
 
 
 def validate(
-    recipes: Annotated[list[Path], typer.Argument(help="TOML files")],
+    recipes: Annotated[list[Path], typer.Argument(metavar="RECIPE", help="TOML files")],
     overrides: Overrides = None,
     world: Annotated[
         int | None, typer.Option(min=1, max=2**20, help="check for this number of ranks")

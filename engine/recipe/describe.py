@@ -13,7 +13,6 @@ from pydantic.fields import FieldInfo
 from ..config import Component
 from ..registry import Named
 from .shown import shown_value
-from .structure import every_table
 
 _WORDS = {bool: "true or false", int: "integer", float: "number", str: "string"}
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -46,15 +45,6 @@ def describe(config: type[BaseModel]) -> list[FieldDescription]:
         )
         for key, field in config.model_fields.items()
     ]
-
-
-def tables() -> dict[str, type[BaseModel]]:
-    """Return the tables of a recipe that belong to no component, by dotted name."""
-    return {
-        ".".join(str(part) for part in table.path): table.config
-        for table in every_table({})
-        if table.path and table.registry is None and table.path[0] != "model"
-    }
 
 
 def _default(field: FieldInfo) -> str:

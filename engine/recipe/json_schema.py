@@ -6,12 +6,13 @@ import json
 from typing import Any
 
 from ..models import models
+from .reference import EXTENDS
 from .schema import Recipe
 
 _PATH = {"type": "string", "pattern": r"\.toml$"}
 _EXTENDS = {
     "anyOf": [{"type": "array", "items": _PATH}, _PATH],
-    "description": "recipes that this one changes: paths relative to this file, the last wins",
+    "description": EXTENDS.description,
 }
 
 

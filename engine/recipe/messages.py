@@ -143,6 +143,8 @@ class _Fault:
         if self.type in ("int_type", "float_type"):
             is_number = re.fullmatch(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?", self.input)
             return "remove the quotes" if is_number else ""
+        if self.type == "table_type":
+            return f"write {{ name = {shown_value(self.input)} }}"
         return nearest(self.input, re.findall(r'"([^"]+)"', expected))
 
     def refused(self) -> Problem:

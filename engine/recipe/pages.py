@@ -7,21 +7,22 @@ from collections.abc import Iterable, Sequence
 
 from ..errors import ExitCode
 from .changes import freedom
-from .reference import Section, sections
+from .reference import EXTENDS, Section, sections
+from .schema import REGISTRIES
 from .shown import shown_value
 from .starter import RECIPES
 
 MADE_BY = (
     "<!-- Made by `trainer docs --write docs/reference`. Change the sources, not this page. -->"
 )
+COLUMNS = ("key", "type", "default", "on resume", "what it is")
 
 
 def recipe_pages() -> dict[str, str]:
     """Return every page that is about recipes: file name -> text."""
-    kinds = dict.fromkeys(each.kind for each in sections() if each.kind)
     return {
         "recipe.md": _recipe_page(),
-        **{f"{kind}.md": _kind_page(kind) for kind in kinds},
+        **{f"{kind}.md": _kind_page(kind) for kind in REGISTRIES},
         "recipes.md": _shipped_page(),
         "exit-codes.md": _exit_codes_page(),
     }
@@ -58,7 +59,9 @@ def _recipe_page() -> str:
         "The column *on resume* says what a resumed run may change: *free*, or *asks*: only if "
         "`--allow-changed` names the key."
     )
-    parts = []
+    keys = [EXTENDS.key, EXTENDS.type, EXTENDS.default]
+    row = (*(f"`{each}`" for each in keys), "free", EXTENDS.description)
+    parts = ["## Above all tables", markdown_table(COLUMNS, [row])]
     described = set()
     for section in sections():
         if section.table in described:
@@ -106,7 +109,7 @@ def _keys(section: Section) -> str:
     ]
     if not rows:
         return "It has no keys of its own."
-    return markdown_table(("key", "type", "default", "on resume", "what it is"), rows)
+    return markdown_table(COLUMNS, rows)
 
 
 def _on_resume(key: str) -> str:

@@ -15,10 +15,11 @@ from ..registry import Registry
 from .changes import freedom
 from .describe import FieldDescription, describe, summary
 from .extends import read_layers
-from .schema import Recipe
+from .schema import REGISTRIES, Recipe
 from .shown import shown_value
 from .starter import RECIPES, shipped_recipes
 from .structure import slot
+from .write import is_table
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,18 @@ class Key:
     """shipped recipe -> the value that it gives"""
 
 
+EXTENDS = Key(
+    key="extends",
+    component="",
+    type="list of strings",
+    default="[]",
+    description="recipes that this one changes: paths relative to this file, the last wins",
+    on_resume="may change",
+    recipes={},
+)
+"""It stands above all tables, and belongs to none."""
+
+
 @cache
 def sections() -> tuple[Section, ...]:
     """Return every table of a recipe, each component of a kind by itself."""
@@ -95,6 +108,11 @@ def _at(table: str, field: FieldInfo) -> Iterator[Section]:
             yield Section(table, registry[name], here.is_list, kind, name, is_default)
 
 
+def tables() -> dict[str, type[BaseModel]]:
+    """Return the tables in which there is nothing to choose, by dotted name."""
+    return {each.table: each.config for each in sections() if not each.kind}
+
+
 def components(word: str) -> list[Section]:
     """Return the components of a kind, or of the table that takes them."""
     return [each for each in sections() if each.component and word in (each.kind, each.table)]
@@ -111,6 +129,8 @@ def keys_called(word: str) -> list[Key]:
     Args:
         word: such as `optimizer.lr`, `adamw.lr`, `optimizer.adamw.lr` or `data.sources.0.weight`.
     """
+    if word == EXTENDS.key:
+        return [EXTENDS]
     word = ".".join(part for part in word.split(".") if not part.isdigit())
     return [
         _key(section, field)
@@ -127,15 +147,17 @@ def nearest_known(word: str, more: Sequence[str] = ()) -> str:
         word: what was asked for; a key alone gets the tables that have it.
         more: other words that are known.
     """
-    known = [*more]
+    known = [EXTENDS.key, *more]
     owners = {}
     for section in sections():
         keys = [field.key for field in section.fields()]
-        known += [section.kind, *_section_names(section)]
+        known += _section_names(section)
         known += [f"{name}.{key}" for name in _owner_names(section) for key in keys]
         if word in keys:
-            owners[f"{section.table}.{word}"] = True
-    return f"did you mean {' or '.join(owners)}?" if owners else nearest(word, known)
+            owners[f'"{section.table}.{word}"'] = True
+    if owners:
+        return f"did you mean {' or '.join(owners)}?"
+    return nearest(word, [*known, *REGISTRIES])
 
 
 def _section_names(section: Section) -> list[str]:
@@ -178,7 +200,7 @@ def _given(section: Section, key: str, recipe: str) -> Iterator[Any]:
         default = section.component if section.is_default else None
         if section.component and table.get("name", default) != section.component:
             continue
-        if key in table:
+        if key in table and not is_table(table[key]):
             yield table[key]
 
 

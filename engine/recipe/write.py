@@ -26,7 +26,7 @@ def format_toml(values: Mapping[str, Any], comment: Comment = lambda _path: "") 
 
 def _table(values: Mapping[str, Any], path: KeyPath, comment: Comment) -> Iterator[str]:
     """Yield the lines of a table: plain values first, as TOML wants it, then tables."""
-    tables = {key: value for key, value in values.items() if _is_table(value)}
+    tables = {key: value for key, value in values.items() if is_table(value)}
     for key, value in values.items():
         if key not in tables and value is not None:
             yield from _comment_lines(comment((*path, key)))
@@ -41,7 +41,8 @@ def _table(values: Mapping[str, Any], path: KeyPath, comment: Comment) -> Iterat
             yield from _table(item, here, comment)
 
 
-def _is_table(value: Any) -> bool:
+def is_table(value: Any) -> bool:
+    """Return whether TOML writes a value as a table, or as a list of tables."""
     if isinstance(value, list):
         return bool(value) and all(isinstance(item, Mapping) for item in value)
     return isinstance(value, Mapping)

@@ -1,6 +1,7 @@
 """What is installed, and what each floor may import."""
 
 import ast
+import re
 import sys
 
 import pytest
@@ -38,7 +39,7 @@ def test_every_shipped_recipe_is_installed():
     shipped = {
         name(path)
         for path in files()
-        if name(path).startswith("recipes/") and path.suffix in (".toml", ".json")
+        if name(path).startswith("recipes/") and path.suffix in (".toml", ".json", ".jsonl")
     }
     installed = {
         name(path)
@@ -74,11 +75,19 @@ def test_imports_inside_the_package_are_relative(path):
     assert [module for module in imported(path) if module.partition(".")[0] == "trainer"] == []
 
 
+def one_name(package):
+    """Return the one spelling of a package's name (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", package).lower()
+
+
 def test_every_requirement_has_a_pin():
     project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = list(project["dependencies"])
     for extra in project["optional-dependencies"].values():
         wanted += extra
-    names = {line.partition(">=")[0] for line in wanted if not line.startswith("trainer[")}
-    pins = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().split("\n")}
+    names = {
+        one_name(line.partition(">=")[0]) for line in wanted if not line.startswith("trainer[")
+    }
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = {one_name(line.partition("==")[0]) for line in lines}
     assert names <= pins

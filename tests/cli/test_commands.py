@@ -73,6 +73,7 @@ def test_explain_names_file_set_flavor_and_default(command):
     assert found["metrics.trackers"] == ([], "default")
     code, out, _ = command("explain", DEBUG, "--only", "model")
     assert all(line.startswith("model.") for line in out.splitlines())
+    assert command("explain", DEBUG, "--only", "run.seed")[1].split()[:2] == ["run.seed", "0"]
     [vocab] = [line for line in out.splitlines() if "vocab_size" in line]
     assert vocab.split() == ["model.vocab_size", "none", "from", "tokenizer"]
 
@@ -88,6 +89,7 @@ def test_list_shows_kinds_names_and_fields(command):
         "description": "decay of the running mean of the gradient",
     } in fields  # fmt: skip
     assert "strategy" in command("list", "table", "parallel.fsdp")[1]
+    assert "factor" in command("list", "table", "model.rope_scaling")[1]
     assert "quickstart" in command("list", "recipe")[1]
 
 
@@ -102,7 +104,14 @@ def test_every_table_and_component_can_be_listed(command):
     [
         (("list", "optimiser"), 'did you mean "optimizer"?'),
         (("list", "optimizer", "adamv"), 'did you mean "adam"?'),
+        (("list", "recipe", "quikstart"), 'did you mean "quickstart"?'),
+        (("list", "recipe", "quickstart"), "trainer new PATH --from quickstart"),
         (("explain", "nosuch.toml"), "nosuch.toml: there is no such file"),
+        (("explain", DEBUG, "--only", "optimzer"), 'did you mean "optimizer"?'),
+        (("explain", DEBUG, "--only", "optimizer.l"), 'did you mean "optimizer.lr"?'),
+        (("run", DEBUG, "--nproc", "0"), "Invalid value for '--nproc'"),
+        (("run", DEBUG, "--nproc", "3"), "does not divide over 3 data ranks"),
+        (("schema", "x"), "unexpected extra argument"),
         (("new", "x.toml", "--from", "quikstart"), 'did you mean "quickstart"?'),
         (("validat", "x.toml"), "No such command 'validat'"),
         (("validate",), "Missing argument"),

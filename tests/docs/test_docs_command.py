@@ -127,7 +127,25 @@ def test_an_exit_code_is_explained(docs):
     assert [int(line.split()[0]) for line in lines] == sorted(ExitCode)
 
 
+def test_what_a_recipe_extends_is_explained(docs):
+    assert rows(docs("extends")[1])["type"] == "list of strings"
+
+
+@pytest.mark.parametrize(
+    ("written", "word"),
+    [("[optimizer]", "optimizer"), ("[[data.sources]]", "data.sources"), ("trainer run", "run")],
+)
+def test_a_word_may_be_written_as_in_a_recipe_or_a_shell(docs, written, word):
+    assert docs(*written.split()) == docs(word)
+
+
+@pytest.mark.parametrize("key", ["optimizer.groups", "data.sources", "parallel.fsdp"])
+def test_of_a_table_no_values_are_shown(docs, key):
+    assert "a table" not in docs(key)[1]
+
+
 def test_without_a_word_it_lists_what_there_is(docs):
+    assert docs("") == docs()
     topics = json.loads(docs("--json")[1])
     assert topics["command"] == [*cli.COMMANDS]
     for kind, registry in REGISTRIES.items():
@@ -145,6 +163,7 @@ def test_without_a_word_it_lists_what_there_is(docs):
         ("adamw.beta", "adamw.betas"),
         ("lama3_debug", "llama3_debug"),
         ("seq_len", "data.seq_len"),
+        ("extend", "extends"),
         ("generat", "generate"),
     ],
 )

@@ -35,6 +35,10 @@ FAULTS = [
         4, 1, "data.sources", "expected a list of at least 1, got one of 0", "",
     ),
     ("[data]\nsources = [3]", 4, 12, "data.sources.0", "expected a table, got 3", ""),
+    (
+        '[data]\nsources = ["python"]',
+        4, 12, "data.sources.0", 'expected a table, got "python"', 'write { name = "python" }',
+    ),
     ("data = 3\n[x]\n", 3, 1, "run.data", 'unknown key "data"', ""),
     (
         "[precision]\ncompute = 3",
@@ -77,8 +81,6 @@ FAULTS = [
     ("[[parallel.rules]]", 3, 12, "parallel.rules", LATER, ""),
     ("[precision.float8]", 3, 12, "precision.float8", LATER, ""),
     ('[memory]\nrecompute = "budget"', 4, 1, "memory.recompute", f'"budget" {LATER}', ""),
-    ('[tokenizer]\nname = "bpe"', 4, 1, "tokenizer.name", f'"bpe" {LATER}', ""),
-    ('[[data.sources]]\nname = "hf"', 4, 1, "data.sources.0.name", f'"hf" {LATER}', ""),
     ("\"a\\nb\\u001b\" = 1", 3, 1, 'run."a\\nb\\u001b"', 'unknown key "a\\nb\\u001b"', ""),
 ]  # fmt: skip
 
