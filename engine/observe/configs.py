@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from ..config import Component
-from ..errors import EnvironmentFault
 from ..registry import Registry
 
 
@@ -71,7 +69,7 @@ class WandB(TrackerConfig):
         """Return a sender to one run of W&B."""
         from .wandb import WandBTracker
 
-        return _unless_down(lambda: WandBTracker(self, run_dir), resume_step)
+        return WandBTracker(self, run_dir)
 
 
 @trackers.register
@@ -92,28 +90,4 @@ class MLflow(TrackerConfig):
         """Return a sender to one run of MLflow."""
         from .mlflow import MLflowTracker
 
-        return _unless_down(lambda: MLflowTracker(self, run_dir), resume_step)
-
-
-class _Nowhere:
-    def log(self, row: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-def _unless_down(build: Callable[[], Tracker], resume_step: int) -> Tracker:
-    """Return a service's tracker; one that is down does not keep a run from going on.
-
-    Raises:
-        EnvironmentFault: it cannot be used, and the run is only starting.
-    """
-    try:
-        return build()
-    except EnvironmentFault as fault:
-        if resume_step == 0:
-            raise
-        logger = logging.getLogger("trainer.observe")
-        logger.warning("%s; the next attempt sends what is missing there", fault.message)
-        return _Nowhere()
+        return MLflowTracker(self, run_dir)

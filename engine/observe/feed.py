@@ -103,7 +103,10 @@ class Feed:
         """Queue a row; raises what an earlier one failed with."""
         if self._error is not None:
             raise self._error
-        self._waiting.put_nowait(dict(row))
+        try:
+            self._waiting.put_nowait(dict(row))
+        except queue.Full:
+            raise TimeoutError(f"{MAX_WAITING:,} rows wait to be sent") from None
 
     def close(self) -> None:
         """Send what is queued, for a while; the next attempt sends what is left."""

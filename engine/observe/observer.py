@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from .configs import TensorBoard, Tracker
+from ..errors import EnvironmentFault, TrainerError
+from .configs import TensorBoard, Tracker, TrackerConfig
 from .metrics import MetricsLog
 from .phases import Phase, no_phase
 from .progress import Progress
@@ -82,11 +83,12 @@ class Observer:
         """Begin after `step` steps and `tokens` tokens; what was recorded beyond is dropped.
 
         Raises:
-            EnvironmentFault: a tracker's package is missing.
+            EnvironmentFault: a tracker cannot be used, and the run is only starting.
         """
         self._start(step)
         if self._profiler:
-            self._profiler.begin(step)
+            with self._saved_from_profiling():
+                self._profiler.begin(step)
         self._throughput.start(step, tokens)
 
     def _start(self, step: int) -> None:
@@ -100,8 +102,22 @@ class Observer:
         configs = list(self._table.trackers)
         if self._table.tensorboard and not any(isinstance(c, TensorBoard) for c in configs):
             configs.append(TensorBoard())
-        self._trackers = [config.build(self._directory.path, step) for config in configs]
+        for config in configs:
+            self._open_tracker(config, step)
         self._progress.start(step, self._total_steps)
+
+    def _open_tracker(self, config: TrackerConfig, step: int) -> None:
+        """Add a tracker; one that cannot be used keeps no run from going on."""
+        try:
+            self._trackers.append(config.build(self._directory.path, step))
+        except Exception as error:
+            if step:
+                self.warn(f"the tracker {config.name} is left out of this attempt: {error}")
+            elif isinstance(error, TrainerError):
+                raise
+            else:
+                message = f"the tracker {config.name} cannot be used: {type(error).__name__}"
+                raise EnvironmentFault(f"{message}: {error}") from error
 
     def is_due(self, step: int) -> bool:
         """Return whether a row is written at `step`."""
@@ -178,11 +194,11 @@ class Observer:
     def _show_profile(self, profiler: Profiler) -> None:
         with self._saved_from_profiling():
             profiler.finish()
-        if profiler.summary is None:
-            self.warn("nothing was profiled: the run ended before a step past profile.start did")
-            return
-        for line in profiler.summary.lines():
-            self.note(line)
+            if profiler.summary is None:
+                self.warn("nothing was profiled: the run ended before the step profile.start did")
+                return
+            for line in profiler.summary.lines():
+                self.note(line)
 
     @contextmanager
     def _saved_from_profiling(self) -> Iterator[None]:

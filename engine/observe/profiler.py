@@ -93,10 +93,9 @@ class Profiler:
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
         if on_gpu and self._table.memory:
             torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
-        self._trace = profile(
-            activities=activities, with_flops=True, profile_memory=self._table.memory
-        )
-        self._trace.start()
+        trace = profile(activities=activities, with_flops=True, profile_memory=self._table.memory)
+        trace.start()  # type: ignore[no-untyped-call]
+        self._trace = trace
         self._bounds.append(self._clock.mark())
 
     def finish(self) -> None:

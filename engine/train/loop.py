@@ -35,6 +35,7 @@ def train(
     observer.start(position.step, int(position.tokens))
     while position.step < total:
         if stop.agree():
+            observer.sync()
             saver.save(position, sync=True)
             return "stopped"
         gradients = step.accumulate(next(batches))

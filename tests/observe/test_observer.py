@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from trainer.engine.errors import EnvironmentFault
+from trainer.engine.observe.configs import TensorBoard
 from trainer.engine.observe.metrics import read
 from trainer.engine.observe.observer import Observer, to_floats
 from trainer.engine.observe.progress import Silence
@@ -132,6 +134,26 @@ def test_a_tracker_that_fails_is_left_out_and_training_goes_on(tmp_path: Path) -
     screen = observed._progress
     assert isinstance(screen, Screen)
     assert screen.warnings == ["Broken failed and is left out from now on: no route"]
+
+
+@pytest.mark.parametrize("error", [OSError("full"), EnvironmentFault("down"), KeyError("odd")])
+def test_a_tracker_that_cannot_be_built_stops_a_start_but_no_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(TensorBoard, "build", fail)
+    observed = observer(tmp_path, tensorboard=True)
+    with pytest.raises(EnvironmentFault, match=str(error)):
+        observed.start(0, 0)
+    observed.start(10, 100)
+    observed.on_step(20, {"loss": 1.0}, 20)
+    observed.close()
+    screen = observed._progress
+    assert isinstance(screen, Screen)
+    assert screen.warnings == [f"the tracker tensorboard is left out of this attempt: {error}"]
+    assert [row["step"] for row in screen.rows] == [20]
 
 
 def test_a_full_disk_costs_a_row_and_not_the_run(

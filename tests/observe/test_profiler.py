@@ -193,7 +193,19 @@ def test_a_profiler_that_fails_does_not_end_the_run(recipe, capsys, monkeypatch)
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", fail)
     result = train(recipe())
     assert result.finished
-    assert "the profile is lost: RuntimeError: no room" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "the profile is lost: RuntimeError: no room" in shown
+    assert "nothing was profiled" not in shown
+
+
+@pytest.mark.parametrize("start", [1, 2])
+def test_a_profiler_that_cannot_start_does_not_end_the_run(recipe, capsys, start):
+    settings = recipe(**{"profile.start": start})
+    folder = Path(settings.run.dir) / "run"
+    folder.mkdir()
+    (folder / "profiles").touch()
+    assert train(settings).finished
+    assert "the profile is lost: FileExistsError" in capsys.readouterr().out
 
 
 def test_each_rank_asked_for_writes_its_own(tmp_path):

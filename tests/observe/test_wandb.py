@@ -111,7 +111,7 @@ def test_settings_arrive_and_secrets_do_not(run_dir: Path) -> None:
 
 
 def test_without_the_package_the_extra_is_named(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(EnvironmentFault) as caught:
@@ -120,9 +120,7 @@ def test_without_the_package_the_extra_is_named(
     assert "trainer[wandb]" in caught.value.render()
 
 
-def test_a_service_that_is_down_stops_a_start_but_no_run_that_goes_on(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_service_that_is_down_is_told(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
     def down(**settings: Any) -> Any:
@@ -131,7 +129,3 @@ def test_a_service_that_is_down_stops_a_start_but_no_run_that_goes_on(
     monkeypatch.setattr(wandb, "init", down)
     with pytest.raises(EnvironmentFault, match="no route to host"):
         WandB().build(run_dir, 0)
-    tracker = WandB().build(run_dir, 10)
-    tracker.log({"kind": "train", "step": 11})
-    tracker.close()
-    assert "no route to host" in caplog.text
