@@ -32,6 +32,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MAX_SECONDS = 10
 MAX_MEMORY_BYTES = 2**31
 MAX_CHARACTERS = 2**24
+MAX_REASON_CHARACTERS = 1000
 
 Message = dict[str, Any]
 
@@ -168,11 +169,12 @@ def answer(renderer: Renderer, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reason(error: Exception) -> str:
+    text = str(error)[:MAX_REASON_CHARACTERS]
     if isinstance(error, ValueError):
-        return str(error)
+        return text
     line = getattr(error, "lineno", None)
     place = f" in its line {line}" if line else ""
-    return f"the template stopped{place}: {error} ({type(error).__name__})"
+    return f"the template stopped{place}: {text} ({type(error).__name__})"
 
 
 def _limit() -> None:

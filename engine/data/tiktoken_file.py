@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from .tokenizer import byte_characters
 MAX_FILE_BYTES = 2**26
 MAX_TOKENS = 2**20
 MAX_TOKEN_BYTES = 2**10
+# Of all rules' tokens. Published vocabularies need less than a tenth.
+MAX_RULES_BYTES = 2**26
 
 SpecialTokens = Sequence[str] | Mapping[str, int]
 
@@ -52,7 +54,7 @@ def read_tiktoken(
         )
     is_name = pattern in PATTERNS or pattern.isalnum()
     expression = pattern_named(pattern) if is_name else _valid(pattern)
-    content = json.dumps(describe(ranks, expression, special), ensure_ascii=False)
+    content = json.dumps(describe(path, ranks, expression, special), ensure_ascii=False)
     return TokenizerFiles(str(path), content.encode()), eos_token
 
 
@@ -149,9 +151,13 @@ def _valid(pattern: str) -> str:
 
 
 def describe(
-    ranks: Mapping[bytes, int], pattern: str, special_tokens: Mapping[str, int]
+    path: Path, ranks: Mapping[bytes, int], pattern: str, special_tokens: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the `tokenizer.json`."""
+    """Return the `tokenizer.json`.
+
+    Raises:
+        DataError: it would be too large.
+    """
     characters = byte_characters()
     names = {token: "".join(characters[byte] for byte in token) for token in ranks}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
@@ -175,14 +181,22 @@ def describe(
             # Added tokens that are not in here too would get other ids.
             "vocab": {names[token]: ranks[token] for token in ordered} | dict(special_tokens),
             "merges": [
-                [names[left], names[right]]
-                for token in ordered
-                for left, right in _halves(token)
-                if left in ranks and right in ranks
+                [names[left], names[right]] for left, right in _rules(path, ordered, ranks)
             ],
         },
     }
 
 
-def _halves(token: bytes) -> list[tuple[bytes, bytes]]:
-    return [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+def _rules(
+    path: Path, tokens: Sequence[bytes], ranks: Mapping[bytes, int]
+) -> Iterator[tuple[bytes, bytes]]:
+    """Yield every two tokens that make another, in the order of what they make."""
+    size = 0
+    for token in tokens:
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in ranks and right in ranks:
+                size += len(token)
+                if size > MAX_RULES_BYTES:
+                    raise DataError(f"{path}: too many of its tokens are made of others")
+                yield left, right

@@ -272,6 +272,16 @@ def test_a_template_that_never_ends_is_ended(
     assert any(word in str(error.value) for word in ("10 seconds", "GiB of memory"))
 
 
+def test_a_hostile_template_cannot_say_more_than_fits() -> None:
+    text = "{{ raise_exception('x' * 99999999) }}"
+    with (
+        rendering(template(text)) as renderer,
+        pytest.raises(ValueError, match="the template stopped: x") as error,
+    ):
+        renderer.document(TALK, learn="all")
+    assert len(str(error.value)) < 2000
+
+
 def test_the_process_that_renders_can_open_no_file(tmp_path: Path) -> None:
     from trainer.engine.data import chat
 

@@ -183,6 +183,13 @@ def test_files_that_are_too_large_are_refused(
         build(file)
 
 
+def test_a_file_whose_rules_would_fill_the_memory_is_refused(tmp_path: Path) -> None:
+    runs = [bytes([letter]) * length for letter in b"abc" for length in range(2, 1025)]
+    ranks = letters() | {run: 256 + number for number, run in enumerate(runs)}
+    with pytest.raises(DataError, match=r"large.tiktoken: too many of its tokens are made of"):
+        build(write(tmp_path / "large.tiktoken", ranks))
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -213,7 +220,7 @@ def test_which_token_ends_a_document_must_be_known(file: Path) -> None:
 
 def test_every_way_of_making_a_token_has_a_rule(file: Path) -> None:
     ranks = read_ranks(file)
-    rules = describe(ranks, "x", {})["model"]["merges"]
+    rules = describe(file, ranks, "x", {})["model"]["merges"]
     ways = sum(
         token[:cut] in ranks and token[cut:] in ranks
         for token in ranks
