@@ -21,6 +21,8 @@ SHORTER = {
     "--set data.global_batch=4 --set evaluate.interval=20 --set evaluate.steps=1",
 }
 FILES = ("text", "json", "jsonl", "jinja")
+# Only what hangs takes so long, however busy the machine is.
+TIMEOUT_SECONDS = 600
 
 
 class Walk:
@@ -71,7 +73,7 @@ class Walk:
             command = command.replace(f"trainer run {recipe}", f"trainer run {recipe} {options}")
         done = subprocess.run(
             command, shell=True, cwd=self.folder, env=self.environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT_SECONDS,
         )  # fmt: skip
         assert done.returncode == exit_code, f"{command}\n{done.stdout}"
         return done.stdout.splitlines()
@@ -94,7 +96,7 @@ class Walk:
         """Check that the target exists; run what it runs with `trainer`."""
         done = subprocess.run(
             ["make", "-n", *command.split()[1:]],
-            cwd=ROOT, capture_output=True, text=True, timeout=30,
+            cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         printed = []
