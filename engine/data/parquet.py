@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import EnvironmentFault, nearest
 from .configs import Document, DocumentFault
 from .parts import PART_BYTES
-from .sources import matching_files
+from .sources import MAX_DOCUMENT_BYTES, matching_files
 
-BATCH_BYTES, BATCH_ROWS = 2**22, 4096
+# Rows that are unpacked at once. A few bytes of a file may stand for a large value many times over.
+BATCH_BYTES, BATCH_ROWS = 2**28, 16
 
 
 class RowGroups(NamedTuple):
@@ -89,8 +91,8 @@ def _read_group(
     try:
         if isinstance(column, ValueError):
             raise column
-        size = max(_column_bytes(metadata, column) // max(metadata.num_rows, 1), 1)
-        rows = min(max(BATCH_BYTES // size, 1), BATCH_ROWS)
+        largest = max(_column_bytes(metadata, column), 1)  # one value may be all of them
+        rows = min(max(BATCH_BYTES // largest, 1), BATCH_ROWS)
         batches = file.iter_batches(rows, row_groups=[group], columns=[column], use_threads=False)
         for batch in batches:
             values = _leaf(batch, column)
@@ -121,23 +123,30 @@ def texts(values: Any, field: str, name: str, row: int) -> Iterator[Document]:
     import pyarrow as pa
 
     kind = values.type
-    if pa.types.is_dictionary(kind):
-        values, kind = values.dictionary_decode(), kind.value_type
-    if pa.types.is_null(kind):
-        values, kind = values.cast(pa.string()), pa.string()
-    checks = ("is_string", "is_large_string", "is_string_view", "is_binary", "is_large_binary")
-    if not any(check(kind) for word in checks if (check := getattr(pa.types, word, None))):
+    if is_dictionary := pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if kind not in _text_types():
         raise ValueError(f'"{field}" is {kind}, expected strings')
-    if not pa.types.is_binary(kind):
-        values = values.cast(pa.large_binary())
-    for number, value in enumerate(values, row + 1):
-        content = value.as_py()
+    for number, each in enumerate(values, row + 1):
+        value = each.value if is_dictionary else each
         try:
-            if content is None:
+            if not value.is_valid:
                 raise ValueError(f'"{field}" is null, expected a string')
-            yield content.decode()
+            content = value.as_buffer()
+            if content.size > MAX_DOCUMENT_BYTES:
+                raise ValueError(f'"{field}" is larger than {MAX_DOCUMENT_BYTES >> 20} MiB')
+            yield str(content, "utf-8")
         except ValueError as error:
             yield DocumentFault(f"{name}, row {number}", str(error))
+
+
+@lru_cache
+def _text_types() -> set[Any]:
+    import pyarrow as pa
+
+    names = ["null", "string", "large_string", "binary", "large_binary"]
+    names += ["string_view", "binary_view"]  # not in pyarrow 15
+    return {getattr(pa, name)() for name in names if hasattr(pa, name)}
 
 
 def first_line(error: Exception) -> str:

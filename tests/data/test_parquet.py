@@ -173,6 +173,34 @@ def test_one_column_is_read_and_memory_stays_small(tmp_path: Path) -> None:
     assert largest < 24 * 2**20
 
 
+@pytest.mark.parametrize("store_schema", [True, False], ids=["dictionary", "strings"])
+def test_a_small_file_cannot_fill_the_memory(tmp_path: Path, store_schema: bool) -> None:
+    """One value of 8 MB, 4096 times over: some kilobytes in a dictionary."""
+    numbers = pa.array([0] * 4096, pa.int32())
+    repeated = pa.DictionaryArray.from_arrays(numbers, pa.array(["x" * 2**23]))
+    table, path = pa.table({"text": repeated}), tmp_path / "a.parquet"
+    pq.write_table(table, path, compression="zstd", store_schema=store_schema)
+    assert path.stat().st_size < 2**16
+    pool = pa.default_memory_pool()
+    before = pa.total_allocated_bytes()
+    for count, text in enumerate(documents_of(path)):
+        assert len(text) == 2**23
+        assert pool.bytes_allocated() - before < 300 * 2**20
+        if count == 40:
+            break
+
+
+def test_a_value_that_is_too_large_is_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet, "MAX_DOCUMENT_BYTES", 2**20)
+    write(tmp_path / "a.parquet", {"text": ["a", "b" * (2**20 + 1), "c"]})
+    found = documents(tmp_path / "a.parquet")
+    assert found[::2] == ["a", "c"]
+    (fault,) = faults(found)
+    assert fault.endswith('a.parquet, row 2: "text" is larger than 1 MiB')
+
+
 def documents_of(path: Path):
     return ParquetSource(path=str(path)).documents()
 
