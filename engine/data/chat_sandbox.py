@@ -92,8 +92,9 @@ class Renderer:
         """
         self.environment.rendered, self.environment.learned = 0, []
         pieces = []
-        values = {**self.variables, "messages": messages, "tools": tools, "documents": None}
-        for piece in self.template.generate(**values, add_generation_prompt=prompt):
+        ours = {"messages": messages, "tools": tools, "documents": None}
+        ours["add_generation_prompt"] = prompt
+        for piece in self.template.generate({**self.variables, **ours}):
             pieces.append(piece)
             self.environment.rendered += len(piece)
             if self.environment.rendered > MAX_CHARACTERS:

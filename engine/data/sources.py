@@ -100,7 +100,9 @@ def matching_files(pattern: str, suffix: str) -> list[Path]:
         files = [Path(found) for found in glob(str(path), recursive=True)]
     files = sorted(file for file in files if file.is_file())
     if not files:
-        what = "no such file" if not path.exists() else f"no {suffix or 'files'} in this folder"
+        what = "no such file"
+        if path.exists():
+            what = f"no {suffix or 'files'} in this folder" if path.is_dir() else "not a plain file"
         raise DataError(f"{pattern}: {what}", "data.sources.path is a file, a folder or a glob")
     return files
 
@@ -146,17 +148,30 @@ def line_parts(pattern: str, suffix: str) -> list[Part]:
 
 
 def read_text(part: Part) -> Iterator[Document]:
-    """Yield a document a span."""
-    for span in part:
-        try:
-            with open(span.file, "rb") as file:
-                file.seek(span.start)
-                block = file.read(span.stop - span.start)
-        except OSError as error:
-            yield DocumentFault(span.file, str(error.strerror))
-            continue
-        if block:
-            yield decode(block, span.file, 1, span.start)
+    """Yield a document a span; more of one that is large for want of lines to cut it at."""
+    for file, start, stop in part:
+        while True:
+            try:
+                with open(file, "rb") as opened:
+                    opened.seek(start)
+                    block = opened.read(min(stop - start, 2 * MAX_DOCUMENT_BYTES))
+            except OSError as error:
+                yield DocumentFault(file, str(error.strerror))
+                break
+            if start + len(block) < stop:
+                block = _whole_characters(block)
+            if not block:
+                break
+            yield decode(block, file, 1, start)
+            start += len(block)
+
+
+def _whole_characters(block: bytes) -> bytes:
+    """Return the block without the last character, which may go on after it."""
+    end = len(block) - 1
+    while end > len(block) - 4 and block[end] & 0xC0 == 0x80:  # 10xxxxxx continues a character
+        end -= 1
+    return block[: max(end, 0)]
 
 
 def decode(block: bytes, file: str, line: int, start: int) -> str | DocumentFault:

@@ -52,6 +52,18 @@ def test_a_fault_in_a_later_part_is_named_by_its_line_in_the_file(tmp_path: Path
 
 
 @pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("character", ["x", "é", "☃", "🎉"])
+def test_text_without_lines_is_cut_between_characters(tmp_path: Path, character: str) -> None:
+    text = "." + character * 500
+    (tmp_path / "a.txt").write_text(text)
+    (read,) = by_part(TextSource(path=str(tmp_path)))
+    pieces = [str(piece) for piece in read]
+    assert "".join(pieces) == text
+    assert len(pieces) > 3
+    assert max(len(piece.encode()) for piece in pieces) <= 160
+
+
+@pytest.mark.usefixtures("small_parts")
 def test_a_file_that_is_gone_when_its_part_is_read_is_a_fault(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("x" * 70)
