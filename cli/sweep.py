@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -138,7 +139,7 @@ def _write_array(
             trainer_command(command),
         ),
     )
-    submit = f"sbatch {script}"
+    submit = shlex.join(["sbatch", str(script)])
     if as_json:
         print(json.dumps({"command": submit, "points": len(planned.points)}))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -89,6 +90,7 @@ class Profiler:
         if self.summary is not None or self._steps + 1 != self._table.start or self.is_active:
             return
         self._setting.folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints when it starts and stops
         on_gpu = self._setting.device.type == "cuda"
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
         if on_gpu and self._table.memory:

@@ -11,7 +11,7 @@ SCRIPT = """\
 #SBATCH --array=0-{last}
 #SBATCH --ntasks={nproc}
 #SBATCH --chdir={workdir}
-#SBATCH --output={folder}/logs/%A_%a.out
+#SBATCH --output={output}
 #SBATCH --open-mode=append
 #SBATCH --requeue
 #SBATCH --signal=TERM@300
@@ -43,12 +43,13 @@ def array_script(
 
     Source: sbatch(1), scontrol(1).
     """
+    output = folder.replace("%", "%%") + "/logs/%A_%a.out"
     return SCRIPT.format(
-        name=name,
+        name=shlex.quote(name),
         last=points - 1,
         nproc=nproc,
-        workdir=workdir,
-        folder=folder,
-        script=f"{folder}/sweep.sbatch",
+        workdir=shlex.quote(workdir),
+        output=shlex.quote(output),
+        script=shlex.quote(f"{folder}/sweep.sbatch"),
         command=shlex.join(command),
     )

@@ -213,6 +213,7 @@ def test_each_rank_asked_for_writes_its_own(tmp_path):
     path.write_text(RECIPE)
     overrides = [f"run.dir={tmp_path}", "run.name=run", "profile.ranks=[1, 7]"]
     assert finish(start(path, world=2, overrides=overrides)) == [0, 0], complaints(path)
+    assert "Profiler" not in complaints(path)
     folder = tmp_path / "run/profiles"
     names = sorted(each.name for each in folder.iterdir())
     assert names == ["step-3.rank-1.trace.json.gz", "summary.json"]

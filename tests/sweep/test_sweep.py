@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -236,6 +237,20 @@ def test_an_array_runs_each_point_and_the_last_one_reports(
     assert "all 2 points are finished: s/report.html" in done.stdout
     assert not (tmp_path / "requeued").exists()
     assert (tmp_path / "s" / "report.html").exists()
+
+
+def test_folders_with_odd_names_are_quoted_in_a_batch_script(
+    command: Command, tmp_path: Path
+) -> None:
+    code, out, _ = command("sweep", "r.toml", *GRID, "--slurm", "--dir", "a b%j")
+    assert (code, out.endswith("now: sbatch 'a b%j/sweep.sbatch'\n")) == (0, True)
+    options = [
+        shlex.split(line.removeprefix("#SBATCH "))
+        for line in (tmp_path / "a b%j" / "sweep.sbatch").read_text().splitlines()
+        if line.startswith("#SBATCH ")
+    ]
+    assert {len(words) for words in options} == {1}
+    assert ["--output=a b%%j/logs/%A_%a.out"] in options
 
 
 def test_a_stopped_element_is_queued_again(command: Command, tmp_path: Path) -> None:
