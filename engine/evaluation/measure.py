@@ -146,14 +146,18 @@ def measure_validation(opened: OpenedModel, *, batch_size: int, limit: int = 0) 
     count = min(limit or split.rows_per_epoch, split.rows_per_epoch)
     table = recipe.data.model_copy(update={"micro_batch": batch_size, "global_batch": batch_size})
     measured = Measured("validation split")
-    left = count
+    left, ids = count, np.empty(0, np.int64)
     for batch in validation_batches(split, table, -(-count // batch_size), 0, 1):
         batch.labels[left:] = IGNORED
         left -= len(batch.labels)
-        for score, labels in zip(score_batch(opened.model, batch), batch.labels, strict=True):
+        for score in score_batch(opened.model, batch):
             measured.nll += score.nll
             measured.tokens += score.num_tokens
-            measured.count_text(opened.tokenizer.decode(labels[labels != IGNORED].tolist()))
+        ids = np.concatenate([ids, batch.labels[batch.labels != IGNORED].numpy()])
+        *documents, ids = np.split(ids, np.flatnonzero(ids == opened.tokenizer.eos_id) + 1)
+        for document in documents:
+            measured.count_text(opened.tokenizer.decode(document.tolist()))
+    measured.count_text(opened.tokenizer.decode(ids.tolist()))
     measured.texts = count
     return measured
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ from tests.convert.models import hf_folder, loaded_by_transformers
 from tests.train.processes import finish, rows, start, write_recipe
 from trainer.cli.main import main
 from trainer.engine.data.configs import JsonlSource, MarkedText, TextSource
+from trainer.engine.data.tokenizer import ByteTokenizer
 from trainer.engine.errors import CheckpointError, DataError
-from trainer.engine.evaluation.measure import measure_source
+from trainer.engine.evaluation.measure import measure_source, measure_validation
 from trainer.engine.evaluation.windows import windows
 from trainer.engine.inference import Dtype, Weights, open_model
+from trainer.engine.recipe.schema import Recipe
 
 TEXT = "def naïve(x):\n    return [x * i for i in range(10)]  # ü\n"
 
@@ -175,6 +178,31 @@ def run(tmp_path_factory):
     settings = ["ema.decay=0.8", "evaluate.steps=1000", "precision.compute=fp32"]
     assert finish(start(recipe, overrides=settings)) == [0]
     return folder
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_rows_of_the_validation_split_cut_no_word_and_no_character(
+    opened, tmp_path, monkeypatch, batch_size
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    texts = ["xänder öffnet größere Türen", "日本語 naïve", "drei Wörter hier"] * 3
+    for name in ("train", "validation"):
+        lines = [json.dumps({"text": text}) + "\n" for text in texts]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    sources = [
+        {"name": "jsonl", "path": str(tmp_path / f"{split}.jsonl"), "split": split}
+        for split in ("train", "validation")
+    ]
+    data = {"seq_len": 5, "packing": "concat", "sources": sources}
+    recipe = Recipe.model_validate({"data": data})
+    of_bytes = replace(opened, recipe=recipe, tokenizer=ByteTokenizer())
+    found = measure_validation(of_bytes, batch_size=batch_size)
+    stream = [token for text in texts for token in (*text.encode(), None)]
+    scored = stream[1 : 1 + (len(stream) - 1) // 5 * 5]
+    assert found.tokens == len(scored)
+    assert found.bytes == len(scored) - scored.count(None)
+    documents = bytes(0 if token is None else token for token in scored).split(b"\0")
+    assert found.words == sum(len(each.split()) for each in documents)
 
 
 @pytest.fixture
