@@ -44,7 +44,7 @@ def test_it_learns_and_answers(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    run("run", str(RECIPE), "--set", "run.steps=60", "--set", "checkpoint.interval=60")
+    run("run", str(RECIPE), "--set", "run.steps=120", "--set", "checkpoint.interval=120")
     rows = (tmp_path / "runs/chat-debug/metrics.jsonl").read_text().splitlines()
     losses = [row["loss"] for row in map(json.loads, rows) if row["kind"] == "train"]
     assert losses[-1] < 0.4 * losses[0]
