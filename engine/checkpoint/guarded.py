@@ -1,8 +1,8 @@
-"""Reads DCP files without letting them run code.
+"""Reads DCP files without letting them run code or fill the memory.
 
 DCP keeps its table of contents (`.metadata`) as a pickle, follows any path in it, and unpickles
 what is not a tensor. Here the pickle may name only the classes of that table, paths are plain names
-that the manifest lists, and only tensors are read.
+that the manifest lists, and only tensors are read, from where they lie in their files.
 
 Importing this module imports torch.distributed.checkpoint.
 """
@@ -11,21 +11,27 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from ..errors import CheckpointError
 from .manifest import Manifest, TensorEntry
+from .tensors import Region
+from .torch_file import read_regions
 from .writer import dtype_name
 
+CONTENTS = ".metadata"
+MAX_CONTENTS_BYTES = 2**28
 ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata",
@@ -52,17 +58,19 @@ def read_tensors(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) ->
     Raises:
         CheckpointError: the files are not what the manifest says, or cannot be read.
     """
-    reader = _Reader(path, manifest)
-    planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    contents = read_contents(path, manifest)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        metadata = reader.read_metadata()
-        planner.set_up_planner(dict(state), metadata, is_coordinator=True)
-        reader.set_up_storage_reader(metadata, is_coordinator=True)
-        reader.read_data(planner.create_local_plan(), planner).wait()
+        planner.set_up_planner(dict(state), contents)
+        for item in planner.create_local_plan().items:
+            index = item.storage_index
+            region = region_of(path, contents, index.fqn, cast("int", index.index))
+            part = _read_box(region, item.storage_offsets, item.lengths)
+            planner.resolve_tensor(item).detach().copy_(part)
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        raise _unreadable(path, error) from error
 
 
 def read_contents(path: Path, manifest: Manifest) -> Metadata:
@@ -72,51 +80,82 @@ def read_contents(path: Path, manifest: Manifest) -> Metadata:
         CheckpointError: it is not what the manifest says, or asks for code.
     """
     try:
-        return _Reader(path, manifest).read_metadata()
+        if (path / CONTENTS).stat().st_size > MAX_CONTENTS_BYTES:
+            raise CheckpointError(f"{path}: {CONTENTS} has more than {MAX_CONTENTS_BYTES} bytes")
+        contents = _Unpickler(io.BytesIO((path / CONTENTS).read_bytes())).load()
+        _check(path, contents, manifest)
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        raise _unreadable(path, error) from error
+    return cast("Metadata", contents)
 
 
-class _Unpickler(pickle.Unpickler):
+def region_of(folder: Path, contents: Metadata, name: str, number: int) -> Region:
+    """Return where a part of a tensor lies, by its number among the tensor's chunks.
+
+    Raises:
+        CheckpointError: it does not lie where the table of contents says.
+    """
+    entry = cast("TensorStorageMetadata", contents.state_dict_metadata[name])
+    chunk, dtype = entry.chunks[number], entry.properties.dtype
+    info = contents.storage_data.get(MetadataIndex(name, chunk.offsets))
+    if info is None:
+        raise CheckpointError(f"{folder}: {CONTENTS} does not say where {name} lies")
+    region = read_regions(folder / info.relative_path, info.offset, info.length)
+    if not isinstance(region, Region) or region.dtype != dtype:
+        raise CheckpointError(f"{folder}: {info.relative_path} holds something else at {name}")
+    if region.shape != tuple(chunk.sizes):
+        raise CheckpointError(f"{folder}: a part of {name} has the wrong shape")
+    return region
+
+
+class _Unpickler(pickle._Unpickler):
+    """The one in Python: a number in the file makes the one in C take gigabytes."""
+
     def find_class(self, module: str, name: str) -> Any:
         """Return a class of the table of contents, and nothing else."""
         if name not in ALLOWED.get(module, ()):
-            raise CheckpointError(f".metadata asks for {module}.{name}: refused")
+            raise CheckpointError(f"{CONTENTS} asks for {module}.{name}: refused")
         return super().find_class(module, name)
 
+    def load_build(self) -> None:
+        """Give an object its attributes; a class would keep them for the rest of the process."""
+        if isinstance(self.stack[-2], type):  # type: ignore[attr-defined]
+            raise CheckpointError(f"{CONTENTS} changes a class: refused")
+        super().load_build()  # type: ignore[misc]
 
-class _Reader(FileSystemReader):
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        super().__init__(path)
-        self._manifest = manifest
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the table of contents, after comparing it with the manifest."""
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata = _Unpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{self.path}: .metadata holds no table of contents")
-        if _entries(metadata) != self._manifest.tensors:
-            raise CheckpointError(f"{self.path}: .metadata lists other tensors than the manifest")
-        for info in metadata.storage_data.values():
-            if info.relative_path not in self._manifest.files:
-                raise CheckpointError(f"{self.path}: .metadata points to {info.relative_path!r}")
-            if info.transform_descriptors:
-                raise CheckpointError(f"{self.path}: .metadata asks for a transformation")
-        return metadata
+    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}  # type: ignore[dict-item]
 
 
-class _Planner(DefaultLoadPlanner):
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Refuse what is not a tensor: DCP would unpickle it."""
-        raise CheckpointError(f"{read_item.dest_index.fqn} is not a tensor: refused")
+def _check(path: Path, contents: Any, manifest: Manifest) -> None:
+    if not isinstance(contents, Metadata):
+        raise CheckpointError(f"{path}: {CONTENTS} holds no table of contents")
+    if _entries(contents) != manifest.tensors:
+        raise CheckpointError(f"{path}: {CONTENTS} lists other tensors than the manifest")
+    for info in contents.storage_data.values():
+        if info.relative_path not in manifest.files:
+            raise CheckpointError(f"{path}: {CONTENTS} points to {info.relative_path!r}")
+        if info.transform_descriptors:
+            raise CheckpointError(f"{path}: {CONTENTS} asks for a transformation")
 
 
-def _entries(metadata: Metadata) -> dict[str, TensorEntry]:
+def _entries(contents: Metadata) -> dict[str, TensorEntry]:
     return {
         name: TensorEntry(shape=list(entry.size), dtype=dtype_name(entry.properties.dtype))
-        for name, entry in metadata.state_dict_metadata.items()
+        for name, entry in contents.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
+
+
+def _read_box(region: Region, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Return a part of a region; a scalar has no offsets."""
+    if not region.shape:
+        return region.read(0, 1)
+    rows = region.read(offsets[0], offsets[0] + sizes[0])
+    sides = zip(offsets[1:], sizes[1:], strict=True)
+    return rows[(slice(None), *(slice(start, start + size) for start, size in sides))]
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}")

@@ -129,7 +129,9 @@ class _Planner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return the tensor, or its copy."""
-        return self.buffers[index] if self.use_buffers else super().lookup_object(index).detach()
+        if self.use_buffers:
+            return self.buffers[index]
+        return super().lookup_object(index).detach().contiguous()  # as it is read
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..checkpoint.hf_folder import listed
+from ..checkpoint.tensors import Rows, nbytes
 from ..data.configs import BytesTokenizer, HFTokenizer, TokenizerConfig
 from ..data.tokenizer_configs import TiktokenTokenizer
 from ..errors import CheckpointError, DataError, RecipeError
@@ -22,7 +23,6 @@ from .meta import open_meta
 from .opened import Opened
 from .sources import open_huggingface, open_native, open_torch
 from .targets import Job
-from .tensors import Rows, nbytes
 from .writing import Advance, Counter, complete_or_absent, differing, parallel
 
 if TYPE_CHECKING:

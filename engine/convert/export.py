@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from ..checkpoint.disk import writing
 from ..checkpoint.hf_folder import CONFIG, listed
 from ..checkpoint.ranks import Ranks
+from ..checkpoint.tensors import Form, Held, row_bytes
 from ..errors import CheckpointError
 from ..parallel.materialize import first_element
 from .hf_files import GENERATION, config_json, generation_json, write_json
-from .shards import Form, Shard, index_of, lay_out, main_dtype
-from .tensors import Held, row_bytes
+from .shards import Shard, index_of, lay_out, main_dtype
 from .writing import (
     Stretch,
     create,

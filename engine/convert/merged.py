@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.hf_folder import listed
+from ..checkpoint.tensors import Rows
 from ..errors import CheckpointError
 from ..lora.merge import merge
 from ..lora.names import DOWN, UP, is_adapter
-from .tensors import Rows
 
 BLOCK_ROWS = 64
 """Rows are merged by whole blocks: other shapes of a product may round another way"""

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..checkpoint.guarded import read_contents
+from ..checkpoint.guarded import CONTENTS, read_contents, region_of
 from ..checkpoint.manifest import (
     FileEntry,
     Manifest,
@@ -27,17 +27,15 @@ from ..checkpoint.manifest import (
     check_listing,
     write_manifest,
 )
+from ..checkpoint.tensors import Form, Pieces, Rows, nbytes
+from ..checkpoint.torch_file import Archive
 from ..checkpoint.writer import dtype_name, file_entry
 from ..errors import CheckpointError
-from .shards import Form
-from .tensors import Pieces, Region, Rows, nbytes
-from .torch_file import Archive, read_regions
 from .writing import Advance, Piece, Stretch, create, sync, whole, write_all
 
 FILE_BYTES = 2**28
 """A file is written by one thread, which hashes it meanwhile: there are enough for all cores."""
 MAX_FILES = 64
-CONTENTS = ".metadata"
 
 
 def read_section(folder: Path, manifest: Manifest, section: str) -> dict[str, Rows]:
@@ -57,17 +55,10 @@ def read_section(folder: Path, manifest: Manifest, section: str) -> dict[str, Ro
 
 def _tensor(folder: Path, name: str, entry: TensorStorageMetadata, contents: Metadata) -> Rows:
     dtype, shape = entry.properties.dtype, tuple(entry.size)
-    parts = []
-    for chunk in entry.chunks:
-        info = contents.storage_data.get(MetadataIndex(name, chunk.offsets))
-        if info is None:
-            raise CheckpointError(f"{folder}: {CONTENTS} does not say where {name} lies")
-        region = read_regions(folder / info.relative_path, info.offset, info.length)
-        if not isinstance(region, Region) or region.dtype != dtype:
-            raise CheckpointError(f"{folder}: {info.relative_path} holds something else at {name}")
-        if region.shape != tuple(chunk.sizes):
-            raise CheckpointError(f"{folder}: a part of {name} has the wrong shape")
-        parts.append((tuple(chunk.offsets), region))
+    parts = [
+        (tuple(chunk.offsets), region_of(folder, contents, name, number))
+        for number, chunk in enumerate(entry.chunks)
+    ]
     if not _covers(shape, [(start, part.shape) for start, part in parts]):
         raise CheckpointError(f"{folder}: the parts of {name} do not make it up")
     if len(parts) == 1:

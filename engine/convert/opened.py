@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ...model_zoo.hf_settings import SettingsError
 from ..checkpoint.hf_folder import listed
 from ..checkpoint.hf_match import Shape, misfits
+from ..checkpoint.tensors import Rows
 from ..errors import CheckpointError
-from .tensors import Rows
 
 if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig

@@ -13,10 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..checkpoint.hf_folder import INDEX, SINGLE
-from .tensors import nbytes
-
-Form = tuple[torch.dtype, tuple[int, ...]]
-"""dtype and shape"""
+from ..checkpoint.tensors import Form, nbytes
 
 CODES = {
     torch.float64: "F64",

@@ -13,6 +13,8 @@ from ..checkpoint.find import candidates
 from ..checkpoint.hf_folder import CONFIG, list_tensors, listed, read_config, shown
 from ..checkpoint.hf_match import Shape, differing_ends, match
 from ..checkpoint.manifest import Manifest, check_hashes, check_listing, read_manifest, recipe_in
+from ..checkpoint.tensors import Region
+from ..checkpoint.torch_file import read_regions
 from ..errors import CheckpointError
 from ..lora.names import is_adapter
 from ..models import family_of
@@ -20,8 +22,6 @@ from ..recipe.tables import LoRA
 from .merged import merge_tensors
 from .opened import Opened, config_or_error, parameter_shapes, refuse_misfits
 from .shards import DTYPES
-from .tensors import Region
-from .torch_file import read_regions
 
 if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig

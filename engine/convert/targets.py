@@ -17,6 +17,8 @@ import xxhash
 from ... import __version__
 from ..checkpoint.hf_folder import CONFIG, list_tensors, read_json
 from ..checkpoint.manifest import SaveInfo
+from ..checkpoint.tensors import Form, Region, Rows, nbytes
+from ..checkpoint.torch_file import read_regions, reserve
 from ..data.configs import HFTokenizer
 from .hf_files import (
     GENERATION,
@@ -27,9 +29,7 @@ from .hf_files import (
     write_json,
 )
 from .opened import Opened
-from .shards import DTYPES, Form, index_of, lay_out, main_dtype
-from .tensors import Region, Rows, nbytes
-from .torch_file import read_regions, reserve
+from .shards import DTYPES, index_of, lay_out, main_dtype
 from .writing import Advance, Stretch, create, stretches, sync, write_all
 
 if TYPE_CHECKING:

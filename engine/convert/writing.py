@@ -17,9 +17,9 @@ import torch
 import xxhash
 
 from ..checkpoint.disk import writing
+from ..checkpoint.tensors import Rows, as_bytes, blocks, nbytes, row_bytes, row_count
 from ..errors import CheckpointError, RecipeError
 from ..files import sync_folder
-from .tensors import Rows, as_bytes, blocks, nbytes, row_bytes, row_count
 
 PIECE_BYTES = 2**26
 """Larger tensors are written by several threads, where no checksum needs their order."""

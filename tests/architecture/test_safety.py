@@ -6,12 +6,17 @@ import re
 from tests.architecture.sources import PACKAGES, files, modules, name, tree
 
 RUNS_CODE = {
-    "pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "torch.hub.load",
-    "numpy.lib.format.open_memmap", "marshal.loads", "shelve.open", "joblib.load", "yaml.load",
-    "dill.loads", "cloudpickle.loads", "eval", "exec", "compile", "os.system", "os.popen",
+    "pickle.load", "pickle.loads", "pickle.Unpickler", "pickle._Unpickler",
+    "torch.load", "torch.hub.load", "numpy.lib.format.open_memmap", "marshal.loads",
+    "shelve.open", "joblib.load", "yaml.load", "dill.loads", "cloudpickle.loads",
+    "eval", "exec", "compile", "os.system", "os.popen",
 }  # fmt: skip
-# Its unpickler names the few classes of DCP's table of contents, and refuses all others.
-GUARDED = {"engine/checkpoint/guarded.py: pickle.Unpickler"}
+# The one names the few classes of DCP's table of contents, and refuses all others. The other
+# reads with `weights_only`, and no data.
+GUARDED = {
+    "engine/checkpoint/guarded.py: pickle._Unpickler",
+    "engine/checkpoint/torch_file.py: torch.load",
+}
 MACHINE = re.compile(
     r"(?<![\w.~/])/(?:(?:root|work|mnt|opt|Users|data|scratch|srv|nfs)/|home/(?!me\b|someone\b))[\w.-]+"
     r"|[\w.-]+\.(?:internal|corp|lan)\b|\bpypi\.\w|pythonhosted\.\w"

@@ -6,6 +6,8 @@ import io
 import json
 import os
 import pickle
+import tracemalloc
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import xxhash
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from trainer.engine.checkpoint.find import find_checkpoint
+from trainer.engine.checkpoint.guarded import read_tensors
 from trainer.engine.checkpoint.manifest import read_manifest
 from trainer.engine.checkpoint.reader import load_state
 from trainer.engine.errors import CheckpointError
@@ -93,15 +96,34 @@ def code_in_a_bytes_item(folder: Path, canary: Path) -> None:
 def code_in_place_of_a_tensor(folder: Path, canary: Path) -> None:
     stream = io.BytesIO()
     torch.save(Payload(canary), stream)
-    (folder / "__9_0.distcp").write_bytes(stream.getvalue())
+    replace_tensor(folder, stream.getvalue())
+
+
+def a_compressed_tensor(folder: Path, canary: Path) -> None:
+    stream, packed = io.BytesIO(), io.BytesIO()
+    torch.save(torch.zeros(2, 5), stream)
+    with zipfile.ZipFile(stream) as plain, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as to:
+        for entry in plain.infolist():
+            to.writestr(entry.filename, plain.read(entry))
+    replace_tensor(folder, packed.getvalue())
+
+
+def replace_tensor(folder: Path, content: bytes) -> None:
+    (folder / "__9_0.distcp").write_bytes(content)
 
     def point_to_it(metadata: Metadata) -> None:
         for index, info in metadata.storage_data.items():
             if index.fqn == NAME:
                 info.relative_path, info.offset = "__9_0.distcp", 0
-                info.length = len(stream.getvalue())
+                info.length = len(content)
 
     rewrite_metadata(folder, point_to_it)
+
+
+def attributes_of_a_class(folder: Path, canary: Path) -> None:
+    # BUILD with a pair would set them, for all the process.
+    word = b"\x8c\x25torch.distributed.checkpoint.metadata\x8c\x08Metadata\x93"
+    (folder / ".metadata").write_bytes(b"\x80\x04" + word + b"N}\x8c\x03\x61bcNs\x86b.")
 
 
 def point_to(path: str) -> Callable[[Path, Path], None]:
@@ -119,7 +141,9 @@ def point_to(path: str) -> Callable[[Path, Path], None]:
         (code_as_the_metadata, "asks for posix.mkdir: refused"),
         (code_by_a_dotted_name, "asks for torch.serialization.os.mkdir: refused"),
         (code_in_a_bytes_item, "lists other tensors"),
-        (code_in_place_of_a_tensor, "cannot be read"),
+        (code_in_place_of_a_tensor, "is not read: UnpicklingError"),
+        (a_compressed_tensor, "is compressed: not read"),
+        (attributes_of_a_class, "changes a class: refused"),
         (point_to("../step-00000001/__0_0.distcp"), "points to '../step-00000001"),
         (point_to("/etc/hostname"), "points to '/etc/hostname'"),
     ],
@@ -147,6 +171,21 @@ def test_a_bytes_item_that_the_manifest_does_not_name_is_refused_too(tmp_path: P
     with pytest.raises(CheckpointError, match=f"{NAME} is not in the checkpoint"):
         load_state(found.path, found.manifest, blank(), None)
     assert not canary.exists()
+
+
+def test_a_number_in_the_metadata_takes_no_memory(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    folder = tmp_path / "step-00000001"
+    # LONG_BINPUT: the unpickler written in C makes a table of twice 2**24 places.
+    (folder / ".metadata").write_bytes(b"\x80\x02Nr\x00\x00\x00\x01.")
+    seal(folder)
+    manifest = read_manifest(folder)
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match="holds no table of contents"):
+        read_tensors(folder, manifest, blank())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10**7
 
 
 def test_the_attacks_are_real(tmp_path: Path) -> None:

@@ -229,3 +229,14 @@ def test_the_manifest_can_be_read_without_the_tensors(tmp_path: Path) -> None:
         for path in (tmp_path / "step-00000005").iterdir()
         if path.name != "manifest.json"
     )
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_transposed_tensor_is_saved_and_read(tmp_path: Path, mode: str) -> None:
+    store, turned = open_store(tmp_path, mode), torch.arange(6.0).view(2, 3).T
+    store.save({"model.turned": turned}, SaveInfo(step=1))
+    store.finish()
+    loaded = {"model.turned": torch.zeros(3, 2)}
+    found = find_checkpoint(tmp_path)
+    load_state(found.path, found.manifest, loaded, None)
+    assert torch.equal(loaded["model.turned"], turned)

@@ -17,7 +17,7 @@ import torch
 from tests.convert.meta_reference import PARAMS, weights
 from tests.convert.meta_reference import write as write_meta
 from tests.convert.run import Bomb, refused
-from trainer.engine.convert.torch_file import read_regions
+from trainer.engine.checkpoint.torch_file import read_regions
 from trainer.engine.errors import CheckpointError
 
 

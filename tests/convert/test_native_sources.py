@@ -57,7 +57,7 @@ def save_sharded(folder: str, placement: str) -> None:
 def test_parts_of_several_ranks_are_put_together(
     tmp_path: Path, world: int, placement: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainer.engine.convert import tensors
+    from trainer.engine.checkpoint import tensors
 
     monkeypatch.setattr(tensors, "BLOCK_BYTES", 1000)
     run_ranks(world, save_sharded, str(tmp_path / "checkpoints"), placement)

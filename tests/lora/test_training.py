@@ -13,9 +13,9 @@ from trainer import load_recipe, train
 from trainer.cli.main import main
 from trainer.engine.assemble import assemble, build_model
 from trainer.engine.checkpoint.find import find_checkpoint
+from trainer.engine.checkpoint.tensors import Held
 from trainer.engine.convert.convert import Options, convert
 from trainer.engine.convert.merged import merge_tensors
-from trainer.engine.convert.tensors import Held
 from trainer.engine.errors import CheckpointError, RecipeError
 from trainer.engine.inference import Weights, open_model
 from trainer.engine.launch.environment import World

@@ -18,6 +18,10 @@ BLOCK_BYTES = 2**23
 """What a thread holds of a tensor at a time, as long as a row is not longer."""
 
 
+Form = tuple[torch.dtype, tuple[int, ...]]
+"""dtype and shape"""
+
+
 class Rows(Protocol):
     """A tensor whose rows can be read; a scalar counts as one row."""
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .shards import Form
-from .tensors import Region, nbytes
+from .tensors import Form, Region, nbytes
 
 MAX_PICKLE_BYTES = 2**26
 MAX_RECORDS = 2**20
