@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..engine.errors import RecipeError
+from ..engine.inference import Weights
+
 if TYPE_CHECKING:
     from ..engine.data.tokenizer import Tokenizer
-
-from ..engine.inference import Weights
 
 
 def generate(
@@ -26,7 +27,9 @@ def generate(
     prompt: Annotated[
         list[str] | None, typer.Option(help="text to continue; give it again for several")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="tokens to add at most")] = 200,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="tokens to add at most")
+    ] = 200,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 always takes the likeliest token")
     ] = 0.8,
@@ -56,6 +59,8 @@ def generate(
     from ..engine.inference import open_model
 
     prompts = prompt or [""]
+    if any(not _is_unicode(text) for text in prompts):
+        raise RecipeError("--prompt: not UTF-8")
     opened = open_model(checkpoint, plugin or [], weights=weights)
     texts = sample(
         opened.model,
@@ -74,11 +79,15 @@ def generate(
             typer.echo(("\n" if number else "") + ("" if chat else start) + text)
 
 
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
 def _laid_out(prompts: Sequence[str], template: str, tokenizer: Tokenizer) -> list[str]:
     """Return the texts that the answers to the prompts continue."""
     from ..engine.data.chat import find_template, rendering
     from ..engine.data.chat_templates import TEMPLATES
-    from ..engine.errors import DataError, RecipeError, nearest
+    from ..engine.errors import DataError, nearest
 
     names = ("tokenizer", *TEMPLATES)
     if template in names:

@@ -155,7 +155,8 @@ def sampling_probabilities(logits: Tensor, temperature: float, top_k: int, top_p
         lowest = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < lowest, float("-inf"))
     largest = logits.amax(-1, keepdim=True)
-    probabilities = ((logits - largest) / temperature).softmax(-1)
+    smallest = torch.finfo(logits.dtype).tiny  # less would be rounded to 0
+    probabilities = ((logits - largest) / max(temperature, smallest)).softmax(-1)
     if top_p < 1:
         ordered, order = probabilities.sort(descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered

@@ -59,6 +59,7 @@ def test_a_chat_template_lays_out_the_prompt_and_only_the_answer_is_printed(gene
         (("--weights", "ema"), 5, "it has one set of weights"),
         (("--top-p", "2"), 2, "--top-p"),
         (("--max-new-tokens", "0"), 2, "--max-new-tokens"),
+        (("--prompt", "\udcff"), 2, "--prompt: not UTF-8"),
         (("--plugin", "nosuch"), 2, "cannot import 'nosuch'"),
     ],
 )

@@ -104,6 +104,7 @@ def test_top_k_and_top_p_keep_the_likeliest_tokens():
     assert (sampling_probabilities(logits, 1.0, 0, 0.0) > 0).tolist() == [
         [True, False, False, False]
     ]
-    assert sampling_probabilities(logits, 1e-40, 0, 1.0).tolist() == [[1.0, 0.0, 0.0, 0.0]]
+    for small in (1e-40, 1e-300):
+        assert sampling_probabilities(logits, small, 0, 1.0).tolist() == [[1.0, 0.0, 0.0, 0.0]]
     sharper = sampling_probabilities(logits, 0.5, 0, 1.0)
     assert torch.allclose(sharper, shares.square() / shares.square().sum())
