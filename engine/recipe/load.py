@@ -125,4 +125,4 @@ def _resolve_paths(tree: Tree) -> None:
             value = table.values.get(key)
             if slot(field).is_path and isinstance(value, str) and value:
                 folder = tree.origin((*table.path, key)).folder
-                table.values[key] = os.path.abspath(folder / Path(value).expanduser())
+                table.values[key] = os.path.abspath(folder / os.path.expanduser(value))

@@ -150,7 +150,7 @@ def _first_too_deep(text: str) -> tuple[int, int]:
 
 
 def unusable_values(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
-    """Yield what TOML allows and no recipe can use."""
+    """Yield what TOML or a command line allows and no recipe can use."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from unusable_values(inner, (*path, key))
@@ -161,3 +161,5 @@ def unusable_values(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, s
         yield path, "an integer must fit into 64 bits"
     elif isinstance(value, str) and "\0" in value:
         yield path, "text must not hold the character U+0000"
+    elif isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+        yield path, "text must be UTF-8"

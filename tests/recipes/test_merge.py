@@ -91,6 +91,7 @@ def test_set_changes_one_entry_of_a_list_from_a_file(load):
         ("run.steps=1" + "0" * 30, "64 bits"),
         ("run.steps=1\nx = 2", "expected one value"),
         ('run.dir="\\u0000"', "U+0000"),
+        (os.fsdecode(b"run.dir=\xff"), "text must be UTF-8"),
         ("run.steps.x=3", "expected a table, but run.steps is 1"),
         ("data.sources.2.name=text", "expected the number of an entry (0 to 0)"),
         ("data.sources.x.name=text", "expected the number of an entry (0 to 0)"),
@@ -125,6 +126,11 @@ def test_absolute_and_home_paths_are_kept(load, monkeypatch):
     text = '[run]\nsteps = 1\n[tokenizer]\nname = "hf"\npath = "/a/b"\n'
     assert load(text).recipe.tokenizer.path == "/a/b"
     assert load(text, "tokenizer.path=~/t").recipe.tokenizer.path == "/home/someone/t"
+
+
+def test_the_home_of_nobody_is_a_plain_name(load, tmp_path):
+    loaded = load("[run]\nsteps = 1\n", "run.init_from=~no-such-user/x")
+    assert loaded.recipe.run.init_from == str(tmp_path / "~no-such-user/x")
 
 
 def test_naming_another_component_leaves_the_keys_of_the_old_one_behind(write, load, problems):
