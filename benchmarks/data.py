@@ -22,6 +22,7 @@ import results
 import torch
 
 from trainer.engine.data.batch import Batch
+from trainer.engine.data.columns import make_chunk
 from trainer.engine.data.configs import TokensSource
 from trainer.engine.data.dataset import open_data
 from trainer.engine.data.loader import Loader
@@ -29,6 +30,7 @@ from trainer.engine.data.manifest import TOKENS, Tally, shard_name
 from trainer.engine.data.packing import PACKINGS
 from trainer.engine.data.store import StoreWriter
 from trainer.engine.data.tables import Data
+from trainer.engine.data.tokenise import Tokenised
 from trainer.engine.data.tokenizer import ByteTokenizer
 
 PROMISED = 40
@@ -77,8 +79,9 @@ def write_corpus(folder: Path, num_tokens: int, mean_document: int) -> None:
         while writer.num_tokens < num_tokens:
             lengths = random.geometric(1 / mean_document, 4096)
             data = random.integers(0, 256, lengths.sum(), dtype=np.uint8)
-            writer.append(np.split(data, np.cumsum(lengths)[:-1]))
-        writer.finish(Tally())
+            chunk = make_chunk(ByteTokenizer(), np.split(data, np.cumsum(lengths)[:-1]))
+            writer.write(Tokenised(chunk, Tally()))
+        writer.finish()
 
 
 def measure(corpus: Path, seq_len: int, rounds: int, seconds: float) -> dict[str, float]:

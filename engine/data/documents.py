@@ -47,3 +47,8 @@ class DocumentFault:
 
 
 Document = str | MarkedText | DocumentFault
+
+
+def text_of(document: str | MarkedText) -> str:
+    """Return the whole text."""
+    return document.text if isinstance(document, MarkedText) else document

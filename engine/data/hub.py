@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import DataError, EnvironmentFault, nearest
 from .configs import Document, DocumentFault
+from .kinds import SAVED_SPLIT, SAVED_SPLITS
 from .parquet import BATCH_ROWS, first_line, texts
 from .parts import PART_BYTES
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from .column_configs import HFSource
 
 HUB_SECONDS = 20.0
-SAVED = ("state.json", "dataset_dict.json")
 
 
 class Piece(NamedTuple):
@@ -56,10 +56,10 @@ def open_dataset(source: HFSource) -> Any:
     """
     folder = local_folder(source)
     try:
-        if folder and (folder / SAVED[1]).is_file():
+        if folder and (folder / SAVED_SPLITS).is_file():
             splits = libraries().load_from_disk(str(folder))
             dataset = splits[_split(source, splits.keys())]
-        elif folder and (folder / SAVED[0]).is_file():
+        elif folder and (folder / SAVED_SPLIT).is_file():
             dataset = libraries().load_from_disk(str(folder))
         else:
             dataset = _load(source, folder)
@@ -198,7 +198,7 @@ def hub_fingerprint(source: HFSource) -> str:
     if folder is None:
         commit = revision(source)
         return f"{commit or open_dataset(source)._fingerprint} {which}"
-    if any((folder / name).is_file() for name in SAVED):
+    if any((folder / name).is_file() for name in (SAVED_SPLIT, SAVED_SPLITS)):
         return f"{_saved_fingerprint(folder, source)} {which}"
     from .sources import content_fingerprint
 
@@ -206,9 +206,9 @@ def hub_fingerprint(source: HFSource) -> str:
 
 
 def _saved_fingerprint(folder: Path, source: HFSource) -> str:
-    if (folder / SAVED[1]).is_file():
+    if (folder / SAVED_SPLITS).is_file():
         folder = folder / source.split_name
     try:
-        return str(json.loads((folder / SAVED[0]).read_bytes())["_fingerprint"])
+        return str(json.loads((folder / SAVED_SPLIT).read_bytes())["_fingerprint"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{folder / SAVED[0]}: {first_line(error)}") from error
+        raise DataError(f"{folder / SAVED_SPLIT}: {first_line(error)}") from error

@@ -56,13 +56,10 @@ class PartStores:
         unfinished = folder.with_suffix(".unfinished")
         for leftover in (folder, unfinished):
             shutil.rmtree(leftover, ignore_errors=True)
-        tally = Tally()
         with StoreWriter(unfinished, self.tokenizer) as writer:
-            for chunk, met in tokenise(*self.parts[number], self.tokenizer):
-                tally.add(met)
-                if chunk:
-                    writer.write(chunk)
-            writer.finish(tally)
+            for piece in tokenise(*self.parts[number], self.tokenizer):
+                writer.write(piece)
+            writer.finish()
         unfinished.rename(folder)
         sync_folder(self.folder)
         return True

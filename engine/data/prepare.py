@@ -19,7 +19,7 @@ from ..errors import DataError, EnvironmentFault, RecipeError, RunInUse
 from ..files import atomic_write, sync_folder
 from .configs import DocumentSource
 from .kept import FOLDER
-from .manifest import Tally, read_manifest
+from .manifest import read_manifest
 from .progress import Progress, Watch, log_now_and_then
 from .store import SHARD_TOKENS, StoreWriter, TokenStore
 from .tokenise import SourcePart, Tokenised, tokenise
@@ -206,26 +206,23 @@ def prepare(job: Preparation, folder: Path, watch: Watch) -> None:
             "choose a folder outside of the source's folder",
         )
     shutil.rmtree(work / "store", ignore_errors=True)
-    tally, progress = Tally(), Progress(len(parts))
+    progress = Progress(len(parts))
     with StoreWriter(work / "store", job.tokenizer, job.shard_tokens) as writer:
-        for chunk, met in _tokenised(job, parts, work / "parts", progress):
-            tally.add(met)
-            if chunk:
-                writer.write(chunk)
+        for piece in _tokenised(job, parts, work / "parts", progress):
+            writer.write(piece)
             progress.documents, progress.tokens = writer.num_documents, writer.num_tokens
             watch(progress)
         names = ", ".join(sorted({f'"{source.name}"' for source in job.sources}))
         if not writer.num_tokens:
-            raise DataError(f"the {names} source holds no text ({tally.skipped} skipped)")
+            raise DataError(f"the {names} source holds no text ({writer.tally.skipped} skipped)")
         if job.inputs() != inputs:
             raise DataError(f"the {names} source changed while it was tokenised", "run it again")
-        tally.faults = [str(fault) for fault in tally.faults]
+        writer.tally.faults = [str(fault) for fault in writer.tally.faults]
         if job.tokenizer_name:
             kept = work / "store" / FOLDER
             kept.mkdir()
             job.tokenizer.save(kept)
         writer.finish(
-            tally,
             inputs=inputs,
             tokenizer_name=job.tokenizer_name,
             sources=[source.model_dump(mode="json") for source in job.sources],

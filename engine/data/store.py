@@ -14,7 +14,7 @@ from xxhash import xxh3_128
 
 from ..errors import DataError, EnvironmentFault
 from ..files import sync_folder
-from .columns import Chunk, Column, Learned, make_chunk, sync, token_type
+from .columns import Chunk, Column, Learned, sync, token_type
 from .configs import DocumentFault
 from .manifest import (
     AGAIN,
@@ -30,7 +30,8 @@ from .manifest import (
     shard_name,
 )
 from .mapping import map_files
-from .tokenizer import Ids, Tokenizer
+from .tokenise import Tokenised
+from .tokenizer import Tokenizer
 
 SHARD_TOKENS = 2**28
 
@@ -140,6 +141,7 @@ class StoreWriter:
         self.folder = folder
         self.tokenizer = tokenizer
         self.shard_tokens = shard_tokens
+        self.tally = Tally()
         self.num_tokens = 0
         self.num_documents = 0
         self._lengths: list[NDArray[np.int64]] = []
@@ -160,20 +162,13 @@ class StoreWriter:
             if column:
                 column.close()
 
-    def append(self, documents: Sequence[Ids], learned: Sequence[Learned] | None = None) -> None:
-        """Add documents, each without its eos token.
+    def write(self, piece: Tokenised) -> None:
+        """Add documents, and count what was left out of them."""
+        self.tally.add(piece.tally)
+        if piece.chunk:
+            self._write(piece.chunk)
 
-        Args:
-            documents: ids.
-            learned: which of them are, the eos token's included.
-
-        Raises:
-            DataError: an id is outside the tokenizer's vocabulary.
-        """
-        self.write(make_chunk(self.tokenizer, documents, learned))
-
-    def write(self, chunk: Chunk) -> None:
-        """Add documents that already have their eos token."""
+    def _write(self, chunk: Chunk) -> None:
         if chunk.learned is not None and self._learned is None:
             self._learned = Column(self.folder, LEARNED, self.shard_tokens)
             for start in range(0, self.num_tokens, 2**20):
@@ -186,11 +181,10 @@ class StoreWriter:
         self.num_tokens += len(chunk.tokens)
         self.num_documents += len(chunk.lengths)
 
-    def finish(self, tally: Tally, **described: Any) -> None:
+    def finish(self, **described: Any) -> None:
         """Write the offsets and then the manifest, and sync everything to disk.
 
         Args:
-            tally: what was met on the way.
             described: further keys of the manifest.
         """
         columns = [column for column in (self._tokens, self._learned) if column]
@@ -212,7 +206,7 @@ class StoreWriter:
             vocab_size=self.tokenizer.vocab_size,
             eos_id=self.tokenizer.eos_id,
             files={**files, OFFSETS: self._write_offsets()},
-            **vars(tally),
+            **vars(self.tally),
             **described,
         )
         with open(self.folder / INDEX, "xb") as file:

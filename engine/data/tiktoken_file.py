@@ -180,9 +180,7 @@ def describe(
             "ignore_merges": True,
             # Added tokens that are not in here too would get other ids.
             "vocab": {names[token]: ranks[token] for token in ordered} | dict(special_tokens),
-            "merges": [
-                [names[left], names[right]] for left, right in _rules(path, ordered, ranks)
-            ],
+            "merges": [[names[left], names[right]] for left, right in _rules(path, ordered, ranks)],
         },
     }
 

@@ -10,6 +10,7 @@ import numpy as np
 from ..errors import DataError
 from .columns import Chunk, make_chunk
 from .configs import Document, DocumentFault, DocumentSource, MarkedText
+from .documents import text_of
 from .manifest import Tally
 from .tokenizer import Tokenizer
 
@@ -47,7 +48,7 @@ def tokenise_documents(
             )
         documents = [item for item in batch if not isinstance(item, DocumentFault)]
         # An empty document has nothing to predict.
-        filled = [item for item in documents if _text(item)]
+        filled = [item for item in documents if text_of(item)]
         tally = Tally(
             text_bytes=sum(map(_bytes, filled)),
             empty=len(documents) - len(filled),
@@ -77,12 +78,8 @@ def _ends_learned(document: MarkedText) -> bool:
     return bool(document.learned) and document.learned[-1][1] >= len(document.text)
 
 
-def _text(document: str | MarkedText) -> str:
-    return document.text if isinstance(document, MarkedText) else document
-
-
 def _bytes(document: str | MarkedText) -> int:
-    text = _text(document)
+    text = text_of(document)
     return len(text) if text.isascii() else len(text.encode())
 
 
@@ -93,7 +90,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     for document in documents:
         batch.append(document)
         if not isinstance(document, DocumentFault):
-            characters += len(_text(document))
+            characters += len(text_of(document))
         if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
             yield batch
             batch, characters = [], 0

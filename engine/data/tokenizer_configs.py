@@ -18,12 +18,6 @@ class BPETokenizer(HFTokenizer):
 
     name: Literal["bpe"] = "bpe"  # type: ignore[assignment]
 
-    def build(self) -> Tokenizer:
-        """Return the tokenizer read from the folder."""
-        from .hf_tokenizer import HuggingFaceTokenizer
-
-        return HuggingFaceTokenizer(Path(self.path), self.eos_token)
-
 
 @tokenizers.register
 class TiktokenTokenizer(TokenizerConfig):

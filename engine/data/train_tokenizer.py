@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from ..errors import DataError, EnvironmentFault, RecipeError
 from ..files import sync_folder
-from .configs import Document, DocumentFault, DocumentSource, MarkedText
+from .configs import DocumentFault, DocumentSource
+from .documents import text_of
 from .patterns import pattern_named
 from .tokenizer import byte_characters
 
@@ -119,12 +120,8 @@ def _documents(sources: Sequence[DocumentSource], read: Read) -> Iterator[str]:
                 if source.on_error == "stop":
                     raise DataError(f"{document.place}: {document.reason}", "repair it")
                 read.skipped += 1
-            elif text := _text(document):
+            elif text := text_of(document):
                 yield text
-
-
-def _text(document: Document) -> str:
-    return document.text if isinstance(document, MarkedText) else str(document)
 
 
 def _train(

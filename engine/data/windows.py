@@ -18,8 +18,9 @@ from typing import NamedTuple
 from ..errors import DataError, EnvironmentFault, TrainerError
 from ..files import sync_folder
 from .children import follow_the_parent
-from .configs import Document, DocumentFault, DocumentSource, MarkedText
-from .manifest import Tally, damaged_files, read_manifest
+from .configs import Document, DocumentFault, DocumentSource
+from .documents import text_of
+from .manifest import damaged_files, read_manifest
 from .store import StoreWriter, TokenStore
 from .tokenise import tokenise_documents
 from .tokenizer import Tokenizer
@@ -105,14 +106,9 @@ class Reader:
                 continue
             self.place = Place(turn, part, number + 1)
             documents += 1
-            characters += _length(document)
+            if not isinstance(document, DocumentFault):
+                characters += len(text_of(document))
             yield document
-
-
-def _length(document: Document) -> int:
-    if isinstance(document, DocumentFault):
-        return 0
-    return len(document.text if isinstance(document, MarkedText) else document)
 
 
 def window_folder(folder: Path, number: int) -> Path:
@@ -186,24 +182,20 @@ class Producer:
         folder = window_folder(self.folder, number)
         unfinished = folder.with_suffix(f".{os.getpid()}")
         start = reader.place
-        tally = Tally()
         self._remove(folder)
         with StoreWriter(unfinished, self.tokenizer) as writer:
             while not writer.num_tokens:
                 if reader.place.turn > start.turn + 1:
+                    skipped = writer.tally.skipped
                     raise DataError(
-                        f'the "{self.source.name}" source holds no text ({tally.skipped} skipped)'
+                        f'the "{self.source.name}" source holds no text ({skipped} skipped)'
                     )
                 documents = reader.window(window_size(number, self.seq_len))
-                for chunk, met in tokenise_documents(
-                    documents, self.source.on_error, self.tokenizer
-                ):
-                    tally.add(met)
-                    if chunk:
-                        writer.write(chunk)
+                for piece in tokenise_documents(documents, self.source.on_error, self.tokenizer):
+                    writer.write(piece)
             place = json.dumps({"start": start, "end": reader.place})
             (unfinished / PLACE).write_text(place, encoding="utf-8")
-            writer.finish(tally)
+            writer.finish()
         unfinished.rename(folder)
         sync_folder(self.folder)
 

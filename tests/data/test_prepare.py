@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 from xxhash import xxh3_128_hexdigest
 
+from trainer.engine.data.columns import make_chunk
 from trainer.engine.data.configs import JsonlSource, TextSource, TokensSource
 from trainer.engine.data.manifest import Tally
 from trainer.engine.data.prepare import default_cache, open_or_prepare
 from trainer.engine.data.store import StoreWriter, TokenStore
+from trainer.engine.data.tokenise import Tokenised
 from trainer.engine.data.tokenizer import ByteTokenizer, Ids
 from trainer.engine.errors import DataError, EnvironmentFault, RecipeError
 
@@ -179,9 +181,10 @@ def test_a_cache_that_cannot_be_read_for_the_moment_stays(
             raise OSError(errno.ESTALE, "Stale file handle")
         return real(file, *arguments, **keywords)
 
-    with monkeypatch.context() as patch, pytest.raises(EnvironmentFault, match="Stale"):
+    with monkeypatch.context() as patch:
         patch.setattr("builtins.open", stale)
-        open_or_prepare(source, tokenizer, tmp_path / "cache")
+        with pytest.raises(EnvironmentFault, match="Stale"):
+            open_or_prepare(source, tokenizer, tmp_path / "cache")
     open_or_prepare(source, tokenizer, tmp_path / "cache")
     assert tokenizer.calls == calls
 
@@ -223,8 +226,9 @@ def test_opening_what_is_cached_takes_milliseconds(tmp_path: Path) -> None:
 
 def written(folder: Path) -> Path:
     with StoreWriter(folder, ByteTokenizer()) as writer:
-        writer.append(ByteTokenizer().encode_batch(["one", "two"]))
-        writer.finish(Tally())
+        chunk = make_chunk(ByteTokenizer(), ByteTokenizer().encode_batch(["one", "two"]))
+        writer.write(Tokenised(chunk, Tally()))
+        writer.finish()
     return folder
 
 

@@ -211,8 +211,8 @@ def test_a_lock_that_was_removed_meanwhile_locks_nothing(
         (tmp_path / ".out.lock").touch()
         real(file, kind)
 
-    with monkeypatch.context() as patch, pytest.raises(RunInUse, match="just now"):
-        patch.setattr(fcntl, "flock", late)
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(RunInUse, match="just now"):
         prepare_folder(job, out, lambda _: None)
     assert not out.exists()
 

@@ -16,6 +16,7 @@ from trainer.engine.data.configs import JsonlSource
 from trainer.engine.data.kept import kept_tokenizer
 from trainer.engine.data.manifest import Tally, read_manifest
 from trainer.engine.data.store import StoreWriter, TokenStore
+from trainer.engine.data.tokenise import Tokenised
 from trainer.engine.data.tokenizer import ByteTokenizer, Tokenizer
 from trainer.engine.errors import DataError, TrainerError
 
@@ -89,8 +90,9 @@ def test_tokens_become_those_that_the_text_has_with_the_other_tokenizer(
 def test_a_document_that_text_cannot_carry_is_named_or_left_out(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "tokens", ByteTokenizer()) as writer:
         documents = [b"good", b"not \xff utf-8", b"also good"]
-        writer.write(make_chunk(ByteTokenizer(), [np_bytes(each) for each in documents]))
-        writer.finish(Tally(), tokenizer_name="bytes")
+        chunk = make_chunk(ByteTokenizer(), [np_bytes(each) for each in documents])
+        writer.write(Tokenised(chunk, Tally()))
+        writer.finish(tokenizer_name="bytes")
     arguments = ["retokenize", tmp_path / "tokens", tmp_path / "out", "--tokenizer", "bytes"]
     with pytest.raises(DataError, match="document 1: its text does not give the same tokens"):
         run(*arguments)
@@ -107,8 +109,9 @@ def np_bytes(data: bytes) -> Any:
 
 def test_tokens_that_mark_what_is_learned_are_refused(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "tokens", ByteTokenizer()) as writer:
-        writer.append([np_bytes(b"ab")], [np_bytes(b"\0\1\1") == 1])
-        writer.finish(Tally(), tokenizer_name="bytes")
+        chunk = make_chunk(ByteTokenizer(), [np_bytes(b"ab")], [np_bytes(b"\0\1\1") == 1])
+        writer.write(Tokenised(chunk, Tally()))
+        writer.finish(tokenizer_name="bytes")
     with pytest.raises(DataError, match="learned from, and text cannot say it"):
         run("retokenize", tmp_path / "tokens", tmp_path / "out", "--tokenizer", "bytes")
 

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from trainer.engine.data.columns import make_chunk
 from trainer.engine.data.manifest import PAGE_TOKENS, Tally, damaged_files, read_manifest
 from trainer.engine.data.packing import PACKINGS
 from trainer.engine.data.store import StoreWriter, TokenStore
+from trainer.engine.data.tokenise import Tokenised
 from trainer.engine.data.tokenizer import ByteTokenizer
 from trainer.engine.errors import DataError
 
@@ -27,8 +29,9 @@ def written(folder: Path, shard_tokens: int = 2**28, marked: bool = False) -> Pa
         for first in range(0, 150, 10):
             some = documents[first : first + 10]
             learned = [random.random(len(ids) + 1) < 0.5 for ids in some]
-            writer.append(some, learned if marked and first >= 50 else None)
-        writer.finish(Tally())
+            marks = learned if marked and first >= 50 else None
+            writer.write(Tokenised(make_chunk(ByteTokenizer(), some, marks), Tally()))
+        writer.finish()
     return folder
 
 
