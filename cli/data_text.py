@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ..engine.data.documents import printable
 from .table import print_table
 
 if TYPE_CHECKING:
@@ -38,13 +39,17 @@ def recipe_lines(jobs: Mapping[Path, Preparation]) -> str:
     folder, job = next(iter(jobs.items()))
     lines = ["[tokenizer]", f'name = "{job.tokenizer_name}"']
     if "path" in tokenizers[job.tokenizer_name].model_fields:
-        lines.append(f"path = {json.dumps(str(folder / 'tokenizer'))}")
+        lines.append(f"path = {_quoted(folder / 'tokenizer')}")
     for folder, job in jobs.items():
         source = job.sources[0]
-        lines += ["", "[[data.sources]]", 'name = "tokens"', f"path = {json.dumps(str(folder))}"]
+        lines += ["", "[[data.sources]]", 'name = "tokens"', f"path = {_quoted(folder)}"]
         lines += [f"weight = {source.weight}"] * (source.weight != 1)
         lines += [f'split = "{source.split}"'] * (source.split != "train")
     return "\n".join(lines)
+
+
+def _quoted(path: Path) -> str:
+    return json.dumps(str(path), ensure_ascii=False)
 
 
 def print_inspection(found: Inspection) -> None:
@@ -64,7 +69,7 @@ def print_inspection(found: Inspection) -> None:
         ]
     )
     for number, text in found.samples.items():
-        typer.echo(f"\ndocument {number:,}:\n  {_printable(text[:SAMPLE_CHARACTERS])}")
+        typer.echo(f"\ndocument {number:,}:\n  {printable(text[:SAMPLE_CHARACTERS])}")
     for name in found.damaged:
         typer.echo(f"\ndamaged: {name} is not what was written")
     typer.echo()
@@ -83,7 +88,7 @@ def _facts(found: Inspection) -> list[list[str]]:
         "duplicates": duplicates,
         "empty": f"{found.empty:,}",
         "skipped": f"{found.skipped:,}"
-        + (f", such as {_printable(found.faults[0])}" if found.faults else ""),
+        + (f", such as {printable(found.faults[0])}" if found.faults else ""),
     }
     if found.learned_tokens != found.tokens:
         share = found.learned_tokens / found.tokens
@@ -92,10 +97,5 @@ def _facts(found: Inspection) -> list[list[str]]:
         ratio = found.text_bytes / found.tokens
         facts["text"] = f"{found.text_bytes / 1e6:,.2f} MB, {ratio:.2f} bytes a token"
     if found.tokenizer:
-        facts["tokenizer"] = _printable(found.tokenizer)
+        facts["tokenizer"] = printable(found.tokenizer)
     return [[name, value] for name, value in facts.items()]
-
-
-def _printable(text: str) -> str:
-    """Return a text whose control characters a terminal does not act on."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)

@@ -224,15 +224,6 @@ def read_chats(part: Part, source: ChatSource, template: ChatTemplate) -> Iterat
 
         def document(line: dict[str, Any]) -> MarkedText:
             messages = conversation(line, source)
-            marked = renderer.document(messages, line.get("tools"), source.learn)
-            _check_unicode(marked.text)
-            return marked
+            return renderer.document(messages, line.get("tools"), source.learn)
 
         yield from read_objects(part, document)
-
-
-def _check_unicode(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("it holds half of a surrogate pair (\\ud800-\\udfff)") from error

@@ -63,15 +63,10 @@ class ChatSource(FileSource):
 
         return read_chats(part, self, self._resolved())
 
-    def fingerprint(self) -> str:
-        """Return the files' names, sizes and times, the template, and what is learned."""
+    def settings(self) -> str:
+        """Return the keys, what is learned, and the template."""
         keys = (self.field, self.role_key, self.content_key, self.learn)
-        return f"{super().fingerprint()} {keys} {self._resolved().fingerprint}"
-
-    def content_fingerprint(self) -> str:
-        """Return the same, but the files' first and last bytes in place of their times."""
-        keys = (self.field, self.role_key, self.content_key, self.learn)
-        return f"{super().content_fingerprint()} {keys} {self._resolved().fingerprint}"
+        return f" {keys} {self._resolved().fingerprint}"
 
     def _resolved(self) -> ChatTemplate:
         if self._template is None:

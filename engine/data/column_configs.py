@@ -36,13 +36,9 @@ class ParquetSource(FileSource):
 
         return read_parquet(part, self.field, first)
 
-    def fingerprint(self) -> str:
-        """Return the files' names, sizes and times, and the field."""
-        return f"{super().fingerprint()} {self.field}"
-
-    def content_fingerprint(self) -> str:
-        """Return the files' names, sizes and ends, and the field."""
-        return f"{super().content_fingerprint()} {self.field}"
+    def settings(self) -> str:
+        """Return the field."""
+        return f" {self.field}"
 
 
 @sources.register
@@ -77,11 +73,6 @@ class HFSource(DocumentSource):
         from .hub import hub_parts
 
         return hub_parts(self)
-
-    def documents(self) -> Iterator[Document]:
-        """Yield one document a row."""
-        for part in self.parts():
-            yield from self.read(part)
 
     def read(self, part: Any) -> Iterator[Document]:
         """Yield one document a row."""

@@ -100,9 +100,11 @@ class DocumentSource(SourceConfig):
     def documents(self) -> Iterator[Document]:
         """Yield the documents in an order that depends on the source alone.
 
-        A document that cannot be read is yielded as a `DocumentFault`.
+        A document that cannot be read is yielded as a `DocumentFault`. A subclass has either this
+        method, or `parts` and `read`.
         """
-        raise NotImplementedError
+        for part in self.parts():
+            yield from self.read(part)
 
     def for_tokenizer(self, tokenizer: Tokenizer) -> DocumentSource:
         """Return the source with what it takes from the tokenizer, such as a chat template.
@@ -173,22 +175,21 @@ class FileSource(DocumentSource):
     too large to prepare, or to start at once"""
     suffix: ClassVar[str] = ""
 
-    def documents(self) -> Iterator[Document]:
-        """Yield the documents of each part."""
-        for part in self.parts():
-            yield from self.read(part)
-
     def fingerprint(self) -> str:
-        """Return the files' names, sizes and times."""
+        """Return the files' names, sizes and times, and the settings."""
         from .sources import files_fingerprint
 
-        return files_fingerprint(self.path, self.suffix)
+        return files_fingerprint(self.path, self.suffix) + self.settings()
 
     def content_fingerprint(self) -> str:
-        """Return the files' names below their folder, their sizes, first and last bytes."""
+        """Return the files' names below their folder, sizes, first and last bytes, and settings."""
         from .sources import content_fingerprint
 
-        return content_fingerprint(self.path, self.suffix)
+        return content_fingerprint(self.path, self.suffix) + self.settings()
+
+    def settings(self) -> str:
+        """Return what else the documents depend on, after a space."""
+        return ""
 
 
 @sources.register
@@ -231,13 +232,9 @@ class JsonlSource(FileSource):
 
         return read_jsonl(part, self.field)
 
-    def fingerprint(self) -> str:
-        """Return the files' names, sizes and times, and the field."""
-        return f"{super().fingerprint()} {self.field}"
-
-    def content_fingerprint(self) -> str:
-        """Return the files' names, sizes and ends, and the field."""
-        return f"{super().content_fingerprint()} {self.field}"
+    def settings(self) -> str:
+        """Return the field."""
+        return f" {self.field}"
 
 
 @sources.register

@@ -20,7 +20,7 @@ class MarkedText:
 
 @dataclass(frozen=True)
 class DocumentFault:
-    """A document that cannot be read, and where it stands.
+    """A document that cannot be read, and where it stands; a terminal and JSON can show both.
 
     Args:
         file: its file, or another name that users know.
@@ -33,6 +33,11 @@ class DocumentFault:
     reason: str
     line: int = 0
     start: int = 0
+
+    def __post_init__(self) -> None:
+        """Escape what a file's name, or the words of a document in the reason, may hold."""
+        object.__setattr__(self, "file", printable(self.file))
+        object.__setattr__(self, "reason", printable(self.reason))
 
     @property
     def place(self) -> str:
@@ -47,6 +52,11 @@ class DocumentFault:
 
 
 Document = str | MarkedText | DocumentFault
+
+
+def printable(text: str) -> str:
+    """Return the text with control characters and halves of surrogate pairs escaped."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def text_of(document: str | MarkedText) -> str:

@@ -16,6 +16,7 @@ from xxhash import xxh3_128_hexdigest
 
 from ..errors import DataError
 from .configs import Document, DocumentFault, MarkedText
+from .documents import text_of
 from .parts import PART_BYTES, Part, Span, file_parts, skip_line
 
 # Larger text files become several documents; a longer line of JSON is a fault.
@@ -207,9 +208,15 @@ def read_objects(
                 yield line
                 continue
             try:
-                yield document(_json_object(line))
+                made = document(_json_object(line))
+                text_of(made).encode()
+            except UnicodeEncodeError:
+                found = "its text holds half of a surrogate pair (\\ud800-\\udfff)"
+                yield DocumentFault(span.file, found, number, span.start)
             except ValueError as error:
                 yield DocumentFault(span.file, str(error), number, span.start)
+            else:
+                yield made
 
 
 def _lines(span: Span) -> Iterator[tuple[int, str | DocumentFault]]:
@@ -249,11 +256,6 @@ def _text_of(value: dict[str, Any], field: str) -> str:
     document = value[field]
     if not isinstance(document, str):
         raise ValueError(f'"{field}" is {json_kind(document)}, expected a string')
-    try:
-        document.encode()
-    except UnicodeEncodeError as error:
-        found = f'"{field}" holds half of a surrogate pair (\\ud800-\\udfff)'
-        raise ValueError(found) from error
     return document
 
 

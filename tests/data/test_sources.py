@@ -35,6 +35,7 @@ BROKEN_LINES = {
     "object": (b'{"text": {"a": 1}}', '"text" is an object, expected a string'),
     "not_an_object": (b'"just a string"', "expected a JSON object, found a string"),
     "lone_surrogate": (b'{"text": "\\ud800"}', "surrogate"),
+    "odd_field": (b'{"\\ud800\\u001b[31m": "a"}', r"the line has: \ud800\x1b[31m"),
     "deeply_nested": (b'{"text": ' + b"[" * 100_000 + b"}", "not JSON"),
     "huge_number": (b'{"text": "a", "n": ' + b"9" * 10_000 + b"}", "not JSON"),
     "null_bytes": (b"\0" * 20, "not JSON"),
