@@ -161,11 +161,14 @@ def dcp2peft(
     base: Annotated[
         str | None, typer.Option(help="name or folder of the base model; default: run.init_from")
     ] = None,
+    plugin: Plugin = None,
     as_json: AsJson = False,
 ) -> None:
     """Adapters of a checkpoint of ours (or of a run: its newest) to a folder that PEFT loads."""
     from ..engine.lora.peft import export_adapter
+    from ..engine.registry import require_plugins
 
+    require_plugins(plugin or [])
     count = export_adapter(source, target, base=base)
     content = json.dumps({"target": str(target), "tensors": count})
     typer.echo(content if as_json else f"{target}: {count} tensors")

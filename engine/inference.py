@@ -75,12 +75,14 @@ def open_model(
     """
     from .checkpoint.find import candidates, find_checkpoint
     from .checkpoint.hf_folder import read_config
+    from .checkpoint.manifest import recipe_of
 
     require_plugins(plugins)
     settings = None if not path.is_dir() or candidates(path) else read_config(path)
     if settings is None:
         found = find_checkpoint(path)
-        return _open_native(found, _in_dtype(_saved_recipe(found), dtype), weights)
+        recipe = recipe_of(found.path, found.manifest)
+        return _open_native(found, _in_dtype(recipe, dtype), weights)
     if weights is Weights.EMA:
         raise CheckpointError(f"{path} is a Hugging Face folder: it has one set of weights")
     return _open_foreign(path, _in_dtype(_foreign_recipe(path, settings), dtype))
@@ -175,20 +177,3 @@ def _foreign_recipe(folder: Path, settings: dict[str, Any]) -> Recipe:
     longest = getattr(recipe.model, "max_seq_len", FOREIGN_SEQ_LEN)
     data = recipe.data.model_copy(update={"seq_len": min(longest, FOREIGN_SEQ_LEN)})
     return recipe.model_copy(update={"data": data})
-
-
-def _saved_recipe(found: Found) -> Recipe:
-    from .checkpoint.manifest import recipe_in
-    from .recipe.schema import Recipe
-
-    try:
-        return Recipe.model_validate(recipe_in(found.path, found.manifest))
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        modules = found.manifest.recipe.get("plugins", {}).get("modules", [])
-        hint = f"it was trained with plugins: add --plugin {' --plugin '.join(modules)}"
-        raise CheckpointError(
-            f"the recipe in {found.path} does not fit this version: {key}: {first['msg']}",
-            hint if modules else "",
-        ) from error

@@ -18,13 +18,16 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from ..errors import CheckpointError
+
+if TYPE_CHECKING:
+    from ..recipe.schema import Recipe
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -136,16 +139,31 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def recipe_in(folder: Path, manifest: Manifest) -> dict[str, Any]:
+def recipe_of(folder: Path, manifest: Manifest) -> Recipe:
     """Return a checkpoint's recipe; a tokenizer that lies in the checkpoint is found where it is.
 
     Args:
         folder: of the checkpoint, which may have been moved.
+
+    Raises:
+        CheckpointError: it does not fit this version, or needs plugins that are not imported.
     """
-    table = manifest.recipe.get("tokenizer")
-    if "tokenizer.json" not in manifest.files or not isinstance(table, dict):
-        return manifest.recipe
-    return {**manifest.recipe, "tokenizer": {**table, "path": str(folder)}}
+    from ..recipe.schema import Recipe
+
+    content, table = manifest.recipe, manifest.recipe.get("tokenizer")
+    if "tokenizer.json" in manifest.files and isinstance(table, dict):
+        content = {**content, "tokenizer": {**table, "path": str(folder)}}
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as error:
+        first, plugins = error.errors()[0], content.get("plugins")
+        modules = plugins.get("modules") if isinstance(plugins, dict) else None
+        words = " ".join(f"--plugin {each}" for each in modules or [])
+        raise CheckpointError(
+            f"the recipe in {folder} does not fit this version: "
+            f"{'.'.join(map(str, first['loc']))}: {first['msg']}",
+            f"it was trained with plugins: add {words}" if words else "",
+        ) from error
 
 
 def verify(folder: Path, hashes: bool = True) -> list[str]:

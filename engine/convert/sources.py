@@ -7,12 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from ..checkpoint.find import candidates
 from ..checkpoint.hf_folder import CONFIG, list_tensors, listed, read_config, shown
 from ..checkpoint.hf_match import Shape, differing_ends, match
-from ..checkpoint.manifest import Manifest, check_hashes, check_listing, read_manifest, recipe_in
+from ..checkpoint.manifest import Manifest, check_hashes, check_listing, read_manifest, recipe_of
 from ..checkpoint.tensors import Region
 from ..checkpoint.torch_file import read_regions
 from ..errors import CheckpointError
@@ -74,7 +72,7 @@ def open_native(path: Path, recipe: Recipe | None, section: str = "model") -> Op
     from .native import read_section
 
     folder, manifest = _newest(path)
-    saved = _recipe_of(folder, manifest) if recipe is None else recipe
+    saved = recipe_of(folder, manifest) if recipe is None else recipe
     tensors = read_section(folder, manifest, section)
     if tensors and section != "model":  # weights that were frozen have no average
         tensors = read_section(folder, manifest, "model") | tensors
@@ -186,20 +184,6 @@ def _check_file(folder: Path, manifest: Manifest, name: str) -> str:
     for problem in check_hashes(folder, {name: manifest.files[name]}):
         raise CheckpointError(f"{folder}: {problem}", "restore it from a copy")
     return ""
-
-
-def _recipe_of(folder: Path, manifest: Manifest) -> Recipe:
-    from ..recipe.schema import Recipe
-
-    try:
-        return Recipe.model_validate(recipe_in(folder, manifest))
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise CheckpointError(
-            f"the recipe in {folder} does not fit this version: {key}: {first['msg']}",
-            "give the plugins that it was trained with by --plugin, or another --recipe",
-        ) from error
 
 
 def rows_of(found: Mapping[str, Shape], name: str | None) -> int:

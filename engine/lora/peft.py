@@ -5,21 +5,24 @@ Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
+from ..checkpoint.find import find_checkpoint
+from ..checkpoint.manifest import recipe_of
+from ..checkpoint.ranks import Ranks
+from ..checkpoint.tensors import row_count
+from ..convert.hf_files import write_json
+from ..convert.writing import complete_or_absent, sync
 from ..errors import CheckpointError
-from ..files import atomic_write, sync_folder
 from .names import DOWN, UP, is_adapter
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from ...model_zoo.config import ModelConfig
     from ...model_zoo.language_model import LanguageModel
     from ...model_zoo.layout import Layout
@@ -27,11 +30,15 @@ if TYPE_CHECKING:
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 THEIRS = {DOWN: "lora_A", UP: "lora_B"}
-SECTION = "model."
 
 
 def save_adapter(
-    folder: Path, model: LanguageModel, config: ModelConfig, *, base: str = ""
+    folder: Path,
+    model: LanguageModel,
+    config: ModelConfig,
+    *,
+    base: str = "",
+    group: ProcessGroup | None = None,
 ) -> None:
     """Write a model's adapters to a new folder that `peft.PeftModel.from_pretrained` loads.
 
@@ -43,12 +50,13 @@ def save_adapter(
         model: with adapters, plain or sharded.
         config: what the model was built from.
         base: name or folder of the base model, for whoever loads the adapter.
+        group: a gloo group of all ranks; None: one process.
 
     Raises:
-        CheckpointError: there are no adapters, or Hugging Face has no names for them.
+        RecipeError: the folder exists.
+        CheckpointError: there are no adapters, Hugging Face has no names for them, or writing
+            failed.
     """
-    import torch.distributed as dist
-
     from .layer import AdaptedLinear
 
     adapters = {}
@@ -56,15 +64,17 @@ def save_adapter(
         if is_adapter(name):
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value
             adapters[name] = whole.detach().cpu()
-    if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
-        return
     alphas = [each.alpha for each in model.modules() if isinstance(each, AdaptedLinear)]
+    if not alphas:
+        raise CheckpointError("the model has no adapters", "set lora.rank")
     names = [name for name, _ in model.named_parameters()]
-    _write(folder, adapters, names, config.layout, max(alphas, default=0.0), base)
+    Ranks(group).reduce(
+        lambda: None, lambda _: _write(folder, adapters, names, config.layout, alphas[0], base)
+    )
 
 
 def export_adapter(checkpoint: Path, folder: Path, *, base: str | None = None) -> int:
-    """Write the adapters of a checkpoint to a new folder that PEFT loads; reads nothing else of it.
+    """Write the adapters of a checkpoint to a new folder that PEFT loads; reads no other tensor.
 
     Returns:
         how many tensors there are.
@@ -75,32 +85,26 @@ def export_adapter(checkpoint: Path, folder: Path, *, base: str | None = None) -
         base: name or folder of the base model; default: the run's `run.init_from`.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or has no adapters.
+        RecipeError: the folder exists.
+        CheckpointError: the checkpoint is damaged or has no adapters, or writing failed.
     """
-    from ..checkpoint.find import find_checkpoint
-    from ..checkpoint.guarded import read_tensors
-    from ..models import models
-    from ..recipe.tables import LoRA
+    from ..convert.merged import merge_tensors
+    from ..convert.native import read_section
 
     found = find_checkpoint(checkpoint)
-    saved, recipe = found.manifest.tensors, found.manifest.recipe
-    state = {
-        name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
-        for name, entry in saved.items()
-        if name.startswith(SECTION) and is_adapter(name)
+    recipe = recipe_of(found.path, found.manifest)
+    saved = read_section(found.path, found.manifest, "model")
+    merge_tensors(found.path, saved, recipe.lora.alpha)  # refuses what does not fit
+    adapters = {
+        name: rows.read(0, row_count(rows.shape))
+        for name, rows in saved.items()
+        if is_adapter(name)
     }
-    if not state:
+    if not adapters:
         raise CheckpointError(f"{found.path} has no adapters", "it was trained without [lora]")
-    read_tensors(found.path, found.manifest, state)
-    _write(
-        folder,
-        {name.removeprefix(SECTION): value for name, value in state.items()},
-        [name.removeprefix(SECTION) for name in saved if name.startswith(SECTION)],
-        models[recipe["model"]["name"]].layout,
-        LoRA.model_validate(recipe["lora"]).alpha,
-        recipe["run"]["init_from"] if base is None else base,
-    )
-    return len(state)
+    base = recipe.run.init_from if base is None else base
+    _write(folder, adapters, saved, recipe.model.layout, recipe.lora.alpha, base)
+    return len(adapters)
 
 
 def _write(
@@ -114,35 +118,23 @@ def _write(
     """Write a PEFT folder, complete or not at all; `names` are those of all parameters."""
     from safetensors.torch import save_file
 
-    if not adapters:
-        raise CheckpointError("the model has no adapters", "set lora.rank")
-    if folder.exists():
-        raise CheckpointError(f"{folder} exists", "give a new folder, or remove it")
     tensors, modules = {}, set()
     for name, value in adapters.items():
         path, _, leaf = name.rpartition(".")
         theirs = layout.to_hf(f"{path}.weight")
         if theirs is None:
             raise CheckpointError(f"Hugging Face has no name for {path}.weight")
-        modules.add(theirs.removesuffix(".weight"))
-        stem = f"base_model.model.{theirs.removesuffix('.weight')}"
-        tensors[f"{stem}.{THEIRS[leaf]}.weight"] = value.contiguous()
+        module = theirs.removesuffix(".weight")
+        modules.add(module)
+        tensors[f"base_model.model.{module}.{THEIRS[leaf]}.weight"] = value.contiguous()
     every = {layout.to_hf(name) for name in names} - {None}
-    rank = next(len(value) for name, value in adapters.items() if name.endswith(DOWN))
+    rank = max(len(value) for name, value in adapters.items() if name.endswith(DOWN))
     settings = _settings(rank, alpha, _targets(modules, every), base)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    temporary.mkdir(parents=True)
-    try:
+    with complete_or_absent(folder, sum(value.nbytes for value in tensors.values())) as temporary:
+        temporary.mkdir()
         save_file(tensors, temporary / WEIGHTS, {"format": "pt"})
-        with open(temporary / WEIGHTS, "rb") as file:
-            os.fsync(file.fileno())
-        atomic_write(temporary / CONFIG, json.dumps(settings, indent=2, sort_keys=True) + "\n")
-        temporary.rename(folder)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: {error.strerror}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    sync_folder(folder.parent)
+        write_json(temporary / CONFIG, settings)
+        sync([temporary / WEIGHTS, temporary / CONFIG])
 
 
 def _targets(modules: set[str], weights: Collection[str | None]) -> list[str]:

@@ -75,7 +75,7 @@ def export_run(
     for name in names:
         if name == ADAPTER:
             base = parts.recipe.run.init_from
-            save_adapter(run / ADAPTER, parts.model, parts.model_config, base=base)
+            save_adapter(run / ADAPTER, parts.model, parts.model_config, base=base, group=group)
         elif name == AVERAGE and parts.average is not None:
             with parts.average.in_place():
                 _export(parts, run / AVERAGE, group)

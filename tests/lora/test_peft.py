@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.model_zoo.peers import our_model, their_model
-from trainer.engine.errors import CheckpointError
+from trainer.engine.errors import CheckpointError, RecipeError
 from trainer.engine.lora.apply import add_adapters
 from trainer.engine.lora.merge import merge_adapters, merged_weights
 from trainer.engine.lora.peft import save_adapter
@@ -140,7 +140,7 @@ def test_merging_in_place_leaves_a_plain_model_with_the_same_logits():
 def test_an_adapter_is_not_written_over_anything(tmp_path):
     ours, _ = pair({}, ALL, {})
     (tmp_path / "taken").mkdir()
-    with pytest.raises(CheckpointError, match="taken exists"):
+    with pytest.raises(RecipeError, match="taken exists: not replaced"):
         save_adapter(tmp_path / "taken", ours, ours.config)
     with pytest.raises(CheckpointError, match="no adapters"):
         save_adapter(tmp_path / "new", our_model(), ours.config)
