@@ -34,7 +34,7 @@ from .recipe.changes import require_unchanged
 from .recipe.write import to_toml
 from .resume import ending, ignored_settings, refuse_other_data
 from .run_dir import RunDirectory
-from .run_state import RunState, recorded
+from .run_state import RunState, early_failure_recorded, recorded
 from .train.health import Health
 from .train.loop import train
 from .train.position import Position
@@ -86,6 +86,7 @@ def run(
         directory = RunDirectory(Path(recipe.run.dir) / recipe.run.name)
         if world.rank == 0:
             stack.enter_context(directory)
+            stack.enter_context(early_failure_recorded(directory.path))
         session = Session(recipe, world, device, directory, stop, progress)
         return session.train(allow_changed, parts)
 

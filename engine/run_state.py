@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from .files import atomic_write
 
+FILE = "state.json"
 LONGEST_REASON = 500
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 
@@ -23,7 +24,7 @@ class RunState:
     """One attempt; the file holds the newest."""
 
     total_steps: Count
-    """where the run is to end"""
+    """where the run is to end; 0 if it failed before that was known"""
     start_step: Count = 0
     """where this attempt went on from"""
     attempt: Count = 0
@@ -52,18 +53,35 @@ def recorded(state: RunState, folder: Path | None) -> Iterator[RunState]:
     try:
         yield state
     except BaseException as error:
-        state.outcome = "failed"
-        state.reason = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
+        _fail(state, error)
         raise
     finally:
         state.ended_at = _now()
         _write(state, folder)
 
 
+@contextmanager
+def early_failure_recorded(folder: Path) -> Iterator[None]:
+    """Write state.json when a run fails that never began to train; one that is there stays."""
+    try:
+        yield
+    except Exception as error:
+        if not (folder / FILE).exists():
+            state = RunState(total_steps=0, started_at=_now(), ended_at=_now())
+            _fail(state, error)
+            _write(state, folder)
+        raise
+
+
+def _fail(state: RunState, error: BaseException) -> None:
+    state.outcome = "failed"
+    state.reason = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
+
+
 def read_state(folder: Path) -> RunState | None:
     """Return what the newest attempt said; None: nothing that can be read."""
     try:
-        return _TYPE.validate_json((folder / "state.json").read_bytes())
+        return _TYPE.validate_json((folder / FILE).read_bytes())
     except (OSError, ValidationError):
         return None
 
@@ -72,7 +90,7 @@ def _write(state: RunState, folder: Path | None) -> None:
     """Write the file; a full disk must not end a run for it."""
     if folder is not None:
         with suppress(OSError):
-            atomic_write(folder / "state.json", json.dumps(asdict(state), indent=1) + "\n")
+            atomic_write(folder / FILE, json.dumps(asdict(state), indent=1) + "\n")
 
 
 def _now() -> str:

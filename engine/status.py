@@ -92,7 +92,7 @@ def examine(path: Path, now: float | None = None) -> RunStatus:
     checkpoints = [each for each in step_folders(path / "checkpoints") if _is_complete(each)]
     saved = step_of(checkpoints[-1]) if checkpoints else None
     last: Mapping[str, Any] = train[-1] if train else {}
-    total = record.total_steps if record else _steps_of(read_recipe(path))
+    total = record.total_steps or None if record else _steps_of(read_recipe(path))
     state = _state(holder, record, int(last.get("step", 0)), total, saved)
     step = max(int(last.get("step", 0)), 0 if state == "running" else saved or 0)
     seconds = number(last.get("step_seconds"))

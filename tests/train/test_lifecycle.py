@@ -17,6 +17,7 @@ from tests.train.processes import (
     wait_for_lines,
     write_recipe,
 )
+from trainer.engine.status import examine
 from trainer.engine.train.step import TrainStep
 
 
@@ -107,6 +108,18 @@ def test_a_changed_recipe_is_refused_with_old_and_new_values(tmp_path):
     allowed = ["optimizer.lr", "run"]
     assert finish(start(recipe, overrides=longer, allow_changed=allowed)) == [0]
     assert rows(tmp_path / "run")[-1]["step"] == 12
+
+
+def test_a_run_that_fails_before_it_trains_says_why_unless_it_has_trained_before(tmp_path):
+    recipe = write_recipe(tmp_path / "run", steps=6)
+    lost = ['data.sources=[{name = "text", path = "lost.txt"}]']
+    assert finish(start(recipe, overrides=lost)) == [4]
+    found = examine(tmp_path / "run" / "run")
+    assert (found.state, found.step, found.total_steps) == ("failed", 0, None)
+    assert "lost.txt: no such file" in found.reason
+    assert finish(start(recipe)) == [0]
+    assert finish(start(recipe, overrides=[*lost, "run.steps=9"])) == [2]
+    assert examine(tmp_path / "run" / "run").state == "finished"
 
 
 def test_changed_data_is_refused(tmp_path):
