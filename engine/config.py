@@ -32,7 +32,8 @@ class Component(Table):
 Count = Annotated[int, Field(ge=1, le=2**53)]
 CountOrZero = Annotated[int, Field(ge=0, le=2**53)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Pair = Annotated[tuple[float, float], Field(strict=False)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[Decay, Decay], Field(strict=False)]
 
 
 class RelativeToRecipe:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ..config import Component, Count, CountOrZero, Fraction, Pair, Table
+from ..config import Betas, Component, Count, CountOrZero, Fraction, Table
 from ..registry import Registry
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class ParameterGroup(Table):
     """peak learning rate of these parameters"""
     weight_decay: NonNegativeFloat | None = None
     """weight decay of these parameters"""
-    betas: Pair | None = None
+    betas: Betas | None = None
     """betas of these parameters"""
     eps: PositiveFloat | None = None
     """epsilon of these parameters"""
@@ -71,7 +71,7 @@ class AdamW(OptimizerConfig):
     group_keys = frozenset({"lr", "weight_decay", "betas", "eps"})
 
     name: Literal["adamw"] = "adamw"
-    betas: Pair = (0.9, 0.95)
+    betas: Betas = (0.9, 0.95)
     """decay of the running means of the gradient and of its square"""
     eps: PositiveFloat = 1e-8
     """added to the denominator"""
@@ -96,7 +96,7 @@ class Adam(OptimizerConfig):
     name: Literal["adam"] = "adam"
     weight_decay: NonNegativeFloat = 0.0
     """L2 penalty, added to the gradient"""
-    betas: Pair = (0.9, 0.95)
+    betas: Betas = (0.9, 0.95)
     """decay of the running means of the gradient and of its square"""
     eps: PositiveFloat = 1e-8
     """added to the denominator"""

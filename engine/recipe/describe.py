@@ -84,7 +84,8 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
     if origin in (dict, Mapping):
         return "table"
     if origin is tuple:
-        return f"[{', '.join(_type(item, []) for item in get_args(annotation))}]"
+        first, *more = get_args(annotation)
+        return f"list of {1 + len(more)}: {_type(first, [])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "table"
     bounds = ", ".join(_bounds(metadata))
