@@ -1,0 +1,17 @@
+"""What is applied to each block."""
+
+import pytest
+
+from trainer.engine.errors import RecipeError
+from trainer.engine.parallel.blocks import transform_blocks
+from trainer.engine.recipe.tables import Compile, Memory
+from trainer.kernels.choose import choose
+from trainer.model_zoo.llama3.config import Llama3Config
+
+
+def test_a_backend_that_torch_does_not_have_is_named_with_the_nearest():
+    config = Llama3Config(n_layers=1, dim=32).with_vocab(64)
+    model = config.build(choose({}, "cpu", seq_len=8))
+    with pytest.raises(RecipeError, match=r"torch\.compile has no 'inductr'") as error:
+        transform_blocks(model, config.layout, Memory(), Compile(enabled=True, backend="inductr"))
+    assert error.value.problems[0].hint == 'did you mean "inductor"?'
