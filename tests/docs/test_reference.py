@@ -63,6 +63,16 @@ def test_every_command_and_sub_command_has_a_heading_and_its_options(made):
         assert f"| `{option}" in run
 
 
+def test_every_command_that_prints_a_table_has_json():
+    without = {
+        command.name
+        for command in commands()
+        if "--json" not in (option.split()[0] for option, _ in command.options)
+    }
+    groups = {name for name in COMMANDS if hasattr(import_command(name), "commands")}
+    assert without - groups == {"run", "new", "schema"}
+
+
 def test_every_option_of_every_command_says_what_it_is():
     bare = [
         f"{command.name} {option}"
