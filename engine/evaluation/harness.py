@@ -18,7 +18,7 @@ from lm_eval.models.utils import Collator, normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
 from ..data.batch import IGNORED
-from ..errors import EnvironmentFault, RecipeError, nearest
+from ..errors import EnvironmentFault, RecipeError, TrainerError, nearest
 from ..generate import continue_rows, sampling_probabilities
 from ..inference import OpenedModel
 from .scorer import score_windows
@@ -190,7 +190,7 @@ def run_tasks(
         limit: only so many examples of each task; 0: all.
 
     Raises:
-        RecipeError: there is no such task.
+        RecipeError: there is no such task, or it is faulty.
         EnvironmentFault: the data of a task cannot be had.
     """
     manager = _manager(names, include_path)
@@ -206,6 +206,11 @@ def run_tasks(
         )
     except OSError as error:  # of the datasets library too, when it finds no data
         raise EnvironmentFault(f"a task's data cannot be read: {error}") from error
+    except TrainerError:
+        raise
+    except Exception as error:  # whatever a faulty template, metric or column leads to
+        message = f"the tasks cannot be run: {type(error).__name__}: {error}"
+        raise RecipeError(message, "check their files; --traceback shows where") from error
     assert found is not None, "only ranks other than 0 get nothing"
     results: dict[str, Any] = found["results"]
     return results
@@ -213,7 +218,11 @@ def run_tasks(
 
 def _manager(names: Sequence[str], include_path: Path | None) -> TaskManager:
     """Return what knows the tasks; the harness's own thousands are read only if one is named."""
+    if not names:
+        raise RecipeError("--tasks names no task")
     if include_path is not None:
+        if not include_path.is_dir():
+            raise RecipeError(f"--include-path {include_path}: no such folder")
         own = TaskManager(include_path=str(include_path), include_defaults=False)
         if set(names) <= set(own.all_tasks):
             return own

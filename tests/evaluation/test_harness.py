@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 
 import pytest
 
@@ -189,3 +190,20 @@ def test_without_the_harness_the_command_says_how_to_install_it(folder, monkeypa
         main(["evaluate", str(folder), "--tasks", "arc_easy"])
     assert stop.value.code == 3
     assert 'pip install "trainer[eval]"' in capsys.readouterr().err
+
+
+def test_a_faulty_task_and_a_missing_folder_are_told(folder, tasks, tmp_path, capfd):
+    text = (tasks / "read.yaml").read_text().replace("task: read", "task: faulty")
+    assert "doc_to_target: " in text
+    text = re.sub(r"doc_to_target: .*", 'doc_to_target: "{{nothing.at.all}}"', text)
+    (tmp_path / "faulty.yaml").write_text(text)
+    bad = {
+        ("faulty", tmp_path): "the tasks cannot be run: UndefinedError: 'nothing' is undefined",
+        (",", tmp_path): "--tasks names no task",
+        ("faulty", tmp_path / "nix"): f"--include-path {tmp_path / 'nix'}: no such folder",
+    }
+    for (names, place), message in bad.items():
+        with pytest.raises(SystemExit) as stop:
+            main(["evaluate", str(folder), "--tasks", names, "--include-path", str(place)])
+        assert stop.value.code == 2
+        assert message in capfd.readouterr().err
