@@ -6,21 +6,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ...model_zoo.hf_settings import flat, impossible
 from ...model_zoo.hf_settings import shown as text
 from ..errors import nearest
-from .hf_folder import CONFIG, MAX_SHOWN, StoredTensor, open_tensors, shown
+from .hf_folder import CONFIG, MAX_SHOWN, StoredTensor, shown
+from .tensors import DTYPES, Region, differing
 
 if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
     from ...model_zoo.layout import Layout
 
-DTYPES = {"F64", "F32", "F16", "BF16"}
 COMPUTED = ".rotary_emb.inv_freq"
 """Old versions of transformers saved these; every model computes them."""
-ELEMENTS_COMPARED = 2**24
 
 Shape = tuple[int, ...]
 
@@ -40,8 +37,13 @@ def match(
     shapes: Mapping[str, Shape],
     config: ModelConfig,
     settings: Mapping[str, Any] | None,
+    place: str = "the folder",
 ) -> Match:
-    """Compare a folder's tensors and config.json with a model's parameters and their shapes."""
+    """Compare tensors and config.json with a model's parameters and their shapes.
+
+    Args:
+        place: where the tensors are, as it is called in the sentences.
+    """
     layout, match = config.layout, Match()
     if not layout.hf_names:
         match.problems.append(f'model "{config.name}" has no table of Hugging Face names')
@@ -57,12 +59,12 @@ def match(
             match.problems.append(f'{name}: model "{config.name}" has no Hugging Face name for it')
             continue
         if theirs == head and head not in stored and embed in stored and tied_there:
-            match.notes.append(f"{head} is not in the folder: {name} starts as the embedding")
+            match.notes.append(f"{head} is not in {place}: {name} starts as the embedding")
             theirs = embed
         match.sources[name] = theirs
     extra = {head, *(name for name in stored if name.endswith(COMPUTED))}
     found = {name: tensor.shape for name, tensor in stored.items()}
-    match.problems += misfits(match.sources, shapes, found, "the folder", extra)
+    match.problems += misfits(match.sources, shapes, found, place, extra)
     match.problems += [
         f"{theirs} is stored as {stored[theirs].dtype}: quantized weights are not read"
         for theirs in match.sources.values()
@@ -133,19 +135,17 @@ def _ends(layout: Layout) -> tuple[str, str]:
 def differing_ends(
     stored: Mapping[str, StoredTensor], sources: Mapping[str, str], layout: Layout
 ) -> list[str]:
-    """Compare a projection in the folder with the embedding, if the model has one for both."""
+    """Compare a projection that is there with the embedding, if the model has one for both."""
     embed, head = _ends(layout)
     if head in sources.values() or head not in stored:
         return []
     one, other = stored[embed], stored[head]
-    problem = f"{head} is in the folder and differs from {embed}; the model has one weight for both"
-    if one.shape != other.shape:
-        return [problem]
-    rows = max(1, ELEMENTS_COMPARED // max(1, one.shape[1]))
-    with open_tensors(one.file) as one_file, open_tensors(other.file) as other_file:
-        a, b = one_file.get_slice(embed), other_file.get_slice(head)
-        for first in range(0, one.shape[0], rows):
-            part = slice(first, first + rows)
-            if not torch.equal(a[part].double(), b[part].double()):
-                return [problem]
-    return []
+    dtype = DTYPES.get(other.dtype)
+    if dtype and not differing(region_of(other), region_of(one), dtype):
+        return []
+    return [f"{head} is there and differs from {embed}; the model has one weight for both"]
+
+
+def region_of(stored: StoredTensor) -> Region:
+    """Return a tensor as one that can be read; its dtype is one of `DTYPES`."""
+    return Region(stored.file, stored.offset, DTYPES[stored.dtype], stored.shape)

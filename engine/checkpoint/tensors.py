@@ -18,6 +18,14 @@ BLOCK_BYTES = 2**23
 """What a thread holds of a tensor at a time, as long as a row is not longer."""
 
 
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""by their names in safetensors files; weights of others are not read"""
+
 Form = tuple[torch.dtype, tuple[int, ...]]
 """dtype and shape"""
 
@@ -63,6 +71,27 @@ def as_bytes(flat: Tensor) -> memoryview:
     """Return the memory of a flat, contiguous tensor on the CPU."""
     memory: Any = flat.detach().view(torch.uint8).numpy()
     return memoryview(memory)
+
+
+def differing(written: Rows, expected: Rows, dtype: torch.dtype) -> bool:
+    """Return whether a tensor read back is not, bit for bit, what was to be written."""
+    if written.shape != expected.shape or written.dtype != dtype:
+        return True
+    rows = row_count(expected.shape)
+    if not nbytes(expected.shape, dtype):
+        return False
+    widest = max(row_bytes(expected.shape, expected.dtype), row_bytes(expected.shape, dtype))
+    step = max(1, BLOCK_BYTES // max(1, widest))
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        theirs = expected.read(first, last).to(dtype)
+        if not torch.equal(_bits(written.read(first, last)), _bits(theirs)):
+            return True
+    return False
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)

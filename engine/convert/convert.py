@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..checkpoint.hf_folder import listed
-from ..checkpoint.tensors import Rows, nbytes
+from ..checkpoint.tensors import Rows, differing, nbytes
 from ..data.configs import BytesTokenizer, HFTokenizer, TokenizerConfig
 from ..data.tokenizer_configs import TiktokenTokenizer
 from ..errors import CheckpointError, DataError, RecipeError
@@ -21,9 +21,10 @@ from ..recipe.tables import Run
 from . import targets
 from .meta import open_meta
 from .opened import Opened
+from .shards import CODES
 from .sources import open_huggingface, open_native, open_torch
 from .targets import Job
-from .writing import Advance, Counter, complete_or_absent, differing, parallel
+from .writing import Advance, Counter, complete_or_absent, parallel
 
 if TYPE_CHECKING:
     from ..data.tokenizer import Tokenizer
@@ -131,6 +132,9 @@ def _refuse_nesting(source: Path, target: Path) -> None:
 
 
 def _job(opened: Opened, target: Path, options: Options, *, wants_tokenizer: bool) -> Job:
+    odd = [f"{name} is {t.dtype}" for name, t in opened.tensors.items() if t.dtype not in CODES]
+    if odd:
+        raise CheckpointError(listed(f"{opened.place} holds more than plain weights:", odd))
     config, side = _tokenizer_of(opened, options)
     tokenizer = _build(config, opened, options) if wants_tokenizer else None
     if config is None or tokenizer is None:

@@ -13,11 +13,10 @@ from ...model_zoo.llama3.config import Llama3Config
 from ...model_zoo.llama3.meta import COMPUTED, NAMES, ROTATED, config_from_params
 from ..checkpoint.hf_folder import read_json
 from ..checkpoint.hf_match import Shape
-from ..checkpoint.tensors import Interleaved, Pieces, Region, Rows
+from ..checkpoint.tensors import Interleaved, Pieces, Region, Rows, differing
 from ..errors import CheckpointError
 from .opened import Opened, config_or_error, parameter_shapes, refuse_misfits
 from .sources import read_state_dict, rows_of
-from .writing import differing
 
 if TYPE_CHECKING:
     from ..recipe.schema import Recipe

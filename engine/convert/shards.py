@@ -10,18 +10,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 from ..checkpoint.hf_folder import INDEX, SINGLE
-from ..checkpoint.tensors import Form, nbytes
+from ..checkpoint.tensors import DTYPES, Form, nbytes
 
-CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-}
-DTYPES = {code: dtype for dtype, code in CODES.items()}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.find import candidates
-from ..checkpoint.hf_folder import CONFIG, list_tensors, listed, read_config, shown
-from ..checkpoint.hf_match import Shape, differing_ends, match
+from ..checkpoint.hf_folder import (
+    CONFIG,
+    StoredTensor,
+    list_tensors,
+    listed,
+    read_config,
+    shown,
+)
+from ..checkpoint.hf_match import Match, Shape, differing_ends, match, region_of
 from ..checkpoint.manifest import Manifest, check_hashes, check_listing, read_manifest, recipe_of
 from ..checkpoint.tensors import Region
 from ..checkpoint.torch_file import read_regions
@@ -19,13 +26,13 @@ from ..models import family_of
 from ..recipe.tables import LoRA
 from .merged import merge_tensors
 from .opened import Opened, config_or_error, parameter_shapes, refuse_misfits
-from .shards import DTYPES
+from .shards import CODES
 
 if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
     from ..recipe.schema import Recipe
 
-WRAPPERS = ("module.", "_orig_mod.", "model.")
+WRAPPERS = ("module.", "_orig_mod.")
 INNER = ("model", "state_dict", "model_state_dict", "module")
 
 
@@ -45,17 +52,32 @@ def open_huggingface(folder: Path, recipe: Recipe | None) -> Opened:
         config = config_or_error(partial(family.from_hf_config, settings), folder / CONFIG)
     else:
         raise CheckpointError(f"{folder} has no {CONFIG}", "describe the model with --recipe")
-    fit = match(stored, parameter_shapes(config, found, folder), config, settings)
+    shapes = parameter_shapes(config, found, folder)
+    fit = _matched(folder, "the folder", stored, shapes, config, settings)
+    tensors = {ours: region_of(stored[theirs]) for ours, theirs in fit.sources.items()}
+    return Opened(folder, config, tensors, recipe, settings, folder, fit.notes)
+
+
+def _matched(
+    place: Path,
+    word: str,
+    stored: Mapping[str, StoredTensor],
+    shapes: Mapping[str, Shape],
+    config: ModelConfig,
+    settings: Mapping[str, Any] | None,
+) -> Match:
+    """Compare tensors of Hugging Face's names with a model.
+
+    Raises:
+        CheckpointError: they do not fit, all misfits listed.
+    """
+    fit = match(stored, shapes, config, settings, word)
     if not fit.problems:
         fit.problems = differing_ends(stored, fit.sources, config.layout)
         fit.hint = "describe it with --recipe, and model.tie_embeddings = false"
     if fit.problems:
-        raise CheckpointError(listed(f"{folder} does not fit the model:", fit.problems), fit.hint)
-    tensors = {
-        ours: Region(each.file, each.offset, DTYPES[each.dtype], each.shape)
-        for ours, each in ((ours, stored[theirs]) for ours, theirs in fit.sources.items())
-    }
-    return Opened(folder, config, tensors, recipe, settings, folder, fit.notes)
+        raise CheckpointError(listed(f"{place} does not fit the model:", fit.problems), fit.hint)
+    return fit
 
 
 def open_native(path: Path, recipe: Recipe | None, section: str = "model") -> Opened:
@@ -107,21 +129,30 @@ def open_torch(file: Path, recipe: Recipe | None) -> Opened:
     """
     notes: list[str] = []
     tensors = read_state_dict(file, notes)
+    config, settings = (recipe.model, None) if recipe else _config_beside(file)
+    embed = f"{config.layout.embed}.weight"
+    their_embed = config.layout.to_hf(embed)
+    if not {embed, their_embed} & tensors.keys():  # a model within one of the user's own
+        tensors = _without("model.", tensors)
     found = {name: tensor.shape for name, tensor in tensors.items()}
-    if recipe is None:
-        config, settings = _config_beside(file)
-    else:
-        layout, settings = recipe.model.layout, None
-        embed = f"{layout.embed}.weight"
-        rows = rows_of(found, embed if embed in found else layout.to_hf(embed))
-        config = recipe.model.with_vocab(rows)
+    is_ours = their_embed not in found
+    if recipe:
+        config = config.with_vocab(rows_of(found, embed if is_ours else their_embed))
     shapes = parameter_shapes(config, found, file)
-    theirs = {name: config.layout.to_hf(name) or name for name in shapes}
-    is_ours = len(found.keys() & shapes.keys()) >= len(found.keys() & set(theirs.values()))
-    sources = {name: name for name in shapes} if is_ours else theirs
-    refuse_misfits(file, sources, shapes, found, "the file")
-    ordered = {ours: tensors[there] for ours, there in sources.items()}
-    return Opened(file, config, ordered, recipe, settings, file.parent, notes)
+    if is_ours:
+        refuse_misfits(file, {name: name for name in shapes}, shapes, found, "the file")
+        tensors = {name: tensors[name] for name in shapes}
+    else:
+        stored = {
+            name: StoredTensor(
+                file, CODES.get(each.dtype, str(each.dtype)), each.shape, each.offset
+            )
+            for name, each in tensors.items()
+        }
+        fit = _matched(file, "the file", stored, shapes, config, settings)
+        tensors = {ours: tensors[theirs] for ours, theirs in fit.sources.items()}
+        notes += fit.notes
+    return Opened(file, config, tensors, recipe, settings, file.parent, notes)
 
 
 def read_state_dict(file: Path, notes: list[str]) -> dict[str, Region]:
@@ -144,9 +175,15 @@ def read_state_dict(file: Path, notes: list[str]) -> dict[str, Region]:
     if not tensors:
         raise CheckpointError(f"{file} holds no dictionary of tensors")
     for prefix in WRAPPERS:
-        if all(name.startswith(prefix) for name in tensors):
-            tensors = {name.removeprefix(prefix): each for name, each in tensors.items()}
+        tensors = _without(prefix, tensors)
     return tensors
+
+
+def _without(prefix: str, tensors: dict[str, Region]) -> dict[str, Region]:
+    """Take a prefix away, if all names have it."""
+    if not all(name.startswith(prefix) for name in tensors):
+        return tensors
+    return {name.removeprefix(prefix): each for name, each in tensors.items()}
 
 
 def _config_beside(file: Path) -> tuple[ModelConfig, dict[str, Any]]:

@@ -16,8 +16,9 @@ import xxhash
 
 from ... import __version__
 from ..checkpoint.hf_folder import CONFIG, list_tensors, read_json
+from ..checkpoint.hf_match import region_of
 from ..checkpoint.manifest import SaveInfo
-from ..checkpoint.tensors import Form, Region, Rows, nbytes
+from ..checkpoint.tensors import Form, Rows, nbytes
 from ..checkpoint.torch_file import read_regions, reserve
 from ..data.configs import HFTokenizer
 from .hf_files import (
@@ -29,7 +30,7 @@ from .hf_files import (
     write_json,
 )
 from .opened import Opened
-from .shards import DTYPES, index_of, lay_out, main_dtype
+from .shards import index_of, lay_out, main_dtype
 from .writing import Advance, Stretch, create, stretches, sync, write_all
 
 if TYPE_CHECKING:
@@ -154,10 +155,7 @@ def read_checkpoint(folder: Path, _: Job) -> dict[str, Rows]:
 def read_huggingface(folder: Path, job: Job) -> dict[str, Rows]:
     """Return what was written to a Hugging Face folder, by our names."""
     stored = list_tensors(folder)
-    return {
-        ours: Region(each.file, each.offset, DTYPES[each.dtype], each.shape)
-        for ours, each in ((ours, stored[theirs]) for ours, theirs in job.hf_names.items())
-    }
+    return {ours: region_of(stored[theirs]) for ours, theirs in job.hf_names.items()}
 
 
 def read_torch(file: Path, _: Job) -> dict[str, Rows]:

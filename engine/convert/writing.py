@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from ..checkpoint.disk import writing
-from ..checkpoint.tensors import Rows, as_bytes, blocks, nbytes, row_bytes, row_count
+from ..checkpoint.tensors import Rows, as_bytes, blocks, row_bytes, row_count
 from ..errors import CheckpointError, RecipeError
 from ..files import sync_folder
 
@@ -205,24 +205,3 @@ class Counter:
         """Add some."""
         with self._lock:
             self._listener(count)
-
-
-def differing(written: Rows, expected: Rows, dtype: torch.dtype) -> bool:
-    """Return whether a tensor read back is not, bit for bit, what was to be written."""
-    if written.shape != expected.shape or written.dtype != dtype:
-        return True
-    rows = row_count(expected.shape)
-    if not nbytes(expected.shape, dtype):
-        return False
-    widest = max(row_bytes(expected.shape, expected.dtype), row_bytes(expected.shape, dtype))
-    step = max(1, PIECE_BYTES // 8 // max(1, widest))
-    for first in range(0, rows, step):
-        last = min(first + step, rows)
-        theirs = expected.read(first, last).to(dtype)
-        if not torch.equal(_bits(written.read(first, last)), _bits(theirs)):
-            return True
-    return False
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)

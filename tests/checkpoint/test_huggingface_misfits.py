@@ -25,14 +25,14 @@ def test_a_folder_that_says_untied_must_hold_the_projection(tmp_path: Path) -> N
 def test_a_tied_model_refuses_another_projection(
     tmp_path: Path, last_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.engine.checkpoint.hf_match.ELEMENTS_COMPARED", 96)
+    monkeypatch.setattr("trainer.engine.checkpoint.tensors.BLOCK_BYTES", 384)
     tied = config_of(tie_embeddings=True)
     tensors = weights_of(tied)
     head = tensors["model.embed_tokens.weight"].clone()
     head[-1, -1] += 1e-6
     head = head[: len(head) - last_rows].clone()
     error = refusal(write(tmp_path / "source", tensors | {"lm_head.weight": head}), tied)
-    assert "lm_head.weight is in the folder and differs from model.embed_tokens" in error.message
+    assert "lm_head.weight is there and differs from model.embed_tokens" in error.message
     assert "model.tie_embeddings" in error.hint
 
 
