@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -30,11 +29,6 @@ class Loaded:
     tree: Tree
     """what was written, merged"""
     path: Path
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """What was written, merged."""
-        return self.tree.values
 
 
 def load_recipe(
