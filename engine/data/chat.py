@@ -19,6 +19,7 @@ from ..errors import DataError, EnvironmentFault, RecipeError
 from .chat_templates import TEMPLATES
 from .configs import Document, MarkedText
 from .conversations import conversation
+from .hf_tokenizer import decoded, read_limited
 from .sources import read_objects
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ def find_template(
         DataError: the file cannot be read.
     """
     if file:
-        text, place = _read_template(Path(file)), file
+        hint = "template_file is a Jinja file"
+        text, place = decoded(Path(file), read_limited(Path(file), MAX_TEMPLATE_BYTES, hint)), file
     elif name == "tokenizer":
         if tokenizer.chat_template is None:
             known = ", ".join(f'"{each}"' for each in TEMPLATES)
@@ -92,16 +94,6 @@ def find_template(
     return ChatTemplate(
         text, place, {**special, **(variables or {})}, date, special.get("eos_token", "")
     )
-
-
-def _read_template(file: Path) -> str:
-    try:
-        with open(file, encoding="utf-8-sig") as opened:
-            return opened.read(MAX_TEMPLATE_BYTES + 1)
-    except OSError as error:
-        raise DataError(f"{file}: {error.strerror}", "template_file is a Jinja file") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file}: not UTF-8: {error.reason}") from error
 
 
 class ChatRenderer:

@@ -80,20 +80,20 @@ def open_data(table: Data, tokenizer: Tokenizer, seed: int, run: str = "") -> Op
             opening.notes.append(_note(name, store))
     if not opening.train:
         raise DataError('no source has split = "train"', "data.sources needs one")
-    train = _training(opening.train, seed, table.shuffle, tokenizer.vocab_size)
+    packed, rows, weights = _columns(opening.train)
+    order = TrainingOrder(rows, weights, seed, shuffle=table.shuffle)
+    train = TrainingSamples(packed, order, tokenizer.vocab_size)
     if train.streams and fraction and not opening.validation:
         opening.notes.append(
             'no validation: streams hold nothing out; another source may have split = "validation"'
         )
     for stream in train.streams.values() if run else ():
         stream.lead()  # now: later the process would be a copy of one with a model
-    validation = opening.validation
-    return OpenedData(
-        train=train,
-        validation=_validation(validation, tokenizer.vocab_size) if validation else None,
-        fingerprint=opening.fingerprint,
-        notes=opening.notes,
-    )
+    validation = None
+    if opening.validation:
+        packed, rows, weights = _columns(opening.validation)
+        validation = Samples(packed, ValidationOrder(rows, weights), tokenizer.vocab_size)
+    return OpenedData(train, validation, opening.fingerprint, opening.notes)
 
 
 def _split(
@@ -134,18 +134,12 @@ def split_point(store: TokenStore, fraction: float, seq_len: int) -> int:
     return nearest if in_reach else target
 
 
-def _training(
-    parts: Sequence[tuple[Packed, float]], seed: int, shuffle: bool, vocab_size: int
-) -> TrainingSamples:
-    packed, weights = zip(*parts, strict=True)
-    rows = [source.num_rows for source in packed]
-    return TrainingSamples(packed, TrainingOrder(rows, weights, seed, shuffle=shuffle), vocab_size)
-
-
-def _validation(parts: Sequence[tuple[Packed, float]], vocab_size: int) -> Samples:
-    packed, weights = zip(*parts, strict=True)
-    rows = [source.num_rows for source in packed]
-    return Samples(packed, ValidationOrder(rows, weights), vocab_size)
+def _columns(
+    parts: Sequence[tuple[Packed, float]],
+) -> tuple[list[Packed], list[int], list[float]]:
+    """Return the sources, how many rows each has, and their weights."""
+    packed = [source for source, _ in parts]
+    return packed, [source.num_rows for source in packed], [weight for _, weight in parts]
 
 
 def _too_short(source: SourceConfig, tokens: int, needed: int) -> DataError:

@@ -165,7 +165,7 @@ def read_files(path: Path) -> TokenizerFiles:
             if name.endswith("_token") and (text := _token_text(token)) is not None
         },
         chat_template=(
-            _decoded(template, read_limited(template, MAX_SETTINGS_BYTES))
+            decoded(template, read_limited(template, MAX_SETTINGS_BYTES))
             if template.is_file()
             else _default_template(config.get("chat_template"))
         ),
@@ -188,7 +188,12 @@ def read_limited(file: Path, limit: int, hint: str = "") -> bytes:
     return content
 
 
-def _decoded(file: Path, content: bytes) -> str:
+def decoded(file: Path, content: bytes) -> str:
+    """Return UTF-8 text without a byte-order mark.
+
+    Raises:
+        DataError: it is not UTF-8.
+    """
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -221,15 +226,25 @@ def _default_template(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _load(place: str, content: bytes) -> Any:
+def library() -> Any:
+    """Return the `tokenizers` package.
+
+    Raises:
+        EnvironmentFault: it is not installed.
+    """
     try:
-        from tokenizers import Tokenizer as Native
+        import tokenizers
     except ImportError as error:
         raise EnvironmentFault(
             "this tokenizer needs the tokenizers package", 'pip install "trainer[hf]"'
         ) from error
+    return tokenizers
+
+
+def _load(place: str, content: bytes) -> Any:
+    native = library().Tokenizer
     try:
-        tokenizer = Native.from_str(content.decode())
+        tokenizer = native.from_str(content.decode())
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # bare Exception for malformed files, and panics of Rust

@@ -7,6 +7,7 @@ Rows are gathered from the memory-mapped tokens by number, many in one call.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -30,6 +31,14 @@ class Rows(NamedTuple):
         """Return tensors that share the arrays' memory."""
         columns: Any = (None if column is None else torch.from_numpy(column) for column in self)
         return Batch(*columns)
+
+    @classmethod
+    def joined(cls, parts: Iterable[Rows]) -> Rows:
+        """Return the rows of several, one after the other."""
+        return cls._make(
+            None if columns[0] is None else np.concatenate(columns)
+            for columns in zip(*parts, strict=True)
+        )
 
 
 class Packed(Protocol):

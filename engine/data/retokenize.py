@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import PrivateAttr
+from xxhash import xxh3_128_hexdigest
 
 from ..errors import DataError
 from .configs import Document, DocumentFault, DocumentSource
@@ -77,6 +78,4 @@ class StoredDocuments(DocumentSource):
 
     def fingerprint(self) -> str:
         """Return a hash of the tokens and of the documents' borders."""
-        from xxhash import xxh3_128_hexdigest
-
         return f"{self._store.fingerprint} {xxh3_128_hexdigest(self._store.offsets.data)}"

@@ -81,14 +81,11 @@ class Samples:
         order = np.argsort(source, kind="stable")
         which, starts = np.unique(source[order], return_index=True)
         groups = np.split(row[order], starts[1:])
-        parts = [
+        rows = Rows.joined(
             self.sources[index].gather(group) for index, group in zip(which, groups, strict=True)
-        ]
-        place = np.argsort(order)
-        return Rows._make(
-            None if columns[0] is None else np.concatenate(columns)[place]
-            for columns in zip(*parts, strict=True)
         )
+        place = np.argsort(order)
+        return Rows._make(None if column is None else column[place] for column in rows)
 
 
 class TrainingSamples(Samples):

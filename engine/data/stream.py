@@ -152,14 +152,10 @@ class Stream:
         """Return the rows of these numbers, [B], ascending, which have been reached."""
         starts = [window.first_row for window in self.windows]
         which = np.searchsorted(starts, rows, side="right") - 1
-        parts = [
+        if which[0] == which[-1]:
+            return self._gather(self.windows[which[0]], rows)
+        return Rows.joined(
             self._gather(self.windows[index], rows[which == index]) for index in np.unique(which)
-        ]
-        if len(parts) == 1:
-            return parts[0]
-        return Rows._make(
-            None if columns[0] is None else np.concatenate(columns)
-            for columns in zip(*parts, strict=True)
         )
 
     def _gather(self, window: OpenWindow, rows: Indices) -> Rows:

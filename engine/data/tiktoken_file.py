@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError, EnvironmentFault, RecipeError
-from .hf_tokenizer import MAX_VOCABULARY, USUAL_EOS, TokenizerFiles, read_limited
+from ..errors import DataError, RecipeError
+from .hf_tokenizer import MAX_VOCABULARY, USUAL_EOS, TokenizerFiles, library, read_limited
 from .patterns import PATTERNS, SPECIAL_TOKENS, pattern_named
 from .tokenizer import byte_characters
 
@@ -137,14 +137,9 @@ def _special_tokens(
 
 
 def _valid(pattern: str) -> str:
+    regex = library().Regex
     try:
-        from tokenizers import Regex
-    except ImportError as error:
-        raise EnvironmentFault(
-            'tokenizer "tiktoken" needs the tokenizers package', 'pip install "trainer[data]"'
-        ) from error
-    try:
-        Regex(pattern)
+        regex(pattern)
     except Exception as error:  # the library raises bare Exception
         raise RecipeError(f"tokenizer.pattern: not a regular expression: {error}") from error
     return pattern

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from .documents import text_of
 from .manifest import Tally
 from .tokenizer import Tokenizer
 
+AnyDocument = TypeVar("AnyDocument", bound=Document)
 SourcePart = tuple[DocumentSource, Any]
 BATCH_CHARACTERS = 2**22
 BATCH_DOCUMENTS = 2**12
@@ -40,7 +41,7 @@ def tokenise_documents(
     read: Iterable[Document], on_error: str, tokenizer: Tokenizer
 ) -> Iterator[Tokenised]:
     """Yield documents as tokens, as `tokenise` does."""
-    for batch in _batches(read):
+    for batch in batches(read):
         faults = [item for item in batch if isinstance(item, DocumentFault)]
         if faults and on_error == "stop":
             raise DataError(
@@ -83,9 +84,9 @@ def _bytes(document: str | MarkedText) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def batches(documents: Iterable[AnyDocument]) -> Iterator[list[AnyDocument]]:
     """Group documents so that a batch is worth a call and fits in memory."""
-    batch: list[Document] = []
+    batch: list[AnyDocument] = []
     characters = 0
     for document in documents:
         batch.append(document)

@@ -14,13 +14,13 @@ from ..files import sync_folder
 from .configs import DocumentFault, DocumentSource
 from .documents import text_of
 from .patterns import pattern_named
+from .tokenise import batches
 from .tokenizer import byte_characters
 
 if TYPE_CHECKING:
     from .hf_tokenizer import HuggingFaceTokenizer
 
 NUM_BYTES = 256
-BATCH_DOCUMENTS, BATCH_CHARACTERS = 1024, 2**22
 
 
 @dataclass
@@ -95,22 +95,15 @@ def _check(out: Path, vocab_size: int, special_tokens: Sequence[str]) -> None:
         raise RecipeError(f"{out}: is there already", "name a new folder")
 
 
-def _texts(sources: Sequence[DocumentSource], max_bytes: int, read: Read) -> Iterator[list[str]]:
-    """Yield batches of texts, and count them."""
-    batch: list[str] = []
-    characters = 0
+def _texts(sources: Sequence[DocumentSource], max_bytes: int, read: Read) -> Iterator[str]:
+    """Yield texts, and count them."""
     for text in _documents(sources, read):
         size = len(text.encode())
         if max_bytes and read.bytes + size > max_bytes:
             break
         read.documents += 1
         read.bytes += size
-        batch.append(text)
-        characters += len(text)
-        if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    yield batch
+        yield text
 
 
 def _documents(sources: Sequence[DocumentSource], read: Read) -> Iterator[str]:
@@ -125,19 +118,18 @@ def _documents(sources: Sequence[DocumentSource], read: Read) -> Iterator[str]:
 
 
 def _train(
-    texts: Iterable[list[str]],
+    texts: Iterable[str],
     vocab_size: int,
     special_tokens: Sequence[str],
     min_frequency: int,
     pattern: str,
 ) -> str:
     """Return the `tokenizer.json`."""
-    try:
-        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    except ImportError as error:
-        raise EnvironmentFault(
-            "training a tokenizer needs the tokenizers package", 'pip install "trainer[hf]"'
-        ) from error
+    from .hf_tokenizer import library
+
+    library()
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
     native = Tokenizer(models.BPE())
     native.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -147,7 +139,7 @@ def _train(
     )
     native.decoder = decoders.ByteLevel()
     native.train_from_iterator(
-        texts,
+        batches(texts),
         trainers.BpeTrainer(
             vocab_size=vocab_size,
             min_frequency=min_frequency,
