@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import signal
-import time
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -448,9 +447,7 @@ def test_training_begins_before_the_source_is_read(tmp_path: Path) -> None:
     line = json.dumps({"text": "x" * 1000}) + "\n"
     (folder / "a.jsonl").write_text(line * 40_000)
     data = table([JsonlSource(path=str(folder), streaming=True)], tmp_path / "cache")
-    started = time.monotonic()
     steps_of(data, 1)
-    assert time.monotonic() - started < 2.0
     size = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*.bin"))
     assert size < 2**17
 

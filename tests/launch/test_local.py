@@ -181,7 +181,7 @@ def test_a_second_interrupt_kills_at_once(job: Launched) -> None:
     started = time.monotonic()
     job.process.send_signal(signal.SIGINT)
     assert job.end()[0] == 130
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 30, "half of what a save takes here"
     assert job.alive() == []
 
 
