@@ -8,7 +8,7 @@ import platform
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -143,7 +143,7 @@ class Session:
         place = self.directory.path if self.world.rank == 0 else None
         with (
             recorded(state, place),
-            self._observe(parts) as observer,
+            closing(self._observe(parts)) as observer,
             paced_garbage_collection(recipe.run.gc_interval),
         ):
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,8 +18,6 @@ from .progress import Progress
 from .throughput import Throughput
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from ..recipe.tables import Metrics
     from ..run_dir import RunDirectory
     from .profiler import Profiler
@@ -61,23 +59,13 @@ class Observer:
         self._records = rank == 0
         self._total_steps = total_steps
         self._progress = progress
+        self._warn = progress.warn
         self._throughput = throughput
         self._memory = memory
         self._profiler = profiler
         self.phase: Phase = no_phase if profiler is None else profiler.phase
         self._log: MetricsLog | None = None
         self._trackers: list[Tracker] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def start(self, step: int, tokens: int) -> None:
         """Begin after `step` steps and `tokens` tokens; what was recorded beyond is dropped.
@@ -112,7 +100,7 @@ class Observer:
             self._trackers.append(config.build(self._directory.path, step))
         except Exception as error:
             if step:
-                self.warn(f"the tracker {config.name} is left out of this attempt: {error}")
+                self._warn(f"the tracker {config.name} is left out of this attempt: {error}")
             elif isinstance(error, TrainerError):
                 raise
             else:
@@ -168,14 +156,6 @@ class Observer:
                 return
             yield item
 
-    def note(self, text: str) -> None:
-        """Tell the user something."""
-        self._progress.note(text)
-
-    def warn(self, text: str) -> None:
-        """Warn the user."""
-        self._progress.warn(text)
-
     def sync(self) -> None:
         """Make the rows so far survive a power cut: call it before a checkpoint is saved."""
         if self._log is not None:
@@ -195,10 +175,10 @@ class Observer:
         with self._saved_from_profiling():
             profiler.finish()
             if profiler.summary is None:
-                self.warn("nothing was profiled: the run ended before the step profile.start did")
+                self._warn("nothing was profiled: the run ended before step profile.start did")
                 return
             for line in profiler.summary.lines():
-                self.note(line)
+                self._progress.note(line)
 
     @contextmanager
     def _saved_from_profiling(self) -> Iterator[None]:
@@ -206,7 +186,7 @@ class Observer:
         try:
             yield
         except Exception as error:
-            self.warn(f"the profile is lost: {type(error).__name__}: {error}")
+            self._warn(f"the profile is lost: {type(error).__name__}: {error}")
             self._profiler, self.phase = None, no_phase
 
     def _record(self, row: dict[str, Any]) -> None:
@@ -215,21 +195,21 @@ class Observer:
         try:
             self._log.write(row)
         except OSError as error:
-            self.warn(f"a row of {self._log.path} is lost: {error.strerror}")
+            self._warn(f"a row of {self._log.path} is lost: {error.strerror}")
         self._progress.show(row)
         for tracker in list(self._trackers):
             try:
                 tracker.log(row)
             except Exception as error:
                 self._trackers.remove(tracker)
-                self.warn(f"{type(tracker).__name__} failed and is left out from now on: {error}")
+                self._warn(f"{type(tracker).__name__} failed and is left out from now on: {error}")
 
     def _close_trackers(self) -> None:
         for tracker in self._trackers:
             try:
                 tracker.close()
             except Exception as error:
-                self.warn(f"{type(tracker).__name__} could not be closed: {error}")
+                self._warn(f"{type(tracker).__name__} could not be closed: {error}")
         self._trackers = []
 
 

@@ -55,14 +55,9 @@ class Profiler:
         self._intervals: list[Interval] = []
         self.summary: Summary | None = None
 
-    @property
-    def is_active(self) -> bool:
-        """Whether the step that runs now is profiled."""
-        return self._trace is not None
-
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Return a context around a part of a step."""
-        return self._marked(name) if self.is_active else nullcontext()
+        return nullcontext() if self._trace is None else self._marked(name)
 
     @contextmanager
     def _marked(self, name: str) -> Iterator[None]:
@@ -79,7 +74,7 @@ class Profiler:
     def end_step(self) -> None:
         """Take note of the end of a step; the last one's writes the files."""
         self._steps += 1
-        if not self.is_active:
+        if self._trace is None:
             self._start_if_due()
             return
         self._bounds.append(self._clock.mark())
@@ -87,7 +82,7 @@ class Profiler:
             self.finish()
 
     def _start_if_due(self) -> None:
-        if self.summary is not None or self._steps + 1 != self._table.start or self.is_active:
+        if self._trace or self.summary or self._steps + 1 != self._table.start:
             return
         self._setting.folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints when it starts and stops
@@ -96,7 +91,7 @@ class Profiler:
         if on_gpu and self._table.memory:
             torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
         trace = profile(activities=activities, with_flops=True, profile_memory=self._table.memory)
-        trace.start()  # type: ignore[no-untyped-call]
+        trace.start()
         self._trace = trace
         self._bounds.append(self._clock.mark())
 

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 REFRESH_SECONDS = 0.2
 
 
-class Progress(Protocol):
-    """The screen of a run, used by rank 0."""
+class Progress:
+    """The screen of a run, used by rank 0. This one shows nothing."""
 
     def start(self, step: int, total: int) -> None:
         """Begin after `step` finished steps of `total`."""
@@ -46,35 +46,13 @@ def open_progress(rank: int, stream: TextIO | None = None) -> Progress:
     """Return a bar if the stream (stdout) is a terminal, lines if not, and silence off rank 0."""
     stream = stream or sys.stdout
     if rank != 0:
-        return Silence()
+        return Progress()
     if stream.isatty() and os.environ.get("TERM") != "dumb":
         return LiveProgress(stream)
     return LineProgress(stream)
 
 
-class Silence:
-    """Shows nothing."""
-
-    def start(self, step: int, total: int) -> None:
-        """Do nothing."""
-
-    def advance(self, step: int) -> None:
-        """Do nothing."""
-
-    def show(self, row: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def note(self, text: str) -> None:
-        """Do nothing."""
-
-    def warn(self, text: str) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class LineProgress:
+class LineProgress(Progress):
     """One aligned line a row, for logs."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -85,9 +63,6 @@ class LineProgress:
         """Say which steps are ahead."""
         self._total = total
         self._print(f"training from step {step + 1} to {total}")
-
-    def advance(self, step: int) -> None:
-        """Do nothing: a log has no bar."""
 
     def show(self, row: Mapping[str, Any]) -> None:
         """Print the row."""
@@ -104,16 +79,13 @@ class LineProgress:
         """Print the text."""
         self._print(f"warning: {text}")
 
-    def close(self) -> None:
-        """Do nothing: every line is flushed."""
-
     def _print(self, line: str) -> None:
         with _surviving(self._stream):
             self._stream.write(line + "\n")
             self._stream.flush()
 
 
-class LiveProgress:
+class LiveProgress(Progress):
     """A bar with the newest numbers below it; messages and evaluations scroll by above.
 
     No thread draws it: it is redrawn at steps, at most every `REFRESH_SECONDS`.

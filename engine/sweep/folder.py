@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,7 @@ class Sweep:
             return problem
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         message = f"{problem.message} (at {', '.join(names[:3])}{more})"
-        return Problem(message, *list(asdict(problem).values())[1:])
+        return replace(problem, message=message)
 
     def _refuse_other_recipe(self, point: Point, loaded: Loaded) -> None:
         """Check that what was trained under a point's name is what the point says.
@@ -133,7 +133,7 @@ class Sweep:
         if not old or examine(path).checkpoint_step is None:
             return
         changes = compare(old, loaded.recipe.model_dump())
-        raise_for = [
+        problems = [
             Problem(
                 f"is {shown_value(after)} now, and {shown_value(before)} in {path}",
                 key,
@@ -141,8 +141,8 @@ class Sweep:
             )
             for key, before, after in changes
         ]
-        if raise_for:
-            raise RecipeError(raise_for)
+        if problems:
+            raise RecipeError(problems)
 
 
 def _read_points(path: Path) -> list[Point]:

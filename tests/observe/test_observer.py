@@ -12,13 +12,13 @@ from trainer.engine.errors import EnvironmentFault
 from trainer.engine.observe.configs import TensorBoard
 from trainer.engine.observe.metrics import read
 from trainer.engine.observe.observer import Observer, to_floats
-from trainer.engine.observe.progress import Silence
+from trainer.engine.observe.progress import Progress
 from trainer.engine.observe.throughput import Throughput
 from trainer.engine.recipe.tables import Metrics
 from trainer.engine.run_dir import RunDirectory
 
 
-class Screen(Silence):
+class Screen(Progress):
     def __init__(self) -> None:
         self.rows: list[Mapping[str, Any]] = []
         self.steps: list[int] = []
