@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError
 from .manifest import Manifest, TensorEntry
@@ -60,17 +63,15 @@ def read_tensors(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) ->
     """
     contents = read_contents(path, manifest)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    try:
+    with readable(path):
         planner.set_up_planner(dict(state), contents)
-        for item in planner.create_local_plan().items:
+        items = planner.create_local_plan().items
+        _require_all(path, state, items)
+        for item in items:
             index = item.storage_index
             region = region_of(path, contents, index.fqn, cast("int", index.index))
             part = _read_box(region, item.storage_offsets, item.lengths)
             planner.resolve_tensor(item).detach().copy_(part)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise _unreadable(path, error) from error
 
 
 def read_contents(path: Path, manifest: Manifest) -> Metadata:
@@ -79,16 +80,27 @@ def read_contents(path: Path, manifest: Manifest) -> Metadata:
     Raises:
         CheckpointError: it is not what the manifest says, or asks for code.
     """
-    try:
+    with readable(path):
         if (path / CONTENTS).stat().st_size > MAX_CONTENTS_BYTES:
             raise CheckpointError(f"{path}: {CONTENTS} has more than {MAX_CONTENTS_BYTES} bytes")
         contents = _Unpickler(io.BytesIO((path / CONTENTS).read_bytes())).load()
         _check(path, contents, manifest)
+    return cast("Metadata", contents)
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Explain whatever a table of contents that makes no sense leads to.
+
+    Raises:
+        CheckpointError: something was raised in the block.
+    """
+    try:
+        yield
     except CheckpointError:
         raise
     except Exception as error:
-        raise _unreadable(path, error) from error
-    return cast("Metadata", contents)
+        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def region_of(folder: Path, contents: Metadata, name: str, number: int) -> Region:
@@ -148,6 +160,19 @@ def _entries(contents: Metadata) -> dict[str, TensorEntry]:
     }
 
 
+def _require_all(path: Path, state: Mapping[str, Tensor], items: Sequence[ReadItem]) -> None:
+    """Check that the parts that will be read make up this rank's part of each tensor."""
+    missing = {
+        name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel()
+        for name, tensor in state.items()
+    }
+    for item in items:
+        missing[item.dest_index.fqn] -= item.lengths.numel()
+    for name, count in missing.items():
+        if count:
+            raise CheckpointError(f"{path}: the parts of {name} do not make it up")
+
+
 def _read_box(region: Region, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """Return a part of a region; a scalar has no offsets."""
     if not region.shape:
@@ -155,7 +180,3 @@ def _read_box(region: Region, offsets: Sequence[int], sizes: Sequence[int]) -> T
     rows = region.read(offsets[0], offsets[0] + sizes[0])
     sides = zip(offsets[1:], sizes[1:], strict=True)
     return rows[(slice(None), *(slice(start, start + size) for start, size in sides))]
-
-
-def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}")

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..checkpoint.guarded import CONTENTS, read_contents, region_of
+from ..checkpoint.guarded import CONTENTS, read_contents, readable, region_of
 from ..checkpoint.manifest import (
     FileEntry,
     Manifest,
@@ -46,11 +46,12 @@ def read_section(folder: Path, manifest: Manifest, section: str) -> dict[str, Ro
     """
     contents = read_contents(folder, manifest)
     prefix = f"{section}."
-    return {
-        name.removeprefix(prefix): _tensor(folder, name, entry, contents)
-        for name, entry in contents.state_dict_metadata.items()
-        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-    }
+    with readable(folder):
+        return {
+            name.removeprefix(prefix): _tensor(folder, name, entry, contents)
+            for name, entry in contents.state_dict_metadata.items()
+            if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+        }
 
 
 def _tensor(folder: Path, name: str, entry: TensorStorageMetadata, contents: Metadata) -> Rows:

@@ -17,6 +17,8 @@ from tests.checkpoint.hf_folders import config_of
 from tests.convert.models import hf_folder
 from tests.convert.run import Bomb, convert, refused
 from trainer.engine.checkpoint.manifest import hash_file, read_manifest, write_manifest
+from trainer.engine.errors import CheckpointError
+from trainer.engine.inference import open_model
 
 
 def index_of(folder: Path, file: str) -> None:
@@ -154,6 +156,14 @@ def overlap(contents: Any) -> None:
     entry.chunks = [entry.chunks[0], entry.chunks[0]]
 
 
+def first_chunk(contents: Any) -> Any:
+    return contents.state_dict_metadata["model.embed.weight"].chunks[0]
+
+
+def no_chunks(contents: Any) -> None:
+    contents.state_dict_metadata["model.embed.weight"].chunks = []
+
+
 def forget(contents: Any) -> None:
     contents.storage_data.popitem()
 
@@ -163,6 +173,11 @@ NATIVE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "tensors exchanged": (change_contents(exchange), "has the wrong shape"),
     "beyond the end": (change_contents(beyond_the_end), "is not read"),
     "parts that overlap": (change_contents(overlap), "do not make it up"),
+    "no parts": (change_contents(no_chunks), "do not make it up"),
+    "sizes that are none": (
+        change_contents(lambda contents: setattr(first_chunk(contents), "sizes", None)),
+        "cannot be read: TypeError",
+    ),
     "a part without a place": (change_contents(forget), "does not say where"),
     "no contents": (lambda f: (f / ".metadata").write_bytes(b""), "cannot be read"),
     "data that is no archive": (
@@ -184,6 +199,8 @@ def test_a_hostile_checkpoint_is_refused(
     change, message = NATIVE[case]
     source = rewritten(checkpoint, tmp_path / "dcp", change)
     assert message in refused(capsys, 5, way, source, tmp_path / "out")
+    with pytest.raises(CheckpointError):
+        open_model(source)
 
 
 def test_a_checkpoint_that_runs_code_is_refused(
