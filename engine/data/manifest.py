@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -86,17 +85,21 @@ class Manifest(Table):
     @model_validator(mode="after")
     def _names_its_own_files(self) -> Manifest:
         """Refuse files that the counts do not ask for: names come from nowhere else."""
-        shards = -(-self.num_tokens // self.shard_tokens)
-        if len(self.files) != 1 + shards * (1 + self.learned):
+        if len(self.files) != 1 + self.num_shards * (1 + self.learned):
             raise ValueError(f"files: {len(self.files)}; not for {self.num_tokens} tokens")
         sizes = {OFFSETS: self.files[OFFSETS].bytes if OFFSETS in self.files else None}
         for column, width in self.columns():
-            for number in range(shards):
+            for number in range(self.num_shards):
                 tokens = min(self.num_tokens - number * self.shard_tokens, self.shard_tokens)
                 sizes[shard_name(column, number)] = tokens * width
         if sizes != {name: entry.bytes for name, entry in self.files.items()}:
             raise ValueError(f"files: not those of {self.num_tokens} tokens")
         return self
+
+    @property
+    def num_shards(self) -> int:
+        """How many files a column has."""
+        return -(-self.num_tokens // self.shard_tokens)
 
     def columns(self) -> list[tuple[str, int]]:
         """Return each column's name and its bytes a token."""
@@ -105,7 +108,7 @@ class Manifest(Table):
 
     def shards(self, column: str) -> list[str]:
         """Return the names of a column's files, in order."""
-        return sorted(name for name in self.files if re.fullmatch(rf"{column}-\d+\.bin", name))
+        return [shard_name(column, number) for number in range(self.num_shards)]
 
 
 def shard_name(column: str, number: int) -> str:

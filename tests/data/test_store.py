@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 
 from trainer.engine.data.columns import make_chunk
-from trainer.engine.data.manifest import PAGE_TOKENS, Tally, damaged_files, read_manifest
+from trainer.engine.data.manifest import (
+    PAGE_TOKENS,
+    Manifest,
+    Tally,
+    damaged_files,
+    read_manifest,
+)
 from trainer.engine.data.packing import PACKINGS
 from trainer.engine.data.store import StoreWriter, TokenStore
 from trainer.engine.data.tokenise import Tokenised
@@ -196,3 +202,14 @@ def test_offsets_that_are_none_are_refused(tmp_path: Path, damage: str) -> None:
     file.write_bytes(content)
     with pytest.raises(DataError, match=r"offsets.npy: not the offsets of 150 documents"):
         TokenStore.open(folder, ByteTokenizer())
+
+
+def test_shards_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    shards = 100_002
+    described = json.loads((written(tmp_path / "tokens") / "tokens.json").read_text())
+    names = [f"tokens-{number:05d}.bin" for number in range(shards)]
+    offsets = described["files"]["offsets.npy"]
+    files = {name: {"bytes": 2 * PAGE_TOKENS, "xxh3": ""} for name in names}
+    described |= {"num_tokens": shards * PAGE_TOKENS, "shard_tokens": PAGE_TOKENS}
+    manifest = Manifest.model_validate({**described, "files": {**files, "offsets.npy": offsets}})
+    assert manifest.shards("tokens") == names
