@@ -8,11 +8,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 from datasets import Dataset
 from xxhash import xxh3_64_intdigest
 
-from trainer.engine.data import windows
 from trainer.engine.data.batch import Batch
 from trainer.engine.data.column_configs import HFSource, ParquetSource
 from trainer.engine.data.configs import JsonlSource, SourceConfig, TextSource
@@ -25,14 +23,6 @@ from trainer.engine.data.tokenizer import ByteTokenizer
 SEQ_LEN, WINDOW = 16, 1000
 CHANCE = random.Random(0)
 TEXTS = [f"<{number}>" + "abcdefghij" * CHANCE.randrange(9) for number in range(300)]
-
-
-@pytest.fixture(autouse=True)
-def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a module that imports this name, a source has many windows."""
-    monkeypatch.setattr(windows, "FIRST_WINDOW", WINDOW)
-    monkeypatch.setattr(windows, "LARGEST_WINDOW", 2 * WINDOW)
-    monkeypatch.setattr(windows, "ROWS_A_WINDOW", 1)
 
 
 def source_of(

@@ -22,6 +22,8 @@ from trainer.engine.data.column_configs import ParquetSource
 from trainer.engine.data.configs import SyntheticSource
 from trainer.engine.data.loader import Loader
 
+pytestmark = pytest.mark.usefixtures("small_windows")
+
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("kind", ["jsonl", "text", "parquet", "hf", "saved"])

@@ -28,6 +28,8 @@ from trainer.engine.data.windows import Place, Reader
 from trainer.engine.errors import DataError, RecipeError
 from trainer.engine.recipe.load import load_recipe
 
+pytestmark = pytest.mark.usefixtures("small_windows")
+
 
 def test_disk_holds_a_few_windows_however_long_the_run(tmp_path: Path) -> None:
     data = table([source_of("jsonl", tmp_path / "corpus")], tmp_path / "cache")
