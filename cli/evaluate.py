@@ -10,6 +10,7 @@ import typer
 
 from ..engine.errors import EnvironmentFault, RecipeError
 from ..engine.inference import Dtype, Weights
+from ..engine.observe.metrics import plain
 from .options import AsJson
 from .table import print_table
 
@@ -71,6 +72,13 @@ def evaluate(
         texts.append((source, source_of(source, settings or [])))
     elif settings:
         raise RecipeError("--set without --source", "name the source whose key it is")
+    if not tasks and (include_path is not None or num_fewshot is not None):
+        raise RecipeError("--include-path and --num-fewshot are for --tasks", "name tasks")
+    if not texts and not tasks and (seq_len is not None or stride is not None):
+        raise RecipeError(
+            "--seq-len and --stride do not change the rows of the validation split",
+            "name texts with --data or --source",
+        )
     opened = open_model(checkpoint, plugin or [], weights=weights, dtype=dtype)
     seq_len = seq_len or opened.recipe.data.seq_len
     if stride is not None and stride > seq_len:
@@ -112,7 +120,7 @@ def evaluate(
         )
     if as_json:
         report = {**_about(opened, weights), "texts": measured, "tasks": results}
-        typer.echo(json.dumps(report, indent=2, default=str))
+        typer.echo(json.dumps(plain(report), indent=2, default=str, allow_nan=False))
         return
     for each in measured:
         _print_measured(each)

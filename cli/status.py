@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,9 +54,7 @@ def _print(found: Sequence[RunStatus], as_json: bool, indent: int | None) -> Non
 
 
 def _plain(one: RunStatus) -> dict[str, Any]:
-    values = {key: plain(value) for key, value in asdict(one).items()}
-    values["losses"] = [plain(value) for value in one.losses[-40:]]
-    return values
+    return plain(asdict(replace(one, losses=one.losses[-40:])))  # type: ignore[no-any-return]
 
 
 def _lines(one: RunStatus) -> dict[str, str]:

@@ -180,7 +180,7 @@ def _numbers(status: RunStatus | None) -> dict[str, Any]:
     if status is None:
         return {"state": "not started", "step": None, "loss": None, "validation_loss": None}
     numbers = {"step": status.step, "loss": status.loss, "validation_loss": status.eval_loss}
-    return {"state": status.state, **{key: plain(value) for key, value in numbers.items()}}
+    return {"state": status.state, **plain(numbers)}
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class MetricsLog:
         Raises:
             OSError: the disk is full. Rows written later are whole again.
         """
-        line = json.dumps({key: plain(value) for key, value in row.items()}, allow_nan=False)
+        line = json.dumps(plain(dict(row)), allow_nan=False)
         data = (b"\n" if self._torn else b"") + line.encode() + b"\n"
         self._torn = True
         self._torn = os.write(self._file, data) != len(data)
@@ -94,6 +94,10 @@ def _rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def plain(value: Any) -> Any:
     """Return a value as JSON can hold it: a number that is not finite becomes a word."""
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [plain(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

@@ -249,6 +249,8 @@ def test_bad_input_is_refused_with_what_to_do(run, folder, command, tmp_path):
         ("--source", "jsnl"): (2, 'did you mean "jsonl"?'),
         ("--source", "jsonl", "--set", "pat=x"): (2, 'did you mean "path"?'),
         ("--set", "path=x"): (2, "--source"),
+        ("--seq-len", 8): (2, "the validation split"),
+        ("--num-fewshot", 1): (2, "are for --tasks"),
         ("--data", text, "--stride", 99, "--seq-len", 8): (2, "--stride 99"),
         ("--source", "jsonl", "--set", f"path={text}"): (4, "a.txt:1"),
     }
@@ -276,6 +278,14 @@ def test_a_folder_of_an_unknown_model_is_refused(folder, tmp_path, command):
     code, _, err = command("evaluate", tmp_path)
     assert code == 5
     assert "hidden_size" in err
+
+
+def test_a_perplexity_beyond_all_numbers_is_valid_json(run, command, tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 300, encoding="utf-8")
+    code, out, err = command("evaluate", run / "run", "--data", tmp_path / "a.txt", "--json")
+    assert code == 0, err
+    (found,) = json.loads(out, parse_constant=lambda word: pytest.fail(word))["texts"]
+    assert found["word"]["perplexity"] == "Infinity"
 
 
 def test_files_of_every_kind_are_read_by_their_ending(run, command, tmp_path):
