@@ -67,7 +67,8 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size > MAX_VOCABULARY:
             raise DataError(
-                f"{place}: an id is {self.vocab_size - 1}; {MAX_VOCABULARY} are too many"
+                f"{place}: an id is {self.vocab_size - 1}; "
+                f"{MAX_VOCABULARY - 1} is the largest possible"
             )
         self.eos_token = eos_token or _eos_token(self.files, vocabulary)
         if self.eos_token not in vocabulary:
@@ -184,7 +185,7 @@ def read_limited(file: Path, limit: int, hint: str = "") -> bytes:
     except OSError as error:
         raise DataError(f"{file}: {error.strerror}", hint) from error
     if len(content) > limit:
-        raise DataError(f"{file}: larger than {limit >> 20} MiB: not what it is taken for", hint)
+        raise DataError(f"{file}: larger than {limit >> 20} MiB, the most that it may have", hint)
     return content
 
 

@@ -27,7 +27,9 @@ def kept_tokenizer(folder: Path) -> Tokenizer:
         raise DataError(f"{folder}: does not say which tokenizer made it")
     if name not in tokenizers:
         known = nearest(name, tokenizers) or f"known: {', '.join(tokenizers)}"
-        raise DataError(f"{folder}: made by the tokenizer {name!r}, which is not there", known)
+        raise DataError(
+            f"{folder}: made by the tokenizer {name!r}, which no installed package has", known
+        )
     config = tokenizers[name]
     values = {"name": name}
     if "path" in config.model_fields:
