@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -110,7 +111,9 @@ def _checkpoints(path: Path) -> list[Path]:
 
     found = candidates(path)[::-1]
     if not found:
-        raise CheckpointError(f"no checkpoint in {path}" + ("" if path.exists() else ": no folder"))
+        raise CheckpointError(
+            f"no checkpoint in {path}" + ("" if os.path.exists(path) else ": no folder")
+        )
     return found
 
 

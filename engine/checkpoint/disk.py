@@ -42,12 +42,12 @@ def _explained(error: Exception, folder: Path, needed: int) -> CheckpointError:
     if not folder.is_dir():
         return CheckpointError(
             f"{folder} is not there: it was removed, or this machine does not see it",
-            "run.dir must be on a file system that all ranks share",
+            "it must be on a file system that all ranks share",
         )
     if isinstance(cause, OSError) and cause.errno in FULL:
         numbers = f"{needed:,} bytes needed, " if needed else ""
         return CheckpointError(
             f"no space for a checkpoint: {numbers}{free_bytes(folder):,} free in {folder.parent}",
-            "free some space, or lower checkpoint.keep",
+            "free some space, or write to another disk; a run keeps checkpoint.keep checkpoints",
         )
     return CheckpointError(f"cannot write to {folder}: {type(error).__name__}: {error}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError
+from .hf_folder import listed
 from .manifest import MANIFEST, Manifest, check_hashes, check_listing, read_manifest
 from .ranks import Ranks
 from .retention import STEP, step_folders
@@ -49,13 +51,13 @@ def candidates(path: Path) -> list[Path]:
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether the path is one checkpoint, intact or not."""
-    return bool(STEP.fullmatch(path.name)) or (path / MANIFEST).exists()
+    return bool(STEP.fullmatch(path.name)) or os.path.exists(path / MANIFEST)
 
 
 def checkpoints_folder(path: Path) -> Path:
     """Return the folder with the checkpoints of a run directory, or the path itself."""
     inner = path / "checkpoints"
-    return inner if inner.is_dir() else path
+    return inner if os.path.isdir(inner) else path
 
 
 def newest_intact(path: Path, ranks: Ranks) -> Found | None:
@@ -75,7 +77,7 @@ def newest_intact(path: Path, ranks: Ranks) -> Found | None:
         skipped.append(f"{candidate.name}: {problems[0]}{more}")
     if skipped:
         raise CheckpointError(
-            f"no checkpoint in {path} is intact:\n  " + "\n  ".join(skipped),
+            listed(f"no checkpoint in {path} is intact:", skipped),
             "restore one of them from a copy, or start anew with another run.name",
         )
     return None

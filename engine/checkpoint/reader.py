@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, nearest
 from ..train.state import model_state
 from .find import find_checkpoint
+from .hf_folder import MAX_SHOWN, listed
 from .manifest import Manifest, TensorEntry
 from .ranks import Ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-SHOWN_MISFITS = 20
 
 
 def load_state(
@@ -78,7 +77,7 @@ def misfits(state: Mapping[str, Tensor], manifest: Manifest) -> list[str]:
     expected = {name for name in saved if _section(name) in sections - {"rng"}}
     missing = [name for name in state if name not in saved]
     for name in missing:
-        hint = nearest(name, expected - set(state)) if len(problems) < SHOWN_MISFITS else ""
+        hint = nearest(name, expected - set(state)) if len(problems) < MAX_SHOWN else ""
         problems.append(f"{name} is not in the checkpoint" + (f"; {hint}" if hint else ""))
     problems += [
         f"{name} is in the checkpoint but not here" for name in sorted(expected - set(state))
@@ -102,10 +101,7 @@ def _check_fit(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) -> N
         )
     problems = misfits(state, manifest)
     if problems:
-        shown = problems[:SHOWN_MISFITS]
-        if len(problems) > len(shown):
-            shown.append(f"and {len(problems) - len(shown)} more")
-        raise CheckpointError(f"{path} does not fit:\n  " + "\n  ".join(shown))
+        raise CheckpointError(listed(f"{path} does not fit:", problems))
 
 
 def _read(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) -> None:

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 def step_folders(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder, intact or not, oldest step first."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # no error of a name that cannot be one
         return []
     found = [path for path in folder.iterdir() if STEP.fullmatch(path.name)]
     return sorted(found, key=step_of)

@@ -24,7 +24,7 @@ from .opened import Opened
 from .shards import CODES
 from .sources import open_huggingface, open_native, open_torch
 from .targets import Job
-from .writing import Advance, Counter, complete_or_absent, parallel
+from .writing import Advance, Counter, complete_or_absent, parallel, refuse_existing
 
 if TYPE_CHECKING:
     from ..data.tokenizer import Tokenizer
@@ -124,9 +124,12 @@ def _refuse_nesting(source: Path, target: Path) -> None:
     Raises:
         RecipeError: it is not.
     """
-    if target.exists() or target.is_symlink():
-        raise RecipeError(f"{target} exists: not replaced", "remove it, or give another name")
-    there, here = source.resolve(), target.resolve()
+    refuse_existing(target)
+    try:
+        source.exists()  # raises where it cannot be a name
+        there, here = source.resolve(), target.resolve()
+    except (OSError, RuntimeError) as error:  # of links in a circle, Python 3.11 raises the latter
+        raise RecipeError(f"{source} or {target} is no usable path: {error}") from error
     if there == here or there in here.parents:
         raise RecipeError(f"{target} lies inside of {source}", "name a target outside of it")
 

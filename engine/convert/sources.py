@@ -17,7 +17,14 @@ from ..checkpoint.hf_folder import (
     shown,
 )
 from ..checkpoint.hf_match import Match, Shape, differing_ends, match, region_of
-from ..checkpoint.manifest import Manifest, check_hashes, check_listing, read_manifest, recipe_of
+from ..checkpoint.manifest import (
+    DATA_SUFFIXES,
+    Manifest,
+    check_hashes,
+    check_listing,
+    read_manifest,
+    recipe_of,
+)
 from ..checkpoint.tensors import Region
 from ..checkpoint.torch_file import read_regions
 from ..errors import CheckpointError
@@ -116,7 +123,7 @@ def open_native(path: Path, recipe: Recipe | None, section: str = "model") -> Op
     checks = [
         partial(_check_file, folder, manifest, name)
         for name in manifest.files
-        if any(name.endswith(suffix) for suffix in (".distcp", ".metadata"))
+        if name.endswith(DATA_SUFFIXES)
     ]
     return Opened(folder, config, ordered, saved, None, folder, [], checks)
 

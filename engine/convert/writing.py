@@ -139,6 +139,20 @@ def create(file: Path, size: int, head: bytes = b"") -> None:
         opened.truncate(size)
 
 
+def refuse_existing(target: Path) -> None:
+    """Check that a name is free.
+
+    Raises:
+        RecipeError: it is not, or cannot be used.
+    """
+    try:
+        is_taken = target.is_symlink() or target.exists()
+    except OSError as error:
+        raise RecipeError(f"{target} cannot be used: {error.strerror}") from error
+    if is_taken:
+        raise RecipeError(f"{target} exists: not replaced", "remove it, or give another name")
+
+
 def temporary_beside(target: Path) -> Path:
     """Return a fresh name in the target's folder, which is made if need be.
 
@@ -146,8 +160,7 @@ def temporary_beside(target: Path) -> Path:
         RecipeError: the target exists.
         CheckpointError: its folder cannot be made.
     """
-    if target.exists() or target.is_symlink():
-        raise RecipeError(f"{target} exists: not replaced", "remove it, or give another name")
+    refuse_existing(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
