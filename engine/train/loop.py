@@ -66,10 +66,7 @@ def train(
         )
         improved = False
         if _is_due(position.step, recipe.evaluate.interval, total) and parts.validation:
-            with observer.paused(), step.phase("evaluation"):
-                values = validate(parts)
-            observer.on_evaluation(position.step, values)
-            improved = position.best.take(recipe.evaluate, position.step, values)
+            improved = _evaluate(parts, position, observer)
         exhausted = position.best.is_exhausted(recipe.evaluate)
         saver.poll()
         if (
@@ -85,6 +82,14 @@ def train(
         if recipe.run.gc_interval and position.step % recipe.run.gc_interval == 0:
             gc.collect(1)
     return "finished"
+
+
+def _evaluate(parts: Parts, position: Position, observer: Observer) -> bool:
+    """Measure the validation loss; return whether it is the best so far."""
+    with observer.paused(), parts.step.phase("evaluation"):
+        values = validate(parts)
+    observer.on_evaluation(position.step, values)
+    return position.best.take(parts.recipe.evaluate, position.step, values)
 
 
 def _is_due(step: int, interval: int, total: int) -> bool:
