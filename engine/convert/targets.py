@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from ... import __version__
-from ..checkpoint.hf_folder import CONFIG, list_tensors, read_json
+from ..checkpoint.hf_folder import CONFIG, MAX_CONFIG_BYTES, list_tensors, read_json
 from ..checkpoint.hf_match import region_of
 from ..checkpoint.manifest import SaveInfo
 from ..checkpoint.tensors import Form, Rows, nbytes
@@ -23,7 +23,6 @@ from ..checkpoint.torch_file import read_regions, reserve
 from ..data.configs import HFTokenizer
 from .hf_files import (
     GENERATION,
-    MAX_SIDE_BYTES,
     config_json,
     generation_json,
     side_files,
@@ -105,6 +104,7 @@ def write_checkpoint(job: Job, temporary: Path) -> None:
 def write_huggingface(job: Job, temporary: Path) -> None:
     """Write a Hugging Face folder: weights, index, configuration, tokenizer."""
     opened = job.opened
+    generation = _generation(job)
     names = job.hf_names
     forms = {names[name]: form for name, form in job.forms.items()}
     shards = lay_out(forms, job.shard_bytes)
@@ -119,14 +119,10 @@ def write_huggingface(job: Job, temporary: Path) -> None:
     write_all(todo, job.advance, opened.checks)
     for name, text in index_of(shards, forms).items():
         (temporary / name).write_text(text, encoding="utf-8")
-    eos_id = job.tokenizer.eos_id if job.tokenizer else None
     _tokenizer_files(job, temporary)
-    generation = generation_json(eos_id)
-    if (temporary / GENERATION).exists():
-        generation = read_json(temporary / GENERATION, MAX_SIDE_BYTES)
-    else:
+    if not (temporary / GENERATION).exists():
         write_json(temporary / GENERATION, generation)
-    settings = _settings(opened, main_dtype(forms), eos_id, generation)
+    settings = _settings(job, main_dtype(forms), generation)
     write_json(temporary / CONFIG, settings)
     sync(sorted(temporary.iterdir()))
 
@@ -172,16 +168,25 @@ def _tokenizer_files(job: Job, folder: Path) -> None:
         job.tokenizer.save(folder)
 
 
-def _settings(
-    opened: Opened, dtype: str, eos_id: int | None, generation: Mapping[str, Any]
-) -> dict[str, Any]:
+def _generation(job: Job) -> dict[str, Any]:
+    """Return generation_config.json: the one that is copied, else ours."""
+    found = [file for file in side_files(job.side) if file.name == GENERATION] if job.side else []
+    return read_json(found[0], MAX_CONFIG_BYTES) if found else generation_json(_eos_id(job))
+
+
+def _settings(job: Job, dtype: str, generation: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json: the source's own where it has one, else ours."""
-    if opened.settings is not None:
-        kept = {k: v for k, v in opened.settings.items() if k not in ("dtype", "torch_dtype")}
+    settings = job.opened.settings
+    if settings is not None:
+        kept = {k: v for k, v in settings.items() if k not in ("dtype", "torch_dtype")}
         return {**kept, "dtype": dtype, "torch_dtype": dtype}
     ids = {
         key: generation[key]
         for key in ("bos_token_id", "eos_token_id", "pad_token_id")
         if generation.get(key) is not None
     }
-    return {**config_json(opened.config, dtype, eos_id), **ids}
+    return {**config_json(job.opened.config, dtype, _eos_id(job)), **ids}
+
+
+def _eos_id(job: Job) -> int | None:
+    return job.tokenizer.eos_id if job.tokenizer else None

@@ -28,6 +28,8 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "modules_to_save": ([], None),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+    "alora_invocation_tokens": (None,),
 }
 """What adapter_config.json may say: anything else is computed in another way than ours."""
 

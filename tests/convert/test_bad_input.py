@@ -82,6 +82,17 @@ def test_a_target_inside_the_source_is_refused(
     assert not (source / "deep").exists()
 
 
+@pytest.mark.parametrize("way", [*WAYS, "dcp2peft"])
+@pytest.mark.parametrize("name", ["a" * 300, "circle"])
+def test_names_that_cannot_be_used_are_refused(
+    sources: dict[str, Path], tmp_path: Path, way: str, name: str, capsys: Capture
+) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    for source, target in ((tmp_path / name, "out"), (sources[kind(way)], f"{name}/out")):
+        assert convert(way, source, tmp_path / target) in (2, 5)
+        assert "unexpected" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -50,6 +50,10 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
         lambda f: config_with(f, hidden_size=2**30, num_hidden_layers=2**30),
         ["dim = 1073741824, but there are", "n_layers = 1073741824, but there are 21 tensors"],
     ),
+    "more blocks than tensors": (
+        lambda f: config_with(f, num_hidden_layers=21),
+        ["n_layers = 21, but there are 21 tensors"],
+    ),
     "wrong types": (
         lambda f: config_with(f, hidden_size="32", num_hidden_layers=None, rms_norm_eps=-1.0),
         ["config.json does not say num_hidden_layers"],
@@ -83,6 +87,16 @@ def test_a_hostile_folder_is_refused(
     said = refused(capsys, 5, way, source, tmp_path / "out")
     for message in messages:
         assert message in said
+
+
+@pytest.mark.parametrize("text", [" " * 2**21 + "{}", "[[[", "[]"])
+def test_a_hostile_generation_config_is_refused_before_weights_are_written(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = hf_folder(tmp_path / "hf", tokenizer=False)
+    file = source / "generation_config.json"
+    file.write_text(text)
+    assert f"error: {file} " in refused(capsys, 5, "hf2hf", source, tmp_path / "out")
 
 
 def test_links_do_not_have_other_files_copied(tmp_path: Path) -> None:

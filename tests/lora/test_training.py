@@ -144,7 +144,11 @@ def test_a_run_goes_on_from_an_adapter_that_peft_saved(folder, tmp_path):
     with pytest.raises(CheckpointError, match=r"(?s)lora.rank is 8.*r = 4.*\[4, 32\].*up_proj"):
         assemble(load(folder, "x", **other), World(), torch.device("cpu"))
     path = tmp_path / "peft/adapter_config.json"
-    path.write_text(path.read_text().replace('"use_dora": false', '"use_dora": true'))
+    said = path.read_text()
+    path.write_text(said.replace('"init_lora_weights": true', '"init_lora_weights": "pissa"'))
+    with pytest.raises(CheckpointError, match="init_lora_weights = pissa, which is not read"):
+        assemble(load(folder, "x", **targets, **start), World(), torch.device("cpu"))
+    path.write_text(said.replace('"use_dora": false', '"use_dora": true'))
     with pytest.raises(CheckpointError, match="use_dora = True, which is not read"):
         assemble(load(folder, "x", **targets, **start), World(), torch.device("cpu"))
 
