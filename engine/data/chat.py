@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -200,14 +200,9 @@ def _need_jinja() -> None:
         ) from error
 
 
-@contextmanager
-def rendering(template: ChatTemplate) -> Iterator[ChatRenderer]:
+def rendering(template: ChatTemplate) -> closing[ChatRenderer]:
     """Run a renderer for as long as the block lasts."""
-    renderer = ChatRenderer(template)
-    try:
-        yield renderer
-    finally:
-        renderer.close()
+    return closing(ChatRenderer(template))
 
 
 def read_chats(part: Part, source: ChatSource, template: ChatTemplate) -> Iterator[Document]:

@@ -144,6 +144,10 @@ class DocumentSource(SourceConfig):
         return open_or_prepare(self.for_tokenizer(tokenizer), tokenizer, cache)
 
 
+SourcePart = tuple[DocumentSource, Any]
+"""one of the source's `parts`"""
+
+
 @sources.register
 class PythonSource(DocumentSource):
     """The interpreter's own standard library, one document a file: text every machine has."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import DataError, EnvironmentFault, nearest
 from .configs import Document, DocumentFault
 from .kinds import SAVED_SPLIT, SAVED_SPLITS
-from .parquet import BATCH_ROWS, first_line, texts
+from .parquet import first_line, leaf, texts
 from .parts import PART_BYTES
 
 if TYPE_CHECKING:
     from .column_configs import HFSource
 
 HUB_SECONDS = 20.0
+# Rows that are taken at once: of what is mapped, and of what the library unpacks.
+BATCH_ROWS, STREAMED_ROWS = 4096, 256
 
 
 class Piece(NamedTuple):
@@ -160,7 +162,8 @@ def read_hub(source: HFSource, piece: Piece, first: int = 0) -> Iterator[Documen
             unread = table.slice(skipped)
             row += table.num_rows - unread.num_rows
             skipped -= table.num_rows - unread.num_rows
-            for chunk in _values(unread, source.field):
+            column = leaf(unread, source.field)
+            for chunk in getattr(column, "chunks", [column]):
                 for document in texts(chunk, source.field, name, row):
                     yield document
                     row += 1
@@ -175,20 +178,11 @@ def read_hub(source: HFSource, piece: Piece, first: int = 0) -> Iterator[Documen
 def _tables(dataset: Any, piece: Piece) -> Iterator[Any]:
     if not piece.stop:
         shard = dataset.shard(num_shards=dataset.num_shards, index=piece.start)
-        yield from shard.iter(batch_size=BATCH_ROWS // 16)
+        yield from shard.iter(batch_size=STREAMED_ROWS)
         return
     rows = min(max((piece.stop - piece.start) // 16, 1), BATCH_ROWS)
     for start in range(piece.start, piece.stop, rows):
         yield dataset[start : min(start + rows, piece.stop)]
-
-
-def _values(table: Any, field: str) -> Sequence[Any]:
-    import pyarrow.compute as pc
-
-    first, *inside = (field,) if field in table.column_names else field.split(".")
-    column = table.column(first)
-    chunks = column.chunks if hasattr(column, "chunks") else [column]
-    return [pc.struct_field(chunk, inside) if inside else chunk for chunk in chunks]
 
 
 def hub_fingerprint(source: HFSource) -> str:

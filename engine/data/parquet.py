@@ -95,7 +95,7 @@ def _read_group(
         rows = min(max(BATCH_BYTES // largest, 1), BATCH_ROWS)
         batches = file.iter_batches(rows, row_groups=[group], columns=[column], use_threads=False)
         for batch in batches:
-            values = _leaf(batch, column)
+            values = leaf(batch, column)
             unread = values.slice(skipped)
             row += len(values) - len(unread)
             skipped -= len(values) - len(unread)
@@ -180,13 +180,14 @@ def _column(schema: Any, field: str) -> str | ValueError:
     return field
 
 
-def _leaf(batch: Any, column: str) -> Any:
-    if column in batch.schema.names:
-        return batch.column(column)
+def leaf(rows: Any, column: str) -> Any:
+    """Return a column of an Arrow table or batch, or the field within structs that it names."""
+    if column in rows.schema.names:
+        return rows.column(column)
     import pyarrow.compute as pc
 
     first, *more = column.split(".")
-    return pc.struct_field(batch.column(first), more)
+    return pc.struct_field(rows.column(first), more)
 
 
 def _column_bytes(row_group: Any, column: str | ValueError) -> int:

@@ -24,9 +24,10 @@ from ..errors import DataError, EnvironmentFault
 from ..files import sync_folder
 from .children import follow_the_parent
 from .columns import Chunk
+from .configs import SourcePart
 from .manifest import Tally, damaged_files, read_manifest
 from .store import StoreWriter, TokenStore
-from .tokenise import SourcePart, Tokenised, tokenise
+from .tokenise import Tokenised, tokenise
 from .tokenizer import PARALLELISM, Tokenizer
 
 AHEAD = 4096
@@ -57,7 +58,8 @@ class PartStores:
         for leftover in (folder, unfinished):
             shutil.rmtree(leftover, ignore_errors=True)
         with StoreWriter(unfinished, self.tokenizer) as writer:
-            for piece in tokenise(*self.parts[number], self.tokenizer):
+            source, part = self.parts[number]
+            for piece in tokenise(source.read(part), source.on_error, self.tokenizer):
                 writer.write(piece)
             writer.finish()
         unfinished.rename(folder)

@@ -17,12 +17,12 @@ from xxhash import xxh3_128_hexdigest
 
 from ..errors import DataError, EnvironmentFault, RecipeError, RunInUse
 from ..files import atomic_write, sync_folder
-from .configs import DocumentSource
+from .configs import DocumentSource, SourcePart
 from .kept import FOLDER
 from .manifest import read_manifest
 from .progress import Progress, Watch, log_now_and_then
 from .store import SHARD_TOKENS, StoreWriter, TokenStore
-from .tokenise import SourcePart, Tokenised, tokenise
+from .tokenise import Tokenised, tokenise
 from .tokenizer import Tokenizer
 
 # Part of the names in the cache: another number makes every source be tokenised again.
@@ -247,7 +247,8 @@ def _tokenised(
 ) -> Iterator[Tokenised]:
     """Yield the documents of all parts in order."""
     if len(parts) == 1:  # not worth a process
-        for piece in tokenise(*parts[0], job.tokenizer):
+        ((source, part),) = parts
+        for piece in tokenise(source.read(part), source.on_error, job.tokenizer):
             progress.count(piece)
             yield piece
         return

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from ..errors import DataError
 from .columns import Chunk, make_chunk
-from .configs import Document, DocumentFault, DocumentSource, MarkedText
+from .configs import Document, DocumentFault, MarkedText
 from .documents import text_of
 from .manifest import Tally
 from .tokenizer import Tokenizer
 
 AnyDocument = TypeVar("AnyDocument", bound=Document)
-SourcePart = tuple[DocumentSource, Any]
 BATCH_CHARACTERS = 2**22
 BATCH_DOCUMENTS = 2**12
 
@@ -28,19 +27,12 @@ class Tokenised(NamedTuple):
     tally: Tally
 
 
-def tokenise(source: DocumentSource, part: Any, tokenizer: Tokenizer) -> Iterator[Tokenised]:
-    """Yield a part's documents as tokens.
+def tokenise(read: Iterable[Document], on_error: str, tokenizer: Tokenizer) -> Iterator[Tokenised]:
+    """Yield documents as tokens.
 
     Raises:
         DataError: a document cannot be read and `on_error` is "stop".
     """
-    return tokenise_documents(source.read(part), source.on_error, tokenizer)
-
-
-def tokenise_documents(
-    read: Iterable[Document], on_error: str, tokenizer: Tokenizer
-) -> Iterator[Tokenised]:
-    """Yield documents as tokens, as `tokenise` does."""
     for batch in batches(read):
         faults = [item for item in batch if isinstance(item, DocumentFault)]
         if faults and on_error == "stop":

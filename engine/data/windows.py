@@ -22,7 +22,7 @@ from .configs import Document, DocumentFault, DocumentSource
 from .documents import text_of
 from .manifest import damaged_files, read_manifest
 from .store import StoreWriter, TokenStore
-from .tokenise import tokenise_documents
+from .tokenise import tokenise
 from .tokenizer import Tokenizer
 
 # Characters of text. The first windows are small, so that training starts at once; rows are
@@ -191,7 +191,7 @@ class Producer:
                         f'the "{self.source.name}" source holds no text ({skipped} skipped)'
                     )
                 documents = reader.window(window_size(number, self.seq_len))
-                for piece in tokenise_documents(documents, self.source.on_error, self.tokenizer):
+                for piece in tokenise(documents, self.source.on_error, self.tokenizer):
                     writer.write(piece)
             place = json.dumps({"start": start, "end": reader.place})
             (unfinished / PLACE).write_text(place, encoding="utf-8")
