@@ -26,7 +26,7 @@ FAULTS = [
     ("[optimizer]\neps = 0", 4, 1, "optimizer.eps", "expected more than 0, got 0", ""),
     ("[optimizer]\nbetas = 3", 4, 1, "optimizer.betas", "expected a list, got 3", ""),
     ('[optimizer]\nbetas = [0, "a"]', 4, 13, "optimizer.betas.1", 'expected a number, got "a"', ""),
-    ("[optimizer]\nbetas = [0.9, 2]", 4, 15, "optimizer.betas.1", "expected less than 1, got 2", ""),
+    ("[optimizer]\nbetas = [0, 2]", 4, 13, "optimizer.betas.1", "expected less than 1, got 2", ""),
     (
         "[optimizer]\nbetas = [1, 2, 3]",
         4, 1, "optimizer.betas", "expected a list of at most 2, got one of 3", "",
