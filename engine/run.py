@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import platform
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +34,7 @@ from .recipe.write import to_toml
 from .resume import ending, ignored_settings, refuse_other_data
 from .run_dir import RunDirectory
 from .run_state import RunState, early_failure_recorded, recorded
+from .train.garbage import paced_garbage_collection
 from .train.health import Health
 from .train.loop import train
 from .train.position import Position
@@ -104,23 +104,14 @@ class Session:
 
     def train(self, allow_changed: Sequence[str], parts: Parts | None = None) -> ExitCode:
         """Resume or start, and train to the end or to a signal."""
-        recipe, checkpoint = self.recipe, self.recipe.checkpoint
-        store = CheckpointStore(
-            self.directory.checkpoints,
-            mode=checkpoint.mode,
-            keep=checkpoint.keep,
-            group=group_of_its_own(self.world, recipe.resilience.collective_timeout_seconds),
-        )
-        store.probe()
+        recipe = self.recipe
+        store = self._open_store()
         found = self._find_start(store)
         if found is not None:
             require_unchanged(found.manifest.recipe, recipe.model_dump(), allow_changed)
         seed_everything(recipe.run.seed, self.world.rank)
         parts = parts or assemble(recipe, self.world, self.device, fresh=found is None)
-        for note in parts.notes:
-            self.progress.note(note)
-        for text in ignored_settings(parts):
-            self.progress.warn(text)
+        self._tell_parts(parts)
         position = Position()
         health = Health(recipe.resilience, self.device, parts.step.scale, self.progress.warn)
         identity = self._identity(parts, found)
@@ -133,7 +124,7 @@ class Session:
                 return ExitCode.DONE
             saver.restore(found.path, found.manifest, position)
             self.progress.note(f"resumed from {found.path} (step {position.step})")
-        if checkpoint.export != "none":
+        if recipe.checkpoint.export != "none":
             from .train.export import require_exportable
 
             require_exportable(parts)
@@ -156,10 +147,30 @@ class Session:
         if outcome == "stopped":
             self.progress.note(f"stopped after step {position.step}, saved; run again to go on")
             return ExitCode.STOPPED_AND_SAVED
-        early = f"{outcome}, {position.best.told()}" if outcome == "stopped early" else outcome
-        self.progress.note(f"{early}: {position.step} steps in {self.directory.path}")
+        self._tell_end(outcome, position)
         self._export(parts, position.step, store.group)
         return ExitCode.DONE
+
+    def _open_store(self) -> CheckpointStore:
+        checkpoint, resilience = self.recipe.checkpoint, self.recipe.resilience
+        store = CheckpointStore(
+            self.directory.checkpoints,
+            mode=checkpoint.mode,
+            keep=checkpoint.keep,
+            group=group_of_its_own(self.world, resilience.collective_timeout_seconds),
+        )
+        store.probe()
+        return store
+
+    def _tell_parts(self, parts: Parts) -> None:
+        for note in parts.notes:
+            self.progress.note(note)
+        for text in ignored_settings(parts):
+            self.progress.warn(text)
+
+    def _tell_end(self, outcome: str, position: Position) -> None:
+        early = f"{outcome}, {position.best.told()}" if outcome == "stopped early" else outcome
+        self.progress.note(f"{early}: {position.step} steps in {self.directory.path}")
 
     def _export(
         self, parts: Parts, step: int, group: ProcessGroup | None, found: Found | None = None
@@ -248,6 +259,8 @@ class Session:
         """Return this rank's profiler, if the recipe wants one."""
         table, data, rank = self.recipe.profile, self.recipe.data, self.world.rank
         ranks = [each for each in table.ranks if each < self.world.world_size]
+        if table.steps and not ranks:
+            self.progress.warn("profile.ranks names no rank of this run: nothing is profiled")
         if not table.steps or rank not in ranks:
             return None
         from .observe.profiler import Profiler, Setting
@@ -277,21 +290,3 @@ def describe(parts: Parts) -> list[str]:
         f"validation: {len(parts.validation)} batches a rank",
         "dry run: nothing was trained or written",
     ]
-
-
-@contextmanager
-def paced_garbage_collection(interval: int) -> Iterator[None]:
-    """Leave Python's garbage collection to the training loop, if `interval` is not 0.
-
-    Ranks that collect at different steps wait for each other.
-    """
-    if not interval:
-        yield
-        return
-    gc.freeze()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()

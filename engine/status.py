@@ -70,7 +70,7 @@ def find_runs(paths: list[Path]) -> list[Path]:
         inner = [path] if is_run(path) else sorted(filter(is_run, _folders(path)))
         if not inner:
             known = [each.name for each in _folders(path.parent) if is_run(each)]
-            what = "has no metrics.jsonl or recipe.toml" if path.exists() else "does not exist"
+            what = "has no metrics.jsonl" if path.exists() else "does not exist"
             hint = nearest(path.name, known) or "a run directory is {run.dir}/{run.name}"
             raise RecipeError(f"no run: {printable(str(path))} {what}", hint)
         found += inner

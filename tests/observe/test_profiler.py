@@ -186,6 +186,11 @@ def test_a_run_that_ends_before_says_so(recipe, capsys):
     assert "nothing was profiled" in capsys.readouterr().out
 
 
+def test_ranks_that_are_not_there_are_warned_about(recipe, capsys):
+    assert train(recipe(**{"profile.ranks": [3]})).finished
+    assert "profile.ranks names no rank of this run" in capsys.readouterr().out
+
+
 def test_a_profiler_that_fails_does_not_end_the_run(recipe, capsys, monkeypatch):
     def fail(*args):
         raise RuntimeError("no room")

@@ -4,65 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainer.cli import main as cli
+from tests.sweep.commands import GRID, RECIPE, Command, environment
 from trainer.engine.errors import ExitCode
 from trainer.engine.sweep import runner
-
-ROOT = Path(__file__).resolve().parents[2]
-RECIPE = """\
-[run]
-steps = 4
-[model]
-dim = 32
-n_layers = 1
-n_heads = 2
-n_kv_heads = 1
-ffn_dim = 64
-[data]
-seq_len = 32
-global_batch = 4
-micro_batch = 4
-[[data.sources]]
-name = "synthetic"
-[schedule]
-name = "constant"
-[evaluate]
-interval = 2
-steps = 1
-[metrics]
-interval = 1
-"""
-GRID = ("--grid", "optimizer.lr=1e-3,1e-2")
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def command(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Command:
-    """Run a command line in this process; return exit code, output and errors."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "r.toml").write_text(RECIPE)
-
-    def command(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stop:
-            cli.main(arguments)
-        assert isinstance(stop.value.code, int)
-        return (int(stop.value.code), *capfd.readouterr())
-
-    return command
 
 
 @pytest.fixture
@@ -196,75 +149,6 @@ def test_bad_usage_is_named(command: Command, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("WORLD_SIZE", "1")
     code, _, err = command("sweep", "r.toml", *GRID)
     assert (code, "a sweep inside a job of torchrun" in err) == (2, True)
-
-
-PROGRAMS = {
-    "srun": '#!/bin/sh\nexec "$@"\n',
-    "scontrol": '#!/bin/sh\necho "$@" >> requeued\n',
-}
-
-
-def environment(tmp_path: Path, **more: str) -> dict[str, str]:
-    programs = tmp_path / "programs"
-    programs.mkdir(exist_ok=True)
-    for name, text in PROGRAMS.items():
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
-    return {
-        **os.environ,
-        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT / ".dev"),
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        **more,
-    }
-
-
-def test_an_array_runs_each_point_and_the_last_one_reports(
-    command: Command, tmp_path: Path
-) -> None:
-    """With stand-ins for SLURM's own programs."""
-    code, out, _ = command("sweep", "r.toml", *GRID, "--slurm", "--dir", "s")
-    assert (code, out) == (0, "s/sweep.sbatch: 2 points; now: sbatch s/sweep.sbatch\n")
-    script = tmp_path / "s" / "sweep.sbatch"
-    assert "#SBATCH --array=0-1\n" in script.read_text()
-    for index in ("0", "1"):
-        assert not (tmp_path / "s" / "report.html").exists()
-        done = subprocess.run(
-            ["bash", script], env=environment(tmp_path, SLURM_ARRAY_TASK_ID=index),
-            cwd=tmp_path, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-    assert "all 2 points are finished: s/report.html" in done.stdout
-    assert not (tmp_path / "requeued").exists()
-    assert (tmp_path / "s" / "report.html").exists()
-
-
-def test_folders_with_odd_names_are_quoted_in_a_batch_script(
-    command: Command, tmp_path: Path
-) -> None:
-    code, out, _ = command("sweep", "r.toml", *GRID, "--slurm", "--dir", "a b%j")
-    assert (code, out.endswith("now: sbatch 'a b%j/sweep.sbatch'\n")) == (0, True)
-    options = [
-        shlex.split(line.removeprefix("#SBATCH "))
-        for line in (tmp_path / "a b%j" / "sweep.sbatch").read_text().splitlines()
-        if line.startswith("#SBATCH ")
-    ]
-    assert {len(words) for words in options} == {1}
-    assert ["--output=a b%%j/logs/%A_%a.out"] in options
-
-
-def test_a_stopped_element_is_queued_again(command: Command, tmp_path: Path) -> None:
-    command("sweep", "r.toml", *GRID, "--slurm", "--dir", "s")
-    (tmp_path / "stop").write_text("#!/bin/sh\nexit 75\n")
-    text = (tmp_path / "s" / "sweep.sbatch").read_text()
-    shutil.copy(tmp_path / "stop", tmp_path / "python")
-    text = text.replace(f"srun {sys.executable}", "srun sh ./python")
-    slurm = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "42"}
-    done = subprocess.run(
-        ["bash", "-c", text], env=environment(tmp_path, **slurm), cwd=tmp_path, timeout=60
-    )
-    assert done.returncode == 75
-    assert (tmp_path / "requeued").read_text() == "requeue 42_1\n"
 
 
 @pytest.mark.slow
