@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field, PrivateAttr, model_validator
 
 from ..config import RecipePath
 from .configs import Document, DocumentSource, FileSource, sources
@@ -40,6 +40,12 @@ class ChatSource(FileSource):
     """the loss counts "assistant": its turns and their ends; "all": every token"""
     suffix: ClassVar[str] = ".jsonl"
     _template: ChatTemplate | None = PrivateAttr(None)
+
+    @model_validator(mode="after")
+    def _has_one_template(self) -> Self:
+        if self.template_file and self.template != "tokenizer":
+            raise ValueError("give either template or template_file")
+        return self
 
     def for_tokenizer(self, tokenizer: Tokenizer) -> DocumentSource:
         """Return the source with the template that it means for this tokenizer."""

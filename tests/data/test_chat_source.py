@@ -61,8 +61,13 @@ def test_tools_and_other_keys_reach_the_template(tmp_path: Path) -> None:
     file.write_text("{{ tools[0].function.name }}{% for m in messages %}{{ m.mood }}{% endfor %}")
     line = {"messages": [{**user(), "mood": "!"}, answer()], "tools": TOOLS}
     data = write(tmp_path / "a.jsonl", line)
-    (document,) = documents(data, template_file=str(file), learn="all")
+    (document,) = documents(data, template="tokenizer", template_file=str(file), learn="all")
     assert document.text == "add!"
+
+
+def test_two_templates_are_refused() -> None:
+    with pytest.raises(ValueError, match="give either template or template_file"):
+        chats(Path("a.jsonl"), template_file="t.jinja")
 
 
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
