@@ -62,15 +62,17 @@ def generate(
     if any(not _is_unicode(text) for text in prompts):
         raise RecipeError("--prompt: not UTF-8")
     opened = open_model(checkpoint, plugin or [], weights=weights)
+    starts, until = _laid_out(prompts, chat, opened.tokenizer) if chat else (prompts, [])
     texts = sample(
         opened.model,
         opened.tokenizer,
-        _laid_out(prompts, chat, opened.tokenizer) if chat else prompts,
+        starts,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         seed=seed,
+        until=until,
     )
     for number, (start, text) in enumerate(zip(prompts, texts, strict=True)):
         if as_json:
@@ -83,8 +85,10 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
-def _laid_out(prompts: Sequence[str], template: str, tokenizer: Tokenizer) -> list[str]:
-    """Return the texts that the answers to the prompts continue."""
+def _laid_out(
+    prompts: Sequence[str], template: str, tokenizer: Tokenizer
+) -> tuple[list[str], list[str]]:
+    """Return the texts that the answers to the prompts continue, and what ends an answer."""
     from ..engine.data.chat import find_template, rendering
     from ..engine.data.chat_templates import TEMPLATES
     from ..engine.errors import DataError, nearest
@@ -99,6 +103,7 @@ def _laid_out(prompts: Sequence[str], template: str, tokenizer: Tokenizer) -> li
         raise RecipeError(f"--chat: {template!r} is no template and no file", hint)
     with rendering(found) as renderer:
         try:
-            return [renderer.prompt([{"role": "user", "content": each}]) for each in prompts]
+            starts = [renderer.prompt([{"role": "user", "content": each}]) for each in prompts]
+            return starts, [end] if (end := renderer.end_of_answer()) else []
         except ValueError as error:
             raise DataError(f"{found.place}: {error}") from error

@@ -84,6 +84,7 @@ def continue_rows(
     """
     tokens, positions, document_ids = _left_padded(model, tokenizer, prompts)
     cache = KVCache(tokens.shape[1] + max_new_tokens)
+    stops = [tokenizer.encode(word).tolist() for word in until]
     texts: list[list[int]] = [[] for _ in prompts]
     finished = [False] * len(prompts)
     for _ in range(max_new_tokens):
@@ -97,7 +98,7 @@ def continue_rows(
             finished[row] |= token == tokenizer.eos_id
             if not finished[row]:
                 texts[row].append(token)
-                finished[row] = _ends(tokenizer, texts[row], until)
+                finished[row] = _ends(tokenizer, texts[row], until, stops)
         if all(finished):
             break
         tokens = tokens.new_tensor(chosen).unsqueeze(1)
@@ -106,7 +107,14 @@ def continue_rows(
     return [_cut(tokenizer.decode(text), until) for text in texts]
 
 
-def _ends(tokenizer: Tokenizer, text: list[int], until: Sequence[str]) -> bool:
+def _ends(
+    tokenizer: Tokenizer, text: list[int], until: Sequence[str], stops: Sequence[list[int]]
+) -> bool:
+    """Return whether a word that ends texts has come, as its own tokens or within others."""
+    for ids in stops:
+        if text[-len(ids) :] == ids:  # special tokens, which decoding leaves out, are found so
+            del text[-len(ids) :]
+            return True
     return bool(until) and any(word in tokenizer.decode(text) for word in until)
 
 

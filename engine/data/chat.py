@@ -160,6 +160,17 @@ class ChatRenderer:
         """
         return str(self._ask(messages=list(messages), tools=None, mode="prompt")["text"])
 
+    def end_of_answer(self) -> str:
+        """Return what the template writes after an answer, without white space; may be empty.
+
+        Raises:
+            ValueError: the template refuses a question and an answer.
+            DataError: the template took too much time or memory.
+        """
+        talk = [{"role": "user", "content": "Ready?"}, {"role": "assistant", "content": "Ready."}]
+        text = str(self._ask(messages=talk, tools=None, mode="all")["text"])
+        return text.rpartition("Ready.")[2].strip()
+
     def close(self) -> None:
         """End the process."""
         self._process.kill()

@@ -99,6 +99,14 @@ def test_texts_and_ids_are_those_of_transformers(name: str, ours: Any, theirs: A
             assert renderer.prompt(messages[:1]) == prompt
 
 
+@pytest.mark.parametrize(
+    ("name", "end"), [("chatml", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("mistral", "</s>")]
+)
+def test_what_ends_an_answer_is_known(name: str, end: str) -> None:
+    with rendering(template(CASES[name][0])) as renderer:
+        assert renderer.end_of_answer() == end
+
+
 @pytest.mark.parametrize("name", ["chatml", "llama3", "dated"])
 def test_generation_blocks_mark_what_transformers_marks(name: str, ours: Any, theirs: Any) -> None:
     text, conversations = CASES[name]

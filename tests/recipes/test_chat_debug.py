@@ -50,5 +50,6 @@ def test_it_learns_and_answers(tmp_path: Path) -> None:
     assert losses[-1] < 0.4 * losses[0]
     chat = ["--chat", "chatml", "--prompt", "Spell cat.", "--max-new-tokens", "60"]
     answer = run("generate", "runs/chat-debug", *chat, "--temperature", "0")
-    assert answer.rstrip().endswith("<|im_end|>")
-    assert "user" not in answer
+    assert answer.strip()
+    assert "<|im_end|>" not in answer
+    assert len(answer.rstrip()) < 50  # it came to an end before the limit did

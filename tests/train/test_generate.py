@@ -93,6 +93,36 @@ def test_generation_ends_at_the_end_of_the_document(model):
     assert ends.calls == 4
 
 
+class SilentEnd(ByteTokenizer):
+    """Decoding leaves `!` out, as it does special tokens."""
+
+    def decode(self, ids):
+        return super().decode([token for token in ids if token != ord("!")])
+
+
+def test_generation_ends_at_a_word_also_where_decoding_leaves_it_out():
+    def model(tokens, **_):
+        """Say `yes! no! ...` whatever the prompt."""
+        said.append(None)
+        logits = torch.zeros(*tokens.shape, 257)
+        logits[..., b"yes! no! "[(len(said) - 1) % 9]] = 1.0
+        return logits
+
+    model.parameters = lambda: iter([torch.zeros(1)])
+    for tokenizer, words, text, tokens in [
+        (ByteTokenizer(), ["! n"], "yes", 6),
+        (ByteTokenizer(), ["!", "n"], "yes", 4),
+        (SilentEnd(), ["!"], "yes", 4),
+        (SilentEnd(), ["no!"], "yes ", 8),
+        (SilentEnd(), ["s no"], "ye", 7),
+    ]:
+        said = []
+        found = generate(
+            model, tokenizer, ["Sure?"], max_new_tokens=20, temperature=0.0, until=words
+        )
+        assert (found, len(said)) == ([text], tokens)
+
+
 def test_top_k_and_top_p_keep_the_likeliest_tokens():
     shares = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
     logits = shares.log()
