@@ -57,7 +57,8 @@ def sentences() -> str:
     start = {each["name"]: each for each in newest("startup")["commands"]}
     first_step = start["trainer run, first step"]["wall_ratio"]
     rates = newest("data")["rates"]["256"]
-    saves = newest("checkpoint")
+    saves, converted = newest("checkpoint"), newest("convert")
+    prepared, streamed = newest("prepare")["ratios"], newest("streaming")
     items = [
         (
             f"From the command line to the first step: {first_step:.2f} times `import torch` "
@@ -73,6 +74,19 @@ def sentences() -> str:
             f"An asynchronous save of {saves['gigabytes']:.0f} GB keeps training waiting for "
             f"{1e3 * saves['blocked_seconds']:.1f} ms, a synchronous one for "
             f"{saves['sync_seconds']:.1f} s."
+        ),
+        (
+            f"`data prepare` tokenises at {prepared['tokenizers']['wall']:.1f} times the speed of "
+            f"the tokenizers library's batches on the same cores, and with tiktoken at "
+            f"{prepared['tiktoken']['wall']:.1f} times tiktoken's. A step on a stream takes "
+            f"{streamed['CPU seconds, streamed / prepared']:.2f} times the CPU time of one on "
+            "prepared tokens."
+        ),
+        (
+            f"Converting a checkpoint of {converted['gigabytes']:.0f} GB from Hugging Face's "
+            f"format takes {1 / converted['hf2dcp']['speed_ratio']:.2f} times as long as copying "
+            f"the file, to it {1 / converted['dcp2hf']['speed_ratio']:.2f} times, in "
+            f"{converted['hf2dcp']['peak_bytes'] / 2**20:.0f} MiB of memory."
         ),
     ]
     return "\n".join(fill(item, 118, initial_indent="- ", subsequent_indent="  ") for item in items)

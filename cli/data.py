@@ -250,12 +250,12 @@ def _run(jobs: dict[Path, Preparation], as_json: bool) -> None:
 def _inspect_recipe(path: Path, samples: int) -> list[Inspection]:
     from ..engine.data.configs import DocumentSource
     from ..engine.data.inspect import inspect_store
-    from ..engine.data.prepare import default_cache
+    from ..engine.data.prepare import cache_folder
 
     recipe = _load(path, [])
     tokenizer = recipe.tokenizer.build()
     table = recipe.data
-    cache = Path(table.cache_dir).expanduser() if table.cache_dir else default_cache()
+    cache = cache_folder(table)
     found = []
     for source in table.sources:
         if isinstance(source, DocumentSource) and getattr(source, "streaming", False):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from ..errors import DataError
 from .configs import DocumentSource, SourceConfig
 from .order import TrainingOrder, ValidationOrder, source_key
 from .packing import PACKINGS, Packed
-from .prepare import default_cache
+from .prepare import cache_folder
 from .samples import Samples, TrainingSamples
 from .store import TokenStore
 from .stream import Stream, stream_producer
@@ -61,7 +60,7 @@ def open_data(table: Data, tokenizer: Tokenizer, seed: int, run: str = "") -> Op
         DataError: a source cannot be read, or is too short for one row.
         EnvironmentFault: the cache cannot be written.
     """
-    cache = Path(table.cache_dir).expanduser() if table.cache_dir else default_cache()
+    cache = cache_folder(table)
     held_out = any(source.split == "validation" for source in table.sources)
     fraction = 0.0 if held_out else table.validation_fraction
     opening = _Opening()

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from xxhash import xxh3_128_hexdigest
 
-from ..errors import DataError, EnvironmentFault, RecipeError, RunInUse
+from ..errors import DataError, EnvironmentFault, Problem, RecipeError, RunInUse
 from ..files import atomic_write, sync_folder
 from .configs import DocumentSource, SourcePart
 from .kept import FOLDER
@@ -24,6 +24,9 @@ from .progress import Progress, Watch, log_now_and_then
 from .store import SHARD_TOKENS, StoreWriter, TokenStore
 from .tokenise import Tokenised, tokenise
 from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from .tables import Data
 
 # Part of the names in the cache: another number makes every source be tokenised again.
 CACHE_VERSION = 1
@@ -68,6 +71,15 @@ def default_cache() -> Path:
     except RuntimeError as error:
         raise EnvironmentFault("this user has no home folder", "set data.cache_dir") from error
     return base / "trainer" / "tokens"
+
+
+def cache_folder(table: Data) -> Path:
+    """Return where a recipe keeps tokenised sources."""
+    try:
+        return Path(table.cache_dir).expanduser() if table.cache_dir else default_cache()
+    except RuntimeError as error:
+        problem = Problem(f"no home folder for {table.cache_dir!r}", key="data.cache_dir")
+        raise RecipeError([problem]) from error
 
 
 def open_or_prepare(source: DocumentSource, tokenizer: Tokenizer, cache: Path) -> TokenStore:

@@ -19,8 +19,9 @@ from xxhash import xxh3_128_hexdigest
 from trainer.engine.data.columns import make_chunk
 from trainer.engine.data.configs import JsonlSource, TextSource, TokensSource
 from trainer.engine.data.manifest import Tally
-from trainer.engine.data.prepare import default_cache, open_or_prepare
+from trainer.engine.data.prepare import cache_folder, default_cache, open_or_prepare
 from trainer.engine.data.store import StoreWriter, TokenStore
+from trainer.engine.data.tables import Data
 from trainer.engine.data.tokenise import Tokenised
 from trainer.engine.data.tokenizer import ByteTokenizer, Ids
 from trainer.engine.errors import DataError, EnvironmentFault, RecipeError
@@ -276,3 +277,8 @@ def test_a_truncated_file_is_named_with_both_sizes(tmp_path: Path) -> None:
     os.truncate(folder / "tokens-00000.bin", 6)
     with pytest.raises(DataError, match=r"tokens-00000.bin: 6 bytes; tokens.json says 16 bytes"):
         TokenStore.open(folder, ByteTokenizer())
+
+
+def test_the_folder_of_an_unknown_user_is_no_cache() -> None:
+    with pytest.raises(RecipeError, match="no home folder for '~nosuch-user/x'"):
+        cache_folder(Data(cache_dir="~nosuch-user/x"))
