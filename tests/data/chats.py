@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from trainer.engine.data.chat import ChatTemplate
 from trainer.engine.data.chat_configs import ChatSource
 from trainer.engine.data.configs import PythonSource
 from trainer.engine.data.train_tokenizer import train_tokenizer
@@ -77,3 +78,9 @@ def make_tokenizer(folder: Path) -> Path:
 def chats(path: Path, **settings: Any) -> ChatSource:
     """Return a source of conversations."""
     return ChatSource(path=str(path), **{"template": "chatml", **settings})
+
+
+def template(text: str, **settings: Any) -> ChatTemplate:
+    variables = {"bos_token": "<s>", "eos_token": "</s>"}
+    settings = {"variables": variables, "date": "2024-07-26", "eos_token": "</s>", **settings}
+    return ChatTemplate(text, "the template", **settings)

@@ -38,12 +38,12 @@ def command(*arguments: str, **settings: Any) -> subprocess.Popen[str]:
 
 
 def test_killed_ten_times_it_goes_on_and_makes_the_same_bytes(tmp_path: Path) -> None:
-    source = corpus(tmp_path, megabytes=1.6)
+    source = corpus(tmp_path, megabytes=5)
     arguments = ["data", "prepare", source.path, "--out", str(tmp_path / "out"), "--workers", "2"]
     arguments += ["--shard-tokens", str(2**16)]
     expected = content(made(tmp_path / "undisturbed", source))
     total = len(source.parts())
-    assert total > 70
+    assert total > 200  # on a busy machine many are made before the kill comes
     draw = random.Random(1)
     before = 0
     for kill in range(10):
