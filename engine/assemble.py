@@ -18,9 +18,10 @@ from .lora.names import is_adapter
 from .optim.groups import parameter_groups
 from .optim.lean import spare_compiler
 from .parallel.blocks import transform_blocks
-from .parallel.data import Parallelized, is_sharded, parallelize, shard
+from .parallel.data import Parallelized
 from .parallel.materialize import materialize, without_storage
-from .parallel.mesh import Degrees, resolve_degrees
+from .parallel.mesh import Degrees
+from .parallel.plan import Pieces, Plan, make_plan
 from .precision.dtypes import DTYPES, LossScale, compute_dtype, dtype_name
 from .train.average import WeightAverage
 from .train.step import TrainStep
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from ..model_zoo.config import ModelConfig
     from ..model_zoo.language_model import LanguageModel
     from .data.batch import Batch
+    from .data.tables import Data
     from .data.tokenizer import Tokenizer
     from .launch.environment import World
     from .recipe.schema import Recipe
@@ -77,17 +79,12 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
     """
     if fresh and recipe.lora.rank and not recipe.run.init_from:
         log.warning("lora.rank is given without run.init_from: random weights are frozen")
-    degrees = resolve_degrees(recipe.parallel, world.world_size)
+    plan = make_plan(recipe.parallel, world.rank, world.world_size, device)
     _apply_determinism(recipe.run.deterministic)
     tokenizer = recipe.tokenizer.build()
     data = open_data(recipe.data, tokenizer, recipe.run.seed, f"{recipe.run.dir}/{recipe.run.name}")
-    built = build_model(recipe, tokenizer, device)
-    model, layout = built.model, built.config.layout
-    transform_blocks(model, layout, recipe.memory, recipe.compile)
-    sharded = is_sharded(recipe.parallel, degrees)
-    reduce = DTYPES[recipe.precision.reduce]
-    if sharded:
-        shard(model, layout, recipe.parallel, degrees, device, model.compute_dtype, reduce)
+    built = build_model(recipe, tokenizer.vocab_size, device, plan)
+    model = built.model
     home = torch.device("cpu") if recipe.parallel.fsdp.offload else device
     # Weights from elsewhere replace all but those of new adapters.
     filled = is_adapter if recipe.run.init_from else True
@@ -99,32 +96,21 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
         from .lora.read_peft import load_adapter
 
         notes.append(load_adapter(Path(recipe.lora.init_from), model, built.config, recipe.lora))
-
-    parallelized = parallelize(model, sharded, degrees, device, reduce)
-    groups = parameter_groups(model.named_parameters(), recipe.optimizer)
-    spare_compiler()
-    optimizer = recipe.optimizer.build(groups, device)
-    step = TrainStep(
-        parallelized,
-        optimizer,
-        recipe.loss.build(built.kernels),
-        recipe.optimizer.clip_norm,
-        LossScale(model.compute_dtype),
-        device,
-        degrees.data,
-    )
+    step = build_step(recipe, built, plan)
     return Parts(
         recipe=recipe,
         model_config=built.config,
         tokenizer=tokenizer,
         data=data,
-        degrees=degrees,
-        parallelized=parallelized,
-        optimizer=optimizer,
+        degrees=plan.degrees,
+        parallelized=step.parallelized,
+        optimizer=step.optimizer,
         average=WeightAverage(model, recipe.ema) if recipe.ema.decay else None,
         step=step,
-        loader=Loader(data.train, recipe.data, world.rank, degrees.data),
-        validation=_validation(recipe, data, world.rank, degrees.data),
+        loader=Loader(
+            data.train, loaded_rows(recipe, plan), plan.data_rank, plan.degrees.data, plan.take
+        ),
+        validation=_validation(recipe, data, plan),
         total_steps=total_steps(recipe, data),
         device=device,
         world=world,
@@ -134,25 +120,40 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model on `meta`, and how its parts were chosen."""
+    """A model on `meta`, and how its parts were chosen.
+
+    Attributes:
+        pieces: what this rank has of it.
+    """
 
     model: LanguageModel
     config: ModelConfig
     kernels: Kernels
     notes: list[str]
+    pieces: Pieces
 
 
-def build_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device) -> BuiltModel:
-    """Return the recipe's model, without storage, for a device.
+def build_model(
+    recipe: Recipe, vocab_size: int, device: torch.device, plan: Plan | None = None
+) -> BuiltModel:
+    """Return the recipe's model, or this rank's part of it, without storage, for a device.
+
+    Args:
+        recipe: the validated recipe.
+        vocab_size: of the tokenizer.
+        device: where it will compute.
+        plan: how ranks share it; None: it is whole, and not for training.
 
     Raises:
         RecipeError: its vocabulary is smaller than the tokenizer's.
     """
-    config = _settle_vocab(recipe.model, tokenizer)
+    config = _settle_vocab(recipe.model, vocab_size)
     compiling = recipe.compile.enabled and recipe.compile.backend == "inductor"
     kernels = choose(
         recipe.kernels.model_dump(), device.type, recipe.data.seq_len, compiling=compiling
     )
+    if plan:
+        kernels = plan.kernels(kernels, config)
     model_notes = []
     with without_storage():
         model = config.build(kernels)
@@ -160,7 +161,49 @@ def build_model(recipe: Recipe, tokenizer: Tokenizer, device: torch.device) -> B
             model_notes = [add_adapters(model, config.layout, recipe.lora)]
     model.compute_dtype, why = compute_dtype(recipe.precision, device)
     notes = [f"compute in {dtype_name(model.compute_dtype)}: {why}", *model_notes]
-    return BuiltModel(model, config, kernels, notes)
+    pieces = Pieces()
+    if plan:
+        transform_blocks(model, config.layout, recipe.memory, recipe.compile)
+        pieces = plan.split(model, config, model.compute_dtype, DTYPES[recipe.precision.reduce])
+    return BuiltModel(model, config, kernels, notes, pieces)
+
+
+def build_step(recipe: Recipe, built: BuiltModel, plan: Plan) -> TrainStep:
+    """Return the step that trains a model whose weights are in memory."""
+    model, table = built.model, recipe.data
+    share = table.global_batch // plan.degrees.data
+    parallelized = plan.parallelize(
+        model,
+        built.pieces,
+        DTYPES[recipe.precision.reduce],
+        seq_len=table.seq_len,
+        width=getattr(built.config, "dim", 0),
+        micro_batches=(
+            recipe.parallel.pipelining.micro_batches or share // min(table.micro_batch, share)
+        ),
+    )
+    groups = parameter_groups(model.named_parameters(), recipe.optimizer)
+    spare_compiler()
+    return TrainStep(
+        parallelized,
+        recipe.optimizer.build(groups, plan.device),
+        recipe.loss.build(built.kernels),
+        recipe.optimizer.clip_norm,
+        LossScale(model.compute_dtype),
+        plan.device,
+        plan.degrees,
+    )
+
+
+def loaded_rows(recipe: Recipe, plan: Plan) -> Data:
+    """Return the data table as this rank's loader shall see it.
+
+    A pipeline takes a rank's rows of a step whole, and cuts them itself.
+    """
+    if plan.degrees.pipeline == 1:
+        return recipe.data
+    share = recipe.data.global_batch // plan.degrees.data
+    return recipe.data.model_copy(update={"micro_batch": share})
 
 
 def total_steps(recipe: Recipe, data: OpenedData) -> int:
@@ -214,14 +257,13 @@ def pick_device(world: World) -> torch.device:
     return torch.device("cuda", number)
 
 
-def _settle_vocab(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
-    config = config.with_vocab(tokenizer.vocab_size)
-    if config.vocab < tokenizer.vocab_size:
+def _settle_vocab(config: ModelConfig, vocab_size: int) -> ModelConfig:
+    config = config.with_vocab(vocab_size)
+    if config.vocab < vocab_size:
         raise RecipeError(
             [
                 Problem(
-                    f"{config.vocab} rows cannot embed the tokenizer's {tokenizer.vocab_size} "
-                    "tokens",
+                    f"{config.vocab} rows cannot embed the tokenizer's {vocab_size} tokens",
                     key="model.vocab_size",
                     hint="leave it out to take the tokenizer's",
                 )
@@ -230,11 +272,12 @@ def _settle_vocab(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
     return config
 
 
-def _validation(recipe: Recipe, data: OpenedData, rank: int, ranks: int) -> list[Batch]:
+def _validation(recipe: Recipe, data: OpenedData, plan: Plan) -> list[Batch]:
     if not recipe.evaluate.interval or data.validation is None:
         return []
-    steps = recipe.evaluate.steps
-    return list(validation_batches(data.validation, recipe.data, steps, rank, ranks))
+    steps, ranks = recipe.evaluate.steps, plan.degrees.data
+    found = validation_batches(data.validation, recipe.data, steps, plan.data_rank, ranks)
+    return [plan.take(batch) for batch in found]
 
 
 def _apply_determinism(wanted: bool) -> None:

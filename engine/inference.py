@@ -127,7 +127,7 @@ def _empty_model(recipe: Recipe, tokenizer: Tokenizer) -> LanguageModel:
     from .parallel.materialize import materialize
 
     device = pick_device(World())
-    model = build_model(recipe, tokenizer, device).model
+    model = build_model(recipe, tokenizer.vocab_size, device).model
     materialize(model, device, seed=0, fill=False)
     return model
 

@@ -8,7 +8,8 @@ import threading
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -211,7 +212,7 @@ class Session:
         return SaveInfo(
             step=0,
             world=self.world.world_size,
-            mesh={"replicate": parts.degrees.replicate, "shard": parts.degrees.shard},
+            mesh=asdict(parts.degrees),
             recipe=values,
             recipe_hash=xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode()),
             tokenizer=parts.tokenizer.fingerprint,
@@ -275,16 +276,17 @@ class Session:
 def describe(parts: Parts) -> list[str]:
     """Return what a run would do, a line each."""
     recipe, data = parts.recipe, parts.recipe.data
-    parameters = sum(weight.numel() for weight in parts.model.parameters())
-    trained = sum(weight.numel() for weight in parts.model.parameters() if weight.requires_grad)
-    of_them = f", {trained:,} of them trained" if trained < parameters else ""
+    elsewhere = sum(map(prod, parts.model.elsewhere.values()))
+    parameters = elsewhere + sum(weight.numel() for weight in parts.model.parameters())
+    frozen = sum(each.numel() for each in parts.model.parameters() if not each.requires_grad)
+    of_them = f", {parameters - frozen:,} of them trained" if frozen else ""
     degrees, share = parts.degrees, data.global_batch // parts.degrees.data
     micro = min(data.micro_batch, share)
     return [
         *parts.notes,
         f"model: {recipe.model.name}, {parameters:,} parameters{of_them}",
         f"ranks: {parts.world.world_size} on {parts.device.type}",
-        f"data parallel: replicate {degrees.replicate} x shard {degrees.shard}",
+        "plan: " + " x ".join(f"{axis} {degree}" for axis, degree in asdict(degrees).items()),
         f"steps: {parts.total_steps:,} of {data.global_batch * data.seq_len:,} tokens",
         f"a rank's step: {-(-share // micro)} x {micro} rows of {data.seq_len} tokens",
         f"validation: {len(parts.validation)} batches a rank",

@@ -33,6 +33,7 @@ class Kernels:
     """The functions a model is built with, and why each was chosen."""
 
     attention: Callable[..., Tensor]
+    attention_mask: Callable[[Tensor, Tensor], Tensor]
     rms_norm: Callable[..., Tensor]
     rotary: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
@@ -62,7 +63,7 @@ def choose(
             name, reason = _automatic(operation, device_type, seq_len, compiling)
         functions[operation] = IMPLEMENTATIONS[operation][name]
         reasons[operation] = f"{name}: {reason}"
-    return Kernels(**functions, reasons=reasons)
+    return Kernels(**functions, attention_mask=attention.document_mask, reasons=reasons)
 
 
 def _automatic(operation: str, device_type: str, seq_len: int, compiling: bool) -> tuple[str, str]:

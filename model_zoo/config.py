@@ -61,6 +61,11 @@ class ModelConfig(Sizes):
         """Rows of the embedding, once settled."""
         raise NotImplementedError
 
+    @property
+    def head_cost(self) -> float:
+        """What the head costs to compute, where a block costs 1: a pipeline is cut by it."""
+        return 0.0
+
     def with_vocab(self, vocab_size: int) -> Self:
         """Return the config with its vocabulary size settled.
 

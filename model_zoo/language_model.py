@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -33,18 +34,24 @@ class LanguageModel(nn.Module):
     """
 
     compute_dtype: torch.dtype = torch.float32
+    elsewhere: Mapping[str, tuple[int, ...]] = {}
+    """names and shapes of parameters that other ranks have instead of this one"""
 
     def forward(
         self,
-        tokens: Tensor,
+        tokens: Tensor | None,
         *,
         labels: Tensor | None = None,
         loss: LossFunction | None = None,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
         cache: KVCache | None = None,
+        hidden: Tensor | None = None,
+        blocks: range | None = None,
     ) -> Tensor:
         """Return logits, or the summed loss if `labels` and `loss` are given.
+
+        A model that can be cut into a pipeline's stages also computes some of its blocks alone.
 
         Args:
             tokens: [B, S] token numbers.
@@ -53,9 +60,12 @@ class LanguageModel(nn.Module):
             positions: [B, S] position of each token in its document; default 0..S-1.
             document_ids: [B, S] attention stays inside runs of equal numbers; default: no borders.
             cache: keys and values of earlier positions, extended in place.
+            hidden: [B, S, D] what the blocks before `blocks` made, in place of tokens.
+            blocks: which to compute; default: all.
 
         Returns:
-            [B, S, V] logits in fp32, or the scalar loss.
+            [B, S, V] logits in fp32, or the scalar loss; [B, S, D] hidden states if `blocks` ends
+            before the last one.
         """
         raise NotImplementedError
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,11 @@ class Layout:
         blocks: path of the `ModuleList` of repeated blocks: the units that FSDP, recomputation and
             compilation wrap, and between which a pipeline may cut.
         head: path of the module with final norm and projection.
+        tensor: parameter name -> how tensor parallelism splits it and what enters and leaves its
+            module: "columns", "rows", "key_value", "norm" or "vocabulary".
+        context: whether positions meet in the kernels' attention alone, so that ranks can share a
+            sequence.
+        pipeline: whether `forward` computes some of the blocks alone.
         hf_names: our parameter name -> Hugging Face's; `{i}` stands for a block's number.
         hf_keys: key of Hugging Face's config.json (dots for nesting) -> key of ours, for what must
             agree if weights shall mean the same.
@@ -29,11 +34,25 @@ class Layout:
     embed: str
     blocks: str
     head: str
+    tensor: Mapping[str, str] = field(default_factory=dict)
+    context: bool = False
+    pipeline: bool = False
     hf_names: Mapping[str, str] = field(default_factory=dict)
     hf_keys: Mapping[str, str] = field(default_factory=dict)
     hf_possible: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     hf_also: Mapping[str, str] = field(default_factory=dict)
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def tensor_styles(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the style of each parameter.
+
+        Raises:
+            KeyError: the table lacks some.
+        """
+        styles = {name: translate(name, self.tensor) for name in names}
+        if missing := [name for name, style in styles.items() if style is None]:
+            raise KeyError(f"no tensor parallel style for {', '.join(missing)}")
+        return {name: style for name, style in styles.items() if style is not None}
 
     def to_hf(self, name: str) -> str | None:
         """Return Hugging Face's name of our parameter, or None where the table has none."""

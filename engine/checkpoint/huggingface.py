@@ -41,7 +41,7 @@ def load_huggingface(folder: Path, model: LanguageModel, config: ModelConfig) ->
     settings = read_config(folder)
     parameters = {name: p for name, p in model.named_parameters() if not is_adapter(name)}
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    found = match(stored, shapes, config, settings)
+    found = match(stored, {**shapes, **model.elsewhere}, config, settings)
     if not found.problems:
         found.problems = differing_ends(stored, found.sources, config.layout)
         found.hint = "give it two with model.tie_embeddings = false"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 
 def load_state(
-    path: Path, manifest: Manifest, state: Mapping[str, Tensor], group: ProcessGroup | None
+    path: Path,
+    manifest: Manifest,
+    state: Mapping[str, Tensor],
+    group: ProcessGroup | None,
+    elsewhere: Collection[str] = (),
 ) -> None:
     """Fill `state` in place from a checkpoint that was saved by any number of ranks.
 
@@ -31,13 +35,14 @@ def load_state(
     Args:
         path: a checkpoint that was found intact, and its manifest.
         group: as for `CheckpointStore`.
+        elsewhere: parameters that other ranks have instead of this one.
 
     Raises:
         CheckpointError: names, shapes or dtypes differ, all listed, and no tensor was touched; or
             the files cannot be read.
     """
     ranks = Ranks(group)
-    ranks.reduce(lambda: _check_fit(path, manifest, state), lambda _: None)
+    ranks.reduce(lambda: _check_fit(path, manifest, state, elsewhere), lambda _: None)
     ranks.reduce(lambda: _read(path, manifest, state), lambda _: None)
 
 
@@ -63,18 +68,22 @@ def load_weights(
     state = model_state(model)
     if not any(map(may_lack, found.manifest.tensors)):
         state = {name: tensor for name, tensor in state.items() if not may_lack(name)}
-    load_state(found.path, found.manifest, state, group)
+    elsewhere = getattr(model, "elsewhere", ())
+    load_state(found.path, found.manifest, state, group, elsewhere)
     return found.manifest
 
 
-def misfits(state: Mapping[str, Tensor], manifest: Manifest) -> list[str]:
+def misfits(
+    state: Mapping[str, Tensor], manifest: Manifest, elsewhere: Collection[str] = ()
+) -> list[str]:
     """Return how names, shapes and dtypes of a state differ from a checkpoint's."""
     from .writer import dtype_name
 
     problems: list[str] = []
     saved = manifest.tensors
     sections = {_section(name) for name in state}
-    expected = {name for name in saved if _section(name) in sections - {"rng"}}
+    others = {name for name in saved if elsewhere and _parameter(name) in elsewhere}
+    expected = {name for name in saved if _section(name) in sections - {"rng"}} - others
     missing = [name for name in state if name not in saved]
     for name in missing:
         hint = nearest(name, expected - set(state)) if len(problems) < MAX_SHOWN else ""
@@ -93,13 +102,15 @@ def misfits(state: Mapping[str, Tensor], manifest: Manifest) -> list[str]:
     return problems
 
 
-def _check_fit(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) -> None:
+def _check_fit(
+    path: Path, manifest: Manifest, state: Mapping[str, Tensor], elsewhere: Collection[str]
+) -> None:
     if manifest.contents == "weights" and any(_section(name) == "optimizer" for name in state):
         raise CheckpointError(
             f"{path} holds weights only: it has no optimizer state to go on from",
             "start another run from its weights with run.init_from",
         )
-    problems = misfits(state, manifest)
+    problems = misfits(state, manifest, elsewhere)
     if problems:
         raise CheckpointError(listed(f"{path} does not fit:", problems))
 
@@ -112,6 +123,12 @@ def _read(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) -> None:
 
 def _section(name: str) -> str:
     return name.partition(".")[0]
+
+
+def _parameter(name: str) -> str:
+    """Return whose a tensor is: `a.b` for `model.a.b` and for `optimizer.a.b.step`."""
+    section, _, rest = name.partition(".")
+    return rest.rpartition(".")[0] if section == "optimizer" else rest
 
 
 def _text(entry: TensorEntry) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 
 import numpy as np
@@ -25,10 +25,19 @@ class Loader:
         table: the `[data]` table.
         rank: which data rank this is.
         ranks: how many there are; divides `global_batch`.
+        take: what this rank needs of a micro batch that several ranks read.
     """
 
-    def __init__(self, samples: Samples, table: Data, rank: int, ranks: int) -> None:
+    def __init__(
+        self,
+        samples: Samples,
+        table: Data,
+        rank: int,
+        ranks: int,
+        take: Callable[[Batch], Batch] = lambda batch: batch,
+    ) -> None:
         self.samples = samples
+        self.take = take
         self.table = table
         share = table.global_batch // ranks
         self.micro_batch = min(table.micro_batch, share)
@@ -49,7 +58,7 @@ class Loader:
         else:
             steps = map(self.step, count(first_step))
         for rows in steps:
-            yield list(rows.to_batch().split(self.micro_batch))
+            yield [self.take(batch) for batch in rows.to_batch().split(self.micro_batch)]
 
     def step(self, step: int) -> Rows:
         """Return this rank's rows of one optimizer step."""

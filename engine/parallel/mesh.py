@@ -1,28 +1,58 @@
-"""From degrees to a device mesh."""
+"""From degrees to device meshes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 from ..errors import Problem, RecipeError
 from ..recipe.tables import Parallel
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+"""Axes of the ranks' grid; neighbours in rank differ in the last one first."""
 
 
 @dataclass(frozen=True)
 class Degrees:
     """How many ranks lie along each axis."""
 
-    replicate: int
-    shard: int
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
 
     @property
     def data(self) -> int:
         """Ranks that read different samples."""
         return self.replicate * self.shard
+
+    @property
+    def copies(self) -> int:
+        """Ranks over which the gradients of a parameter's piece are summed."""
+        return self.data * self.context
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return prod(getattr(self, axis) for axis in AXES)
+
+    def coordinate(self, rank: int) -> Degrees:
+        """Return a rank's place along each axis, from 0."""
+        place = {}
+        for axis in reversed(AXES):
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        return Degrees(**place)
+
+    def data_rank(self, rank: int) -> int:
+        """Return which of the `data` ranks a rank is."""
+        at = self.coordinate(rank)
+        return at.replicate * self.shard + at.shard
 
 
 def resolve_degrees(table: Parallel, world: int) -> Degrees:
@@ -31,17 +61,15 @@ def resolve_degrees(table: Parallel, world: int) -> Degrees:
     Raises:
         RecipeError: the degrees do not multiply to the world size.
     """
-    given = {"replicate": table.replicate, "shard": table.shard}
-    known = 1
-    for degree in given.values():
-        known *= degree if degree > 0 else 1
+    given = {axis: getattr(table, axis) for axis in AXES}
+    known = prod(degree for degree in given.values() if degree > 0)
     free = [axis for axis, degree in given.items() if degree == -1]
     if world % known or (not free and known != world):
-        product = " x ".join(f"{axis} {degree}" for axis, degree in given.items())
+        product = " x ".join(f"{axis} {degree}" for axis, degree in given.items() if degree != 1)
         raise RecipeError(
             [
                 Problem(
-                    f"{product} does not make {world} ranks",
+                    f"{product or 'one rank'} does not make {world} ranks",
                     key="parallel",
                     hint="set one degree to -1 to take what is left over",
                 )
@@ -52,12 +80,32 @@ def resolve_degrees(table: Parallel, world: int) -> Degrees:
     return Degrees(**given)
 
 
-def build_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
-    """Return the mesh with axes `replicate` and `shard`. Needs an initialised process group."""
+def build_mesh(degrees: Degrees, device_type: str, *, sharded: bool) -> DeviceMesh:
+    """Return the mesh on which parameters are placed; all ranks call it.
+
+    Its axes are `pipeline`, `replicate`, `shard` and `tensor`. Ranks along the context axis hold
+    the same weights, so weights are sharded over them too. Where nothing is sharded, all of these
+    ranks are replicas.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
+    replicate, shard = degrees.replicate, degrees.shard * degrees.context
+    if not sharded:
+        replicate, shard = replicate * shard, 1
     return init_device_mesh(
         device_type,
-        (degrees.replicate, degrees.shard),
-        mesh_dim_names=("replicate", "shard"),
+        (degrees.pipeline, replicate, shard, degrees.tensor),
+        mesh_dim_names=("pipeline", "replicate", "shard", "tensor"),
     )
+
+
+def context_group(degrees: Degrees, device_type: str) -> ProcessGroup:
+    """Return the group of ranks that share this rank's sequences; all ranks call it."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(
+        device_type,
+        (degrees.pipeline * degrees.data, degrees.context, degrees.tensor),
+        mesh_dim_names=("rest", "context", "tensor"),
+    )
+    return mesh.get_group("context")

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from math import prod
 from warnings import catch_warnings
 
-from pydantic import BaseModel
-
+from .plan_checks import check_plan
 from .positions import KeyPath
 from .schema import Recipe
 from .shown import printable, shown_value
@@ -26,20 +25,28 @@ def check(recipe: Recipe, world: int | None = None) -> list[Finding]:
         recipe: tables that are each valid alone.
         world: number of ranks; without it, what depends on it is not checked.
     """
-    parts = (_run, _lengths, _data, _streams, _groups, _targets, _degrees, _model_degrees)
+    parts = (_run, _lengths, _data, _streams, _groups, _targets, _degrees)
     findings = [finding for part in parts for finding in part(recipe)]
     return findings + list(_ranks(recipe, world))
 
 
-def data_ranks(recipe: Recipe, world: int | None) -> int | None:
-    """Return over how many ranks the batch is split, or None while that is open."""
+def known_degrees(recipe: Recipe, world: int | None) -> dict[str, int]:
+    """Return the degree of each axis, but of one that takes what is left of an unknown number."""
     degrees = {axis: getattr(recipe.parallel, axis) for axis in AXES}
     open_axes = [axis for axis, degree in degrees.items() if degree == -1]
-    if open_axes and world is None:
-        return None
-    if open_axes:
-        degrees[open_axes[0]] = world // prod(degree for degree in degrees.values() if degree > 0)
-    return int(degrees["replicate"] * degrees["shard"])
+    for axis in open_axes:
+        del degrees[axis]
+    if len(open_axes) == 1 and world is not None:
+        degrees[open_axes[0]] = world // max(1, prod(degrees.values()))
+    return degrees
+
+
+def data_ranks(recipe: Recipe, world: int | None) -> int | None:
+    """Return over how many ranks the batch is split, or None while that is open."""
+    degrees = known_degrees(recipe, world)
+    if {"replicate", "shard"} <= degrees.keys():
+        return degrees["replicate"] * degrees["shard"]
+    return None
 
 
 def _run(recipe: Recipe) -> Iterator[Finding]:
@@ -125,23 +132,13 @@ def _degrees(recipe: Recipe) -> Iterator[Finding]:
     for axis in open_axes[1:]:
         message = f"{axis} and {open_axes[0]} are both -1"
         yield ("parallel", axis), message, "give all degrees but one"
-    for axis in ("context", "tensor", "pipeline", "expert", "expert_tensor"):
+    for axis in ("expert", "expert_tensor"):
         if getattr(parallel, axis) not in (0, 1):
             message = f"{axis} = {getattr(parallel, axis)} is not available in this version"
             yield ("parallel", axis), message, "keep 1"
     if parallel.fsdp.strategy.startswith("hybrid") and parallel.replicate == 1:
         message = f'"{parallel.fsdp.strategy}" replicates over parallel.replicate, which is 1'
         yield ("parallel", "fsdp", "strategy"), message, "set parallel.replicate"
-
-
-def _model_degrees(recipe: Recipe) -> Iterator[Finding]:
-    tensor = recipe.parallel.tensor
-    sizes: BaseModel = recipe.model
-    for key in ("n_heads", "n_kv_heads"):
-        heads = getattr(sizes, key, None)
-        if heads is not None and tensor > 1 and heads % tensor:
-            message = f"{tensor} ranks cannot share model.{key} = {heads} evenly"
-            yield ("parallel", "tensor"), message, ""
 
 
 def _ranks(recipe: Recipe, world: int | None) -> Iterator[Finding]:
@@ -155,6 +152,7 @@ def _ranks(recipe: Recipe, world: int | None) -> Iterator[Finding]:
             message = f"the product of the degrees ({fixed}) {relation} the world size ({world})"
             yield ("parallel",), message, "one degree may be -1: what is left over"
             return
+    yield from check_plan(recipe, known_degrees(recipe, world))
     ranks = data_ranks(recipe, world)
     data = recipe.data
     if ranks is None or ranks < 1:

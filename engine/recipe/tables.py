@@ -49,6 +49,27 @@ class FSDP(Table):
     """keep parameters, gradients and optimizer state in CPU memory"""
 
 
+class Pipelining(Table):
+    """How micro batches pass through the stages of a pipeline."""
+
+    schedule: Literal[
+        "1F1B",
+        "GPipe",
+        "Interleaved1F1B",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
+    ] = "1F1B"
+    """any schedule of torch.distributed.pipelining"""
+    micro_batches: CountOrZero = 0
+    """into how many a rank's rows of a step are cut; 0: as data.micro_batch says"""
+    stages_per_rank: CountOrZero = 0
+    """stages that each rank holds; 0: one for "1F1B" and "GPipe", two for the others"""
+    layers_per_stage: Annotated[list[Count], Field(max_length=10_000)] = []
+    """blocks of each stage; default: stages that cost about the same"""
+
+
 class Parallel(Table):
     """Degrees of each kind of parallelism; their product is the world size."""
 
@@ -68,6 +89,8 @@ class Parallel(Table):
     """tensor parallel inside the experts"""
     fsdp: FSDP = FSDP()
     """how parameters are sharded"""
+    pipelining: Pipelining = Pipelining()
+    """how micro batches pass through a pipeline"""
 
 
 class Precision(Table):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .positions import KeyPath
 
-_KEYS = ("parallel.pipelining", "parallel.rules", "precision.float8", "precision.mx")
+_KEYS = ("parallel.rules", "precision.float8", "precision.mx")
 _VALUES = {
     "memory.recompute": ("selective", "every_n", "budget"),
     "kernels.*": ("triton",),

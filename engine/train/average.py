@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+from ..parallel.local import local
 
+if TYPE_CHECKING:
     from ..recipe.tables import EMA
 
 
@@ -41,8 +41,8 @@ class WeightAverage:
         """Take in the weights after `step` steps, if it is due. Nothing waits for the device."""
         if step % self._table.interval:
             return
-        averages = [_local(tensor) for tensor in self._averages.values()]
-        weights = [_local(tensor) for tensor in self._weights.values()]
+        averages = [local(tensor) for tensor in self._averages.values()]
+        weights = [local(tensor) for tensor in self._weights.values()]
         if self.begun:
             torch._foreach_lerp_(averages, weights, 1 - self._table.decay)
         else:
@@ -82,12 +82,7 @@ class WeightAverage:
             if reshard := getattr(module, "reshard", None):
                 reshard()  # FSDP may still hold weights that it has gathered
         for weight, average in zip(self._weights.values(), self._averages.values(), strict=True):
-            ours, theirs = _local(weight), _local(average)
+            ours, theirs = local(weight), local(average)
             kept = ours.clone()
             ours.copy_(theirs)
             theirs.copy_(kept)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part; FSDP may replace it, so it is asked for each time."""
-    return tensor if type(tensor) in (Tensor, nn.Parameter) else cast("DTensor", tensor).to_local()

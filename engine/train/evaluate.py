@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ...model_zoo.language_model import LanguageModel
     from ..assemble import Parts
     from ..loss.configs import LossFunction
+    from ..parallel.mesh import Degrees
+    from ..parallel.pipeline import Pipeline
 
 
 def validate(parts: Parts) -> dict[str, float]:
@@ -26,7 +28,12 @@ def validate(parts: Parts) -> dict[str, float]:
     """
     with parts.average.in_place() if parts.average else nullcontext():
         loss = evaluate(
-            parts.model, parts.validation, parts.step.loss, parts.device, parts.degrees.data
+            parts.model,
+            parts.validation,
+            parts.step.loss,
+            parts.device,
+            parts.degrees,
+            parts.parallelized.pipeline,
         )
     return {"loss": loss, "perplexity": perplexity(loss)}
 
@@ -45,7 +52,8 @@ def evaluate(
     batches: Iterable[Batch],
     loss: LossFunction,
     device: torch.device,
-    ranks: int,
+    degrees: Degrees,
+    pipeline: Pipeline | None = None,
 ) -> float:
     """Return the mean loss over the valid tokens of all batches on all ranks.
 
@@ -55,10 +63,12 @@ def evaluate(
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in batches:
         batch = batch.to(device)
-        sums[0] += summed_loss(model, batch, loss)
-        sums[1] += (batch.labels != IGNORED).sum()
-    if ranks > 1:
-        dist.all_reduce(sums)
+        found = pipeline.evaluate(batch, loss) if pipeline else summed_loss(model, batch, loss)
+        if pipeline is None or pipeline.has_end:
+            sums[0] += found
+            sums[1] += (batch.labels != IGNORED).sum()
+    if degrees.world > 1:
+        dist.all_reduce(sums)  # those of ranks with the same tokens too: only the ratio counts
     model.train()
     total, tokens = sums.tolist()
     return float(total / max(tokens, 1))

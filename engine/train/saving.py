@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import torch.distributed as dist
+
 from ..checkpoint.reader import load_state
 from ..checkpoint.store import CheckpointStore
 from ..errors import CheckpointError
@@ -84,7 +86,7 @@ class Saver:
             extra={
                 "tokens": int(position.tokens),
                 "loss_scale": parts.step.scale.state(),
-                "optimizer_numbers": train_state.optimizer_numbers(parts.model, parts.optimizer),
+                "optimizer_numbers": self._optimizer_numbers(),
                 "streams": parts.data.train.state(position.batch * parts.recipe.data.global_batch),
                 "best": position.best.state(),
             },
@@ -95,6 +97,15 @@ class Saver:
             self._store.save(tensors, info, best=best, sync=True)
         else:
             self._settle(lambda: self._store.save(tensors, info, best=best))
+
+    def _optimizer_numbers(self) -> dict[str, float]:
+        """Return the numbers of all parameters, also of those that other stages hold."""
+        numbers = train_state.optimizer_numbers(self._parts.model, self._parts.optimizer)
+        if self._parts.degrees.pipeline == 1:
+            return numbers
+        everywhere: list[dict[str, float]] = [{} for _ in range(self._parts.degrees.world)]
+        dist.all_gather_object(everywhere, numbers, self._store.group)
+        return {name: number for each in everywhere for name, number in each.items()}
 
     def _settle(self, work: Callable[[], None]) -> None:
         """Let a save fail, now and then: the checkpoint before it is still there."""
@@ -130,7 +141,8 @@ class Saver:
         if parts.average:
             tensors |= parts.average.prepare(manifest.tensors)
         generators = train_state.random_state(rank) if rank < manifest.world else {}
-        load_state(path, manifest, {**tensors, **generators}, self._store.group)
+        state, elsewhere = {**tensors, **generators}, parts.model.elsewhere
+        load_state(path, manifest, state, self._store.group, elsewhere)
         if generators:
             train_state.restore_random_state(rank, generators)
         position.step = manifest.step

@@ -14,7 +14,10 @@ from ..data.batch import IGNORED, Batch
 from ..observe.phases import Phase, no_phase
 from ..optim.lean import plain_step
 from ..parallel.data import Parallelized
+from ..parallel.local import local
+from ..parallel.mesh import Degrees
 from ..precision.dtypes import LossScale
+from .clip import global_norm
 
 if TYPE_CHECKING:
     from ..loss.configs import LossFunction
@@ -59,7 +62,7 @@ class TrainStep:
     clip_norm: float
     scale: LossScale
     device: torch.device
-    ranks: int
+    degrees: Degrees
     phase: Phase = no_phase
 
     def __post_init__(self) -> None:
@@ -69,10 +72,21 @@ class TrainStep:
         """Run forward and backward over the micro batches and clip the gradient."""
         batches = [batch.to(self.device) for batch in batches]
         tokens = torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum()
-        if self.ranks > 1:
-            dist.all_reduce(tokens)
+        self._sum_over_ranks(tokens, self.degrees.world // self.degrees.copies)
         # DDP and FSDP average over ranks; we want the sum.
-        factor = self.scale.value * self.ranks / tokens.clamp(min=1)
+        factor = self.scale.value * self.degrees.copies / tokens.clamp(min=1)
+        if pipeline := self.parallelized.pipeline:
+            with self.phase("pipeline"):
+                total = pipeline.forward_backward(batches, self.loss, factor)
+        else:
+            total = self._forward_backward(batches, factor)
+        self._sum_over_ranks(total, self.degrees.tensor)
+        with self.phase("clip"):
+            self.parallelized.finish_gradients()
+            norm = self._clip()
+        return Gradients(total, tokens, norm)
+
+    def _forward_backward(self, batches: Sequence[Batch], factor: Tensor) -> Tensor:
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches, 1):
             self.parallelized.reduce_gradients(number == len(batches))
@@ -81,25 +95,30 @@ class TrainStep:
             with self.phase("backward"):
                 torch.autograd.backward(loss * factor)
             total += loss.detach()
-        if self.ranks > 1:
-            dist.all_reduce(total)
-        with self.phase("clip"):
-            norm = self._clip()
-        return Gradients(total, tokens, norm)
+        return total
+
+    def _sum_over_ranks(self, count: Tensor, same: int) -> None:
+        """Sum over all ranks, of which `same` count the same, in place."""
+        if self.degrees.world > 1:
+            dist.all_reduce(count)
+            count.div_(same, rounding_mode=None if count.is_floating_point() else "floor")
 
     def _clip(self) -> Tensor:
-        weights = [
-            weight
+        gradients = [
+            weight.grad
             for group in self.optimizer.param_groups
             for weight in group["params"]
             if weight.grad is not None
         ]
+        parts = [local(gradient) for gradient in gradients]
         if self.scale.dynamic:
-            torch._foreach_mul_([weight.grad for weight in weights], 1 / self.scale.value)
-        norm = torch.nn.utils.get_total_norm([weight.grad for weight in weights], foreach=True)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        if self.clip_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(weights, self.clip_norm, norm, foreach=True)
+            torch._foreach_mul_(parts, 1 / self.scale.value)
+        holders = self.degrees.world // self.degrees.pipeline
+        norm = global_norm(gradients, holders, self.device)
+        if self.clip_norm > 0 and parts:
+            # As torch.nn.utils.clip_grads_with_norm_, which takes no tensors of different meshes.
+            factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(parts, factor.to(parts[0].device))
         return norm
 
     def update(self, lr_factor: float) -> None:

@@ -40,6 +40,21 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) 
     return out_BHSK.transpose(1, 2)
 
 
+def document_mask(queries: Tensor, keys: Tensor) -> Tensor:
+    """Return which positions see which: those before them, and themselves, of their document.
+
+    Args:
+        queries: [B, S] number of each position's document; the last one stands at the last key.
+        keys: [B, L].
+
+    Returns:
+        [B, 1, S, L] bool.
+    """
+    S, L = queries.shape[1], keys.shape[1]
+    causal_SL = torch.ones(S, L, dtype=torch.bool, device=queries.device).tril(L - S)
+    return (causal_SL & (queries.unsqueeze(2) == keys.unsqueeze(1))).unsqueeze(1)
+
+
 def matmul(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
     """Attend with plain products, a piece of the queries at a time: what `sdpa` computes.
 

@@ -49,6 +49,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     chunk: int | None = None,
     inner: ReplaceByGradient = replace_by_gradient,
+    is_split: bool = False,
 ) -> Tensor:
     """Return the summed cross entropy of softmax(hidden @ weight.T) against the labels.
 
@@ -63,14 +64,16 @@ def linear_cross_entropy(
             (PaLM, arXiv:2204.02311, section 5).
         chunk: rows at a time.
         inner: what replaces logits by their gradient, some rows at a time.
+        is_split: the weight has the rows of some classes alone, and `inner` asks others for the
+            rest: it then gets the same rows everywhere, also where no gradient is wanted.
 
     Returns:
         The sum over the counted rows: a scalar in fp32 (fp64 for fp64 input).
     """
     rows = chunk or (CPU_ROWS if hidden.device.type == "cpu" else GPU_ROWS)
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and not is_split:
         return _loss_alone(hidden, weight.to(hidden.dtype), labels, z_loss, rows)
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, z_loss, rows, inner)  # type: ignore[no-untyped-call]
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, z_loss, rows, inner, is_split)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -96,9 +99,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         z_loss: float,
         rows: int,
         inner: ReplaceByGradient,
+        is_split: bool,
     ) -> Tensor:
         cast = weight.to(hidden.dtype)
-        block = max(1, CPU_BLOCK_LOGITS // weight.shape[0]) if hidden.is_cpu else rows
+        block = rows
+        if hidden.is_cpu and not is_split:
+            block = max(1, CPU_BLOCK_LOGITS // weight.shape[0])
         grad_hidden = torch.empty_like(hidden)
         grad_weight = None
         losses = []
@@ -121,7 +127,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_weight is not None:
             grad_weight = (grad_weight * grad).to(ctx.weight_dtype)
-        return (grad_hidden * grad).to(grad_hidden.dtype), grad_weight, None, None, None, None
+        return (grad_hidden * grad).to(grad_hidden.dtype), grad_weight, *[None] * 5
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from ...kernels.choose import Kernels
-from .cache import BlockCache, KVCache
+from .cache import BlockCache
 from .linear import Linear
 from .norm import RMSNorm
 
@@ -47,11 +46,11 @@ class GroupedQueryAttention(nn.Module):
             x: [B, S, D].
             cos: see `rotation`.
             sin: see `rotation`.
-            mask: see `attention_mask`.
+            mask: see `Kernels.attention_mask`; None where only causality counts.
             cache: earlier keys and values; extended.
         """
         x_BSD = self.norm(x)
-        heads = (*x.shape[:2], -1, self.head_width)
+        heads = (*x_BSD.shape[:2], -1, self.head_width)
         q_BSHK = self.rotary(self.q(x_BSD).view(heads), cos, sin)
         k_BSGK = self.rotary(self.k(x_BSD).view(heads), cos, sin)
         v_BSGK = self.v(x_BSD).view(heads)
@@ -60,22 +59,3 @@ class GroupedQueryAttention(nn.Module):
         out_BSHK = self.attention(q_BSHK, k_BSGK, v_BSGK, mask)
         out_BSD: Tensor = self.o(out_BSHK.flatten(2))
         return out_BSD
-
-
-def attention_mask(
-    tokens: Tensor, document_ids: Tensor | None, cache: KVCache | None
-) -> Tensor | None:
-    """Return which positions see which, [B, 1, S, L] bool, or None where only causality counts.
-
-    Args:
-        tokens: [B, S], of which only the shape matters.
-        document_ids: [B, S], or None where rows have no borders.
-        cache: extended by the new positions.
-    """
-    keys_BL = document_ids if cache is None else cache.extend(tokens.shape[1], document_ids)
-    if document_ids is None or keys_BL is None:
-        return None
-    S, L = tokens.shape[1], keys_BL.shape[1]
-    causal_SL = torch.ones(S, L, dtype=torch.bool, device=tokens.device).tril(L - S)
-    same_BSL = document_ids.unsqueeze(2) == keys_BL.unsqueeze(1)
-    return (same_BSL & causal_SL).unsqueeze(1)

@@ -194,6 +194,12 @@ class Llama3Config(ModelConfig):
             "tie_word_embeddings": self.tie_embeddings,
         }
 
+    @property
+    def head_cost(self) -> float:
+        """The projection's products over those of a block's weights."""
+        heads = 2 * (self.n_heads + self.n_kv_heads) * self.head_width
+        return self.vocab / (heads + 3 * self.ffn_dim)
+
     def flops_per_token(self, seq_len: int) -> float:
         """Return floating-point operations a token of one training step."""
         attention = self.dim * self.head_width * (2 * self.n_heads + 2 * self.n_kv_heads)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...kernels.choose import Kernels
 from ..language_model import Constant, LanguageModel, LossFunction, Normal
-from ..layers.attention import GroupedQueryAttention, attention_mask
+from ..layers.attention import GroupedQueryAttention
 from ..layers.cache import BlockCache, KVCache
 from ..layers.head import Head
 from ..layers.mlp import GatedMLP
@@ -57,6 +57,7 @@ class Llama3(LanguageModel):
     def __init__(self, config: Llama3Config, kernels: Kernels) -> None:
         super().__init__()
         self.config = config
+        self.attention_mask = kernels.attention_mask
         self.embed = nn.Embedding(config.vocab, config.dim)
         self.layers = nn.ModuleList(Block(config, kernels) for _ in range(config.n_layers))
         own_rows = None if config.tie_embeddings else config.vocab
@@ -65,23 +66,36 @@ class Llama3(LanguageModel):
 
     def forward(
         self,
-        tokens: Tensor,
+        tokens: Tensor | None,
         *,
         labels: Tensor | None = None,
         loss: LossFunction | None = None,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
         cache: KVCache | None = None,
+        hidden: Tensor | None = None,
+        blocks: range | None = None,
     ) -> Tensor:
-        """Return logits, or the summed loss: see `LanguageModel`."""
-        start = 0 if cache is None else cache.length
+        """Return logits, the summed loss, or hidden states: see `LanguageModel`."""
+        blocks = blocks or range(self.config.n_layers)
         if positions is None:
+            assert tokens is not None, "positions go with hidden states"
+            start = 0 if cache is None else cache.length
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         cos, sin = rotation(positions, self.frequencies)
-        mask = attention_mask(tokens, document_ids, cache)
-        x_BSD = self.embed(tokens).to(self.compute_dtype)
-        for number, block in enumerate(self.layers):
-            x_BSD = block(x_BSD, cos, sin, mask, None if cache is None else cache.block(number))
+        keys = document_ids
+        if cache is not None and tokens is not None:
+            keys = cache.extend(tokens.shape[1], document_ids)
+        mask = None
+        if document_ids is not None and keys is not None:
+            mask = self.attention_mask(document_ids, keys)
+        x_BSD = self.embed(tokens).to(self.compute_dtype) if hidden is None else hidden
+        for number in blocks:
+            block_cache = None if cache is None else cache.block(number)
+            # By name: a stage of a pipeline has some of them alone.
+            x_BSD = getattr(self.layers, str(number))(x_BSD, cos, sin, mask, block_cache)
+        if blocks.stop < self.config.n_layers:
+            return x_BSD
         tied_weight = self.embed.weight if self.config.tie_embeddings else None
         out: Tensor = self.head(x_BSD, labels, loss, tied_weight)
         return out

@@ -244,7 +244,7 @@ def test_a_plain_run_does_not_start_from_adapters(folder):
 def test_a_pattern_that_names_no_projection_is_an_error(pattern, message, hint):
     recipe = Recipe.model_validate({"lora": {"rank": 2, "targets": ["*.q.weight", pattern]}})
     with pytest.raises(RecipeError) as caught:
-        build_model(recipe, recipe.tokenizer.build(), torch.device("cpu"))
+        build_model(recipe, recipe.tokenizer.build().vocab_size, torch.device("cpu"))
     (problem,) = caught.value.problems
     assert problem.key == "lora.targets.1"
     assert message in problem.message

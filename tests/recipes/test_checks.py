@@ -31,9 +31,6 @@ FAULTS = [
     ),
     (RUN + "[parallel]\nshard = 0", None, "parallel.shard", "got 0"),
     (RUN + "[parallel]\nreplicate = -1", None, "parallel.shard", "both -1"),
-    (RUN + "[parallel]\ntensor = 2", None, "parallel.tensor", "not available in this version"),
-    (RUN + "[parallel]\ncontext = 2", None, "parallel.context", "not available in this version"),
-    (RUN + "[parallel]\npipeline = 2", None, "parallel.pipeline", "not available in this version"),
     (RUN + "[parallel]\nexpert = 2", None, "parallel.expert", "not available in this version"),
     (
         RUN + "[parallel]\ntensor = 3\n[model]\nn_heads = 8\nn_kv_heads = 8",

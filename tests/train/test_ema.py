@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.distributed import run_ranks
+from tests.train.plans import recipe_with
 from tests.train.processes import complaints, finish, rows, start, tensors, write_recipe
-from tests.train.test_plans import recipe_with
 from trainer.engine.assemble import assemble
 from trainer.engine.checkpoint.find import find_checkpoint
 from trainer.engine.checkpoint.reader import load_state
@@ -51,7 +51,7 @@ def validation_of(recipe, weights):
     with torch.no_grad():
         for name, parameter in parts.model.named_parameters():
             parameter.copy_(torch.from_numpy(weights[name]))
-    return evaluate(parts.model, parts.validation, parts.step.loss, parts.device, 1)
+    return evaluate(parts.model, parts.validation, parts.step.loss, parts.device, parts.degrees)
 
 
 PLANS = {

@@ -23,10 +23,11 @@ def their_logits(folder):
         return loaded_by_transformers(folder)(torch.arange(40).unsqueeze(0)).logits
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_weights_and_average_are_exported_at_the_end(tmp_path, world):
+@pytest.mark.parametrize(("world", "tensor"), [(1, 1), (2, 1), (4, 2)])
+def test_weights_and_average_are_exported_at_the_end(tmp_path, world, tensor):
     recipe = write_recipe(tmp_path / "run", steps=6)
-    assert finish(start(recipe, world, overrides=[*EXPORT, "ema.decay=0.5"])) == [0] * world
+    settings = [*EXPORT, "ema.decay=0.5", f"parallel.tensor={tensor}"]
+    assert finish(start(recipe, world, overrides=settings)) == [0] * world
     run = tmp_path / "run" / "run"
     torch.testing.assert_close(their_logits(run / "hf"), logits_of(run), atol=1e-5, rtol=1e-5)
     average = logits_of(run, Weights.EMA)

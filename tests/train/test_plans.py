@@ -1,57 +1,9 @@
 """Every data parallel plan gives the losses and gradient norms of one process."""
 
-import os
-
 import pytest
-import torch
 
 from tests.distributed import run_ranks
-from trainer.engine.assemble import assemble
-from trainer.engine.launch.environment import World
-from trainer.engine.recipe.schema import Recipe
-from trainer.engine.train.evaluate import evaluate
-
-STEPS = 20
-BASE = {
-    "run": {"steps": STEPS, "seed": 3},
-    "model": {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 64},
-    "data": {
-        "seq_len": 32,
-        "global_batch": 8,
-        "micro_batch": 1,
-        "sources": [{"name": "synthetic", "num_documents": 300, "document_tokens": 20}],
-        "validation_fraction": 0.1,
-    },
-    # SGD shows a wrong gradient scale, which AdamW hides.
-    "optimizer": {"name": "sgd", "lr": 0.3, "momentum": 0.9, "clip_norm": 0.5},
-    "schedule": {"name": "constant"},
-    "precision": {"compute": "fp32"},
-    "evaluate": {"steps": 3},
-}
-
-
-def recipe_with(**changes):
-    return Recipe.model_validate(BASE | changes)
-
-
-def curves(recipe):
-    """Return losses, gradient norms and the final validation loss, as every rank sees them."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    world = World(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
-    parts = assemble(recipe, world, torch.device("cpu"))
-    losses, norms = [], []
-    batches = parts.loader.steps(0)
-    for step in range(STEPS):
-        gradients = parts.step.accumulate(next(batches))
-        parts.step.update(recipe.schedule.factor(step, STEPS))
-        parts.step.clear()
-        losses.append((gradients.loss / gradients.tokens).item())
-        norms.append(gradients.norm.item())
-    validation = evaluate(
-        parts.model, parts.validation, parts.step.loss, parts.device, parts.degrees.data
-    )
-    return losses, norms, validation
-
+from tests.train.plans import BASE, assert_same, curves, recipe_with
 
 PLANS = {
     "replicate-2": (2, {"replicate": 2, "shard": 1}),
@@ -67,26 +19,6 @@ PLANS = {
         {"replicate": 2, "shard": 2, "fsdp": {"strategy": "hybrid_shard_zero2"}},
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def alone():
-    known = {}
-
-    def compute(**changes):
-        key = repr(changes)
-        if key not in known:
-            known[key] = run_ranks(1, curves, recipe_with(**changes))[0]
-        return known[key]
-
-    return compute
-
-
-def assert_same(world, alone, **changes):
-    expected = alone(**{table: values for table, values in changes.items() if table != "parallel"})
-    for result in run_ranks(world, curves, recipe_with(**changes), timeout=120):
-        for got, wanted in zip(result, expected, strict=True):
-            assert got == pytest.approx(wanted, abs=1e-5, rel=1e-5)
 
 
 @pytest.mark.parametrize("plan", list(PLANS))

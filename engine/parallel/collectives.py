@@ -1,0 +1,60 @@
+"""Collectives along a dim of a tensor that gradients pass through."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+# torch 2.13 renamed them and warns of the old names.
+_all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_reduce_scatter = (
+    getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+)
+
+
+def gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Return the pieces of all ranks, joined along `dim`; gradients are summed over the ranks."""
+    return cast(Tensor, _Gather.apply(x, dim, group))  # type: ignore[no-untyped-call]
+
+
+def scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Return this rank's piece along `dim` of the sum over ranks; gradients are gathered."""
+    return cast(Tensor, _Scatter.apply(x, dim, group))  # type: ignore[no-untyped-call]
+
+
+def gathered(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Return the pieces of all ranks, joined along `dim`, without a gradient."""
+    found: Tensor = functional.wait_tensor(_all_gather(x.contiguous(), dim, group))  # type: ignore[no-untyped-call]
+    return found
+
+
+def scattered(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Return this rank's piece along `dim` of the sum over ranks, without a gradient."""
+    found: Tensor = functional.wait_tensor(_reduce_scatter(x.contiguous(), "sum", dim, group))  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return gathered(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return scattered(grad, ctx.dim, ctx.group), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return scattered(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gathered(grad, ctx.dim, ctx.group), None, None

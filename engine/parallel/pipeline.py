@@ -1,0 +1,207 @@
+"""Pipeline parallelism: each rank holds some of the blocks, and micro batches pass from stage to
+stage (schedules of torch.distributed.pipelining).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from ..data.batch import Batch
+from .cut import Cut
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ...model_zoo.language_model import LanguageModel
+    from ...model_zoo.layout import Layout
+    from ..loss.configs import LossFunction
+
+
+def prune(model: LanguageModel, layout: Layout, cut: Cut, rank: int) -> None:
+    """Remove from a model (still on `meta`) what no stage of a rank computes, in place.
+
+    What is left keeps its names.
+    """
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    stages = cut.stages_of(rank)
+    kept = {str(number) for stage in stages for number in cut.blocks(stage)}
+    blocks = model.get_submodule(layout.blocks)
+    for name in list(blocks._modules):
+        if name not in kept:
+            del blocks._modules[name]
+    if 0 not in stages:
+        _remove(model, layout.embed)
+    if cut.stages - 1 not in stages:
+        _remove(model, layout.head)
+    for name, _ in model.named_parameters():
+        del shapes[name]
+    model.elsewhere = shapes
+
+
+def _remove(model: nn.Module, path: str) -> None:
+    parent, _, name = path.rpartition(".")
+    model.get_submodule(parent)._modules[name] = None
+
+
+class Stage(nn.Module):
+    """Consecutive blocks of a model, with the embedding or the head at its ends.
+
+    Args:
+        model: pruned; its forward computes the blocks that it is told.
+        layout: its names.
+        cut: into stages.
+        number: of this one.
+    """
+
+    def __init__(self, model: LanguageModel, layout: Layout, cut: Cut, number: int) -> None:
+        super().__init__()
+        self.is_first, self.is_last = number == 0, number == cut.stages - 1
+        self.numbers = cut.blocks(number)
+        self.loss: LossFunction | None = None
+        # The modules are the model's own: FSDP and the schedule look for them here.
+        self.parts = nn.ModuleList(
+            model.get_submodule(f"{layout.blocks}.{number}") for number in self.numbers
+        )
+        if self.is_first:
+            self.parts.append(model.get_submodule(layout.embed))
+        if self.is_last:
+            self.parts.append(model.get_submodule(layout.head))
+        self._model = [model]  # in a list, so that nothing is registered twice
+
+    def forward(self, x: Tensor, **columns: Tensor) -> Tensor:
+        """Map tokens [B, S] or hidden states [B, S, D] to hidden states, or to the loss [1]."""
+        out: Tensor = self._model[0](
+            x if self.is_first else None,
+            hidden=None if self.is_first else x,
+            blocks=self.numbers,
+            loss=self.loss if self.is_last else None,
+            **columns,
+        )
+        return out.unsqueeze(0) if self.is_last else out
+
+
+@dataclass
+class Pipeline:
+    """Runs micro batches through the stages of all ranks.
+
+    Args:
+        stages: of this rank, by number.
+        cut: into stages.
+        group: the ranks of a pipeline, in order.
+        device: of this rank.
+        schedule: a name of torch.distributed.pipelining.
+        micro_batches: into how many the rows of a step are cut.
+        hidden: [1, S, D], on `meta`: what passes between stages, of one row.
+    """
+
+    stages: dict[int, Stage]
+    cut: Cut
+    group: ProcessGroup
+    device: torch.device
+    schedule: str
+    micro_batches: int
+    hidden: Tensor
+    _factor: Tensor | None = field(default=None, init=False)
+    _losses: list[Tensor] = field(default_factory=list, init=False)
+    _built: Any = field(default=None, init=False)
+
+    @property
+    def has_end(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.cut.stages - 1 in self.stages
+
+    def forward_backward(
+        self, batches: Sequence[Batch], loss: LossFunction, factor: Tensor
+    ) -> Tensor:
+        """Add the gradients of `factor` times the loss of a step's rows, all in one batch.
+
+        Returns:
+            The summed loss where the last stage is, 0 elsewhere.
+        """
+        (batch,) = batches
+        self._factor = factor
+        self._losses.clear()
+        self._built = self._built or self._build(batch, loss)
+        args = (batch.tokens,) if 0 in self.stages else ()
+        target = torch.zeros(len(batch.tokens), device=self.device) if self.has_end else None
+        self._built.step(
+            *args, target=target, return_outputs=False, **self._columns(batch, self.has_end)
+        )
+        if not self._losses:
+            return torch.zeros((), device=self.device)
+        return torch.stack(self._losses).sum()
+
+    def _build(self, batch: Batch, loss: LossFunction) -> Any:
+        kind = get_schedule_class(self.schedule)
+        rows = len(batch.tokens) // self.micro_batches
+        hidden = self.hidden.expand(rows, -1, -1).contiguous().requires_grad_()
+        stages = []
+        for number, stage in self.stages.items():
+            stage.loss = loss
+            stages.append(
+                PipelineStage(
+                    stage,
+                    number,
+                    self.cut.stages,
+                    self.device,
+                    # Known sizes spare the first step a trial run on `meta`.
+                    input_args=batch.tokens[:rows].to("meta") if stage.is_first else hidden,
+                    output_args=torch.empty(1, device="meta") if stage.is_last else hidden,
+                    group=self.group,
+                )
+            )
+        which: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+        return kind(which, self.micro_batches, loss_fn=self._scaled, scale_grads=False)
+
+    def _scaled(self, loss: Tensor, target: Tensor) -> Tensor:
+        assert self._factor is not None, "set before the schedule runs"
+        self._losses.append(loss.detach())
+        return (loss * self._factor).sum()
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, loss: LossFunction) -> Tensor:
+        """Return the summed loss of a batch where the last stage is, 0 elsewhere."""
+        hidden = self.hidden.expand(len(batch.tokens), -1, -1)
+        total = torch.zeros((), device=self.device)
+        x = batch.tokens
+        for number, stage in self.stages.items():
+            stage.loss = loss
+            if number:
+                x = self._receive(x, hidden, self.cut.rank_of(number - 1))
+            x = stage(x, **self._columns(batch, stage.is_last))
+            if stage.is_last:
+                total = x.squeeze(0)
+            else:
+                self._send(x, self.cut.rank_of(number + 1))
+        return total
+
+    def _receive(self, x: Tensor, like: Tensor, rank: int) -> Tensor:
+        if rank == self.group.rank():
+            return x
+        x = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+        dist.recv(x, group=self.group, group_src=rank)
+        return x
+
+    def _send(self, x: Tensor, rank: int) -> None:
+        if rank != self.group.rank():
+            dist.send(x.contiguous(), group=self.group, group_dst=rank)
+
+    @staticmethod
+    def _columns(batch: Batch, with_labels: bool) -> dict[str, Tensor]:
+        """Return what stages get besides tokens or hidden states."""
+        positions = batch.positions
+        if positions is None:
+            length = batch.tokens.shape[1]
+            positions = torch.arange(length, device=batch.tokens.device).expand_as(batch.tokens)
+        columns = {"positions": positions, "document_ids": batch.document_ids}
+        if with_labels:
+            columns["labels"] = batch.labels
+        return {name: column for name, column in columns.items() if column is not None}

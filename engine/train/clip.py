@@ -1,0 +1,36 @@
+"""The global gradient norm."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..parallel.local import local, num_parts
+
+
+def global_norm(gradients: Sequence[Tensor], holders: int, device: torch.device) -> Tensor:
+    """Return the L2 norm of gradients over all ranks.
+
+    Args:
+        gradients: this rank's, split in any way.
+        holders: ranks that hold the same gradients, whole or in parts.
+        device: where the ranks' collectives are; offloaded gradients are elsewhere.
+    """
+    if holders == 1 and not dist.is_initialized():
+        return torch.nn.utils.get_total_norm(gradients, foreach=True)
+    by_parts: dict[int, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        by_parts[num_parts(gradient)].append(local(gradient))
+    # Each part is held by as many ranks: it counts once.
+    squares = [
+        torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)).square().sum()
+        * (parts / holders)
+        for parts, tensors in by_parts.items()
+    ]
+    total = torch.stack(squares).sum().to(device)
+    dist.all_reduce(total)
+    return total.sqrt()

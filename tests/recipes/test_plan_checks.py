@@ -1,0 +1,134 @@
+"""A plan that cannot work is refused when the recipe is read, with one that would."""
+
+import pytest
+
+from trainer.engine.recipe.plan_checks import check_plan
+from trainer.model_zoo.layout import Layout
+from trainer.model_zoo.llama3.config import Llama3Config
+
+RUN = "[run]\nsteps = 1\n"
+MODEL = "[model]\nn_layers = 4\nn_heads = 6\nn_kv_heads = 2\ndim = 48\nffn_dim = 96\n"
+
+FAULTS = {
+    "heads": (
+        "[parallel]\ntensor = 4", 4,
+        "parallel.tensor", "4 ranks cannot share model.n_heads = 6 evenly",
+        "nearest degree that works: 3",
+    ),
+    "feed-forward": (
+        "[model]\nffn_dim = 100\n[parallel]\ntensor = 3", 3,
+        "parallel.tensor", "3 ranks cannot share model.ffn_dim = 100 evenly",
+        "nearest degree that works: 2",
+    ),
+    "key-value heads": (
+        "[parallel]\ntensor = 3", 3,
+        "parallel.tensor", "3 ranks cannot share model.n_kv_heads = 2 evenly",
+        "give a divisor or a multiple of 2",
+    ),
+    "adapters": (
+        "[lora]\nrank = 4\n[parallel]\ntensor = 2", 2,
+        "parallel.tensor", "adapters ([lora]) are not split", "keep parallel.tensor = 1",
+    ),
+    "sequence": (
+        "[data]\nseq_len = 100\n[parallel]\ntensor = 2\ncontext = 2", 4,
+        "data.seq_len", "seq_len (100) is no multiple of 8, into which context and tensor cut it",
+        "96 or 104 would do",
+    ),
+    "short sequence": (
+        "[data]\nseq_len = 6\n[parallel]\ncontext = 4", 4,
+        "data.seq_len", "seq_len (6) is no multiple of 8, into which context cut it", "8 would do",
+    ),
+    "stages": (
+        "[parallel]\npipeline = 8", 8,
+        "parallel.pipeline", "8 stages are more than model.n_layers = 4", "at most 4 ranks",
+    ),
+    "virtual stages": (
+        '[parallel]\npipeline = 4\n[parallel.pipelining]\nschedule = "ZBVZeroBubble"', 4,
+        "parallel.pipeline", "8 stages are more than model.n_layers = 4", "at most 2 ranks",
+    ),
+    "tied embeddings": (
+        "[model]\ntie_embeddings = true\n[parallel]\npipeline = 2", 2,
+        "parallel.pipeline",
+        "the first and the last stage would share a weight (model.tie_embeddings)",
+        "untie them, or keep parallel.pipeline = 1",
+    ),
+    "one stage a rank": (
+        "[parallel]\npipeline = 2\n[parallel.pipelining]\nstages_per_rank = 2", 2,
+        "parallel.pipelining.stages_per_rank", '"1F1B" has one stage a rank',
+        'leave it out, or take "Interleaved1F1B"',
+    ),
+    "two stages a rank": (
+        ('[parallel]\npipeline = 2\n[parallel.pipelining]\nschedule = "DualPipeV"\n'
+        "stages_per_rank = 1"), 2,
+        "parallel.pipelining.stages_per_rank", '"DualPipeV" has two stages a rank', "leave it out",
+    ),
+    "layers": (
+        "[parallel]\npipeline = 2\n[parallel.pipelining]\nlayers_per_stage = [1, 2]", 2,
+        "parallel.pipelining.layers_per_stage",
+        "2 stages of 3 blocks; this plan has 2 stages, the model 4 blocks",
+        "leave it out for a balanced cut",
+    ),
+    "few micro batches": (
+        "[data]\nglobal_batch = 8\nmicro_batch = 4\n[parallel]\npipeline = 4", 4,
+        "parallel.pipelining.micro_batches",
+        '"1F1B" needs 4 micro batches or more, these are 2',
+        "lower data.micro_batch, or raise data.global_batch",
+    ),
+    "uneven micro batches": (
+        ("[data]\nglobal_batch = 8\n[parallel]\npipeline = 2\n[parallel.pipelining]\n"
+        "micro_batches = 3"), 2,
+        "parallel.pipelining.micro_batches", "8 rows a rank do not make 3 micro batches", "",
+    ),
+    "rounds": (
+        ("[data]\nglobal_batch = 7\nmicro_batch = 1\n[parallel]\npipeline = 2\n"
+        '[parallel.pipelining]\nschedule = "Interleaved1F1B"'), 2,
+        "parallel.pipelining.micro_batches",
+        '"Interleaved1F1B" cannot deal 7 micro batches to 2 ranks evenly', "give a multiple of 2",
+    ),
+    "compiled": (
+        ("[compile]\nenabled = true\n[data]\nmicro_batch = 1\n[parallel]\npipeline = 2\n"
+        '[parallel.pipelining]\nschedule = "ZBVZeroBubble"'), 2,
+        "parallel.pipelining.schedule",
+        '"ZBVZeroBubble" splits the backward pass, and compiled blocks cannot',
+        'take "1F1B" or "Interleaved1F1B", or do not compile',
+    ),
+    "export": (
+        '[checkpoint]\nexport = "hf"\n[data]\nmicro_batch = 1\n[parallel]\npipeline = 2', 2,
+        "checkpoint.export", "the stages of a pipeline do not export together",
+        "run trainer convert-ckpt dcp2hf afterwards",
+    ),
+}  # fmt: skip
+
+
+def recipe_of(text):
+    """Merge the text's [model] with the tests' model."""
+    if "[model]\n" in text:
+        key = text.split("[model]\n")[1].split(" ")[0]
+        kept = [line for line in MODEL.splitlines()[1:] if not line.startswith(f"{key} ")]
+        return RUN + text.replace("[model]\n", "[model]\n" + "\n".join(kept) + "\n")
+    return RUN + MODEL + text
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_it_is_refused_with_a_way_out(problems, fault):
+    text, world, key, message, hint = FAULTS[fault]
+    found = problems(recipe_of(text), world=world)
+    assert (key, message, hint) in [(each.key, each.message, each.hint) for each in found]
+
+
+class Unplanned(Llama3Config):
+    layout = Layout(embed="embed", blocks="layers", head="head")
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
+def test_a_model_without_a_plan_for_an_axis_is_refused(load, axis):
+    recipe = load(RUN).recipe.model_copy(update={"model": Unplanned()})
+    ((path, message, hint),) = check_plan(recipe, {axis: 2})
+    assert path == ("parallel", axis)
+    assert message == 'the model "llama3" has no plan for this axis'
+    assert hint == f"keep parallel.{axis} = 1, and raise parallel.shard"
+
+
+def test_what_depends_on_an_unknown_number_of_ranks_is_not_checked(load):
+    text = MODEL + "[data]\nglobal_batch = 8\n[parallel]\npipeline = -1\nshard = 2"
+    assert load(RUN + text).recipe.parallel.pipeline == -1

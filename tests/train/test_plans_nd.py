@@ -1,0 +1,145 @@
+"""Tensor, context and pipeline parallel plans give the curves and the weights of one process."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed import run_ranks
+from tests.train.plans import BASE, assembled, assert_same, recipe_with, weights, whole
+from trainer.engine.convert.export import export_huggingface
+
+PLANS = {
+    "tensor-2": (2, {"tensor": 2}),
+    "tensor-4-shared-kv": (4, {"tensor": 4}),
+    "tensor-2-shard-2": (4, {"tensor": 2, "shard": 2}),
+    "tensor-2-replicate-2": (4, {"tensor": 2, "replicate": 2, "shard": 1}),
+    "context-2": (2, {"context": 2}),
+    "context-2-no_shard": (2, {"context": 2, "fsdp": {"strategy": "no_shard"}}),
+    "context-4": (4, {"context": 4}),
+    "context-2-tensor-2": (4, {"context": 2, "tensor": 2}),
+    "pipeline-2": (2, {"pipeline": 2}),
+    "pipeline-2-replicate-2": (4, {"pipeline": 2, "replicate": 2, "shard": 1}),
+    "pipeline-2-tensor-2": (4, {"pipeline": 2, "tensor": 2}),
+    "pipeline-2-context-2": (4, {"pipeline": 2, "context": 2}),
+    "pipeline-2-shard-2-tensor-2": (8, {"pipeline": 2, "tensor": 2, "shard": 2}),
+    "context-2-tensor-2-hybrid": (
+        8,
+        {
+            "context": 2,
+            "tensor": 2,
+            "replicate": 2,
+            "shard": 1,
+            "fsdp": {"strategy": "hybrid_shard"},
+        },
+    ),
+}
+SCHEDULES = [
+    "GPipe",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+]
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_plan_gives_the_curves_of_one_process(plan, alone):
+    world, parallel = PLANS[plan]
+    assert_same(world, alone, parallel=parallel, data=BASE["data"] | {"packing": "documents"})
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_of_a_sharded_pipeline(schedule, alone):
+    assert_same(
+        4,
+        alone,
+        parallel={"pipeline": 2, "shard": 2, "pipelining": {"schedule": schedule}},
+        model=BASE["model"] | {"n_layers": 5},
+    )
+
+
+@pytest.mark.parametrize("packing", ["concat", "none"])
+@pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
+def test_every_packing_mode(axis, packing, alone):
+    assert_same(2, alone, parallel={axis: 2}, data=BASE["data"] | {"packing": packing})
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": 2, "shard": 2}, {"pipeline": 2, "context": 2}])
+def test_adamw(parallel, alone):
+    assert_same(4, alone, parallel=parallel, optimizer={"name": "adamw", "lr": 3e-3})
+
+
+def test_tied_embeddings_and_an_uneven_vocabulary(alone):
+    """257 rows on two ranks."""
+    model = BASE["model"] | {"tie_embeddings": True, "vocab_size": 257}
+    assert_same(2, alone, parallel={"tensor": 2}, model=model)
+
+
+def test_a_loss_that_needs_the_whole_vocabulary(alone):
+    assert_same(2, alone, parallel={"tensor": 2}, loss={"name": "cross_entropy", "z_loss": 1e-2})
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": 2}])
+def test_recomputation(parallel, alone):
+    assert_same(2, alone, parallel=parallel, memory={"recompute": "full"})
+
+
+@pytest.mark.parametrize("others", [{"shard": 2}, {"pipeline": 2}, {"context": 2}])
+def test_compiled_blocks_change_no_weight(others):
+    """Each weight is compared: a lost gradient may hardly show in the loss."""
+    expected = run_ranks(1, weights, recipe_with())[0]
+    compiled = recipe_with(
+        parallel={"tensor": 2, **others}, compile={"enabled": True, "backend": "aot_eager"}
+    )
+    found = {}
+    for part in run_ranks(4, weights, compiled, timeout=240):
+        found |= part
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(
+            torch.from_numpy(found[name]), torch.from_numpy(weight), atol=1e-5, rtol=1e-5
+        )
+
+
+def test_offloaded_weights_and_split_ones(alone):
+    parallel = {"tensor": 2, "shard": 2, "fsdp": {"offload": True}}
+    assert_same(4, alone, parallel=parallel)
+
+
+def test_logits_are_whole():
+    found = run_ranks(2, logits, recipe_with(parallel={"tensor": 2}))
+    (expected,) = run_ranks(1, logits, recipe_with())
+    for each in found:
+        torch.testing.assert_close(torch.from_numpy(each), torch.from_numpy(expected))
+
+
+def logits(recipe):
+    model = assembled(recipe).model
+    with torch.no_grad():
+        return model(torch.arange(64).view(2, 32)).numpy()
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": 2, "shard": 2}, {"pipeline": 2, "tensor": 2}])
+def test_weights_from_elsewhere_reach_every_rank(parallel, tmp_path):
+    """A Hugging Face folder that one process writes."""
+    expected = run_ranks(1, exported, recipe_with(), str(tmp_path / "hf"))[0]
+    model = {**BASE["model"], "vocab_size": 320}
+    changes = {"run": BASE["run"] | {"init_from": str(tmp_path / "hf"), "seed": 4}, "model": model}
+    for part in run_ranks(4, initial, recipe_with(parallel=parallel, **changes)):
+        assert part
+        for name, weight in part.items():
+            assert (weight == expected[name]).all(), name
+
+
+def exported(recipe, folder):
+    parts = assembled(recipe)
+    export_huggingface(
+        Path(folder), dict(parts.model.named_parameters()), parts.model_config, parts.tokenizer
+    )
+    return initial(recipe)
+
+
+def initial(recipe):
+    return whole(assembled(recipe).model)
