@@ -85,7 +85,7 @@ class Stage(nn.Module):
             loss=self.loss if self.is_last else None,
             **columns,
         )
-        return out.unsqueeze(0) if self.is_last else out
+        return torch.stack([out]) if self.is_last else out
 
 
 @dataclass

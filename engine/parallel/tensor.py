@@ -73,7 +73,7 @@ def split(model: LanguageModel, config: ModelConfig, mesh: DeviceMesh) -> set[st
         if cast(DTensor, weight).placements[0].is_replicate():
             whole.add(name)
     if head := dict(model.named_modules()).get(config.layout.head):  # not in a pipeline's middle
-        head.register_forward_hook(partial(_join_logits, group=plan.group))
+        head.register_forward_hook(partial(_join_logits, vocab_size=config.vocab, group=plan.group))
     return whole
 
 
@@ -111,8 +111,10 @@ def _norm(module: nn.Module, plan: _Plan) -> None:
 
 def _vocabulary(module: nn.Module, plan: _Plan) -> None:
     """Split an embedding by tokens; the outputs are split along the sequence."""
+    rows = rows_a_rank(len(cast(Tensor, module.weight)), plan.mesh.size())
     _place(module, plan, Shard(0))
     _use(module, _SplitEmbedding)
+    cast(_SplitEmbedding, module).first_row = rows * plan.mesh.get_local_rank()
     module.register_forward_hook(partial(_leave, group=plan.group))
 
 
@@ -140,8 +142,17 @@ def _leave(_module: nn.Module, _args: Any, out: Tensor, group: ProcessGroup) -> 
     return scatter(out, SEQUENCE, group)
 
 
-def _join_logits(_module: nn.Module, _args: Any, out: Tensor, group: ProcessGroup) -> Tensor:
-    return gathered(out, WIDTH, group) if out.ndim > 1 and not torch.is_grad_enabled() else out
+def _join_logits(
+    _module: nn.Module, _args: Any, out: Tensor, vocab_size: int, group: ProcessGroup
+) -> Tensor:
+    if not out.ndim:  # the loss
+        return out
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "logits of a split vocabulary have no gradient: let the model compute the loss"
+        )
+    missing = rows_a_rank(vocab_size, group.size()) - out.shape[-1]
+    return gathered(F.pad(out, (0, missing)), WIDTH, group)[..., :vocab_size]
 
 
 class _LocalWeight:
@@ -169,9 +180,11 @@ class _OneHead:
 class _SplitEmbedding(_LocalWeight):
     """Looks up the tokens whose rows this rank holds; the others become zero."""
 
+    first_row: int
+
     def forward(self, tokens: Tensor) -> Tensor:
         weight = self.weight
-        row = tokens - first_row(cast(DTensor, cast(nn.Module, self)._parameters["weight"]))
+        row = tokens - self.first_row
         is_here = (row >= 0) & (row < len(weight))
         return F.embedding(row.where(is_here, 0), weight) * is_here.unsqueeze(-1)
 
@@ -192,15 +205,14 @@ def _local(weight: Tensor | None) -> Tensor:
     return placed.to_local() if placed.device_mesh.ndim == 1 else placed
 
 
-def first_row(weight: DTensor) -> int:
-    """Return the first row that this rank holds of a weight split along its first dim."""
-    mesh = weight.device_mesh
-    return min(-(-weight.shape[0] // mesh.size()) * mesh.get_local_rank(), weight.shape[0])
+def rows_a_rank(rows: int, ranks: int) -> int:
+    """Return how many rows each rank holds; the last ones may hold fewer, as torch.chunk cuts."""
+    return -(-rows // ranks)
 
 
 def split_vocabulary(kernels: Kernels, vocab_size: int, mesh: DeviceMesh) -> Kernels:
     """Return kernels whose cross entropy takes this rank's rows of the head's weight."""
-    first = min(-(-vocab_size // mesh.size()) * mesh.get_local_rank(), vocab_size)
+    first = rows_a_rank(vocab_size, mesh.size()) * mesh.get_local_rank()
     inner = partial(_replace_by_gradient, first=first, group=mesh.get_group())
     loss = partial(reference.linear_cross_entropy, inner=inner, is_split=True)
     return replace(kernels, linear_cross_entropy=loss)

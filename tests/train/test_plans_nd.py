@@ -108,9 +108,12 @@ def test_offloaded_weights_and_split_ones(alone):
     assert_same(4, alone, parallel=parallel)
 
 
-def test_logits_are_whole():
-    found = run_ranks(2, logits, recipe_with(parallel={"tensor": 2}))
-    (expected,) = run_ranks(1, logits, recipe_with())
+@pytest.mark.parametrize("vocab_size", [257, 320])
+def test_logits_are_whole(vocab_size):
+    model = BASE["model"] | {"vocab_size": vocab_size}
+    found = run_ranks(2, logits, recipe_with(parallel={"tensor": 2}, model=model))
+    (expected,) = run_ranks(1, logits, recipe_with(model=model))
+    assert expected.shape == (2, 32, vocab_size)
     for each in found:
         torch.testing.assert_close(torch.from_numpy(each), torch.from_numpy(expected))
 
