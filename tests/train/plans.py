@@ -78,6 +78,6 @@ def whole(model):
 def assert_same(world, alone, **changes):
     """Compare the curves of ranks with those of one process."""
     expected = alone(**{table: values for table, values in changes.items() if table != "parallel"})
-    for result in run_ranks(world, curves, recipe_with(**changes), timeout=120):
+    for result in run_ranks(world, curves, recipe_with(**changes), timeout=300):
         for got, wanted in zip(result, expected, strict=True):
             assert got == pytest.approx(wanted, abs=1e-5, rel=1e-5)

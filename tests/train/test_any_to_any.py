@@ -33,7 +33,7 @@ def train(recipe, plan, attempt, steps):
     world, parallel = PLANS[plan]
     settings = [*SETTINGS, f"run.steps={steps}"]
     settings += [f"parallel.{key}={value}" for key, value in parallel.items()]
-    assert finish(start(recipe, world, attempt, settings), 120) == [0] * world, complaints(recipe)
+    assert finish(start(recipe, world, attempt, settings), 300) == [0] * world, complaints(recipe)
 
 
 @pytest.fixture(scope="module")
