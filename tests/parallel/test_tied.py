@@ -7,7 +7,7 @@ from tests.distributed import run_ranks
 from tests.model_zoo.peers import SIZES
 from trainer.engine.parallel.data import shard
 from trainer.engine.parallel.materialize import materialize, without_storage
-from trainer.engine.parallel.mesh import Degrees
+from trainer.engine.parallel.mesh import Degrees, build_mesh
 from trainer.engine.recipe.tables import Parallel
 from trainer.kernels.choose import choose
 from trainer.model_zoo.llama3.config import Llama3Config
@@ -23,8 +23,8 @@ def loss_and_gradients(world, tied, compute):
         model = config.build(kernels)
     model.compute_dtype = compute
     if world > 1:
-        degrees = Degrees(replicate=1, shard=world)
-        shard(model, config.layout, Parallel(), degrees, CPU, compute, torch.float32)
+        mesh = build_mesh(Degrees(shard=world), "cpu", sharded=True)
+        shard(model, config.layout, Parallel(), mesh, CPU, compute, torch.float32)
     materialize(model, CPU, seed=3)
     for step in range(2):
         x = torch.randint(0, 61, (2, 17), generator=torch.Generator().manual_seed(step))
