@@ -18,6 +18,7 @@ from .lora.names import is_adapter
 from .optim.groups import parameter_groups
 from .optim.lean import spare_compiler
 from .parallel.blocks import transform_blocks
+from .parallel.cut import num_micro_batches
 from .parallel.data import Parallelized
 from .parallel.materialize import materialize, without_storage
 from .parallel.mesh import Degrees
@@ -177,10 +178,7 @@ def build_step(recipe: Recipe, built: BuiltModel, plan: Plan) -> TrainStep:
         built.pieces,
         DTYPES[recipe.precision.reduce],
         seq_len=table.seq_len,
-        width=getattr(built.config, "dim", 0),
-        micro_batches=(
-            recipe.parallel.pipelining.micro_batches or share // min(table.micro_batch, share)
-        ),
+        micro_batches=num_micro_batches(recipe.parallel.pipelining, table.micro_batch, share),
     )
     groups = parameter_groups(model.named_parameters(), recipe.optimizer)
     spare_compiler()

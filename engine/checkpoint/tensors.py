@@ -176,19 +176,10 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class Interleaved:
-    """Queries or keys of Meta's rotary layout, in the order of Hugging Face's and ours.
-
-    Within each head, Meta turns the neighbours (2i, 2i + 1), and we turn (i, i + K/2). The same as
-    `permute` in transformers' `convert_llama_weights_to_hf.py`.
-
-    Args:
-        source: Meta's weight, [heads * K, D].
-        head_width: K.
-    """
+class Changed:
+    """A tensor with other numbers than its source, of the same dtype and shape."""
 
     source: Rows
-    head_width: int
 
     @property
     def dtype(self) -> torch.dtype:
@@ -199,6 +190,21 @@ class Interleaved:
     def shape(self) -> tuple[int, ...]:
         """Its sizes."""
         return self.source.shape
+
+
+@dataclass(frozen=True)
+class Interleaved(Changed):
+    """Queries or keys of Meta's rotary layout, in the order of Hugging Face's and ours.
+
+    Within each head, Meta turns the neighbours (2i, 2i + 1), and we turn (i, i + K/2). The same as
+    `permute` in transformers' `convert_llama_weights_to_hf.py`.
+
+    Args:
+        source: Meta's weight, [heads * K, D].
+        head_width: K.
+    """
+
+    head_width: int
 
     def read(self, first: int, last: int) -> Tensor:
         """Return some rows."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.hf_folder import listed
-from ..checkpoint.tensors import Rows
+from ..checkpoint.tensors import Changed, Rows
 from ..errors import CheckpointError
 from ..lora.merge import merge
 from ..lora.names import DOWN, UP, is_adapter
@@ -20,23 +20,12 @@ BLOCK_ROWS = 64
 
 
 @dataclass(frozen=True)
-class Merged:
+class Merged(Changed):
     """A weight and the adapter beside it; see `merge`."""
 
-    source: Rows
     down: Tensor
     up: Tensor
     scale: float
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of its elements."""
-        return self.source.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its sizes."""
-        return self.source.shape
 
     def read(self, first: int, last: int) -> Tensor:
         """Return some rows."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -75,6 +74,17 @@ def num_stages(table: Pipelining, ranks: int) -> int:
     return ranks * (table.stages_per_rank or (1 if table.schedule in ONE_STAGE_A_RANK else 2))
 
 
+def num_micro_batches(table: Pipelining, micro_batch: int, rows: int) -> int:
+    """Return into how many micro batches a rank's rows of a step are cut.
+
+    Args:
+        table: `[parallel.pipelining]`.
+        micro_batch: rows each, where the table does not say how many.
+        rows: of a rank in a step.
+    """
+    return table.micro_batches or rows // min(micro_batch, rows)
+
+
 def balanced(blocks: int, stages: int, first: float, last: float) -> tuple[int, ...]:
     """Return the ends of stages so that the most expensive one is as cheap as possible.
 
@@ -99,8 +109,3 @@ def balanced(blocks: int, stages: int, first: float, last: float) -> tuple[int, 
                     following[end] = found
         best = following
     return best[blocks][1]
-
-
-def sizes(ends: Sequence[int]) -> list[int]:
-    """Return how many blocks each stage has."""
-    return [end - start for start, end in pairwise((0, *ends))]

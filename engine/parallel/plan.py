@@ -71,12 +71,13 @@ class Plan:
         self, model: LanguageModel, config: ModelConfig, compute: torch.dtype, reduce: torch.dtype
     ) -> Pieces:
         """Split a model (still on `meta`) over ranks, in place; its parameters keep their names."""
-        layout, stages, cut, whole = config.layout, {}, None, set[str]()
+        layout, stages, cut, width, whole = config.layout, {}, None, 0, set[str]()
         if self.degrees.pipeline > 1:
             from .pipeline import Stage, prune
 
             place = self.degrees.coordinate(self.rank).pipeline
             cut = cut_blocks(self.table.pipelining, self.degrees.pipeline, config)
+            width = config.dim  # type: ignore[attr-defined]
             prune(model, layout, cut, place)
             stages = {n: Stage(model, layout, cut, n) for n in cut.stages_of(place)}
         if self.mesh and self.degrees.tensor > 1:
@@ -86,7 +87,7 @@ class Plan:
         if self.mesh and data.uses_fsdp(self.table, self.degrees):
             units = stages.values()
             data.shard(model, layout, self.table, self.mesh, self.device, compute, reduce, units)
-        return Pieces(whole, stages, cut)
+        return Pieces(whole, stages, cut, width)
 
     def parallelize(
         self,
@@ -95,7 +96,6 @@ class Plan:
         reduce: torch.dtype,
         *,
         seq_len: int,
-        width: int,
         micro_batches: int,
     ) -> Parallelized:
         """Return the model ready for training, its parameters in place on the device.
@@ -105,7 +105,6 @@ class Plan:
             pieces: how.
             reduce: dtype of the reduction of gradients.
             seq_len: of the data.
-            width: of the hidden states that pass between stages.
             micro_batches: into how many a pipeline cuts the rows of a step.
         """
         by_fsdp = data.uses_fsdp(self.table, self.degrees)
@@ -125,7 +124,7 @@ class Plan:
                 self.device,
                 self.table.pipelining.schedule,
                 micro_batches,
-                torch.empty(1, length, width, dtype=model.compute_dtype, device="meta"),
+                torch.empty(1, length, pieces.width, dtype=model.compute_dtype, device="meta"),
             )
             found = replace(found, pipeline=pipeline)
         return found
@@ -139,11 +138,13 @@ class Pieces:
         whole: weights whose gradients are to be summed over the tensor axis.
         stages: of the pipeline, by number.
         cut: into stages; None without a pipeline.
+        width: of the hidden states that pass between them.
     """
 
     whole: set[str] = field(default_factory=set)
     stages: dict[int, Stage] = field(default_factory=dict)
     cut: Cut | None = None
+    width: int = 0
 
 
 def make_plan(table: Parallel, rank: int, ranks: int, device: torch.device) -> Plan:

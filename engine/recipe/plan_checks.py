@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..parallel.cut import ONE_STAGE_A_RANK, SPLIT_BACKWARD, V_SHAPED, num_stages
+from ..parallel.cut import (
+    ONE_STAGE_A_RANK,
+    SPLIT_BACKWARD,
+    V_SHAPED,
+    num_micro_batches,
+    num_stages,
+)
 from .positions import KeyPath
 from .schema import Recipe
 
@@ -124,7 +130,7 @@ def _micro_batches(recipe: Recipe, degrees: Mapping[str, int], stages: int) -> I
     share = data.global_batch // (degrees["replicate"] * degrees["shard"])
     if share < 1:
         return
-    count = table.micro_batches or share // min(data.micro_batch, share)
+    count = num_micro_batches(table, data.micro_batch, share)
     path: KeyPath = ("parallel", "pipelining", "micro_batches")
     if share % count:
         yield path, f"{share} rows a rank do not make {count} micro batches", ""

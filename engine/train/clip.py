@@ -9,27 +9,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..parallel.local import local, num_parts
+from ..parallel.local import num_parts
 
 
-def global_norm(gradients: Sequence[Tensor], holders: int, device: torch.device) -> Tensor:
+def global_norm(
+    gradients: Sequence[Tensor], parts: Sequence[Tensor], holders: int, device: torch.device
+) -> Tensor:
     """Return the L2 norm of gradients over all ranks.
 
     Args:
-        gradients: this rank's, split in any way.
+        gradients: split over ranks in any way.
+        parts: of them, those that this rank holds.
         holders: ranks that hold the same gradients, whole or in parts.
         device: where the ranks' collectives are; offloaded gradients are elsewhere.
     """
     if holders == 1 and not dist.is_initialized():
         return torch.nn.utils.get_total_norm(gradients, foreach=True)
-    by_parts: dict[int, list[Tensor]] = defaultdict(list)
-    for gradient in gradients:
-        by_parts[num_parts(gradient)].append(local(gradient))
+    by_count: dict[int, list[Tensor]] = defaultdict(list)
+    for gradient, part in zip(gradients, parts, strict=True):
+        by_count[num_parts(gradient)].append(part)
     # Each part is held by as many ranks: it counts once.
     squares = [
         torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)).square().sum()
-        * (parts / holders)
-        for parts, tensors in by_parts.items()
+        * (count / holders)
+        for count, tensors in by_count.items()
     ]
     total = torch.stack(squares).sum().to(device)
     dist.all_reduce(total)

@@ -114,7 +114,7 @@ class TrainStep:
         if self.scale.dynamic:
             torch._foreach_mul_(parts, 1 / self.scale.value)
         holders = self.degrees.world // self.degrees.pipeline
-        norm = global_norm(gradients, holders, self.device)
+        norm = global_norm(gradients, parts, holders, self.device)
         if self.clip_norm > 0 and parts:
             # As torch.nn.utils.clip_grads_with_norm_, which takes no tensors of different meshes.
             factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -1,13 +1,17 @@
 """Where pipelines are cut."""
 
 import random
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 
-from trainer.engine.parallel.cut import Cut, balanced, cut_blocks, num_stages, sizes
+from trainer.engine.parallel.cut import Cut, balanced, cut_blocks, num_stages
 from trainer.engine.recipe.tables import Pipelining
 from trainer.model_zoo.llama3.config import Llama3Config
+
+
+def sizes(ends):
+    return [end - start for start, end in pairwise((0, *ends))]
 
 
 def costs(ends, first, last):
