@@ -41,6 +41,9 @@ COMMANDS = {
     "list": Lazy("list:list_components", "List components by kind, or the fields of one."),
     "docs": Lazy("docs:docs", "Print the help of a key, a component, a table or a command."),
     "schema": Lazy("schema:schema", "Print the JSON Schema of recipes, for editors."),
+    "estimate-memory": Lazy(
+        "estimate_memory:estimate_memory", "Estimate the peak memory of a run's ranks."
+    ),
     "evaluate": Lazy("evaluate:evaluate", "Measure loss, perplexity and tasks."),
     "data": Lazy("data:app", "Tokenise a corpus, look into it, train a tokenizer."),
     "generate": Lazy("generate:generate", "Sample text from a checkpoint."),
