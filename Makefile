@@ -8,10 +8,10 @@ TO_RUN := $(VENV)/.ready-to-run
 TO_DEVELOP := $(VENV)/.ready-to-develop
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint format check docs wheel clean
+.PHONY: help run test test-parallel lint format check docs wheel clean
 
 help: ## show this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
 
 run: $(TO_RUN) ## train recipes/quickstart.toml, then let it write
 	$(BIN)/trainer run recipes/quickstart.toml
@@ -19,6 +19,9 @@ run: $(TO_RUN) ## train recipes/quickstart.toml, then let it write
 
 test: $(TO_DEVELOP) ## run the test suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-parallel: $(TO_DEVELOP) ## test every way to split a model over ranks
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "matrix or not matrix" tests/parallel tests/train tests/estimate
 
 lint: $(TO_DEVELOP) ## ruff, mypy and import-linter
 	$(BIN)/ruff check .

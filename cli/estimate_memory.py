@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,17 +14,20 @@ from .options import AsJson, Overrides, Recipe
 from .table import print_table
 
 if TYPE_CHECKING:
-    from ..engine.estimate.simulate import Simulation
+    from ..engine.estimate.knobs import Knob
+    from ..engine.estimate.memory import Estimate
 
 GIB = 2**30
 KINDS = (
     "parameters",
+    "gradients",
     "optimizer",
-    "gathered weights",
     "activations",
+    "communication",
     "logits and loss",
-    "backward",
+    "temporary",
 )
+SHOWN_KNOBS = 5
 
 
 def estimate_memory(
@@ -32,39 +35,73 @@ def estimate_memory(
     overrides: Overrides = None,
     world: Annotated[int, typer.Option(min=1, max=2**20, help="ranks")] = 1,
     gpu: Annotated[str, typer.Option(help="say whether it fits, such as h100 or h200")] = "",
+    knobs: Annotated[bool, typer.Option(help="say what would save most, also if it fits")] = False,
     cpu: Annotated[bool, typer.Option("--cpu", help="as computed on this machine's CPU")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print the peak memory of every rank that differs, by what holds it; no GPU is needed.
 
-    The step that would train is run without numbers, so that shapes alone are computed. Not
-    counted: what CUDA, NCCL and the allocator hold besides tensors.
+    The step that would train is run without numbers, so that shapes alone are computed. What CUDA,
+    NCCL and the allocator hold besides tensors is added from published figures. Where a plan does
+    not fit a GPU, it also says which changes would save most.
     """
-    from ..engine.estimate.memory import GPU_MIB, estimate_memory
+    from ..engine.estimate.margins import GPU_MIB
+    from ..engine.estimate.memory import estimate_memory
     from ..engine.recipe.load import load_recipe
 
     if gpu and gpu not in GPU_MIB:
         raise RecipeError(
             f"--gpu {gpu}: not known", nearest(gpu, GPU_MIB) or f"known: {', '.join(GPU_MIB)}"
         )
-    if gpu and cpu:
-        raise RecipeError("--gpu with --cpu", "give one of the two")
-    loaded = load_recipe(recipe, overrides or [], world).recipe
-    found = estimate_memory(loaded, world, on_gpu=not cpu)
+    if cpu and (gpu or knobs):
+        raise RecipeError(f"{'--gpu' if gpu else '--knobs'} with --cpu", "give one of the two")
+    given = overrides or []
+    loaded = load_recipe(recipe, given, world).recipe
+    found = estimate_memory(loaded, world, on_gpu=not cpu, gpu=gpu or "h100")
+    memory = GPU_MIB[gpu] * 2**20 if gpu else None
+    left = None if memory is None else memory - max(each.total_bytes for each in found)
+    best: list[Knob] | None = None
+    if knobs or (left is not None and left < 0):
+        from ..engine.estimate.knobs import best_knobs
+
+        def load(changes: Sequence[str], ranks: int) -> Any:
+            return load_recipe(recipe, [*given, *changes], ranks).recipe
+
+        best = best_knobs(loaded, found, world, load)
     if as_json:
-        print(json.dumps([asdict(each) for each in found], indent=1))
+        print(json.dumps(_as_json(found, gpu, left, best), indent=1))
         return
     _print(found)
-    if gpu:
-        print(_margin(max(each.peak_bytes for each in found), gpu, GPU_MIB[gpu] * 2**20))
+    if memory is not None and left is not None:
+        print(_verdict(gpu, memory, left))
+    if best is not None:
+        _print_knobs(best, world)
 
 
-def _print(found: Sequence[Simulation]) -> None:
-    rows = [["RANK", "PEAK", *(kind.upper() for kind in KINDS), "OTHER"]]
-    for each in found:
-        sizes = [each.at_peak.get(kind, 0) for kind in KINDS]
-        sizes.append(each.peak_bytes - sum(sizes))
-        rows.append([str(each.rank), *map(_size, (each.peak_bytes, *sizes))])
+def _as_json(
+    found: Sequence[Estimate], gpu: str, left: int | None, best: Sequence[Knob] | None
+) -> dict[str, Any]:
+    shown: dict[str, Any] = {"ranks": [each.as_json() for each in found]}
+    if left is not None:
+        shown |= {"gpu": gpu, "left_bytes": left}
+    if best is not None:
+        shown["knobs"] = [asdict(each) for each in best]
+    return shown
+
+
+def _print(found: Sequence[Estimate]) -> None:
+    heads = ["", *(f"rank {each.rank}" for each in found)]
+    rows = [heads]
+    for kind in KINDS:
+        rows.append([kind, *(_size(each.at_peak.get(kind, 0)) for each in found)])
+    named = [sum(each.at_peak.get(kind, 0) for kind in KINDS) for each in found]
+    others = [_size(each.peak_bytes - n) for each, n in zip(found, named, strict=True)]
+    rows.append(["other", *others])
+    rows.append(["tensors at the peak", *(_size(each.peak_bytes) for each in found)])
+    for name in dict.fromkeys(name for each in found for name in each.margins):
+        rows.append([f"+ {name}", *(_size(each.margins.get(name, 0)) for each in found)])
+    if any(each.margins for each in found):
+        rows.append(["in all", *(_size(each.total_bytes) for each in found)])
     print_table(rows)
 
 
@@ -72,8 +109,21 @@ def _size(count: int) -> str:
     return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
 
 
-def _margin(peak: int, gpu: str, memory: int) -> str:
-    left = (memory - peak) / GIB
+def _verdict(gpu: str, memory: int, left: int) -> str:
     if left < 0:
-        return f"{gpu}: {memory / GIB:.1f} GiB, {-left:.1f} GiB too little"
-    return f"{gpu}: {memory / GIB:.1f} GiB, {left:.1f} left for CUDA, NCCL and the allocator"
+        return f"{gpu}: {_size(memory)}, {_size(-left)} too little"
+    return f"{gpu}: {_size(memory)}, {_size(left)} left"
+
+
+def _print_knobs(best: Sequence[Knob], world: int) -> None:
+    if not best:
+        print("no change that was tried saves memory")
+        return
+    print()
+    rows = [["SAVES", "BY"]]
+    for knob in best[:SHOWN_KNOBS]:
+        changes = [f"--set {change}" for change in knob.changes]
+        if knob.world != world:
+            changes.insert(0, f"--world {knob.world}")
+        rows.append([_size(knob.saved_bytes), " ".join(changes)])
+    print_table(rows)

@@ -52,28 +52,73 @@ def generate(
     weights: Annotated[
         Weights, typer.Option(help='"ema": the averaged weights that [ema] keeps')
     ] = Weights.MODEL,
+    nproc: Annotated[
+        int,
+        typer.Option(
+            min=1, max=4096, help="processes on this machine that share the model's blocks"
+        ),
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a prompt")] = False,
 ) -> None:
     """Sample from a checkpoint."""
-    from ..engine.generate import generate as sample
-    from ..engine.inference import open_model
+    from ..engine.launch.environment import find_world
 
     prompts = prompt or [""]
     if any(not _is_unicode(text) for text in prompts):
         raise RecipeError("--prompt: not UTF-8")
-    opened = open_model(checkpoint, plugin or [], weights=weights)
-    starts, until = _laid_out(prompts, chat, opened.tokenizer) if chat else (prompts, [])
-    texts = sample(
-        opened.model,
-        opened.tokenizer,
-        starts,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        until=until,
-    )
+    world = find_world()
+    if nproc > 1:
+        if world.launcher != "none":
+            raise RecipeError(
+                f"--nproc {nproc} inside a job of {world.launcher}",
+                hint="leave --nproc out: the job's own processes are the ranks",
+            )
+        options = {
+            "max-new-tokens": max_new_tokens,
+            "temperature": temperature,
+            "top-k": top_k,
+            "top-p": top_p,
+            "seed": seed,
+            "chat": chat,
+            "weights": weights.value,
+        }
+        words = [f"--{name}={value}" for name, value in options.items()]
+        words += [f"--prompt={text}" for text in prompts]
+        words += [f"--plugin={module}" for module in plugin or []]
+        raise typer.Exit(_launch([*words, *["--json"] * as_json, "--", str(checkpoint)], nproc))
+    from ..engine.generate import generate as sample
+    from ..engine.inference import meeting, open_model
+
+    with meeting(world):
+        opened = open_model(checkpoint, plugin or [], weights=weights, world=world)
+        starts, until = _laid_out(prompts, chat, opened.tokenizer) if chat else (prompts, [])
+        texts = sample(
+            opened.model,
+            opened.tokenizer,
+            starts,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            until=until,
+        )
+    if world.rank == 0:
+        _print(prompts, texts, chat=bool(chat), as_json=as_json)
+
+
+def _launch(words: Sequence[str], nproc: int) -> int:
+    """Run this command on several ranks; return its exit code."""
+    from tempfile import TemporaryDirectory
+
+    from ..engine.launch.child import trainer_command
+    from ..engine.launch.local import launch
+
+    with TemporaryDirectory(prefix="trainer-") as logs:
+        return launch(trainer_command(["generate", *words]), nproc, log_dir=Path(logs))
+
+
+def _print(prompts: Sequence[str], texts: Sequence[str], *, chat: bool, as_json: bool) -> None:
     for number, (start, text) in enumerate(zip(prompts, texts, strict=True)):
         if as_json:
             typer.echo(json.dumps({"prompt": start, "text": text}))

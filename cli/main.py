@@ -41,6 +41,7 @@ COMMANDS = {
     "list": Lazy("list:list_components", "List components by kind, or the fields of one."),
     "docs": Lazy("docs:docs", "Print the help of a key, a component, a table or a command."),
     "schema": Lazy("schema:schema", "Print the JSON Schema of recipes, for editors."),
+    "plan": Lazy("plan:plan", "Show how a run's ranks share it: mesh, placement, traffic."),
     "estimate-memory": Lazy(
         "estimate_memory:estimate_memory", "Estimate the peak memory of a run's ranks."
     ),
@@ -49,6 +50,7 @@ COMMANDS = {
     "generate": Lazy("generate:generate", "Sample text from a checkpoint."),
     "status": Lazy("status:status", "Show what runs are doing, or how they ended."),
     "report": Lazy("report:report", "Write one HTML page with plots, comparing runs."),
+    "launch": Lazy("launch:app", "Write what starts a run on a cluster."),
     "sweep": Lazy("sweep:sweep", "Run a recipe at each point of a grid of settings."),
     "doctor": Lazy("doctor:doctor", "Check this machine: versions, devices, kernels, disk."),
     "convert-ckpt": Lazy("convert_ckpt:app", "Convert checkpoints between formats."),

@@ -12,7 +12,7 @@ import torch
 from ..kernels.choose import Kernels, choose
 from .data.dataset import OpenedData, open_data
 from .data.loader import Loader, validation_batches
-from .errors import EnvironmentFault, Problem, RecipeError
+from .errors import Problem, RecipeError
 from .lora.apply import add_adapters
 from .lora.names import is_adapter
 from .optim.groups import parameter_groups
@@ -21,10 +21,12 @@ from .parallel.blocks import transform_blocks
 from .parallel.cut import num_micro_batches
 from .parallel.data import Parallelized
 from .parallel.materialize import materialize, without_storage
+from .parallel.measure import measure_costs
 from .parallel.mesh import Degrees
 from .parallel.plan import Pieces, Plan, make_plan
 from .precision.dtypes import DTYPES, LossScale, compute_dtype, dtype_name
 from .train.average import WeightAverage
+from .train.in_backward import UpdateInBackward
 from .train.step import TrainStep
 
 if TYPE_CHECKING:
@@ -153,19 +155,24 @@ def build_model(
     kernels = choose(
         recipe.kernels.model_dump(), device.type, recipe.data.seq_len, compiling=compiling
     )
+    dtype, why = compute_dtype(recipe.precision, device)
+    notes, costs = [f"compute in {dtype_name(dtype)}: {why}"], None
+    if plan and plan.measures_cut:
+        loss = recipe.loss.build(kernels)
+        costs, note = measure_costs(config, kernels, loss, recipe.data, dtype, plan)
+        notes.append(note)
     if plan:
         kernels = plan.kernels(kernels, config)
-    model_notes = []
     with without_storage():
         model = config.build(kernels)
         if recipe.lora.rank:
-            model_notes = [add_adapters(model, config.layout, recipe.lora)]
-    model.compute_dtype, why = compute_dtype(recipe.precision, device)
-    notes = [f"compute in {dtype_name(model.compute_dtype)}: {why}", *model_notes]
+            notes.append(add_adapters(model, config.layout, recipe.lora))
+    model.compute_dtype = dtype
     pieces = Pieces()
     if plan:
-        transform_blocks(model, config.layout, recipe.memory, recipe.compile)
-        pieces = plan.split(model, config, model.compute_dtype, DTYPES[recipe.precision.reduce])
+        is_split = plan.degrees.tensor > 1
+        transform_blocks(model, config.layout, recipe.memory, recipe.compile, is_split=is_split)
+        pieces = plan.split(model, config, dtype, DTYPES[recipe.precision.reduce], costs)
     return BuiltModel(model, config, kernels, notes, pieces)
 
 
@@ -182,14 +189,20 @@ def build_step(recipe: Recipe, built: BuiltModel, plan: Plan) -> TrainStep:
     )
     groups = parameter_groups(model.named_parameters(), recipe.optimizer)
     spare_compiler()
+    optimizer = recipe.optimizer.build(groups, plan.device)
+    in_backward = None
+    if recipe.memory.optimizer_in_backward:
+        late, ranks = parallelized.late, plan.degrees.world
+        in_backward = UpdateInBackward(optimizer, late, ranks, plan.device)
     return TrainStep(
         parallelized,
-        recipe.optimizer.build(groups, plan.device),
+        optimizer,
         recipe.loss.build(built.kernels),
         recipe.optimizer.clip_norm,
         LossScale(model.compute_dtype),
         plan.device,
         plan.degrees,
+        in_backward,
     )
 
 
@@ -233,26 +246,6 @@ def load_initial_weights(model: LanguageModel, config: ModelConfig, source: Path
     from .checkpoint.huggingface import load_huggingface
 
     return [f"weights from {source}", *load_huggingface(source, model, config)]
-
-
-def pick_device(world: World) -> torch.device:
-    """Return this process's GPU, or the CPU where there is none.
-
-    Raises:
-        EnvironmentFault: more processes than GPUs on this machine.
-    """
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    visible = torch.cuda.device_count()
-    # A scheduler that shows each task its own GPU alone calls it number 0.
-    number = 0 if visible == 1 and world.launcher == "slurm" else world.local_rank
-    if number >= visible:
-        raise EnvironmentFault(
-            f"local rank {number} has no GPU: this machine has {visible}",
-            "start at most one process a GPU",
-        )
-    torch.cuda.set_device(number)
-    return torch.device("cuda", number)
 
 
 def _settle_vocab(config: ModelConfig, vocab_size: int) -> ModelConfig:

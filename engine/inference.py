@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -10,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from .errors import CheckpointError, nearest
+from .errors import CheckpointError, RecipeError, nearest
 from .registry import require_plugins
 
 if TYPE_CHECKING:
     from ..model_zoo.language_model import LanguageModel
     from .checkpoint.find import Found
     from .data.tokenizer import Tokenizer
+    from .launch.environment import World
     from .recipe.schema import Recipe
 
+TIMEOUT_SECONDS = 600.0
 FOREIGN_SEQ_LEN = 2048
 """A Hugging Face folder does not say how long the rows were that it was trained on"""
 
@@ -52,14 +55,34 @@ class OpenedModel:
     """of a Hugging Face folder only model and tokenizer are known, the rest are defaults"""
 
 
+@contextmanager
+def meeting(world: World) -> Iterator[None]:
+    """Let the ranks of a job meet and part; one process is alone.
+
+    Raises:
+        EnvironmentFault: they could not meet.
+    """
+    if world.world_size == 1:
+        yield
+        return
+    from .device import pick_device
+    from .launch.group import process_group
+
+    with process_group(world, pick_device(world), TIMEOUT_SECONDS):
+        yield
+
+
 def open_model(
     path: Path,
     plugins: Sequence[str] = (),
     *,
     weights: Weights = Weights.MODEL,
     dtype: Dtype | None = None,
+    world: World | None = None,
 ) -> OpenedModel:
     """Return the model and the tokenizer of a checkpoint.
+
+    On several ranks, each reads some of the blocks, and the model generates on all ranks together.
 
     Args:
         path: a checkpoint, a run directory, whose newest intact checkpoint is taken, or a Hugging
@@ -68,10 +91,11 @@ def open_model(
             word: a checkpoint never runs code.
         weights: "ema" is the average that `[ema]` keeps.
         dtype: to compute in; None: as in training.
+        world: this process among ranks that have met; None: one process.
 
     Raises:
         CheckpointError: there is none, it is damaged, it needs a plugin, or has no average.
-        RecipeError: a plugin cannot be imported.
+        RecipeError: a plugin cannot be imported, or there are more ranks than blocks.
     """
     from .checkpoint.find import candidates, find_checkpoint
     from .checkpoint.hf_folder import read_config
@@ -82,13 +106,15 @@ def open_model(
     if settings is None:
         found = find_checkpoint(path)
         recipe = recipe_of(found.path, found.manifest)
-        return _open_native(found, _in_dtype(recipe, dtype), weights)
+        return _open_native(found, _in_dtype(recipe, dtype), weights, world)
     if weights is Weights.EMA:
         raise CheckpointError(f"{path} is a Hugging Face folder: it has one set of weights")
-    return _open_foreign(path, _in_dtype(_foreign_recipe(path, settings), dtype))
+    return _open_foreign(path, _in_dtype(_foreign_recipe(path, settings), dtype), world)
 
 
-def _open_native(found: Found, recipe: Recipe, weights: Weights) -> OpenedModel:
+def _open_native(
+    found: Found, recipe: Recipe, weights: Weights, world: World | None
+) -> OpenedModel:
     from .checkpoint.reader import load_state
     from .train.state import model_state
 
@@ -103,33 +129,71 @@ def _open_native(found: Found, recipe: Recipe, weights: Weights) -> OpenedModel:
         raise CheckpointError(
             f"{found.path} holds no averaged weights", "train with [ema] decay, such as 0.999"
         )
-    model = _empty_model(recipe, tokenizer)
+    model, finish = _empty_model(recipe, tokenizer, world)
     state = model_state(model)
-    load_state(found.path, found.manifest, state, None)
+    load_state(found.path, found.manifest, state, None, model.elsewhere)
     if weights is Weights.EMA:  # over the others: frozen weights have no average
-        average = {f"ema.{name}": state[f"model.{name}"] for name in averaged}
-        load_state(found.path, found.manifest, average, None)
-    return OpenedModel(_settled(model), tokenizer, found.path, found.manifest.step, recipe)
+        here = [name for name in averaged if f"model.{name}" in state]
+        average = {f"ema.{name}": state[f"model.{name}"] for name in here}
+        load_state(found.path, found.manifest, average, None, model.elsewhere)
+    return OpenedModel(finish(), tokenizer, found.path, found.manifest.step, recipe)
 
 
-def _open_foreign(folder: Path, recipe: Recipe) -> OpenedModel:
+def _open_foreign(folder: Path, recipe: Recipe, world: World | None) -> OpenedModel:
     from .checkpoint.huggingface import load_huggingface
 
     tokenizer = recipe.tokenizer.build()
-    model = _empty_model(recipe, tokenizer)
+    model, finish = _empty_model(recipe, tokenizer, world)
     load_huggingface(folder, model, recipe.model)
-    return OpenedModel(_settled(model), tokenizer, folder, None, recipe)
+    return OpenedModel(finish(), tokenizer, folder, None, recipe)
 
 
-def _empty_model(recipe: Recipe, tokenizer: Tokenizer) -> LanguageModel:
-    from .assemble import build_model, pick_device
+def _empty_model(
+    recipe: Recipe, tokenizer: Tokenizer, world: World | None
+) -> tuple[LanguageModel, Callable[[], LanguageModel]]:
+    """Return a model to fill, or this rank's part of it, and what then makes it ready."""
+    from .assemble import build_model
+    from .device import pick_device
     from .launch.environment import World
     from .parallel.materialize import materialize
 
-    device = pick_device(World())
-    model = build_model(recipe, tokenizer.vocab_size, device).model
-    materialize(model, device, seed=0, fill=False)
-    return model
+    device, plan = pick_device(world or World()), None
+    if world and world.world_size > 1:
+        from .parallel.plan import make_plan
+
+        recipe = _in_stages(recipe, world.world_size)
+        plan = make_plan(recipe.parallel, world.rank, world.world_size, device)
+    built = build_model(recipe, tokenizer.vocab_size, device, plan)
+    materialize(built.model, device, seed=0, fill=False)
+
+    def finish() -> LanguageModel:
+        model = _settled(built.model)
+        if plan is None:
+            return model
+        from .parallel.generation import PipelinedModel
+
+        reduce = model.compute_dtype
+        ready = plan.parallelize(model, built.pieces, reduce, seq_len=1, micro_batches=1)
+        assert ready.pipeline is not None, "the plan has stages"
+        return PipelinedModel(model, ready.pipeline, built.config.vocab).eval()
+
+    return built.model, finish
+
+
+def _in_stages(recipe: Recipe, ranks: int) -> Recipe:
+    """Return a recipe whose model's blocks are split over ranks, and nothing else."""
+    from .parallel.tables import Parallel
+    from .recipe.tables import Compile, Memory
+
+    blocks = getattr(recipe.model, "n_layers", 0)
+    if not recipe.model.layout.pipeline or blocks < ranks:
+        raise RecipeError(
+            f'{ranks} ranks cannot share the {blocks} blocks of "{recipe.model.name}"',
+            f"take at most {blocks}" if recipe.model.layout.pipeline else "take one process",
+        )
+    parallel = Parallel(pipeline=ranks, shard=1)
+    update = {"parallel": parallel, "memory": Memory(), "compile": Compile()}
+    return recipe.model_copy(update=update)
 
 
 def _settled(model: LanguageModel) -> LanguageModel:

@@ -62,7 +62,7 @@ def joined_ranks(recipe: Recipe) -> Iterator[World]:
     Raises:
         EnvironmentFault: they could not meet.
     """
-    from .assemble import pick_device
+    from .device import pick_device
     from .launch.group import process_group
 
     world = find_world()
@@ -82,7 +82,7 @@ def assemble(recipe: Recipe) -> Parts:
         TrainerError: there are other ranks, and nobody has joined them.
     """
     from .assemble import assemble as build
-    from .assemble import pick_device
+    from .device import pick_device
     from .train.state import seed_everything
 
     world = find_world()

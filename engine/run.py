@@ -17,10 +17,11 @@ import torch
 import xxhash
 
 from .. import __version__
-from .assemble import Parts, assemble, pick_device
+from .assemble import Parts, assemble
 from .checkpoint.find import Found, find_checkpoint
 from .checkpoint.manifest import SaveInfo
 from .checkpoint.store import CheckpointStore
+from .device import pick_device
 from .errors import Diverged, ExitCode, Problem, RecipeError
 from .files import atomic_write
 from .launch.group import group_of_its_own, process_group

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .attention import reference as attention
+from .attention.partial import MATMUL, PartialAttention
+from .attention.partial_sdpa import SDPA
 from .cross_entropy import compiled as compiled_cross_entropy
 from .cross_entropy import reference as cross_entropy
 from .rms_norm import reference as rms_norm
@@ -27,6 +29,8 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, Callable[..., Tensor]]] = {
     },
 }
 
+PARTIAL_ATTENTION = {each.name: each for each in (MATMUL, SDPA)}
+
 
 @dataclass(frozen=True)
 class Kernels:
@@ -34,6 +38,8 @@ class Kernels:
 
     attention: Callable[..., Tensor]
     attention_mask: Callable[[Tensor, Tensor], Tensor]
+    partial_attention: PartialAttention
+    """goes with `attention`, where keys come in parts"""
     rms_norm: Callable[..., Tensor]
     rotary: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
@@ -56,14 +62,19 @@ def choose(
     Raises:
         KeyError: an operation or implementation is unknown.
     """
-    functions, reasons = {}, {}
+    names, reasons = {}, {}
     for operation, name in {**dict.fromkeys(IMPLEMENTATIONS, "auto"), **wanted}.items():
         reason = "asked for"
         if name == "auto":
             name, reason = _automatic(operation, device_type, seq_len, compiling)
-        functions[operation] = IMPLEMENTATIONS[operation][name]
+        names[operation] = name
         reasons[operation] = f"{name}: {reason}"
-    return Kernels(**functions, attention_mask=attention.document_mask, reasons=reasons)
+    return Kernels(
+        **{operation: IMPLEMENTATIONS[operation][name] for operation, name in names.items()},
+        attention_mask=attention.document_mask,
+        partial_attention=PARTIAL_ATTENTION[names["attention"]],
+        reasons=reasons,
+    )
 
 
 def _automatic(operation: str, device_type: str, seq_len: int, compiling: bool) -> tuple[str, str]:

@@ -62,9 +62,22 @@ class ModelConfig(Sizes):
         raise NotImplementedError
 
     @property
+    def embed_cost(self) -> float:
+        """What the embedding costs to look up and to train, where a block costs 1."""
+        return 0.0
+
+    @property
     def head_cost(self) -> float:
         """What the head costs to compute, where a block costs 1: a pipeline is cut by it."""
         return 0.0
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return name and shape of every parameter, in the module's order.
+
+        The vocabulary is settled. Empty where a family does not say: what depends on it is then
+        known only once the module is built.
+        """
+        return {}
 
     def with_vocab(self, vocab_size: int) -> Self:
         """Return the config with its vocabulary size settled.

@@ -59,13 +59,13 @@ class LanguageModel(nn.Module):
             loss: (hidden [T, D], head weight [V, D], labels [T]) -> sum over tokens, fp32 scalar.
             positions: [B, S] position of each token in its document; default 0..S-1.
             document_ids: [B, S] attention stays inside runs of equal numbers; default: no borders.
-            cache: keys and values of earlier positions, extended in place.
+            cache: keys and values of earlier positions, extended in place; each stage has its own.
             hidden: [B, S, D] what the blocks before `blocks` made, in place of tokens.
-            blocks: which to compute; default: all.
+            blocks: which to compute; the number after the last one's is the head; default: all.
 
         Returns:
             [B, S, V] logits in fp32, or the scalar loss; [B, S, D] hidden states if `blocks` ends
-            before the last one.
+            before the head.
         """
         raise NotImplementedError
 

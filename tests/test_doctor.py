@@ -16,9 +16,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def doctor(*arguments: str, cwd: Path, **env: str) -> tuple[int, str]:
+    path = os.pathsep.join((str(ROOT / ".dev"), str(cwd)))
     done = subprocess.run(
         [sys.executable, "-P", "-m", "trainer", "doctor", *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT / ".dev"), **env},
+        env={**os.environ, "PYTHONPATH": path, **env},
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -57,3 +58,55 @@ def test_what_would_fail_a_run_is_bad_and_the_rest_is_still_shown(
 def test_write_speed_is_that_of_its_bytes(tmp_path: Path) -> None:
     assert 2**20 < write_speed(tmp_path / "probe") < 2**40
     assert (tmp_path / "probe").stat().st_size == 2**26
+
+
+RECIPE = """
+[run]
+steps = 1
+[model]
+dim = 32
+n_layers = 3
+n_heads = 4
+n_kv_heads = 2
+ffn_dim = 64
+[data]
+seq_len = 64
+micro_batch = 2
+"""
+BREAKS = """
+import time
+from trainer.model_zoo.layers.mlp import GatedMLP
+
+forward = GatedMLP.forward
+
+def slow(self, x):
+    time.sleep(0)
+    return forward(self, x)
+
+GatedMLP.forward = slow
+"""
+
+
+def test_what_a_recipe_compiles_is_traced_without_its_data(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    code, out = doctor("--compile", "recipe.toml", "--json", cwd=tmp_path)
+    report = json.loads(out)
+    assert (code, report["whole"]) == (0, True)
+    block, loss = report["parts"]
+    assert (block["part"], block["like_it"], block["graphs"]) == ("layers.0", 2, 1)
+    assert block["operations"] > 30
+    assert block["recompiled"] == 1, "for any other length of rows"
+    assert (loss["part"], loss["graphs"]) == ("loss", 1)
+
+
+def test_a_graph_that_breaks_is_shown_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE + '[plugins]\nmodules = ["breaks"]\n')
+    (tmp_path / "breaks.py").write_text(BREAKS)
+    split = ("--world", "2", "--set", "parallel.tensor=2", "--set", "memory.recompute=every_n")
+    code, out = doctor("--compile", "recipe.toml", *split, cwd=tmp_path)
+    assert code == 2
+    line = 1 + BREAKS.splitlines().index("    time.sleep(0)")
+    assert f" at {tmp_path}/breaks.py:{line}" in out
+    graphs = re.search(r"layers\.0 +\d+ +(\d+)", out)
+    assert graphs
+    assert int(graphs[1]) > 1

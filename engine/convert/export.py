@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
     from ...model_zoo.config import ModelConfig
+    from ...model_zoo.layout import Layout
     from ..data.tokenizer import Tokenizer
 
 
@@ -57,7 +60,8 @@ def export_huggingface(
 
     Args:
         folder: must not exist, and must be seen by all ranks.
-        weights: by our parameter names; plain tensors, or DTensors. The same names on each rank.
+        weights: by our parameter names; plain tensors, or DTensors. Ranks may have different ones;
+            a DTensor is on all ranks of its mesh.
         config: with its vocabulary settled.
         dtype: of the files; default: that of each tensor.
         shard_bytes: no file is larger, unless one tensor is.
@@ -68,11 +72,9 @@ def export_huggingface(
         CheckpointError: the model has no Hugging Face names, or writing failed; nothing is left.
     """
     ranks = Ranks(group)
-    names = hf_names(weights, config)
-    forms: dict[str, Form] = {
-        theirs: (dtype or weights[ours].dtype, tuple(weights[ours].shape))
-        for ours, theirs in names.items()
-    }
+    table = ranks.reduce(lambda: _listed(weights, config, dtype), partial(_merged, config.layout))
+    names = {ours: entry.name for ours, entry in table.items()}
+    forms = {entry.name: entry.form for entry in table.values()}
     shards = lay_out(forms, shard_bytes)
     place = ranks.reduce(lambda: None, lambda _: str(_begin(folder, shards)))
     temporary = Path(place)
@@ -80,11 +82,17 @@ def export_huggingface(
         ours: (temporary / shard.file, shard.offsets[theirs], forms[theirs][0])
         for shard in shards
         for ours, theirs in names.items()
-        if theirs in shard.offsets
+        if theirs in shard.offsets and ours in weights
     }
+    # What several ranks hold alike is written in turns.
+    turns = {
+        ours: entry.holders[number % len(entry.holders)]
+        for number, (ours, entry) in enumerate(table.items())
+    }
+    mine = {ours for ours, rank in turns.items() if rank == ranks.rank}
     try:
-        ranks.reduce(lambda: _write_own_rows(weights, places, ranks), lambda _: None)
-        failure = _write_gathered(weights, places, ranks)
+        ranks.reduce(lambda: _write_own_rows(weights, places, mine), lambda _: None)
+        failure = _write_gathered(weights, places, mine)
         ranks.reduce(lambda: _settle(failure), lambda _: None)
         settings = config_json(config, main_dtype(forms), tokenizer.eos_id)
         small = index_of(shards, forms)
@@ -93,6 +101,41 @@ def export_huggingface(
         if ranks.rank == 0:
             discard(temporary)
         raise
+
+
+@dataclass
+class _Entry:
+    """A weight that some rank holds, and the ranks that do."""
+
+    name: str
+    form: Form
+    holders: list[int]
+
+
+def _listed(
+    weights: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype | None
+) -> dict[str, tuple[str, Form]]:
+    """Return name there, dtype and shape of this rank's weights."""
+    return {
+        ours: (theirs, (dtype or weights[ours].dtype, tuple(weights[ours].shape)))
+        for ours, theirs in hf_names(weights, config).items()
+    }
+
+
+def _merged(layout: Layout, parts: list[dict[str, tuple[str, Form]]]) -> dict[str, _Entry]:
+    """Return the weights of all ranks, in the order of the model."""
+    table: dict[str, _Entry] = {}
+    for rank, part in enumerate(parts):
+        for ours, (theirs, form) in part.items():
+            table.setdefault(ours, _Entry(theirs, form, [])).holders.append(rank)
+
+    def place(name: str) -> tuple[int, int]:
+        block = name.removeprefix(f"{layout.blocks}.").partition(".")[0]
+        if name.startswith(f"{layout.blocks}.") and block.isdecimal():
+            return 1, int(block)
+        return 2 * name.startswith(f"{layout.head}."), 0
+
+    return {name: table[name] for name in sorted(table, key=place)}
 
 
 def hf_names(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, str]:
@@ -123,29 +166,28 @@ def _begin(folder: Path, shards: list[Shard]) -> Path:
 
 
 def _write_own_rows(
-    weights: Mapping[str, Tensor], places: Mapping[str, Place], ranks: Ranks
+    weights: Mapping[str, Tensor], places: Mapping[str, Place], mine: Container[str]
 ) -> None:
     """Write the rows that this rank holds, without communication."""
     todo: list[Stretch] = []
-    for number, (name, place) in enumerate(places.items()):
-        found = _own_rows(weights[name], number % ranks.size == ranks.rank)
+    for name, place in places.items():
+        found = _own_rows(weights[name], name in mine)
         if found is not None:
             todo += _stretches(place, *found)
     _write(todo)
 
 
 def _write_gathered(
-    weights: Mapping[str, Tensor], places: Mapping[str, Place], ranks: Ranks
+    weights: Mapping[str, Tensor], places: Mapping[str, Place], mine: Container[str]
 ) -> Exception | None:
     """Write tensors that are cut other than by rows, gathered one at a time, in turns.
 
     A rank that cannot write goes on gathering, for the others; its failure is returned.
     """
     failure: Exception | None = None
-    gathered = [name for name in places if _is_cut_otherwise(weights[name])]
-    for number, name in enumerate(gathered):
+    for name in (name for name in places if _is_cut_otherwise(weights[name])):
         whole = cast("DTensor", weights[name].detach()).full_tensor()
-        if number % ranks.size != ranks.rank or failure is not None:
+        if name not in mine or failure is not None:
             continue
         try:
             _write(list(_stretches(places[name], whole, 0)))

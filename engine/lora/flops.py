@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections import defaultdict
+from math import prod
+from typing import TYPE_CHECKING
 
-from torch import nn
-
-from ...model_zoo.layers.linear import Linear
-from .layer import AdaptedLinear
+from .names import is_adapter
 
 if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
     from ...model_zoo.language_model import LanguageModel
+    from ...model_zoo.layout import Layout
 
 
 def flops_per_token(model: LanguageModel, config: ModelConfig, seq_len: int) -> float:
@@ -22,21 +22,24 @@ def flops_per_token(model: LanguageModel, config: ModelConfig, seq_len: int) -> 
     have no backward pass. That one is counted in full, though what it reads needs no gradient.
     """
     whole, weights = config.flops_per_token(seq_len), config.flops_per_token(0)
-    blocks = cast(nn.ModuleList, model.get_submodule(config.layout.blocks))
-    adapters = [_adapter_parameters(block) for block in blocks]
+    adapters, others = _multiplying(model, config.layout)
     if not any(adapters):
         return whole
     forward_only = next(number for number, count in enumerate(adapters) if count)
-    attention = (whole - weights) / len(blocks)
+    attention = (whole - weights) / len(adapters)
     saved = weights / 3 + attention * 2 / 3 * forward_only
-    saved += sum(2.0 * _multiplying(block) for block in blocks[:forward_only])
+    saved += sum(2.0 * count for count in others[:forward_only])
     return whole - saved + 6.0 * sum(adapters)
 
 
-def _adapter_parameters(block: nn.Module) -> int:
-    found = (module for module in block.modules() if isinstance(module, AdaptedLinear))
-    return sum(module.lora_a.numel() + module.lora_b.numel() for module in found)
-
-
-def _multiplying(block: nn.Module) -> int:
-    return sum(each.weight.numel() for each in block.modules() if isinstance(each, Linear))
+def _multiplying(model: LanguageModel, layout: Layout) -> tuple[list[int], list[int]]:
+    """Return how many elements each block's adapters have, and its projections."""
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    counts: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+    prefix = f"{layout.blocks}."
+    for name, shape in {**shapes, **model.elsewhere}.items():
+        if name.startswith(prefix) and len(shape) == 2:
+            number = int(name.removeprefix(prefix).partition(".")[0])
+            counts[number][not is_adapter(name)] += prod(shape)
+    adapters, others = zip(*(counts[number] for number in sorted(counts)), strict=True)
+    return list(adapters), list(others)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from ...model_zoo.layers.linear import Linear
+from ..parallel.local import is_split
 from .layer import AdaptedLinear
+from .names import DOWN, UP, is_adapter
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
@@ -24,12 +27,32 @@ def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
         up: B, [out, rank].
         scale: alpha / rank.
     """
-    if hasattr(down, "full_tensor"):  # each rank has rows of A, and its rows of B need them all
-        from torch.distributed.tensor import Replicate
-
-        down = down.redistribute(placements=[Replicate()] * down.device_mesh.ndim)  # type: ignore[attr-defined]
+    if is_split(weight):
+        return _merge_pieces(cast("DTensor", weight), down, up, scale)
     product = up.float() @ down.float()
     return (weight.float() + product * scale).to(weight.dtype)
+
+
+def _merge_pieces(weight: DTensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """Return each rank's piece of the sum, made of rows of B and columns of A."""
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+    def cut(adapter: Tensor, dim: int) -> Tensor:
+        whole = cast("DTensor", adapter).full_tensor() if is_split(adapter) else adapter
+        # A shard's `dim` is also that of torch's strided ones, which FSDP makes of pieces.
+        places = [p if getattr(p, "dim", None) == dim else Replicate() for p in weight.placements]
+        placed = distribute_tensor(whole, weight.device_mesh, places, src_data_rank=None)
+        return placed.to_local()
+
+    merged = merge(weight.to_local(), cut(down, 1), cut(up, 0), scale)
+    return DTensor.from_local(
+        merged,
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
 
 
 def merged_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -39,18 +62,17 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
     get DTensors. A tied weight appears once.
     """
     adapted = {
-        f"{path}.": module
-        for path, module in model.named_modules()
-        if isinstance(module, AdaptedLinear)
+        path: module for path, module in model.named_modules() if isinstance(module, AdaptedLinear)
     }
+    stored = {name: value.detach() for name, value in model.named_parameters()}
     weights = {}
-    for name, value in model.named_parameters():
-        path, leaf = name[: name.rfind(".") + 1], name.rpartition(".")[2]
-        module = adapted.get(path)
-        if module is None:
-            weights[name] = value.detach()
-        elif leaf == "weight":
-            weights[name] = merge(value.detach(), module.lora_a, module.lora_b, module.scale)
+    for name, value in stored.items():
+        path = name.rpartition(".")[0]
+        if path not in adapted:
+            weights[name] = value
+        elif not is_adapter(name):
+            down, up = stored[f"{path}.{DOWN}"], stored[f"{path}.{UP}"]
+            weights[name] = merge(value, down, up, adapted[path].scale)
     return weights
 
 

@@ -52,6 +52,7 @@ def load_adapter(folder: Path, model: LanguageModel, config: ModelConfig, table:
     problems = _compare_settings(read_json(folder / CONFIG, MAX_CONFIG_BYTES), table)
     adapters = {name: value for name, value in model.named_parameters() if is_adapter(name)}
     names = {name: _their_name(name, config) for name in adapters}
+    elsewhere = {_their_name(name, config) for name in model.elsewhere if is_adapter(name)}
     with open_tensors(folder / WEIGHTS) as file, torch.no_grad():
         found = set(file.keys())
         for ours, theirs in names.items():
@@ -61,7 +62,7 @@ def load_adapter(folder: Path, model: LanguageModel, config: ModelConfig, table:
             shape = list(file.get_slice(theirs).get_shape())
             if shape != list(adapters[ours].shape):
                 problems.append(f"{theirs} is {shape} there and {list(adapters[ours].shape)} here")
-        unexpected = sorted(found - set(names.values()))
+        unexpected = sorted(found - set(names.values()) - elsewhere)
         problems += [f"{shown(name)} is in the folder but not in the model" for name in unexpected]
         if problems:
             raise CheckpointError(listed(f"{folder} does not fit the adapters:", problems))

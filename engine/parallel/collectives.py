@@ -16,6 +16,10 @@ _reduce_scatter = (
 )
 
 
+fusing = False
+"""whether compiled graphs hold each gather in the one form that inductor fuses with products"""
+
+
 def gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return the pieces of all ranks, joined along `dim`; gradients are summed over the ranks."""
     return cast(Tensor, _Gather.apply(x, dim, group))  # type: ignore[no-untyped-call]
@@ -28,14 +32,22 @@ def scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 def gathered(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return the pieces of all ranks, joined along `dim`, without a gradient."""
-    found: Tensor = functional.wait_tensor(_all_gather(x.contiguous(), dim, group))  # type: ignore[no-untyped-call]
-    return found
+    if fusing and torch.compiler.is_compiling():
+        pieces = _all_gather(x.contiguous(), 0, group)
+        return torch.cat(pieces.chunk(group.size()), dim)  # torch has views for single rows
+    return _waited(_all_gather(x.contiguous(), dim, group))
 
 
 def scattered(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Return this rank's piece along `dim` of the sum over ranks, without a gradient."""
-    found: Tensor = functional.wait_tensor(_reduce_scatter(x.contiguous(), "sum", dim, group))  # type: ignore[no-untyped-call]
-    return found
+    return _waited(_reduce_scatter(x.contiguous(), "sum", dim, group))
+
+
+def _waited(x: Tensor) -> Tensor:
+    # A compiled graph waits by itself, and fuses collectives only where nothing else does.
+    if torch.compiler.is_compiling():
+        return x
+    return cast(Tensor, functional.wait_tensor(x))  # type: ignore[no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):

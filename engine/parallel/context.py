@@ -2,7 +2,7 @@
 
 Rank r of C holds pieces r and 2C - 1 - r of the 2C pieces of a sequence, so that causal attention
 is the same work on each. Keys and values are gathered (Grattafiori et al. 2024, arXiv:2407.21783,
-section 3.3.2): attention masks of any form stay possible.
+section 3.3.2), or go around in a ring.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from ...kernels.choose import Kernels
 from ..data.batch import Batch
 from .collectives import gather
+from .ring import ring_attention
 
 Attention = Callable[..., Tensor]
 
@@ -30,11 +31,13 @@ class ContextParallel:
         group: these ranks.
         rank: which of them this is.
         ranks: how many they are; twice as many divide every sequence.
+        in_ring: keys and values go around, instead of being gathered.
     """
 
     group: ProcessGroup
     rank: int
     ranks: int
+    in_ring: bool = False
 
     @property
     def pieces(self) -> tuple[int, int]:
@@ -53,6 +56,9 @@ class ContextParallel:
 
     def kernels(self, kernels: Kernels) -> Kernels:
         """Return kernels whose attention sees the keys and values of all ranks."""
+        if self.in_ring:
+            attention = partial(ring_attention, kernel=kernels.partial_attention, group=self.group)
+            return replace(kernels, attention=attention, attention_mask=self._documents)
         return replace(
             kernels,
             attention=partial(self._attend, kernels.attention),
@@ -62,6 +68,12 @@ class ContextParallel:
     def _mine(self, x: Tensor, dim: int = 1) -> list[Tensor]:
         pieces = x.chunk(2 * self.ranks, dim)
         return [pieces[number] for number in self.pieces]
+
+    def _documents(self, _queries: Tensor, keys: Tensor) -> Tensor:
+        """Return [B, C, S / C], each rank's part of document ids of whole sequences."""
+        pieces = keys.view(len(keys), 2 * self.ranks, -1)
+        first, second = pieces.chunk(2, dim=1)
+        return torch.cat([first, second.flip(1)], dim=2)
 
     def _mask(self, base: Attention, queries: Tensor, keys: Tensor) -> Tensor:
         """Return [B, 1, S / C, S] from document ids of whole sequences."""

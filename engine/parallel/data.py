@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from inspect import signature
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..recipe.tables import Parallel
-from .mesh import Degrees
+from .mesh import Degrees, uses_fsdp
+from .tables import Parallel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
     from ...model_zoo.language_model import LanguageModel
     from ...model_zoo.layout import Layout
-    from .pipeline import Pipeline
+    from .pipeline import Pipeline, Stage
 
 # Strategies that keep the gathered weights between forward and backward (ZeRO-2).
 KEEPS_WEIGHTS = {"shard_grad_op", "hybrid_shard_zero2"}
@@ -33,30 +35,40 @@ class Parallelized:
         forward: what a training step calls.
         reduce_gradients: True before the last backward of a step, False before the others.
         finish_gradients: called after the last backward of a step.
+        late: weights whose gradients are complete only then.
         pipeline: runs forward and backward, where ranks hold some of the blocks each.
+        counted_elsewhere: weights of which another rank holds a copy that counts and is exported.
+        keeps_gradients: their memory belongs to who reduces them, and is used again.
     """
 
     model: LanguageModel
     forward: Callable[..., Tensor]
     reduce_gradients: Callable[[bool], None]
     finish_gradients: Callable[[], None] = lambda: None
+    late: Collection[nn.Parameter] = ()
     pipeline: Pipeline | None = None
+    counted_elsewhere: tuple[nn.Parameter, ...] = ()
+    keeps_gradients: bool = False
 
 
-def is_sharded(table: Parallel, degrees: Degrees) -> bool:
-    """Return whether the plan splits parameters over the ranks that see different samples."""
-    ranks = degrees.shard * degrees.context
-    return table.fsdp.strategy != "no_shard" and (ranks > 1 or table.fsdp.offload)
+def placing(
+    model: nn.Module, placed: Mapping[str, Mapping[str, int | None]], kept: Collection[str]
+) -> dict[str, Any]:
+    """Return arguments of `fully_shard` that cut parameters where rules say.
 
-
-def uses_fsdp(table: Parallel, degrees: Degrees) -> bool:
-    """Return whether FSDP2 reduces the gradients.
-
-    It does so also for mere replicas of weights that tensor parallelism has split, and of a
-    pipeline's stages: DDP does not know them.
+    Args:
+        model: still whole along the shard axis.
+        placed: parameter name -> "shard" -> the dim to cut.
+        kept: names of what is to be ignored.
     """
-    also = degrees.copies > 1 and (degrees.tensor > 1 or degrees.pipeline > 1)
-    return is_sharded(table, degrees) or also
+    from torch.distributed.tensor import Shard
+
+    weights = dict(model.named_parameters())
+    dims = {weight: placed[name]["shard"] or 0 for name, weight in weights.items()}
+    return {
+        "shard_placement_fn": lambda weight: Shard(dims[weight]),
+        "ignored_params": {weights[name] for name in kept},
+    }
 
 
 def shard(
@@ -67,7 +79,8 @@ def shard(
     device: torch.device,
     compute: torch.dtype,
     reduce: torch.dtype,
-    stages: Collection[nn.Module] = (),
+    stages: Collection[Stage] = (),
+    placing: Mapping[str, Any] | None = None,
 ) -> None:
     """Split the parameters of a model (still on `meta`) over the shard axis, in place.
 
@@ -77,6 +90,7 @@ def shard(
     Args:
         mesh: see `build_mesh`.
         stages: of a pipeline, in place of the whole model.
+        placing: see there; default: dim 0 of all is cut.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from torch.distributed.fsdp import fully_shard as fully
@@ -97,9 +111,11 @@ def shard(
             reshard_after_forward=reshard,
             mp_policy=policy,
             offload_policy=offload,
+            **(placing or {}),
         )
 
-    for block in cast(nn.ModuleList, model.get_submodule(layout.blocks)):
+    blocks = list(cast(nn.ModuleList, model.get_submodule(layout.blocks)))
+    for block in blocks:
         wrap(block, reshard=not keep)
     if stages:
         modules = dict(model.named_modules())
@@ -107,25 +123,46 @@ def shard(
             wrap(modules[end], reshard=False)
         for stage in stages:
             wrap(stage, reshard=False)
+            _prefetch(stage, [part for part in blocks if part in stage.parts], table.fsdp.prefetch)
         return
     head = model.get_submodule(layout.head)
     embedding = set(model.get_submodule(layout.embed).parameters())
+    units = blocks
     if embedding.isdisjoint(head.parameters()):
         # Backward needs the head at once: freeing it after forward would only gather it again.
         wrap(head, reshard=False)
+        units = [*blocks, head]
     wrap(model, reshard=False)
+    _prefetch(model, units, table.fsdp.prefetch)
+
+
+def _prefetch(root: nn.Module, units: Sequence[nn.Module], depth: int) -> None:
+    """Let each unit gather the weights of the next ones; 0 leaves it to torch."""
+    if not depth:
+        return
+    wrapped = cast("list[FSDPModule]", units)
+    cast("FSDPModule", root).set_modules_to_forward_prefetch(wrapped[:depth])
+    for number, unit in enumerate(wrapped):
+        unit.set_modules_to_forward_prefetch(wrapped[number + 1 : number + 1 + depth])
+        unit.set_modules_to_backward_prefetch(wrapped[max(0, number - depth) : number][::-1])
 
 
 def parallelize(
-    model: LanguageModel, by_fsdp: bool, degrees: Degrees, device: torch.device, reduce: torch.dtype
+    model: LanguageModel,
+    table: Parallel,
+    degrees: Degrees,
+    device: torch.device,
+    reduce: torch.dtype,
 ) -> Parallelized:
     """Return the model ready for training, its parameters in place on `device`."""
-    if by_fsdp:
+    if uses_fsdp(table, degrees):
         fsdp = cast("FSDPModule", model)
+        always = table.fsdp.reduce_every == "micro_batch"
 
         def synchronize(last: bool) -> None:
-            fsdp.set_requires_gradient_sync(last)
-            fsdp.set_is_last_backward(last)
+            fsdp.set_requires_gradient_sync(last or always)
+            fsdp.set_requires_all_reduce(last)
+            fsdp.set_is_last_backward(last or always)
 
         return Parallelized(model, model, synchronize)
     if degrees.copies > 1:
@@ -136,19 +173,30 @@ def parallelize(
 def _replicate(model: LanguageModel, device: torch.device, reduce: torch.dtype) -> Parallelized:
     from torch.nn.parallel import DistributedDataParallel
 
+    # Torch 2.13 gave it another name, and warns of the old one.
+    names = {"broadcast_buffers", "forward_sync_buffers"}
+    known = names & signature(DistributedDataParallel).parameters.keys()
+    options: dict[str, Any] = {max(known): False}
     ddp = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
-        broadcast_buffers=False,
+        **options,
         gradient_as_bucket_view=True,
         init_sync=False,  # the initial values are the same on each rank by construction
     )
     if reduce is torch.bfloat16:
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-
-        ddp.register_comm_hook(None, bf16_compress_hook)
+        ddp.register_comm_hook(None, _average_in_bf16)
 
     def synchronize(last: bool) -> None:
         ddp.require_backward_grad_sync = last
 
-    return Parallelized(model, ddp, synchronize)
+    return Parallelized(model, ddp, synchronize, keeps_gradients=True)
+
+
+# Torch looks at the annotations of a hook, and takes none that are texts.
+def _average_in_bf16(_, bucket):  # type: ignore[no-untyped-def]
+    """Average gradients over ranks; torch's own hook for it takes no CPU tensors."""
+    gradients = bucket.buffer()
+    sent = gradients.to(torch.bfloat16).div_(dist.get_world_size())
+    work = cast(dist.Work, dist.all_reduce(sent, async_op=True))
+    return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))

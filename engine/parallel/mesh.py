@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ..errors import Problem, RecipeError
-from ..recipe.tables import Parallel
+from .tables import Parallel
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -78,6 +78,22 @@ def resolve_degrees(table: Parallel, world: int) -> Degrees:
     for axis in free:
         given[axis] = world // known
     return Degrees(**given)
+
+
+def is_sharded(table: Parallel, degrees: Degrees) -> bool:
+    """Return whether the plan splits parameters over the ranks that see different samples."""
+    ranks = degrees.shard * degrees.context
+    return table.fsdp.strategy != "no_shard" and (ranks > 1 or table.fsdp.offload)
+
+
+def uses_fsdp(table: Parallel, degrees: Degrees) -> bool:
+    """Return whether FSDP2 reduces the gradients.
+
+    It does so also for mere replicas of weights that tensor parallelism has split, and of a
+    pipeline's stages: DDP does not know them.
+    """
+    also = degrees.copies > 1 and (degrees.tensor > 1 or degrees.pipeline > 1)
+    return is_sharded(table, degrees) or also
 
 
 def build_mesh(degrees: Degrees, device_type: str, *, sharded: bool) -> DeviceMesh:

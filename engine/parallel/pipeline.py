@@ -4,7 +4,7 @@ stage (schedules of torch.distributed.pipelining).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _Action,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
 
 from ..data.batch import Batch
 from .cut import Cut
+from .schedule_file import ScheduleFile
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,7 +43,7 @@ def prune(model: LanguageModel, layout: Layout, cut: Cut, rank: int) -> None:
     for name in list(blocks._modules):
         if name not in kept:
             del blocks._modules[name]
-    if 0 not in stages:
+    if not any(map(cut.has_embedding, stages)):
         _remove(model, layout.embed)
     if cut.stages - 1 not in stages:
         _remove(model, layout.head)
@@ -64,20 +70,39 @@ class Stage(nn.Module):
     def __init__(self, model: LanguageModel, layout: Layout, cut: Cut, number: int) -> None:
         super().__init__()
         self.is_first, self.is_last = number == 0, number == cut.stages - 1
-        self.numbers = cut.blocks(number)
+        blocks = cut.blocks(number)
+        self.numbers = range(blocks.start, blocks.stop + self.is_last)
+        self._borrowed: list[nn.Module] = []
+        self._uncalled: list[nn.Module] = []
         self.loss: LossFunction | None = None
         # The modules are the model's own: FSDP and the schedule look for them here.
         self.parts = nn.ModuleList(
-            model.get_submodule(f"{layout.blocks}.{number}") for number in self.numbers
+            model.get_submodule(f"{layout.blocks}.{number}") for number in blocks
         )
-        if self.is_first:
-            self.parts.append(model.get_submodule(layout.embed))
+        if cut.has_embedding(number):
+            embedding = model.get_submodule(layout.embed)
+            if self.is_first:
+                self.parts.append(embedding)
+            elif cut.rank_of(0) == cut.rank_of(number):  # FSDP takes a module for one stage alone
+                self._borrowed = [embedding]
+            else:
+                self.parts.append(embedding)
+                self._uncalled = [embedding]
         if self.is_last:
             self.parts.append(model.get_submodule(layout.head))
         self._model = [model]  # in a list, so that nothing is registered twice
 
-    def forward(self, x: Tensor, **columns: Tensor) -> Tensor:
-        """Map tokens [B, S] or hidden states [B, S, D] to hidden states, or to the loss [1]."""
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Yield the weights whose gradients the schedule computes, also one of another stage."""
+        yield from super().parameters(recurse)
+        for module in self._borrowed:
+            yield from module.parameters()
+
+    def forward(self, x: Tensor, **columns: Any) -> Tensor:
+        """Map tokens [B, S] or hidden states [B, S, D] to hidden states, the loss [1] or logits."""
+        for module in self._uncalled:
+            if gather := getattr(module, "unshard", None):
+                gather()  # FSDP does so by itself where a module is called
         out: Tensor = self._model[0](
             x if self.is_first else None,
             hidden=None if self.is_first else x,
@@ -85,7 +110,7 @@ class Stage(nn.Module):
             loss=self.loss if self.is_last else None,
             **columns,
         )
-        return torch.stack([out]) if self.is_last else out
+        return out if out.ndim else torch.stack([out])
 
 
 @dataclass
@@ -97,7 +122,7 @@ class Pipeline:
         cut: into stages.
         group: the ranks of a pipeline, in order.
         device: of this rank.
-        schedule: a name of torch.distributed.pipelining.
+        schedule: a name of torch.distributed.pipelining, or what a file says.
         micro_batches: into how many the rows of a step are cut.
         hidden: [1, S, D], on `meta`: what passes between stages, of one row.
     """
@@ -106,7 +131,7 @@ class Pipeline:
     cut: Cut
     group: ProcessGroup
     device: torch.device
-    schedule: str
+    schedule: str | ScheduleFile
     micro_batches: int
     hidden: Tensor
     _factor: Tensor | None = field(default=None, init=False)
@@ -140,7 +165,6 @@ class Pipeline:
         return torch.stack(self._losses).sum()
 
     def _build(self, batch: Batch, loss: LossFunction) -> Any:
-        kind = get_schedule_class(self.schedule)
         rows = len(batch.tokens) // self.micro_batches
         hidden = self.hidden.expand(rows, -1, -1).contiguous().requires_grad_()
         stages = []
@@ -158,8 +182,19 @@ class Pipeline:
                     group=self.group,
                 )
             )
+        options: Any = {"loss_fn": self._scaled, "scale_grads": False}
+        if isinstance(self.schedule, ScheduleFile):
+            kind: Any = _PipelineScheduleRuntime
+            runtime = kind(stages, self.micro_batches, **options)
+            runtime.pipeline_order = {
+                rank: [_Action.from_str(str(action)) for action in row]
+                for rank, row in enumerate(self.schedule.rows)
+            }
+            runtime._prepare_schedule_with_comms(runtime.pipeline_order)
+            return runtime
+        kind = get_schedule_class(self.schedule)
         which: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-        return kind(which, self.micro_batches, loss_fn=self._scaled, scale_grads=False)
+        return kind(which, self.micro_batches, **options)
 
     def _scaled(self, loss: Tensor, target: Tensor) -> Tensor:
         assert self._factor is not None, "set before the schedule runs"
@@ -169,19 +204,51 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, batch: Batch, loss: LossFunction) -> Tensor:
         """Return the summed loss of a batch where the last stage is, 0 elsewhere."""
-        hidden = self.hidden.expand(len(batch.tokens), -1, -1)
-        total = torch.zeros((), device=self.device)
-        x = batch.tokens
-        for number, stage in self.stages.items():
+        for stage in self.stages.values():
             stage.loss = loss
+        hidden = self.hidden.expand(len(batch.tokens), -1, -1)
+        found = self._through(
+            batch.tokens, hidden, lambda number: self._columns(batch, self.stages[number].is_last)
+        )
+        return torch.zeros((), device=self.device) if found is None else found.squeeze(0)
+
+    @torch.no_grad()
+    def next_logits(
+        self, tokens: Tensor, columns: Callable[[int], Mapping[str, Any]], vocab: int
+    ) -> Tensor:
+        """Return the logits of the last position, [B, 1, V], on all ranks.
+
+        Args:
+            tokens: [B, S], the same on all ranks; neither positions nor heads are split.
+            columns: what else a stage gets, by its number.
+            vocab: how many logits there are.
+        """
+        hidden = self.hidden.new_empty(*tokens.shape, self.hidden.shape[-1])
+        found = self._through(tokens, hidden, columns)
+        if found is None:
+            logits = torch.empty(len(tokens), 1, vocab, device=self.device)
+        else:
+            logits = found[:, -1:].contiguous()
+        dist.broadcast(logits, group=self.group, group_src=self.cut.holders[-1])
+        return logits
+
+    def _through(
+        self, x: Tensor, hidden: Tensor, columns: Callable[[int], Mapping[str, Any]]
+    ) -> Tensor | None:
+        """Return what the last stage makes of tokens, on the rank that has it.
+
+        Args:
+            x: [B, S] tokens.
+            hidden: like what passes between stages.
+            columns: what else a stage gets, by its number.
+        """
+        for number, stage in self.stages.items():
             if number:
                 x = self._receive(x, hidden, self.cut.rank_of(number - 1))
-            x = stage(x, **self._columns(batch, stage.is_last))
-            if stage.is_last:
-                total = x.squeeze(0)
-            else:
+            x = stage(x, **columns(number))
+            if not stage.is_last:
                 self._send(x, self.cut.rank_of(number + 1))
-        return total
+        return x if self.has_end else None
 
     def _receive(self, x: Tensor, like: Tensor, rank: int) -> Tensor:
         if rank == self.group.rank():

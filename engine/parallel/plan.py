@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from ..recipe.tables import Parallel
 from . import data
-from .cut import Cut, cut_blocks
+from .async_tensor import overlap
+from .cut import Cut, EndCosts, cut_blocks
 from .data import Parallelized
-from .local import local
-from .mesh import Degrees, build_mesh, context_group, resolve_degrees
+from .finish import each, reducing
+from .mesh import (
+    Degrees,
+    build_mesh,
+    context_group,
+    is_sharded,
+    resolve_degrees,
+    uses_fsdp,
+)
+from .placement import place, refuse_misfits
+from .schedule_file import read_schedule
+from .tables import Parallel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -26,6 +38,9 @@ if TYPE_CHECKING:
     from ..data.batch import Batch
     from .context import ContextParallel
     from .pipeline import Stage
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,11 @@ class Plan:
         """Which of the ranks that read different samples this is."""
         return self.degrees.data_rank(self.rank)
 
+    @property
+    def measures_cut(self) -> bool:
+        """Whether a pipeline's stages are balanced by measurement."""
+        return self.degrees.pipeline > 1 and self.table.pipelining.cost == "measured"
+
     def kernels(self, kernels: Kernels, config: ModelConfig) -> Kernels:
         """Return kernels that compute this rank's part of attention and loss."""
         if self.context:
@@ -68,26 +88,73 @@ class Plan:
         return self.context.take(batch) if self.context else batch
 
     def split(
-        self, model: LanguageModel, config: ModelConfig, compute: torch.dtype, reduce: torch.dtype
+        self,
+        model: LanguageModel,
+        config: ModelConfig,
+        compute: torch.dtype,
+        reduce: torch.dtype,
+        costs: EndCosts | None = None,
     ) -> Pieces:
-        """Split a model (still on `meta`) over ranks, in place; its parameters keep their names."""
+        """Split a model (still on `meta`) over ranks, in place; its parameters keep their names.
+
+        Args:
+            model: whole.
+            config: its.
+            compute: dtype of gathered weights.
+            reduce: dtype of the reduction of gradients.
+            costs: by which a pipeline's stages are balanced; None: estimated.
+        """
         layout, stages, cut, width, whole = config.layout, {}, None, 0, set[str]()
+        kept = set[str]()
+        placed = self._place(model, config)
         if self.degrees.pipeline > 1:
             from .pipeline import Stage, prune
 
             place = self.degrees.coordinate(self.rank).pipeline
-            cut = cut_blocks(self.table.pipelining, self.degrees.pipeline, config)
+            cut = cut_blocks(self.table.pipelining, self.degrees.pipeline, config, costs)
             width = config.dim  # type: ignore[attr-defined]
             prune(model, layout, cut, place)
             stages = {n: Stage(model, layout, cut, n) for n in cut.stages_of(place)}
         if self.mesh and self.degrees.tensor > 1:
             from .tensor import split
 
-            whole = split(model, config, self.mesh["tensor"])
-        if self.mesh and data.uses_fsdp(self.table, self.degrees):
+            if self.table.async_tensor:
+                overlap(self.mesh["tensor"].get_group(), self.device)
+            stored = {name: dims["tensor"] for name, dims in placed.items()}
+            whole = split(model, config, self.mesh["tensor"], stored)
+        if self.mesh and uses_fsdp(self.table, self.degrees):
             units = stages.values()
-            data.shard(model, layout, self.table, self.mesh, self.device, compute, reduce, units)
-        return Pieces(whole, stages, cut, width)
+            if is_sharded(self.table, self.degrees):
+                kept = self._keep_whole(model, placed, self.mesh)
+            placing = data.placing(model, placed, kept) if self.table.rules else {}
+            data.shard(
+                model, layout, self.table, self.mesh, self.device, compute, reduce, units, placing
+            )
+        return Pieces(whole, stages, cut, width, kept, layout.embed)
+
+    def _place(self, model: LanguageModel, config: ModelConfig) -> dict[str, dict[str, int | None]]:
+        """Return the dims that are cut of each parameter of a model that is whole as yet.
+
+        Raises:
+            RecipeError: rules that the model's parameters cannot follow.
+        """
+        shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+        refuse_misfits(shapes, config, self.table, self.degrees)
+        found = place(shapes, config, self.table, self.degrees)
+        return {each.name: each.place for each in found}
+
+    def _keep_whole(
+        self, model: nn.Module, placed: Mapping[str, Mapping[str, int | None]], mesh: DeviceMesh
+    ) -> set[str]:
+        """Let every rank store what no axis cuts, where FSDP would cut it; return their names."""
+        names = {name for name, _ in model.named_parameters() if placed[name]["shard"] is None}
+        if names:
+            from .weights import keep_whole
+
+            axes = ("replicate", "shard", "tensor")
+            used = tuple(axis for axis in axes if axis == "shard" or mesh[axis].size() > 1)
+            keep_whole(model, names, mesh[used])
+        return names
 
     def parallelize(
         self,
@@ -107,27 +174,36 @@ class Plan:
             seq_len: of the data.
             micro_batches: into how many a pipeline cuts the rows of a step.
         """
-        by_fsdp = data.uses_fsdp(self.table, self.degrees)
-        found = data.parallelize(model, by_fsdp, self.degrees, self.device, reduce)
-        if pieces.whole and self.mesh is not None:
-            weights = [w for name, w in model.named_parameters() if name in pieces.whole]
-            finish = _summing(weights, self.mesh.get_group("tensor"), self.device)
-            found = replace(found, finish_gradients=finish)
-        if pieces.cut is not None and self.mesh is not None:
+        found = data.parallelize(model, self.table, self.degrees, self.device, reduce)
+        if self.mesh is None:
+            return found
+        whole = [w for name, w in model.named_parameters() if name in pieces.whole]
+        kept = [w for name, w in model.named_parameters() if name in pieces.kept]
+        finish = [reducing(whole, kept, self.mesh, self.device)]
+        if pieces.cut is not None:
             from .pipeline import Pipeline
 
+            group, place = self.mesh.get_group("pipeline"), self.mesh.get_local_rank("pipeline")
+            other = pieces.cut.other_end(place)
+            if other is not None:
+                from .tied import summing_with
+
+                tied = tuple(model.get_submodule(pieces.embed).parameters())
+                finish.append(summing_with(other, tied, group, self.device))
+                found = replace(found, counted_elsewhere=tied if other < place else ())
+            table = self.table.pipelining
             length = seq_len // self.degrees.context // self.degrees.tensor
             pipeline = Pipeline(
                 pieces.stages,
                 pieces.cut,
-                self.mesh.get_group("pipeline"),
+                group,
                 self.device,
-                self.table.pipelining.schedule,
+                read_schedule(Path(table.csv)) if table.csv else table.schedule,
                 micro_batches,
                 torch.empty(1, length, pieces.width, dtype=model.compute_dtype, device="meta"),
             )
             found = replace(found, pipeline=pipeline)
-        return found
+        return replace(found, finish_gradients=partial(each, finish), late={*whole, *kept})
 
 
 @dataclass(frozen=True)
@@ -139,12 +215,16 @@ class Pieces:
         stages: of the pipeline, by number.
         cut: into stages; None without a pipeline.
         width: of the hidden states that pass between them.
+        kept: weights that FSDP ignores: their gradients are to be averaged over the data axes.
+        embed: path of the embedding.
     """
 
     whole: set[str] = field(default_factory=set)
     stages: dict[int, Stage] = field(default_factory=dict)
     cut: Cut | None = None
     width: int = 0
+    kept: set[str] = field(default_factory=set)
+    embed: str = ""
 
 
 def make_plan(table: Parallel, rank: int, ranks: int, device: torch.device) -> Plan:
@@ -154,7 +234,7 @@ def make_plan(table: Parallel, rank: int, ranks: int, device: torch.device) -> P
         RecipeError: the degrees do not multiply to the number of ranks.
     """
     degrees = resolve_degrees(table, ranks)
-    sharded = data.is_sharded(table, degrees)
+    sharded = is_sharded(table, degrees)
     mesh = context = None
     if sharded or degrees.tensor > 1 or degrees.pipeline > 1:
         mesh = build_mesh(degrees, device.type, sharded=sharded)
@@ -162,23 +242,8 @@ def make_plan(table: Parallel, rank: int, ranks: int, device: torch.device) -> P
         from .context import ContextParallel
 
         group = context_group(degrees, device.type)
-        context = ContextParallel(group, degrees.coordinate(rank).context, degrees.context)
+        place, in_ring = degrees.coordinate(rank).context, table.context_exchange == "ring"
+        context = ContextParallel(group, place, degrees.context, in_ring)
+    elif table.context_exchange == "ring" and rank == 0:
+        log.warning('parallel.context_exchange = "ring" has no effect: parallel.context is 1')
     return Plan(table, degrees, rank, device, mesh, context)
-
-
-def _summing(
-    weights: list[nn.Parameter], group: dist.ProcessGroup, device: torch.device
-) -> Callable[[], None]:
-    """Return what sums the gradients of weights over a group, in one collective."""
-
-    def finish() -> None:
-        gradients = [local(weight.grad) for weight in weights if weight.grad is not None]
-        if not gradients:
-            return
-        flat = torch.cat([gradient.flatten() for gradient in gradients]).to(device)
-        dist.all_reduce(flat, group=group)
-        pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
-        for gradient, piece in zip(gradients, pieces, strict=True):
-            gradient.copy_(piece.view_as(gradient))
-
-    return finish

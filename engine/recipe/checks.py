@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from math import prod
 from warnings import catch_warnings
 
+from .memory_checks import check_memory
 from .plan_checks import check_plan
 from .positions import KeyPath
 from .schema import Recipe
@@ -153,6 +154,7 @@ def _ranks(recipe: Recipe, world: int | None) -> Iterator[Finding]:
             yield ("parallel",), message, "one degree may be -1: what is left over"
             return
     yield from check_plan(recipe, known_degrees(recipe, world))
+    yield from check_memory(recipe, known_degrees(recipe, world))
     ranks = data_ranks(recipe, world)
     data = recipe.data
     if ranks is None or ranks < 1:

@@ -14,6 +14,7 @@ from ..errors import Problem, RecipeError
 from ..registry import import_plugins
 from .checks import check
 from .extends import read_layers
+from .mesh_text import WORDS, parse_mesh
 from .messages import problems_of
 from .overrides import SET, apply_override
 from .schema import Recipe
@@ -67,6 +68,7 @@ def _load(tree: Tree, path: Path, overrides: Sequence[str], world: int | None) -
     problems += _import_plugins(tree)
     _name_run(tree, path)
     _leave_behind(tree)
+    problems += _spread_mesh(tree)
     _resolve_paths(tree)
     try:
         recipe = Recipe.model_validate(tree.values)
@@ -110,6 +112,33 @@ def _leave_behind(tree: Tree) -> None:
             is_older = tree.origin((*table.path, key)).layer < layer
             if is_older and key not in table.config.model_fields and table.registry.owners(key):
                 tree.remove((*table.path, key))
+
+
+def _spread_mesh(tree: Tree) -> list[Problem]:
+    """Put the degrees of `parallel.mesh` into keys of their own.
+
+    They replace those of lower layers, and those of higher layers replace them.
+    """
+    path = ("parallel", "mesh")
+    table = tree.values.get("parallel")
+    text = table.get("mesh") if isinstance(table, dict) else None
+    if not isinstance(table, dict) or not isinstance(text, str) or not text:
+        return []
+    origin = tree.origin(path)
+    degrees, faults = parse_mesh(text)
+    problems = [tree.problem(path, *fault) for fault in faults]
+    for axis in [axis for axis in WORDS if axis in table]:
+        layer = tree.origin(("parallel", axis)).layer
+        if layer == origin.layer:
+            message = f"parallel.{axis} is given beside it"
+            problems.append(tree.problem(path, message, f"keep one, or write {axis} in the text"))
+        elif layer > origin.layer:
+            del degrees[axis]
+    tree.remove(path)
+    for axis, degree in degrees.items():
+        if not problems:
+            tree.replace(("parallel", axis), degree, {("parallel", axis): origin})
+    return problems
 
 
 def _resolve_paths(tree: Tree) -> None:

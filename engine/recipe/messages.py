@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..errors import Problem, nearest
+from .fsdp1 import replacement
 from .positions import KeyPath
 from .shown import printable, shown_value
 from .structure import GivenTable, every_table, table_at
@@ -92,9 +93,8 @@ class _Fault:
         if message:
             return self.tree.problem(self.path, message)
         key = str(self.path[-1])
-        return self.tree.problem(
-            self.path, f"unknown key {shown_value(key)}", self.advice(key, self.path[:-1])
-        )
+        hint = replacement(self.path, self.input) or self.advice(key, self.path[:-1])
+        return self.tree.problem(self.path, f"unknown key {shown_value(key)}", hint)
 
     def advice(self, key: str, path: KeyPath) -> str:
         """Return where a key that the table at `path` lacks belongs, or its nearest spelling."""
@@ -129,9 +129,8 @@ class _Fault:
         expected = _EXPECTED[self.type].format_map(bounds).replace("'", '"')
         is_counted = self.type in _COUNTED
         given = f"one of {len(self.input)}" if is_counted else shown_value(self.input)
-        return self.tree.problem(
-            self.path, f"expected {expected}, got {given}", self.spelling(expected)
-        )
+        hint = replacement(self.path, self.input) or self.spelling(expected)
+        return self.tree.problem(self.path, f"expected {expected}, got {given}", hint)
 
     def spelling(self, expected: str) -> str:
         """Return what was probably meant by a value of the wrong type."""

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..lora.names import with_adapters
+from ..parallel.placement import used_dim
+from ..parallel.rules import check_rules
 from .pipeline_checks import check_pipeline
 from .positions import KeyPath
 from .schema import Recipe
 
 Finding = tuple[KeyPath, str, str]
 """key, message, hint"""
+
+OPEN_VOCABULARY = 2**20
+"""stands for one that the tokenizer will settle: any even cut of it works out"""
 
 
 def check_plan(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
@@ -21,6 +27,7 @@ def check_plan(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
         degrees: those that are known, by axis.
     """
     tensor, context = degrees.get("tensor", 1), degrees.get("context", 1)
+    yield from _overlap(recipe)
     if tensor > 1:
         yield from _tensor(recipe, tensor)
     yield from _sequence(recipe, tensor, context)
@@ -31,6 +38,8 @@ def check_plan(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
             yield from check_pipeline(recipe, degrees)
         else:
             yield _no_plan(recipe, "pipeline")
+    if recipe.parallel.rules:
+        yield from _rules(recipe, degrees)
 
 
 def _no_plan(recipe: Recipe, axis: str) -> Finding:
@@ -56,8 +65,14 @@ def _tensor(recipe: Recipe, tensor: int) -> Iterator[Finding]:
     if groups % tensor and tensor % groups:
         message = f"{tensor} ranks cannot share model.n_kv_heads = {groups} evenly"
         yield path, message, f"give a divisor or a multiple of {groups}"
-    if recipe.lora.rank:
-        yield path, "adapters ([lora]) are not split", "keep parallel.tensor = 1"
+
+
+def _overlap(recipe: Recipe) -> Iterator[Finding]:
+    compiler = recipe.compile
+    if recipe.parallel.async_tensor and not (compiler.enabled and compiler.backend == "inductor"):
+        message = "inductor overlaps products and collectives, and does not compile this run"
+        hint = "set compile.enabled = true, or leave async_tensor out"
+        yield ("parallel", "async_tensor"), message, hint
 
 
 def _nearest(count: int, degree: int) -> str:
@@ -74,3 +89,16 @@ def _sequence(recipe: Recipe, tensor: int, context: int) -> Iterator[Finding]:
         message = f"seq_len ({seq_len}) is no multiple of {unit}, into which {axes} cut it"
         below, above = seq_len // unit * unit, (seq_len // unit + 1) * unit
         yield ("data", "seq_len"), message, f"{f'{below} or ' if below else ''}{above} would do"
+
+
+def _rules(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
+    config, tensor = recipe.model.with_vocab(OPEN_VOCABULARY), degrees.get("tensor", 1)
+    shapes = with_adapters(config.parameter_shapes(), config.layout, recipe.lora)
+    shard = degrees.get("shard", 1) * degrees.get("context", 1)
+    if recipe.parallel.fsdp.strategy == "no_shard":
+        shard = 1
+    has_plan = tensor > 1 and config.layout.tensor
+    ranks = tensor if has_plan else 1
+    yield from check_rules(
+        shapes, recipe.parallel, lambda name: used_dim(name, config, ranks)[1], ranks, shard
+    )

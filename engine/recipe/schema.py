@@ -14,6 +14,7 @@ from ..loss.configs import CrossEntropy, LossConfig, losses
 from ..models import models
 from ..observe.configs import trackers
 from ..optim.configs import WSD, AdamW, OptimizerConfig, ScheduleConfig, optimizers, schedules
+from ..parallel.tables import Parallel
 from ..registry import Named, Registry
 from . import tables
 
@@ -28,7 +29,7 @@ class Recipe(Table):
     optimizer: Annotated[OptimizerConfig, Named(optimizers)] = AdamW()
     schedule: Annotated[ScheduleConfig, Named(schedules)] = WSD()
     loss: Annotated[LossConfig, Named(losses)] = CrossEntropy()
-    parallel: tables.Parallel = tables.Parallel()
+    parallel: Parallel = Parallel()
     precision: tables.Precision = tables.Precision()
     memory: tables.Memory = tables.Memory()
     compile: tables.Compile = tables.Compile()

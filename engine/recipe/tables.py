@@ -6,11 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..config import Count, CountOrZero, RecipePath, Table
+from ..config import Count, CountOrZero, Fraction, RecipePath, Table
 from ..observe import configs as observe
 from ..registry import Named
-
-Degree = Annotated[int, Field(ge=-1, le=2**20)]
 
 
 class Run(Table):
@@ -36,63 +34,6 @@ class Run(Table):
     """Python garbage collection every N steps on all ranks together; 0 leaves Python alone"""
 
 
-class FSDP(Table):
-    """How parameters are sharded."""
-
-    strategy: Literal[
-        "full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"
-    ] = "full_shard"
-    """"full_shard" gathers weights for forward and again for backward; "shard_grad_op" keeps them
-    between the two; "no_shard" replicates; "hybrid_shard" and "hybrid_shard_zero2" do the first two
-    inside the shard axis and replicate over the replicate axis"""
-    offload: bool = False
-    """keep parameters, gradients and optimizer state in CPU memory"""
-
-
-class Pipelining(Table):
-    """How micro batches pass through the stages of a pipeline."""
-
-    schedule: Literal[
-        "1F1B",
-        "GPipe",
-        "Interleaved1F1B",
-        "LoopedBFS",
-        "InterleavedZeroBubble",
-        "ZBVZeroBubble",
-        "DualPipeV",
-    ] = "1F1B"
-    """any schedule of torch.distributed.pipelining"""
-    micro_batches: CountOrZero = 0
-    """into how many a rank's rows of a step are cut; 0: as data.micro_batch says"""
-    stages_per_rank: CountOrZero = 0
-    """stages that each rank holds; 0: one for "1F1B" and "GPipe", two for the others"""
-    layers_per_stage: Annotated[list[Count], Field(max_length=10_000)] = []
-    """blocks of each stage; default: stages that cost about the same"""
-
-
-class Parallel(Table):
-    """Degrees of each kind of parallelism; their product is the world size."""
-
-    replicate: Degree = 1
-    """data parallel, replicated (DDP, or the outer axis of HSDP)"""
-    shard: Degree = -1
-    """data parallel, sharded (FSDP2); -1: what is left over"""
-    context: Degree = 1
-    """context parallel: each sequence split over ranks"""
-    tensor: Degree = 1
-    """tensor parallel: each matrix split over ranks"""
-    pipeline: Degree = 1
-    """pipeline parallel: the blocks split over ranks"""
-    expert: Degree = 1
-    """expert parallel: carved out of replicate, shard and context"""
-    expert_tensor: Degree = 1
-    """tensor parallel inside the experts"""
-    fsdp: FSDP = FSDP()
-    """how parameters are sharded"""
-    pipelining: Pipelining = Pipelining()
-    """how micro batches pass through a pipeline"""
-
-
 class Precision(Table):
     """In which dtypes a step computes."""
 
@@ -105,8 +46,20 @@ class Precision(Table):
 class Memory(Table):
     """What is traded for memory."""
 
-    recompute: Literal["none", "full"] = "none"
-    """activation checkpointing: "none" keeps all activations, "full" recomputes each block"""
+    recompute: Literal["none", "full", "every_n", "selective", "budget"] = "none"
+    """activation checkpointing: "none" keeps all activations, "full" recomputes each block,
+    "every_n" one block in N, "selective" all but some operations, "budget" what torch.compile finds
+    cheapest"""
+    recompute_interval: Annotated[int, Field(ge=2, le=10_000)] = 2
+    """"every_n": one block in so many is recomputed"""
+    recompute_keep: Annotated[list[str], Field(max_length=100)] = ["mm", "attention", "collectives"]
+    """"selective": operations whose results are kept: "mm", "half_mm" (every second one), "bmm",
+    "attention", "norm", "all_gather", "reduce_scatter", "collectives", or torch's names such as
+    "aten.mm.default" """
+    recompute_budget: Fraction = 0.5
+    """"budget": share of the activations' memory that may be kept"""
+    optimizer_in_backward: bool = False
+    """update each weight as soon as its gradient is complete, and free the gradient"""
 
 
 class Compile(Table):

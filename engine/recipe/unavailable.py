@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from .positions import KeyPath
 
-_KEYS = ("parallel.rules", "precision.float8", "precision.mx")
+_KEYS = ("precision.float8", "precision.mx")
 _VALUES = {
-    "memory.recompute": ("selective", "every_n", "budget"),
     "kernels.*": ("triton",),
 }
 

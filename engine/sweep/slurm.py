@@ -5,28 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-SCRIPT = """\
-#!/bin/bash
-#SBATCH --job-name={name}
-#SBATCH --array=0-{last}
-#SBATCH --ntasks={nproc}
-#SBATCH --chdir={workdir}
-#SBATCH --output={output}
-#SBATCH --open-mode=append
-#SBATCH --requeue
-#SBATCH --signal=TERM@300
-# What your cluster wants besides goes here or on the command line of sbatch, such as
-#   sbatch --partition=gpu --gpus-per-task=1 --time=04:00:00 {script}
-# SIGTERM comes 300 s before the time limit: the run saves and ends with 75, and goes on from there
-# when its element starts again.
-
-srun {command} --index "$SLURM_ARRAY_TASK_ID"
-code=$?
-if [ "$code" -eq 75 ]; then
-    scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}"
-fi
-exit "$code"
-"""
+from ..launch.slurm import SECONDS_TO_SAVE, batch_script
 
 
 def array_script(
@@ -41,15 +20,24 @@ def array_script(
         folder: of the sweep.
         command: runs the point that a further `--index N` names.
 
-    Source: sbatch(1), scontrol(1).
+    Raises:
+        RecipeError: a value cannot stand in a script.
     """
-    output = folder.replace("%", "%%") + "/logs/%A_%a.out"
-    return SCRIPT.format(
-        name=shlex.quote(name),
-        last=points - 1,
-        nproc=nproc,
-        workdir=shlex.quote(workdir),
-        output=shlex.quote(output),
-        script=shlex.quote(f"{folder}/sweep.sbatch"),
-        command=shlex.join(command),
+    script = shlex.quote(f"{folder}/sweep.sbatch")
+    return batch_script(
+        {
+            "job-name": name,
+            "array": f"0-{points - 1}",
+            "ntasks": nproc,
+            "chdir": workdir,
+            "output": folder.replace("%", "%%") + "/logs/%A_%a.out",
+        },
+        f'{shlex.join(command)} --index "$SLURM_ARRAY_TASK_ID"',
+        [
+            "What your cluster wants besides goes here or on the command line of sbatch, such as",
+            f"  sbatch --partition=gpu --gpus-per-task=1 --time=04:00:00 {script}",
+            f"SIGTERM comes {SECONDS_TO_SAVE} s before the time limit: the run saves and ends with",
+            "75, and goes on from there when its element starts again.",
+        ],
+        job="${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}",
     )

@@ -13,20 +13,19 @@ from ..parallel.local import num_parts
 
 
 def global_norm(
-    gradients: Sequence[Tensor], parts: Sequence[Tensor], holders: int, device: torch.device
+    gradients: Sequence[tuple[Tensor, Tensor]], holders: int, device: torch.device
 ) -> Tensor:
     """Return the L2 norm of gradients over all ranks.
 
     Args:
-        gradients: split over ranks in any way.
-        parts: of them, those that this rank holds.
+        gradients: split over ranks in any way, each with the part of it that this rank holds.
         holders: ranks that hold the same gradients, whole or in parts.
         device: where the ranks' collectives are; offloaded gradients are elsewhere.
     """
     if holders == 1 and not dist.is_initialized():
-        return torch.nn.utils.get_total_norm(gradients, foreach=True)
+        return torch.nn.utils.get_total_norm([part for _, part in gradients], foreach=True)
     by_count: dict[int, list[Tensor]] = defaultdict(list)
-    for gradient, part in zip(gradients, parts, strict=True):
+    for gradient, part in gradients:
         by_count[num_parts(gradient)].append(part)
     # Each part is held by as many ranks: it counts once.
     squares = [

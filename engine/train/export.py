@@ -67,7 +67,7 @@ def export_run(
     if found is not None:
         tensors = model_state(parts.model)
         tensors |= parts.average.prepare(found.manifest.tensors) if parts.average else {}
-        load_state(found.path, found.manifest, tensors, group)
+        load_state(found.path, found.manifest, tensors, group, parts.model.elsewhere)
     names = [FINAL]
     names += [AVERAGE] * (parts.average is not None and parts.average.begun)
     names += [ADAPTER] * (parts.recipe.lora.rank > 0)
@@ -87,7 +87,14 @@ def export_run(
 
 
 def _export(parts: Parts, folder: Path, group: ProcessGroup | None) -> None:
+    for module in parts.model.modules():
+        if reshard := getattr(module, "reshard", None):
+            reshard()  # FSDP may still hold weights that it has gathered, in another dtype
     weights = merged_weights(parts.model)
+    copies = set(map(id, parts.parallelized.counted_elsewhere))
+    for name, weight in parts.model.named_parameters():
+        if id(weight) in copies:
+            del weights[name]
     export_huggingface(folder, weights, parts.model_config, parts.tokenizer, group=group)
 
 

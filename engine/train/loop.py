@@ -38,10 +38,10 @@ def train(
             observer.sync()
             saver.save(position, sync=True)
             return "stopped"
+        lr_factor = recipe.schedule.factor(position.step, total)
+        step.set_rate(lr_factor)
         gradients = step.accumulate(next(batches))
         position.batch += 1
-        saver.wait_staged()
-        lr_factor = recipe.schedule.factor(position.step, total)
         if health.admits(gradients, position.step + 1):
             step.update(lr_factor)
         step.clear()

@@ -50,6 +50,7 @@ class Saver:
         self._report = report
         self._saved_step = -1
         self._failures = 0
+        parts.step.before_update = self.wait_staged
 
     def save(self, position: Position, *, last: bool = False, sync: bool = False) -> None:
         """Save the state after `position.step` steps, unless that is saved already.
@@ -172,7 +173,7 @@ class Saver:
         position.batch = batch
 
     def wait_staged(self) -> None:
-        """Wait until the state being saved is copied; call before weights change."""
+        """Wait until the state being saved is copied; the step calls it before weights change."""
         with self._parts.step.phase("checkpoint"):
             self._store.wait_staged()
 

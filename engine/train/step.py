@@ -18,6 +18,7 @@ from ..parallel.local import local
 from ..parallel.mesh import Degrees
 from ..precision.dtypes import LossScale
 from .clip import global_norm
+from .in_backward import UpdateInBackward
 
 if TYPE_CHECKING:
     from ..loss.configs import LossFunction
@@ -63,13 +64,28 @@ class TrainStep:
     scale: LossScale
     device: torch.device
     degrees: Degrees
+    in_backward: UpdateInBackward | None = None
     phase: Phase = no_phase
+    before_update: Callable[[], None] = lambda: None
+    """called before weights change"""
 
     def __post_init__(self) -> None:
         self._apply = plain_step(self.optimizer)
 
+    def set_rate(self, lr_factor: float) -> None:
+        """Set each group's rate to its peak times `lr_factor`.
+
+        To be called before `accumulate` where that updates weights (`optimizer_in_backward`).
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * lr_factor
+        if self.in_backward:
+            self.in_backward.set_rate(lr_factor)
+
     def accumulate(self, batches: Sequence[Batch]) -> Gradients:
         """Run forward and backward over the micro batches and clip the gradient."""
+        if self.in_backward:
+            self.in_backward.start()
         batches = [batch.to(self.device) for batch in batches]
         tokens = torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum()
         self._sum_over_ranks(tokens, self.degrees.world // self.degrees.copies)
@@ -83,7 +99,7 @@ class TrainStep:
         self._sum_over_ranks(total, self.degrees.tensor)
         with self.phase("clip"):
             self.parallelized.finish_gradients()
-            norm = self._clip()
+            norm = self.in_backward.finish() if self.in_backward else self._clip()
         return Gradients(total, tokens, norm)
 
     def _forward_backward(self, batches: Sequence[Batch], factor: Tensor) -> Tensor:
@@ -92,6 +108,8 @@ class TrainStep:
             self.parallelized.reduce_gradients(number == len(batches))
             with self.phase("forward"):
                 loss = summed_loss(self.parallelized.forward, batch, self.loss)
+            if self.in_backward:
+                self.before_update()
             with self.phase("backward"):
                 torch.autograd.backward(loss * factor)
             total += loss.detach()
@@ -104,17 +122,23 @@ class TrainStep:
             count.div_(same, rounding_mode=None if count.is_floating_point() else "floor")
 
     def _clip(self) -> Tensor:
-        gradients = [
-            weight.grad
+        weights = [
+            weight
             for group in self.optimizer.param_groups
             for weight in group["params"]
             if weight.grad is not None
         ]
-        parts = [local(gradient) for gradient in gradients]
+        parts = [local(weight.grad) for weight in weights]
         if self.scale.dynamic:
             torch._foreach_mul_(parts, 1 / self.scale.value)
+        elsewhere = set(map(id, self.parallelized.counted_elsewhere))
+        counted = [
+            (weight.grad, part)
+            for weight, part in zip(weights, parts, strict=True)
+            if id(weight) not in elsewhere
+        ]
         holders = self.degrees.world // self.degrees.pipeline
-        norm = global_norm(gradients, parts, holders, self.device)
+        norm = global_norm(counted, holders, self.device)
         if self.clip_norm > 0 and parts:
             # As torch.nn.utils.clip_grads_with_norm_, which takes no tensors of different meshes.
             factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -122,12 +146,17 @@ class TrainStep:
         return norm
 
     def update(self, lr_factor: float) -> None:
-        """Let the optimizer change the weights, with each group's peak rate times `lr_factor`."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * lr_factor
+        """Let the optimizer change the weights, with each group's peak rate times `lr_factor`.
+
+        Does nothing where the backward pass has done it.
+        """
+        if self.in_backward:
+            return
+        self.before_update()
+        self.set_rate(lr_factor)
         with self.phase("optimizer"):
             self._apply()
 
     def clear(self) -> None:
-        """Drop the gradients."""
-        self.optimizer.zero_grad(set_to_none=True)
+        """Drop the gradients, or make them zero where they have a place of their own."""
+        self.optimizer.zero_grad(set_to_none=not self.parallelized.keeps_gradients)

@@ -77,24 +77,25 @@ class Llama3(LanguageModel):
         blocks: range | None = None,
     ) -> Tensor:
         """Return logits, the summed loss, or hidden states: see `LanguageModel`."""
-        blocks = blocks or range(self.config.n_layers)
+        count = self.config.n_layers
+        blocks = range(count + 1) if blocks is None else blocks
         if positions is None:
             assert tokens is not None, "positions go with hidden states"
             start = 0 if cache is None else cache.length
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         cos, sin = rotation(positions, self.frequencies)
         keys = document_ids
-        if cache is not None and tokens is not None:
-            keys = cache.extend(tokens.shape[1], document_ids)
+        if cache is not None:
+            keys = cache.extend(positions.shape[-1], document_ids)
         mask = None
         if document_ids is not None and keys is not None:
             mask = self.attention_mask(document_ids, keys)
         x_BSD = self.embed(tokens).to(self.compute_dtype) if hidden is None else hidden
-        for number in blocks:
+        for number in range(blocks.start, min(blocks.stop, count)):
             block_cache = None if cache is None else cache.block(number)
             # By name: a stage of a pipeline has some of them alone.
             x_BSD = getattr(self.layers, str(number))(x_BSD, cos, sin, mask, block_cache)
-        if blocks.stop < self.config.n_layers:
+        if blocks.stop <= count:
             return x_BSD
         tied_weight = self.embed.weight if self.config.tie_embeddings else None
         out: Tensor = self.head(x_BSD, labels, loss, tied_weight)

@@ -74,3 +74,22 @@ def test_a_folder_without_weights_is_a_checkpoint_error(generate, tmp_path):
     for place in (tmp_path, tmp_path / "nosuch"):
         code, _, err = generate("--prompt", "x", checkpoint=str(place))
         assert (code, f"no checkpoint in {place}" in err) == (5, True)
+
+
+def test_processes_that_share_the_blocks_say_what_one_says(folder, capfd):
+    words = ["generate", folder, "--prompt=--x", "--prompt=é", "--max-new-tokens=8", "--seed=5"]
+    printed = []
+    for more in (["--json"], ["--json", "--nproc=2"]):
+        with pytest.raises(SystemExit) as stop:
+            main([*words, *more])
+        assert not stop.value.code
+        printed.append(capfd.readouterr().out)
+    assert len(printed[0].splitlines()) == 2
+    assert printed[0] == printed[1]
+
+
+def test_more_processes_than_blocks_are_refused(folder, capfd):
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", folder, "--nproc", "9"])
+    assert stop.value.code == 2
+    assert "9 ranks cannot share the" in capfd.readouterr().err

@@ -29,6 +29,8 @@ finally:
         ("list", "model", "llama3"), ("schema",), ("new", "x.toml"), ("run", "--help"),
         ("generate", "--help"), ("run", "nosuch.toml"), ("validate", "nosuch.toml"),
         ("status", "."), ("report", "."), ("sweep", "nosuch.toml", "--grid", "optimizer.lr=1,2"),
+        ("launch", "slurm", DEBUG, "--gpus-per-node", "4"),
+        ("launch", "torchrun", DEBUG, "--gpus-per-node", "4"),
         ("sweep", DEBUG, "--grid", "optimizer.lr=1,2", "--dry-run"),
         ("docs",), ("docs", "optimizer.lr"), ("docs", "--write", "reference"),
     ],

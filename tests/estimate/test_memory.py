@@ -4,10 +4,12 @@ import os
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from tests.distributed import run_ranks
 from trainer.engine.assemble import build_model, build_step
-from trainer.engine.estimate.simulate import simulate, track
+from trainer.engine.estimate.simulate import simulate
+from trainer.engine.estimate.step import empty_batches, track
 from trainer.engine.parallel.materialize import materialize
 from trainer.engine.parallel.plan import make_plan
 from trainer.engine.recipe.schema import Recipe
@@ -21,23 +23,38 @@ BASE = {
 CPU = torch.device("cpu")
 VOCAB = 1000
 PLANS = {
-    "alone": (1, {}),
-    "shard": (2, {"shard": 2}),
-    "tensor": (2, {"tensor": 2}),
-    "context": (2, {"context": 2}),
-    "pipeline": (2, {"pipeline": 2}),
-    "shard-tensor": (4, {"shard": 2, "tensor": 2}),
-    "pipeline-shard": (4, {"pipeline": 2, "shard": 2, "pipelining": {"schedule": "ZBVZeroBubble"}}),
+    "alone": (1, {}, {}),
+    "shard": (2, {"shard": 2}, {}),
+    "tensor": (2, {"tensor": 2}, {}),
+    "context": (2, {"context": 2}, {}),
+    "ring": (4, {"context": 4, "context_exchange": "ring"}, {}),
+    "pipeline": (2, {"pipeline": 2}, {}),
+    "shard-tensor": (4, {"shard": 2, "tensor": 2}, {}),
+    "hybrid": (4, {"replicate": 2, "shard": 2}, {"memory": {"recompute": "full"}}),
+    "context-shard": (4, {"shard": 2, "context": 2}, {"memory": {"recompute": "selective"}}),
+    "pipeline-shard": (
+        4,
+        {"pipeline": 2, "shard": 2, "pipelining": {"schedule": "ZBVZeroBubble"}},
+        {},
+    ),
+    "1F1B": (4, {"pipeline": 4}, {}),
+    "offload": (2, {"shard": 2, "fsdp": {"offload": True}}, {"ema": {"decay": 0.9}}),
+    "adapters": (2, {"shard": 2}, {"lora": {"rank": 4}}),
 }
 
 
-def counted(recipe):
-    """Return the peak of this rank's real steps."""
+def built_step(recipe):
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     plan = make_plan(recipe.parallel, rank, ranks, CPU)
     built = build_model(recipe, VOCAB, CPU, plan)
     materialize(built.model, CPU, 0)
-    return track(recipe, build_step(recipe, built, plan), plan.take).peak
+    return build_step(recipe, built, plan), plan
+
+
+def counted(recipe):
+    """Return the peak of this rank's real steps: the second one has an optimizer state."""
+    step, plan = built_step(recipe)
+    return track(recipe, step, plan.take, steps=2).peak().total
 
 
 def simulated(recipe, rank, ranks):
@@ -48,8 +65,50 @@ def simulated(recipe, rank, ranks):
 
 @pytest.mark.parametrize("plan", list(PLANS))
 def test_the_estimate_is_what_real_steps_count(plan):
-    ranks, parallel = PLANS[plan]
-    recipe = Recipe.model_validate(BASE | {"parallel": parallel})
-    for rank, expected in enumerate(run_ranks(ranks, counted, recipe)):
-        (found,) = run_ranks(1, simulated, recipe, rank, ranks)
+    ranks, parallel, others = PLANS[plan]
+    recipe = Recipe.model_validate(BASE | {"parallel": parallel} | others)
+    for rank, expected in enumerate(run_ranks(ranks, counted, recipe, timeout=900)):
+        (found,) = run_ranks(1, simulated, recipe, rank, ranks, timeout=900)
         assert found == pytest.approx(expected, rel=0.01)
+
+
+def recorded(recipe):
+    """Return the peak of a real step as the CPU's allocator tells torch's profiler."""
+    step, _ = built_step(recipe)
+    share = recipe.data.global_batch // step.degrees.data
+    batches = empty_batches(recipe, share, recipe.data.micro_batch)
+    for _ in range(2):  # DDP makes its buckets anew in the second
+        step.accumulate(batches)
+        step.update(1.0)
+        step.clear()
+    model = step.parallelized.model
+    state = [value for held in step.optimizer.state.values() for value in held.values()]
+    tensors = [*model.parameters(), *model.buffers(), *state]
+    if step.degrees.data > 1:  # DDP's buckets, whose views the gradients are, stay
+        tensors += [weight for weight in model.parameters() if weight.requires_grad]
+    for batch in batches:
+        columns = batch.tokens, batch.labels, batch.positions, batch.document_ids
+        tensors += [column for column in columns if column is not None]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recording:
+        step.accumulate(batches)
+        step.update(1.0)
+        step.clear()
+    events = [e for e in recording.profiler.kineto_results.events() if e.name() == "[memory]"]
+    total = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        peak = max(peak, total)
+    return sum(tensor.nbytes for tensor in tensors) + peak, len(events)
+
+
+@pytest.mark.parametrize(("recompute", "copies"), [("none", 1), ("full", 1), ("none", 2)])
+def test_the_allocator_records_the_same_peak(recompute, copies):
+    """Under DDP too, which makes its buckets where no operation is seen."""
+    model = BASE["model"] | {"dim": 256, "ffn_dim": 768}
+    parallel = {"replicate": copies, "shard": 1}
+    changes = {"model": model, "memory": {"recompute": recompute}, "parallel": parallel}
+    recipe = Recipe.model_validate(BASE | changes | {"precision": {"compute": "fp32"}})
+    for rank, (peak, events) in enumerate(run_ranks(copies, recorded, recipe, timeout=900)):
+        (found,) = run_ranks(1, simulated, recipe, rank, copies, timeout=900)
+        assert events > 1000
+        assert found == pytest.approx(peak, rel=0.03)

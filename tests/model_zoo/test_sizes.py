@@ -47,3 +47,13 @@ def test_an_open_vocabulary_takes_the_tokenizers_and_a_given_one_stays():
     assert Llama3Config().with_vocab(257).vocab == 320
     assert Llama3Config().with_vocab(64).vocab == 64
     assert Llama3Config(vocab_size=50).with_vocab(257).vocab == 50
+
+
+@pytest.mark.parametrize("flavor", Llama3Config.flavors)
+@pytest.mark.parametrize("changes", [{}, {"head_dim": 20}, {"tie_embeddings": True}])
+def test_parameter_shapes_are_those_of_the_module(flavor, changes):
+    config = Llama3Config(flavor=flavor, **changes).with_vocab(300)
+    with without_storage():
+        model = config.build(choose({}, "cpu", 16))
+    found = [(name, tuple(weight.shape)) for name, weight in model.named_parameters()]
+    assert list(config.parameter_shapes().items()) == found

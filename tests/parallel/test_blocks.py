@@ -15,3 +15,15 @@ def test_a_backend_that_torch_does_not_have_is_named_with_the_nearest():
     with pytest.raises(RecipeError, match=r"torch\.compile has no 'inductr'") as error:
         transform_blocks(model, config.layout, Memory(), Compile(enabled=True, backend="inductr"))
     assert error.value.problems[0].hint == 'did you mean "inductor"?'
+
+
+def test_an_operation_that_torch_does_not_have_is_named_with_the_nearest():
+    config = Llama3Config(n_layers=1, dim=32).with_vocab(64)
+    model = config.build(choose({}, "cpu", seq_len=8))
+    memory = Memory(recompute="selective", recompute_keep=["mm", "aten.addmmm.default"])
+    with pytest.raises(RecipeError, match="torch has no operation") as error:
+        transform_blocks(model, config.layout, memory, Compile())
+    (problem,) = error.value.problems
+    assert (problem.key, problem.hint) == (
+        "memory.recompute_keep", 'did you mean "aten.addmm.default"?',
+    )  # fmt: skip

@@ -4,9 +4,22 @@ import random
 from itertools import combinations, pairwise
 
 import pytest
+import torch
 
-from trainer.engine.parallel.cut import Cut, balanced, cut_blocks, num_stages
-from trainer.engine.recipe.tables import Pipelining
+from tests.distributed import run_ranks
+from tests.train.plans import BASE, assembled, recipe_with
+from trainer.engine.parallel.cut import (
+    Cut,
+    EndCosts,
+    balanced,
+    cut_blocks,
+    num_stages,
+    stage_costs,
+)
+from trainer.engine.parallel.materialize import without_storage
+from trainer.engine.parallel.measure import part_seconds
+from trainer.engine.parallel.tables import Pipelining
+from trainer.kernels.choose import choose
 from trainer.model_zoo.llama3.config import Llama3Config
 
 
@@ -73,5 +86,61 @@ def test_stages_lie_on_ranks_as_schedules_want_them(schedule, holders):
 def test_a_recipe_can_say_where():
     config = Llama3Config(flavor="debug", n_layers=7, vocab_size=64)
     cut = cut_blocks(Pipelining(layers_per_stage=[4, 1, 2]), 3, config)
-    assert cut == Cut(3, (4, 5, 7))
+    assert cut == Cut(3, (4, 5, 7), (0, 1, 2))
     assert cut.blocks(1) == range(4, 5)
+
+
+def test_the_embedding_takes_some_place_too():
+    """Of 8B on an H100: 16 bytes an element of a row, 3 products a weight of a block."""
+    config = Llama3Config(flavor="8b", vocab_size=128_256)
+    block = 2 * config.dim * (32 + 8) * 128 + 3 * config.dim * config.ffn_dim
+    bytes_a_second, products_a_second = 3.35e12, 989e12 / 2
+    expected = (16 * config.dim / bytes_a_second) / (3 * block / products_a_second)
+    assert config.embed_cost == pytest.approx(expected, rel=0.02)
+    costs = EndCosts(config.embed_cost, 0)
+    assert sizes(cut_blocks(Pipelining(), 3, config, costs).ends) == [10, 11, 11]
+
+
+def test_costs_that_were_measured_decide():
+    config = Llama3Config(flavor="debug", n_layers=10, vocab_size=64)
+    assert sizes(cut_blocks(Pipelining(), 2, config, EndCosts(0, 4)).ends) == [7, 3]
+    assert sizes(cut_blocks(Pipelining(), 2, config, EndCosts(4, 0)).ends) == [3, 7]
+    cut = cut_blocks(Pipelining(), 2, config, EndCosts(0, 4))
+    assert stage_costs(cut, config) == [7 + config.embed_cost, 3 + config.head_cost]
+
+
+def test_modules_by_name_may_leave_the_ends_alone():
+    config = Llama3Config(flavor="debug", n_layers=2, vocab_size=64)
+    names = [["embed"], ["layers.0", "layers.1"], ["head"]]
+    cut = cut_blocks(Pipelining(modules_per_stage=names), 3, config)
+    assert cut == Cut(3, (0, 2, 2), (0, 1, 2))
+    names = [["embed", "layers.0"], ["layers.1", "head"]]
+    assert cut_blocks(Pipelining(modules_per_stage=names), 2, config).ends == (1, 2)
+
+
+def test_what_a_part_costs_is_measured():
+    """A head of 256 times as many rows as the block is wide, beside a small block."""
+    config = Llama3Config(dim=32, ffn_dim=32, n_layers=1, vocab_size=8192)
+    kernels = choose({}, "cpu", 32)
+    with without_storage():
+        model = config.build(kernels)
+    loss, cpu = kernels.linear_cross_entropy, torch.device("cpu")
+    before = torch.get_rng_state()
+    embedding, block, head = part_seconds(model, loss, (4, 32), config.vocab, cpu)
+    assert 0 < embedding < head
+    assert 0 < block < head
+    assert torch.equal(torch.get_rng_state(), before), "the run draws what it would have drawn"
+
+
+def measured_ends(recipe):
+    parts = assembled(recipe)
+    return parts.parallelized.pipeline.cut.ends, parts.notes
+
+
+def test_all_ranks_cut_where_rank_0_measured():
+    """The head costs more than all blocks together: they go to the first stage."""
+    model = BASE["model"] | {"n_layers": 5, "vocab_size": 32_768}
+    recipe = recipe_with(model=model, parallel={"pipeline": 2, "pipelining": {"cost": "measured"}})
+    for ends, notes in run_ranks(2, measured_ends, recipe):
+        assert ends == (4, 5)
+        assert any(note.startswith("measured: embedding ") for note in notes)

@@ -8,7 +8,7 @@ from tests.model_zoo.peers import SIZES
 from trainer.engine.parallel.data import shard
 from trainer.engine.parallel.materialize import materialize, without_storage
 from trainer.engine.parallel.mesh import Degrees, build_mesh
-from trainer.engine.recipe.tables import Parallel
+from trainer.engine.parallel.tables import Parallel
 from trainer.kernels.choose import choose
 from trainer.model_zoo.llama3.config import Llama3Config
 

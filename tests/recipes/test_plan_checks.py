@@ -26,8 +26,69 @@ FAULTS = {
         "give a divisor or a multiple of 2",
     ),
     "adapters": (
-        "[lora]\nrank = 4\n[parallel]\ntensor = 2", 2,
-        "parallel.tensor", "adapters ([lora]) are not split", "keep parallel.tensor = 1",
+        ('[lora]\nrank = 4\ntargets = ["layers.[023].*"]\n[data]\nmicro_batch = 1\n[parallel]\n'
+        "pipeline = 2"), 2,
+        "lora.targets",
+        "a pipeline needs something to train in each stage: layers.1 has no adapter",
+        "let a pattern match weights of every block",
+    ),
+    "rule that matches nothing": (
+        '[[parallel.rules]]\nmatch = "layers.0.mlp.upp.weight"\nplace = {}', 1,
+        "parallel.rules.0.match", '"layers.0.mlp.upp.weight" matches no parameter',
+        'did you mean "layers.0.mlp.up.weight"?',
+    ),
+    "rule behind another": (
+        ('[[parallel.rules]]\nmatch = ".*up.weight"\nplace = {}\n'
+        '[[parallel.rules]]\nmatch = "layers.0.mlp.up.weight"\nplace = {}'), 1,
+        "parallel.rules.1.match",
+        '"layers.0.mlp.up.weight" matches only parameters that earlier rules took',
+        "put it before them",
+    ),
+    "no expression": (
+        '[[parallel.rules]]\nmatch = "*.weight"\nplace = {}', 1,
+        "parallel.rules.0.match",
+        '"*.weight" is no regular expression: nothing to repeat at position 0', "",
+    ),
+    "dim that is not there": (
+        '[[parallel.rules]]\nmatch = "layers.0.*"\nplace = { tensor = 1 }', 1,
+        "parallel.rules.0.place.tensor", "layers.0.attention.norm.weight has no dim 1",
+        "its dims: 0",
+    ),
+    "dim that FSDP cannot cut": (
+        ("[parallel]\ntensor = 2\n"
+        '[[parallel.rules]]\nmatch = ".*mlp.down.weight"\nplace = { tensor = 1, shard = 1 }'), 64,
+        "parallel.rules.0.place.shard",
+        "32 ranks cannot share dim 1 of layers.0.mlp.down.weight, 48 wide, evenly",
+        "dim 0 works; nearest number of ranks that works: 24",
+    ),
+    "dim that the tensor axis cannot cut": (
+        ("[model]\nn_heads = 5\nn_kv_heads = 5\nhead_dim = 8\nffn_dim = 80\n[parallel]\n"
+        "tensor = 5\n"
+        '[[parallel.rules]]\nmatch = ".*up.weight"\nplace = { tensor = 1 }'), 5,
+        "parallel.rules.0.place.tensor",
+        "5 ranks cannot share dim 1 of layers.0.mlp.up.weight, 48 wide, evenly",
+        "dim 0 works; nearest number of ranks that works: 4",
+    ),
+    "overlap without inductor": (
+        ('[compile]\nenabled = true\nbackend = "aot_eager"\n'
+        "[parallel]\ntensor = 2\nasync_tensor = true"), 2,
+        "parallel.async_tensor",
+        "inductor overlaps products and collectives, and does not compile this run",
+        "set compile.enabled = true, or leave async_tensor out",
+    ),
+    "shards of what is whole": (
+        ('[parallel]\nfsdp = { strategy = "no_shard" }\n'
+        '[[parallel.rules]]\nmatch = ".*up.weight"\nplace = { shard = 1 }'), 2,
+        "parallel.rules.0.place.shard",
+        'parallel.fsdp.strategy = "no_shard" keeps all weights whole',
+        'leave shard out, or take "full_shard"',
+    ),
+    "whole weights off the device": (
+        ("[parallel]\nfsdp = { offload = true }\n"
+        '[[parallel.rules]]\nmatch = ".*up.weight"\nplace = {}'), 2,
+        "parallel.rules.0.place",
+        "parallel.fsdp.offload moves pieces, and this weight would be whole",
+        "give { shard = 0 }, or do not offload",
     ),
     "sequence": (
         "[data]\nseq_len = 100\n[parallel]\ntensor = 2\ncontext = 2", 4,
@@ -45,12 +106,6 @@ FAULTS = {
     "virtual stages": (
         '[parallel]\npipeline = 4\n[parallel.pipelining]\nschedule = "ZBVZeroBubble"', 4,
         "parallel.pipeline", "8 stages are more than model.n_layers = 4", "at most 2 ranks",
-    ),
-    "tied embeddings": (
-        "[model]\ntie_embeddings = true\n[parallel]\npipeline = 2", 2,
-        "parallel.pipeline",
-        "the first and the last stage would share a weight (model.tie_embeddings)",
-        "untie them, or keep parallel.pipeline = 1",
     ),
     "one stage a rank": (
         "[parallel]\npipeline = 2\n[parallel.pipelining]\nstages_per_rank = 2", 2,
@@ -92,19 +147,15 @@ FAULTS = {
         '"ZBVZeroBubble" splits the backward pass, and compiled blocks cannot',
         'take "1F1B" or "Interleaved1F1B", or do not compile',
     ),
-    "export": (
-        '[checkpoint]\nexport = "hf"\n[data]\nmicro_batch = 1\n[parallel]\npipeline = 2', 2,
-        "checkpoint.export", "the stages of a pipeline do not export together",
-        "run trainer convert-ckpt dcp2hf afterwards",
-    ),
 }  # fmt: skip
 
 
 def recipe_of(text):
     """Merge the text's [model] with the tests' model."""
     if "[model]\n" in text:
-        key = text.split("[model]\n")[1].split(" ")[0]
-        kept = [line for line in MODEL.splitlines()[1:] if not line.startswith(f"{key} ")]
+        given = text.split("[model]\n")[1].split("[")[0].splitlines()
+        keys = {line.split(" ")[0] for line in given}
+        kept = [line for line in MODEL.splitlines()[1:] if line.split(" ")[0] not in keys]
         return RUN + text.replace("[model]\n", "[model]\n" + "\n".join(kept) + "\n")
     return RUN + MODEL + text
 

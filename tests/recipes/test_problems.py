@@ -78,9 +78,7 @@ FAULTS = [
         4, 1, "model.rope_scaling.factr", 'unknown key "factr"', 'did you mean "factor"?',
     ),
     ('[kernels]\nattention = "triton"', 4, 1, "kernels.attention", f'"triton" {LATER}', ""),
-    ("[[parallel.rules]]", 3, 12, "parallel.rules", LATER, ""),
     ("[precision.float8]", 3, 12, "precision.float8", LATER, ""),
-    ('[memory]\nrecompute = "budget"', 4, 1, "memory.recompute", f'"budget" {LATER}', ""),
     ("\"a\\nb\\u001b\" = 1", 3, 1, 'run."a\\nb\\u001b"', 'unknown key "a\\nb\\u001b"', ""),
 ]  # fmt: skip
 

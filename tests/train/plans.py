@@ -41,13 +41,15 @@ def assembled(recipe):
     return assemble(recipe, world, torch.device("cpu"))
 
 
-def train(parts):
+def train(parts, steps=STEPS):
     """Return losses and gradient norms, as this rank sees them."""
     losses, norms = [], []
     batches = parts.loader.steps(0)
-    for step in range(STEPS):
+    for step in range(steps or parts.total_steps):
+        factor = parts.recipe.schedule.factor(step, parts.total_steps)
+        parts.step.set_rate(factor)
         gradients = parts.step.accumulate(next(batches))
-        parts.step.update(parts.recipe.schedule.factor(step, STEPS))
+        parts.step.update(factor)
         parts.step.clear()
         losses.append((gradients.loss / gradients.tokens).item())
         norms.append(gradients.norm.item())

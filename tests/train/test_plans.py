@@ -46,6 +46,16 @@ def test_adamw_and_tied_embeddings_under_plans(plan, alone):
     )
 
 
+def test_copies_average_their_gradients_in_bf16(alone):
+    changed = recipe_with(
+        parallel=PLANS["replicate-2"][1], precision={"compute": "fp32", "reduce": "bf16"}
+    )
+    for result in run_ranks(2, curves, changed):
+        for got, wanted in zip(result, alone(), strict=True):
+            assert got == pytest.approx(wanted, rel=2**-6)
+            assert got != pytest.approx(wanted, rel=1e-6)
+
+
 @pytest.mark.parametrize("micro_batch", [2, 3, 8])
 def test_accumulation_does_not_change_the_curves(micro_batch, alone):
     """Rows hold unequal numbers of valid tokens: a mean of means would differ."""

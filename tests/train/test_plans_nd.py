@@ -9,20 +9,28 @@ from tests.distributed import run_ranks
 from tests.train.plans import BASE, assembled, assert_same, recipe_with, weights, whole
 from trainer.engine.convert.export import export_huggingface
 
-PLANS = {
+RING = {"context": 2, "context_exchange": "ring"}
+QUICK = {
     "tensor-2": (2, {"tensor": 2}),
     "tensor-4-shared-kv": (4, {"tensor": 4}),
-    "tensor-2-shard-2": (4, {"tensor": 2, "shard": 2}),
-    "tensor-2-replicate-2": (4, {"tensor": 2, "replicate": 2, "shard": 1}),
     "context-2": (2, {"context": 2}),
+    "ring-2": (2, RING),
+    "pipeline-2": (2, {"pipeline": 2}),
+    "tensor-2-shard-2": (4, {"tensor": 2, "shard": 2}),
+    "context-2-tensor-2": (4, {"context": 2, "tensor": 2}),
+    "pipeline-2-ring-2": (4, {"pipeline": 2, **RING}),
+    "pipeline-2-shard-2-tensor-2": (8, {"pipeline": 2, "tensor": 2, "shard": 2}),
+}
+MORE = {
+    "tensor-2-replicate-2": (4, {"tensor": 2, "replicate": 2, "shard": 1}),
     "context-2-no_shard": (2, {"context": 2, "fsdp": {"strategy": "no_shard"}}),
     "context-4": (4, {"context": 4}),
-    "context-2-tensor-2": (4, {"context": 2, "tensor": 2}),
-    "pipeline-2": (2, {"pipeline": 2}),
+    "ring-4": (4, {**RING, "context": 4}),
+    "ring-2-shard-2": (4, {**RING, "shard": 2}),
+    "ring-2-tensor-2": (4, {**RING, "tensor": 2}),
     "pipeline-2-replicate-2": (4, {"pipeline": 2, "replicate": 2, "shard": 1}),
     "pipeline-2-tensor-2": (4, {"pipeline": 2, "tensor": 2}),
     "pipeline-2-context-2": (4, {"pipeline": 2, "context": 2}),
-    "pipeline-2-shard-2-tensor-2": (8, {"pipeline": 2, "tensor": 2, "shard": 2}),
     "context-2-tensor-2-hybrid": (
         8,
         {
@@ -34,23 +42,21 @@ PLANS = {
         },
     ),
 }
-SCHEDULES = [
-    "GPipe",
-    "Interleaved1F1B",
-    "LoopedBFS",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
-]
+PLANS = QUICK | MORE
 
 
-@pytest.mark.parametrize("plan", list(PLANS))
+def also(*values):
+    """Return parameters of tests that `make test-parallel` runs, and `make test` does not."""
+    return [pytest.param(value, marks=pytest.mark.matrix) for value in values]
+
+
+@pytest.mark.parametrize("plan", [*QUICK, *also(*MORE)])
 def test_plan_gives_the_curves_of_one_process(plan, alone):
     world, parallel = PLANS[plan]
     assert_same(world, alone, parallel=parallel, data=BASE["data"] | {"packing": "documents"})
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
 def test_every_schedule_of_a_sharded_pipeline(schedule, alone):
     assert_same(
         4,
@@ -61,12 +67,21 @@ def test_every_schedule_of_a_sharded_pipeline(schedule, alone):
 
 
 @pytest.mark.parametrize("packing", ["concat", "none"])
-@pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
-def test_every_packing_mode(axis, packing, alone):
-    assert_same(2, alone, parallel={axis: 2}, data=BASE["data"] | {"packing": packing})
+@pytest.mark.parametrize("parallel", [RING, *also({"tensor": 2}, {"context": 2}, {"pipeline": 2})])
+def test_every_packing_mode(parallel, packing, alone):
+    assert_same(2, alone, parallel=parallel, data=BASE["data"] | {"packing": packing})
 
 
-@pytest.mark.parametrize("parallel", [{"tensor": 2, "shard": 2}, {"pipeline": 2, "context": 2}])
+@pytest.mark.parametrize("attention", ["sdpa", *also("matmul")])
+def test_either_kernel_in_a_ring(attention, alone):
+    kernels = {"attention": attention}
+    data = BASE["data"] | {"packing": "documents"}
+    assert_same(2, alone, parallel=RING, data=data, kernels=kernels)
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"tensor": 2, "shard": 2}, *also({"pipeline": 2, "context": 2})]
+)
 def test_adamw(parallel, alone):
     assert_same(4, alone, parallel=parallel, optimizer={"name": "adamw", "lr": 3e-3})
 
@@ -81,12 +96,12 @@ def test_a_loss_that_needs_the_whole_vocabulary(alone):
     assert_same(2, alone, parallel={"tensor": 2}, loss={"name": "cross_entropy", "z_loss": 1e-2})
 
 
-@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipeline": 2}])
+@pytest.mark.parametrize("parallel", [RING, *also({"tensor": 2}, {"pipeline": 2})])
 def test_recomputation(parallel, alone):
     assert_same(2, alone, parallel=parallel, memory={"recompute": "full"})
 
 
-@pytest.mark.parametrize("others", [{"shard": 2}, {"pipeline": 2}, {"context": 2}])
+@pytest.mark.parametrize("others", [RING, *also({"shard": 2}, {"pipeline": 2}, {"context": 2})])
 def test_compiled_blocks_change_no_weight(others):
     """Each weight is compared: a lost gradient may hardly show in the loss."""
     expected = run_ranks(1, weights, recipe_with())[0]
@@ -124,7 +139,9 @@ def logits(recipe):
         return model(torch.arange(64).view(2, 32)).numpy()
 
 
-@pytest.mark.parametrize("parallel", [{"tensor": 2, "shard": 2}, {"pipeline": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "parallel", [{"pipeline": 2, "tensor": 2}, *also({"tensor": 2, "shard": 2})]
+)
 def test_weights_from_elsewhere_reach_every_rank(parallel, tmp_path):
     """A Hugging Face folder that one process writes."""
     expected = run_ranks(1, exported, recipe_with(), str(tmp_path / "hf"))[0]

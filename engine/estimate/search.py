@@ -1,0 +1,112 @@
+"""Ways to split a run, ranked by a quick estimate of a step's time: a roofline, not a measurement.
+
+The best are then simulated, for the memory that they really take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+from ..errors import RecipeError
+from ..parallel.mesh import Degrees
+from ..recipe.checks import check
+from .devices import DEVICES
+from .roofline import Candidate, Sizes, changed, estimate
+
+if TYPE_CHECKING:
+    from ..recipe.schema import Recipe
+
+USABLE = 0.9
+"""share of a GPU's memory for tensors: the rest is CUDA's, NCCL's and the allocator's"""
+MICRO_BATCHES = (1, 2, 4, 8)
+LEAST_PIECE = 1024
+"""tokens of a sequence that a rank of the context axis computes: fewer do not keep a GPU busy"""
+SIMULATED, MOST_SIMULATED = 3, 8
+"""plans that are simulated until so many fit"""
+
+
+def search(
+    recipe: Recipe, ranks: int, gpu: str, memory_bytes: int, gpus_per_node: int
+) -> list[Candidate]:
+    """Return the plans that fit a GPU, the fastest first; by simulation the first three.
+
+    Degrees, recomputation (none or full) and the micro batch vary; all else is the recipe's, but a
+    hybrid strategy without copies is the same without "hybrid".
+
+    Args:
+        recipe: valid on its own; its degrees do not matter.
+        ranks: of the run.
+        gpu: a key of `DEVICES`.
+        memory_bytes: of that GPU.
+        gpus_per_node: ranks that fast links join.
+
+    Raises:
+        RecipeError: no plan fits.
+    """
+    from .memory import estimate_memory
+
+    model = Sizes.of(recipe)
+    found = [
+        estimate(one, Degrees(**degrees), model, DEVICES[gpu], gpus_per_node)
+        for one, degrees in variants(recipe, ranks, gpus_per_node)
+    ]
+    if not found:
+        raise RecipeError(f"no plan of {ranks} ranks is valid for this recipe")
+    fitting = [each for each in found if each.memory_bytes <= USABLE * memory_bytes]
+    if not fitting:
+        least = min(each.memory_bytes for each in found) / 2**30
+        message = f"no plan of {ranks} ranks fits {gpu}: the least takes {least:.1f} GiB a rank"
+        raise RecipeError(message, "more ranks, a shorter data.seq_len, or parallel.fsdp.offload")
+    fitting.sort(key=lambda each: (each.seconds, each.memory_bytes))
+    best: list[Candidate] = []
+    for tried in range(min(len(fitting), MOST_SIMULATED)):
+        peaks = estimate_memory(fitting[tried].apply(recipe), ranks, gpu=gpu)
+        worst = max(peaks, key=lambda one: one.total_bytes)
+        if worst.total_bytes <= memory_bytes:
+            best.append(replace(fitting[tried], simulated_bytes=worst.peak_bytes))
+        if len(best) == SIMULATED:
+            break
+    if not best:
+        message = f"of {ranks} ranks no plan fits {gpu} that was simulated"
+        raise RecipeError(message, "more ranks, a shorter data.seq_len, or parallel.fsdp.offload")
+    return best + fitting[tried + 1 :]
+
+
+def variants(
+    recipe: Recipe, ranks: int, gpus_per_node: int
+) -> Iterator[tuple[Recipe, dict[str, int]]]:
+    """Yield the recipe under each plan that validation accepts, and its degrees."""
+    rows = {min(recipe.data.micro_batch, recipe.data.global_batch), *MICRO_BATCHES}
+    for degrees in _factorings(ranks, gpus_per_node):
+        if degrees["context"] > max(1, recipe.data.seq_len // LEAST_PIECE):
+            continue
+        once = changed(recipe, degrees, "none", 1)
+        if any(True for _ in check(once, ranks)):
+            continue
+        share = recipe.data.global_batch // (degrees["replicate"] * degrees["shard"])
+        for recompute, micro_batch in product(("none", "full"), sorted(rows)):
+            if micro_batch <= share:
+                one = changed(recipe, degrees, recompute, micro_batch)
+                if not any(True for _ in check(one, ranks)):
+                    yield one, degrees
+
+
+def _factorings(ranks: int, gpus_per_node: int) -> Iterator[dict[str, int]]:
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    for pipeline, context, tensor in product(divisors, divisors, divisors):
+        if tensor > gpus_per_node or ranks % (pipeline * context * tensor):
+            continue
+        data = ranks // (pipeline * context * tensor)
+        for replicate in divisors:
+            # Replicas are worth it between nodes: inside, sharding costs as little.
+            if data % replicate == 0 and (replicate == 1 or data // replicate >= gpus_per_node):
+                yield {
+                    "pipeline": pipeline,
+                    "replicate": replicate,
+                    "shard": data // replicate,
+                    "context": context,
+                    "tensor": tensor,
+                }

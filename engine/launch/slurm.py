@@ -1,0 +1,112 @@
+"""Batch scripts of SLURM: runs save before the time is over, and are queued again. Torch-free."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+
+from ..errors import ExitCode, RecipeError
+from ..recipe.shown import shown_value
+
+SECONDS_TO_SAVE = 300
+SCRIPT = """\
+#!/bin/bash
+{options}
+{notes}
+
+trap : TERM  # the job's steps handle it; this shell waits for them
+srun {command}
+code=$?
+{requeue}exit "$code"
+"""
+REQUEUE = """\
+if [ "$code" -eq {code} ]; then
+    scontrol requeue "{job}"
+fi
+"""
+_TIME = re.compile(r"(?:(?P<days>\d{1,4})-)?(?P<a>\d{1,6})(?::(?P<b>\d{1,2}))?(?::(?P<c>\d{1,2}))?")
+
+
+def batch_script(
+    options: Mapping[str, str | int],
+    command: str,
+    notes: Sequence[str],
+    *,
+    job: str = "$SLURM_JOB_ID",
+    requeue: bool = True,
+) -> str:
+    """Return the text of a batch script.
+
+    Args:
+        options: of sbatch, by their long names.
+        command: what each task runs, quoted for the shell.
+        notes: lines of a comment.
+        job: shell words that name the job to be queued again.
+        requeue: do so when the run was stopped and has saved.
+
+    Raises:
+        RecipeError: a value cannot stand in a script.
+
+    Source: sbatch(1), scontrol(1).
+    """
+    words: dict[str, str | int] = {
+        **options,
+        "open-mode": "append",
+        "requeue" if requeue else "no-requeue": "",
+        "signal": f"TERM@{SECONDS_TO_SAVE}",
+    }
+    lines = [
+        f"--{name}={_option(name, value)}" if value != "" else f"--{name}"
+        for name, value in words.items()
+    ]
+    again = REQUEUE.format(code=int(ExitCode.STOPPED_AND_SAVED), job=job)
+    return SCRIPT.format(
+        options="\n".join(f"#SBATCH {line}" for line in lines),
+        notes="\n".join(f"# {require_one_line(line)}" for line in notes),
+        command=require_one_line(command),
+        requeue=again if requeue else "",
+    )
+
+
+def _option(name: str, value: str | int) -> str:
+    text = require_one_line(str(value))
+    if re.search(r"""['"\\]""", text):
+        hint = "go to a folder, or give a name, without quotes and backslashes"
+        raise RecipeError(f"{shown_value(text)} cannot be sbatch's --{name}", hint)
+    return shlex.quote(text)
+
+
+def require_one_line(text: str) -> str:
+    """Return a text that can stand in a script.
+
+    Raises:
+        RecipeError: it has a line break, or another character that is not printable.
+    """
+    if not text.isprintable():
+        hint = "leave out line breaks and other characters that do not print"
+        raise RecipeError(f"{shown_value(text)} cannot stand in a script", hint)
+    return text
+
+
+def require_time(text: str) -> None:
+    """Check a time limit: MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS.
+
+    Raises:
+        RecipeError: it is something else, or leaves hardly any time before the run is told to save.
+    """
+    match = _TIME.fullmatch(text)
+    if not match:
+        message = f"--time {shown_value(text)} is no time"
+        raise RecipeError(message, "such as 12:00:00 or 2-00:00:00")
+    first, *others = (int(part) for part in match.group("a", "b", "c") if part is not None)
+    if match["days"] is not None or len(others) == 2:
+        hours, minutes, seconds = [first, *others, 0, 0][:3]
+        total = (24 * int(match["days"] or 0) + hours) * 3600 + minutes * 60 + seconds
+    else:
+        total = 60 * first + sum(others)
+    if total <= 2 * SECONDS_TO_SAVE:
+        raise RecipeError(
+            f"--time {text} is too short: {SECONDS_TO_SAVE} s before its end the run saves",
+            f"give more than {2 * SECONDS_TO_SAVE // 60} minutes",
+        )

@@ -1,0 +1,198 @@
+"""When the ranks of a pipeline do what, and how long they wait for each other.
+
+Torch-free but for the schedules that torch alone knows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+Grid = list[list[str | None]]
+"""Of each rank, in order: what it does, such as `0F3` (stage 0, forward, micro batch 3); None:
+nothing. Besides `F`: `B`, backward; `I` and `W`, its halves for the gradients of inputs and of
+weights. These are the cells of torch's schedule files."""
+
+LENGTHS = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
+"""in forward passes: each half of a backward has as many products"""
+
+
+class Action(NamedTuple):
+    """One pass of a micro batch through a stage: `kind` is `F`, `B`, `I` or `W`."""
+
+    stage: int
+    kind: str
+    micro_batch: int
+
+    def __str__(self) -> str:
+        """Return it as a cell."""
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+class Span(NamedTuple):
+    """An action, and when it starts and ends."""
+
+    start: float
+    end: float
+    action: Action
+
+
+class Deadlock(Exception):
+    """Ranks wait for each other for ever.
+
+    Attributes:
+        waiting: by rank, the number of the action in its row that never starts.
+    """
+
+    def __init__(self, waiting: dict[int, int]) -> None:
+        super().__init__("ranks wait for each other for ever")
+        self.waiting = waiting
+
+
+def parse(cell: str) -> Action | None:
+    """Return what a cell says, or None if it is no pass of a micro batch."""
+    found = re.fullmatch(r"([0-9]{1,6})([FBIW])([0-9]{1,6})", cell)
+    return Action(int(found[1]), found[2], int(found[3])) if found else None
+
+
+def schedule_grid(schedule: str, ranks: int, stages: int, micro_batches: int) -> Grid:
+    """Return what the ranks of a pipeline do, each action one cell long.
+
+    Args:
+        schedule: a name of torch.distributed.pipelining.
+        ranks: of the pipeline.
+        stages: of all ranks.
+        micro_batches: of a step.
+    """
+    own = {"GPipe": _gpipe, "1F1B": _one_forward_one_backward}.get(schedule)
+    rows = (
+        [own(rank, ranks, micro_batches) for rank in range(ranks)]
+        if own
+        else _rows_of_torch(schedule, ranks, stages, micro_batches)
+    )
+    grid: Grid = []
+    for row in simulate(rows, stages):
+        cells: list[str | None] = []
+        for span in row:
+            cells += [None] * (int(span.start) - len(cells))
+            cells.append(str(span.action))
+        grid.append(cells)
+    return grid
+
+
+def spans(grid: Grid, costs: Sequence[float] = ()) -> list[list[Span]]:
+    """Return when each rank does what, if an action starts as soon as it can.
+
+    Args:
+        grid: only the order of each rank's actions counts.
+        costs: time that each stage's forward pass takes, communication left out; default: 1.
+
+    Raises:
+        Deadlock: ranks wait for each other.
+    """
+    rows = [[action for cell in row if cell and (action := parse(cell))] for row in grid]
+    stages = 1 + max((action.stage for row in rows for action in row), default=-1)
+    return simulate(rows, stages, LENGTHS, costs)
+
+
+def bubble_fraction(grid: Grid, costs: Sequence[float] = ()) -> float:
+    """Return the share of the ranks' time in which they wait; see `spans` for the arguments."""
+    rows = spans(grid, costs)
+    length = max(row[-1].end for row in rows)
+    busy = sum(span.end - span.start for row in rows for span in row)
+    return 1 - busy / (length * len(rows))
+
+
+def _gpipe(rank: int, _: int, micro_batches: int) -> list[Action]:
+    """All forward, then all backward (arXiv:1811.06965)."""
+    return [Action(rank, kind, m) for kind in "FB" for m in range(micro_batches)]
+
+
+def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[Action]:
+    """As many forward as it takes to fill the ranks behind, then in turns (arXiv:1806.03377)."""
+    ahead = min(micro_batches, ranks - rank)
+    actions = [Action(rank, "F", m) for m in range(ahead)]
+    for m in range(micro_batches):
+        actions.append(Action(rank, "B", m))
+        if m + ahead < micro_batches:
+            actions.append(Action(rank, "F", m + ahead))
+    return actions
+
+
+def _rows_of_torch(
+    schedule: str, ranks: int, stages: int, micro_batches: int
+) -> list[list[Action]]:
+    from types import SimpleNamespace
+    from typing import Any
+
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    stage = SimpleNamespace(group_rank=0, group_size=ranks, num_stages=stages, submod=None)
+    kind: Any = get_schedule_class(schedule)
+    built = kind([stage] * (stages // ranks), micro_batches)
+    rows = []
+    for rank in range(ranks):
+        row: list[Action] = []
+        for each in built.pipeline_order[rank]:
+            for action in (each and each.sub_actions) or [each]:
+                found = action and parse(str(action))
+                row += [found] if found else []
+        rows.append(row)
+    return rows
+
+
+def simulate(
+    rows: Sequence[Sequence[Action]],
+    stages: int,
+    lengths: Mapping[str, float] | None = None,
+    costs: Sequence[float] = (),
+) -> list[list[Span]]:
+    """Return when each rank does what, if an action starts as soon as it can.
+
+    Args:
+        rows: what each rank does, in order.
+        stages: of all ranks.
+        lengths: of actions, by kind; default: all are 1 long.
+        costs: by which each stage's actions are longer.
+
+    Raises:
+        Deadlock: ranks wait for each other.
+    """
+    ends: dict[Action, float] = {}
+    done: list[list[Span]] = [[] for _ in rows]
+    left = {rank: row for rank, row in enumerate(rows) if row}
+    while left:
+        before = len(ends)
+        for rank, row in list(left.items()):
+            mine = done[rank]
+            for action in row[len(mine) :]:
+                awaited = needs(action, stages)
+                if not all(each in ends for each in awaited):
+                    break
+                start = max([mine[-1].end if mine else 0.0, *(ends[each] for each in awaited)])
+                length = lengths[action.kind] if lengths else 1.0
+                end = start + length * (costs[action.stage] if costs else 1.0)
+                ends |= dict.fromkeys(halves(action), end)
+                mine.append(Span(start, end, action))
+            if len(mine) == len(row):
+                del left[rank]
+        if len(ends) == before:
+            raise Deadlock({rank: len(done[rank]) for rank in left})
+    return done
+
+
+def needs(action: Action, stages: int) -> list[Action]:
+    """Return what must have ended before an action starts; see `halves` for what ends."""
+    stage, kind, m = action
+    if kind == "F":
+        return [Action(stage - 1, "F", m)] if stage else []
+    if kind == "W":
+        return [Action(stage, "I", m)]
+    behind = [Action(stage + 1, "I", m)] if stage + 1 < stages else []
+    return [Action(stage, "F", m), *behind]
+
+
+def halves(action: Action) -> list[Action]:
+    """Return what an action does: a whole backward is both of its halves."""
+    return [action._replace(kind=kind) for kind in ("IW" if action.kind == "B" else action.kind)]

@@ -1,0 +1,124 @@
+"""Where every parameter lies: which dims the ranks' axes cut, and who decided it. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...model_zoo.layout import translate
+from ..errors import Problem, RecipeError
+from ..lora.names import DOWN, UP, is_adapter, with_adapters
+from ..recipe.shown import dotted
+from .mesh import Degrees, is_sharded
+from .rules import check_rules, deciding_rules
+
+if TYPE_CHECKING:
+    from ...model_zoo.config import ModelConfig
+    from ..recipe.schema import Recipe
+    from .tables import Parallel
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""name of a parameter -> its whole shape"""
+
+CUT_DIMS = {
+    "columns": {"weight": 0, UP: 0},
+    "key_value": {"weight": 0, UP: 0},
+    "rows": {"weight": 1, DOWN: 1},
+    "vocabulary": {"weight": 0},
+    "norm": {},
+}
+"""word of `Layout.tensor` -> parameter of such a module -> the dim of which each rank of the tensor
+axis computes with a piece; with the others it computes whole"""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One parameter, and how ranks store it.
+
+    Attributes:
+        name: in the model.
+        shape: of the whole.
+        place: mesh axis, "shard" or "tensor", to the dim that it cuts; None where its ranks hold
+            the same. The shard axis has the ranks of `shard` and `context`.
+        decided_by: `rules.0 "PATTERN"`, `style "columns"` (the model's plan), "fsdp", or "whole".
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    place: dict[str, int | None]
+    decided_by: str
+
+
+def placements(recipe: Recipe, degrees: Degrees, vocab_size: int) -> list[Placed]:
+    """Return where every parameter of a recipe's model lies, in the model's order.
+
+    Empty for a model whose config does not know its parameters.
+
+    Args:
+        recipe: validated for these degrees.
+        degrees: with -1 settled.
+        vocab_size: of the tokenizer.
+    """
+    config = recipe.model.with_vocab(vocab_size)
+    shapes = with_adapters(config.parameter_shapes(), config.layout, recipe.lora)
+    return place(shapes, config, recipe.parallel, degrees)
+
+
+def place(shapes: Shapes, config: ModelConfig, table: Parallel, degrees: Degrees) -> list[Placed]:
+    """Return where parameters lie: as the first rule that matches says, else the model's plan."""
+    rules = deciding_rules(shapes, table.rules)
+    shard = 0 if is_sharded(table, degrees) else None
+    found = []
+    for name, shape in shapes.items():
+        style, tensor = used_dim(name, config, degrees.tensor)
+        where = {"shard": shard, "tensor": tensor}
+        decided_by = f'style "{style}"' if style else "whole" if shard is None else "fsdp"
+        if name in rules:
+            index, rule = rules[name]
+            decided_by = f'rules.{index} "{rule.match}"'
+            where = {
+                "shard": None if shard is None else rule.place.shard_dim,
+                "tensor": rule.place.tensor if degrees.tensor > 1 else None,
+            }
+        found.append(Placed(name, shape, where, decided_by))
+    return found
+
+
+def refuse_misfits(shapes: Shapes, config: ModelConfig, table: Parallel, degrees: Degrees) -> None:
+    """Raise a RecipeError of all rules that these parameters cannot follow."""
+    shard = degrees.shard * degrees.context if is_sharded(table, degrees) else 1
+    findings = check_rules(
+        shapes, table, lambda name: used_dim(name, config, degrees.tensor)[1], degrees.tensor, shard
+    )
+    problems = [Problem(message, dotted(key), hint=hint) for key, message, hint in findings]
+    if problems:
+        raise RecipeError(problems)
+
+
+def used_dim(name: str, config: ModelConfig, ranks: int) -> tuple[str, int | None]:
+    """Return a parameter's style under tensor parallelism, and the dim of which ranks use pieces.
+
+    Args:
+        name: of a weight, or of an adapter beside one.
+        config: its model's.
+        ranks: of the tensor axis; with one there is no style.
+
+    Raises:
+        KeyError: the model's plan lacks it.
+    """
+    if ranks == 1:
+        return "", None
+    path, _, key = name.rpartition(".")
+    weight = f"{path}.weight" if is_adapter(name) else name
+    style = translate(weight, config.layout.tensor)
+    if style is None:
+        raise KeyError(f"no tensor parallel style for {name}")
+    if style == "key_value" and shares_heads(config, ranks):
+        return style, None
+    return style, CUT_DIMS[style].get(key)
+
+
+def shares_heads(config: ModelConfig, ranks: int) -> bool:
+    """Return whether a head's keys and values are needed on several ranks."""
+    return int(getattr(config, "n_kv_heads", 0)) < ranks

@@ -1,0 +1,101 @@
+"""Activation recomputation (Chen et al. 2016, arXiv:1604.06174): the backward pass runs a block's
+forward pass again, whole or without the operations whose results are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from ..errors import Problem, RecipeError, nearest
+from ..recipe.tables import Memory
+from .operations import GROUPS, HALF, operation_names
+
+
+def recompute(block: nn.Module, number: int, memory: Memory, contexts: Contexts | None) -> None:
+    """Make a block recompute its activations, if it is one of those that shall, in place.
+
+    Args:
+        block: whose `forward` is replaced.
+        number: of the block in the model.
+        memory: the recipe's table.
+        contexts: what `kept` returned, for "selective".
+    """
+    if memory.recompute == "every_n" and number % memory.recompute_interval:
+        return
+    forward = block.forward
+    options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+    block.forward = recomputed
+
+
+Contexts = Callable[[], Any]
+"""Returns the contexts of a block's forward pass, and of its recomputation."""
+
+
+def kept(words: list[str]) -> Contexts:
+    """Return contexts that keep the results of some operations and recompute the others.
+
+    Args:
+        words: of `operations.WORDS`, or full names such as "aten.mm.default".
+
+    Raises:
+        RecipeError: torch has no such operation.
+    """
+    operations = frozenset(
+        operation for word in words for operation in _operations(word, optional=word in GROUPS)
+    )
+    halved = frozenset(_operations("mm", optional=True)) if HALF in words else frozenset()
+
+    def contexts() -> Any:
+        seen = {False: 0, True: 0}  # by whether it is computed again
+
+        def policy(context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+            keep = operation in operations
+            if operation in halved:
+                seen[context.is_recompute] += 1
+                keep = keep or seen[context.is_recompute] % 2 == 1
+            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+
+    return contexts
+
+
+def _operations(word: str, optional: bool) -> list[Any]:
+    """Return torch's objects; a group also names what some versions of torch do not have."""
+    found = []
+    for name in operation_names([word]):
+        operation: Any = torch.ops
+        try:
+            for part in name.split("."):
+                operation = getattr(operation, part)
+        except AttributeError:
+            if optional:
+                continue
+            raise RecipeError([_unknown(name)]) from None
+        if isinstance(operation, torch._ops.OpOverloadPacket):
+            overloads: list[str] = operation.overloads()  # type: ignore[no-untyped-call]
+            found += [getattr(operation, overload) for overload in overloads]
+        else:
+            found.append(operation)
+    return found
+
+
+def _unknown(name: str) -> Problem:
+    known = [each.replace("::", ".") for each in torch._C._dispatch_get_all_op_names()]
+    known = [each if each.count(".") > 1 else f"{each}.default" for each in known]
+    return Problem(
+        f'torch has no operation "{name}"', "memory.recompute_keep", hint=nearest(name, known)
+    )

@@ -1,0 +1,129 @@
+"""`[[parallel.rules]]`: which parameters each one decides, and what cannot be. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+from warnings import catch_warnings
+
+from ..errors import nearest
+from ..recipe.shown import printable, shown_value
+
+if TYPE_CHECKING:
+    from ..recipe.positions import KeyPath
+    from .tables import Parallel, Rule
+
+Finding = tuple["KeyPath", str, str]
+"""key, message, hint"""
+
+
+def deciding_rules(names: Iterable[str], rules: Sequence[Rule]) -> dict[str, tuple[int, Rule]]:
+    """Return the first rule that matches each name, and its index; no entry where none does."""
+    tests = [_compiled(rule.match) for rule in rules]
+    found = {}
+    for name in names:
+        for index, test in enumerate(tests):
+            if test.fullmatch(name):
+                found[name] = (index, rules[index])
+                break
+    return found
+
+
+def check_rules(
+    shapes: Mapping[str, tuple[int, ...]],
+    table: Parallel,
+    used_dim: Callable[[str], int | None],
+    tensor: int,
+    shard: int,
+) -> Iterator[Finding]:
+    """Yield what is wrong with the rules of a table.
+
+    Args:
+        shapes: of the model's parameters, by name; empty where nobody knows them yet.
+        table: `[parallel]`.
+        used_dim: name -> dim of which a rank of the tensor axis computes with a piece.
+        tensor: ranks of that axis.
+        shard: ranks over which FSDP cuts; 1 where it does not.
+    """
+    broken = list(_expressions(table.rules))
+    yield from broken
+    yield from _ignored(table)
+    if broken or not shapes:
+        return
+    decided = deciding_rules(shapes, table.rules)
+    for index, rule in enumerate(table.rules):
+        path: KeyPath = ("parallel", "rules", index)
+        names = [name for name, (number, _) in decided.items() if number == index]
+        if not names:
+            yield (*path, "match"), *_unmatched(rule, list(shapes))
+        for name in names:
+            problem = _misplaced(name, shapes[name], rule, used_dim(name), tensor, shard)
+            if problem:
+                axis, message, hint = problem
+                yield (*path, "place", axis), message, hint
+                break
+
+
+def _expressions(rules: Sequence[Rule]) -> Iterator[Finding]:
+    for index, rule in enumerate(rules):
+        try:
+            _compiled(rule.match)
+        except (re.error, OverflowError, RecursionError) as error:
+            message = f"{shown_value(rule.match)} is no regular expression: {error}"
+            yield ("parallel", "rules", index, "match"), printable(message), ""
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    with catch_warnings(action="ignore"):
+        return re.compile(pattern)
+
+
+def _ignored(table: Parallel) -> Iterator[Finding]:
+    """Yield rules that no strategy of FSDP can follow."""
+    for index, rule in enumerate(table.rules):
+        path: KeyPath = ("parallel", "rules", index, "place")
+        if rule.place.shard is not None and table.fsdp.strategy == "no_shard":
+            message = 'parallel.fsdp.strategy = "no_shard" keeps all weights whole'
+            yield (*path, "shard"), message, 'leave shard out, or take "full_shard"'
+        if rule.place.shard_dim is None and table.fsdp.offload:
+            message = "parallel.fsdp.offload moves pieces, and this weight would be whole"
+            yield path, message, "give { shard = 0 }, or do not offload"
+
+
+def _unmatched(rule: Rule, names: list[str]) -> tuple[str, str]:
+    matched_before = any(map(_compiled(rule.match).fullmatch, names))
+    reason = "only parameters that earlier rules took" if matched_before else "no parameter"
+    plain = re.sub(r"\\(.)", r"\1", rule.match)
+    hint = nearest(plain, names) or f"parameters are named like {names[0]} and {names[-1]}"
+    hint = "put it before them" if matched_before else hint
+    return f"{shown_value(rule.match)} matches {reason}", hint
+
+
+def _misplaced(
+    name: str, shape: tuple[int, ...], rule: Rule, used: int | None, tensor: int, shard: int
+) -> tuple[str, str, str] | None:
+    """Return axis, message and hint where a parameter cannot lie as a rule says."""
+    by_tensor, by_shard = rule.place.tensor, rule.place.shard_dim
+    for axis, dim in (("tensor", by_tensor), ("shard", by_shard)):
+        if dim is not None and dim >= len(shape):
+            known = " and ".join(map(str, range(len(shape))))
+            return axis, f"{name} has no dim {dim}", f"its dims: {known}"
+    if by_tensor is not None and by_tensor != used and shape[by_tensor] % tensor:
+        return "tensor", *_uneven(name, by_tensor, shape, tensor, used)
+    local = [size // tensor if dim == by_tensor else size for dim, size in enumerate(shape)]
+    if by_shard and local[by_shard] % shard:  # FSDP pads dim 0
+        return "shard", *_uneven(name, by_shard, local, shard, 0)
+    return None
+
+
+def _uneven(
+    name: str, dim: int, sizes: Sequence[int], ranks: int, always: int | None
+) -> tuple[str, str]:
+    """Return message and hint for a dim that ranks cannot share; `always` is one they can."""
+    works = [each for each, size in enumerate(sizes) if each == always or size % ranks == 0]
+    degrees = [number for number in range(1, 2 * ranks) if sizes[dim] % number == 0]
+    degree = min(degrees, key=lambda number: abs(number - ranks))
+    message = f"{ranks} ranks cannot share dim {dim} of {name}, {sizes[dim]} wide, evenly"
+    hint = f"nearest number of ranks that works: {degree}"
+    return message, f"dim {works[0]} works; {hint}" if works else hint

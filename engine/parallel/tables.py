@@ -1,0 +1,132 @@
+"""The recipe's `[parallel]` table. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from ..config import Count, CountOrZero, RecipePath, Table
+from ..recipe.mesh_text import parse_mesh
+
+Degree = Annotated[int, Field(ge=-1, le=2**20)]
+StageModules = Annotated[list[str], Field(min_length=1, max_length=10_000)]
+
+
+class FSDP(Table):
+    """How parameters are sharded."""
+
+    strategy: Literal[
+        "full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"
+    ] = "full_shard"
+    """"full_shard" gathers weights for forward and again for backward; "shard_grad_op" keeps them
+    between the two; "no_shard" replicates; "hybrid_shard" and "hybrid_shard_zero2" do the first two
+    inside the shard axis and replicate over the replicate axis"""
+    offload: bool = False
+    """keep parameters, gradients and optimizer state in CPU memory"""
+    prefetch: Annotated[int, Field(ge=0, le=1000)] = 0
+    """blocks whose weights are gathered ahead of use; 0: the next one, as torch does by itself"""
+    reduce_every: Literal["step", "micro_batch"] = "step"
+    """when gradients are reduced and sharded: "step" holds whole ones until the last micro batch,
+    "micro_batch" communicates after each and holds shards alone"""
+
+
+class Pipelining(Table):
+    """How micro batches pass through the stages of a pipeline."""
+
+    schedule: Literal[
+        "1F1B",
+        "GPipe",
+        "Interleaved1F1B",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
+    ] = "1F1B"
+    """any schedule of torch.distributed.pipelining"""
+    csv: RecipePath = ""
+    """file with a schedule of your own, in place of `schedule`: a row a rank, cells like 0F3 (stage
+    0, forward, micro batch 3), B (backward), I and W (its halves), empty: idle"""
+    micro_batches: CountOrZero = 0
+    """into how many a rank's rows of a step are cut; 0: as data.micro_batch says"""
+    stages_per_rank: CountOrZero = 0
+    """stages that each rank holds; 0: one for "1F1B" and "GPipe", two for the others"""
+    layers_per_stage: Annotated[list[Count], Field(max_length=10_000)] = []
+    """blocks of each stage; default: stages that cost about the same"""
+    modules_per_stage: Annotated[list[StageModules], Field(max_length=10_000)] = []
+    """names of each stage's modules, such as [["embed", "layers.0"], ["layers.1", "head"]]"""
+    cost: Literal["estimated", "measured"] = "estimated"
+    """by which stages are made equal: "estimated" counts operations; "measured" times embedding,
+    block and head on rank 0 before the run starts"""
+
+
+class Place(Table):
+    """Which dim of a parameter each axis of ranks cuts; empty: every rank holds all of it."""
+
+    tensor: Annotated[int, Field(ge=0, le=7)] | None = None
+    """dim that the tensor axis cuts; left out: its ranks hold the same"""
+    shard: Annotated[int, Field(ge=0, le=7)] | None = None
+    """dim that FSDP cuts; left out: 0"""
+
+    @property
+    def shard_dim(self) -> int | None:
+        """The dim that FSDP cuts; None where every rank holds all."""
+        return None if self == Place() else self.shard or 0
+
+
+class Rule(Table):
+    """Where parameters are stored, whatever the model's own plan says."""
+
+    match: Annotated[str, Field(max_length=1000)]
+    """regular expression that a whole parameter name must match"""
+    place: Place
+    """mesh axis -> dim that it cuts, such as { tensor = 0 }; {} keeps them whole on every rank"""
+
+
+class Parallel(Table):
+    """Degrees of each kind of parallelism; their product is the world size."""
+
+    mesh: str = ""
+    """all degrees in one text, such as "dp:2,fsdp:-1,tp:4", in place of the keys below; an axis
+    that it does not name has 1"""
+    replicate: Degree = 1
+    """data parallel, replicated (DDP, or the outer axis of HSDP)"""
+    shard: Degree = -1
+    """data parallel, sharded (FSDP2); -1: what is left over"""
+    context: Degree = 1
+    """context parallel: each sequence split over ranks"""
+    context_exchange: Literal["gather", "ring"] = "gather"
+    """"gather": each rank holds the keys and values of whole sequences, the fastest where they are
+    short; "ring": those of a few ranks' shares, which travel while others are used"""
+    tensor: Degree = 1
+    """tensor parallel: each matrix split over ranks"""
+    async_tensor: bool = False
+    """compute products while their pieces travel between tensor ranks; needs GPUs and [compile]"""
+    pipeline: Degree = 1
+    """pipeline parallel: the blocks split over ranks"""
+    expert: Degree = 1
+    """expert parallel: carved out of replicate, shard and context"""
+    expert_tensor: Degree = 1
+    """tensor parallel inside the experts"""
+    fsdp: FSDP = FSDP()
+    """how parameters are sharded"""
+    pipelining: Pipelining = Pipelining()
+    """how micro batches pass through a pipeline"""
+    rules: Annotated[list[Rule], Field(max_length=1000)] = []
+    """where single parameters are stored; the first rule that matches wins, before the model's own
+    plan"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spread_mesh(cls, values: Any) -> Any:
+        """Put the degrees of `mesh` into their own fields; files are read so beforehand."""
+        if not isinstance(values, dict) or not isinstance(values.get("mesh"), str):
+            return values
+        text, given = values["mesh"], {key: each for key, each in values.items() if key != "mesh"}
+        if not text:
+            return given
+        degrees, faults = parse_mesh(text)
+        faults += [(f"{axis} is given beside mesh", "") for axis in degrees if axis in given]
+        if faults:
+            raise ValueError(faults[0][0])
+        return degrees | given

@@ -1,0 +1,133 @@
+"""Attention to some of the keys, in a form that is merged with attention to the others.
+
+`forward` also returns the log of the sum that softmax divides by. From it, and from the output over
+all keys, `backward` finds what these keys contribute to the gradients (Dao et al. 2022,
+arXiv:2205.14135, section 3.1 and algorithm 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class PartialAttention(NamedTuple):
+    """One implementation.
+
+    Attributes:
+        name: "matmul" or "sdpa".
+        forward: (query, key, value, mask, causal) -> (out, log_sums).
+        backward: (grad, query, key, value, out, log_sums, mask, causal) -> gradients of query, key
+            and value; `out` and `log_sums` are those over all keys.
+
+    Shapes: query, out and grad [B, S, H, K]; key and value [B, L, G, K], where query head h reads
+    head h // (H / G); mask [B, 1, S, L] bool, true where a query sees a key, a query may see none;
+    causal: S = L, and each query sees the keys up to its own; not with a mask. `log_sums` is
+    [B, H, S], fp32, or fp64 for such inputs. Where a query sees nothing it is so low that the
+    output, which is finite, has no weight.
+    """
+
+    name: str
+    forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], tuple[Tensor, Tensor]]
+    backward: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, bool],
+        tuple[Tensor, Tensor, Tensor],
+    ]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sums over parts are kept."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def low(dtype: torch.dtype) -> float:
+    """Return the score of a key that is not seen."""
+    # Not -inf: the difference of two is NaN. A quarter, as some kernels count in powers of 2.
+    return torch.finfo(dtype).min / 4
+
+
+def _matmul_forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attend with plain products, in any dtype on any device."""
+    q_BGRSK, k_BGLK, v_BGLK = _grouped(query, key), key.transpose(1, 2), value.transpose(1, 2)
+    outs, sums = [], []
+    for rows, end in _pieces(query.shape[1], key.shape[1], causal):
+        q_BGRSK_rows = q_BGRSK[:, :, :, rows]
+        scores = _scores(q_BGRSK_rows, k_BGLK[:, :, :end], mask, rows, causal)
+        lse = scores.logsumexp(-1, keepdim=True)
+        weights = (scores - lse).exp_().to(query.dtype)
+        outs.append((weights.flatten(2, 3) @ v_BGLK[:, :, :end]).view_as(q_BGRSK_rows))
+        sums.append(lse.squeeze(-1))
+    return _ungrouped(torch.cat(outs, 3)), torch.cat(sums, 3).flatten(1, 2)
+
+
+def _matmul_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    q_BGRSK, k_BGLK, v_BGLK = _grouped(query, key), key.transpose(1, 2), value.transpose(1, 2)
+    g_BGRSK, o_BGRSK = _grouped(grad, key), _grouped(out, key)
+    lse_BGRS = log_sums.view(q_BGRSK.shape[:4])
+    dots_BGRS = (g_BGRSK.to(log_sums.dtype) * o_BGRSK.to(log_sums.dtype)).sum(-1)
+    dq = torch.empty_like(q_BGRSK)
+    dk, dv = torch.zeros_like(k_BGLK), torch.zeros_like(v_BGLK)
+    for rows, end in _pieces(query.shape[1], key.shape[1], causal):
+        q, g = (x[:, :, :, rows] for x in (q_BGRSK, g_BGRSK))
+        scores = _scores(q, k_BGLK[:, :, :end], mask, rows, causal)
+        weights = scores.sub_(lse_BGRS[..., rows].unsqueeze(-1)).exp_()
+        g_BGTK, q_BGTK = g.flatten(2, 3), q.flatten(2, 3)
+        dv[:, :, :end] += weights.to(query.dtype).flatten(2, 3).mT @ g_BGTK
+        slopes = (g_BGTK @ v_BGLK[:, :, :end].mT).view(weights.shape).to(weights.dtype)
+        slopes = (slopes - dots_BGRS[..., rows].unsqueeze(-1)).mul_(weights)
+        slopes_BGTL = slopes.mul_(query.shape[-1] ** -0.5).to(query.dtype).flatten(2, 3)
+        dq[:, :, :, rows] = (slopes_BGTL @ k_BGLK[:, :, :end]).view_as(q)
+        dk[:, :, :end] += slopes_BGTL.mT @ q_BGTK
+    return _ungrouped(dq), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _grouped(x: Tensor, key: Tensor) -> Tensor:
+    """Return [B, G, R, S, K]: query heads by the key head that they read."""
+    B, S, H, K = x.shape
+    G = key.shape[2]
+    return x.view(B, S, G, H // G, K).permute(0, 2, 3, 1, 4)
+
+
+def _ungrouped(x_BGRSK: Tensor) -> Tensor:
+    return x_BGRSK.flatten(1, 2).transpose(1, 2)
+
+
+def _pieces(queries: int, keys: int, causal: bool) -> Iterator[tuple[slice, int]]:
+    """Yield queries, and the end of the keys that they see: causal ones are worth cutting."""
+    rows = max(64, -(-queries // 8)) if causal else queries
+    for first in range(0, queries, rows):
+        last = min(first + rows, queries)
+        yield slice(first, last), last if causal else keys
+
+
+def _scores(
+    q_BGRSK: Tensor, k_BGLK: Tensor, mask: Tensor | None, rows: slice, causal: bool
+) -> Tensor:
+    """Return [B, G, R, S, L] of some rows, in a wide dtype, very low where a query sees no key."""
+    products = (q_BGRSK.flatten(2, 3) @ k_BGLK.mT).view(*q_BGRSK.shape[:4], -1)
+    # Not in place: what recomputation has kept of a product is not to be changed.
+    scores: Tensor = products.to(wide(products.dtype)) * q_BGRSK.shape[-1] ** -0.5
+    hidden = None
+    if causal:
+        S, L = scores.shape[-2:]
+        hidden = torch.ones(S, L, dtype=torch.bool, device=scores.device).triu(L - S + 1)
+    elif mask is not None:
+        hidden = ~mask[:, :, rows].unsqueeze(1)
+    return scores if hidden is None else scores.masked_fill_(hidden, low(scores.dtype))
+
+
+MATMUL = PartialAttention("matmul", _matmul_forward, _matmul_backward)

@@ -1,0 +1,187 @@
+"""Partial attention by the fused kernels that `scaled_dot_product_attention` takes on each device.
+
+On a GPU they are flash attention, and with a mask or in fp32 memory-efficient attention; what
+neither can do, plain products do.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .partial import MATMUL, PartialAttention, low
+
+aten = torch.ops.aten
+EFFICIENT_LSE_ALIGNMENT = 32
+EFFICIENT_BIAS_ALIGNMENT = 8
+FLASH_MAX_WIDTH = 256
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    fused = _cpu if not query.is_cuda else _cuda(query, mask)
+    if fused is None:
+        return MATMUL.forward(query, key, value, mask, causal)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out, log_sums = fused.forward(q, k, v, mask, causal)
+    return out.transpose(1, 2), log_sums
+
+
+def _backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    fused = _cpu if not query.is_cuda else _cuda(query, mask)
+    if fused is None:
+        return MATMUL.backward(grad, query, key, value, out, log_sums, mask, causal)
+    g, q, k, v, o = (x.transpose(1, 2) for x in (grad, query, key, value, out))
+    dq, dk, dv = fused.backward(g, q, k, v, o, log_sums.contiguous(), mask, causal)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _cuda(query: Tensor, mask: Tensor | None) -> PartialAttention | None:
+    """Return the fused kernel for a GPU's tensors, as [B, H, S, K]; None where none serves."""
+    width, generation = query.shape[-1], torch.cuda.get_device_capability(query.device)
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if width % 8 or not (half or query.dtype is torch.float32):
+        return None
+    if half and mask is None and generation >= (8, 0) and width <= FLASH_MAX_WIDTH:
+        return _flash
+    return None if query.dtype is torch.bfloat16 and generation < (8, 0) else _efficient
+
+
+def _cpu_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    bias = None if mask is None else _bias(mask, q.dtype)
+    out, log_sums = aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=bias
+    )
+    return out, log_sums
+
+
+def _cpu_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    bias = None if mask is None else _bias(mask, q.dtype)
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, log_sums, 0.0, causal, attn_mask=bias
+    )
+    return dq, dk, dv
+
+
+def _flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, _mask: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    out, log_sums, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    return out, log_sums
+
+
+def _flash_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    _mask: Tensor | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # Of dropout, which is none: what it would start from.
+    seed = torch.empty(2, dtype=torch.uint64, device=q.device)
+    offset = torch.empty((), dtype=torch.uint64, device=q.device)
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, log_sums, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset
+    )
+    return dq, dk, dv
+
+
+def _efficient_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor]:
+    k, v = _repeated(k, q), _repeated(v, q)
+    out, log_sums, *_ = aten._scaled_dot_product_efficient_attention(
+        q, k, v, _aligned_bias(mask, q), True, 0.0, causal
+    )
+    return out, log_sums[..., : q.shape[2]]
+
+
+def _efficient_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    missing = -log_sums.shape[-1] % EFFICIENT_LSE_ALIGNMENT
+    none = torch.empty((), dtype=torch.int64)
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad,
+        q,
+        _repeated(k, q),
+        _repeated(v, q),
+        _aligned_bias(mask, q),
+        out,
+        F.pad(log_sums, (0, missing), value=math.inf),
+        none,
+        none,
+        0.0,
+        [True, True, True, False],
+        causal,
+    )
+    return dq, _summed(dk, k), _summed(dv, v)
+
+
+_cpu = PartialAttention("sdpa", _cpu_forward, _cpu_backward)
+_flash = PartialAttention("sdpa", _flash_forward, _flash_backward)
+_efficient = PartialAttention("sdpa", _efficient_forward, _efficient_backward)
+
+
+def _repeated(x_BGLK: Tensor, q_BHSK: Tensor) -> Tensor:
+    repeats = q_BHSK.shape[1] // x_BGLK.shape[1]
+    return x_BGLK if repeats == 1 else x_BGLK.repeat_interleave(repeats, dim=1)
+
+
+def _summed(x_BHLK: Tensor, like_BGLK: Tensor) -> Tensor:
+    """Sum over the query heads that share a key head."""
+    if x_BHLK.shape[1] == like_BGLK.shape[1]:
+        return x_BHLK
+    B, G, L, K = like_BGLK.shape
+    return x_BHLK.view(B, G, -1, L, K).sum(2)
+
+
+def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, low(dtype))
+
+
+def _aligned_bias(mask: Tensor | None, q_BHSK: Tensor) -> Tensor | None:
+    """Return [B, H, S, L] whose rows start at addresses that the kernel can read."""
+    if mask is None:
+        return None
+    length = mask.shape[-1]
+    padded = F.pad(mask, (0, -length % EFFICIENT_BIAS_ALIGNMENT))
+    bias = _bias(padded, q_BHSK.dtype)[..., :length]
+    return bias.expand(-1, q_BHSK.shape[1], -1, -1)
+
+
+SDPA = PartialAttention("sdpa", _forward, _backward)

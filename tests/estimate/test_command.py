@@ -1,0 +1,83 @@
+"""`trainer estimate-memory`: what it prints, and what it refuses."""
+
+import json
+
+import pytest
+
+from trainer.cli import main as cli
+from trainer.engine.estimate.margins import FRAGMENTATION
+
+RECIPE = """
+[run]
+steps = 20
+[model]
+dim = 64
+n_layers = 2
+vocab_size = 512
+[data]
+seq_len = 64
+global_batch = 8
+micro_batch = 4
+[[data.sources]]
+name = "synthetic"
+"""
+
+
+@pytest.fixture
+def command(capsys, tmp_path):
+    """Run the command on a small recipe; return exit code, output and errors."""
+    (tmp_path / "small.toml").write_text(RECIPE)
+
+    def command(*options):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["estimate-memory", str(tmp_path / "small.toml"), *options])
+        out, err = capsys.readouterr()
+        return int(stop.value.code), out, err
+
+    return command
+
+
+def test_json_adds_up(command):
+    code, out, _ = command("--json", "--gpu", "h200")
+    found = json.loads(out)
+    (rank,) = found["ranks"]
+    assert code == 0
+    assert sum(rank["at_peak"].values()) == rank["peak_bytes"]
+    assert rank["margins"]["fragmentation"] == int(FRAGMENTATION * rank["peak_bytes"])
+    assert rank["total_bytes"] == rank["peak_bytes"] + sum(rank["margins"].values())
+    assert found["left_bytes"] == 143_771 * 2**20 - rank["total_bytes"]
+    assert "NCCL" not in rank["margins"]  # one rank has nobody to talk to
+    assert "knobs" not in found  # it fits
+
+
+def test_knobs_are_simulated_and_sorted(command):
+    code, out, _ = command("--json", "--knobs", "--set", "memory.recompute=selective")
+    assert code == 0
+    found = json.loads(out)["knobs"]
+    saved = [knob["saved_bytes"] for knob in found]
+    assert saved == sorted(saved, reverse=True)
+    assert all(each > 0 for each in saved)
+    halved = next(knob for knob in found if knob["changes"] == ["data.micro_batch=2"])
+    code, out, _ = command("--json", "--set", "memory.recompute=selective")
+    before = json.loads(out)["ranks"][0]["peak_bytes"]
+    code, out, _ = command(
+        "--json", "--set", "memory.recompute=selective", "--set", "data.micro_batch=2"
+    )
+    assert before - json.loads(out)["ranks"][0]["peak_bytes"] == halved["saved_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--world", "0"], "--world"),
+        (["--world", "3"], "3 data ranks"),
+        (["--gpu", "h10"], 'did you mean "h100"'),
+        (["--gpu", "toaster"], "known: "),
+        (["--gpu", "h100", "--cpu"], "--gpu with --cpu"),
+        (["--knobs", "--cpu"], "--knobs with --cpu"),
+    ],
+)
+def test_what_cannot_be_estimated_is_refused(command, options, message):
+    code, out, err = command(*options)
+    assert (code, out) == (2, "")
+    assert message in err

@@ -1,0 +1,172 @@
+"""What a simulated step sends and computes is what the real step of each rank does."""
+
+import os
+from collections import Counter
+
+import pytest
+import torch
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.distributed import run_ranks
+from trainer.engine.assemble import build_model, build_step
+from trainer.engine.estimate.count import count_step
+from trainer.engine.estimate.plan import store
+from trainer.engine.estimate.scale import RankCounter, step_batches
+from trainer.engine.parallel.local import local
+from trainer.engine.parallel.materialize import materialize
+from trainer.engine.parallel.mesh import resolve_degrees
+from trainer.engine.parallel.placement import placements
+from trainer.engine.parallel.plan import make_plan
+from trainer.engine.recipe.schema import Recipe
+
+BASE = {
+    "run": {"steps": 20},
+    "model": {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 64},
+    "data": {"seq_len": 32, "global_batch": 4, "micro_batch": 1, "packing": "documents"},
+    "precision": {"compute": "bf16"},
+}
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.timeout(900)  # simulations keep one core busy, which others may use too
+VOCAB = 258
+FULL = {"recompute": "full"}
+PLANS = {
+    "replicate": ({"replicate": 4, "shard": 1}, {}),
+    "replicate-shard": ({"replicate": 2, "shard": 2}, {}),
+    "tensor-shard": ({"tensor": 2, "shard": 2}, {"memory": FULL}),
+    "context-tensor": ({"context": 2, "tensor": 2}, {"memory": FULL}),
+    "pipeline-shard": ({"pipeline": 2, "shard": 2}, {"memory": FULL}),
+    "pipeline-tensor": (
+        {"pipeline": 2, "tensor": 2, "pipelining": {"schedule": "Interleaved1F1B"}},
+        {"model": {**BASE["model"], "n_layers": 4}},
+    ),
+}
+
+
+def recipe_of(plan):
+    parallel, changes = PLANS[plan]
+    return Recipe.model_validate({**BASE, "parallel": parallel, **changes})
+
+
+def counted():
+    """Return what real steps of this rank need, by plan."""
+    rank, found = int(os.environ["RANK"]), {}
+    for name in PLANS:
+        recipe = recipe_of(name)
+        plan = make_plan(recipe.parallel, rank, 4, CPU)
+        built = build_model(recipe, VOCAB, CPU, plan)
+        materialize(built.model, CPU, 0)
+        step = build_step(recipe, built, plan)
+        # Ranks agree on sizes before the first, and on DDP's buckets before the second.
+        for _ in range(3 if name == "replicate" else 2):
+            counts = count_step(step, step_batches(recipe, step, plan), rank)
+        shapes = {key: tuple(local(weight).shape) for key, weight in model_of(step)}
+        found[name] = counts, shapes, torch_counts(step, recipe, plan, name)
+    return found
+
+
+def model_of(step):
+    return step.parallelized.model.named_parameters()
+
+
+def torch_counts(step, recipe, plan, name):
+    """Return how often torch's own mode sees each collective, in a plan that it can watch."""
+    if name != "replicate-shard":
+        return {}
+    with CommDebugMode() as mode:
+        step.accumulate(step_batches(recipe, step, plan))
+    return {str(operation): count for operation, count in mode.get_comm_counts().items()}
+
+
+def simulated():
+    """Return what simulated steps need, by plan and place."""
+    found = {}
+    for name in PLANS:
+        recipe = recipe_of(name)
+        counter = RankCounter(recipe, 4, VOCAB, on_gpu=False)
+        found[name] = [counter.count(place) for place in range(recipe.parallel.pipeline)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def real():
+    return run_ranks(4, counted, timeout=500)
+
+
+@pytest.fixture(scope="module")
+def simulations():
+    (found,) = run_ranks(1, simulated, timeout=500)
+    return found
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_a_simulated_step_is_the_real_one(name, real, simulations):
+    for rank, found in enumerate(real):
+        expected, _, _ = found[name]
+        assert expected.message_bytes.total() > 0
+        assert simulations[name][rank // (4 // recipe_of(name).parallel.pipeline)] == expected
+
+
+def test_torch_sees_as_many_collectives(real):
+    for found in real:
+        counts, _, seen = found["replicate-shard"]
+        ours = Counter()
+        for route, calls in counts.calls.items():
+            ours[route.kind] += calls
+        assert seen == {
+            "c10d._allgather_base_": ours["all-gather"],
+            "c10d._reduce_scatter_base_": ours["reduce-scatter"],
+            "c10d.allreduce_": ours["all-reduce"],
+        }
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_parameters_lie_where_the_plan_says(name, real):
+    recipe = recipe_of(name)
+    degrees = resolve_degrees(recipe.parallel, 4)
+    stored = [store(each, degrees) for each in placements(recipe, degrees, VOCAB)]
+    expected = {each.name: each.local_shape for each in stored}
+    found = {}
+    for place in range(degrees.pipeline):
+        found |= real[place * (4 // degrees.pipeline)][name][1]
+    assert found == expected
+
+
+SCALED = {
+    "replicate": (2, {"replicate": 2, "shard": 1}, 3, 6, "none", [0]),
+    "shard-tensor": (4, {"tensor": 2, "shard": 2}, 3, 6, "full", [0]),
+    "pipeline": (8, {"pipeline": 4, "tensor": 2}, 9, 7, "full", [2, 3]),
+    "v-shaped": (
+        4,
+        {"pipeline": 4, "pipelining": {"schedule": "ZBVZeroBubble"}},
+        17,
+        7,
+        "none",
+        [0],
+    ),
+}
+"""ranks, degrees, blocks, rows of a step, recomputation, places to compare"""
+
+
+def scaled_and_whole(name):
+    """Return what each place needs, from small simulations and from whole ones."""
+    ranks, parallel, blocks, rows, recompute, places = SCALED[name]
+    recipe = Recipe.model_validate(
+        {
+            **BASE,
+            "model": {**BASE["model"], "n_layers": blocks},
+            "data": {**BASE["data"], "global_batch": rows},
+            "parallel": parallel,
+            "memory": {"recompute": recompute},
+        }
+    )
+    small, whole = (RankCounter(recipe, ranks, VOCAB, on_gpu=True) for _ in range(2))
+    whole._sizes = recipe.parallel.pipeline, (), ()
+    assert all(small._sizes), "pipeline, blocks and micro batches are scaled"
+    return [(small.count(place), whole.count(place)) for place in places]
+
+
+@pytest.mark.parametrize("name", list(SCALED))
+def test_small_simulations_give_what_whole_ones_do(name):
+    (found,) = run_ranks(1, scaled_and_whole, name, timeout=500)
+    for small, whole in found:
+        assert small == whole

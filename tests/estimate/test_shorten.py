@@ -1,0 +1,109 @@
+"""A few blocks and micro batches tell what many need; what they cannot tell is run whole."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.distributed import run_ranks
+from trainer.engine.assemble import build_model
+from trainer.engine.estimate.memory import _on_a_line
+from trainer.engine.estimate.shorten import are_alike, enough_micro_batches
+from trainer.engine.estimate.simulate import Simulation, simulate
+from trainer.engine.parallel.mesh import Degrees
+from trainer.engine.recipe.schema import Recipe
+
+BASE = {
+    "run": {"steps": 20},
+    "model": {"dim": 64, "n_layers": 7, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128},
+    "data": {"seq_len": 64, "global_batch": 6, "micro_batch": 1},
+    "parallel": {},
+}
+LOSSES = 1024
+"""bytes that a pipeline keeps of each micro batch: its loss, and a copy"""
+PLANS = {
+    "alone": (1, {}),
+    "recomputed": (2, {"memory": {"recompute": "full"}, "parallel": {"shard": 2}}),
+    "selected": (2, {"memory": {"recompute": "selective"}, "parallel": {"tensor": 2}}),
+    "in-backward": (
+        2,
+        {
+            "memory": {"optimizer_in_backward": True},
+            "optimizer": {"clip_norm": 0.0},
+            "data": BASE["data"] | {"micro_batch": 3},
+            "parallel": {"shard": 2},
+        },
+    ),
+    "1F1B": (2, {"model": BASE["model"] | {"n_layers": 13}, "parallel": {"pipeline": 2}}),
+    "looped": (
+        4,
+        {
+            "model": BASE["model"] | {"n_layers": 26},
+            "parallel": {
+                "pipeline": 2,
+                "shard": 2,
+                "pipelining": {"schedule": "Interleaved1F1B", "micro_batches": 6},
+            },
+            "data": BASE["data"] | {"global_batch": 12},
+        },
+    ),
+    "every second": (1, {"memory": {"recompute": "every_n"}}),
+    "sgd": (1, {"optimizer": {"name": "sgd", "momentum": 0.9}, "ema": {"decay": 0.9}}),
+}
+
+
+def peak(recipe, rank, ranks, whole):
+    return simulate(recipe, rank, ranks, 500, on_gpu=True, whole=whole)
+
+
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_short_runs_tell_the_peak_of_the_whole_one(plan):
+    ranks, changes = PLANS[plan]
+    recipe = Recipe.model_validate(BASE | changes)
+    left = LOSSES * recipe.data.global_batch if recipe.parallel.pipeline > 1 else 0
+    for rank in {0, ranks // recipe.parallel.pipeline * (recipe.parallel.pipeline - 1)}:
+        (short,) = run_ranks(1, peak, recipe, rank, ranks, False, timeout=900)
+        (whole,) = run_ranks(1, peak, recipe, rank, ranks, True, timeout=900)
+        assert short.peak_bytes == pytest.approx(whole.peak_bytes, abs=left, rel=0)
+        if not left:
+            assert short.at_peak == whole.at_peak
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"memory": {"recompute": "every_n"}},
+        {"lora": {"rank": 2, "targets": ["layers.3.*.q.weight"]}},
+        {"optimizer": {"groups": [{"match": "layers.5.*", "lr": 0.1}]}},
+    ],
+)
+def test_blocks_that_differ_are_seen(changes):
+    def alike(recipe):
+        built = build_model(recipe, 500, torch.device("cpu"))
+        return are_alike(recipe, [built])
+
+    assert alike(Recipe.model_validate(BASE))
+    assert not alike(Recipe.model_validate(BASE | changes))
+
+
+def test_as_many_micro_batches_as_show_all_that_a_rank_does():
+    def enough(schedule, count):
+        parallel = {"pipeline": 4, "shard": 1, "pipelining": {"schedule": schedule}}
+        recipe = Recipe.model_validate(BASE | {"parallel": parallel})
+        degrees = Degrees(pipeline=4)
+        return [enough_micro_batches(recipe, degrees, rank, count) for rank in range(4)]
+
+    assert enough("1F1B", 64) == [5, 4, 3, 3]
+    assert enough("GPipe", 16) == [16] * 4  # all are in flight at once
+    assert max(enough("Interleaved1F1B", 64)) < 24
+    assert max(enough("ZBVZeroBubble", 64)) < 24
+
+
+def test_stages_between_two_are_read_off_a_line_only_if_they_are_on_it():
+    first = Simulation(2, 100, {"parameters": 40, "activations": 60}, 0)
+    second = replace(first, rank=4, peak_bytes=90, at_peak={"parameters": 40, "activations": 50})
+    last = replace(first, rank=8, peak_bytes=70, at_peak={"parameters": 40, "activations": 30})
+    line = _on_a_line(first, second, last, 3)
+    third = Simulation(6, 80, {"parameters": 40, "activations": 40}, 0)
+    assert line(2, 6) == third
+    assert _on_a_line(first, second, replace(last, peak_bytes=75), 3) is None

@@ -1,0 +1,179 @@
+"""What saves memory changes no number: recomputation and FSDP's options."""
+
+from inspect import signature
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.distributed import run_ranks
+from tests.train.outcomes import assert_equal
+from tests.train.plans import BASE, assembled, recipe_with
+from tests.train.processes import complaints, finish, start, tensors, write_recipe
+from trainer.engine.estimate.step import track
+
+SELECTIVE = {"recompute": "selective"}
+MODES = {
+    "full": {"recompute": "full"},
+    "every_n": {"recompute": "every_n"},
+    "selective": SELECTIVE,
+    "by-name": {"recompute": "selective", "recompute_keep": ["aten.mm.default", "norm"]},
+    "every-second": {"recompute": "selective", "recompute_keep": ["half_mm", "attention"]},
+    "nothing-kept": {"recompute": "selective", "recompute_keep": []},
+}
+COMPILED = {"enabled": True, "backend": "aot_eager"}
+DATA = BASE["data"] | {"packing": "documents"}
+
+
+@pytest.mark.parametrize("attention", ["matmul", "sdpa"])
+def test_recomputation_changes_no_bit(attention):
+    like = {"data": DATA, "kernels": {"attention": attention}}
+    assert_equal(1, [like | {"memory": memory} for memory in MODES.values()], like, tolerance=0)
+
+
+def test_recomputation_under_plans():
+    plans = [
+        ("selective", {"shard": 2}),
+        ("selective", {"tensor": 2}),
+        ("selective", {"context": 2}),
+        ("selective", {"pipeline": 2}),
+        ("every_n", {"tensor": 2}),
+        ("every_n", {"pipeline": 2, "pipelining": {"schedule": "Interleaved1F1B"}}),
+    ]
+    like = {"data": DATA, "model": BASE["model"] | {"n_layers": 4}}
+    changes = [like | {"memory": MODES[mode], "parallel": plan} for mode, plan in plans]
+    assert_equal(2, changes, like)
+
+
+def test_what_a_recipe_keeps_is_held_and_not_computed_again():
+    modes = {"none": {}} | {mode: MODES[mode] for mode in ("full", "every_n", "selective")}
+    found = dict(zip(modes, run_ranks(2, held, [*modes.values()], timeout=200)[0], strict=True))
+    bytes_held = {mode: size for mode, (size, _) in found.items()}
+    assert bytes_held["full"] < bytes_held["every_n"] < bytes_held["none"]
+    assert bytes_held["full"] < bytes_held["selective"] < bytes_held["none"]
+    gathers = {mode: number for mode, (_, number) in found.items()}
+    # Two norms of each of two blocks are gathered again.
+    assert gathers["selective"] == gathers["none"]
+    assert gathers["full"] == gathers["none"] + 4
+    assert gathers["every_n"] == gathers["none"] + 2
+
+
+def held(modes):
+    """Return the peak of memory, and the gathers of a step, for each way to recompute."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    found = []
+    for memory in modes:
+        recipe = recipe_with(memory=memory, parallel={"tensor": 2}, data=DATA | {"micro_batch": 8})
+        parts = assembled(recipe)
+        peak = track(recipe, parts.step, lambda batch: batch, steps=2).peak().total
+        with CommDebugMode() as counted:
+            parts.step.accumulate(next(parts.loader.steps(0)))
+        gathers = [n for name, n in counted.get_comm_counts().items() if "all_gather" in str(name)]
+        found.append((peak, sum(gathers)))
+    return found
+
+
+def test_compiled_blocks_that_recompute_change_no_weight():
+    changes = [{"memory": MODES[mode], "compile": COMPILED} for mode in ("full", "selective")]
+    changes.append({"memory": {"recompute": "budget"}, "compile": COMPILED})
+    assert_equal(1, changes, {})
+
+
+def test_compiled_blocks_of_split_weights_recompute():
+    plan = {"parallel": {"tensor": 2}, "compile": COMPILED}
+    assert_equal(2, [plan | {"memory": MODES[mode]} for mode in ("full", "selective")], {})
+
+
+def test_a_budget_bounds_what_a_compiled_block_keeps_in_its_own_run_alone():
+    none, everything, unbound, half = run_ranks(1, kept_within, [0.0, 1.0, None, 0.5], timeout=300)[
+        0
+    ]
+    assert none < half <= everything == unbound
+
+
+def kept_within(budgets):
+    """Return the bytes that a run's compiled blocks keep, for runs one after the other."""
+    import torch._functorch.config as config
+
+    found = []
+    for budget in budgets:
+        memory = {} if budget is None else {"recompute": "budget", "recompute_budget": budget}
+        parts = assembled(recipe_with(memory=memory, compile=COMPILED))
+        sizes = {}
+
+        def note(tensor, sizes=sizes):
+            sizes[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            parts.step.accumulate(next(parts.loader.steps(0))[:1])
+        found.append(sum(sizes.values()))
+        assert config.activation_memory_budget == 1.0
+    return found
+
+
+def test_names_of_a_compiled_run_are_plain(tmp_path):
+    recipe = write_recipe(tmp_path / "run", steps=2)
+    compiled = ["compile.enabled=true", "compile.backend=aot_eager", "memory.recompute=full"]
+    compiled.append("schedule.warmup_steps=0")
+    assert finish(start(recipe, overrides=compiled), timeout=120) == [0], complaints(recipe)
+    _, names = tensors(tmp_path / "run")
+    assert "model.layers.0.mlp.up.weight" in names
+    assert not [name for name in names if "_orig_mod" in name]
+
+
+def test_options_of_fsdp_change_no_weight():
+    each = {"reduce_every": "micro_batch"}
+    plans = [
+        {"shard": 2, "fsdp": {"prefetch": 2}},
+        {"pipeline": 2, "fsdp": {"prefetch": 1}},
+        {"shard": 2, "fsdp": each},
+        {"context": 2, "fsdp": each | {"offload": True}},
+    ]
+    assert_equal(2, [{"data": DATA, "parallel": plan} for plan in plans], {"data": DATA})
+
+
+def test_options_of_fsdp_on_two_axes_change_no_weight():
+    each = {"reduce_every": "micro_batch"}
+    hybrid = each | {"strategy": "hybrid_shard", "prefetch": 1}
+    plans = [
+        {"replicate": 2, "shard": 2, "fsdp": hybrid},
+        {"tensor": 2, "replicate": 2, "shard": 1, "fsdp": each},
+        {"pipeline": 2, "shard": 2, "fsdp": {"prefetch": 2}},
+    ]
+    assert_equal(4, [{"data": DATA, "parallel": plan} for plan in plans], {"data": DATA})
+
+
+def test_what_the_options_of_fsdp_do():
+    options = [{}, {"reduce_every": "micro_batch"}, {"prefetch": 1}]
+    plain, each, ahead = run_ranks(4, observed, options, timeout=200)[0]
+    units, micro_batches = 4, 2  # two blocks, the head, the embedding
+    assert plain == (units, units, ["", "", ""], ["", "", ""])
+    assert each[:2] == (units * micro_batches, units), "summed over the copies once"
+    assert ahead[2:] == (["layers.1", "head", ""], ["", "layers.0", "layers.1"])
+
+
+def observed(options):
+    """Return reductions of a step, those of them over copies, and what units gather ahead."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+    found = []
+    for fsdp in options:
+        hybrid = {"strategy": "hybrid_shard"} | fsdp
+        parts = assembled(recipe_with(parallel={"replicate": 2, "shard": 2, "fsdp": hybrid}))
+        with patch.object(groups, "foreach_reduce", wraps=groups.foreach_reduce) as reduce:
+            parts.step.accumulate(next(parts.loader.steps(0))[:2])
+        bind = signature(collectives.foreach_reduce).bind
+        calls = [bind(*call.args, **call.kwargs).arguments for call in reduce.call_args_list]
+        over_copies = sum(call["all_reduce_grads"] for call in calls)
+        units = {each: parts.model.get_submodule(each) for each in ("layers.0", "layers.1", "head")}
+        names = {unit._get_fsdp_state(): name for name, unit in units.items()}
+        ahead = [
+            [" ".join(names[each] for each in getattr(state, f"_states_to_{way}_prefetch"))
+             for state in names]
+            for way in ("forward", "backward")
+        ]  # fmt: skip
+        found.append((reduce.call_count, over_copies, *ahead))
+    return found
