@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..engine.errors import EnvironmentFault, ExitCode, RecipeError
-from ..engine.files import atomic_write
+from ..engine.errors import ExitCode, RecipeError
+from ..engine.files import write_asked
 from ..engine.recipe.pages import recipe_pages
 from ..engine.recipe.reference import (
     Key,
@@ -58,12 +58,8 @@ def docs(
 
 def _write(folder: Path) -> None:
     pages = {**recipe_pages(), "commands.md": commands_page()}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in pages.items():
-            atomic_write(folder / name, text)
-    except OSError as error:
-        raise EnvironmentFault(f"{folder} cannot be written: {error.strerror}") from None
+    for name, text in pages.items():
+        write_asked(folder / name, text)
     print(f"{len(pages)} pages written to {folder}")
 
 

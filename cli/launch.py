@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from ..engine.errors import EnvironmentFault, RecipeError
-from ..engine.files import atomic_write
+from ..engine.errors import RecipeError
+from ..engine.files import write_asked
 from ..engine.launch.slurm import (
     SECONDS_TO_SAVE,
     batch_script,
@@ -128,8 +128,4 @@ def _notes(requeue: bool) -> list[str]:
 def _write(path: Path, text: str, force: bool) -> None:
     if path.exists() and not force:
         raise RecipeError(f"{path} is there already", "give another path, or --force")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, text)
-    except OSError as error:
-        raise EnvironmentFault(f"{path} cannot be written: {error.strerror}") from None
+    write_asked(path, text)

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..engine.errors import EnvironmentFault, RecipeError
-from ..engine.files import atomic_write
+from ..engine.errors import RecipeError
+from ..engine.files import write_asked
 from ..engine.recipe.starter import shipped_recipes, starter
 
 
@@ -29,9 +29,5 @@ def new(
     text = starter(source)
     if path.exists() and not force:
         raise RecipeError(f"{path} is there already", "give another path, or --force")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, text)
-    except OSError as error:
-        raise EnvironmentFault(f"{path} cannot be written: {error.strerror}") from None
+    write_asked(path, text)
     print(f"{path} written; now: trainer validate {path}")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..engine.errors import EnvironmentFault, RecipeError, nearest
+from ..engine.errors import RecipeError, nearest
+from ..engine.files import write_asked
 from .options import AsJson, Overrides, Recipe
 from .table import print_table
 
@@ -54,10 +55,7 @@ def plan(
     if html:
         from ..engine.estimate.drawing import draw_plan
 
-        try:
-            html.write_text(draw_plan(found, loaded.run.name), "utf-8")
-        except OSError as error:
-            raise EnvironmentFault(f"{html}: {error.strerror}") from error
+        write_asked(html, draw_plan(found, loaded.run.name), "give another file with --html")
     if as_json:
         print(json.dumps(asdict(found), indent=1))
     else:

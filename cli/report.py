@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..engine.errors import EnvironmentFault
-from ..engine.files import atomic_write
+from ..engine.files import write_asked
 from ..engine.report.page import write_page
 from ..engine.status import find_runs
 from .options import AsJson
@@ -31,13 +30,7 @@ def report(
     found = find_runs(runs)
     out = out or (found[0] / "report.html" if len(found) == 1 else Path("report.html"))
     page = write_page(found)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(out, page)
-    except OSError as error:
-        raise EnvironmentFault(
-            f"{out} cannot be written: {error.strerror}", "give another file with --out"
-        ) from None
+    write_asked(out, page, "give another file with --out")
     if as_json:
         print(json.dumps({"report": str(out), "runs": [str(run) for run in found]}))
     else:

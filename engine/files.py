@@ -6,6 +6,8 @@ import contextlib
 import os
 from pathlib import Path
 
+from .errors import EnvironmentFault
+
 
 def atomic_write(path: Path, text: str) -> None:
     """Write a file so that readers see the old one or the whole new one, whatever happens.
@@ -25,6 +27,19 @@ def atomic_write(path: Path, text: str) -> None:
             temporary.unlink()
         raise
     sync_folder(path.parent)
+
+
+def write_asked(path: Path, text: str, hint: str = "") -> None:
+    """Write a file that a user asked for, and the folders above it.
+
+    Raises:
+        EnvironmentFault: it cannot be written; `hint` says what to do.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, text)
+    except OSError as error:
+        raise EnvironmentFault(f"{path} cannot be written: {error.strerror}", hint) from None
 
 
 def sync_folder(folder: Path) -> None:

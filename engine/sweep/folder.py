@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import EnvironmentFault, Problem, RecipeError
-from ..files import atomic_write
+from ..errors import Problem, RecipeError
+from ..files import write_asked
 from ..recipe.changes import compare
 from ..recipe.load import Loaded, load_recipe
 from ..recipe.shown import shown_value
@@ -94,13 +94,7 @@ class Sweep:
             EnvironmentFault: it cannot be written.
         """
         path = self.folder / name
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            atomic_write(path, text)
-        except OSError as error:
-            raise EnvironmentFault(
-                f"{path} cannot be written: {error.strerror}", "give another folder with --dir"
-            ) from None
+        write_asked(path, text, "give another folder with --dir")
         return path
 
     def write_report(self) -> Path | None:
