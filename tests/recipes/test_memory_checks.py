@@ -42,7 +42,7 @@ FAULTS = {
     "an operation unheard of": (
         '[memory]\nrecompute_keep = ["zzz"]', 1,
         "memory.recompute_keep.0", 'no operations are called "zzz"',
-        ("known: mm, bmm, attention, norm, all_gather, reduce_scatter, collectives, or as "
+        ("known: mm, bmm, attention, norm, all_gather, reduce_scatter, collectives, half_mm, or as "
         "aten.mm.default"),
     ),
     "reduction in a pipeline": (
