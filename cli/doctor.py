@@ -53,8 +53,7 @@ def _trace(path: Path, overrides: list[str], world: int, as_json: bool) -> ExitC
     recipe = load_recipe(path, overrides, world).recipe
     from ..engine.graphs import trace
 
-    vocab_size = getattr(recipe.model, "vocab_size", None) or recipe.tokenizer.build().vocab_size
-    found = trace(recipe, world, vocab_size)
+    found = trace(recipe, world, recipe.vocab_size)
     breaks = [(each.part, one) for each in found for one in each.breaks]
     if as_json:
         report = {"whole": not breaks, "parts": [asdict(each) for each in found]}

@@ -13,7 +13,8 @@ import torch
 from torch._dynamo.utils import counters, graph_break_reasons
 
 from ..kernels.cross_entropy import compiled as compiled_loss
-from .estimate.simulate import empty_batches, simulated_step
+from .estimate.simulate import simulated_step
+from .estimate.step import empty_batches, rows_of
 
 if TYPE_CHECKING:
     from .recipe.schema import Recipe
@@ -74,8 +75,7 @@ def trace(recipe: Recipe, ranks: int, vocab_size: int) -> list[Traced]:
         tracer.watching(),
         simulated_step(recipe, ranks - 1, ranks, vocab_size, compiles=True) as (_, step, plan),
     ):
-        share = recipe.data.global_batch // plan.degrees.data
-        rows = share if step.parallelized.pipeline else min(recipe.data.micro_batch, share)
+        _, rows = rows_of(recipe, step)
         for length in _lengths(recipe, plan.degrees.tensor * plan.degrees.context * 2):
             cut = recipe.data.model_copy(update={"seq_len": length})
             (batch,) = empty_batches(recipe.model_copy(update={"data": cut}), rows, rows)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import RecipeError
 from ..recipe.checks import known_degrees
-from .memory import Estimate, rows_needed, simulate_all
+from .memory import Estimate, simulate_all
 
 if TYPE_CHECKING:
     from ..recipe.schema import Recipe
@@ -53,7 +53,7 @@ def best_knobs(
             continue
         stages = known_degrees(changed, ranks).get("pipeline", 1)
         rank = min(place, stages - 1) * (ranks // stages)
-        jobs.append((changed, rank, ranks, rows_needed(changed), True))
+        jobs.append((changed, rank, ranks, changed.vocab_size, True))
         tried.append((changes, ranks))
     knobs = [
         Knob(changes, ranks, worst.peak_bytes - each.peak_bytes)

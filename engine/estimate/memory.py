@@ -72,7 +72,7 @@ def estimate_memory(
         RecipeError, DataError: as when the run is assembled.
         EnvironmentFault: a simulation was killed.
     """
-    vocab_size = rows_needed(recipe)
+    vocab_size = recipe.vocab_size
     degrees = known_degrees(recipe, ranks)
     stages = degrees.get("pipeline", 1)
     if stages == 1:
@@ -92,12 +92,6 @@ def estimate_memory(
         return margins(each.peak_bytes, communicators, each.block_bytes, gpu) if on_gpu else {}
 
     return [Estimate(each.rank, each.peak_bytes, each.at_peak, more(each)) for each in found]
-
-
-def rows_needed(recipe: Recipe) -> int:
-    """Return the size of the vocabulary; the tokenizer is asked if the model does not say."""
-    given: int | None = getattr(recipe.model, "vocab_size", None)
-    return given or recipe.tokenizer.build().vocab_size
 
 
 def _pipeline(

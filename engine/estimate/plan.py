@@ -161,7 +161,7 @@ def make_run_plan(
     """
     from .scale import RankCounter
 
-    vocab_size = getattr(recipe.model, "vocab_size", None) or recipe.tokenizer.build().vocab_size
+    vocab_size = recipe.vocab_size
     degrees = resolve_degrees(recipe.parallel, ranks)
     config = recipe.model.with_vocab(vocab_size)
     stored = [store(each, degrees) for each in placements(recipe, degrees, vocab_size)]

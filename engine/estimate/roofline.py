@@ -115,8 +115,7 @@ class Sizes:
     @classmethod
     def of(cls, recipe: Recipe) -> Sizes:
         """Return a recipe's; see Korthikanti et al. 2022, arXiv:2205.05198, section 4."""
-        size = getattr(recipe.model, "vocab_size", None) or recipe.tokenizer.build().vocab_size
-        config: Any = recipe.model.with_vocab(size)
+        config: Any = recipe.model.with_vocab(recipe.vocab_size)
         shapes = config.parameter_shapes()
         start = f"{config.layout.blocks}."
         blocks = sum(prod(shape) for name, shape in shapes.items() if name.startswith(start))

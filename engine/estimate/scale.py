@@ -20,7 +20,8 @@ from ..parallel.cut import cut_blocks, num_micro_batches, stage_holders
 from ..parallel.mesh import AXES, Degrees, resolve_degrees
 from ..parallel.placement import placements
 from .count import Counts, count_step
-from .simulate import empty_batches, simulated_step
+from .simulate import simulated_step
+from .step import empty_batches, rows_of
 from .traffic import ALL_REDUCE, Route
 
 if TYPE_CHECKING:
@@ -144,9 +145,7 @@ class RankCounter:
 
 def step_batches(recipe: Recipe, step: TrainStep, plan: Plan) -> list[Batch]:
     """Return what a rank computes in a step, of no content."""
-    share = recipe.data.global_batch // step.degrees.data
-    rows = share if step.parallelized.pipeline else min(recipe.data.micro_batch, share)
-    return [plan.take(each) for each in empty_batches(recipe, share, rows)]
+    return [plan.take(each) for each in empty_batches(recipe, *rows_of(recipe, step))]
 
 
 def _resized(recipe: Recipe, degrees: Degrees, stages_a_rank: int, size: _Size) -> Recipe:

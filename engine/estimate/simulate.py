@@ -37,7 +37,6 @@ from .shorten import (
     with_blocks,
     with_micro_batches,
 )
-from .step import empty_batches as empty_batches
 from .step import track
 from .tracker import COMMUNICATION, RECEIVED, Peak
 

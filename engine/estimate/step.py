@@ -55,8 +55,7 @@ def track(
         left: rows that the step is lacking: they are held, but not computed.
     """
     watched = _Watched(recipe, step, on_gpu)
-    share = recipe.data.global_batch // step.degrees.data
-    rows = share if step.parallelized.pipeline else min(recipe.data.micro_batch, share)
+    share, rows = rows_of(recipe, step)
     with MemoryTracker() as tracker:
         watched.begin(tracker)
         if steps == 1:
@@ -187,6 +186,12 @@ def _labelled(loss: LossFunction, tracker: MemoryTracker) -> LossFunction:
             return loss(hidden, weight, labels)
 
     return counted
+
+
+def rows_of(recipe: Recipe, step: TrainStep) -> tuple[int, int]:
+    """Return a rank's rows of a step, and how many a batch has: a pipeline cuts one of all."""
+    share = recipe.data.global_batch // step.degrees.data
+    return share, share if step.parallelized.pipeline else min(recipe.data.micro_batch, share)
 
 
 def empty_batches(recipe: Recipe, share: int, rows: int) -> list[Batch]:

@@ -34,7 +34,7 @@ class Parallelized:
         model: the bare module: parameter names, evaluation, state.
         forward: what a training step calls.
         reduce_gradients: True before the last backward of a step, False before the others.
-        finish_gradients: called after the last backward of a step.
+        finish_gradients: called, in order, after the last backward of a step.
         late: weights whose gradients are complete only then.
         pipeline: runs forward and backward, where ranks hold some of the blocks each.
         counted_elsewhere: weights of which another rank holds a copy that counts and is exported.
@@ -44,7 +44,7 @@ class Parallelized:
     model: LanguageModel
     forward: Callable[..., Tensor]
     reduce_gradients: Callable[[bool], None]
-    finish_gradients: Callable[[], None] = lambda: None
+    finish_gradients: Sequence[Callable[[], None]] = ()
     late: Collection[nn.Parameter] = ()
     pipeline: Pipeline | None = None
     counted_elsewhere: tuple[nn.Parameter, ...] = ()

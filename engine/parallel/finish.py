@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,12 +13,6 @@ from .local import local
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-def each(works: Sequence[Callable[[], None]]) -> None:
-    """Do them one after the other."""
-    for work in works:
-        work()
 
 
 def reducing(

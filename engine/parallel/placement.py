@@ -62,10 +62,10 @@ def placements(recipe: Recipe, degrees: Degrees, vocab_size: int) -> list[Placed
     """
     config = recipe.model.with_vocab(vocab_size)
     shapes = with_adapters(config.parameter_shapes(), config.layout, recipe.lora)
-    return place(shapes, config, recipe.parallel, degrees)
+    return locate(shapes, config, recipe.parallel, degrees)
 
 
-def place(shapes: Shapes, config: ModelConfig, table: Parallel, degrees: Degrees) -> list[Placed]:
+def locate(shapes: Shapes, config: ModelConfig, table: Parallel, degrees: Degrees) -> list[Placed]:
     """Return where parameters lie: as the first rule that matches says, else the model's plan."""
     rules = deciding_rules(shapes, table.rules)
     shard = 0 if is_sharded(table, degrees) else None

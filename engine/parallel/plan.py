@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from . import data
 from .async_tensor import overlap
 from .cut import Cut, EndCosts, cut_blocks
 from .data import Parallelized
-from .finish import each, reducing
+from .finish import reducing
 from .mesh import (
     Degrees,
     build_mesh,
@@ -25,7 +24,7 @@ from .mesh import (
     resolve_degrees,
     uses_fsdp,
 )
-from .placement import place, refuse_misfits
+from .placement import locate, refuse_misfits
 from .schedule_file import read_schedule
 from .tables import Parallel
 
@@ -140,7 +139,7 @@ class Plan:
         """
         shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
         refuse_misfits(shapes, config, self.table, self.degrees)
-        found = place(shapes, config, self.table, self.degrees)
+        found = locate(shapes, config, self.table, self.degrees)
         return {each.name: each.place for each in found}
 
     def _keep_whole(
@@ -203,7 +202,7 @@ class Plan:
                 torch.empty(1, length, pieces.width, dtype=model.compute_dtype, device="meta"),
             )
             found = replace(found, pipeline=pipeline)
-        return replace(found, finish_gradients=partial(each, finish), late={*whole, *kept})
+        return replace(found, finish_gradients=finish, late={*whole, *kept})
 
 
 @dataclass(frozen=True)

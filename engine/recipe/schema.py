@@ -43,6 +43,12 @@ class Recipe(Table):
     resilience: tables.Resilience = tables.Resilience()
     plugins: tables.Plugins = tables.Plugins()
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model embeds: the tokenizer is asked if the model does not say."""
+        given: int | None = getattr(self.model, "vocab_size", None)
+        return given or self.tokenizer.build().vocab_size
+
 
 REGISTRIES: dict[str, Registry[Any]] = {
     registry.kind: registry

@@ -98,7 +98,8 @@ class TrainStep:
             total = self._forward_backward(batches, factor)
         self._sum_over_ranks(total, self.degrees.tensor)
         with self.phase("clip"):
-            self.parallelized.finish_gradients()
+            for finish in self.parallelized.finish_gradients:
+                finish()
             norm = self.in_backward.finish() if self.in_backward else self._clip()
         return Gradients(total, tokens, norm)
 

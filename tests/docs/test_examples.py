@@ -10,6 +10,8 @@ from tests.docs.blocks import blocks
 from tests.docs.pages import FOLLOWED
 from tests.docs.walk import ROOT, Walk
 from trainer.cli.main import COMMANDS
+from trainer.engine.errors import RecipeError
+from trainer.engine.recipe.load import load_recipe
 
 
 @pytest.mark.slow
@@ -35,6 +37,12 @@ def test_what_is_not_there_yet_is_not_there():
     section = (ROOT / "README.md").read_text().split("## Not there yet")[1].split("\n## ")[0]
     named = re.findall(r"`trainer\s+([\w-]+)`", section)
     assert not {*named} & {*COMMANDS}
+    settings = re.findall(r"`([a-z_0-9]+(?:\.[a-z_0-9]+)+ = [^`]+)`", section)
+    assert settings
+    for setting in settings:
+        key, _, value = setting.partition(" = ")
+        with pytest.raises(RecipeError, match="not available in this version"):
+            load_recipe(ROOT / "recipes/llama3_debug.toml", [f"{key}={value}"], world=2)
 
 
 def test_what_is_measured_is_what_the_newest_results_say():

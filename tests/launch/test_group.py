@@ -133,19 +133,17 @@ with process_group(world, cpu, 30) as group:
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     done = subprocess.run(
-        # More than one: on a busy machine a second attempt may fail to meet in time.
-        [*command, "--max-restarts=3", script, tmp_path],
+        [*command, "--max-restarts=1", script, tmp_path],
         env={**os.environ, "PYTHONPATH": str(ROOT / ".dev")},
-        timeout=240,
+        timeout=90,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    found = [(tmp_path / str(rank)).read_text().rsplit(maxsplit=1) for rank in range(2)]
-    assert [text for text, _ in found] == ["2 torchrun 0", "2 torchrun 1"]
-    attempts = {int(attempt) for _, attempt in found}
-    assert len(attempts) == 1
-    assert attempts.pop() >= 1
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == [
+        "2 torchrun 0 1",
+        "2 torchrun 1 1",
+    ]
 
 
 def test_a_lost_rank_is_told_in_a_sentence(tmp_path: Path) -> None:

@@ -77,6 +77,24 @@ def whole(model):
     }
 
 
+def by_one_process(function, make=recipe_with):
+    """Return a function from changes of a recipe to what one process finds, computed once each.
+
+    Args:
+        function: what the process does, from what `make` returns.
+        make: changes of the recipe -> its argument.
+    """
+    known = {}
+
+    def compute(**changes):
+        key = repr(changes)
+        if key not in known:
+            (known[key],) = run_ranks(1, function, make(**changes))
+        return known[key]
+
+    return compute
+
+
 def assert_same(world, alone, **changes):
     """Compare the curves of ranks with those of one process."""
     expected = alone(**{table: values for table, values in changes.items() if table != "parallel"})

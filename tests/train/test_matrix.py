@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.distributed import run_ranks
-from tests.train.plans import BASE, assembled, recipe_with, train, whole
+from tests.train.plans import BASE, assembled, by_one_process, recipe_with, train, whole
 from trainer.engine.parallel.tables import FSDP, Pipelining
 from trainer.engine.recipe.checks import check
 from trainer.engine.recipe.tables import Memory
@@ -64,15 +64,7 @@ def trained(recipes):
 @pytest.fixture(scope="module")
 def alone():
     """Return a function from changes of the recipe to what one process makes of it."""
-    known = {}
-
-    def compute(**changes):
-        key = repr(changes)
-        if key not in known:
-            (known[key],) = run_ranks(1, trained, recipes(**changes))
-        return known[key]
-
-    return compute
+    return by_one_process(trained, recipes)
 
 
 def assert_same(world, alone, parallel, **changes):

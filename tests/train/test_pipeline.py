@@ -10,7 +10,7 @@ import torch
 from tests.convert.models import tensors_of
 from tests.convert.run import convert
 from tests.distributed import run_ranks
-from tests.train.plans import BASE, assembled, recipe_with, train, whole
+from tests.train.plans import BASE, assembled, by_one_process, recipe_with, train, whole
 from tests.train.processes import complaints, finish, rows, start, tensors, write_recipe
 from trainer.engine.data.batch import IGNORED
 from trainer.engine.generate import generate
@@ -31,15 +31,7 @@ def curves_and_weights(recipe):
 @pytest.fixture(scope="module")
 def one_process():
     """Return what one process computes, computed once for each change of the recipe."""
-    known = {}
-
-    def compute(**changes):
-        key = repr(changes)
-        if key not in known:
-            known[key] = run_ranks(1, curves_and_weights, recipe_with(**changes))[0]
-        return known[key]
-
-    return compute
+    return by_one_process(curves_and_weights)
 
 
 def assert_same(results, expected):
