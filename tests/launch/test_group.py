@@ -29,6 +29,7 @@ sys.exit(launch(command, 2, log_dir=Path(sys.argv[2]), max_restarts=int(sys.argv
 PRELUDE = """
 import os, sys, time
 import torch, torch.distributed as dist
+from trainer.engine.launch.ending import end_process
 from trainer.engine.launch.environment import find_world
 from trainer.engine.launch.group import process_group
 world = find_world()
@@ -39,13 +40,16 @@ def total(group):
     return int(ones)
 """
 
+# As the command line ends: with the interpreter's teardown, 2 ranks of 96 aborted after their work.
+ENDING = "\nend_process(0)\n"
+
 
 def launch(
     code: str, folder: Path, restarts: int = 0, timeout: float = 60
 ) -> tuple[int, str, str, float]:
     started = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", PARENT, PRELUDE + code, folder, str(restarts)],
+        [sys.executable, "-c", PARENT, PRELUDE + code + ENDING, folder, str(restarts)],
         env={**os.environ, "PYTHONPATH": ".dev"},
         cwd=ROOT,
         capture_output=True,
@@ -128,8 +132,10 @@ with process_group(world, cpu, 30) as group:
     if world.attempt == 0 and world.rank == 1:
         os.kill(os.getpid(), 9)
     text = f"{total(group)} {world.launcher} {world.local_rank} {world.attempt}"
-    open(f"{sys.argv[1]}/{world.rank}", "w").write(text)
+    with open(f"{sys.argv[1]}/{world.rank}", "w") as file:
+        file.write(text)
 """
+        + ENDING
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     done = subprocess.run(
