@@ -8,7 +8,7 @@ TO_RUN := $(VENV)/.ready-to-run
 TO_DEVELOP := $(VENV)/.ready-to-develop
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-parallel lint format check docs wheel clean
+.PHONY: help run test test-parallel test-gpu lint format check docs wheel clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -22,6 +22,10 @@ test: $(TO_DEVELOP) ## run the test suite
 
 test-parallel: $(TO_DEVELOP) ## test every way to split a model over ranks
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "matrix or not matrix" tests/parallel tests/train tests/estimate
+
+test-gpu: $(TO_DEVELOP) ## run the kernels for real, where there is a GPU
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "torch sees no GPU here")'
+	$(BIN)/python -m pytest -rs tests/kernels/gpu
 
 lint: $(TO_DEVELOP) ## ruff, mypy and import-linter
 	$(BIN)/ruff check .

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..kernels.choose import Kernels, choose
+from ..kernels.choose import Kernels
 from .data.dataset import OpenedData, open_data
 from .data.loader import Loader, validation_batches
 from .errors import Problem, RecipeError
+from .kernel_choice import choose_kernels, served
 from .lora.apply import add_adapters
 from .lora.names import is_adapter
 from .optim.groups import parameter_groups
@@ -26,6 +27,7 @@ from .parallel.mesh import Degrees
 from .parallel.plan import Pieces, Plan, make_plan
 from .precision.dtypes import DTYPES, LossScale, compute_dtype, dtype_name
 from .train.average import WeightAverage
+from .train.balance import Balance
 from .train.in_backward import UpdateInBackward
 from .train.step import TrainStep
 
@@ -148,13 +150,11 @@ def build_model(
         plan: how ranks share it; None: it is whole, and not for training.
 
     Raises:
-        RecipeError: its vocabulary is smaller than the tokenizer's.
+        RecipeError: its vocabulary is smaller than the tokenizer's, or a kernel that it asks for
+            cannot run on the device.
     """
     config = _settle_vocab(recipe.model, vocab_size)
-    compiling = recipe.compile.enabled and recipe.compile.backend == "inductor"
-    kernels = choose(
-        recipe.kernels.model_dump(), device.type, recipe.data.seq_len, compiling=compiling
-    )
+    kernels = choose_kernels(recipe, device.type, trains=plan is not None)
     dtype, why = compute_dtype(recipe.precision, device)
     notes, costs = [f"compute in {dtype_name(dtype)}: {why}"], None
     if plan and plan.measures_cut:
@@ -167,6 +167,7 @@ def build_model(
         model = config.build(kernels)
         if recipe.lora.rank:
             notes.append(add_adapters(model, config.layout, recipe.lora))
+    notes += served(kernels)
     model.compute_dtype = dtype
     pieces = Pieces()
     if plan:
@@ -202,6 +203,7 @@ def build_step(recipe: Recipe, built: BuiltModel, plan: Plan) -> TrainStep:
         LossScale(model.compute_dtype),
         plan.device,
         plan.degrees,
+        Balance(model, plan.degrees, table.global_batch, plan.device),
         in_backward,
     )
 

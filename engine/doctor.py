@@ -154,9 +154,10 @@ def _process_groups() -> Iterator[Finding]:
 def _kernels() -> Iterator[Finding]:
     import torch
 
-    from ..kernels.choose import choose
+    from ..kernels.choose import choose, without_triton
 
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    yield Finding("kernels by triton", "ok", without_triton(device_type) or "can be chosen")
     for operation, reason in choose({}, device_type, Data().seq_len).reasons.items():
         yield Finding(f"kernel {operation}", "ok", reason)
 

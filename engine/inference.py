@@ -131,11 +131,11 @@ def _open_native(
         )
     model, finish = _empty_model(recipe, tokenizer, world)
     state = model_state(model)
-    load_state(found.path, found.manifest, state, None, model.elsewhere)
+    load_state(found.path, found.manifest, state, None, model.saved_elsewhere)
     if weights is Weights.EMA:  # over the others: frozen weights have no average
         here = [name for name in averaged if f"model.{name}" in state]
         average = {f"ema.{name}": state[f"model.{name}"] for name in here}
-        load_state(found.path, found.manifest, average, None, model.elsewhere)
+        load_state(found.path, found.manifest, average, None, model.saved_elsewhere)
     return OpenedModel(finish(), tokenizer, found.path, found.manifest.step, recipe)
 
 

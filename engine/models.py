@@ -7,12 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from ..model_zoo.config import ModelConfig
+from ..model_zoo.deepseek_v3.config import DeepSeekV3Config
+from ..model_zoo.gpt_oss.config import GptOssConfig
 from ..model_zoo.llama3.config import Llama3Config
+from ..model_zoo.llama4.config import Llama4Config
+from ..model_zoo.qwen3.config import Qwen3Config
 from .errors import CheckpointError
 from .registry import Registry
 
 models: Registry[ModelConfig] = Registry("model", default="llama3")
 models.register(Llama3Config)
+models.register(DeepSeekV3Config)
+models.register(GptOssConfig)
+models.register(Llama4Config)
+models.register(Qwen3Config)
 
 
 def family_of(settings: Mapping[str, Any], place: Path) -> type[ModelConfig]:

@@ -49,11 +49,17 @@ def ending(saved: Manifest, parts: Parts) -> str:
 def ignored_settings(parts: Parts) -> list[str]:
     """Return a sentence for each setting that can have no effect in this run."""
     recipe = parts.recipe
+    ignored = []
+    loss = recipe.kernels.linear_cross_entropy
+    if parts.degrees.tensor > 1 and loss not in ("auto", "torch"):
+        why = "parallel.tensor splits the vocabulary, which torch's alone knows"
+        ignored.append(f'kernels.linear_cross_entropy = "{loss}" has no effect: {why}')
     if parts.validation:
-        return []
+        return ignored
     given = {
         "checkpoint.keep_best": recipe.checkpoint.keep_best,
         "evaluate.patience": recipe.evaluate.patience,
     }
     why = "evaluate.interval is 0" if not recipe.evaluate.interval else "nothing is held out"
-    return [f"{key} has no effect without evaluations: {why}" for key in given if given[key]]
+    without = f"has no effect without evaluations: {why}"
+    return ignored + [f"{key} {without}" for key in given if given[key]]

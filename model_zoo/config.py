@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from .hf_settings import sizes_of, validate
+from .hf_settings import SettingsError, inconsistent, sizes_of, validate
 from .layout import Layout
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .language_model import LanguageModel
 
 Size = Annotated[int, Field(ge=1, le=2**31)]
+PositiveFloat = Annotated[float, Field(gt=0)]
 
 
 class Sizes(BaseModel):
@@ -54,7 +55,11 @@ class ModelConfig(Sizes):
                 'no flavor is named "{flavor}"; known: {known}',
                 {"flavor": str(flavor)[:80], "known": ", ".join(cls.flavors)},
             )
-        return {**cls.flavors[flavor], **values}
+        filled = {**cls.flavors[flavor], **values}
+        for key, table in cls.flavors[flavor].items():
+            if isinstance(table, dict) and isinstance(values.get(key), dict):
+                filled[key] = {**table, **values[key]}
+        return filled
 
     @property
     def vocab(self) -> int:
@@ -70,6 +75,10 @@ class ModelConfig(Sizes):
     def head_cost(self) -> float:
         """What the head costs to compute, where a block costs 1: a pipeline is cut by it."""
         return 0.0
+
+    def unsplittable(self, axis: str) -> str:
+        """Return why ranks of an axis cannot share a model of these sizes; empty: they can."""
+        return ""
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of every parameter, in the module's order.
@@ -93,7 +102,10 @@ class ModelConfig(Sizes):
         Raises:
             SettingsError: all that is missing, impossible, or not done by this family.
         """
-        return cast("Self", validate(cls, sizes_of(settings, cls)))
+        found = validate(cls, sizes_of(settings, cls))
+        if problems := inconsistent(settings, found):
+            raise SettingsError(problems)
+        return cast("Self", found)
 
     def hf_config(self) -> dict[str, Any]:
         """Return what Hugging Face's config.json says of this model; empty if it has no name there.

@@ -37,7 +37,9 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
         # The same as any scaling by 1, and a recipe can say that one.
         rope = {"rope_theta": rope["rope_theta"], "factor": 1.0}
     named = {f"rope_parameters.{key}": value for key, value in rope.items()}
-    return {**settings, **named, "rope_parameters.rope_type": kind}
+    # transformers 5 has one name for the number of experts, whatever a model's own is.
+    experts = {"num_experts": settings.get("num_local_experts")}
+    return {**experts, **settings, **named, "rope_parameters.rope_type": kind}
 
 
 def impossible(settings: Mapping[str, Any], name: str, layout: Layout) -> list[str]:
@@ -47,6 +49,17 @@ def impossible(settings: Mapping[str, Any], name: str, layout: Layout) -> list[s
         f'model "{name}" does {" or ".join(map(shown, possible))} only'
         for key, possible in layout.hf_possible.items()
         if settings.get(key) is not None and settings[key] not in possible
+    ]
+
+
+def inconsistent(settings: Mapping[str, Any], config: ModelConfig) -> list[str]:
+    """Return which of the settings are not what follows from the others, that a config holds."""
+    here = config.hf_config()
+    return [
+        f"config.json says {key} = {shown(settings[key])}, "
+        f'model "{config.name}" does {shown(here.get(key))} only, as its other keys say'
+        for key in config.layout.hf_follow
+        if settings.get(key) and settings[key] != here.get(key)
     ]
 
 

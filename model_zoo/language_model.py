@@ -36,6 +36,8 @@ class LanguageModel(nn.Module):
     compute_dtype: torch.dtype = torch.float32
     elsewhere: Mapping[str, tuple[int, ...]] = {}
     """names and shapes of parameters that other ranks have instead of this one"""
+    buffers_elsewhere: Mapping[str, tuple[int, ...]] = {}
+    """the same of saved buffers"""
 
     def forward(
         self,
@@ -68,6 +70,16 @@ class LanguageModel(nn.Module):
             before the head.
         """
         raise NotImplementedError
+
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """Return what is saved with the weights and not trained, by name."""
+        saved = self.state_dict(keep_vars=True)
+        return {name: buffer for name, buffer in self.named_buffers() if name in saved}
+
+    @property
+    def saved_elsewhere(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of all that is saved and that other ranks have instead of this one."""
+        return {**self.elsewhere, **self.buffers_elsewhere}
 
     def initial_values(self, name: str) -> Normal | Constant:
         """Return the rule by which the parameter `name` starts."""

@@ -3,9 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the tensors in which a parameter is stored elsewhere.
+
+    Attributes:
+        ours: our parameter, as it is called in sentences: with the place of the part.
+        name: of the tensor there.
+        start: where the part begins in our parameter.
+        shape: of the tensor there; our parameter may have dims of 1 before.
+        form: see `Layout.hf_forms`; of whole parameters only.
+    """
+
+    ours: str
+    name: str
+    start: Shape
+    shape: Shape
+    form: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -18,14 +42,25 @@ class Layout:
             compilation wrap, and between which a pipeline may cut.
         head: path of the module with final norm and projection.
         tensor: parameter name -> how tensor parallelism splits it and what enters and leaves its
-            module: "columns", "rows", "key_value", "norm" or "vocabulary".
+            module: "columns", "rows", "key_value", "norm", "vocabulary", or "whole": each rank has
+            all of it, and applies it to its own part.
         context: whether positions meet in the kernels' attention alone, so that ranks can share a
             sequence.
+        ring: whether keys and values may then go around in a ring, where attention has neither
+            windows nor sinks.
         pipeline: whether `forward` computes some of the blocks alone.
         hf_names: our parameter name -> Hugging Face's; `{i}` stands for a block's number.
+        hf_stacks: our parameter [E, rows, columns] -> Hugging Face's names of the matrices that it
+            is made of; `{j}` stands for a number below E, and the rows of several names follow each
+            other. A folder may hold the parameter as one tensor too, by its name in `hf_names`.
+        hf_copies: endings of names under which a folder may hold once more what others hold.
+        hf_forms: our parameter [E, ...] -> what makes Hugging Face's of it: "interleaved" puts the
+            first and second half of dim 1 in turns, "transposed" then swaps dims 1 and 2.
         hf_keys: key of Hugging Face's config.json (dots for nesting) -> key of ours, for what must
             agree if weights shall mean the same.
         hf_possible: key of config.json -> the values that the family can compute.
+        hf_follow: keys of config.json that say once more what others say: with another value the
+            model would be one that the family cannot compute.
         hf_also: key of config.json -> key of ours, for what is read from there but may differ.
         hf_defaults: key of config.json -> what transformers takes where it is left out; a text
             names another key, whose value is taken. What is in neither must be given.
@@ -36,10 +71,15 @@ class Layout:
     head: str
     tensor: Mapping[str, str] = field(default_factory=dict)
     context: bool = False
+    ring: bool = True
     pipeline: bool = False
     hf_names: Mapping[str, str] = field(default_factory=dict)
+    hf_stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    hf_copies: tuple[str, ...] = ()
+    hf_forms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     hf_keys: Mapping[str, str] = field(default_factory=dict)
     hf_possible: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    hf_follow: tuple[str, ...] = ()
     hf_also: Mapping[str, str] = field(default_factory=dict)
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -58,6 +98,33 @@ class Layout:
         """Return Hugging Face's name of our parameter, or None where the table has none."""
         return translate(name, self.hf_names)
 
+    def hf_parts(self, name: str, shape: Shape, stored: Container[str] = ()) -> list[Part]:
+        """Return the tensors in which Hugging Face stores our parameter; none: it has no name.
+
+        Args:
+            name: of the parameter.
+            shape: of it.
+            stored: what is known to be there.
+        """
+        whole = self.to_hf(name)
+        stack = _lookup(name, self.hf_stacks)
+        if stack is None or whole in stored:
+            _, form = _lookup(name, self.hf_forms) or ("", ())
+            theirs = (shape[0], shape[2], shape[1]) if "transposed" in form else shape
+            return [Part(name, whole, (0,) * len(shape), theirs, form)] if whole else []
+        number, templates = stack
+        rows = shape[1] // len(templates)
+        return [
+            Part(
+                f"{name}[{j}, {k * rows}:{(k + 1) * rows}]",
+                template.replace("{i}", number).replace("{j}", str(j)),
+                (j, k * rows, 0),
+                (rows, *shape[2:]),
+            )
+            for j in range(shape[0])
+            for k, template in enumerate(templates)
+        ]
+
     def from_hf(self, name: str) -> str | None:
         """Return our name of a Hugging Face parameter, or None where the table has none."""
         return translate(name, {theirs: ours for ours, theirs in self.hf_names.items()})
@@ -65,7 +132,13 @@ class Layout:
 
 def translate(name: str, table: Mapping[str, str]) -> str | None:
     """Return what a table calls a name; `{i}` in it stands for a block's number."""
+    found = _lookup(name, table)
+    return found and found[1].replace("{i}", found[0])
+
+
+def _lookup(name: str, table: Mapping[str, T]) -> tuple[str, T] | None:
+    """Return the block's number in a name, and what a table says of the name; None: nothing."""
     number = re.search(r"\.(\d+)\.", name)
     template = re.sub(r"\.\d+\.", ".{i}.", name, count=1)
     found = table.get(template)
-    return found.replace("{i}", number[1]) if found and number else found
+    return None if found is None else (number[1] if number else "", found)

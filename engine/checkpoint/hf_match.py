@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ...model_zoo.hf_settings import flat, impossible
+from ...model_zoo.hf_settings import flat, impossible, inconsistent
 from ...model_zoo.hf_settings import shown as text
 from ..errors import nearest
+from .forms import Formed
 from .hf_folder import CONFIG, MAX_SHOWN, StoredTensor, shown
-from .tensors import DTYPES, Region, differing
+from .tensors import DTYPES, Pieces, Region, Rows, differing
 
 if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
-    from ...model_zoo.layout import Layout
+    from ...model_zoo.layout import Layout, Part
 
 COMPUTED = ".rotary_emb.inv_freq"
 """Old versions of transformers saved these; every model computes them."""
@@ -24,12 +25,28 @@ Shape = tuple[int, ...]
 
 @dataclass
 class Match:
-    """Our parameter name -> theirs, and what does not fit."""
+    """Our parameter name -> the tensors that it is stored in, and what does not fit."""
 
-    sources: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, list[Part]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     hint: str = ""
+
+    @property
+    def parts(self) -> list[Part]:
+        """All tensors there."""
+        return [part for parts in self.sources.values() for part in parts]
+
+    def rows(
+        self, shapes: Mapping[str, Shape], stored: Mapping[str, StoredTensor]
+    ) -> dict[str, Rows]:
+        """Return our parameters of these shapes as they are stored, by our names."""
+        regions = {part.name: region_of(stored[part.name]) for part in self.parts}
+        return {
+            name: stored_rows(parts, tuple(shapes[name]), regions)
+            for name, parts in self.sources.items()
+            if name in shapes
+        }
 
 
 def match(
@@ -53,24 +70,39 @@ def match(
     embed, head = _ends(layout)
     # Without config.json's word, a missing projection is taken for a tied one.
     tied_there = (settings or {}).get("tie_word_embeddings", True)
-    for name in shapes:
-        theirs = layout.to_hf(name)
-        if theirs is None:
+    for name, shape in shapes.items():
+        parts = layout.hf_parts(name, tuple(shape), stored)
+        if not parts:
             match.problems.append(f'{name}: model "{config.name}" has no Hugging Face name for it')
             continue
-        if theirs == head and head not in stored and embed in stored and tied_there:
+        if parts[0].name == head and head not in stored and embed in stored and tied_there:
             match.notes.append(f"{head} is not in {place}: {name} starts as the embedding")
-            theirs = embed
-        match.sources[name] = theirs
-    extra = {head, *(name for name in stored if name.endswith(COMPUTED))}
+            parts = [replace(parts[0], name=embed)]
+        match.sources[name] = parts
+    passed_over = (COMPUTED, *layout.hf_copies)
+    extra = {head, *(name for name in stored if name.endswith(passed_over))}
     found = {name: tensor.shape for name, tensor in stored.items()}
-    match.problems += misfits(match.sources, shapes, found, place, extra)
-    match.problems += [
-        f"{theirs} is stored as {stored[theirs].dtype}: quantized weights are not read"
-        for theirs in match.sources.values()
-        if theirs in stored and stored[theirs].dtype not in DTYPES
-    ]
+    names = {part.ours: part.name for part in match.parts}
+    wanted = {part.ours: part.shape for part in match.parts}
+    match.problems += misfits(names, wanted, found, place, extra)
+    match.problems += _misstored(match.sources, stored)
     return match
+
+
+def _misstored(sources: Mapping[str, list[Part]], stored: Mapping[str, StoredTensor]) -> list[str]:
+    """Return the tensors of a dtype that is not read, or not that of the others beside them."""
+    problems = []
+    for name, parts in sources.items():
+        there = [part.name for part in parts if part.name in stored]
+        odd = [theirs for theirs in there if stored[theirs].dtype not in DTYPES]
+        problems += [
+            f"{theirs} is stored as {stored[theirs].dtype}: quantized weights are not read"
+            for theirs in odd
+        ]
+        dtypes = {stored[theirs].dtype for theirs in there}
+        if not odd and len(dtypes) > 1:
+            problems.append(f"{name} is stored in several dtypes: {', '.join(sorted(dtypes))}")
+    return problems
 
 
 def misfits(
@@ -120,7 +152,7 @@ def _compare_settings(settings: Mapping[str, Any], config: ModelConfig) -> tuple
         for ours, own, value in differing
     ]
     if not_done or not differing:
-        return problems, ""
+        return problems or inconsistent(settings, config), ""
     wanted = ", ".join(f"{ours} = {text(value)}" for ours, _, value in differing)
     return problems, f"set in [model]: {wanted}"
 
@@ -132,18 +164,34 @@ def _ends(layout: Layout) -> tuple[str, str]:
     return embed or "", head or ""
 
 
-def differing_ends(
-    stored: Mapping[str, StoredTensor], sources: Mapping[str, str], layout: Layout
-) -> list[str]:
+def differing_ends(stored: Mapping[str, StoredTensor], match: Match, layout: Layout) -> list[str]:
     """Compare a projection that is there with the embedding, if the model has one for both."""
     embed, head = _ends(layout)
-    if head in sources.values() or head not in stored:
+    if head not in stored or any(part.name == head for part in match.parts):
         return []
     one, other = stored[embed], stored[head]
     dtype = DTYPES.get(other.dtype)
     if dtype and not differing(region_of(other), region_of(one), dtype):
         return []
     return [f"{head} is there and differs from {embed}; the model has one weight for both"]
+
+
+def stored_rows(parts: Sequence[Part], shape: Shape, stored: Mapping[str, Region]) -> Rows:
+    """Return a parameter as it is stored, in one or several tensors of one dtype.
+
+    Args:
+        parts: see `Layout.hf_parts`.
+        shape: of the parameter.
+        stored: tensors by their names there.
+    """
+    regions = [stored[part.name] for part in parts]
+    if len(regions) == 1:
+        form = parts[0].form
+        return Formed(regions[0], form, shape, is_theirs=True) if form else regions[0]
+    # A matrix of a stack lies as a box of the stack does.
+    boxes = [replace(region, shape=(1, *region.shape)) for region in regions]
+    starts = [part.start for part in parts]
+    return Pieces(regions[0].dtype, shape, tuple(zip(starts, boxes, strict=True)))
 
 
 def region_of(stored: StoredTensor) -> Region:

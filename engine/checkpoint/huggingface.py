@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..lora.names import is_adapter
 from ..parallel.materialize import first_element
-from .hf_folder import CONFIG, list_tensors, listed, open_tensors, read_config
+from .hf_folder import CONFIG, list_tensors, listed, read_config
 from .hf_match import differing_ends, match
+from .tensors import BLOCK_BYTES, Rows, row_bytes, row_count
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -39,43 +40,55 @@ def load_huggingface(folder: Path, model: LanguageModel, config: ModelConfig) ->
     """
     stored = list_tensors(folder)
     settings = read_config(folder)
-    parameters = {name: p for name, p in model.named_parameters() if not is_adapter(name)}
+    parameters: dict[str, Tensor] = {
+        name: p for name, p in model.named_parameters() if not is_adapter(name)
+    }
+    to_hf = config.layout.to_hf
+    parameters |= {name: b for name, b in model.saved_buffers().items() if to_hf(name)}
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    found = match(stored, {**shapes, **model.elsewhere}, config, settings)
+    elsewhere = {
+        name: shape
+        for name, shape in model.saved_elsewhere.items()
+        if name in model.elsewhere or to_hf(name)
+    }
+    found = match(stored, shapes | elsewhere, config, settings)
     if not found.problems:
-        found.problems = differing_ends(stored, found.sources, config.layout)
+        found.problems = differing_ends(stored, found, config.layout)
         found.hint = "give it two with model.tie_embeddings = false"
     if found.problems:
         text = listed(f"{folder} does not fit the model:", found.problems)
         raise CheckpointError(text, found.hint)
     if settings is None:
         found.notes.append(f"{folder} has no {CONFIG}: only names and shapes were compared")
-    by_file: dict[Path, list[tuple[nn.Parameter, str]]] = {}
-    for name, parameter in parameters.items():
-        theirs = found.sources[name]
-        by_file.setdefault(stored[theirs].file, []).append((parameter, theirs))
-    for path, wanted in by_file.items():
-        with open_tensors(path) as file, torch.no_grad():
-            for parameter, theirs in wanted:
-                fill_parameter(parameter, file, theirs)
+    rows = found.rows({name: shapes[name] for name in parameters}, stored)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            fill_parameter(parameter, rows[name])
     return found.notes
 
 
-def fill_parameter(parameter: nn.Parameter, file: Any, name: str) -> None:
-    """Fill a parameter, or this rank's part of a sharded one, from an open file's tensor."""
-    if type(parameter) is nn.Parameter:
-        parameter.copy_(file.get_tensor(name))
+def fill_parameter(parameter: Tensor, stored: Rows) -> None:
+    """Fill a parameter, or this rank's part of a sharded one, from a stored tensor."""
+    if type(parameter) in (nn.Parameter, Tensor):
+        _fill_rows(parameter, stored, 0)
         return
     sharded = cast("DTensor", parameter)
     local, start = sharded.to_local(), first_element(sharded)
     if start is not None:
         if local.numel():
-            first = start // parameter.shape[1:].numel()
-            local.copy_(file.get_slice(name)[first : first + len(local)])
+            _fill_rows(local, stored, start // parameter.shape[1:].numel())
         return
     # Importing it takes half as long as torch itself; only sharded runs pay.
     from torch.distributed.tensor import distribute_tensor
 
-    full = file.get_tensor(name).to(local)
+    full = stored.read(0, row_count(stored.shape)).to(local)
     mesh, placements = sharded.device_mesh, sharded.placements
     local.copy_(distribute_tensor(full, mesh, placements, src_data_rank=None).to_local())
+
+
+def _fill_rows(target: Tensor, stored: Rows, first: int) -> None:
+    """Fill a tensor with the rows of a stored one from `first` on, a few at a time."""
+    step = max(1, BLOCK_BYTES // max(1, row_bytes(stored.shape, stored.dtype)))
+    for start in range(0, len(target), step):
+        part = target[start : start + step]
+        part.copy_(stored.read(first + start, first + start + len(part)))

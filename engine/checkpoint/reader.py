@@ -35,7 +35,7 @@ def load_state(
     Args:
         path: a checkpoint that was found intact, and its manifest.
         group: as for `CheckpointStore`.
-        elsewhere: parameters that other ranks have instead of this one.
+        elsewhere: weights and buffers that other ranks have instead of this one.
 
     Raises:
         CheckpointError: names, shapes or dtypes differ, all listed, and no tensor was touched; or
@@ -68,7 +68,7 @@ def load_weights(
     state = model_state(model)
     if not any(map(may_lack, found.manifest.tensors)):
         state = {name: tensor for name, tensor in state.items() if not may_lack(name)}
-    elsewhere = getattr(model, "elsewhere", ())
+    elsewhere = getattr(model, "saved_elsewhere", ())
     load_state(found.path, found.manifest, state, group, elsewhere)
     return found.manifest
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .forms import Formed
+
+if TYPE_CHECKING:
+    from ...model_zoo.layout import Part
 
 BLOCK_BYTES = 2**23
 """What a thread holds of a tensor at a time, as long as a row is not longer."""
@@ -173,6 +177,40 @@ class Pieces:
             box = whole[(slice(low - first, high - first), *sides)] if start else whole
             box.copy_(part.read(low - top, high - top))
         return whole
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Some rows of one of the matrices [rows, columns] that a tensor [E, ...] is a stack of."""
+
+    source: Rows
+    number: int
+    first_row: int
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its elements."""
+        return self.source.dtype
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Return some rows."""
+        matrix = self.source.read(self.number, self.number + 1)[0]
+        return matrix[self.first_row + first : self.first_row + last]
+
+
+def part_of(tensor: Rows, part: Part) -> Rows:
+    """Return what is to be stored as a part of a tensor."""
+    if part.form:
+        return Formed(tensor, part.form, part.shape)
+    if len(part.shape) == len(tensor.shape):
+        return tensor
+    number, first_row, *_ = part.start
+    if isinstance(tensor, Region):  # of which no more need be read
+        rows = number * tensor.shape[1] + first_row
+        offset = tensor.offset + rows * row_bytes(part.shape, tensor.dtype)
+        return replace(tensor, offset=offset, shape=part.shape)
+    return Matrix(tensor, number, first_row, part.shape)
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.disk import writing
-from ..checkpoint.hf_folder import CONFIG, listed
+from ..checkpoint.forms import as_theirs
+from ..checkpoint.hf_folder import CONFIG
 from ..checkpoint.ranks import Ranks
-from ..checkpoint.tensors import Form, Held, row_bytes
-from ..errors import CheckpointError
+from ..checkpoint.tensors import Held, row_bytes
 from ..parallel.materialize import first_element
 from .hf_files import GENERATION, config_json, generation_json, write_json
+from .opened import hf_parts
 from .shards import Shard, index_of, lay_out, main_dtype
 from .writing import (
     Stretch,
@@ -35,12 +36,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
     from ...model_zoo.config import ModelConfig
-    from ...model_zoo.layout import Layout
+    from ...model_zoo.layout import Layout, Part
     from ..data.tokenizer import Tokenizer
-
-
-Place = tuple[Path, int, torch.dtype]
-"""file, offset and dtype of a tensor"""
 
 
 def export_huggingface(
@@ -73,16 +70,21 @@ def export_huggingface(
     """
     ranks = Ranks(group)
     table = ranks.reduce(lambda: _listed(weights, config, dtype), partial(_merged, config.layout))
-    names = {ours: entry.name for ours, entry in table.items()}
-    forms = {entry.name: entry.form for entry in table.values()}
+    forms = {
+        part.name: (entry.dtype, part.shape) for entry in table.values() for part in entry.parts
+    }
     shards = lay_out(forms, shard_bytes)
     place = ranks.reduce(lambda: None, lambda _: str(_begin(folder, shards)))
     temporary = Path(place)
+    files = {
+        theirs: (temporary / each.file, at)
+        for each in shards
+        for theirs, at in each.offsets.items()
+    }
     places = {
-        ours: (temporary / shard.file, shard.offsets[theirs], forms[theirs][0])
-        for shard in shards
-        for ours, theirs in names.items()
-        if theirs in shard.offsets and ours in weights
+        ours: [_Place(part, *files[part.name], entry.dtype) for part in entry.parts]
+        for ours, entry in table.items()
+        if ours in weights
     }
     # What several ranks hold alike is written in turns.
     turns = {
@@ -107,27 +109,40 @@ def export_huggingface(
 class _Entry:
     """A weight that some rank holds, and the ranks that do."""
 
-    name: str
-    form: Form
+    parts: list[Part]
+    dtype: torch.dtype
     holders: list[int]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a part of a weight is written."""
+
+    part: Part
+    file: Path
+    offset: int
+    dtype: torch.dtype
 
 
 def _listed(
     weights: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype | None
-) -> dict[str, tuple[str, Form]]:
-    """Return name there, dtype and shape of this rank's weights."""
+) -> dict[str, tuple[list[Part], torch.dtype]]:
+    """Return the tensors there, and their dtype, of this rank's weights."""
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     return {
-        ours: (theirs, (dtype or weights[ours].dtype, tuple(weights[ours].shape)))
-        for ours, theirs in hf_names(weights, config).items()
+        ours: (parts, dtype or weights[ours].dtype)
+        for ours, parts in hf_parts(shapes, config).items()
     }
 
 
-def _merged(layout: Layout, parts: list[dict[str, tuple[str, Form]]]) -> dict[str, _Entry]:
+def _merged(
+    layout: Layout, found: list[dict[str, tuple[list[Part], torch.dtype]]]
+) -> dict[str, _Entry]:
     """Return the weights of all ranks, in the order of the model."""
     table: dict[str, _Entry] = {}
-    for rank, part in enumerate(parts):
-        for ours, (theirs, form) in part.items():
-            table.setdefault(ours, _Entry(theirs, form, [])).holders.append(rank)
+    for rank, mine in enumerate(found):
+        for ours, (parts, dtype) in mine.items():
+            table.setdefault(ours, _Entry(parts, dtype, [])).holders.append(rank)
 
     def place(name: str) -> tuple[int, int]:
         block = name.removeprefix(f"{layout.blocks}.").partition(".")[0]
@@ -136,23 +151,6 @@ def _merged(layout: Layout, parts: list[dict[str, tuple[str, Form]]]) -> dict[st
         return 2 * name.startswith(f"{layout.head}."), 0
 
     return {name: table[name] for name in sorted(table, key=place)}
-
-
-def hf_names(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, str]:
-    """Return Hugging Face's name of each weight.
-
-    Raises:
-        CheckpointError: the table of the model has none for some.
-    """
-    found = {name: config.layout.to_hf(name) for name in weights}
-    nameless = [
-        f'{name}: model "{config.name}" has no Hugging Face name for it'
-        for name, theirs in found.items()
-        if theirs is None
-    ]
-    if nameless:
-        raise CheckpointError(listed("the model cannot be exported:", nameless))
-    return {name: theirs for name, theirs in found.items() if theirs is not None}
 
 
 def _begin(folder: Path, shards: list[Shard]) -> Path:
@@ -166,19 +164,19 @@ def _begin(folder: Path, shards: list[Shard]) -> Path:
 
 
 def _write_own_rows(
-    weights: Mapping[str, Tensor], places: Mapping[str, Place], mine: Container[str]
+    weights: Mapping[str, Tensor], places: Mapping[str, list[_Place]], mine: Container[str]
 ) -> None:
     """Write the rows that this rank holds, without communication."""
     todo: list[Stretch] = []
-    for name, place in places.items():
+    for name, parts in places.items():
         found = _own_rows(weights[name], name in mine)
         if found is not None:
-            todo += _stretches(place, *found)
+            todo += _stretches(parts, *found)
     _write(todo)
 
 
 def _write_gathered(
-    weights: Mapping[str, Tensor], places: Mapping[str, Place], mine: Container[str]
+    weights: Mapping[str, Tensor], places: Mapping[str, list[_Place]], mine: Container[str]
 ) -> Exception | None:
     """Write tensors that are cut other than by rows, gathered one at a time, in turns.
 
@@ -215,10 +213,19 @@ def _is_cut_otherwise(tensor: Tensor) -> bool:
     return not is_plain and first_element(cast("DTensor", tensor)) is None
 
 
-def _stretches(place: Place, rows: Tensor, first_row: int) -> Iterator[Stretch]:
-    file, offset, dtype = place
-    start = offset + first_row * row_bytes(tuple(rows.shape), dtype)
-    return stretches(file, start, Held(rows), dtype)
+def _stretches(places: list[_Place], rows: Tensor, first_row: int) -> Iterator[Stretch]:
+    """Yield what a rank that holds some rows of a weight writes to the files of its parts."""
+    for place in places:
+        part, held, start = place.part, rows, first_row
+        if len(part.shape) < rows.dim():  # one of a stack of matrices
+            number, start = part.start[0] - first_row, 0
+            if not 0 <= number < len(rows):
+                continue
+            held = rows[number, part.start[1] : part.start[1] + part.shape[0]]
+        elif part.form:
+            held = as_theirs(rows, part.form)
+        offset = place.offset + start * row_bytes(part.shape, place.dtype)
+        yield from stretches(place.file, offset, Held(held), place.dtype)
 
 
 def _write(todo: list[Stretch]) -> None:

@@ -16,6 +16,7 @@ from ..errors import CheckpointError
 
 if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
+    from ...model_zoo.layout import Part
     from ..recipe.schema import Recipe
 
 
@@ -61,7 +62,7 @@ def config_or_error(make: Callable[[], ModelConfig], place: Path) -> ModelConfig
 def parameter_shapes(
     config: ModelConfig, found: Mapping[str, Shape], place: Path
 ) -> dict[str, Shape]:
-    """Return the shape of each parameter of a model.
+    """Return the shape of each parameter of a model, and of buffers that others save too.
 
     Args:
         config: with its vocabulary settled.
@@ -74,21 +75,32 @@ def parameter_shapes(
     from ..parallel.materialize import without_storage
 
     elements = sum(math.prod(shape) for shape in found.values())
-    sizes = set(config.layout.hf_keys.values())
+    keys = [key for key in config.layout.hf_keys.values() if not key.startswith("rope_scaling.")]
     problems = [
         f"{key} = {value}, but there are {elements} numbers in all"
-        for key, value in config.model_dump().items()
-        if key in sizes and isinstance(value, int) and value > elements
+        for key in keys
+        if isinstance(value := _value(config, key), int) and value > elements
     ]
     blocks = getattr(config, "n_layers", 0)
-    a_block = sum("{i}" in name for name in config.layout.hf_names)
+    start = f"{config.layout.blocks}.0."
+    one = config.model_copy(update={"n_layers": 1}).parameter_shapes()
+    a_block = sum(name.startswith(start) for name in one)
     if blocks * max(2, a_block) > 2 * len(found):  # where half is missing, names tell more
         problems.append(f"n_layers = {blocks}, but there are {len(found)} tensors in all")
     if problems:
         raise CheckpointError(listed(f"{place} does not fit its own sizes:", problems))
     with without_storage():
         model = config.build(choose({}, "cpu", 64))
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    buffers = {n: each for n, each in model.saved_buffers().items() if config.layout.to_hf(n)}
+    return {name: tuple(x.shape) for name, x in [*model.named_parameters(), *buffers.items()]}
+
+
+def _value(config: ModelConfig, key: str) -> Any:
+    """Return what a config, or a table in it, has under a dotted key; None: there is no such."""
+    found: Any = config
+    for part in key.split("."):
+        found = getattr(found, part, None)
+    return found
 
 
 def refuse_misfits(
@@ -107,3 +119,20 @@ def refuse_misfits(
     problems = misfits(sources, shapes, found, word)
     if problems:
         raise CheckpointError(listed(f"{place} does not fit the model:", problems), hint)
+
+
+def hf_parts(shapes: Mapping[str, Shape], config: ModelConfig) -> dict[str, list[Part]]:
+    """Return the tensors in which Hugging Face stores each of a model's.
+
+    Raises:
+        CheckpointError: the table of the model has no name for some.
+    """
+    found = {name: config.layout.hf_parts(name, shape) for name, shape in shapes.items()}
+    nameless = [
+        f'{name}: model "{config.name}" has no Hugging Face name for it'
+        for name, parts in found.items()
+        if not parts
+    ]
+    if nameless:
+        raise CheckpointError(listed("the model cannot be exported:", nameless))
+    return found

@@ -16,7 +16,7 @@ from ..checkpoint.hf_folder import (
     read_config,
     shown,
 )
-from ..checkpoint.hf_match import Match, Shape, differing_ends, match, region_of
+from ..checkpoint.hf_match import Match, Shape, differing_ends, match
 from ..checkpoint.manifest import (
     DATA_SUFFIXES,
     Manifest,
@@ -25,7 +25,7 @@ from ..checkpoint.manifest import (
     read_manifest,
     recipe_of,
 )
-from ..checkpoint.tensors import Region
+from ..checkpoint.tensors import Region, Rows
 from ..checkpoint.torch_file import read_regions
 from ..errors import CheckpointError
 from ..lora.names import is_adapter
@@ -61,7 +61,7 @@ def open_huggingface(folder: Path, recipe: Recipe | None) -> Opened:
         raise CheckpointError(f"{folder} has no {CONFIG}", "describe the model with --recipe")
     shapes = parameter_shapes(config, found, folder)
     fit = _matched(folder, "the folder", stored, shapes, config, settings)
-    tensors = {ours: region_of(stored[theirs]) for ours, theirs in fit.sources.items()}
+    tensors = fit.rows(shapes, stored)
     return Opened(folder, config, tensors, recipe, settings, folder, fit.notes)
 
 
@@ -80,7 +80,7 @@ def _matched(
     """
     fit = match(stored, shapes, config, settings, word)
     if not fit.problems:
-        fit.problems = differing_ends(stored, fit.sources, config.layout)
+        fit.problems = differing_ends(stored, fit, config.layout)
         fit.hint = "describe it with --recipe, and model.tie_embeddings = false"
     if fit.problems:
         raise CheckpointError(listed(f"{place} does not fit the model:", fit.problems), fit.hint)
@@ -148,7 +148,7 @@ def open_torch(file: Path, recipe: Recipe | None) -> Opened:
     shapes = parameter_shapes(config, found, file)
     if is_ours:
         refuse_misfits(file, {name: name for name in shapes}, shapes, found, "the file")
-        tensors = {name: tensors[name] for name in shapes}
+        rows: dict[str, Rows] = {name: tensors[name] for name in shapes}
     else:
         stored = {
             name: StoredTensor(
@@ -157,9 +157,9 @@ def open_torch(file: Path, recipe: Recipe | None) -> Opened:
             for name, each in tensors.items()
         }
         fit = _matched(file, "the file", stored, shapes, config, settings)
-        tensors = {ours: tensors[theirs] for ours, theirs in fit.sources.items()}
+        rows = fit.rows(shapes, stored)
         notes += fit.notes
-    return Opened(file, config, tensors, recipe, settings, file.parent, notes)
+    return Opened(file, config, rows, recipe, settings, file.parent, notes)
 
 
 def read_state_dict(file: Path, notes: list[str]) -> dict[str, Region]:

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,9 @@ import xxhash
 
 from ... import __version__
 from ..checkpoint.hf_folder import CONFIG, MAX_CONFIG_BYTES, list_tensors, read_json
-from ..checkpoint.hf_match import region_of
+from ..checkpoint.hf_match import region_of, stored_rows
 from ..checkpoint.manifest import SaveInfo
-from ..checkpoint.tensors import Form, Rows, nbytes
+from ..checkpoint.tensors import Form, Rows, nbytes, part_of
 from ..checkpoint.torch_file import read_regions, reserve
 from ..data.configs import HFTokenizer
 from .hf_files import (
@@ -28,11 +29,12 @@ from .hf_files import (
     side_files,
     write_json,
 )
-from .opened import Opened
+from .opened import Opened, hf_parts
 from .shards import index_of, lay_out, main_dtype
 from .writing import Advance, Stretch, create, stretches, sync, write_all
 
 if TYPE_CHECKING:
+    from ...model_zoo.layout import Part
     from ..data.tokenizer import Tokenizer
     from ..recipe.schema import Recipe
 
@@ -60,11 +62,12 @@ class Job:
     shard_bytes: int
     advance: Advance
 
-    @property
-    def hf_names(self) -> dict[str, str]:
-        """Hugging Face's name of each tensor."""
-        layout = self.opened.config.layout
-        return {name: layout.to_hf(name) or name for name in self.forms}
+    @cached_property
+    def hf_parts(self) -> dict[str, list[Part]]:
+        """Hugging Face's tensors of each of ours."""
+        return hf_parts(
+            {name: shape for name, (_, shape) in self.forms.items()}, self.opened.config
+        )
 
     @property
     def bytes(self) -> int:
@@ -105,17 +108,22 @@ def write_huggingface(job: Job, temporary: Path) -> None:
     """Write a Hugging Face folder: weights, index, configuration, tokenizer."""
     opened = job.opened
     generation = _generation(job)
-    names = job.hf_names
-    forms = {names[name]: form for name, form in job.forms.items()}
+    forms = {
+        part.name: (job.forms[name][0], part.shape)
+        for name, parts in job.hf_parts.items()
+        for part in parts
+    }
     shards = lay_out(forms, job.shard_bytes)
     temporary.mkdir()
     todo: list[Stretch] = []
     places = {theirs: shard for shard in shards for theirs in shard.offsets}
     for shard in shards:
         create(temporary / shard.file, shard.size, shard.head)
-    for ours, theirs in names.items():
-        file, offset = temporary / places[theirs].file, places[theirs].offsets[theirs]
-        todo += stretches(file, offset, opened.tensors[ours], forms[theirs][0])
+    for ours, parts in job.hf_parts.items():
+        for part in parts:
+            shard, tensor = places[part.name], part_of(opened.tensors[ours], part)
+            file, offset = temporary / shard.file, shard.offsets[part.name]
+            todo += stretches(file, offset, tensor, forms[part.name][0])
     write_all(todo, job.advance, opened.checks)
     for name, text in index_of(shards, forms).items():
         (temporary / name).write_text(text, encoding="utf-8")
@@ -150,8 +158,11 @@ def read_checkpoint(folder: Path, _: Job) -> dict[str, Rows]:
 
 def read_huggingface(folder: Path, job: Job) -> dict[str, Rows]:
     """Return what was written to a Hugging Face folder, by our names."""
-    stored = list_tensors(folder)
-    return {ours: region_of(stored[theirs]) for ours, theirs in job.hf_names.items()}
+    regions = {name: region_of(each) for name, each in list_tensors(folder).items()}
+    return {
+        ours: stored_rows(parts, job.forms[ours][1], regions)
+        for ours, parts in job.hf_parts.items()
+    }
 
 
 def read_torch(file: Path, _: Job) -> dict[str, Rows]:

@@ -19,6 +19,8 @@ _FACTORS = {
     _aten._grouped_mm: 0,
 }
 """operation -> which argument the first factor is; the second one follows"""
+_OURS = ("trainer::grouped_mm", "trainer::grouped_dw")
+"""operations of our own whose first two arguments are the factors"""
 _ATTENTION = ("_scaled_dot_product_", "_flash_attention_", "_efficient_attention_")
 
 
@@ -37,8 +39,8 @@ class Work(NamedTuple):
 def work_of(operation: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
     """Return the work of one operation: two for each product that is summed."""
     packet = operation.overloadpacket
-    if packet in _FACTORS:
-        first = _FACTORS[packet]
+    if packet in _FACTORS or operation.name().startswith(_OURS):
+        first = _FACTORS.get(packet, 0)
         return _in_recomputation(2 * args[first].numel() * out.shape[-1])
     if operation._opname.startswith(_ATTENTION):
         names = (argument.name for argument in operation._schema.arguments)

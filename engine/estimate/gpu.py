@@ -27,6 +27,12 @@ def for_gpu(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"precision": precision, "kernels": kernels})
 
 
+def without_triton(recipe: Recipe) -> Recipe:
+    """Return a recipe with torch's kernels for Triton's: they hold the same, and run here."""
+    words = {key: "torch" for key, word in recipe.kernels.model_dump().items() if word == "triton"}
+    return recipe.model_copy(update={"kernels": recipe.kernels.model_copy(update=words)})
+
+
 def with_gpu_kernels(built: BuiltModel) -> BuiltModel:
     """Return a model, to be simulated, that holds what a GPU's kernels would."""
     for module in built.model.modules():

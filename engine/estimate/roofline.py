@@ -120,12 +120,14 @@ class Sizes:
         start = f"{config.layout.blocks}."
         blocks = sum(prod(shape) for name, shape in shapes.items() if name.startswith(start))
         heads = (config.n_heads + config.n_kv_heads) * config.head_width
+        moe = getattr(config, "moe", None)
+        wide = 3 * config.ffn_dim if moe is None else moe.kept(config.dim)
         return cls(
             config,
             block=blocks // config.n_layers,
             ends=sum(map(prod, shapes.values())) - blocks,
             state=_state_bytes(recipe),
-            kept=2 * config.dim + 3 * heads + 3 * config.ffn_dim,
+            kept=2 * config.dim + 3 * heads + wide,
             whole=2 * config.dim,
         )
 

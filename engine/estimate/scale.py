@@ -118,14 +118,14 @@ class RankCounter:
     def _blocks_are_alike(self) -> bool:
         start = f"{self._recipe.model.layout.blocks}."
         groups = [matcher(group.match) for group in self._recipe.optimizer.groups]
-        found: dict[str, set[Hashable]] = {}
+        found: dict[str, list[Hashable]] = {}
         for each in placements(self._recipe, self.degrees, self._vocab_size):
             if each.name.startswith(start):
-                _, _, name = each.name.removeprefix(start).partition(".")
+                block, _, name = each.name.removeprefix(start).partition(".")
                 group = tuple(matches(each.name) for matches in groups)
-                where = *each.place.items(), each.shape, each.decided_by, group
-                found.setdefault(name, set()).add(where)
-        alike = bool(found) and all(len(places) == 1 for places in found.values())
+                where = name, *each.place.items(), each.shape, each.decided_by, group
+                found.setdefault(block, []).append(where)
+        alike = bool(found) and len({tuple(block) for block in found.values()}) == 1
         return alike and self._recipe.memory.recompute in ALIKE
 
     def _simulate(self, place: int, size: _Size, *, on_gpu: bool) -> Counts:

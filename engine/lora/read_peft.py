@@ -10,6 +10,7 @@ import torch
 
 from ..checkpoint.hf_folder import MAX_CONFIG_BYTES, listed, open_tensors, read_json, shown
 from ..checkpoint.huggingface import fill_parameter
+from ..checkpoint.tensors import Held
 from ..errors import CheckpointError
 from .names import is_adapter
 from .peft import CONFIG, THEIRS, WEIGHTS
@@ -67,7 +68,7 @@ def load_adapter(folder: Path, model: LanguageModel, config: ModelConfig, table:
         if problems:
             raise CheckpointError(listed(f"{folder} does not fit the adapters:", problems))
         for ours, theirs in names.items():
-            fill_parameter(adapters[ours], file, theirs)
+            fill_parameter(adapters[ours], Held(file.get_tensor(theirs)))
     return f"adapters from {folder}"
 
 

@@ -43,6 +43,11 @@ def scattered(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return _waited(_reduce_scatter(x.contiguous(), "sum", dim, group))
 
 
+def summed(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the sum over ranks, without a gradient."""
+    return _waited(functional.all_reduce(x, "sum", group))
+
+
 def _waited(x: Tensor) -> Tensor:
     # A compiled graph waits by itself, and fuses collectives only where nothing else does.
     if torch.compiler.is_compiling():

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ...kernels.choose import Kernels
+from ...model_zoo.layers.moe import moe_layers
 from ..data.batch import Batch
-from .collectives import gather
+from .collectives import gather, summed
 from .ring import ring_attention
 
 Attention = Callable[..., Tensor]
@@ -65,6 +67,11 @@ class ContextParallel:
             attention_mask=partial(self._mask, kernels.attention_mask),
         )
 
+    def join_counts(self, model: nn.Module) -> None:
+        """Let routers count a sequence's choices of experts on all ranks that have a part of it."""
+        for layer in moe_layers(model).values():
+            layer.router.sum_of_sequence = partial(summed, group=self.group)
+
     def _mine(self, x: Tensor, dim: int = 1) -> list[Tensor]:
         pieces = x.chunk(2 * self.ranks, dim)
         return [pieces[number] for number in self.pieces]
@@ -80,11 +87,18 @@ class ContextParallel:
         return torch.cat(self._mine(base(queries, keys), dim=2), dim=2)
 
     def _attend(
-        self, base: Attention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+        self,
+        base: Attention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        **reach: Any,
     ) -> Tensor:
         """Attend from this rank's queries, [B, S / C, H, K], to all keys before them."""
-        found = gather(torch.stack([key, value]), 2, self.group)
-        key, value = self._in_order(found)
+        found = gather(torch.cat([key, value], -1), 1, self.group)
+        widths = [key.shape[-1], value.shape[-1]]
+        key, value = map(self._in_order, torch.split(found, widths, -1))
         length = query.shape[1] // 2
         masks: Sequence[Tensor | None] = (
             (None, None) if mask is None else torch.split(mask, length, 2)
@@ -95,10 +109,10 @@ class ContextParallel:
         ):
             end = (number + 1) * length
             seen = None if seen is None else seen[..., :end]
-            outs.append(base(part, key[:, :end], value[:, :end], seen))
+            outs.append(base(part, key[:, :end], value[:, :end], seen, **reach))
         return torch.cat(outs, dim=1)
 
-    def _in_order(self, pairs: Tensor) -> Tensor:
-        """Return [2, B, S, G, K], gathered rank by rank, in the order of the sequence."""
-        pieces = pairs.chunk(2 * self.ranks, dim=2)
-        return torch.cat([*pieces[::2], *pieces[::-2]], dim=2)
+    def _in_order(self, found: Tensor) -> Tensor:
+        """Return [B, S, G, K], gathered rank by rank, in the order of the sequence."""
+        pieces = found.chunk(2 * self.ranks, dim=1)
+        return torch.cat([*pieces[::2], *pieces[::-2]], dim=1)

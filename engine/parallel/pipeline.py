@@ -37,6 +37,7 @@ def prune(model: LanguageModel, layout: Layout, cut: Cut, rank: int) -> None:
     What is left keeps its names.
     """
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    buffers = {name: tuple(buffer.shape) for name, buffer in model.saved_buffers().items()}
     stages = cut.stages_of(rank)
     kept = {str(number) for stage in stages for number in cut.blocks(stage)}
     blocks = model.get_submodule(layout.blocks)
@@ -49,7 +50,9 @@ def prune(model: LanguageModel, layout: Layout, cut: Cut, rank: int) -> None:
         _remove(model, layout.head)
     for name, _ in model.named_parameters():
         del shapes[name]
-    model.elsewhere = shapes
+    for name in model.saved_buffers():
+        del buffers[name]
+    model.elsewhere, model.buffers_elsewhere = shapes, buffers
 
 
 def _remove(model: nn.Module, path: str) -> None:

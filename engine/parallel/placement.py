@@ -27,6 +27,7 @@ CUT_DIMS = {
     "rows": {"weight": 1, DOWN: 1},
     "vocabulary": {"weight": 0},
     "norm": {},
+    "whole": {},
 }
 """word of `Layout.tensor` -> parameter of such a module -> the dim of which each rank of the tensor
 axis computes with a piece; with the others it computes whole"""

@@ -106,6 +106,8 @@ class Plan:
         layout, stages, cut, width, whole = config.layout, {}, None, 0, set[str]()
         kept = set[str]()
         placed = self._place(model, config)
+        if self.context:
+            self.context.join_counts(model)
         if self.degrees.pipeline > 1:
             from .pipeline import Stage, prune
 

@@ -35,16 +35,16 @@ def ring_attention(
     Args:
         query: [B, S, H, K], the rank's two pieces one after the other.
         key: [B, S, G, K]; query head h reads key head h // (H / G).
-        value: [B, S, G, K].
+        value: [B, S, G, W].
         documents: [B, C, S] document of each position, for each of the C ranks; attention stays
             inside documents. None: a row is one.
         kernel: attends to a part of the keys.
         group: the C ranks.
 
     Returns:
-        [B, S, H, K].
+        [B, S, H, W].
     """
-    pair = torch.stack([key, value])
+    pair = torch.cat([key, value], -1)
     if torch.compiler.is_compiling():
         out: Tensor = _operation(query, pair, documents, kernel.name, group.group_name)[0]
         return out
@@ -81,10 +81,12 @@ def _forward(
     group: ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and the log of the sums that softmax divides by, [B, H, S]."""
-    mine, (batch, length, heads, _) = group.rank(), query.shape
-    out = torch.empty_like(query, dtype=wide(query.dtype))
+    mine, (batch, length, heads, width) = group.rank(), query.shape
+    shape = (batch, length, heads, pair.shape[-1] - width)
+    out = query.new_empty(shape, dtype=wide(query.dtype))
     log_sums = out.new_empty((batch, heads, length))
-    for source, (key, value) in _rotate(pair, group):
+    for source, held in _rotate(pair, group):
+        key, value = held[..., :width], held[..., width:]
         for rows, keys in _seen(mine, source, length, documents is not None):
             mask = _mask(documents, mine, source, rows, keys)
             is_causal = mask is None and source == mine
@@ -115,12 +117,13 @@ def _backward(
 
     A pair's gradient follows it around, a step behind: each rank adds its part and passes it on.
     """
-    mine, length = group.rank(), query.shape[1]
+    mine, length, width = group.rank(), query.shape[1], query.shape[-1]
     grad = grad.contiguous()
     query_grad = torch.zeros_like(query, dtype=log_sums.dtype)
     pair_grad = torch.zeros_like(pair, dtype=log_sums.dtype)
     spare, works = torch.empty_like(pair_grad), list[Work]()
-    for source, (key, value) in _rotate(pair, group):
+    for source, held in _rotate(pair, group):
+        key, value = held[..., :width], held[..., width:]
         found = []
         for rows, keys in _seen(mine, source, length, documents is not None):
             mask = _mask(documents, mine, source, rows, keys)
@@ -138,8 +141,8 @@ def _backward(
         _wait(works)
         for rows, keys, for_query, for_key, for_value in found:
             query_grad[:, rows] += for_query
-            pair_grad[0, :, keys] += for_key
-            pair_grad[1, :, keys] += for_value
+            pair_grad[:, keys, :, :width] += for_key
+            pair_grad[:, keys, :, width:] += for_value
         works = _pass_on(pair_grad, spare, group)
         pair_grad, spare = spare, pair_grad
     _wait(works)
@@ -248,10 +251,10 @@ def _operation_backward(
 
 
 @_operation.register_fake
-def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    rows, length, heads, _width = query.shape
+def _(query: Tensor, pair: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    rows, length, heads, width = query.shape
     log_sums = query.new_empty((rows, heads, length), dtype=wide(query.dtype))
-    return query.new_empty(query.shape), log_sums
+    return query.new_empty((rows, length, heads, pair.shape[-1] - width)), log_sums
 
 
 @_operation_backward.register_fake

@@ -154,7 +154,8 @@ def split_vocabulary(kernels: Kernels, vocab_size: int, mesh: DeviceMesh) -> Ker
     first = rows_a_rank(vocab_size, mesh.size()) * mesh.get_local_rank()
     inner = partial(_replace_by_gradient, first=first, group=mesh.get_group())
     loss = partial(reference.linear_cross_entropy, inner=inner, is_split=True)
-    return replace(kernels, linear_cross_entropy=loss)
+    reasons = {**kernels.reasons, "linear_cross_entropy": "torch: the vocabulary is split"}
+    return replace(kernels, linear_cross_entropy=loss, reasons=reasons)
 
 
 def _replace_by_gradient(

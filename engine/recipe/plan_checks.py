@@ -28,11 +28,12 @@ def check_plan(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
     """
     tensor, context = degrees.get("tensor", 1), degrees.get("context", 1)
     yield from _overlap(recipe)
+    yield from _unsplittable(recipe, degrees)
     if tensor > 1:
         yield from _tensor(recipe, tensor)
     yield from _sequence(recipe, tensor, context)
-    if context > 1 and not recipe.model.layout.context:
-        yield _no_plan(recipe, "context")
+    if context > 1:
+        yield from _context(recipe)
     if degrees.get("pipeline", 1) > 1:
         if recipe.model.layout.pipeline:
             yield from check_pipeline(recipe, degrees)
@@ -42,9 +43,25 @@ def check_plan(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
         yield from _rules(recipe, degrees)
 
 
+def _context(recipe: Recipe) -> Iterator[Finding]:
+    layout = recipe.model.layout
+    if not layout.context:
+        yield _no_plan(recipe, "context")
+    elif not layout.ring and recipe.parallel.context_exchange == "ring":
+        name = recipe.model.name
+        message = f'the model "{name}" has windows or sinks, which no ring attends with'
+        yield ("parallel", "context_exchange"), message, 'take "gather"'
+
+
 def _no_plan(recipe: Recipe, axis: str) -> Finding:
     message = f'the model "{recipe.model.name}" has no plan for this axis'
     return ("parallel", axis), message, f"keep parallel.{axis} = 1, and raise parallel.shard"
+
+
+def _unsplittable(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
+    for axis, degree in degrees.items():
+        if degree > 1 and (why := recipe.model.unsplittable(axis)):
+            yield ("parallel", axis), why, f"keep parallel.{axis} = 1"
 
 
 def _tensor(recipe: Recipe, tensor: int) -> Iterator[Finding]:

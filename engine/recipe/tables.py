@@ -76,15 +76,19 @@ class Kernels(Table):
 
     attention: Literal["auto", "matmul", "sdpa"] = "auto"
     """"matmul": plain products, fastest on CPUs for short rows; "sdpa": torch's fused attention"""
-    rms_norm: Literal["auto", "torch"] = "auto"
-    """root-mean-square norm"""
-    rotary: Literal["auto", "torch"] = "auto"
-    """rotary position embedding"""
-    swiglu: Literal["auto", "torch"] = "auto"
-    """gated feed-forward activation"""
-    linear_cross_entropy: Literal["auto", "torch", "compiled"] = "auto"
+    rms_norm: Literal["auto", "torch", "triton"] = "auto"
+    """root-mean-square norm; "triton": one kernel, for GPUs"""
+    rotary: Literal["auto", "torch", "triton"] = "auto"
+    """rotary position embedding; "triton": one kernel, for GPUs"""
+    swiglu: Literal["auto", "torch", "triton"] = "auto"
+    """gated feed-forward activation; "triton": one kernel, for GPUs"""
+    linear_cross_entropy: Literal["auto", "torch", "compiled", "triton"] = "auto"
     """output projection and loss in chunks; "compiled": torch.compile fuses what is between its
-    products, "auto" where [compile] is enabled"""
+    products, "auto" where [compile] is enabled; "triton": that is one kernel, for GPUs"""
+    grouped_gemm: Literal["auto", "torch", "triton"] = "auto"
+    """products of the rows of each expert with its weights; "triton": one kernel, for GPUs"""
+    permute: Literal["auto", "torch", "triton"] = "auto"
+    """sorts tokens by expert, and back; "triton": three kernels, for GPUs"""
 
 
 class Checkpoint(Table):

@@ -6,7 +6,7 @@ from .positions import KeyPath
 
 _KEYS = ("precision.float8", "precision.mx")
 _VALUES = {
-    "kernels.*": ("triton",),
+    "kernels.attention": ("triton",),
 }
 
 
@@ -16,7 +16,6 @@ def unavailable(path: KeyPath, value: object) -> str:
     if key in _KEYS:
         return "is not available in this version"
     pattern = ".".join("*" if isinstance(part, int) else part for part in path)
-    general = ".".join([*pattern.split(".")[:-1], "*"])
-    if isinstance(value, str) and value in (*_VALUES.get(pattern, ()), *_VALUES.get(general, ())):
+    if isinstance(value, str) and value in _VALUES.get(pattern, ()):
         return f'"{value}" is not available in this version'
     return ""

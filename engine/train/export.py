@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.reader import load_state
-from ..convert.export import export_huggingface, hf_names
+from ..convert.export import export_huggingface
+from ..convert.opened import hf_parts
 from ..files import atomic_write
 from ..lora.merge import merged_weights
 from ..lora.names import is_adapter
@@ -32,8 +33,9 @@ def require_exportable(parts: Parts) -> None:
     Raises:
         CheckpointError: some have none.
     """
-    weights = dict(parts.model.named_parameters())
-    hf_names({n: w for n, w in weights.items() if not is_adapter(n)}, parts.model_config)
+    weights = parts.model.named_parameters()
+    shapes = {name: tuple(weight.shape) for name, weight in weights if not is_adapter(name)}
+    hf_parts(shapes, parts.model_config)
 
 
 def export_run(
@@ -67,7 +69,7 @@ def export_run(
     if found is not None:
         tensors = model_state(parts.model)
         tensors |= parts.average.prepare(found.manifest.tensors) if parts.average else {}
-        load_state(found.path, found.manifest, tensors, group, parts.model.elsewhere)
+        load_state(found.path, found.manifest, tensors, group, parts.model.saved_elsewhere)
     names = [FINAL]
     names += [AVERAGE] * (parts.average is not None and parts.average.begun)
     names += [ADAPTER] * (parts.recipe.lora.rank > 0)
@@ -91,6 +93,9 @@ def _export(parts: Parts, folder: Path, group: ProcessGroup | None) -> None:
         if reshard := getattr(module, "reshard", None):
             reshard()  # FSDP may still hold weights that it has gathered, in another dtype
     weights = merged_weights(parts.model)
+    saved = parts.model.saved_buffers()
+    to_hf = parts.model_config.layout.to_hf
+    weights |= {name: buffer for name, buffer in saved.items() if to_hf(name)}
     copies = set(map(id, parts.parallelized.counted_elsewhere))
     for name, weight in parts.model.named_parameters():
         if id(weight) in copies:

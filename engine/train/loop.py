@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Literal
 from .evaluate import validate
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ..assemble import Parts
     from ..launch.signals import StopFlag
     from ..observe.observer import Observer
     from .health import Health
     from .position import Position
     from .saving import Saver
+    from .step import Gradients
 
 
 def train(
@@ -53,20 +56,13 @@ def train(
         position.tokens = position.tokens + gradients.tokens
         if parts.average:
             parts.average.update(position.step)
+        values = _values(gradients, recipe.optimizer.lr * lr_factor)
         if observer.is_due(position.step):
             health.verify()
-        observer.on_step(
-            position.step,
-            {
-                "loss": gradients.loss / gradients.tokens.clamp(min=1),
-                "grad_norm": gradients.norm,
-                "lr": recipe.optimizer.lr * lr_factor,
-            },
-            position.tokens,
-        )
-        improved = False
-        if _is_due(position.step, recipe.evaluate.interval, total) and parts.validation:
-            improved = _evaluate(parts, position, observer)
+            values |= step.measures()
+        observer.on_step(position.step, values, position.tokens)
+        due = _is_due(position.step, recipe.evaluate.interval, total) and parts.validation
+        improved = bool(due) and _evaluate(parts, position, observer)
         exhausted = position.best.is_exhausted(recipe.evaluate)
         saver.poll()
         if (
@@ -79,9 +75,18 @@ def train(
                 saver.save(position, last=exhausted or position.step == total)
         if exhausted:
             return "stopped early"
-        if recipe.run.gc_interval and position.step % recipe.run.gc_interval == 0:
-            gc.collect(1)
+        _collect_garbage(position.step, recipe.run.gc_interval)
     return "finished"
+
+
+def _values(gradients: Gradients, lr: float) -> dict[str, Tensor | float]:
+    loss = gradients.loss / gradients.tokens.clamp(min=1)
+    return {"loss": loss, "grad_norm": gradients.norm, "lr": lr}
+
+
+def _collect_garbage(step: int, interval: int) -> None:
+    if interval and step % interval == 0:
+        gc.collect(1)
 
 
 def _evaluate(parts: Parts, position: Position, observer: Observer) -> bool:

@@ -142,7 +142,7 @@ class Saver:
         if parts.average:
             tensors |= parts.average.prepare(manifest.tensors)
         generators = train_state.random_state(rank) if rank < manifest.world else {}
-        state, elsewhere = {**tensors, **generators}, parts.model.elsewhere
+        state, elsewhere = {**tensors, **generators}, parts.model.saved_elsewhere
         load_state(path, manifest, state, self._store.group, elsewhere)
         if generators:
             train_state.restore_random_state(rank, generators)

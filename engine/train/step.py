@@ -17,6 +17,7 @@ from ..parallel.data import Parallelized
 from ..parallel.local import local
 from ..parallel.mesh import Degrees
 from ..precision.dtypes import LossScale
+from .balance import Balance
 from .clip import global_norm
 from .in_backward import UpdateInBackward
 
@@ -64,6 +65,7 @@ class TrainStep:
     scale: LossScale
     device: torch.device
     degrees: Degrees
+    balance: Balance
     in_backward: UpdateInBackward | None = None
     phase: Phase = no_phase
     before_update: Callable[[], None] = lambda: None
@@ -91,12 +93,15 @@ class TrainStep:
         self._sum_over_ranks(tokens, self.degrees.world // self.degrees.copies)
         # DDP and FSDP average over ranks; we want the sum.
         factor = self.scale.value * self.degrees.copies / tokens.clamp(min=1)
+        self.balance.start(self.scale.value)
         if pipeline := self.parallelized.pipeline:
             with self.phase("pipeline"):
                 total = pipeline.forward_backward(batches, self.loss, factor)
         else:
             total = self._forward_backward(batches, factor)
         self._sum_over_ranks(total, self.degrees.tensor)
+        if self.balance.exists:
+            self.balance.collect(self._sum_over_ranks)
         with self.phase("clip"):
             for finish in self.parallelized.finish_gradients:
                 finish()
@@ -149,14 +154,19 @@ class TrainStep:
     def update(self, lr_factor: float) -> None:
         """Let the optimizer change the weights, with each group's peak rate times `lr_factor`.
 
-        Does nothing where the backward pass has done it.
+        Where the backward pass has done that, only experts are balanced.
         """
-        if self.in_backward:
-            return
-        self.before_update()
-        self.set_rate(lr_factor)
+        if not self.in_backward:
+            self.before_update()
+            self.set_rate(lr_factor)
         with self.phase("optimizer"):
-            self._apply()
+            if not self.in_backward:
+                self._apply()
+            self.balance.update()
+
+    def measures(self) -> dict[str, Tensor]:
+        """Return what else is worth a line of the log, on the device."""
+        return self.balance.measures() if self.balance.exists else {}
 
     def clear(self) -> None:
         """Drop the gradients, or make them zero where they have a place of their own."""

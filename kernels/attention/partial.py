@@ -23,11 +23,11 @@ class PartialAttention(NamedTuple):
         backward: (grad, query, key, value, out, log_sums, mask, causal) -> gradients of query, key
             and value; `out` and `log_sums` are those over all keys.
 
-    Shapes: query, out and grad [B, S, H, K]; key and value [B, L, G, K], where query head h reads
-    head h // (H / G); mask [B, 1, S, L] bool, true where a query sees a key, a query may see none;
-    causal: S = L, and each query sees the keys up to its own; not with a mask. `log_sums` is
-    [B, H, S], fp32, or fp64 for such inputs. Where a query sees nothing it is so low that the
-    output, which is finite, has no weight.
+    Shapes: query [B, S, H, K]; key [B, L, G, K] and value [B, L, G, W] with W <= K, where query
+    head h reads head h // (H / G); out and grad [B, S, H, W]; mask [B, 1, S, L] bool, true where a
+    query sees a key, a query may see none; causal: S = L, and each query sees the keys up to its
+    own; not with a mask. `log_sums` is [B, H, S], fp32, or fp64 for such inputs. Where a query sees
+    nothing it is so low that the output, which is finite, has no weight.
     """
 
     name: str
@@ -53,14 +53,14 @@ def _matmul_forward(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Attend with plain products, in any dtype on any device."""
-    q_BGRSK, k_BGLK, v_BGLK = _grouped(query, key), key.transpose(1, 2), value.transpose(1, 2)
+    q_BGRSK, k_BGLK, v_BGLW = _grouped(query, key), key.transpose(1, 2), value.transpose(1, 2)
     outs, sums = [], []
     for rows, end in _pieces(query.shape[1], key.shape[1], causal):
-        q_BGRSK_rows = q_BGRSK[:, :, :, rows]
-        scores = _scores(q_BGRSK_rows, k_BGLK[:, :, :end], mask, rows, causal)
+        scores = _scores(q_BGRSK[:, :, :, rows], k_BGLK[:, :, :end], mask, rows, causal)
         lse = scores.logsumexp(-1, keepdim=True)
         weights = (scores - lse).exp_().to(query.dtype)
-        outs.append((weights.flatten(2, 3) @ v_BGLK[:, :, :end]).view_as(q_BGRSK_rows))
+        out = weights.flatten(2, 3) @ v_BGLW[:, :, :end]
+        outs.append(out.view(*weights.shape[:-1], -1))
         sums.append(lse.squeeze(-1))
     return _ungrouped(torch.cat(outs, 3)), torch.cat(sums, 3).flatten(1, 2)
 
@@ -75,19 +75,19 @@ def _matmul_backward(
     mask: Tensor | None,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q_BGRSK, k_BGLK, v_BGLK = _grouped(query, key), key.transpose(1, 2), value.transpose(1, 2)
-    g_BGRSK, o_BGRSK = _grouped(grad, key), _grouped(out, key)
+    q_BGRSK, k_BGLK, v_BGLW = _grouped(query, key), key.transpose(1, 2), value.transpose(1, 2)
+    g_BGRSW, o_BGRSW = _grouped(grad, key), _grouped(out, key)
     lse_BGRS = log_sums.view(q_BGRSK.shape[:4])
-    dots_BGRS = (g_BGRSK.to(log_sums.dtype) * o_BGRSK.to(log_sums.dtype)).sum(-1)
+    dots_BGRS = (g_BGRSW.to(log_sums.dtype) * o_BGRSW.to(log_sums.dtype)).sum(-1)
     dq = torch.empty_like(q_BGRSK)
-    dk, dv = torch.zeros_like(k_BGLK), torch.zeros_like(v_BGLK)
+    dk, dv = torch.zeros_like(k_BGLK), torch.zeros_like(v_BGLW)
     for rows, end in _pieces(query.shape[1], key.shape[1], causal):
-        q, g = (x[:, :, :, rows] for x in (q_BGRSK, g_BGRSK))
+        q, g = (x[:, :, :, rows] for x in (q_BGRSK, g_BGRSW))
         scores = _scores(q, k_BGLK[:, :, :end], mask, rows, causal)
         weights = scores.sub_(lse_BGRS[..., rows].unsqueeze(-1)).exp_()
-        g_BGTK, q_BGTK = g.flatten(2, 3), q.flatten(2, 3)
-        dv[:, :, :end] += weights.to(query.dtype).flatten(2, 3).mT @ g_BGTK
-        slopes = (g_BGTK @ v_BGLK[:, :, :end].mT).view(weights.shape).to(weights.dtype)
+        g_BGTW, q_BGTK = g.flatten(2, 3), q.flatten(2, 3)
+        dv[:, :, :end] += weights.to(query.dtype).flatten(2, 3).mT @ g_BGTW
+        slopes = (g_BGTW @ v_BGLW[:, :, :end].mT).view(weights.shape).to(weights.dtype)
         slopes = (slopes - dots_BGRS[..., rows].unsqueeze(-1)).mul_(weights)
         slopes_BGTL = slopes.mul_(query.shape[-1] ** -0.5).to(query.dtype).flatten(2, 3)
         dq[:, :, :, rows] = (slopes_BGTL @ k_BGLK[:, :, :end]).view_as(q)

@@ -26,9 +26,10 @@ def _forward(
     fused = _cpu if not query.is_cuda else _cuda(query, mask)
     if fused is None:
         return MATMUL.forward(query, key, value, mask, causal)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    width = value.shape[-1]
+    q, k, v = (x.transpose(1, 2) for x in (query, key, _widened(value, key)))
     out, log_sums = fused.forward(q, k, v, mask, causal)
-    return out.transpose(1, 2), log_sums
+    return out.transpose(1, 2)[..., :width], log_sums
 
 
 def _backward(
@@ -44,9 +45,17 @@ def _backward(
     fused = _cpu if not query.is_cuda else _cuda(query, mask)
     if fused is None:
         return MATMUL.backward(grad, query, key, value, out, log_sums, mask, causal)
+    width = value.shape[-1]
+    grad, value, out = (_widened(x, key) for x in (grad, value, out))
     g, q, k, v, o = (x.transpose(1, 2) for x in (grad, query, key, value, out))
     dq, dk, dv = fused.backward(g, q, k, v, o, log_sums.contiguous(), mask, causal)
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)[..., :width]
+
+
+def _widened(x: Tensor, key: Tensor) -> Tensor:
+    """Return x with zeros up to the width of keys: the fused kernels have one for all."""
+    missing = key.shape[-1] - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x
 
 
 def _cuda(query: Tensor, mask: Tensor | None) -> PartialAttention | None:

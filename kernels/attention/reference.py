@@ -6,21 +6,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .sinks import sinking
 
-def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attend with torch's fused attention.
 
     Args:
         query: [B, S, H, K].
         key: [B, L, G, K] with L >= S; query head h reads key head h // (H / G).
-        value: [B, L, G, K].
+        value: [B, L, G, W] with W <= K.
         mask: [B, 1, S, L] bool, true where a query sees a key. Each query sees one at least, and
             none that is later than itself. Without it attention is causal. In both cases the last
             query stands at the last key.
+        sinks: [H], the score of one more key for each head, whose value is zero: where no key is
+            worth attention, it goes there (Xiao et al. 2023, arXiv:2309.17453, section 3.3).
 
     Returns:
-        [B, S, H, K].
+        [B, S, H, W].
     """
+    if sinks is not None:
+        return sinking(query, key, value, mask, sinks)
+    W, missing = value.shape[-1], key.shape[-1] - value.shape[-1]
+    if missing:
+        # Flash attention has one width for all.
+        value = F.pad(value, (0, missing))
     q_BHSK, k_BGLK, v_BGLK = (x.transpose(1, 2) for x in (query, key, value))
     S, L = query.shape[1], key.shape[1]
     if mask is None and 1 < S < L:
@@ -37,7 +53,7 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) 
         is_causal=mask is None and S == L,
         enable_gqa=k_BGLK.shape[1] != q_BHSK.shape[1],
     )
-    return out_BHSK.transpose(1, 2)
+    return out_BHSK.transpose(1, 2)[..., :W]
 
 
 def document_mask(queries: Tensor, keys: Tensor) -> Tensor:
@@ -55,7 +71,13 @@ def document_mask(queries: Tensor, keys: Tensor) -> Tensor:
     return (causal_SL & (queries.unsqueeze(2) == keys.unsqueeze(1))).unsqueeze(1)
 
 
-def matmul(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+def matmul(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attend with plain products, a piece of the queries at a time: what `sdpa` computes.
 
     A piece leaves out the keys after its end, nearly half of all work. Query heads that share a
@@ -63,11 +85,11 @@ def matmul(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     the weights of all pieces for the backward pass: memory grows with S * L / 2.
     """
     B, S, H, K = query.shape
-    L, G = key.shape[1:3]
+    L, G, W = value.shape[1:]
     R = H // G
     q_BGRSK = query.view(B, S, G, R, K).permute(0, 2, 3, 1, 4)
     k_BKL = key.permute(0, 2, 3, 1).reshape(B * G, K, L)
-    v_BLK = value.transpose(1, 2).reshape(B * G, L, K)
+    v_BLW = value.transpose(1, 2).reshape(B * G, L, W)
     rows = max(64, -(-S // 8))
     pieces = []
     for first in range(0, S, rows):
@@ -77,10 +99,14 @@ def matmul(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
         seen = None if mask is None else mask[:, :, first:last, :end]
         bias = _bias(query, last - first, end, G, R, seen)
         scores_BTL = torch.baddbmm(bias, q_BTK, k_BKL[..., :end], alpha=K**-0.5)
-        piece_BTK = scores_BTL.softmax(-1) @ v_BLK[:, :end]
-        pieces.append(piece_BTK.view(B, G, R, -1, K))
-    out_BGRSK = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=3)
-    return out_BGRSK.permute(0, 3, 1, 2, 4).reshape(B, S, H, K)
+        if sinks is not None:
+            sinks_T = sinks.to(query.dtype).view(G, R).repeat_interleave(last - first, 1)
+            sinks_BT1 = sinks_T.repeat(B, 1).unsqueeze(-1)
+            scores_BTL = torch.cat([scores_BTL, sinks_BT1], -1)
+        piece_BTW = scores_BTL.softmax(-1)[..., :end] @ v_BLW[:, :end]
+        pieces.append(piece_BTW.view(B, G, R, -1, W))
+    out_BGRSW = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=3)
+    return out_BGRSW.permute(0, 3, 1, 2, 4).reshape(B, S, H, W)
 
 
 def _bias(like: Tensor, S: int, L: int, G: int, R: int, mask: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -15,3 +16,31 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         eps: added to the mean square.
     """
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the norm of x + residual, and that sum, rounded to the dtype of x before the norm."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """Return 1 / sqrt(mean(x^2) + eps) over the last dim, in fp32 at least."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide.square().mean(-1) + eps).rsqrt()
+
+
+def backward(grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and of the weight, each in its own dtype.
+
+    Args:
+        grad: of the norm of x, [..., D].
+        x: [..., D].
+        weight: [D].
+        inverse: [...], see `inverse_rms`.
+    """
+    normal, wide = x * inverse.unsqueeze(-1), grad.to(inverse.dtype)
+    weighted = wide * weight.to(x.dtype)
+    along = (weighted * normal).mean(-1, keepdim=True)
+    grad_x = inverse.unsqueeze(-1) * (weighted - normal * along)
+    return grad_x.to(x.dtype), (wide * normal).flatten(0, -2).sum(0).to(weight.dtype)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from ...kernels.choose import Kernels
@@ -11,7 +14,16 @@ from .norm import RMSNorm
 
 
 class GroupedQueryAttention(nn.Module):
-    """Norm and causal attention whose query heads share key-value heads (arXiv:2305.13245)."""
+    """Norm and causal attention whose query heads share key-value heads (arXiv:2305.13245).
+
+    Args:
+        qk_norm: whether each head's queries and keys are normalised before they are turned
+            (arXiv:2302.05442, section 2.1, with the norm of each head by itself).
+        bias: whether the projections have one.
+        sinks: whether each head has a learned score for attention that goes nowhere.
+        window: see `kernels.attention.local.attend`.
+        chunk: see there.
+    """
 
     def __init__(
         self,
@@ -21,14 +33,24 @@ class GroupedQueryAttention(nn.Module):
         head_width: int,
         norm_eps: float,
         kernels: Kernels,
+        *,
+        qk_norm: bool = False,
+        bias: bool = False,
+        sinks: bool = False,
+        window: int | None = None,
+        chunk: int | None = None,
     ) -> None:
         super().__init__()
         self.head_width = head_width
+        self.window, self.chunk = window, chunk
         self.norm = RMSNorm(dim, norm_eps, kernels)
-        self.q = Linear(dim, num_heads * head_width)
-        self.k = Linear(dim, num_kv_heads * head_width)
-        self.v = Linear(dim, num_kv_heads * head_width)
-        self.o = Linear(num_heads * head_width, dim)
+        self.q = Linear(dim, num_heads * head_width, bias=bias)
+        self.k = Linear(dim, num_kv_heads * head_width, bias=bias)
+        self.v = Linear(dim, num_kv_heads * head_width, bias=bias)
+        self.o = Linear(num_heads * head_width, dim, bias=bias)
+        self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
+        self.q_norm = RMSNorm(head_width, norm_eps, kernels) if qk_norm else None
+        self.k_norm = RMSNorm(head_width, norm_eps, kernels) if qk_norm else None
         self.attention = kernels.attention
         self.rotary = kernels.rotary
 
@@ -51,11 +73,23 @@ class GroupedQueryAttention(nn.Module):
         """
         x_BSD = self.norm(x)
         heads = (*x_BSD.shape[:2], -1, self.head_width)
-        q_BSHK = self.rotary(self.q(x_BSD).view(heads), cos, sin)
-        k_BSGK = self.rotary(self.k(x_BSD).view(heads), cos, sin)
+        q_BSHK, k_BSGK = self.q(x_BSD).view(heads), self.k(x_BSD).view(heads)
         v_BSGK = self.v(x_BSD).view(heads)
+        q_BSHK, k_BSGK = self.place(q_BSHK, k_BSGK, cos, sin)
         if cache is not None:
             k_BSGK, v_BSGK = cache.extend(k_BSGK, v_BSGK)
-        out_BSHK = self.attention(q_BSHK, k_BSGK, v_BSGK, mask)
+        out_BSHK = self.attention(q_BSHK, k_BSGK, v_BSGK, mask, **self._reach(mask))
         out_BSD: Tensor = self.o(out_BSHK.flatten(2))
         return out_BSD
+
+    def place(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Tell queries, [B, S, H, K], and keys, [B, S, G, K], where they are."""
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        return self.rotary(query, cos, sin), self.rotary(key, cos, sin)
+
+    def _reach(self, mask: Tensor | None) -> dict[str, Any]:
+        """Return what attention is told beside the mask, which already tells chunks apart."""
+        chunk = self.chunk if mask is None else None
+        given = {"window": self.window, "chunk": chunk, "sinks": self.sinks}
+        return {name: value for name, value in given.items() if value is not None}

@@ -14,10 +14,10 @@ class BlockCache:
         self._held: tuple[Tensor, Tensor] | None = None
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append [B, S, G, K] keys and values and return all so far, [B, length, G, K]."""
+        """Append [B, S, G, K] keys and [B, S, G, W] values and return all so far, S = length."""
         if self._held is None:
-            shape = (key.shape[0], self.capacity, *key.shape[2:])
-            self._held = key.new_empty(shape), value.new_empty(shape)
+            shapes = [(len(x), self.capacity, *x.shape[2:]) for x in (key, value)]
+            self._held = key.new_empty(shapes[0]), value.new_empty(shapes[1])
         start, self.length = self.length, self.length + key.shape[1]
         for held, new in zip(self._held, (key, value), strict=True):
             held[:, start : self.length] = new

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +13,20 @@ from .linear import Linear
 from .norm import RMSNorm
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Prediction(NamedTuple):
+    """What else a model shall learn to predict.
+
+    Attributes:
+        hidden: [B, S, D], normed.
+        labels: [B, S], as those of `LanguageModel.forward`.
+        weight: of its loss.
+    """
+
+    hidden: Tensor
+    labels: Tensor
+    weight: float
 
 
 class Head(nn.Module):
@@ -37,6 +52,8 @@ class Head(nn.Module):
         labels: Tensor | None = None,
         loss: LossFunction | None = None,
         tied_weight: Tensor | None = None,
+        *,
+        ahead: Callable[[Tensor], Iterator[Prediction]] | None = None,
     ) -> Tensor:
         """Return [B, S, V] logits in fp32, or the summed loss if `labels` and `loss` are given.
 
@@ -45,10 +62,17 @@ class Head(nn.Module):
             labels: [B, S].
             loss: see `LanguageModel.forward`.
             tied_weight: [V, D], the embedding's weight where there is no projection of its own.
+            ahead: normed hidden states -> what else the same weight predicts: the loss has its
+                gradient too, and not its value.
         """
         weight_VD = tied_weight if self.proj is None else self.proj.weight
         assert weight_VD is not None, "a head without projection needs the embedding's weight"
         x_BSD = self.norm(x)
         if labels is None or loss is None:
             return F.linear(x_BSD, weight_VD.to(x_BSD.dtype)).float()
-        return loss(x_BSD.flatten(0, 1), weight_VD, labels.flatten())
+        total = loss(x_BSD.flatten(0, 1), weight_VD, labels.flatten())
+        for also in ahead(x_BSD) if ahead else ():
+            # In this module, so that whoever shards weights still gathers them once.
+            found = loss(also.hidden.flatten(0, 1), weight_VD, also.labels.flatten())
+            total = total + also.weight * (found - found.detach())
+        return total

@@ -10,11 +10,11 @@ from .norm import RMSNorm
 
 
 class GatedMLP(nn.Module):
-    """Norm and SwiGLU feed-forward layer."""
+    """Norm and SwiGLU feed-forward layer; without the norm if `norm_eps` is None."""
 
-    def __init__(self, dim: int, ffn_dim: int, norm_eps: float, kernels: Kernels) -> None:
+    def __init__(self, dim: int, ffn_dim: int, norm_eps: float | None, kernels: Kernels) -> None:
         super().__init__()
-        self.norm = RMSNorm(dim, norm_eps, kernels)
+        self.norm = None if norm_eps is None else RMSNorm(dim, norm_eps, kernels)
         self.gate = Linear(dim, ffn_dim)
         self.up = Linear(dim, ffn_dim)
         self.down = Linear(ffn_dim, dim)
@@ -22,6 +22,6 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what [B, S, D] adds to the residual stream."""
-        x_BSD = self.norm(x)
+        x_BSD = x if self.norm is None else self.norm(x)
         out_BSD: Tensor = self.down(self.activation(self.gate(x_BSD), self.up(x_BSD)))
         return out_BSD

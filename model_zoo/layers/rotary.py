@@ -36,15 +36,65 @@ def stretch(
     return (1 - kept) * frequencies / factor + kept * frequencies
 
 
-def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+def yarn(
+    frequencies: Tensor,
+    theta: float,
+    *,
+    factor: float,
+    original_max_seq_len: int,
+    beta_fast: float,
+    beta_slow: float,
+    truncate: bool,
+) -> Tensor:
+    """Divide low frequencies by `factor`, keep high ones, and blend in between, by their number.
+
+    "NTK-by-parts" of YaRN (arXiv:2309.00071, section 3.2). As in the code that models were trained
+    with, the blend is linear in i of theta^(-2i / K), and not in the wavelength as in the paper.
+
+    Args:
+        frequencies: [K / 2], of `frequencies`.
+        theta: their base.
+        factor: see `YarnScaling`, as for the others.
+    """
+    count = len(frequencies)
+
+    def number(turns: float) -> float:
+        """Return i of the frequency that turns so often within the original context."""
+        return count * math.log(original_max_seq_len / (turns * 2 * math.pi)) / math.log(theta)
+
+    first, last = number(beta_fast), number(beta_slow)
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
+    # As published: the end is kept under K, not under K / 2.
+    first, last = max(first, 0), min(last, 2 * count - 1)
+    if first == last:
+        last += 0.001
+    steps = torch.arange(count, dtype=torch.float32, device=frequencies.device)
+    stretched = ((steps - first) / (last - first)).clamp(0, 1)
+    return frequencies / factor * stretched + frequencies * (1 - stretched)
+
+
+def halves(x: Tensor) -> Tensor:
+    """Return [..., K] with the neighbours of each pair, 2i and 2i + 1, at i and i + K / 2.
+
+    For weights whose pairs are neighbours (arXiv:2104.09864): `rotary` then turns the same pairs.
+    The order is another than before, the same for queries and keys: their products stay.
+    """
+    return x.view(*x.shape[:-1], -1, 2).mT.flatten(-2)
+
+
+def rotation(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of every position's angles, fp32.
 
     Args:
         positions: [S] or [B, S].
         frequencies: [K / 2].
+        scale: of what is turned.
 
     Returns:
         Two tensors [..., S, 1, K / 2], to be broadcast over heads.
     """
     angles = (positions.unsqueeze(-1) * frequencies).unsqueeze(-2)
-    return angles.cos(), angles.sin()
+    if scale == 1.0:
+        return angles.cos(), angles.sin()
+    return angles.cos() * scale, angles.sin() * scale

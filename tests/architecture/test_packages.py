@@ -66,6 +66,8 @@ def test_models_know_nothing_of_ranks():
         for path in modules("model_zoo", "kernels")
         for module in imported(path)
         if module.startswith("torch.distributed")
+        # The one operation that is an exchange between ranks.
+        and not name(path).startswith("kernels/all_to_all/")
     }
     assert found == set()
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders of small Llamas, and models to fill from them."""
+"""Hugging Face folders of small models, and models to fill from them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from trainer.engine.checkpoint.huggingface import load_huggingface
 from trainer.engine.errors import CheckpointError
+from trainer.engine.models import models
 from trainer.engine.parallel.materialize import materialize, without_storage
 from trainer.kernels.choose import choose
+from trainer.model_zoo.config import ModelConfig
 from trainer.model_zoo.language_model import LanguageModel
-from trainer.model_zoo.llama3.config import Llama3Config
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -35,19 +36,25 @@ SCALING = {
     "high_freq_factor": 4.0,
     "original_max_seq_len": 32,
 }
+SOFTMAX = {"score": "softmax", "normalize": False, "num_shared": 2}
 VARIANTS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "tied": {"tie_embeddings": True},
     "scaled": {"rope_theta": 5e5, "rope_scaling": SCALING},
     "wide heads": {"head_dim": 12, "n_kv_heads": 1, "norm_eps": 1e-3},
+    "qwen3": {"name": "qwen3"},
+    "experts": {"name": "qwen3", "moe": {"num_experts": 5, "expert_ffn_dim": 24}},
+    "deepseek_v3": {"name": "deepseek_v3", "q_lora_rank": 12},
+    "deepseek_v2": {"name": "deepseek_v3", "moe": SOFTMAX},
 }
 
 
-def config_of(**changes: Any) -> Llama3Config:
-    return Llama3Config.model_validate(SIZES | changes)
+def config_of(name: str = "llama3", **changes: Any) -> ModelConfig:
+    sizes = {key: size for key, size in SIZES.items() if key in models[name].model_fields}
+    return models[name].model_validate(sizes | changes)
 
 
-def empty_model(config: Llama3Config) -> LanguageModel:
+def empty_model(config: ModelConfig) -> LanguageModel:
     """Return a model whose every weight is 7."""
     with without_storage():
         model = config.build(choose({}, "cpu", 64))
@@ -57,7 +64,7 @@ def empty_model(config: Llama3Config) -> LanguageModel:
     return model
 
 
-def weights_of(config: Llama3Config) -> dict[str, Tensor]:
+def weights_of(config: ModelConfig) -> dict[str, Tensor]:
     """Return random weights under Hugging Face's names."""
     generator = torch.Generator().manual_seed(3)
     return {
@@ -87,7 +94,7 @@ def write_shards(folder: Path, tensors: dict[str, Tensor]) -> Path:
     return folder
 
 
-def refusal(folder: Path, config: Llama3Config | None = None) -> CheckpointError:
+def refusal(folder: Path, config: ModelConfig | None = None) -> CheckpointError:
     """Return the error, after seeing that no weight was touched."""
     config = config or config_of()
     model = empty_model(config)

@@ -13,6 +13,7 @@ from torch import nn
 from tests.checkpoint.hf_folders import (
     INDEX,
     SIZES,
+    SOFTMAX,
     VARIANTS,
     config_of,
     empty_model,
@@ -20,37 +21,38 @@ from tests.checkpoint.hf_folders import (
     write,
     write_shards,
 )
+from tests.convert.models import transformers_model
 from tests.distributed import run_ranks
 from tests.train import processes
 from trainer.engine.assemble import assemble
 from trainer.engine.checkpoint.huggingface import load_huggingface
 from trainer.engine.launch.environment import World
 from trainer.engine.recipe.schema import Recipe
-from trainer.model_zoo.llama3.config import Llama3Config
-
-
-def reference(config: Llama3Config) -> Any:
-    """Return transformers' model of these sizes with random weights, norms included."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(11)
-    model = LlamaForCausalLM(LlamaConfig(**config.hf_config())).eval()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
-    return model
 
 
 @pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_logits_equal_transformers(tmp_path: Path, variant: str, shard_size: str) -> None:
     config = config_of(**VARIANTS[variant])
-    theirs, ours = reference(config), empty_model(config)
+    theirs, ours = transformers_model(config), empty_model(config)
     theirs.save_pretrained(tmp_path, max_shard_size=shard_size)
     assert (tmp_path / INDEX).exists() == (shard_size == "20KB")
     assert load_huggingface(tmp_path, ours, config) == []
     tokens = torch.randint(config.vocab, (2, 100), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_block_that_predicts_farther_ahead_may_come_with_copies(tmp_path: Path) -> None:
+    config = config_of("deepseek_v3", mtp_depth=1, moe=SOFTMAX)
+    tensors = weights_of(config)
+    copies = ("embed_tokens.weight", "shared_head.head.weight")
+    copied = {f"model.layers.2.{name}": tensors["lm_head.weight"].clone() for name in copies}
+    write(tmp_path, tensors | copied, config.hf_config())
+    ours = empty_model(config)
+    assert load_huggingface(tmp_path, ours, config) == []
+    joined = ours.get_parameter("layers.2.join.weight")
+    assert torch.equal(joined, tensors["model.layers.2.eh_proj.weight"])
 
 
 def test_a_run_starts_from_the_folder(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Small Llamas in every form that is converted, with random weights, norms included."""
+"""Small models in every form that is converted, with random weights, norms included."""
 
 from __future__ import annotations
 
@@ -9,26 +9,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.checkpoint.hf_folders import SCALING, config_of
+from tests.checkpoint.hf_folders import SCALING, SOFTMAX, config_of
 from trainer.engine.checkpoint.hf_folder import list_tensors, open_tensors
-from trainer.model_zoo.llama3.config import Llama3Config
+from trainer.model_zoo.config import ModelConfig
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "untied": {},
     "tied": {"tie_embeddings": True},
     "scaled": {"rope_theta": 5e5, "rope_scaling": SCALING, "head_dim": 12},
+    "qwen3": {"name": "qwen3", "head_dim": 12},
+    "experts": {"name": "qwen3", "moe": {"num_experts": 5, "expert_ffn_dim": 24}},
+    "deepseek_v3": {"name": "deepseek_v3", "q_lora_rank": 12},
+    "deepseek_v2": {"name": "deepseek_v3", "moe": SOFTMAX},
+    "gpt_oss": {"name": "gpt_oss", "window": 9, "moe": {"num_experts": 3}},
+    "llama4": {"name": "llama4", "chunk": 9, "nope_every": 2, "moe": {"num_experts": 3}},
 }
 EOS = "<|end|>"
 
 
-def transformers_model(config: Llama3Config, dtype: torch.dtype = torch.float32) -> Any:
+def transformers_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
     """Return transformers' model of these sizes."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(11)
-    model = LlamaForCausalLM(LlamaConfig(**config.hf_config())).eval()
+    settings = AutoConfig.for_model(**config.hf_config())
+    model = AutoModelForCausalLM.from_config(settings).eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            nn.init.normal_(buffer, 0.0, 0.2)
     return model.to(dtype)
 
 
@@ -62,7 +72,7 @@ def write_tokenizer_files(folder: Path, vocab_size: int = 300) -> None:
 
 def hf_folder(
     folder: Path,
-    config: Llama3Config | None = None,
+    config: ModelConfig | None = None,
     *,
     dtype: torch.dtype = torch.float32,
     shard_size: str = "1GB",

@@ -27,6 +27,8 @@ def random_model(**changes: Any) -> Any:
     for name, parameter in model.named_parameters():
         middle = 1.0 if name.endswith("norm.weight") else 0.0
         nn.init.normal_(parameter, middle, 0.2, generator=generator)
+    for buffer in model.saved_buffers().values():
+        nn.init.normal_(buffer, 0.0, 0.2, generator=generator)
     return model, config
 
 
@@ -35,7 +37,7 @@ def random_model(**changes: Any) -> Any:
 def test_transformers_gives_our_logits(tmp_path: Path, variant: str, shard_bytes: int) -> None:
     model, config = random_model(**VARIANTS[variant])
     target = tmp_path / "hf"
-    weights = dict(model.named_parameters())
+    weights = dict(model.named_parameters()) | model.saved_buffers()
     export_huggingface(target, weights, config, ByteTokenizer(), shard_bytes=shard_bytes)
     assert (target / "model.safetensors.index.json").exists() == (shard_bytes < 10**9)
     theirs = loaded_by_transformers(target)

@@ -64,7 +64,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     ),
     "code of its own": (
         lambda f: config_with(f, model_type="mine", auto_map={"AutoModel": "m.py--M"}),
-        ["no model of ours is of the type 'mine'", "known: llama"],
+        ["no model of ours is of the type 'mine'", ", llama,"],
     ),
     "quantized": (
         lambda f: config_with(f, quantization_config={"bits": 4}),

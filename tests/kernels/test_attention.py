@@ -13,7 +13,7 @@ def formula(query, key, value, mask=None):
     """softmax(q k / sqrt(K)) v for each query on its own (arXiv:1706.03762, equation 1)."""
     batch, queries, heads, width = query.shape
     keys, repeats = key.shape[1], heads // key.shape[2]
-    out = torch.empty_like(query)
+    out = query.new_empty(batch, queries, heads, value.shape[-1])
     for b in range(batch):
         for s in range(queries):
             for h in range(heads):
@@ -26,11 +26,11 @@ def formula(query, key, value, mask=None):
     return out
 
 
-def inputs(batch, queries, keys, heads, groups, width, dtype=torch.float64):
+def inputs(batch, queries, keys, heads, groups, width, dtype=torch.float64, value_width=None):
     torch.manual_seed(queries * 100 + keys)
     q = torch.randn(batch, queries, heads, width, dtype=torch.float64)
     k = torch.randn(batch, keys, groups, width, dtype=torch.float64)
-    v = torch.randn(batch, keys, groups, width, dtype=torch.float64)
+    v = torch.randn(batch, keys, groups, value_width or width, dtype=torch.float64)
     return [x.to(dtype).requires_grad_() for x in (q, k, v)]
 
 
@@ -57,6 +57,21 @@ def document_mask(batch, queries, keys):
 def test_outputs_and_gradients_equal_the_formula(name, masked, queries, keys, heads, groups, width):
     q, k, v = inputs(2, queries, keys, heads, groups, width)
     mask = document_mask(2, queries, keys) if masked else None
+    out = ATTENTION[name](q, k, v, mask)
+    expected = formula(q, k, v, mask)
+    torch.testing.assert_close(out, expected)
+    direction = torch.randn_like(out)
+    torch.testing.assert_close(
+        torch.autograd.grad(out, (q, k, v), direction),
+        torch.autograd.grad(expected, (q, k, v), direction),
+    )
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("masked", [False, True])
+def test_values_may_be_narrower_than_keys(name, masked):
+    q, k, v = inputs(2, 70, 75, 4, 2, 12, value_width=8)
+    mask = document_mask(2, 70, 75) if masked else None
     out = ATTENTION[name](q, k, v, mask)
     expected = formula(q, k, v, mask)
     torch.testing.assert_close(out, expected)

@@ -62,9 +62,10 @@ CASES = [
 @pytest.mark.parametrize("name", PARTIAL_ATTENTION)
 @pytest.mark.parametrize(("queries", "keys", "heads", "groups", "width", "cuts"), CASES)
 @pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("narrower", [0, 1])
 @torch.no_grad()
-def test_parts_make_the_whole(name, masked, queries, keys, heads, groups, width, cuts):
-    q, k, v = inputs(2, queries, keys, heads, groups, width)
+def test_parts_make_the_whole(name, masked, narrower, queries, keys, heads, groups, width, cuts):
+    q, k, v = inputs(2, queries, keys, heads, groups, width, value_width=width - narrower)
     mask = some_mask(queries, keys) if masked else None
     everything = torch.ones(2, 1, queries, keys, dtype=torch.bool)
     with torch.enable_grad():

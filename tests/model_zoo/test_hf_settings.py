@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.model_zoo.peers import FLAVORS
 from trainer.engine.errors import CheckpointError
-from trainer.engine.models import family_of
+from trainer.engine.models import family_of, models
 from trainer.model_zoo.hf_settings import SettingsError
 from trainer.model_zoo.llama3.config import Llama3Config
 
@@ -22,13 +23,15 @@ REQUIRED = {
 }
 
 
-@pytest.mark.parametrize("flavor", list(Llama3Config.flavors))
-def test_config_json_says_all_of_a_flavor(flavor: str) -> None:
-    config = Llama3Config(flavor=flavor).with_vocab(300)
-    found = Llama3Config.from_hf_config(config.hf_config())
+@pytest.mark.parametrize(("family", "flavor"), FLAVORS)
+def test_config_json_says_all_of_a_flavor(family: str, flavor: str) -> None:
+    config = models[family](flavor=flavor).with_vocab(300)
+    settings = config.hf_config()
+    assert family_of(settings, Path("folder")) is models[family]
+    found = models[family].from_hf_config(settings)
     computed = {"flavor", "head_dim"}
     assert found.model_dump(exclude=computed) == config.model_dump(exclude=computed)
-    assert found.head_width == config.head_width
+    assert found.parameter_shapes() == config.parameter_shapes()
 
 
 def test_what_is_left_out_is_what_transformers_takes() -> None:

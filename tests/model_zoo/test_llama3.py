@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from tests.model_zoo.peers import VARIANTS, our_model, their_model
+from tests.model_zoo.peers import VARIANTS, assert_equal, our_model, their_model
 from trainer.kernels.cross_entropy.reference import linear_cross_entropy
 from trainer.model_zoo.layers.cache import KVCache
 
@@ -19,21 +18,7 @@ def tokens(batch=2, length=33):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_gradients_equal_those_of_transformers(variant, attention):
     ours = our_model(attention=attention, **VARIANTS[variant])
-    theirs = their_model(ours)
-    x = tokens()
-    torch.testing.assert_close(ours(x), theirs(x).logits, rtol=1e-5, atol=1e-5)
-
-    labels = torch.cat((x[:, 1:], x.new_full((2, 1), -100)), 1)
-    labels[0, 5:9] = -100
-    loss = ours(x, labels=labels, loss=linear_cross_entropy)
-    expected = F.cross_entropy(theirs(x).logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    loss.backward()
-    expected.backward()
-    gradients = dict(theirs.named_parameters())
-    for name, parameter in ours.named_parameters():
-        gradient = gradients[ours.config.layout.to_hf(name)].grad
-        assert (parameter.grad - gradient).norm() < 1e-5 * gradient.norm(), name
+    assert_equal(ours, their_model(ours), tokens())
 
 
 def test_rotary_scaling_matters_where_it_should():

@@ -3,6 +3,7 @@
 import pytest
 
 from trainer.engine.recipe.plan_checks import check_plan
+from trainer.model_zoo.deepseek_v3.config import DeepSeekV3Config
 from trainer.model_zoo.layout import Layout
 from trainer.model_zoo.llama3.config import Llama3Config
 
@@ -178,6 +179,39 @@ def test_a_model_without_a_plan_for_an_axis_is_refused(load, axis):
     assert path == ("parallel", axis)
     assert message == 'the model "llama3" has no plan for this axis'
     assert hint == f"keep parallel.{axis} = 1, and raise parallel.shard"
+
+
+@pytest.mark.parametrize(
+    ("axis", "changes", "why"),
+    [
+        ("context", {"mtp_depth": 2}, "model.mtp_depth = 2 needs whole rows and all blocks"),
+        ("pipeline", {"mtp_depth": 1}, "model.mtp_depth = 1 needs whole rows and all blocks"),
+        ("tensor", {}, "model.moe: experts are not split along this axis"),
+    ],
+)
+def test_sizes_that_an_axis_cannot_split_are_refused(load, axis, changes, why):
+    model = DeepSeekV3Config(n_layers=4, **changes)
+    recipe = load(RUN).recipe.model_copy(update={"model": model})
+    ((path, message, hint),) = check_plan(recipe, {axis: 2})
+    assert path == ("parallel", axis)
+    assert message.startswith(why)
+    assert hint == f"keep parallel.{axis} = 1"
+
+
+class Windowed(Llama3Config):
+    layout = Layout(embed="embed", blocks="layers", head="head", context=True, ring=False)
+
+
+def test_a_ring_is_refused_where_attention_has_windows_or_sinks(load):
+    recipe = load(RUN).recipe.model_copy(update={"model": Windowed()})
+    assert list(check_plan(recipe, {"context": 2})) == []
+    ring = recipe.parallel.model_copy(update={"context_exchange": "ring"})
+    ((path, message, hint),) = check_plan(
+        recipe.model_copy(update={"parallel": ring}), {"context": 2}
+    )
+    assert path == ("parallel", "context_exchange")
+    assert message == 'the model "llama3" has windows or sinks, which no ring attends with'
+    assert hint == 'take "gather"'
 
 
 def test_what_depends_on_an_unknown_number_of_ranks_is_not_checked(load):

@@ -101,3 +101,16 @@ def assert_same(world, alone, **changes):
     for result in run_ranks(world, curves, recipe_with(**changes), timeout=300):
         for got, wanted in zip(result, expected, strict=True):
             assert got == pytest.approx(wanted, abs=1e-5, rel=1e-5)
+
+
+def assert_same_weights(world, alone, **changes):
+    """Compare every trained weight of ranks with one process's: a lost gradient hardly shows
+    elsewhere.
+    """
+    expected = alone(**{table: values for table, values in changes.items() if table != "parallel"})
+    found = {}
+    for part in run_ranks(world, weights, recipe_with(**changes), timeout=300):
+        found |= part
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert found[name] == pytest.approx(weight, abs=1e-5, rel=1e-5), name

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from tests.distributed import run_ranks
-from tests.train.plans import BASE, assembled, assert_same, recipe_with, weights, whole
+from tests.train.plans import (
+    BASE,
+    assembled,
+    assert_same,
+    assert_same_weights,
+    recipe_with,
+    weights,
+    whole,
+)
 from trainer.engine.convert.export import export_huggingface
 
 RING = {"context": 2, "context_exchange": "ring"}
@@ -104,18 +112,12 @@ def test_recomputation(parallel, alone):
 @pytest.mark.parametrize("others", [RING, *also({"shard": 2}, {"pipeline": 2}, {"context": 2})])
 def test_compiled_blocks_change_no_weight(others):
     """Each weight is compared: a lost gradient may hardly show in the loss."""
-    expected = run_ranks(1, weights, recipe_with())[0]
-    compiled = recipe_with(
-        parallel={"tensor": 2, **others}, compile={"enabled": True, "backend": "aot_eager"}
-    )
-    found = {}
-    for part in run_ranks(4, weights, compiled, timeout=240):
-        found |= part
-    assert found.keys() == expected.keys()
-    for name, weight in expected.items():
-        torch.testing.assert_close(
-            torch.from_numpy(found[name]), torch.from_numpy(weight), atol=1e-5, rtol=1e-5
-        )
+
+    def eager(**_):
+        return run_ranks(1, weights, recipe_with())[0]
+
+    compiler = {"enabled": True, "backend": "aot_eager"}
+    assert_same_weights(4, eager, parallel={"tensor": 2, **others}, compile=compiler)
 
 
 def test_offloaded_weights_and_split_ones(alone):

@@ -1,0 +1,110 @@
+"""What balances the load of experts from step to step, and measures it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ...model_zoo.layers.moe import EXTRA, moe_layers
+
+if TYPE_CHECKING:
+    from ...model_zoo.language_model import LanguageModel
+    from ..parallel.mesh import Degrees
+
+ROUTER = ".router.weight"
+
+
+class Balance:
+    """The loads of all experts of all ranks in a step, and what follows from them.
+
+    Args:
+        model: in memory; this rank's part of it.
+        degrees: of the ranks.
+        rows: sequences of a step over all ranks.
+        device: of this rank.
+    """
+
+    def __init__(
+        self, model: LanguageModel, degrees: Degrees, rows: int, device: torch.device
+    ) -> None:
+        mine = moe_layers(model)
+        shapes = {f"{name}{ROUTER}": tuple(each.router.weight.shape) for name, each in mine.items()}
+        shapes |= {name: shape for name, shape in model.elsewhere.items() if name.endswith(ROUTER)}
+        order = sorted(shapes, key=_by_number)
+        self._layers = list(mine.values())
+        self._places = [order.index(f"{name}{ROUTER}") for name in mine]
+        experts = max((shape[0] for shape in shapes.values()), default=0)
+        self._found = torch.zeros(len(order), experts + EXTRA, dtype=torch.float64, device=device)
+        self._ranks_alike = degrees.tensor
+        # DDP and FSDP average over copies, and ranks that share a sequence have a mean each.
+        self._factor = degrees.copies / (rows * degrees.context)
+
+    @property
+    def exists(self) -> bool:
+        """Whether any rank has experts."""
+        return len(self._found) > 0
+
+    def start(self, scale: float) -> None:
+        """Prepare for the passes of a step.
+
+        Args:
+            scale: of its loss.
+        """
+        if self._layers:
+            torch._foreach_zero_([layer.tally for layer in self._layers])
+            factors = [layer.loss_factor for layer in self._layers]
+            torch._foreach_zero_(factors)
+            torch._foreach_add_(factors, scale * self._factor)
+
+    def collect(self, sum_over_ranks: Callable[[Tensor, int], None]) -> None:
+        """Take what the layers of all ranks have counted since the start; all ranks call it.
+
+        Args:
+            sum_over_ranks: sums a tensor in place over all ranks, of which as many as it is told
+                hold the same.
+        """
+        self._found.zero_()
+        for place, layer in zip(self._places, self._layers, strict=True):
+            self._found[place].copy_(layer.tally)
+        sum_over_ranks(self._found, self._ranks_alike)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Let the routers of this rank know the loads that were found."""
+        loads = self._found[:, :-EXTRA]
+        mean = loads.mean(1, keepdim=True)
+        # Counts are exact in fp64, so that every plan finds the same signs.
+        signs, shares = (mean - loads).sign(), loads / mean.clamp(min=1)
+        for place, layer in zip(self._places, self._layers, strict=True):
+            router = layer.router
+            if router.bias is not None:
+                router.bias.add_(signs[place], alpha=layer.settings.bias_rate)
+            if router.load is not None:
+                router.load.copy_(shares[place])
+
+    def measures(self) -> dict[str, Tensor]:
+        """Return scalars of the step, for the log; nothing waits for the device.
+
+        `max_violation` is how far the busiest expert's load lies above the mean (arXiv:2408.15664,
+        equation 4), of the worst layer; `mean_violation` its mean over layers. `idle_experts` had
+        no token. `router_entropy` is a token's, in nats, and `drop_rate` a share of rows.
+        """
+        loads, (dropped, entropy) = self._found[:, :-EXTRA], self._found[:, -EXTRA:].unbind(1)
+        violations = loads.amax(1) / loads.mean(1).clamp(min=1) - 1
+        rows = loads.sum().clamp(min=1)
+        return {
+            "max_violation": violations.amax(),
+            "mean_violation": violations.mean(),
+            "idle_experts": (loads == 0).sum(),
+            "router_entropy": entropy.sum() / rows,
+            "drop_rate": dropped.sum() / rows,
+        }
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """Return what sorts names by the numbers in them, not by their digits."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"\.", name)]

@@ -1,0 +1,1 @@
+"""Rows exchanged between ranks, any number from each to each."""

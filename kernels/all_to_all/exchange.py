@@ -1,0 +1,132 @@
+"""The exchange of rows between ranks, with its gradient. Experimental: not tried on GPUs yet.
+
+By torch's collectives, or through symmetric memory, where the host need not know how many rows go
+where. Which one serves is agreed on by all ranks, once, and `Exchange.reason` says why.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import reference, symmetric
+
+Implementation = Literal["auto", "torch", "symmetric"]
+Shuffle = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Sends rows to ranks: `out, received = exchange(x, splits)`."""
+
+    shuffle: Shuffle
+    max_rows: int
+    reason: str
+    """ "implementation: why" """
+
+    def __call__(self, x: Tensor, splits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what `reference.all_to_all_v` does; gradients go the same way back.
+
+        Raises:
+            ValueError: x has more rows than there is room for.
+        """
+        if len(x) > self.max_rows:
+            raise ValueError(f"{len(x)} rows, and room for {self.max_rows}: raise max_rows")
+        out, received = _Exchanged.apply(x, splits, self.shuffle)  # type: ignore[no-untyped-call]
+        return out, received
+
+
+def make_exchange(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    max_rows: int,
+    width: int,
+    dtype: torch.dtype,
+    *,
+    implementation: Implementation = "auto",
+) -> Exchange:
+    """Return how ranks exchange rows; every rank of the group calls this with the same arguments.
+
+    Args:
+        group: the ranks.
+        device: where rows are.
+        max_rows: the most that a rank sends or receives at a time.
+        width: numbers a row.
+        dtype: of them.
+        implementation: "auto" is torch's, as no other is measured to be faster. Where "symmetric"
+            cannot serve one of the ranks, all take torch's, with a warning that says why.
+
+    Raises:
+        ValueError: there is no such implementation.
+    """
+    if implementation not in get_args(Implementation):
+        known = ", ".join(get_args(Implementation))
+        raise ValueError(f"no exchange is named {implementation!r}; known: {known}")
+    reason = "no other is measured to be faster" if implementation == "auto" else "asked for"
+    if implementation == "symmetric":
+        fault, buffers = _symmetric(group, device, max_rows, width * dtype.itemsize)
+        if buffers is not None:
+            return Exchange(buffers.exchange, max_rows, f"symmetric: {reason}")
+        reason = f"no symmetric memory: {fault}"
+        warnings.warn(f"rows are exchanged by torch's collectives: {reason}", stacklevel=2)
+
+    def shuffle(x: Tensor, splits: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.all_to_all_v(x, splits, max_rows, group)
+
+    return Exchange(shuffle, max_rows, f"torch: {reason}")
+
+
+def _symmetric(
+    group: dist.ProcessGroup, device: torch.device, max_rows: int, row_bytes: int
+) -> tuple[str, symmetric.Buffers | None]:
+    """Return why a rank cannot, or the buffers where all can."""
+    if fault := _first_fault(group, _without_symmetric_memory(device, row_bytes)):
+        return fault, None
+    buffers, fault = None, ""
+    try:
+        buffers = symmetric.allocate(group, device, max_rows, row_bytes)
+    except Exception as error:  # drivers, links and torch's builds each have errors of their own
+        fault = f"{type(error).__name__}: {error}"
+    fault = _first_fault(group, fault)
+    return fault, None if fault else buffers
+
+
+def _without_symmetric_memory(device: torch.device, row_bytes: int) -> str:
+    if device.type != "cuda":
+        return f"GPUs have it, and this is a {device.type.upper()}"
+    if not find_spec("triton"):
+        return "the package triton is not installed"
+    if row_bytes % symmetric.ROW_BYTES:
+        return f"rows of {row_bytes} bytes are no multiple of {symmetric.ROW_BYTES}"
+    return ""
+
+
+def _first_fault(group: dist.ProcessGroup, fault: str) -> str:
+    """Return the same text on all ranks, empty where none has a fault."""
+    faults: list[Any] = [""] * group.size()
+    dist.all_gather_object(faults, fault, group=group)
+    return next((f"rank {rank}: {each}" for rank, each in enumerate(faults) if each), "")
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, splits: Tensor, shuffle: Shuffle) -> tuple[Tensor, Tensor]:
+        out, received = shuffle(x, splits)
+        ctx.save_for_backward(received)
+        ctx.shuffle, ctx.rows = shuffle, len(x)
+        ctx.mark_non_differentiable(received)
+        return out, received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        (received,) = ctx.saved_tensors
+        # Rows come back in the order in which they were sent, each rank's together.
+        grad_x, _ = _Exchanged.apply(grad, received, ctx.shuffle)  # type: ignore[no-untyped-call]
+        return grad_x[: ctx.rows], None, None

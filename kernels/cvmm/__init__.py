@@ -1,0 +1,1 @@
+"""Conditional vector-matrix products: each row times the matrix that it selected."""

@@ -1,0 +1,76 @@
+"""How the grouped products are cut into tiles: on which GPU, with which kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16
+"""bytes; the tensor memory accelerator reads rows that start at multiples of it, and threads read
+others number by number"""
+# Compute capabilities; from SMALL_BLACKWELL on, GPUs have less shared memory.
+HOPPER, BLACKWELL, SMALL_BLACKWELL = 90, 100, 120
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """What a launch fixes; the defaults come from the table of compiled kernels."""
+
+    block_m: int
+    """rows a tile"""
+    block_n: int
+    """columns of the weight (of dw: its rows) a tile"""
+    block_k: int
+    """length of a step of the sum (of dw: its columns a tile)"""
+    warps: int
+    stages: int
+    tma: bool = False
+    """tiles are copied by the tensor memory accelerator, not by threads"""
+    halves: bool = False
+    """a tile is written in two halves, so that a further stage fits"""
+    specialised: bool = False
+    """some warps only copy, the others only multiply"""
+    per_processor: int = 1
+    """programs that a multiprocessor has room for"""
+
+
+POINTERS = Tiling(128, 128, 64, warps=8, stages=3)
+# The other spills there.
+BLACKWELL_POINTERS = Tiling(64, 128, 64, warps=4, stages=4, per_processor=2)
+# For what threads load number by number.
+SMALL = Tiling(64, 64, 32, warps=4, stages=3, per_processor=2)
+TMA = Tiling(128, 256, 64, warps=8, stages=4, tma=True, halves=True)
+# The compiler specialises warps on Hopper alone, for four warps and tiles of 128 rows or more.
+SPECIALISED = Tiling(128, 256, 64, warps=4, stages=4, tma=True, specialised=True)
+DW_POINTERS = Tiling(64, 128, 128, warps=8, stages=3)
+DW_SMALL = Tiling(32, 64, 64, warps=4, stages=3, per_processor=2)
+DW_TMA = Tiling(64, 128, 128, warps=8, stages=3, tma=True, per_processor=2)
+
+
+def are_aligned(*tensors: Tensor) -> bool:
+    """Return whether all rows of all these tensors start where 16 bytes are read at once."""
+    return all(
+        t.data_ptr() % ALIGNMENT == 0 and t.shape[-1] * t.element_size() % ALIGNMENT == 0
+        for t in tensors
+    )
+
+
+def mm_tiling(arch: int, x: Tensor, w: Tensor, y: Tensor, *, trans_w: bool) -> Tiling:
+    """Return how `grouped_mm` is cut on a GPU of this compute capability."""
+    # The products of fp32 stay exact: no work for tensor cores, which would round them.
+    if x.dtype == torch.float32 or not are_aligned(x, w):
+        return SMALL
+    # A tile of untransposed weights must not reach into the next expert's.
+    is_cut = trans_w or w.shape[1] % TMA.block_k == 0
+    if HOPPER <= arch < SMALL_BLACKWELL and is_cut and y.element_size() == 2 and are_aligned(y):
+        return TMA
+    return BLACKWELL_POINTERS if BLACKWELL <= arch < SMALL_BLACKWELL else POINTERS
+
+
+def dw_tiling(arch: int, dy: Tensor, x: Tensor) -> Tiling:
+    """Return how `grouped_dw` is cut on a GPU of this compute capability."""
+    if x.dtype == torch.float32 or not are_aligned(dy, x):
+        return DW_SMALL
+    return DW_TMA if HOPPER <= arch < SMALL_BLACKWELL else DW_POINTERS

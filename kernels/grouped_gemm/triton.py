@@ -1,0 +1,299 @@
+"""The grouped product in Triton; see `reference` for what it computes.
+
+Programs share the tiles of all groups: a small kernel lists them, so that the host need not know
+how many rows a group has. Rows behind the last group are a group of their own, without a weight.
+
+Two kernels: one reads through pointers, the other through the tensor memory accelerator of Hopper.
+That one writes through a ragged descriptor: its two further dimensions move the end of a group to
+the edge of the tensor, so that hardware drops what lies behind (triton.tools.ragged_tma).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.ragged_tma import create_ragged_descriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..routing.reference import tile_bound
+from ..routing.triton import write_tiles
+from .device import current_arch, num_programs
+from .launch import Tiling, mm_tiling
+
+ENTRIES = 32
+"""Entries of the tile map a program."""
+GROUP_M = 8
+"""Tiles that read the same columns of a weight one after another, while the cache holds them."""
+
+
+@triton.jit(do_not_specialize=["M", "bound"])
+def _list_tiles_kernel(
+    offs_ptr,
+    tile_map_ptr,
+    n_tiles_ptr,
+    M,
+    E,
+    bound,
+    BLOCK_M: tl.constexpr,
+    E_BLOCK: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):
+    expert = tl.arange(0, E_BLOCK)
+    ends = tl.load(offs_ptr + expert, mask=expert < E, other=M)
+    starts = tl.load(offs_ptr + expert - 1, mask=(expert > 0) & (expert <= E), other=0)
+    counts = tl.where(expert <= E, ends - starts, 0)
+    entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
+    write_tiles(entry, counts, tile_map_ptr, n_tiles_ptr, bound, BLOCK_M)
+
+
+@triton.jit
+def find_tile(
+    tile,
+    tiles_m,
+    tiles_n,
+    tile_map_ptr,
+    offs_ptr,
+    M,
+    E,
+    BLOCK_M: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """Return the expert of a tile, its first row, the end of its group, and its column."""
+    per_group = GROUP_M * tiles_n
+    first = tile // per_group * GROUP_M
+    rows = tl.minimum(tiles_m - first, GROUP_M)
+    within = tile % per_group
+    entry = tl.load(tile_map_ptr + first + within % rows)
+    expert = entry >> 16
+    start = tl.load(offs_ptr + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(offs_ptr + expert, mask=expert < E, other=M)
+    return expert, start + (entry & 0xFFFF) * BLOCK_M, end, within // rows
+
+
+@triton.jit(do_not_specialize=["M"])
+def _pointers_kernel(
+    x_ptr,
+    w_ptr,
+    y_ptr,
+    offs_ptr,
+    tile_map_ptr,
+    n_tiles_ptr,
+    M,
+    N,
+    K,
+    E,
+    TRANS_W: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    tiles_m = tl.load(n_tiles_ptr)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        expert, row, end, column = find_tile(
+            tile, tiles_m, tiles_n, tile_map_ptr, offs_ptr, M, E, BLOCK_M, GROUP_M
+        )
+        rm = row + tl.arange(0, BLOCK_M)
+        rn = column * BLOCK_N + tl.arange(0, BLOCK_N)
+        rk = tl.arange(0, BLOCK_K)
+        a_ptrs = x_ptr + rm[:, None].to(tl.int64) * K + rk[None, :]
+        b_ptrs = w_ptr + expert.to(tl.int64) * N * K
+        if TRANS_W:
+            b_ptrs += rn[None, :].to(tl.int64) * K + rk[:, None]
+            b_step = BLOCK_K
+        else:
+            b_ptrs += rk[:, None].to(tl.int64) * N + rn[None, :]
+            b_step = BLOCK_K * N
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, tl.where(expert < E, tl.cdiv(K, BLOCK_K), 0)):
+            a_mask, b_mask = (rm < end)[:, None], (rn < N)[None, :]
+            if not EVEN_K:
+                a_mask = a_mask & (rk < K - k * BLOCK_K)[None, :]
+                b_mask = b_mask & (rk < K - k * BLOCK_K)[:, None]
+            a = tl.load(a_ptrs, mask=a_mask, other=0.0)
+            b = tl.load(b_ptrs, mask=b_mask, other=0.0)
+            total = tl.dot(a, b, total, input_precision="ieee")
+            a_ptrs += BLOCK_K
+            b_ptrs += b_step
+        y_ptrs = y_ptr + rm[:, None].to(tl.int64) * N + rn[None, :]
+        y_mask = (rm < end)[:, None] & (rn < N)[None, :]
+        tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=y_mask)
+
+
+@triton.jit
+def _store_rows(y, row, end, column, value, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store a tile whose rows from `end` on belong to others."""
+    far: tl.constexpr = 0x40000000  # as many rows as a ragged descriptor pretends to have
+    y.store([far, end, far - end + row, column], tl.reshape(value, (1, 1, ROWS, COLUMNS)))
+
+
+@triton.jit(do_not_specialize=["M"])
+def _tma_kernel(
+    x,
+    w,
+    y,
+    offs_ptr,
+    tile_map_ptr,
+    n_tiles_ptr,
+    M,
+    N,
+    K,
+    E,
+    TRANS_W: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    HALVES: tl.constexpr,
+    SPECIALISED: tl.constexpr,
+):
+    """Take x, w and y as descriptors; with specialised warps, as pointers."""
+    # The compiler cuts the tiles of x for two groups of warps that multiply, and their descriptor
+    # with them: it must see where that is made.
+    if SPECIALISED:
+        x = tl.make_tensor_descriptor(x, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
+        if TRANS_W:
+            w = tl.make_tensor_descriptor(w, [E * N, K], [K, 1], [BLOCK_N, BLOCK_K])
+        else:
+            w = tl.make_tensor_descriptor(w, [E * K, N], [N, 1], [BLOCK_K, BLOCK_N])
+    tiles_m = tl.load(n_tiles_ptr)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles = tiles_m * tiles_n
+    for tile in tl.range(
+        tl.program_id(0), tiles, tl.num_programs(0), flatten=False, warp_specialize=SPECIALISED
+    ):
+        expert, row, end, column = find_tile(
+            tile, tiles_m, tiles_n, tile_map_ptr, offs_ptr, M, E, BLOCK_M, GROUP_M
+        )
+        n = column * BLOCK_N
+        w_row = expert * (N if TRANS_W else K)
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, tl.where(expert < E, tl.cdiv(K, BLOCK_K), 0)):
+            a = x.load([row, k * BLOCK_K])
+            if TRANS_W:
+                b = w.load([w_row + n, k * BLOCK_K]).T
+            else:
+                b = w.load([w_row + k * BLOCK_K, n])
+            total = tl.dot(a, b, total, input_precision="ieee")
+        if SPECIALISED:
+            rm = row + tl.arange(0, BLOCK_M)
+            rn = n + tl.arange(0, BLOCK_N)
+            y_ptrs = y + rm[:, None].to(tl.int64) * N + rn[None, :]
+            y_mask = (rm < end)[:, None] & (rn < N)[None, :]
+            tl.store(y_ptrs, total.to(y.dtype.element_ty), mask=y_mask)
+        elif HALVES:
+            half: tl.constexpr = BLOCK_N // 2
+            pairs = tl.permute(tl.reshape(total, (BLOCK_M, 2, half)), (0, 2, 1))
+            left, right = tl.split(pairs)
+            _store_rows(y, row, end, n, left.to(y.dtype), BLOCK_M, half)
+            _store_rows(y, row, end, n + half, right.to(y.dtype), BLOCK_M, half)
+        else:
+            _store_rows(y, row, end, n, total.to(y.dtype), BLOCK_M, BLOCK_N)
+
+
+def grouped_mm(
+    x: Tensor,
+    w: Tensor,
+    offs: Tensor,
+    *,
+    trans_w: bool = True,
+    out_dtype: torch.dtype | None = None,
+    tiling: Tiling | None = None,
+    programs: int | None = None,
+) -> Tensor:
+    """Return each row times the weight of its group; see `reference.grouped_mm`.
+
+    Args:
+        x: [M, K].
+        w: [E, N, K] if trans_w, else [E, K, N].
+        offs: int32 [E].
+        trans_w: whether a weight is transposed.
+        out_dtype: of the result; left out: that of x.
+        tiling: left out: the default of this GPU.
+        programs: how many share the tiles; left out: as many as run at once.
+
+    Raises:
+        ValueError: with this tiling a tile of one weight would reach into the next.
+    """
+    x, w, offs = x.contiguous(), w.contiguous(), offs.contiguous()
+    M, K = x.shape
+    E, N = w.shape[0], w.shape[1 if trans_w else 2]
+    y = torch.empty((M, N), dtype=out_dtype or x.dtype, device=x.device)
+    if not y.numel():
+        return y
+    tiling = tiling or mm_tiling(current_arch(), x, w, y, trans_w=trans_w)
+    if tiling.tma and not trans_w and K % tiling.block_k:
+        raise ValueError(
+            f"weights of {K} rows in tiles of {tiling.block_k}: take a tiling without tma"
+        )
+    tile_map, n_tiles = list_tiles(offs, M, tiling.block_m)
+    tiles = len(tile_map) * triton.cdiv(N, tiling.block_n)
+    grid = (min(programs or num_programs(tiling), tiles),)
+    lists, sizes = (offs, tile_map, n_tiles), (M, N, K, E)
+    options = {
+        "TRANS_W": trans_w,
+        "BLOCK_M": tiling.block_m,
+        "BLOCK_N": tiling.block_n,
+        "BLOCK_K": tiling.block_k,
+        "GROUP_M": GROUP_M,
+        "num_warps": tiling.warps,
+        "num_stages": tiling.stages,
+    }
+    if tiling.tma:
+        operands: tuple[Any, ...] = (x, w, y)
+        if tiling.specialised:
+            triton.set_allocator(_scratch)
+        else:
+            operands = _descriptors(x, w, y, trans_w, tiling)
+        _tma_kernel[grid](
+            *operands,
+            *lists,
+            *sizes,
+            HALVES=tiling.halves,
+            SPECIALISED=tiling.specialised,
+            **options,
+        )
+    else:
+        _pointers_kernel[grid](x, w, y, *lists, *sizes, EVEN_K=K % tiling.block_k == 0, **options)
+    return y
+
+
+def list_tiles(offs: Tensor, M: int, block_m: int) -> tuple[Tensor, Tensor]:
+    """Return the tile map of the groups and of the rows behind them, and its length."""
+    E = len(offs)
+    bound = tile_bound(M, E + 1, block_m)
+    tile_map, n_tiles = offs.new_empty(bound), offs.new_empty(1)
+    _list_tiles_kernel[(triton.cdiv(bound, ENTRIES),)](
+        offs,
+        tile_map,
+        n_tiles,
+        M,
+        E,
+        bound,
+        BLOCK_M=block_m,
+        E_BLOCK=triton.next_power_of_2(E + 1),
+        ENTRIES=ENTRIES,
+    )
+    return tile_map, n_tiles
+
+
+def _descriptors(x: Tensor, w: Tensor, y: Tensor, trans_w: bool, tiling: Tiling) -> tuple[Any, ...]:
+    """Return what the tensor memory accelerator needs to know of x, w and y."""
+    weight = [tiling.block_n, tiling.block_k] if trans_w else [tiling.block_k, tiling.block_n]
+    columns = tiling.block_n // 2 if tiling.halves else tiling.block_n
+    return (
+        TensorDescriptor.from_tensor(x, [tiling.block_m, tiling.block_k]),
+        TensorDescriptor.from_tensor(w.flatten(0, 1), weight),
+        create_ragged_descriptor(y, [tiling.block_m, columns]),
+    )
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Return memory for the descriptors that a kernel makes."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")

@@ -1,0 +1,138 @@
+"""Both halves of a mixture of SwiGLU experts: references on CPUs, Triton on GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..grouped_gemm.op import grouped_dw, grouped_mm
+from ..permute.op import permute, unpermute
+from ..routing.reference import RoutingPlan
+from . import reference
+
+
+def moe_up_swiglu(x: Tensor, w13: Tensor, plan: RoutingPlan) -> Tensor:
+    """Return silu(gate) * up of each choice's row, sorted by expert.
+
+    Args:
+        x: [T, K].
+        w13: [E, 2 * I, K], of each expert the rows of the gate and then those of up.
+        plan: of [T, A] choices.
+
+    Returns:
+        [T * A, I].
+    """
+    keeps = torch.is_grad_enabled() and (x.requires_grad or w13.requires_grad)
+    h: Tensor = _up_swiglu(x, w13, plan.row_token, plan.offs, plan.slot, keeps)[0]
+    return h
+
+
+def moe_down_combine(h: Tensor, w2: Tensor, plan: RoutingPlan, weight: Tensor) -> Tensor:
+    """Return the weighted sum of what a token's experts make of its rows; see the reference."""
+    out: Tensor = _DownCombine.apply(h, w2, plan.offs, plan.slot, weight)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _DownCombine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, h: Tensor, w2: Tensor, offs: Tensor, slot: Tensor, weight: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(h, w2, offs, slot, weight)
+        return unpermute(grouped_mm(h, w2, offs), slot, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        h, w2, offs, slot, weight = ctx.saved_tensors
+        rows = permute(grad.contiguous(), slot)
+        through = grouped_mm(rows, w2, offs, trans_w=False)
+        grad_h, weighted_h, grad_weight = _weigh(through, h, slot, weight)
+        grad_w2 = None
+        if ctx.needs_input_grad[1]:
+            grad_w2 = grouped_dw(rows, weighted_h, offs, out_dtype=w2.dtype)
+        return grad_h, grad_w2, None, None, grad_weight
+
+
+@torch.library.custom_op("trainer::moe_up_swiglu", mutates_args=(), device_types="cpu")
+def _up_swiglu(
+    x: Tensor, w13: Tensor, row_token: Tensor, offs: Tensor, slot: Tensor, keeps: bool
+) -> tuple[Tensor, Tensor]:
+    h, gate_up = reference.gathered_swiglu(x, w13, row_token, offs)
+    return h, gate_up if keeps else x.new_empty(0)
+
+
+@_up_swiglu.register_kernel("cuda")
+def _(
+    x: Tensor, w13: Tensor, row_token: Tensor, offs: Tensor, slot: Tensor, keeps: bool
+) -> tuple[Tensor, Tensor]:
+    from . import triton
+
+    return triton.moe_up_swiglu(x, w13, row_token, offs, save_gate_up=keeps)
+
+
+@_up_swiglu.register_fake
+def _(
+    x: Tensor, w13: Tensor, row_token: Tensor, offs: Tensor, slot: Tensor, keeps: bool
+) -> tuple[Tensor, Tensor]:
+    M, width = row_token.shape[0], w13.shape[1]
+    return x.new_empty(M, width // 2), x.new_empty((M, width) if keeps else 0)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, w13, _, offs, slot, keeps = inputs
+    ctx.set_materialize_grads(False)
+    if keeps:
+        ctx.save_for_backward(x, w13, offs, slot, output[1])
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    grad_x = grad_w13 = None
+    if grad is not None:
+        x, w13, offs, slot, gate_up = ctx.saved_tensors
+        wide_grad = _swiglu_backward(grad, gate_up)
+        if ctx.needs_input_grad[0]:
+            grad_x = unpermute(grouped_mm(wide_grad, w13, offs, trans_w=False), slot)
+        if ctx.needs_input_grad[1]:
+            grad_w13 = grouped_dw(wide_grad, permute(x, slot), offs, out_dtype=w13.dtype)
+    return grad_x, grad_w13, None, None, None, None
+
+
+_up_swiglu.register_autograd(_differentiate, setup_context=_keep)
+
+
+@torch.library.custom_op("trainer::moe_swiglu_backward", mutates_args=(), device_types="cpu")
+def _swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    return reference.swiglu_backward(grad, gate_up)
+
+
+@_swiglu_backward.register_kernel("cuda")
+def _(grad: Tensor, gate_up: Tensor) -> Tensor:
+    from . import triton
+
+    return triton.swiglu_backward(grad, gate_up)
+
+
+@_swiglu_backward.register_fake
+def _(grad: Tensor, gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(gate_up.shape)
+
+
+@torch.library.custom_op("trainer::moe_weigh", mutates_args=(), device_types="cpu")
+def _weigh(grad: Tensor, h: Tensor, slot: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return reference.weigh(grad, h, slot, weight)
+
+
+@_weigh.register_kernel("cuda")
+def _(grad: Tensor, h: Tensor, slot: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    from . import triton
+
+    return triton.weigh(grad, h, slot, weight)
+
+
+@_weigh.register_fake
+def _(grad: Tensor, h: Tensor, slot: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return grad.new_empty(grad.shape), h.new_empty(h.shape), weight.new_empty(weight.shape)

@@ -1,0 +1,1 @@
+"""Rows of tokens in the order of a routing plan, and back."""

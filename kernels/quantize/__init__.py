@@ -1,0 +1,1 @@
+"""Quantisation to fp8 by blocks."""

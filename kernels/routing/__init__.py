@@ -1,0 +1,1 @@
+"""Which rows of tokens go to which expert, and back."""

@@ -1,0 +1,1 @@
+"""What a backward pass does besides: counting, and gradients of further losses."""

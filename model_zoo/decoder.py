@@ -1,0 +1,158 @@
+"""What decoders share: an embedding, blocks with a residual stream, and a head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.choose import Kernels
+from .decoder_config import DecoderConfig
+from .language_model import Constant, LanguageModel, LossFunction, Normal
+from .layers.cache import BlockCache, KVCache
+from .layers.head import Head
+from .layers.moe import moe_layers
+from .layers.rotary import frequencies, rotation
+
+Tables = tuple[Tensor, Tensor, Tensor | None]
+"""what a block is given beside the stream: cosine, sine and mask"""
+
+
+class Block(nn.Module):
+    """Attention and feed-forward layer, each added to the residual stream.
+
+    Args:
+        attention: takes [B, S, D], rotation, mask and cache, as `GroupedQueryAttention` does.
+        mlp: takes [B, S, D]. Each has its own norm and returns what is added.
+    """
+
+    def __init__(self, attention: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+        self.mlp = mlp
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None = None,
+        cache: BlockCache | None = None,
+    ) -> Tensor:
+        """Map [B, S, D] to [B, S, D]; see `GroupedQueryAttention` for the rest."""
+        x_BSD = x + self.attention(x, cos, sin, mask, cache)
+        out_BSD: Tensor = x_BSD + self.mlp(x_BSD)
+        return out_BSD
+
+
+class Decoder(LanguageModel):
+    """A decoder; a family says what its blocks are.
+
+    With tied embeddings the only weight of both ends is `embed.weight`.
+
+    Args:
+        config: sizes, with the vocabulary settled.
+        kernels: the implementations.
+    """
+
+    writers: ClassVar[tuple[str, ...]] = (
+        "attention.o.weight",
+        "mlp.down.weight",
+        "mlp.experts.down",
+        "mlp.shared.down.weight",
+    )
+    """endings of the weights that write to the residual stream"""
+
+    def __init__(self, config: DecoderConfig, kernels: Kernels) -> None:
+        super().__init__()
+        self.config = config
+        self.attention_mask = kernels.attention_mask
+        self.embed = nn.Embedding(config.vocab, config.dim)
+        self.layers = nn.ModuleList(self.block(i, kernels) for i in range(config.num_blocks))
+        own_rows = None if config.tie_embeddings else config.vocab
+        self.head = Head(config.dim, own_rows, config.norm_eps, kernels)
+        # On the CPU also while the module is built on `meta`: arithmetic there imports a compiler.
+        found = self.rotary_frequencies(torch.device("cpu"))
+        self.register_buffer("frequencies", found, persistent=False)
+
+    def block(self, number: int, kernels: Kernels) -> nn.Module:
+        """Return block `number`, which is called as `Block` is."""
+        raise NotImplementedError
+
+    def rotary_frequencies(self, device: torch.device) -> Tensor:
+        """Return the frequencies of the rotary embedding, [K / 2]."""
+        return frequencies(self.config.rotary_width, self.config.rope_theta, device)
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what turns queries and keys at [S] or [B, S] positions: see `rotary.rotation`."""
+        return rotation(positions, self.frequencies)
+
+    def tables(
+        self, positions: Tensor, document_ids: Tensor | None, cache: KVCache | None
+    ) -> Sequence[Tables]:
+        """Return rotation and mask for each block, and count the positions into the cache.
+
+        Args:
+            positions: [S] or [B, S].
+            document_ids: see `LanguageModel.forward`.
+            cache: see there.
+        """
+        keys = document_ids
+        if cache is not None:
+            keys = cache.extend(positions.shape[-1], document_ids)
+        mask = None
+        if document_ids is not None and keys is not None:
+            mask = self.attention_mask(document_ids, keys)
+        return [(*self.rotation(positions), mask)] * self.config.n_layers
+
+    def forward(
+        self,
+        tokens: Tensor | None,
+        *,
+        labels: Tensor | None = None,
+        loss: LossFunction | None = None,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+        hidden: Tensor | None = None,
+        blocks: range | None = None,
+    ) -> Tensor:
+        """Return logits, the summed loss, or hidden states: see `LanguageModel`."""
+        count = self.config.n_layers
+        blocks = range(count + 1) if blocks is None else blocks
+        if positions is None:
+            assert tokens is not None, "positions go with hidden states"
+            start = 0 if cache is None else cache.length
+            positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        tables = self.tables(positions, document_ids, cache)
+        x_BSD = self.embed(tokens).to(self.compute_dtype) if hidden is None else hidden
+        for number in range(blocks.start, min(blocks.stop, count)):
+            block_cache = None if cache is None else cache.block(number)
+            # By name: a stage of a pipeline has some of them alone.
+            x_BSD = getattr(self.layers, str(number))(x_BSD, *tables[number], block_cache)
+        if blocks.stop <= count:
+            return x_BSD
+        tied_weight = self.embed.weight if self.config.tie_embeddings else None
+        out: Tensor = self.head(x_BSD, labels, loss, tied_weight)
+        return out
+
+    def initial_values(self, name: str) -> Normal | Constant:
+        """Return the rule by which the parameter `name` starts.
+
+        Weights that write to the residual stream start smaller, so that its variance does not grow
+        with depth (GPT-2, Radford et al. 2019, section 2.3).
+        """
+        if name.endswith("norm.weight"):
+            return Constant(1.0)
+        if name.endswith(self.writers):
+            return Normal(self.config.init_std / math.sqrt(2 * self.config.n_layers))
+        return Normal(self.config.init_std)
+
+    def init_buffers(self, device: torch.device) -> None:
+        """Compute rotary frequencies, the same bits on every device; start balances of experts."""
+        self.frequencies = self.rotary_frequencies(torch.device("cpu")).to(device)
+        for layer in moe_layers(self).values():
+            layer.init_buffers(device)

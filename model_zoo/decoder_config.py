@@ -1,0 +1,202 @@
+"""Sizes that decoders share: blocks of attention and feed-forward layer between two ends.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Self
+
+from pydantic import model_validator
+
+from .config import ModelConfig, PositiveFloat, Size
+from .layers.moe_config import MoESettings
+
+
+class DecoderConfig(ModelConfig):
+    """Fields and counts of every decoder; a family adds its attention and feed-forward layers."""
+
+    dim: Size = 64
+    """width of the residual stream"""
+    n_layers: Size = 4
+    """number of blocks"""
+    n_heads: Size = 4
+    """query heads"""
+    vocab_size: Size | None = None
+    """rows of the embedding; default: the tokenizer's, rounded up to a multiple of 64"""
+    max_seq_len: Size = 8192
+    """longest sequence that it is meant for"""
+    rope_theta: PositiveFloat = 10000.0
+    """base of the rotary frequencies"""
+    norm_eps: PositiveFloat = 1e-5
+    """added to the mean square in each norm"""
+    tie_embeddings: bool = False
+    """one weight for the embedding and the output projection"""
+    init_std: PositiveFloat = 0.02
+    """standard deviation of the initial weights; those that write to the residual stream get
+    init_std / sqrt(2 * n_layers)"""
+
+    @property
+    def vocab(self) -> int:
+        """Rows of the embedding, once settled."""
+        assert self.vocab_size is not None, "with_vocab() settles the vocabulary first"
+        return self.vocab_size
+
+    def with_vocab(self, vocab_size: int) -> Self:
+        """Return the config with its vocabulary size settled."""
+        if self.vocab_size is not None:
+            return self
+        return self.model_copy(update={"vocab_size": -(-vocab_size // 64) * 64})
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of all blocks that are trained; a family may have more than `n_layers`."""
+        return self.n_layers
+
+    @property
+    def rotary_width(self) -> int:
+        """How many numbers of each head are turned by the rotary embedding."""
+        raise NotImplementedError
+
+    def block_shapes(self, number: int) -> dict[str, tuple[int, ...]]:
+        """Return name (inside of the block) and shape of block `number`'s parameters, in order."""
+        raise NotImplementedError
+
+    def block_products(self, number: int) -> float:
+        """Return how many of block `number`'s weights multiply each token: its matrices'."""
+        shapes = self.block_shapes(number).values()
+        return float(sum(math.prod(shape) for shape in shapes if len(shape) == 2))
+
+    def score_products(self, number: int, seq_len: int) -> float:
+        """Return multiplications a token of block `number`'s scores and of what they weigh."""
+        raise NotImplementedError
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return name and shape of every parameter, in the module's order."""
+        ends = (self.vocab, self.dim)
+        shapes: dict[str, tuple[int, ...]] = {"embed.weight": ends}
+        for number in range(self.num_blocks):
+            block = self.block_shapes(number)
+            shapes |= {f"layers.{number}.{name}": shape for name, shape in block.items()}
+        shapes["head.norm.weight"] = (self.dim,)
+        return shapes if self.tie_embeddings else {**shapes, "head.proj.weight": ends}
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return floating-point operations a token of one training step."""
+        blocks = sum(
+            self.block_products(number) + self.score_products(number, seq_len)
+            for number in range(self.num_blocks)
+        )
+        return 6.0 * (blocks + self.dim * self.vocab)
+
+    @property
+    def embed_cost(self) -> float:
+        """The memory traffic of looking up and updating a row over a block's products.
+
+        A row is read in fp32 and written in bf16; its gradient is read, and added to one in fp32:
+        16 bytes an element. In the time of a byte a GPU multiplies and adds about 150 times (H100:
+        989e12 operations and 3.35e12 bytes a second); a weight does so three times a token.
+        """
+        return 16 * 150 / 3 / self._width_of_products
+
+    @property
+    def head_cost(self) -> float:
+        """The projection's products over those of a block's weights."""
+        return self.vocab / self._width_of_products
+
+    @property
+    def _width_of_products(self) -> float:
+        """The mean over blocks of their weights that multiply, over `dim`."""
+        products = sum(self.block_products(number) for number in range(self.n_layers))
+        return products / self.n_layers / self.dim
+
+    def hf_config(self) -> dict[str, Any]:
+        """Return what all decoders say in config.json, as transformers 5 writes it."""
+        return {
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "hidden_size": self.dim,
+            "num_hidden_layers": self.n_layers,
+            "num_attention_heads": self.n_heads,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": self.max_seq_len,
+            "rms_norm_eps": self.norm_eps,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "tie_word_embeddings": self.tie_embeddings,
+        }
+
+
+class GroupedQueryConfig(DecoderConfig):
+    """A decoder whose attention is `GroupedQueryAttention`."""
+
+    n_kv_heads: Size = 2
+    """key-value heads; n_heads is a multiple of it"""
+    head_dim: Size | None = None
+    """width of a head; default dim / n_heads"""
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head."""
+        return self.head_dim or self.dim // self.n_heads
+
+    @property
+    def rotary_width(self) -> int:
+        """All of a head."""
+        return self.head_width
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads})"
+            )
+        if self.head_dim is None and self.dim % self.n_heads:
+            raise ValueError(
+                f"dim ({self.dim}) must be a multiple of n_heads ({self.n_heads}), "
+                "or head_dim given"
+            )
+        if self.head_width % 2:
+            raise ValueError(f"the head width ({self.head_width}) must be even: RoPE turns pairs")
+        return self
+
+    def attention_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return name and shape of the parameters of a block's attention."""
+        queries, keys = self.n_heads * self.head_width, self.n_kv_heads * self.head_width
+        return {
+            "attention.norm.weight": (self.dim,),
+            "attention.q.weight": (queries, self.dim),
+            "attention.k.weight": (keys, self.dim),
+            "attention.v.weight": (keys, self.dim),
+            "attention.o.weight": (self.dim, queries),
+        }
+
+    @property
+    def attention_products(self) -> float:
+        """How many weights of a block's attention multiply each token."""
+        shapes = self.attention_shapes().values()
+        return float(sum(math.prod(shape) for shape in shapes if len(shape) == 2))
+
+    def score_products(self, number: int, seq_len: int) -> float:
+        """Return those of two products a score, causal attention counted at half."""
+        return float(self.n_heads * self.head_width * seq_len)
+
+    def hf_config(self) -> dict[str, Any]:
+        """Return what these decoders say in config.json."""
+        heads = {"num_key_value_heads": self.n_kv_heads, "head_dim": self.head_width}
+        return {**super().hf_config(), **heads}
+
+
+def mlp_shapes(dim: int, ffn_dim: int) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of the parameters of a block's `GatedMLP`."""
+    return {
+        "mlp.norm.weight": (dim,),
+        "mlp.gate.weight": (ffn_dim, dim),
+        "mlp.up.weight": (ffn_dim, dim),
+        "mlp.down.weight": (dim, ffn_dim),
+    }
+
+
+def moe_shapes(dim: int, settings: MoESettings) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of the parameters of a block's `MoE`."""
+    return {f"mlp.{name}": shape for name, shape in settings.shapes(dim).items()}

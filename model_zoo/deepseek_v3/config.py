@@ -1,0 +1,245 @@
+"""DeepSeek-V3's and V2's sizes, from the config.json of their published models. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
+
+from pydantic import Field, NonNegativeFloat
+
+from ..config import PositiveFloat, Size
+from ..decoder_config import DecoderConfig, mlp_shapes
+from ..hf_settings import sizes_of, validate
+from ..layers.latent_config import LatentSizes
+from ..layers.moe_config import MoESettings
+from ..layers.rotary_config import YarnScaling
+from .layout import LAYOUT
+
+if TYPE_CHECKING:
+    from ...kernels.choose import Kernels
+    from .model import DeepSeekV3
+
+PUBLISHED = {
+    "kv_lora_rank": 512,
+    "nope_head_dim": 128,
+    "rope_head_dim": 64,
+    "value_head_dim": 128,
+    "max_seq_len": 163840,
+    "init_std": 0.006,
+}
+"""init_std: arXiv:2405.04434, section 3.1.2, and arXiv:2412.19437, section 4.2"""
+V2 = {"num_shared": 2, "normalize": False, "group_score": "max", "aux_weight": 3e-3}
+"""arXiv:2405.04434, section 3.1.2"""
+Count = Annotated[int, Field(ge=0, le=2**31)]
+
+
+class DeepSeekV3Config(DecoderConfig, LatentSizes):
+    """DeepSeek-V3 and V2: latent attention, some dense blocks, then shared and routed experts."""
+
+    layout: ClassVar = LAYOUT
+    flavors: ClassVar = {
+        "debug": {},
+        "16b": {
+            **PUBLISHED,
+            "dim": 2048,
+            "n_layers": 27,
+            "n_heads": 16,
+            "ffn_dim": 10944,
+            "n_dense_layers": 1,
+            "vocab_size": 102400,
+            "rope_scaling": {"factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707},
+            "moe": {
+                **V2,
+                "num_experts": 64,
+                "experts_per_token": 6,
+                "expert_ffn_dim": 1408,
+            },
+        },
+        "236b": {
+            **PUBLISHED,
+            "dim": 5120,
+            "n_layers": 60,
+            "n_heads": 128,
+            "q_lora_rank": 1536,
+            "ffn_dim": 12288,
+            "n_dense_layers": 1,
+            "vocab_size": 102400,
+            "rope_scaling": {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+            "moe": {
+                **V2,
+                "num_experts": 160,
+                "experts_per_token": 6,
+                "expert_ffn_dim": 1536,
+                "scale": 16.0,
+                "groups": 8,
+                "groups_per_token": 3,
+            },
+        },
+        "671b": {
+            **PUBLISHED,
+            "dim": 7168,
+            "n_layers": 61,
+            "n_heads": 128,
+            "q_lora_rank": 1536,
+            "ffn_dim": 18432,
+            "n_dense_layers": 3,
+            "vocab_size": 129280,
+            "rope_scaling": {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+            "moe": {
+                "num_experts": 256,
+                "experts_per_token": 8,
+                "expert_ffn_dim": 2048,
+                "num_shared": 1,
+                "score": "sigmoid",
+                "scale": 2.5,
+                "groups": 8,
+                "groups_per_token": 4,
+                "balance_bias": True,
+                "aux_weight": 1e-4,
+            },
+            "mtp_depth": 1,
+        },
+    }
+
+    name: Literal["deepseek_v3"] = "deepseek_v3"
+    norm_eps: PositiveFloat = 1e-6
+    """added to the mean square in each norm"""
+    ffn_dim: Size = 192
+    """width inside the feed-forward layer of blocks without experts"""
+    n_dense_layers: Count = 1
+    """so many blocks at the start are without experts"""
+    moe: MoESettings = MoESettings(num_shared=1, score="sigmoid", balance_bias=True)
+    """experts of the other blocks"""
+    rope_scaling: YarnScaling | None = None
+    """stretching of the rotary frequencies; none leaves them alone"""
+    mtp_depth: Count = 0
+    """so many tokens after the next are predicted too, in training, by a block more each"""
+    mtp_weight: NonNegativeFloat = 0.3
+    """weight of the mean loss of these predictions"""
+
+    @property
+    def num_blocks(self) -> int:
+        """Also those that predict farther ahead."""
+        return self.n_layers + self.mtp_depth
+
+    @property
+    def rotary_width(self) -> int:
+        """The part of a head that has a position."""
+        return self.rope_head_dim
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head's query and key."""
+        return self.key_head_dim
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Each head has keys and values of its own."""
+        return self.n_heads
+
+    @property
+    def query_scale(self) -> float:
+        """Of the scores, beside 1 / sqrt(K)."""
+        return 1.0 if self.rope_scaling is None else self.rope_scaling.query_scale
+
+    def is_dense(self, number: int) -> bool:
+        """Return whether block `number` is without experts."""
+        return number < min(self.n_dense_layers, self.n_layers)
+
+    def block_shapes(self, number: int) -> dict[str, tuple[int, ...]]:
+        """Return name and shape of a block's parameters."""
+        shapes = self.attention_shapes(self.dim, self.n_heads)
+        if self.is_dense(number):
+            shapes |= mlp_shapes(self.dim, self.ffn_dim)
+        else:
+            shapes |= {f"mlp.{name}": shape for name, shape in self.moe.shapes(self.dim).items()}
+        if number < self.n_layers:
+            return shapes
+        norms = ("embed_norm", "hidden_norm", "join", "norm")
+        more = {f"{name}.weight": (self.dim,) for name in norms}
+        return {**shapes, **more, "join.weight": (self.dim, 2 * self.dim)}
+
+    def block_products(self, number: int) -> float:
+        """Return how many of block `number`'s weights multiply each token."""
+        if self.is_dense(number):
+            return super().block_products(number)
+        others = [
+            math.prod(shape)
+            for name, shape in self.block_shapes(number).items()
+            if len(shape) == 2 and not name.startswith("mlp.")
+        ]
+        return float(sum(others) + self.moe.products(self.dim))
+
+    def score_products(self, number: int, seq_len: int) -> float:
+        """Return those of two products a score, causal attention counted at half."""
+        return self.n_heads * (self.key_head_dim + self.value_head_dim) / 2 * seq_len
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return floating-point operations a token of one training step."""
+        return super().flops_per_token(seq_len) + 6.0 * self.mtp_depth * self.dim * self.vocab
+
+    def unsplittable(self, axis: str) -> str:
+        """Return why ranks of an axis cannot share this model; empty where they can."""
+        if self.mtp_depth and axis in ("context", "tensor", "pipeline"):
+            return f"model.mtp_depth = {self.mtp_depth} needs whole rows and all blocks on a rank"
+        if axis == "tensor" and self.n_dense_layers < self.n_layers:
+            return "model.moe: experts are not split along this axis"
+        return ""
+
+    def hf_config(self) -> dict[str, Any]:
+        """Return what transformers' `DeepseekV3Config` or `DeepseekV2Config` says of this model."""
+        found, moe = super().hf_config(), self.moe
+        if self.rope_scaling is not None:
+            found["rope_parameters"] |= self.rope_scaling.hf_config()
+        version, method = "3", "noaux_tc"
+        if moe.score == "softmax":
+            version, method = "2", "group_limited_greedy" if moe.is_grouped else "greedy"
+        return {
+            "architectures": [f"DeepseekV{version}ForCausalLM"],
+            "model_type": f"deepseek_v{version}",
+            **found,
+            "num_key_value_heads": self.n_heads,
+            "q_lora_rank": self.q_lora_rank,
+            "kv_lora_rank": self.kv_lora_rank,
+            "qk_nope_head_dim": self.nope_head_dim,
+            "qk_rope_head_dim": self.rope_head_dim,
+            "v_head_dim": self.value_head_dim,
+            "intermediate_size": self.ffn_dim,
+            "first_k_dense_replace": self.n_dense_layers,
+            "num_nextn_predict_layers": self.mtp_depth,
+            "n_routed_experts": moe.num_experts,
+            "num_experts_per_tok": moe.experts_per_token,
+            "moe_intermediate_size": moe.expert_ffn_dim,
+            "n_shared_experts": moe.num_shared,
+            "norm_topk_prob": moe.normalize,
+            "routed_scaling_factor": moe.scale,
+            "n_group": moe.groups,
+            "topk_group": moe.groups_per_token,
+            "scoring_func": moe.score,
+            "aux_loss_alpha": moe.aux_weight,
+            "initializer_range": self.init_std,
+            "topk_method": method,
+        }
+
+    @classmethod
+    def from_hf_config(cls, settings: Mapping[str, Any]) -> Self:
+        """Return the config of a model that config.json describes.
+
+        Raises:
+            SettingsError: all that is missing, impossible, or not done by this family.
+        """
+        sizes = sizes_of(settings, cls)
+        is_third = settings.get("model_type") == "deepseek_v3"
+        sizes["moe"] |= {
+            "score": "sigmoid" if is_third else "softmax",
+            "group_score": "top2" if is_third else "max",
+            "balance_bias": is_third,
+        }
+        return cast("Self", validate(cls, sizes))
+
+    def build(self, kernels: Kernels) -> DeepSeekV3:
+        """Return the module."""
+        from .model import DeepSeekV3
+
+        return DeepSeekV3(self, kernels)

@@ -1,0 +1,132 @@
+"""gpt-oss's sizes (OpenAI 2025, arXiv:2508.10925, section 2). Torch-free."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import model_validator
+
+from ..config import PositiveFloat, Size
+from ..decoder_config import GroupedQueryConfig, moe_shapes
+from ..layers.moe_config import MoESettings
+from ..layers.rotary_config import YarnScaling
+from .layout import LAYOUT
+
+if TYPE_CHECKING:
+    from ...kernels.choose import Kernels
+    from .model import GptOss
+
+PUBLISHED = {
+    "dim": 2880,
+    "n_heads": 64,
+    "n_kv_heads": 8,
+    "head_dim": 64,
+    "window": 128,
+    "vocab_size": 201088,
+    "rope_theta": 150000.0,
+    "rope_scaling": {"factor": 32.0, "truncate": False},
+    "max_seq_len": 131072,
+}
+FORM = {"num_shared": 0, "score": "softmax", "normalize": True}
+EXPERTS = {**FORM, "experts_per_token": 4, "expert_ffn_dim": 2880}
+
+
+class GptOssConfig(GroupedQueryConfig):
+    """gpt-oss: attention with sinks, every other block's in a window, and experts with biases."""
+
+    layout: ClassVar = LAYOUT
+    flavors: ClassVar = {
+        "debug": {"moe": FORM},
+        "20b": {**PUBLISHED, "n_layers": 24, "moe": {**EXPERTS, "num_experts": 32}},
+        "120b": {**PUBLISHED, "n_layers": 36, "moe": {**EXPERTS, "num_experts": 128}},
+    }
+
+    name: Literal["gpt_oss"] = "gpt_oss"
+    window: Size = 64
+    """positions that a block with a window sees, its own the last"""
+    full_every: Size = 2
+    """every so many-th block sees the whole row"""
+    moe: MoESettings = MoESettings.model_validate(FORM)
+    """experts of every block"""
+    rope_scaling: YarnScaling | None = None
+    """stretching of the rotary frequencies; none leaves them alone"""
+    swiglu_limit: PositiveFloat = 7.0
+    """experts' gates are cut off above this, and what they gate above and below"""
+    swiglu_alpha: PositiveFloat = 1.702
+    """a gate's sigmoid is of this times the gate"""
+
+    def is_local(self, number: int) -> bool:
+        """Return whether block `number` has a window."""
+        return (number + 1) % self.full_every != 0
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> Self:
+        self.moe.require(**FORM, scale=1.0, groups=1)
+        if self.rope_scaling and (self.rope_scaling.mscale or self.rope_scaling.mscale_all_dim):
+            raise ValueError("rope_scaling.mscale and mscale_all_dim are of latent attention")
+        return self
+
+    def attention_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return name and shape of the parameters of a block's attention."""
+        shapes: dict[str, tuple[int, ...]] = {"attention.sinks": (self.n_heads,)}
+        for name, shape in super().attention_shapes().items():
+            shapes[name] = shape
+            if len(shape) == 2:
+                shapes[name.replace("weight", "bias")] = shape[:1]
+        return shapes
+
+    def block_shapes(self, number: int) -> dict[str, tuple[int, ...]]:
+        """Return name and shape of a block's parameters."""
+        experts, ffn_dim = self.moe.num_experts, self.moe.expert_ffn_dim
+        found = {**self.attention_shapes(), **moe_shapes(self.dim, self.moe)}
+        # In the module's order: a router's after its weight, the experts' after theirs.
+        gate_up, down = found.pop("mlp.experts.gate_up"), found.pop("mlp.experts.down")
+        return {
+            **found,
+            "mlp.router.logit_bias": (experts,),
+            "mlp.experts.gate_up": gate_up,
+            "mlp.experts.down": down,
+            "mlp.experts.gate_up_bias": (experts, 2 * ffn_dim),
+            "mlp.experts.down_bias": (experts, self.dim),
+        }
+
+    def block_products(self, number: int) -> float:
+        """Return how many of block `number`'s weights multiply each token."""
+        return self.attention_products + self.moe.products(self.dim)
+
+    def score_products(self, number: int, seq_len: int) -> float:
+        """Return those of two products a score, causal attention counted at half.
+
+        In a window W positions wide a query sees min(its position, W) keys: on average
+        W (1 - W / 2 S), of which `super` counts half of what it is given.
+        """
+        if not self.is_local(number) or self.window >= seq_len:
+            return super().score_products(number, seq_len)
+        seen = 2 * self.window - self.window**2 / seq_len
+        return self.n_heads * self.head_width * seen
+
+    def hf_config(self) -> dict[str, Any]:
+        """Return what transformers' `GptOssConfig` says of this model."""
+        found = super().hf_config()
+        if self.rope_scaling is not None:
+            found["rope_parameters"] |= self.rope_scaling.hf_config()
+        words = ("full_attention", "sliding_attention")
+        return {
+            "architectures": ["GptOssForCausalLM"],
+            "model_type": "gpt_oss",
+            **found,
+            "attention_bias": True,
+            "sliding_window": self.window,
+            "layer_types": [words[self.is_local(number)] for number in range(self.n_layers)],
+            "num_local_experts": self.moe.num_experts,
+            "num_experts_per_tok": self.moe.experts_per_token,
+            "intermediate_size": self.moe.expert_ffn_dim,
+            "swiglu_limit": self.swiglu_limit,
+            "swiglu_alpha": self.swiglu_alpha,
+        }
+
+    def build(self, kernels: Kernels) -> GptOss:
+        """Return the module."""
+        from .model import GptOss
+
+        return GptOss(self, kernels)

@@ -1,0 +1,121 @@
+"""gpt-oss (OpenAI 2025, arXiv:2508.10925, section 2)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...kernels.choose import Kernels
+from ...kernels.swiglu.clamped import clamped_swiglu
+from ..decoder import Block, Decoder
+from ..language_model import Constant, Normal
+from ..layers.attention import GroupedQueryAttention
+from ..layers.moe import Experts, MoE
+from ..layers.moe_config import MoESettings
+from ..layers.rotary import rotation, yarn
+from ..layers.router import Router
+from .config import GptOssConfig
+
+
+class BiasedRouter(Router):
+    """A router whose logits have a bias. Unlike the one that balances, it is learned."""
+
+    def __init__(self, dim: int, settings: MoESettings) -> None:
+        super().__init__(dim, settings)
+        self.logit_bias = nn.Parameter(torch.zeros(settings.num_experts))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits [T, E] of [T, D]."""
+        logits_TE = super().logits(x)
+        return logits_TE + self.logit_bias.to(logits_TE.dtype)
+
+
+class ClampedExperts(Experts):
+    """Experts with biases, and limits inside.
+
+    Args:
+        config: sizes.
+        kernels: the implementations.
+    """
+
+    def __init__(self, config: GptOssConfig, kernels: Kernels) -> None:
+        super().__init__(config.dim, config.moe, kernels)
+        experts, width, dim = self.gate_up.shape
+        self.gate_up_bias = nn.Parameter(torch.zeros(experts, width))
+        self.down_bias = nn.Parameter(torch.zeros(experts, dim))
+        self.limit, self.alpha = config.swiglu_limit, config.swiglu_alpha
+
+    def forward(self, rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+        """Return each row as its expert makes it, times its weight; see `Experts`."""
+        dtype, place_M = rows.dtype, torch.arange(len(rows), device=rows.device)
+        # Rows behind the last expert's are nobody's: the last one's bias does no harm there.
+        expert_M = torch.searchsorted(offs, place_M, right=True).clamp(max=len(offs) - 1)
+        gate_up_MF = self.product(rows, self.gate_up.to(dtype), offs)
+        gate_up_MF = gate_up_MF + F.embedding(expert_M, self.gate_up_bias).to(dtype)
+        gate_MF, up_MF = gate_up_MF.chunk(2, dim=-1)
+        hidden_MF = clamped_swiglu(gate_MF, up_MF, self.limit, self.alpha, weight)
+        out_MD = self.product(hidden_MF, self.down.to(dtype), offs)
+        bias_MD = F.embedding(expert_M, self.down_bias) * weight.unsqueeze(1)
+        return out_MD + bias_MD.to(dtype)
+
+
+class ClampedMoE(MoE):
+    """A mixture of these experts.
+
+    Args:
+        config: sizes.
+        kernels: the implementations.
+    """
+
+    def __init__(self, config: GptOssConfig, kernels: Kernels) -> None:
+        self.config = config
+        super().__init__(config.dim, config.moe, config.norm_eps, kernels)
+
+    def make_router(self, dim: int) -> Router:
+        """Return the router."""
+        return BiasedRouter(dim, self.settings)
+
+    def make_experts(self, dim: int, kernels: Kernels) -> nn.Module:
+        """Return the experts."""
+        return ClampedExperts(self.config, kernels)
+
+
+class GptOss(Decoder):
+    """gpt-oss."""
+
+    config: GptOssConfig
+
+    def block(self, number: int, kernels: Kernels) -> Block:
+        """Return a block that sees a window of the row, or all of it."""
+        config = self.config
+        attention = GroupedQueryAttention(
+            config.dim,
+            config.n_heads,
+            config.n_kv_heads,
+            config.head_width,
+            config.norm_eps,
+            kernels,
+            bias=True,
+            sinks=True,
+            window=config.window if config.is_local(number) else None,
+        )
+        return Block(attention, ClampedMoE(config, kernels))
+
+    def rotary_frequencies(self, device: torch.device) -> Tensor:
+        """Return the frequencies, stretched where the config says so."""
+        found, scaling = super().rotary_frequencies(device), self.config.rope_scaling
+        if scaling is None:
+            return found
+        return yarn(found, self.config.rope_theta, **scaling.blend)
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what turns queries and keys, and makes them larger."""
+        scaling = self.config.rope_scaling
+        return rotation(positions, self.frequencies, scaling.rotation_scale if scaling else 1.0)
+
+    def initial_values(self, name: str) -> Normal | Constant:
+        """Return the rule by which the parameter `name` starts: biases at zero."""
+        if name.endswith("bias"):
+            return Constant(0.0)
+        return super().initial_values(name)

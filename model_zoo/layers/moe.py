@@ -1,0 +1,152 @@
+"""A mixture of experts in place of a block's feed-forward half."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.choose import Kernels
+from ...kernels.routing.reference import RoutingPlan
+from ...kernels.tally.op import tallied
+from .mlp import GatedMLP
+from .moe_config import MoESettings
+from .norm import RMSNorm
+from .router import Router
+
+EXTRA = 2
+"""what a tally counts besides the rows of each expert"""
+
+
+class Experts(nn.Module):
+    """SwiGLU feed-forward layers that compute rows sorted by expert.
+
+    Args:
+        dim: D.
+        settings: of the layer.
+        kernels: the implementations.
+    """
+
+    def __init__(self, dim: int, settings: MoESettings, kernels: Kernels) -> None:
+        super().__init__()
+        experts, ffn_dim = settings.num_experts, settings.expert_ffn_dim
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * ffn_dim, dim))
+        self.down = nn.Parameter(torch.empty(experts, dim, ffn_dim))
+        nn.init.normal_(self.gate_up, std=dim**-0.5)
+        nn.init.normal_(self.down, std=ffn_dim**-0.5)
+        self.product = kernels.grouped_gemm
+        self.activation = kernels.swiglu
+
+    def forward(self, rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+        """Return each row as its expert makes it, times its weight.
+
+        A row's weight multiplies what enters the last product: the same, over fewer columns.
+
+        Args:
+            rows: [M, D], sorted by expert.
+            weight: [M].
+            offs: int32 [E], where each expert's rows end.
+        """
+        gate_up_MF = self.product(rows, self.gate_up.to(rows.dtype), offs)
+        gate_MF, up_MF = gate_up_MF.chunk(2, dim=-1)
+        hidden_MF = self.activation(gate_MF, up_MF, weight)
+        return self.product(hidden_MF, self.down.to(rows.dtype), offs)
+
+
+class MoE(nn.Module):
+    """Norm, router and experts (Shazeer et al. 2017, arXiv:1701.06538), and what is shared.
+
+    Two tensors are the engine's: `loss_factor` scales the gradient of the router's losses, which
+    are sums over sequences, and each backward pass adds to `tally`. Without an engine the one is 1
+    and the other may be read and cleared at will.
+
+    Args:
+        dim: D.
+        settings: of the layer.
+        norm_eps: see `RMSNorm`.
+        kernels: the implementations.
+    """
+
+    loss_factor: Tensor
+    """fp32 scalar"""
+    tally: Tensor
+    """fp64 [E + 2]: rows of each expert, rows dropped, and the entropy of each row's token"""
+
+    def __init__(self, dim: int, settings: MoESettings, norm_eps: float, kernels: Kernels) -> None:
+        super().__init__()
+        self.settings = settings
+        self.norm = RMSNorm(dim, norm_eps, kernels)
+        self.router = self.make_router(dim)
+        self.experts = self.make_experts(dim, kernels)
+        self.shared: GatedMLP | None = None
+        if settings.shared_width:
+            self.shared = GatedMLP(dim, settings.shared_width, None, kernels)
+        self.permute = kernels.permute
+        self.register_buffer("loss_factor", torch.ones(()), persistent=False)
+        tally = torch.zeros(settings.num_experts + EXTRA, dtype=torch.float64)
+        self.register_buffer("tally", tally, persistent=False)
+
+    def make_router(self, dim: int) -> Router:
+        """Return the router; for families whose differs."""
+        return Router(dim, self.settings)
+
+    def make_experts(self, dim: int, kernels: Kernels) -> nn.Module:
+        """Return the experts, which are called as `Experts` are; for families whose differ."""
+        return Experts(dim, self.settings, kernels)
+
+    def init_buffers(self, device: torch.device) -> None:
+        """Give what is not a weight its initial values."""
+        self.router.init_buffers(device)
+        self.loss_factor = torch.ones((), device=device)
+        self.tally = torch.zeros(len(self.tally), dtype=torch.float64, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what [B, S, D] adds to the residual stream."""
+        x_BSD = self.norm(x)
+        routing = self.router(x_BSD)
+        plan, dropped = self._plan(routing.chosen)
+        entropy = routing.entropy.double().view(1) * self.settings.experts_per_token
+        seen = torch.cat([plan.counts.double(), dropped, entropy])
+        weight_TA = tallied(routing.weight, routing.loss, self.loss_factor, self.tally, seen)
+        out_BSD = self._routed(x_BSD.flatten(0, 1), weight_TA, plan).view_as(x_BSD)
+        if self.shared is not None:
+            out_BSD = out_BSD + self.shared(x_BSD)
+        return out_BSD
+
+    def _plan(self, chosen: Tensor) -> tuple[RoutingPlan, Tensor]:
+        """Return where rows go, and how many are dropped, fp64 [1].
+
+        The counts are those of the choices; rows that are dropped lie behind those of all experts.
+        """
+        experts, factor = self.settings.num_experts, self.settings.capacity_factor
+        plan = self.permute.plan(chosen, experts)
+        if factor is None:
+            return plan, torch.zeros(1, dtype=torch.float64, device=chosen.device)
+        capacity = math.ceil(factor * chosen.numel() / experts)
+        is_over = plan.slot - plan.starts[chosen] >= capacity
+        kept = self.permute.plan(chosen.masked_fill(is_over, experts), experts + 1)
+        dropped = kept.counts[experts:].double()
+        return kept._replace(counts=plan.counts, offs=kept.offs[:experts]), dropped
+
+    def _routed(self, x: Tensor, weight: Tensor, plan: RoutingPlan) -> Tensor:
+        """Return [T, D], the weighted sum of what each token's experts make of it."""
+        slot = plan.slot.flatten().long()
+        weight_M = weight.new_zeros(slot.shape).index_copy(0, slot, weight.flatten())
+        rows_MD = self.permute.gather(x, plan)
+        if self.settings.capacity_factor is None:
+            return self.permute.combine(self.experts(rows_MD, weight_M, plan.offs), plan)
+        is_dropped_M = torch.arange(len(slot), device=slot.device) >= plan.offs[-1]
+        is_dropped_M1 = is_dropped_M.unsqueeze(1)
+        # Products leave undefined what is behind the last expert's rows, also in their gradients.
+        rows_MD, weight_M = (
+            rows_MD.masked_fill(is_dropped_M1, 0),
+            weight_M.masked_fill(is_dropped_M, 0),
+        )
+        rows_MD = self.experts(rows_MD, weight_M, plan.offs)
+        return self.permute.combine(rows_MD.masked_fill(is_dropped_M1, 0), plan)
+
+
+def moe_layers(model: nn.Module) -> dict[str, MoE]:
+    """Return a model's mixtures of experts by name."""
+    return {name: each for name, each in model.named_modules() if isinstance(each, MoE)}

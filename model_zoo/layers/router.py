@@ -1,0 +1,132 @@
+"""Which experts each token takes, with which weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .moe_config import MoESettings
+
+
+class Routing(NamedTuple):
+    """What a router says of [T] tokens."""
+
+    chosen: Tensor
+    """int64 [T, A]: each token's experts."""
+    weight: Tensor
+    """fp32 (or fp64, as the tokens) [T, A]: of each of them."""
+    loss: Tensor
+    """scalar: what keeps loads even and logits small, weighted, summed over sequences."""
+    entropy: Tensor
+    """scalar: of the scores as a distribution over experts in nats, summed over tokens."""
+
+
+class Router(nn.Module):
+    """Scores experts in fp32 and takes the best.
+
+    Args:
+        dim: D.
+        settings: of the layer.
+    """
+
+    bias: Tensor | None
+    """[E]: added to scores where experts are chosen, and only there"""
+    load: Tensor | None
+    """[E]: each expert's share of the rows of the last step, 1 on average"""
+
+    def __init__(self, dim: int, settings: MoESettings) -> None:
+        super().__init__()
+        self.settings = settings
+        self.sum_of_sequence: Callable[[Tensor], Tensor] = lambda counts: counts
+        """sums over whoever has parts of the same sequences"""
+        self.weight = nn.Parameter(torch.empty(settings.num_experts, dim))
+        nn.init.normal_(self.weight, std=dim**-0.5)
+        has_load = settings.aux_weight > 0 and settings.aux_scope == "global"
+        self.register_buffer("bias", self._filled(0.0) if settings.balance_bias else None)
+        self.register_buffer("load", self._filled(1.0) if has_load else None)
+
+    def _filled(self, value: float, device: torch.device | None = None) -> Tensor:
+        return torch.full((self.settings.num_experts,), value, device=device)
+
+    def init_buffers(self, device: torch.device) -> None:
+        """Give the state of balancing its initial values."""
+        if self.bias is not None:
+            self.bias = self._filled(0.0, device)
+        if self.load is not None:
+            self.load = self._filled(1.0, device)
+
+    def forward(self, x: Tensor) -> Routing:
+        """Choose experts for [B, S, D]."""
+        logits_TE = self.logits(x.flatten(0, 1))
+        scores_TE, shares_TE = self._scores(logits_TE)
+        chosen_TA = self._choose(scores_TE.detach())
+        weight_TA = scores_TE.gather(1, chosen_TA)
+        if self.settings.normalize:
+            weight_TA = weight_TA / (weight_TA.sum(1, keepdim=True) + 1e-20)
+        if self.settings.scale != 1:
+            weight_TA = weight_TA * self.settings.scale
+        loss = self._loss(logits_TE, shares_TE, chosen_TA, sequences=x.shape[0])
+        entropy = torch.special.entr(shares_TE.detach()).sum()
+        return Routing(chosen_TA, weight_TA, loss, entropy)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the logits [T, E] of [T, D], in fp32 or fp64."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.linear(x.to(wide), self.weight.to(wide))
+
+    def _scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return [T, E] scores, and each one's share of its token's."""
+        if self.settings.score == "softmax":
+            scores_TE = logits.softmax(1)
+            return scores_TE, scores_TE
+        scores_TE = logits.sigmoid()
+        return scores_TE, scores_TE / (scores_TE.sum(1, keepdim=True) + 1e-20)
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """Return the experts [T, A] that [T, E] scores take; nothing here has a gradient."""
+        settings = self.settings
+        count = settings.experts_per_token
+        if settings.force_balanced:
+            turn_TA = torch.arange(len(scores) * count, device=scores.device).view(-1, count)
+            return turn_TA % settings.num_experts
+        if self.bias is not None:
+            scores = scores + self.bias
+        if settings.is_grouped:
+            scores = self._within_groups(scores)
+        return scores.topk(count, 1).indices
+
+    def _within_groups(self, scores: Tensor) -> Tensor:
+        """Return the scores, minus infinity outside of a token's best groups.
+
+        Node-limited routing (DeepSeek-V2, arXiv:2405.04434, section 2.2.2, and V3,
+        arXiv:2412.19437, section 2.1.2, which go by the best and by the two best of a group).
+        """
+        settings = self.settings
+        grouped = scores.view(len(scores), settings.groups, -1)
+        best = min(2 if settings.group_score == "top2" else 1, grouped.shape[2])
+        of_group = grouped.topk(best, 2).values.sum(2)
+        taken = of_group.topk(settings.groups_per_token, 1).indices
+        is_out = torch.ones_like(of_group, dtype=torch.bool).scatter(1, taken, False)
+        return grouped.masked_fill(is_out.unsqueeze(2), -torch.inf).flatten(1)
+
+    def _loss(self, logits: Tensor, shares: Tensor, chosen: Tensor, sequences: int) -> Tensor:
+        settings, (tokens, experts) = self.settings, logits.shape
+        loss = logits.new_zeros(())
+        if settings.z_weight:
+            z = logits.logsumexp(1).square().sum() * (sequences / tokens)
+            loss = loss + settings.z_weight * z
+        if settings.aux_weight:
+            load = self.load
+            if load is None:
+                counts_BE = logits.new_zeros(sequences, experts)
+                chosen_BC = chosen.view(sequences, -1)
+                counts_BE.scatter_add_(1, chosen_BC, torch.ones_like(chosen_BC, dtype=logits.dtype))
+                counts_BE = self.sum_of_sequence(counts_BE)
+                load = counts_BE * (experts / counts_BE.sum(1, keepdim=True))
+            mean_BE = shares.view(sequences, -1, experts).mean(1)
+            loss = loss + settings.aux_weight * (load * mean_BE).sum()
+        return loss

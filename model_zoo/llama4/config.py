@@ -1,0 +1,139 @@
+"""Llama 4's sizes, from the config.json of its published models. Torch-free."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import NonNegativeFloat, model_validator
+
+from ..config import Size
+from ..decoder_config import GroupedQueryConfig, mlp_shapes, moe_shapes
+from ..layers.moe_config import MoESettings
+from ..layers.rotary_config import RopeScaling
+from .layout import LAYOUT
+
+if TYPE_CHECKING:
+    from ...kernels.choose import Kernels
+    from .model import Llama4
+
+PUBLISHED = {
+    "dim": 5120,
+    "n_layers": 48,
+    "n_heads": 40,
+    "n_kv_heads": 8,
+    "head_dim": 128,
+    "ffn_dim": 16384,
+    "vocab_size": 202048,
+    "rope_theta": 500000.0,
+    "chunk": 8192,
+    "temperature_floor": 8192,
+}
+FORM = {"num_shared": 1, "score": "sigmoid", "normalize": False}
+ROUTING = {"experts_per_token": 1, **FORM}
+
+
+class Llama4Config(GroupedQueryConfig):
+    """Llama 4's text model: chunked attention with RoPE, every fourth block's without either."""
+
+    layout: ClassVar = LAYOUT
+    flavors: ClassVar = {
+        "debug": {"moe": ROUTING},
+        "17bx16e": {
+            **PUBLISHED,
+            "rope_scaling": {"factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0},
+            "max_seq_len": 10485760,
+            "moe": {**ROUTING, "num_experts": 16, "expert_ffn_dim": 8192},
+            "moe_every": 1,
+        },
+        "17bx128e": {
+            **PUBLISHED,
+            "qk_norm": False,
+            "max_seq_len": 1048576,
+            "moe": {**ROUTING, "num_experts": 128, "expert_ffn_dim": 8192},
+            "moe_every": 2,
+        },
+    }
+
+    name: Literal["llama4"] = "llama4"
+    ffn_dim: Size = 192
+    """width inside the feed-forward layer of blocks without experts"""
+    moe: MoESettings = MoESettings.model_validate(ROUTING)
+    """experts of the other blocks"""
+    moe_every: Size = 2
+    """every so many-th block has experts"""
+    rope_scaling: RopeScaling | None = None
+    """stretching of the rotary frequencies; none leaves them alone"""
+    chunk: Size = 64
+    """in blocks with RoPE a position sees those of its own chunk of so many"""
+    nope_every: Size = 4
+    """every so many-th block is without RoPE and sees the whole row"""
+    qk_norm: bool = True
+    """normalise queries and keys after RoPE"""
+    temperature_scale: NonNegativeFloat = 0.1
+    """in blocks without RoPE queries are multiplied by 1 + this * log(1 + steps)"""
+    temperature_floor: Size = 64
+    """positions a step"""
+
+    def is_turned(self, number: int) -> bool:
+        """Return whether block `number` is one with RoPE."""
+        return (number + 1) % self.nope_every != 0
+
+    def has_experts(self, number: int) -> bool:
+        """Return whether block `number` has experts."""
+        return (number + 1) % self.moe_every == 0
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> Self:
+        self.moe.require(**FORM, shared_ffn_dim=None, scale=1.0, groups=1)
+        return self
+
+    def block_shapes(self, number: int) -> dict[str, tuple[int, ...]]:
+        """Return name and shape of a block's parameters."""
+        if self.has_experts(number):
+            return {**self.attention_shapes(), **moe_shapes(self.dim, self.moe)}
+        return {**self.attention_shapes(), **mlp_shapes(self.dim, self.ffn_dim)}
+
+    def block_products(self, number: int) -> float:
+        """Return how many of block `number`'s weights multiply each token."""
+        if self.has_experts(number):
+            return self.attention_products + self.moe.products(self.dim)
+        return super().block_products(number)
+
+    def score_products(self, number: int, seq_len: int) -> float:
+        """Return those of two products a score, causal attention counted at half."""
+        reach = min(self.chunk, seq_len) if self.is_turned(number) else seq_len
+        return super().score_products(number, reach)
+
+    def hf_config(self) -> dict[str, Any]:
+        """Return what transformers' `Llama4TextConfig` says of this model."""
+        found = super().hf_config()
+        turned = [self.is_turned(number) for number in range(self.n_layers)]
+        if self.rope_scaling is not None:
+            found["rope_parameters"] |= self.rope_scaling.hf_config()
+        return {
+            "architectures": ["Llama4ForCausalLM"],
+            "model_type": "llama4_text",
+            **found,
+            "intermediate_size_mlp": self.ffn_dim,
+            "attention_chunk_size": self.chunk,
+            "no_rope_layer_interval": self.nope_every,
+            "no_rope_layers": [int(is_turned) for is_turned in turned],
+            "layer_types": [
+                f"{'chunked' if is_turned else 'full'}_attention" for is_turned in turned
+            ],
+            "use_qk_norm": self.qk_norm,
+            "attn_temperature_tuning": True,
+            "attn_scale": self.temperature_scale,
+            "floor_scale": self.temperature_floor,
+            "moe_layers": [n for n in range(self.n_layers) if self.has_experts(n)],
+            "interleave_moe_layer_step": self.moe_every,
+            "num_local_experts": self.moe.num_experts,
+            "num_experts_per_tok": self.moe.experts_per_token,
+            "intermediate_size": self.moe.expert_ffn_dim,
+        }
+
+    def build(self, kernels: Kernels) -> Llama4:
+        """Return the module."""
+        from .model import Llama4
+
+        return Llama4(self, kernels)

@@ -1,0 +1,183 @@
+"""Qwen3's sizes (Yang et al. 2025, arXiv:2505.09388, tables 1 and 2). Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
+
+from pydantic import model_validator
+
+from ..config import PositiveFloat, Size
+from ..decoder_config import GroupedQueryConfig, mlp_shapes, moe_shapes
+from ..hf_settings import flat, sizes_of, validate
+from ..layers.moe_config import MoESettings
+from .layout import LAYOUT
+
+if TYPE_CHECKING:
+    from ...kernels.choose import Kernels
+    from .model import Qwen3
+
+PUBLISHED = {
+    "n_kv_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "rope_theta": 1000000.0,
+    "max_seq_len": 40960,
+}
+BALANCE = {"aux_weight": 1e-3, "aux_scope": "global"}
+"""the scope: section 2; the weight: router_aux_loss_coef of the published models"""
+MOE_DEFAULTS = {
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": False,
+    "router_aux_loss_coef": 1e-3,
+}
+"""what transformers takes where the config.json of a model with experts leaves it out"""
+
+
+class Qwen3Config(GroupedQueryConfig):
+    """Qwen3: grouped-query attention with normalised queries and keys, and SwiGLU or experts."""
+
+    layout: ClassVar = LAYOUT
+    flavors: ClassVar = {
+        "debug": {},
+        "0.6b": {
+            **PUBLISHED,
+            "dim": 1024,
+            "n_layers": 28,
+            "n_heads": 16,
+            "ffn_dim": 3072,
+            "tie_embeddings": True,
+        },
+        "1.7b": {
+            **PUBLISHED,
+            "dim": 2048,
+            "n_layers": 28,
+            "n_heads": 16,
+            "ffn_dim": 6144,
+            "tie_embeddings": True,
+        },
+        "4b": {
+            **PUBLISHED,
+            "dim": 2560,
+            "n_layers": 36,
+            "n_heads": 32,
+            "ffn_dim": 9728,
+            "tie_embeddings": True,
+        },
+        "8b": {**PUBLISHED, "dim": 4096, "n_layers": 36, "n_heads": 32, "ffn_dim": 12288},
+        "14b": {**PUBLISHED, "dim": 5120, "n_layers": 40, "n_heads": 40, "ffn_dim": 17408},
+        "32b": {**PUBLISHED, "dim": 5120, "n_layers": 64, "n_heads": 64, "ffn_dim": 25600},
+        "moe_debug": {"moe": BALANCE},
+        "30b-a3b": {
+            **PUBLISHED,
+            "dim": 2048,
+            "n_layers": 48,
+            "n_heads": 32,
+            "n_kv_heads": 4,
+            "ffn_dim": 6144,
+            "moe": {
+                **BALANCE,
+                "num_experts": 128,
+                "experts_per_token": 8,
+                "expert_ffn_dim": 768,
+            },
+        },
+        "235b-a22b": {
+            **PUBLISHED,
+            "dim": 4096,
+            "n_layers": 94,
+            "n_heads": 64,
+            "n_kv_heads": 4,
+            "ffn_dim": 12288,
+            "moe": {
+                **BALANCE,
+                "num_experts": 128,
+                "experts_per_token": 8,
+                "expert_ffn_dim": 1536,
+            },
+        },
+    }
+
+    name: Literal["qwen3"] = "qwen3"
+    head_dim: Size = 32
+    """width of a head"""
+    norm_eps: PositiveFloat = 1e-6
+    """added to the mean square in each norm"""
+    ffn_dim: Size = 192
+    """width inside the feed-forward layer, where there are no experts"""
+    moe: MoESettings | None = None
+    """experts, in place of the feed-forward layer of each block"""
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> Self:
+        if self.moe is not None:
+            self.moe.require(score="softmax", scale=1.0, num_shared=0, groups=1, balance_bias=False)
+        return self
+
+    def block_shapes(self, number: int) -> dict[str, tuple[int, ...]]:
+        """Return name and shape of a block's parameters."""
+        if self.moe is None:
+            return {**self.attention_shapes(), **mlp_shapes(self.dim, self.ffn_dim)}
+        return {**self.attention_shapes(), **moe_shapes(self.dim, self.moe)}
+
+    def block_products(self, number: int) -> float:
+        """Return how many of block `number`'s weights multiply each token."""
+        if self.moe is None:
+            return super().block_products(number)
+        return self.attention_products + self.moe.products(self.dim)
+
+    def unsplittable(self, axis: str) -> str:
+        """Return why ranks of an axis cannot share this model; empty where they can."""
+        if axis == "tensor" and self.moe is not None:
+            return "model.moe: experts are not split along this axis"
+        return ""
+
+    def attention_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return name and shape of the parameters of a block's attention."""
+        width = (self.head_width,)
+        norms = {"attention.q_norm.weight": width, "attention.k_norm.weight": width}
+        return {**super().attention_shapes(), **norms}
+
+    def hf_config(self) -> dict[str, Any]:
+        """Return what transformers' `Qwen3Config` or `Qwen3MoeConfig` says of this model."""
+        found = {
+            **super().hf_config(),
+            "use_sliding_window": False,
+            "intermediate_size": self.ffn_dim,
+        }
+        if self.moe is None:
+            return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **found}
+        return {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            **found,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "num_experts": self.moe.num_experts,
+            "num_experts_per_tok": self.moe.experts_per_token,
+            "moe_intermediate_size": self.moe.expert_ffn_dim,
+            "norm_topk_prob": self.moe.normalize,
+            "router_aux_loss_coef": self.moe.aux_weight,
+        }
+
+    @classmethod
+    def from_hf_config(cls, settings: Mapping[str, Any]) -> Self:
+        """Return the config of a model that config.json describes.
+
+        Raises:
+            SettingsError: all that is missing, impossible, or not done by this family.
+        """
+        if settings.get("model_type") != "qwen3_moe":
+            return super().from_hf_config(settings)
+        given = {key: value for key, value in flat(settings).items() if value is not None}
+        sizes = sizes_of({**MOE_DEFAULTS, **given}, cls)
+        sizes["moe"]["aux_scope"] = BALANCE["aux_scope"]
+        return cast("Self", validate(cls, sizes))
+
+    def build(self, kernels: Kernels) -> Qwen3:
+        """Return the module."""
+        from .model import Qwen3
+
+        return Qwen3(self, kernels)

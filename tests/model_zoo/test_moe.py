@@ -1,0 +1,187 @@
+"""The mixture of experts against a loop over tokens in float64."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.model_zoo.moe_reference import DIM, by_tokens, layer, tokens
+from trainer.model_zoo.layers.moe_config import MoESettings
+
+SETTINGS = {
+    "softmax": {},
+    "one": {"experts_per_token": 1, "normalize": False},
+    "all": {"num_experts": 4, "experts_per_token": 4},
+    "sigmoid": {"score": "sigmoid", "scale": 2.5, "balance_bias": True},
+    "shared": {"num_shared": 2, "normalize": False},
+    "groups": {
+        "num_experts": 12,
+        "experts_per_token": 4,
+        "groups": 4,
+        "groups_per_token": 2,
+        "score": "sigmoid",
+        "balance_bias": True,
+    },
+    "groups by the best": {
+        "num_experts": 12,
+        "groups": 3,
+        "groups_per_token": 1,
+        "group_score": "max",
+        "normalize": False,
+    },
+    "capacity": {"capacity_factor": 0.75},
+    "much capacity": {"capacity_factor": 8.0},
+    "sequence": {"aux_weight": 0.3, "z_weight": 0.01},
+    "sequence of sigmoids": {"aux_weight": 0.3, "score": "sigmoid"},
+    "global": {"aux_weight": 0.3, "aux_scope": "global"},
+}
+
+
+def gradients(out, moe, x):
+    torch.manual_seed(2)
+    return torch.autograd.grad((out * torch.randn_like(out)).sum(), [x, *moe.parameters()])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_output_and_gradients_are_those_of_a_loop_over_tokens(name):
+    moe, x = layer(**SETTINGS[name]), tokens().requires_grad_()
+    if moe.router.load is not None:
+        moe.router.load.copy_(torch.rand(8) * 2)
+    moe.loss_factor.fill_(0.7)
+    expected, chosen, losses = by_tokens(moe, x)
+    out = moe(x)
+    torch.testing.assert_close(out, expected)
+    torch.manual_seed(2)
+    objective = (expected * torch.randn_like(expected)).sum() + 0.7 * losses
+    wanted = torch.autograd.grad(objective, [x, *moe.parameters()])
+    for found, each in zip(gradients(out, moe, x), wanted, strict=True):
+        torch.testing.assert_close(found, each)
+    counts = torch.tensor([e for each in chosen for e in each]).bincount(
+        minlength=len(moe.tally) - 2
+    )
+    assert moe.tally[:-2].tolist() == counts.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_are_computed_in_the_dtype_of_tokens(dtype):
+    moe, x = layer(torch.float32), tokens(dtype=dtype)
+    out = moe(x)
+    assert out.dtype == dtype
+    expected = by_tokens(moe, x)[0]
+    error = (out.double() - expected).norm() / expected.norm()
+    assert error < {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype]
+
+
+def test_what_is_dropped_comes_last_and_is_counted():
+    moe, x = layer(capacity_factor=0.5), tokens()
+    moe(x).sum().backward()
+    capacity = -(-0.5 * 3 * 20 * 2 // 8)
+    over = (moe.tally[:8] - capacity).clamp(min=0)
+    assert over.sum() > 0
+    assert moe.tally[8] == over.sum()
+
+
+def test_products_may_leave_anything_behind_the_rows_of_experts():
+    moe, x = layer(capacity_factor=0.5), tokens().requires_grad_()
+    expected = [moe(x), *gradients(moe(x), moe, x)]
+    product = moe.experts.product
+    moe.experts.product = lambda x, w, offs: _Dirty.apply(product(x, w, offs), offs)
+    for found, each in zip([moe(x), *gradients(moe(x), moe, x)], expected, strict=True):
+        torch.testing.assert_close(found, each)
+
+
+class _Dirty(torch.autograd.Function):
+    """Writes NaN behind the last group, in the result and in its gradient."""
+
+    @staticmethod
+    def forward(ctx, y, offs):
+        ctx.end = int(offs[-1])
+        return torch.cat([y[: ctx.end], torch.full_like(y[ctx.end :], torch.nan)])
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def test_entropy_is_counted():
+    moe, x = layer(), tokens()
+    moe(x).sum().backward()
+    shares = (moe.norm(x) @ moe.router.weight.T).softmax(-1)
+    torch.testing.assert_close(moe.tally[9], -2 * (shares * shares.log()).sum().detach())
+
+
+def test_nothing_is_counted_without_a_backward_pass_and_once_with_recomputation():
+    moe, x = layer(), tokens().requires_grad_()
+    moe(x)
+    with torch.no_grad():
+        moe(x)
+    assert not moe.tally.any()
+    for _ in range(2):
+        checkpoint(moe, x, use_reentrant=False).sum().backward()
+    assert moe.tally[:8].sum() == 2 * 3 * 20 * 2
+
+
+def test_recomputation_changes_no_gradient():
+    moe, x = layer(aux_weight=0.3, z_weight=0.01), tokens().requires_grad_()
+    expected = gradients(moe(x), moe, x)
+    found = gradients(checkpoint(moe, x, use_reentrant=False), moe, x)
+    for each, wanted in zip(found, expected, strict=True):
+        assert torch.equal(each, wanted)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_compiles_without_a_graph_break(name, dtype):
+    torch._dynamo.reset()
+    moe, x = layer(torch.float32, **SETTINGS[name]), tokens(dtype=dtype).requires_grad_()
+    expected = gradients(moe(x), moe, x)
+    counts = moe.tally.clone()
+    moe.tally.zero_()
+    compiled = torch.compile(moe, backend="aot_eager", fullgraph=True)
+    for found, wanted in zip(gradients(compiled(x), moe, x), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert torch.equal(moe.tally[:-1], counts[:-1])
+    torch.testing.assert_close(moe.tally, counts)
+    gradients(compiled(x), moe, x)
+    assert torch.equal(moe.tally[:-1], 2 * counts[:-1])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_shapes_are_known_without_storage(name):
+    moe = layer(torch.float32, **SETTINGS[name]).to("meta")
+    assert moe(tokens(dtype=torch.float32).to("meta")).shape == (3, 20, DIM)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        moe.to_empty(device="cpu")
+        x = torch.empty(3, 20, DIM, requires_grad=True)
+        gradients(moe(x), moe, x)
+
+
+def test_forced_balance_gives_every_expert_as_many_rows():
+    moe = layer(force_balanced=True)
+    moe(tokens()).sum().backward()
+    assert moe.tally[:8].tolist() == [15] * 8
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_shapes_of_parameters_are_those_of_the_module(name):
+    moe = layer(**SETTINGS[name])
+    found = {name: tuple(weight.shape) for name, weight in moe.named_parameters()}
+    assert list(found.items()) == list(moe.settings.shapes(DIM).items())
+
+
+def test_products_count_what_a_token_takes():
+    settings = MoESettings(num_experts=8, experts_per_token=2, expert_ffn_dim=32, num_shared=1)
+    assert settings.products(16) == 16 * 8 + 3 * 3 * 16 * 32
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_experts": 8, "groups": 3}, "multiple of groups"),
+        ({"groups": 2, "groups_per_token": 3}, "must not exceed groups"),
+        ({"experts_per_token": 9}, "must not exceed the 8 experts"),
+        ({"groups": 4, "experts_per_token": 3}, "must not exceed the 2 experts"),
+    ],
+)
+def test_settings_that_cannot_be(settings, message):
+    with pytest.raises(ValueError, match=message):
+        MoESettings(**settings)

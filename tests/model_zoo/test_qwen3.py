@@ -1,0 +1,94 @@
+"""Qwen3 against transformers', and its sizes against published ones."""
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from tests.model_zoo.peers import assert_equal, built, twin
+from trainer.engine.parallel.materialize import without_storage
+from trainer.kernels.choose import choose
+from trainer.model_zoo.hf_settings import SettingsError
+from trainer.model_zoo.layers.cache import KVCache
+from trainer.model_zoo.qwen3.config import Qwen3Config
+
+SIZES = {
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 12,
+    "ffn_dim": 48,
+    "vocab_size": 61,
+    "init_std": 0.2,
+}
+VARIANTS = {
+    "plain": {},
+    "tied": {"tie_embeddings": True},
+    "one group, far rotation": {"n_kv_heads": 1, "rope_theta": 1e6},
+    "coarse epsilon": {"norm_eps": 1e-2},
+    "experts": {"moe": {"num_experts": 6, "expert_ffn_dim": 24}},
+    "experts weighted by their scores": {
+        "moe": {"experts_per_token": 3, "expert_ffn_dim": 20, "normalize": False}
+    },
+}
+# Of the safetensors files of Qwen/Qwen3-NAME on the Hugging Face hub.
+PARAMETERS = {
+    "0.6b": 596_049_920,
+    "1.7b": 1_720_574_976,
+    "4b": 4_022_468_096,
+    "8b": 8_190_735_360,
+    "14b": 14_768_307_200,
+    "32b": 32_762_123_264,
+    "30b-a3b": 30_532_122_624,
+    "235b-a22b": 235_093_634_560,
+}
+
+
+def model_of(attention="auto", **changes):
+    return built(Qwen3Config.model_validate(SIZES | changes), attention)
+
+
+def tokens(batch=2, length=33):
+    return torch.randint(0, 61, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("attention", ["matmul", "sdpa"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_gradients_equal_those_of_transformers(variant, attention):
+    ours = model_of(attention, **VARIANTS[variant])
+    assert_equal(ours, twin(ours), tokens())
+
+
+def test_decoding_with_a_cache_equals_the_full_pass():
+    model, cache = model_of(), KVCache(12)
+    x = tokens(3, 12)
+    with torch.no_grad():
+        steps = [model(piece, cache=cache) for piece in x.split([7, 1, 4], dim=1)]
+        torch.testing.assert_close(torch.cat(steps, 1), model(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("flavor", PARAMETERS)
+def test_flavors_have_the_published_number_of_parameters(flavor):
+    with without_storage():
+        model = Qwen3Config(flavor=flavor).build(choose({}, "cuda", 8192))
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[flavor]
+
+
+def test_what_config_json_leaves_out_is_what_transformers_takes():
+    required = {
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "vocab_size": 512,
+    }
+    full = AutoConfig.for_model("qwen3", **required).to_dict()
+    # transformers counts 32 key-value heads where none are given, and so cannot build this one.
+    full |= {"num_key_value_heads": 4}
+    assert Qwen3Config.from_hf_config(required) == Qwen3Config.from_hf_config(full)
+
+
+def test_sliding_windows_are_refused():
+    settings = Qwen3Config().with_vocab(64).hf_config() | {"use_sliding_window": True}
+    with pytest.raises(SettingsError, match="use_sliding_window = true"):
+        Qwen3Config.from_hf_config(settings)

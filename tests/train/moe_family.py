@@ -1,0 +1,78 @@
+"""A decoder whose blocks have experts, and nothing else that is special: for tests alone."""
+
+from typing import ClassVar, Literal
+from unittest.mock import patch
+
+from tests.train.plans import BASE, assembled, recipe_with, train, whole
+from trainer.engine.models import models
+from trainer.model_zoo.decoder import Block, Decoder
+from trainer.model_zoo.decoder_config import GroupedQueryConfig
+from trainer.model_zoo.layers.attention import GroupedQueryAttention
+from trainer.model_zoo.layers.moe import MoE, moe_layers
+from trainer.model_zoo.layers.moe_config import MoESettings
+from trainer.model_zoo.layout import Layout
+
+
+class ExpertsModel(Decoder):
+    def block(self, number, kernels):
+        c = self.config
+        attention = GroupedQueryAttention(
+            c.dim, c.n_heads, c.n_kv_heads, c.head_width, c.norm_eps, kernels
+        )
+        return Block(attention, MoE(c.dim, c.moe, c.norm_eps, kernels))
+
+
+class ExpertsConfig(GroupedQueryConfig):
+    """Experts in each block."""
+
+    layout: ClassVar = Layout(
+        embed="embed", blocks="layers", head="head", context=True, pipeline=True
+    )
+    flavors: ClassVar = {"debug": {}}
+    name: Literal["experts_sample"] = "experts_sample"
+    moe: MoESettings = MoESettings()
+    """the experts"""
+
+    def block_shapes(self, number):
+        shapes = {f"mlp.{name}": shape for name, shape in self.moe.shapes(self.dim).items()}
+        return self.attention_shapes() | shapes
+
+    def block_products(self, number):
+        attention = {n: s for n, s in self.attention_shapes().items() if len(s) == 2}
+        return sum(a * b for a, b in attention.values()) + self.moe.products(self.dim)
+
+    def build(self, kernels):
+        return ExpertsModel(self, kernels)
+
+
+BALANCED = {"balance_bias": True, "bias_rate": 0.01, "aux_weight": 0.05, "z_weight": 1e-3}
+MODEL = {
+    "name": "experts_sample",
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+}
+
+
+def moe_recipe(moe=BALANCED, **changes):
+    """Return a recipe whose model has experts."""
+    model = {**MODEL, "moe": {"expert_ffn_dim": 16, **moe}, **changes.pop("model", {})}
+    data = BASE["data"] | {"packing": "documents"} | changes.pop("data", {})
+    # Registered meanwhile alone: other tests list what there is.
+    with patch.dict(models._configs, experts_sample=ExpertsConfig):
+        return recipe_with(model=model, data=data, **changes)
+
+
+def trained(recipe):
+    """Return losses, gradient norms, and the weights and buffers that this rank has a part of."""
+    parts = assembled(recipe)
+    losses, norms = train(parts)
+    buffers = parts.model.saved_buffers().items()
+    state = {name: buffer.numpy() for name, buffer in buffers}
+    measures = {name: value.item() for name, value in parts.step.measures().items()}
+    return losses, norms, whole(parts.model) | state, measures
+
+
+def layers_of(parts):
+    return list(moe_layers(parts.model).values())

@@ -1,0 +1,59 @@
+"""DeepSeek-V3 under the plans that its own layers could break."""
+
+import pytest
+
+from tests.train.plans import BASE, assert_same_weights, by_one_process, weights
+
+SIZES = {
+    "name": "deepseek_v3",
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "ffn_dim": 64,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "nope_head_dim": 12,
+    "rope_head_dim": 4,
+    "value_head_dim": 10,
+    "rope_scaling": {"factor": 4.0, "original_max_seq_len": 8, "mscale_all_dim": 1.0},
+    "moe": {"num_experts": 6, "expert_ffn_dim": 16, "groups": 3, "groups_per_token": 2},
+}
+DATA = BASE["data"] | {"packing": "documents"}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return by_one_process(weights)
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [
+        (2, {"tensor": 2}),
+        (4, {"tensor": 2, "shard": 2}),
+        (2, {"context": 2}),
+        (4, {"context": 2, "context_exchange": "ring", "pipeline": 2}),
+    ],
+    ids=["tensor", "tensor-shard", "context", "ring-pipeline"],
+)
+def test_latent_attention_is_shared_by_ranks(world, parallel, alone):
+    model = {**SIZES, "n_dense_layers": 2}
+    assert_same_weights(world, alone, parallel=parallel, model=model, data=DATA)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "memory"),
+    [
+        ({"replicate": 2, "shard": 1}, {}),
+        ({"shard": 2}, {}),
+        ({"shard": 2, "fsdp": {"strategy": "shard_grad_op"}}, {"recompute": "full"}),
+    ],
+    ids=["replicate", "shard", "shard-grad-recompute"],
+)
+def test_experts_and_predictions_farther_ahead_are_shared_by_ranks(parallel, memory, alone):
+    model, data = {**SIZES, "mtp_depth": 2}, {**DATA, "micro_batch": 2}
+    assert_same_weights(2, alone, parallel=parallel, model=model, data=data, memory=memory)
+
+
+def test_experts_are_in_stages(alone):
+    assert_same_weights(2, alone, parallel={"pipeline": 2}, model=SIZES, data=DATA)
