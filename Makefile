@@ -21,7 +21,7 @@ test: $(TO_DEVELOP) ## run the test suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-parallel: $(TO_DEVELOP) ## test every way to split a model over ranks
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "matrix or not matrix" tests/parallel tests/train tests/estimate
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "matrix or not matrix" tests/parallel tests/train tests/estimate tests/lora
 
 test-gpu: $(TO_DEVELOP) ## run the kernels for real, where there is a GPU
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "torch sees no GPU here")'

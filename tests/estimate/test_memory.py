@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from tests.cases import quick
 from tests.distributed import run_ranks
 from trainer.engine.assemble import build_model, build_step
 from trainer.engine.estimate.simulate import simulate
@@ -41,6 +42,7 @@ PLANS = {
     "offload": (2, {"shard": 2, "fsdp": {"offload": True}}, {"ema": {"decay": 0.9}}),
     "adapters": (2, {"shard": 2}, {"lora": {"rank": 4}}),
 }
+IN_EVERY_RUN = "alone", "shard", "tensor", "context", "shard-tensor", "hybrid", "pipeline-shard"
 
 
 def built_step(recipe):
@@ -63,7 +65,7 @@ def simulated(recipe, rank, ranks):
     return found.peak_bytes
 
 
-@pytest.mark.parametrize("plan", list(PLANS))
+@pytest.mark.parametrize("plan", quick(PLANS, *IN_EVERY_RUN))
 def test_the_estimate_is_what_real_steps_count(plan):
     ranks, parallel, others = PLANS[plan]
     recipe = Recipe.model_validate(BASE | {"parallel": parallel} | others)

@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 
+from tests.cases import quick
 from tests.distributed import run_ranks
 from trainer.engine.assemble import assemble
 from trainer.engine.launch.environment import World
@@ -125,7 +126,18 @@ def assert_same(result, expected):
         assert weight == pytest.approx(expected[2][name], abs=1e-5), name
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "plan",
+    quick(
+        PLANS,
+        "offload-2",
+        "hybrid-2x2",
+        "replicate-2 recomputed",
+        "tensor-2 compiled",
+        "pipeline-2, split backward",
+        "tensor-2-shard-2, by rules",
+    ),
+)
 def test_a_plan_gives_the_curves_and_the_merged_weights_of_one_process(plan):
     world, changes = PLANS[plan]
     alone = alone_with(repr({"model": changes.get("model", BASE["model"])}))

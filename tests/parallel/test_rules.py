@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 from torch.distributed.tensor import DTensor
 
+from tests.cases import also, quick
 from tests.distributed import run_ranks
 from tests.train.plans import assembled, assert_same, curves, recipe_with, train, weights
 from tests.train.processes import complaints, finish, rows, start, write_recipe
@@ -58,6 +59,7 @@ PLANS = {
     "tensor and replicate, kept": {"tensor": 2, "replicate": 2},
     "context, kept": {"context": 2},
 }
+IN_EVERY_RUN = "shard, dim 1", "tensor and shard", "pipeline and shard, kept"
 
 
 def curves_and_places(recipe):
@@ -77,7 +79,7 @@ def dims_cut(weight):
     return found
 
 
-@pytest.mark.parametrize("plan", list(PLANS))
+@pytest.mark.parametrize("plan", quick(PLANS, *IN_EVERY_RUN))
 def test_weights_lie_as_told_and_the_curves_are_those_of_one_process(plan):
     parallel = {"shard": 1, "rules": KEPT} | PLANS[plan]
     degrees = Degrees(**{axis: size for axis, size in parallel.items() if isinstance(size, int)})
@@ -97,7 +99,7 @@ def test_validation_loss_and_adamw():
     assert_same(4, alone, parallel=parallel, optimizer=optimizer, ema={"decay": 0.5})
 
 
-@pytest.mark.parametrize("others", [{"tensor": 2, "rules": TENSOR}, {"shard": 2, "rules": KEPT}])
+@pytest.mark.parametrize("others", [{"tensor": 2, "rules": TENSOR}, *also({"rules": KEPT})])
 def test_compiled_and_recomputed_blocks(others):
     """Each weight is compared: a lost gradient may hardly show in the loss."""
     expected = run_ranks(1, weights, recipe_with())[0]

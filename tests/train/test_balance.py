@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cases import also, quick
 from tests.distributed import run_ranks
 from tests.model_zoo import moe_reference
 from tests.train.moe_family import BALANCED, layers_of, moe_recipe, trained
@@ -50,15 +51,16 @@ def assert_same(found, wanted):
             assert together[name] == pytest.approx(value, abs=1e-5, rel=1e-5), name
 
 
-@pytest.mark.parametrize("moe", [BALANCED, GLOBAL], ids=["sequence", "global"])
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_plan_trains_experts_as_one_process_does(plan, moe, alone):
+@pytest.mark.parametrize("aux_scope", ["global", *also("sequence")])
+@pytest.mark.parametrize("plan", quick(PLANS, "hybrid-2x2", "context-2", "pipeline-2-shard-2"))
+def test_a_plan_trains_experts_as_one_process_does(plan, aux_scope, alone):
     world, parallel = PLANS[plan]
+    moe = {**BALANCED, "aux_scope": aux_scope}
     found = run_ranks(world, trained, moe_recipe(moe, parallel=parallel), timeout=240)
     assert_same(found, alone(moe=moe))
 
 
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", *also("Interleaved1F1B")])
 def test_schedules_count_each_row_once(schedule, alone):
     parallel = {"pipeline": 2, "pipelining": {"schedule": schedule}}
     model = {"n_layers": 4}
@@ -74,19 +76,19 @@ def test_accumulation_changes_nothing(micro_batch, moe, alone):
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("plan", [None, "shard-2", "replicate-2"])
+@pytest.mark.parametrize("plan", [None, "shard-2", *also("replicate-2")])
 def test_recomputation_changes_nothing(plan, recompute, alone):
     world, parallel = PLANS[plan] if plan else (1, {})
     changed = moe_recipe(parallel=parallel, memory={"recompute": recompute})
     assert_same(run_ranks(world, trained, changed, timeout=240), alone())
 
 
-@pytest.mark.parametrize("memory", [{}, {"recompute": "full"}], ids=["", "recomputed"])
-@pytest.mark.parametrize("plan", [None, "shard-2", "pipeline-2"])
-def test_compiled_blocks_change_nothing(plan, memory, alone):
+@pytest.mark.parametrize("recompute", ["full", *also("none")])
+@pytest.mark.parametrize("plan", ["shard-2", *also(None, "pipeline-2")])
+def test_compiled_blocks_change_nothing(plan, recompute, alone):
     world, parallel = PLANS[plan] if plan else (1, {})
     compiled = {"enabled": True, "backend": "aot_eager"}
-    changed = moe_recipe(parallel=parallel, memory=memory, compile=compiled)
+    changed = moe_recipe(parallel=parallel, memory={"recompute": recompute}, compile=compiled)
     assert_same(run_ranks(world, trained, changed, timeout=300), alone())
 
 

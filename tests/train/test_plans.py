@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.cases import also
 from tests.distributed import run_ranks
 from tests.train.plans import BASE, assert_same, curves, recipe_with
 
@@ -28,7 +29,7 @@ def test_plan_gives_the_curves_of_one_process(plan, alone):
 
 
 @pytest.mark.parametrize("packing", ["concat", "none"])
-@pytest.mark.parametrize("plan", ["replicate-2", "shard-4", "hybrid-2x2"])
+@pytest.mark.parametrize("plan", ["hybrid-2x2", *also("replicate-2", "shard-4")])
 def test_every_packing_mode_under_plans(plan, packing, alone):
     world, parallel = PLANS[plan]
     assert_same(world, alone, parallel=parallel, data=BASE["data"] | {"packing": packing})

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cases import also
 from tests.distributed import run_ranks
 from tests.train.plans import (
     BASE,
@@ -53,18 +54,13 @@ MORE = {
 PLANS = QUICK | MORE
 
 
-def also(*values):
-    """Return parameters of tests that `make test-parallel` runs, and `make test` does not."""
-    return [pytest.param(value, marks=pytest.mark.matrix) for value in values]
-
-
 @pytest.mark.parametrize("plan", [*QUICK, *also(*MORE)])
 def test_plan_gives_the_curves_of_one_process(plan, alone):
     world, parallel = PLANS[plan]
     assert_same(world, alone, parallel=parallel, data=BASE["data"] | {"packing": "documents"})
 
 
-@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", *also("Interleaved1F1B")])
 def test_every_schedule_of_a_sharded_pipeline(schedule, alone):
     assert_same(
         4,
@@ -74,7 +70,7 @@ def test_every_schedule_of_a_sharded_pipeline(schedule, alone):
     )
 
 
-@pytest.mark.parametrize("packing", ["concat", "none"])
+@pytest.mark.parametrize("packing", ["none", *also("concat")])
 @pytest.mark.parametrize("parallel", [RING, *also({"tensor": 2}, {"context": 2}, {"pipeline": 2})])
 def test_every_packing_mode(parallel, packing, alone):
     assert_same(2, alone, parallel=parallel, data=BASE["data"] | {"packing": packing})

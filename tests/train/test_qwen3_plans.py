@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.cases import also
 from tests.train.plans import BASE, assert_same_weights, by_one_process, weights
 
 MODEL = {**BASE["model"], "name": "qwen3", "head_dim": 16}
@@ -13,26 +14,19 @@ def alone():
 
 
 @pytest.mark.parametrize(
-    ("world", "parallel"),
+    "parallel",
     [
-        (2, {"tensor": 2}),
-        (4, {"tensor": 4}),  # two key-value heads
-        (4, {"tensor": 2, "shard": 2}),
-        (4, {"context": 2, "pipeline": 2}),
+        {"tensor": 4},  # two key-value heads
+        *also({"tensor": 2, "shard": 2}, {"context": 2, "pipeline": 2}),
     ],
-    ids=["tensor", "tensor-shared-kv", "tensor-shard", "context-pipeline"],
 )
-def test_every_weight_is_that_of_one_process(world, parallel, alone):
+def test_every_weight_is_that_of_one_process(parallel, alone):
     data = BASE["data"] | {"packing": "documents"}
-    assert_same_weights(world, alone, parallel=parallel, model=MODEL, data=data)
+    assert_same_weights(4, alone, parallel=parallel, model=MODEL, data=data)
 
 
-@pytest.mark.parametrize(
-    ("world", "parallel"),
-    [(2, {"shard": 2}), (4, {"pipeline": 2, "shard": 2})],
-    ids=["shard", "pipeline-shard"],
-)
-def test_every_weight_of_experts_is_that_of_one_process(world, parallel, alone):
+@pytest.mark.parametrize("parallel", [{"pipeline": 2, "shard": 2}, *also({"shard": 4})])
+def test_every_weight_of_experts_is_that_of_one_process(parallel, alone):
     experts = {"expert_ffn_dim": 24, "aux_weight": 1e-2, "aux_scope": "global"}
     model = {**MODEL, "flavor": "moe_debug", "moe": experts}
-    assert_same_weights(world, alone, parallel=parallel, model=model)
+    assert_same_weights(4, alone, parallel=parallel, model=model)

@@ -1,0 +1,16 @@
+"""Which cases of a test `make test` runs, and which `make test-parallel` alone."""
+
+from collections.abc import Collection
+
+import pytest
+
+
+def also(*values: object) -> list[object]:
+    """Return parameters of tests that `make test-parallel` runs, and `make test` does not."""
+    return [pytest.param(value, marks=pytest.mark.matrix) for value in values]
+
+
+def quick(names: Collection[str], *chosen: str) -> list[object]:
+    """Return all names as parameters, of which `make test` runs the chosen ones."""
+    assert set(chosen) <= set(names)
+    return [name if name in chosen else also(name)[0] for name in names]
