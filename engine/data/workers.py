@@ -100,7 +100,7 @@ def _next(batches: Iterator[Any], timeout_seconds: float, who: str) -> Rows:
             waited = time.monotonic() - started
             if "timed out" not in str(error):
                 raise DataError(
-                    f"{who} died: {error}",
+                    f"{who.partition(':')[0]}: a data worker died: {error}",
                     "out of memory? fewer data.workers need less",
                 ) from error
             if waited >= timeout_seconds:
