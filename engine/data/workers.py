@@ -80,8 +80,7 @@ def read_ahead(
     step = first_step
     try:
         while True:
-            who = f"step {step}: data worker {(step - first_step) % workers}"
-            yield _next(batches, timeout_seconds, who)
+            yield _next(batches, timeout_seconds, step, (step - first_step) % workers)
             step += 1
     finally:
         del batches
@@ -89,9 +88,9 @@ def read_ahead(
         atexit.unregister(end)
 
 
-def _next(batches: Iterator[Any], timeout_seconds: float, who: str) -> Rows:
+def _next(batches: Iterator[Any], timeout_seconds: float, step: int, worker: int) -> Rows:
     """Return the next batch, waiting in short turns so that a dead worker is noticed soon."""
-    started = time.monotonic()
+    started, who = time.monotonic(), f"step {step}: data worker {worker}"
     while True:
         try:
             batch: Rows | str = next(batches)
@@ -99,8 +98,9 @@ def _next(batches: Iterator[Any], timeout_seconds: float, who: str) -> Rows:
         except RuntimeError as error:
             waited = time.monotonic() - started
             if "timed out" not in str(error):
+                # Any of them: torch names the process, and not whose turn it was.
                 raise DataError(
-                    f"{who.partition(':')[0]}: a data worker died: {error}",
+                    f"step {step}: a data worker died: {error}",
                     "out of memory? fewer data.workers need less",
                 ) from error
             if waited >= timeout_seconds:
