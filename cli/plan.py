@@ -12,6 +12,7 @@ import typer
 
 from ..engine.errors import RecipeError, nearest
 from ..engine.files import write_asked
+from ..engine.parallel.mesh import AXES, EXPERT_AXES
 from .options import AsJson, Overrides, Recipe
 from .table import print_table
 
@@ -78,8 +79,13 @@ def _print(found: RunPlan) -> None:
 
 
 def _print_mesh(found: RunPlan) -> None:
-    degrees = {axis: degree for axis, degree in asdict(found.degrees).items() if degree > 1}
+    degrees = {axis: getattr(found.degrees, axis) for axis in AXES}
+    degrees = {axis: degree for axis, degree in degrees.items() if degree > 1}
     text = f"{found.degrees.world} ranks = {_axes(degrees)}; {found.gpus_per_node} ranks a node"
+    if found.degrees.expert > 1:
+        text += f"; {found.degrees.expert} ranks share the experts"
+    if found.degrees.expert_tensor > 1:
+        text += f"; {found.degrees.expert_tensor} neighbours share each expert"
     print(f"Mesh: {text}")
     if not degrees:
         return
@@ -102,9 +108,12 @@ def _print_mesh(found: RunPlan) -> None:
 
 
 def _placement_rows(found: RunPlan) -> Iterator[list[str]]:
-    yield ["NAME", "SHAPE", "TENSOR", "SHARD", "LOCAL", "BYTES", "DECIDED BY"]
+    also = [axis for axis in EXPERT_AXES if getattr(found.degrees, axis) > 1]
+    axes = ["tensor", "shard", *also]
+    shown = [axis.upper() for axis in axes]
+    yield ["NAME", "SHAPE", *shown, "LOCAL", "BYTES", "DECIDED BY"]
     for each in found.placements:
-        dims = [each.placed.place.get(axis) for axis in ("tensor", "shard")]
+        dims = [each.placed.place.get(axis) for axis in axes]
         yield [
             each.name,
             _shape(each.placed.shape),
@@ -241,7 +250,7 @@ def _candidate_rows(found: Sequence[Candidate]) -> Iterator[list[str]]:
             "" if peak is None else f"{peak / 2**30:.1f}",
             str(each.micro_batch),
             each.recompute,
-            _axes(asdict(each.degrees)),
+            _axes({axis: getattr(each.degrees, axis) for axis in AXES}),
         ]
 
 

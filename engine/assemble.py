@@ -26,6 +26,7 @@ from .parallel.measure import measure_costs
 from .parallel.mesh import Degrees
 from .parallel.plan import Pieces, Plan, make_plan
 from .precision.dtypes import DTYPES, LossScale, compute_dtype, dtype_name
+from .precision.hardware import require_formats
 from .train.average import WeightAverage
 from .train.balance import Balance
 from .train.in_backward import UpdateInBackward
@@ -84,6 +85,7 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
     """
     if fresh and recipe.lora.rank and not recipe.run.init_from:
         log.warning("lora.rank is given without run.init_from: random weights are frozen")
+    require_formats(recipe.precision, recipe.model, device)
     plan = make_plan(recipe.parallel, world.rank, world.world_size, device)
     _apply_determinism(recipe.run.deterministic)
     tokenizer = recipe.tokenizer.build()
@@ -167,6 +169,10 @@ def build_model(
         model = config.build(kernels)
         if recipe.lora.rank:
             notes.append(add_adapters(model, config.layout, recipe.lora))
+    if plan and recipe.precision.narrow:
+        from .precision.products import narrow
+
+        notes += narrow(model, config, recipe.precision.narrow)
     notes += served(kernels)
     model.compute_dtype = dtype
     pieces = Pieces()

@@ -106,7 +106,7 @@ def _devices() -> Iterator[Finding]:
     import torch
 
     from .observe.throughput import device_peak_flops
-    from .precision.hardware import multiplies_bf16
+    from .precision.hardware import multiplies_bf16, multiplies_narrow
 
     threads = f"{torch.get_num_threads()} threads for torch"
     yield Finding("cpu", "ok", f"{_cpu_name()}, {os.cpu_count()} cores, {threads}")
@@ -123,6 +123,10 @@ def _devices() -> Iterator[Finding]:
         native, reason = multiplies_bf16(device)
         word = "bf16" if native else "fp32"
         yield Finding(f"{device} computes in", "ok", f'{word} with compute = "auto": {reason}')
+        for narrow in ("float8", "mx"):
+            native, reason = multiplies_narrow(narrow, device)
+            how = "in hardware" if native else "emulated only"
+            yield Finding(f"{device} {narrow}", "ok", f"{how}: {reason}")
 
 
 def _cpu_name() -> str:

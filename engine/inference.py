@@ -183,6 +183,7 @@ def _empty_model(
 def _in_stages(recipe: Recipe, ranks: int) -> Recipe:
     """Return a recipe whose model's blocks are split over ranks, and nothing else."""
     from .parallel.tables import Parallel
+    from .precision.tables import MX, Float8
     from .recipe.tables import Compile, Memory
 
     blocks = getattr(recipe.model, "n_layers", 0)
@@ -192,7 +193,9 @@ def _in_stages(recipe: Recipe, ranks: int) -> Recipe:
             f"take at most {blocks}" if recipe.model.layout.pipeline else "take one process",
         )
     parallel = Parallel(pipeline=ranks, shard=1)
+    precision = recipe.precision.model_copy(update={"float8": Float8(), "mx": MX()})
     update = {"parallel": parallel, "memory": Memory(), "compile": Compile()}
+    update["precision"] = precision
     return recipe.model_copy(update=update)
 
 

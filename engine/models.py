@@ -11,6 +11,7 @@ from ..model_zoo.deepseek_v3.config import DeepSeekV3Config
 from ..model_zoo.gpt_oss.config import GptOssConfig
 from ..model_zoo.llama3.config import Llama3Config
 from ..model_zoo.llama4.config import Llama4Config
+from ..model_zoo.mixtral.config import MixtralConfig
 from ..model_zoo.qwen3.config import Qwen3Config
 from .errors import CheckpointError
 from .registry import Registry
@@ -20,6 +21,7 @@ models.register(Llama3Config)
 models.register(DeepSeekV3Config)
 models.register(GptOssConfig)
 models.register(Llama4Config)
+models.register(MixtralConfig)
 models.register(Qwen3Config)
 
 

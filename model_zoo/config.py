@@ -80,6 +80,9 @@ class ModelConfig(Sizes):
         """Return why ranks of an axis cannot share a model of these sizes; empty: they can."""
         return ""
 
+    def require_hf(self) -> None:
+        """Raise a ValueError of what the Hugging Face models of the family cannot be."""
+
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of every parameter, in the module's order.
 

@@ -22,6 +22,13 @@ MLP_TENSOR = {
     "layers.{i}.mlp.up.weight": "columns",
     "layers.{i}.mlp.down.weight": "rows",
 }
+MOE_TENSOR = {
+    "layers.{i}.mlp.norm.weight": "norm",
+    "layers.{i}.mlp.router.weight": "whole",
+    "layers.{i}.mlp.shared.gate.weight": "whole",
+    "layers.{i}.mlp.shared.up.weight": "whole",
+    "layers.{i}.mlp.shared.down.weight": "whole",
+}
 ENDS_HF = {
     "embed.weight": "model.embed_tokens.weight",
     "head.norm.weight": "model.norm.weight",
@@ -57,6 +64,8 @@ EXPERTS_STACKS = {
     "layers.{i}.mlp.experts.down": ("model.layers.{i}.mlp.experts.{j}.down_proj.weight",),
 }
 """as models are published, and as transformers saves them"""
+EXPERTS_FORMS = {"layers.{i}.mlp.experts.gate_up": ("joined",)}
+"""where all experts are in one tensor"""
 HF_KEYS = {
     "hidden_size": "dim",
     "num_hidden_layers": "n_layers",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, product
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -49,13 +50,17 @@ class Layout:
         ring: whether keys and values may then go around in a ring, where attention has neither
             windows nor sinks.
         pipeline: whether `forward` computes some of the blocks alone.
+        experts: path inside a block of the module whose parameters have a row for each expert;
+            empty: there is none.
         hf_names: our parameter name -> Hugging Face's; `{i}` stands for a block's number.
-        hf_stacks: our parameter [E, rows, columns] -> Hugging Face's names of the matrices that it
-            is made of; `{j}` stands for a number below E, and the rows of several names follow each
-            other. A folder may hold the parameter as one tensor too, by its name in `hf_names`.
+        hf_stacks: our parameter [E, ..., rows, columns] -> Hugging Face's names of the matrices
+            that it is made of; `{j}` stands for a number below E, and there is one name for each
+            matrix of that number. A folder may hold the parameter as one tensor too, by its name in
+            `hf_names`.
         hf_copies: endings of names under which a folder may hold once more what others hold.
-        hf_forms: our parameter [E, ...] -> what makes Hugging Face's of it: "interleaved" puts the
-            first and second half of dim 1 in turns, "transposed" then swaps dims 1 and 2.
+        hf_forms: our parameter [E, ...] -> what makes Hugging Face's of it: dims 1 and 2 of [E, 2,
+            F, ...] become one, "joined" as they are, or "interleaved", in turns of the two;
+            "transposed" then swaps dims 1 and 2.
         hf_keys: key of Hugging Face's config.json (dots for nesting) -> key of ours, for what must
             agree if weights shall mean the same.
         hf_possible: key of config.json -> the values that the family can compute.
@@ -73,6 +78,7 @@ class Layout:
     context: bool = False
     ring: bool = True
     pipeline: bool = False
+    experts: str = ""
     hf_names: Mapping[str, str] = field(default_factory=dict)
     hf_stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     hf_copies: tuple[str, ...] = ()
@@ -94,6 +100,10 @@ class Layout:
             raise KeyError(f"no tensor parallel style for {', '.join(missing)}")
         return {name: style for name, style in styles.items() if style is not None}
 
+    def is_expert(self, name: str) -> bool:
+        """Return whether a parameter has a row for each expert."""
+        return bool(self.experts) and f".{self.experts}." in name
+
     def to_hf(self, name: str) -> str | None:
         """Return Hugging Face's name of our parameter, or None where the table has none."""
         return translate(name, self.hf_names)
@@ -110,24 +120,30 @@ class Layout:
         stack = _lookup(name, self.hf_stacks)
         if stack is None or whole in stored:
             _, form = _lookup(name, self.hf_forms) or ("", ())
-            theirs = (shape[0], shape[2], shape[1]) if "transposed" in form else shape
+            theirs = _formed(shape, form)
             return [Part(name, whole, (0,) * len(shape), theirs, form)] if whole else []
         number, templates = stack
-        rows = shape[1] // len(templates)
+        places = product(*map(range, shape[:-2]))
         return [
             Part(
-                f"{name}[{j}, {k * rows}:{(k + 1) * rows}]",
-                template.replace("{i}", number).replace("{j}", str(j)),
-                (j, k * rows, 0),
-                (rows, *shape[2:]),
+                f"{name}[{', '.join(map(str, place))}]",
+                template.replace("{i}", number).replace("{j}", str(place[0])),
+                (*place, 0, 0),
+                shape[-2:],
             )
-            for j in range(shape[0])
-            for k, template in enumerate(templates)
+            for place, template in zip(places, cycle(templates))
         ]
 
     def from_hf(self, name: str) -> str | None:
         """Return our name of a Hugging Face parameter, or None where the table has none."""
         return translate(name, {theirs: ours for ours, theirs in self.hf_names.items()})
+
+
+def _formed(shape: Shape, form: Sequence[str]) -> Shape:
+    """Return what `Layout.hf_forms` makes of a shape."""
+    if "joined" in form or "interleaved" in form:
+        shape = (shape[0], shape[1] * shape[2], *shape[3:])
+    return (shape[0], shape[2], shape[1]) if "transposed" in form else shape
 
 
 def translate(name: str, table: Mapping[str, str]) -> str | None:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 def as_theirs(rows: Tensor, form: Sequence[str]) -> Tensor:
     """Return some rows of a parameter as `Layout.hf_forms` has them elsewhere."""
     if "interleaved" in form:
-        rows = torch.stack(rows.chunk(2, 1), 2).flatten(1, 2)
+        rows = rows.transpose(1, 2)
+    if "interleaved" in form or "joined" in form:
+        rows = rows.flatten(1, 2)
     return (rows.mT if "transposed" in form else rows).contiguous()
 
 
@@ -24,8 +26,10 @@ def as_ours(rows: Tensor, form: Sequence[str]) -> Tensor:
     """Return what `as_theirs` was given."""
     if "transposed" in form:
         rows = rows.mT
+    if "joined" in form:
+        rows = rows.reshape(len(rows), 2, -1, *rows.shape[2:])
     if "interleaved" in form:
-        rows = rows.reshape(len(rows), -1, 2, *rows.shape[2:]).transpose(1, 2).flatten(1, 2)
+        rows = rows.reshape(len(rows), -1, 2, *rows.shape[2:]).transpose(1, 2)
     return rows.contiguous()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ MAX_HEADER_BYTES = 16 * 2**20
 MAX_INDEX_BYTES = 64 * 2**20
 MAX_CONFIG_BYTES = 2**20
 MAX_SHOWN = 20
+TEXT = "language_model."
+"""of a model that sees images too"""
 
 
 @dataclass(frozen=True)
@@ -34,16 +36,39 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int = 0
     """of its first byte in the file"""
+    scales: StoredTensor | None = None
+    """of a tensor in MXFP4, which counts as the BF16 that it is read as"""
 
 
 def list_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors of `model.safetensors`, or else of every file that the index names.
 
-    Every file is opened and found whole.
+    Every file is opened and found whole. What is packed in MXFP4 appears under its own name. Of a
+    model that sees images too, the language model's tensors alone are there.
 
     Raises:
         CheckpointError: there is nothing to read, or a file is damaged, missing or hostile.
     """
+    found = _unpacked(_list_files(folder))
+    words = {name.removeprefix(TEXT): each for name, each in found.items() if name.startswith(TEXT)}
+    return words or found
+
+
+def _unpacked(found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    tensors = dict(found)
+    for name, blocks in found.items():
+        whole = name.removesuffix("_blocks")
+        scales = found.get(f"{whole}_scales")
+        is_packed = whole != name and blocks.dtype == "U8" and blocks.shape[3:] == (16,)
+        if is_packed and scales and (scales.dtype, scales.shape) == ("U8", blocks.shape[:3]):
+            del tensors[name], tensors[f"{whole}_scales"]
+            experts, columns, groups, _ = blocks.shape
+            shape = (experts, 32 * groups, columns)
+            tensors[whole] = replace(blocks, dtype="BF16", shape=shape, scales=scales)
+    return tensors
+
+
+def _list_files(folder: Path) -> dict[str, StoredTensor]:
     regular = _regular_files(folder)
     if SINGLE in regular:
         return _read_header(folder / SINGLE)
@@ -67,13 +92,23 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
-    """Return what `config.json` says, or None if there is none.
+    """Return what `config.json` says of the language model, or None if there is none.
+
+    Nothing is said of MXFP4: `list_tensors` reads it.
 
     Raises:
         CheckpointError: it cannot be read.
     """
     path = folder / CONFIG
-    return read_json(path, MAX_CONFIG_BYTES) if path.is_file() else None
+    if not path.is_file():
+        return None
+    settings = read_json(path, MAX_CONFIG_BYTES)
+    if settings.get("model_type") == "llama4" and isinstance(settings.get("text_config"), dict):
+        settings = settings["text_config"]
+    quantization = settings.get("quantization_config")
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
+        del settings["quantization_config"]
+    return settings
 
 
 @contextmanager

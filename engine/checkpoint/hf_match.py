@@ -6,11 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ...model_zoo.hf_settings import flat, impossible, inconsistent
 from ...model_zoo.hf_settings import shown as text
 from ..errors import nearest
 from .forms import Formed
 from .hf_folder import CONFIG, MAX_SHOWN, StoredTensor, shown
+from .mxfp4 import Mxfp4
 from .tensors import DTYPES, Pieces, Region, Rows, differing
 
 if TYPE_CHECKING:
@@ -176,7 +179,7 @@ def differing_ends(stored: Mapping[str, StoredTensor], match: Match, layout: Lay
     return [f"{head} is there and differs from {embed}; the model has one weight for both"]
 
 
-def stored_rows(parts: Sequence[Part], shape: Shape, stored: Mapping[str, Region]) -> Rows:
+def stored_rows(parts: Sequence[Part], shape: Shape, stored: Mapping[str, Region | Mxfp4]) -> Rows:
     """Return a parameter as it is stored, in one or several tensors of one dtype.
 
     Args:
@@ -184,16 +187,23 @@ def stored_rows(parts: Sequence[Part], shape: Shape, stored: Mapping[str, Region
         shape: of the parameter.
         stored: tensors by their names there.
     """
-    regions = [stored[part.name] for part in parts]
-    if len(regions) == 1:
-        form = parts[0].form
-        return Formed(regions[0], form, shape, is_theirs=True) if form else regions[0]
+    regions, part = [stored[part.name] for part in parts], parts[0]
+    if part.form:
+        return Formed(regions[0], part.form, shape, is_theirs=True)
+    if len(part.shape) == len(shape):
+        return regions[0]
     # A matrix of a stack lies as a box of the stack does.
-    boxes = [replace(region, shape=(1, *region.shape)) for region in regions]
+    ones = (1,) * (len(shape) - len(part.shape))
+    boxes = [replace(region, shape=(*ones, *region.shape)) for region in regions]
     starts = [part.start for part in parts]
     return Pieces(regions[0].dtype, shape, tuple(zip(starts, boxes, strict=True)))
 
 
-def region_of(stored: StoredTensor) -> Region:
+def region_of(stored: StoredTensor) -> Region | Mxfp4:
     """Return a tensor as one that can be read; its dtype is one of `DTYPES`."""
-    return Region(stored.file, stored.offset, DTYPES[stored.dtype], stored.shape)
+    scales = stored.scales
+    if scales is None:
+        return Region(stored.file, stored.offset, DTYPES[stored.dtype], stored.shape)
+    packed = Region(stored.file, stored.offset, torch.uint8, (*scales.shape, 16))
+    powers = Region(scales.file, scales.offset, torch.uint8, scales.shape)
+    return Mxfp4(packed, powers, stored.shape)

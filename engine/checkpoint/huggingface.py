@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..lora.names import is_adapter
-from ..parallel.materialize import first_element
+from ..parallel.box import held_box
 from .hf_folder import CONFIG, list_tensors, listed, read_config
 from .hf_match import differing_ends, match
 from .tensors import BLOCK_BYTES, Rows, row_bytes, row_count
@@ -73,22 +74,30 @@ def fill_parameter(parameter: Tensor, stored: Rows) -> None:
         _fill_rows(parameter, stored, 0)
         return
     sharded = cast("DTensor", parameter)
-    local, start = sharded.to_local(), first_element(sharded)
-    if start is not None:
-        if local.numel():
-            _fill_rows(local, stored, start // parameter.shape[1:].numel())
-        return
-    # Importing it takes half as long as torch itself; only sharded runs pay.
-    from torch.distributed.tensor import distribute_tensor
+    local, box = sharded.to_local(), held_box(sharded)
+    if box is None:
+        # Importing it takes half as long as torch itself; only sharded runs pay.
+        from torch.distributed.tensor import distribute_tensor
 
-    full = stored.read(0, row_count(stored.shape)).to(local)
-    mesh, placements = sharded.device_mesh, sharded.placements
-    local.copy_(distribute_tensor(full, mesh, placements, src_data_rank=None).to_local())
+        full = stored.read(0, row_count(stored.shape)).to(local)
+        mesh, placements = sharded.device_mesh, sharded.placements
+        local.copy_(distribute_tensor(full, mesh, placements, src_data_rank=None).to_local())
+    elif local.numel():
+        _fill_rows(local, stored, box.start[0], box.columns)
 
 
-def _fill_rows(target: Tensor, stored: Rows, first: int) -> None:
-    """Fill a tensor with the rows of a stored one from `first` on, a few at a time."""
+def _fill_rows(
+    target: Tensor,
+    stored: Rows,
+    first: int,
+    columns: Callable[[Tensor], Tensor] = lambda rows: rows,
+) -> None:
+    """Fill a tensor with the rows of a stored one from `first` on, a few at a time.
+
+    Args:
+        columns: returns what is wanted of some rows.
+    """
     step = max(1, BLOCK_BYTES // max(1, row_bytes(stored.shape, stored.dtype)))
     for start in range(0, len(target), step):
         part = target[start : start + step]
-        part.copy_(stored.read(first + start, first + start + len(part)))
+        part.copy_(columns(stored.read(first + start, first + start + len(part))))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from ...model_zoo.layers.moe_config import is_load
 from ..errors import CheckpointError, nearest
 from ..train.state import model_state
 from .find import find_checkpoint
@@ -30,7 +31,8 @@ def load_state(
 
     The first word of a name is its section ("model", "optimizer", "rng"). Of each section that
     `state` has, every name of the checkpoint must be there, except in "rng", whose names belong to
-    ranks. Other sections of the checkpoint are left alone.
+    ranks. Other sections of the checkpoint are left alone. Without "optimizer", loads of experts
+    may be on one side only.
 
     Args:
         path: a checkpoint that was found intact, and its manifest.
@@ -41,6 +43,11 @@ def load_state(
         CheckpointError: names, shapes or dtypes differ, all listed, and no tensor was touched; or
             the files cannot be read.
     """
+    if not any(_section(name) == "optimizer" for name in state):  # no run goes on from here
+        saved = manifest.tensors
+        state = {name: each for name, each in state.items() if name in saved or not is_load(name)}
+        left = (_parameter(name) for name in saved if is_load(name) and name not in state)
+        elsewhere = {*elsewhere, *left}
     ranks = Ranks(group)
     ranks.reduce(lambda: _check_fit(path, manifest, state, elsewhere), lambda _: None)
     ranks.reduce(lambda: _read(path, manifest, state), lambda _: None)

@@ -181,11 +181,10 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Some rows of one of the matrices [rows, columns] that a tensor [E, ...] is a stack of."""
+    """One of the matrices [rows, columns] that a tensor [E, ..., rows, columns] is a stack of."""
 
     source: Rows
-    number: int
-    first_row: int
+    place: tuple[int, ...]
     shape: tuple[int, ...]
 
     @property
@@ -195,8 +194,8 @@ class Matrix:
 
     def read(self, first: int, last: int) -> Tensor:
         """Return some rows."""
-        matrix = self.source.read(self.number, self.number + 1)[0]
-        return matrix[self.first_row + first : self.first_row + last]
+        number, *inside = self.place
+        return self.source.read(number, number + 1)[(0, *inside)][first:last]
 
 
 def part_of(tensor: Rows, part: Part) -> Rows:
@@ -205,12 +204,14 @@ def part_of(tensor: Rows, part: Part) -> Rows:
         return Formed(tensor, part.form, part.shape)
     if len(part.shape) == len(tensor.shape):
         return tensor
-    number, first_row, *_ = part.start
+    place = part.start[: -len(part.shape)]
     if isinstance(tensor, Region):  # of which no more need be read
-        rows = number * tensor.shape[1] + first_row
-        offset = tensor.offset + rows * row_bytes(part.shape, tensor.dtype)
-        return replace(tensor, offset=offset, shape=part.shape)
-    return Matrix(tensor, number, first_row, part.shape)
+        number = 0
+        for at, count in zip(place, tensor.shape, strict=False):
+            number = number * count + at
+        size = row_count(part.shape) * row_bytes(part.shape, tensor.dtype)
+        return replace(tensor, offset=tensor.offset + number * size, shape=part.shape)
+    return Matrix(tensor, place, part.shape)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...model_zoo.layers.moe_config import is_load
 from ..checkpoint.hf_folder import listed
 from ..checkpoint.tensors import Rows, differing, nbytes
 from ..data.configs import BytesTokenizer, HFTokenizer, TokenizerConfig
@@ -106,6 +107,8 @@ def convert(
     if options.section != "model":
         opener = partial(open_native, section=options.section)
     opened = opener(source, recipe)
+    if format_ is HUGGINGFACE:
+        opened.tensors = {name: t for name, t in opened.tensors.items() if not is_load(name)}
     # A Hugging Face folder's own files say what transformers needs.
     has_own = format_ is HUGGINGFACE and opened.settings is not None
     job = _job(opened, target, options, wants_tokenizer=not has_own and format_ is not TORCH)

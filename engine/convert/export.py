@@ -16,7 +16,7 @@ from ..checkpoint.forms import as_theirs
 from ..checkpoint.hf_folder import CONFIG
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.tensors import Held, row_bytes
-from ..parallel.materialize import first_element
+from ..parallel.box import held_box, holds_rows
 from .hf_files import GENERATION, config_json, generation_json, write_json
 from .opened import hf_parts
 from .shards import Shard, index_of, lay_out, main_dtype
@@ -199,31 +199,31 @@ def _own_rows(tensor: Tensor, is_my_turn: bool) -> tuple[Tensor, int] | None:
     if type(tensor) in (Tensor, nn.Parameter):
         return (tensor, 0) if is_my_turn else None
     sharded = cast("DTensor", tensor.detach())
-    start, coordinate = first_element(sharded), sharded.device_mesh.get_coordinate()
-    if start is None or coordinate is None:
+    box, coordinate = held_box(sharded), sharded.device_mesh.get_coordinate()
+    if box is None or coordinate is None or not holds_rows(sharded):
         return None
     placed = zip(coordinate, sharded.placements, strict=True)
     if any(at for at, placement in placed if placement.is_replicate()):
         return None  # another rank holds the same rows
-    return sharded.to_local(), start // max(1, tensor.shape[1:].numel())
+    return sharded.to_local(), box.start[0]
 
 
 def _is_cut_otherwise(tensor: Tensor) -> bool:
     is_plain = type(tensor) in (Tensor, nn.Parameter)
-    return not is_plain and first_element(cast("DTensor", tensor)) is None
+    return not is_plain and not holds_rows(cast("DTensor", tensor))
 
 
 def _stretches(places: list[_Place], rows: Tensor, first_row: int) -> Iterator[Stretch]:
     """Yield what a rank that holds some rows of a weight writes to the files of its parts."""
     for place in places:
         part, held, start = place.part, rows, first_row
-        if len(part.shape) < rows.dim():  # one of a stack of matrices
+        if part.form:
+            held = as_theirs(rows, part.form)
+        elif len(part.shape) < rows.dim():  # one of a stack of matrices
             number, start = part.start[0] - first_row, 0
             if not 0 <= number < len(rows):
                 continue
-            held = rows[number, part.start[1] : part.start[1] + part.shape[0]]
-        elif part.form:
-            held = as_theirs(rows, part.form)
+            held = rows[(number, *part.start[1 : -len(part.shape)])]
         offset = place.offset + start * row_bytes(part.shape, place.dtype)
         yield from stretches(place.file, offset, Held(held), place.dtype)
 

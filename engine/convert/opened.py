@@ -62,7 +62,7 @@ def config_or_error(make: Callable[[], ModelConfig], place: Path) -> ModelConfig
 def parameter_shapes(
     config: ModelConfig, found: Mapping[str, Shape], place: Path
 ) -> dict[str, Shape]:
-    """Return the shape of each parameter of a model, and of buffers that others save too.
+    """Return the shape of each parameter of a model, and of buffers that are there or must be.
 
     Args:
         config: with its vocabulary settled.
@@ -91,8 +91,9 @@ def parameter_shapes(
         raise CheckpointError(listed(f"{place} does not fit its own sizes:", problems))
     with without_storage():
         model = config.build(choose({}, "cpu", 64))
-    buffers = {n: each for n, each in model.saved_buffers().items() if config.layout.to_hf(n)}
-    return {name: tuple(x.shape) for name, x in [*model.named_parameters(), *buffers.items()]}
+    saved, to_hf = model.saved_buffers().items(), config.layout.to_hf
+    buffers = [(name, each) for name, each in saved if to_hf(name) or name in found]
+    return {name: tuple(each.shape) for name, each in [*model.named_parameters(), *buffers]}
 
 
 def _value(config: ModelConfig, key: str) -> Any:
@@ -125,8 +126,13 @@ def hf_parts(shapes: Mapping[str, Shape], config: ModelConfig) -> dict[str, list
     """Return the tensors in which Hugging Face stores each of a model's.
 
     Raises:
-        CheckpointError: the table of the model has no name for some.
+        CheckpointError: the table of the model has no name for some, or there is no such model.
     """
+    try:
+        config.require_hf()
+    except ValueError as error:
+        sentence = f'no Hugging Face model is what this "{config.name}" is: {error}'
+        raise CheckpointError(sentence, "convert it by dcp2torch") from error
     found = {name: config.layout.hf_parts(name, shape) for name, shape in shapes.items()}
     nameless = [
         f'{name}: model "{config.name}" has no Hugging Face name for it'

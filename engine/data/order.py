@@ -79,7 +79,7 @@ def shares(weights: Sequence[float], total: int = MIXTURE_PERIOD) -> list[int]:
     for index in np.argsort(counts - exact, kind="stable")[: max(total - counts.sum(), 0)]:
         counts[index] += 1
     while counts.sum() > total:
-        counts[np.argmax(counts - exact)] -= 1
+        counts[np.argmax(np.where(counts > 1, counts - exact, -np.inf))] -= 1
     return [int(count) for count in counts]
 
 

@@ -54,9 +54,10 @@ def work_of(operation: Any, args: Sequence[Any], kwargs: dict[str, Any], out: An
 
 
 def _in_recomputation(count: int) -> Work:
-    # Gradients are computed without gradients of their own; blocks that run again are not.
+    # What runs again saves tensors for gradients; what computes gradients does not.
     in_backward = torch._C._current_graph_task_id() != -1
-    return Work(again=count) if in_backward and torch.is_grad_enabled() else Work(model=count)
+    saves = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return Work(again=count) if in_backward and saves else Work(model=count)
 
 
 def _attention(given: dict[str, Any]) -> tuple[int, int]:

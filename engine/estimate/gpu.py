@@ -28,9 +28,17 @@ def for_gpu(recipe: Recipe) -> Recipe:
 
 
 def without_triton(recipe: Recipe) -> Recipe:
-    """Return a recipe with torch's kernels for Triton's: they hold the same, and run here."""
+    """Return a recipe with torch's kernels for Triton's: they hold the same, and run here.
+
+    MX is emulated: that keeps the same for the backward pass, and widens operands for a moment.
+    """
     words = {key: "torch" for key, word in recipe.kernels.model_dump().items() if word == "triton"}
-    return recipe.model_copy(update={"kernels": recipe.kernels.model_copy(update=words)})
+    mx = recipe.precision.mx.model_copy(update={"emulate": True})
+    update = {
+        "kernels": recipe.kernels.model_copy(update=words),
+        "precision": recipe.precision.model_copy(update={"mx": mx}),
+    }
+    return recipe.model_copy(update=update)
 
 
 def with_gpu_kernels(built: BuiltModel) -> BuiltModel:

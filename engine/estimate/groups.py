@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..parallel.mesh import AXES, Degrees, is_sharded
+from ..parallel.mesh import AXES, EXPERT_AXES, Degrees, is_sharded
 
 if TYPE_CHECKING:
     from ..recipe.schema import Recipe
@@ -60,10 +60,21 @@ def mesh_groups(recipe: Recipe, degrees: Degrees, gpus_per_node: int) -> Iterato
                 start // gpus_per_node == (start + first[-1]) // gpus_per_node for start in starts
             )
             yield Group(along, len(first), len(starts), first[:16], INSIDE if inside else ACROSS)
+    for axis in EXPERT_AXES:
+        if (ranks := getattr(degrees, axis)) > 1:
+            firsts = (n for n in range(degrees.world) if not getattr(degrees.coordinate(n), axis))
+            groups = [members_of(degrees, [axis], first) for first in firsts]
+            links = {link_among(group, gpus_per_node) for group in groups}
+            link = INSIDE if links == {INSIDE} else ACROSS
+            yield Group((axis,), ranks, len(groups), tuple(groups[0][:16]), link)
 
 
 def members_of(degrees: Degrees, along: Sequence[str], rank: int) -> list[int]:
     """Return the ranks that differ from the lowest of them, `rank`, along some axes alone."""
+    if tuple(along) == ("expert",):
+        return list(range(rank, rank + degrees.expert_ranks, degrees.expert_tensor))
+    if tuple(along) == ("expert_tensor",):
+        return list(range(rank, rank + degrees.expert_tensor))
     found, stride = [rank], 1
     for axis in reversed(AXES):
         degree = getattr(degrees, axis)
@@ -79,4 +90,9 @@ def link_of(degrees: Degrees, rank: int, axes: Sequence[str], kind: str, gpus_pe
     if kind.startswith("send"):
         step = 1 if kind == "send to next" else -1
         members = [rank, members[(members.index(rank) + step) % len(members)]]
-    return INSIDE if len({each // gpus_per_node for each in members}) == 1 else ACROSS
+    return link_among(members, gpus_per_node)
+
+
+def link_among(ranks: Iterable[int], gpus_per_node: int) -> str:
+    """Return whether all of these ranks are in one node."""
+    return INSIDE if len({rank // gpus_per_node for rank in ranks}) == 1 else ACROSS

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from ..parallel.cut import cut_blocks, num_micro_batches, stage_costs
 from ..parallel.grid import Grid, bubble_fraction, schedule_grid
-from ..parallel.mesh import AXES, Degrees, resolve_degrees
+from ..parallel.mesh import AXES, EXPERT_AXES, Degrees, expert_grid, resolve_degrees
 from ..parallel.placement import Placed, placements
 from ..parallel.schedule_file import read_schedule
-from .groups import Group, link_of, mesh_groups, shown_ranks
+from .groups import Group, link_among, link_of, mesh_groups, shown_ranks
 
 if TYPE_CHECKING:
     from ..recipe.schema import Recipe
@@ -186,7 +186,15 @@ def store(placed: Placed, degrees: Degrees) -> Stored:
     """Return what a rank stores of a parameter."""
     shape = list(placed.shape)
     # As torch.chunk cuts, first for the tensor axis: the first piece is the largest.
-    for axis, ranks in (("tensor", degrees.tensor), ("shard", degrees.shard * degrees.context)):
+    axes = {
+        "expert": degrees.expert,
+        "expert_tensor": degrees.expert_tensor,
+        "tensor": degrees.tensor,
+        "shard": degrees.shard * degrees.context,
+    }
+    if "expert" in placed.place:
+        _, axes["shard"] = expert_grid(degrees, sharded=True)
+    for axis, ranks in axes.items():
         dim = placed.place.get(axis)
         if dim is not None:
             shape[dim] = -(-shape[dim] // ranks)
@@ -257,11 +265,16 @@ def needs_of(counts: Counts, place: int, degrees: Degrees, gpus_per_node: int) -
     rank = place * (degrees.world // degrees.pipeline)
     flows = []
     for route, size in counts.message_bytes.items():
-        ranks = prod(getattr(degrees, axis) for axis in route.axes)
-        link = link_of(degrees, rank, route.axes, route.kind, gpus_per_node)
+        if route.part:
+            ranks, stride = route.part
+            link = link_among(range(rank, rank + ranks * stride, stride), gpus_per_node)
+        else:
+            ranks = prod(getattr(degrees, axis) for axis in route.axes)
+            link = link_of(degrees, rank, route.axes, route.kind, gpus_per_node)
         calls, sent = counts.calls[route], ring_bytes(route.kind, size, ranks)
         flows.append(Flow(route.axes, route.kind, ranks, link, calls, size, sent))
-    flows.sort(key=lambda flow: (len(flow.axes), AXES.index(flow.axes[0]), flow.kind))
+    order = (*AXES, *EXPERT_AXES)
+    flows.sort(key=lambda flow: (len(flow.axes), order.index(flow.axes[0]), flow.kind, flow.ranks))
     return Needs(
         place=place,
         rank=rank,

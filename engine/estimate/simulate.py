@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..assemble import build_model, build_step
 from ..errors import RecipeError
-from ..parallel import data
+from ..parallel import data, expert
 from ..parallel.cut import SPLIT_BACKWARD, cut_blocks, num_micro_batches
 from ..parallel.data import Parallelized
 from ..parallel.local import local
@@ -222,7 +222,12 @@ def simulated_step(
         changes["async_tensor"] = False
         recipe = recipe.model_copy(update={"compile": Compile()})
     recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=changes)})
-    with _fake_ranks(rank, ranks), patch.object(data, "_replicate", _without_ddp):
+    with (
+        _fake_ranks(rank, ranks),
+        patch.object(data, "_replicate", _without_ddp),
+        # Nobody can look into counts: every expert has the same load.
+        patch.object(expert, "row_counts", expert.balanced_counts),
+    ):
         plan = make_plan(recipe.parallel, rank, ranks, CPU)
         # Outside of the fake mode: meshes look into tensors.
         built = build_model(recipe, vocab_size, CPU, plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -35,12 +36,15 @@ class Route(NamedTuple):
     """Which ranks a message goes to, and in which way.
 
     Attributes:
-        axes: of the mesh along which these ranks differ.
+        axes: of the mesh along which these ranks differ; those that share experts differ along one
+            of `EXPERT_AXES`.
         kind: of collective.
+        part: how many they are and how far apart, where they are only some of those along the axes.
     """
 
     axes: tuple[str, ...]
     kind: str
+    part: tuple[int, int] | None = None
 
 
 class Call(NamedTuple):
@@ -62,7 +66,7 @@ class Listener:
     def __init__(self, degrees: Degrees, rank: int) -> None:
         self._degrees = degrees
         self._rank = rank
-        self._axes: dict[str, tuple[str, ...]] = {}
+        self._places: dict[str, tuple[tuple[str, ...], tuple[int, int] | None]] = {}
 
     def heard(self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
         """Return the call that an operation is; None if it brings nothing to other ranks.
@@ -81,21 +85,30 @@ class Listener:
         names = (argument.name for argument in operation._schema.arguments)
         given = dict(zip(names, args, strict=False)) | kwargs
         group = _group(given.get("process_group", given.get("group_name")))
-        axes = self._axes_of(group)
+        axes, part = self._place_of(group)
         if not axes:  # a rank alone
             return None
+        if kind == ALL_TO_ALL:
+            places = map(self._degrees.coordinate, dist.get_process_group_ranks(group))
+            is_inside = len({place.expert for place in places}) == 1
+            axes, part = ("expert_tensor" if is_inside else "expert",), None
         if kind == SEND_NEXT:
             here = dist.get_group_rank(group, self._rank)
             steps = (given["dst"] - here) % group.size()
             kind = SEND_NEXT if steps == 1 else SEND_PREVIOUS
         message = next(given[name] for name in _MESSAGES if name in given)
-        return Call(Route(axes, kind), sum(each.nbytes for each in _tensors(message)))
+        return Call(Route(axes, kind, part), sum(each.nbytes for each in _tensors(message)))
 
-    def _axes_of(self, group: ProcessGroup) -> tuple[str, ...]:
+    def _place_of(self, group: ProcessGroup) -> tuple[tuple[str, ...], tuple[int, int] | None]:
+        """Return the axes and the part of a group; see `Route`."""
         name = group.group_name
-        if name not in self._axes:
-            self._axes[name] = axes_of(self._degrees, dist.get_process_group_ranks(group))
-        return self._axes[name]
+        if name not in self._places:
+            ranks = dist.get_process_group_ranks(group)
+            axes, part = axes_of(self._degrees, ranks), None
+            if len(ranks) < prod(getattr(self._degrees, axis) for axis in axes):
+                part = len(ranks), ranks[1] - ranks[0]
+            self._places[name] = axes, part
+        return self._places[name]
 
 
 def axes_of(degrees: Degrees, ranks: Iterable[int]) -> tuple[str, ...]:

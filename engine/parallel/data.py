@@ -51,6 +51,21 @@ class Parallelized:
     keeps_gradients: bool = False
 
 
+@dataclass(frozen=True)
+class Experts:
+    """Modules that are sharded over ranks of their own.
+
+    Attributes:
+        mesh: see `build_expert_mesh`.
+        modules: each a unit.
+        placement: of a weight, along the shard axis.
+    """
+
+    mesh: DeviceMesh
+    modules: Sequence[nn.Module]
+    placement: Callable[[nn.Parameter], Any]
+
+
 def placing(
     model: nn.Module, placed: Mapping[str, Mapping[str, int | None]], kept: Collection[str]
 ) -> dict[str, Any]:
@@ -81,6 +96,7 @@ def shard(
     reduce: torch.dtype,
     stages: Collection[Stage] = (),
     placing: Mapping[str, Any] | None = None,
+    experts: Experts | None = None,
 ) -> None:
     """Split the parameters of a model (still on `meta`) over the shard axis, in place.
 
@@ -91,11 +107,11 @@ def shard(
         mesh: see `build_mesh`.
         stages: of a pipeline, in place of the whole model.
         placing: see there; default: dim 0 of all is cut.
+        experts: modules with a mesh of their own.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from torch.distributed.fsdp import fully_shard as fully
 
-    replicated = mesh["replicate"].size() > 1
     pinned = device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pinned) if table.fsdp.offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(
@@ -104,25 +120,32 @@ def shard(
     # A pipeline would gather them again for each micro batch.
     keep = table.fsdp.strategy in KEEPS_WEIGHTS or bool(stages)
 
-    def wrap(module: nn.Module, reshard: bool) -> None:
+    def wrap(module: nn.Module, reshard: bool, mesh: DeviceMesh = mesh, **placing: Any) -> None:
         fully(
             module,
-            mesh=mesh["replicate", "shard"] if replicated else mesh["shard"],
+            mesh=mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"],
             reshard_after_forward=reshard,
             mp_policy=policy,
             offload_policy=offload,
-            **(placing or {}),
+            **placing,
         )
 
+    if experts:
+        from .recompute import hooks_outside
+
+        for module in experts.modules:
+            wrap(module, not keep, experts.mesh, shard_placement_fn=experts.placement)
+            hooks_outside(module)
+    placing = placing or {}
     blocks = list(cast(nn.ModuleList, model.get_submodule(layout.blocks)))
     for block in blocks:
-        wrap(block, reshard=not keep)
+        wrap(block, not keep, **placing)
     if stages:
         modules = dict(model.named_modules())
         for end in {layout.embed, layout.head} & modules.keys():
-            wrap(modules[end], reshard=False)
+            wrap(modules[end], False, **placing)
         for stage in stages:
-            wrap(stage, reshard=False)
+            wrap(stage, False, **placing)
             _prefetch(stage, [part for part in blocks if part in stage.parts], table.fsdp.prefetch)
         return
     head = model.get_submodule(layout.head)
@@ -130,9 +153,9 @@ def shard(
     units = blocks
     if embedding.isdisjoint(head.parameters()):
         # Backward needs the head at once: freeing it after forward would only gather it again.
-        wrap(head, reshard=False)
+        wrap(head, False, **placing)
         units = [*blocks, head]
-    wrap(model, reshard=False)
+    wrap(model, False, **placing)
     _prefetch(model, units, table.fsdp.prefetch)
 
 

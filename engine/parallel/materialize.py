@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...model_zoo.language_model import Constant, Normal
+from .box import Box, held_box
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from ...model_zoo.language_model import LanguageModel
 
 BLOCK = 2**20
+CHUNK = 16 * BLOCK
+"""elements of whole rows that are drawn at a time where a rank holds some columns; or one row"""
 
 
 @contextmanager
@@ -88,32 +91,33 @@ def _fill_shard(parameter: DTensor, rule: Normal | Constant, key: str) -> None:
     # Importing it takes half as long as torch itself; only sharded runs pay.
     from torch.distributed.tensor import distribute_tensor
 
-    local, start = parameter.to_local(), first_element(parameter)
+    local, box = parameter.to_local(), held_box(parameter)
     if isinstance(rule, Constant):
         local.fill_(rule.value)
-    elif start is not None:
-        _fill_normal(local, rule, key, start, parameter.numel())
-    else:
+    elif box is None:
         full = torch.empty(parameter.shape, device=local.device)
         _fill_normal(full, rule, key, 0, parameter.numel())
         mesh, placements = parameter.device_mesh, parameter.placements
         local.copy_(distribute_tensor(full, mesh, placements, src_data_rank=None).to_local())
+    elif box.is_rows(parameter.shape):
+        start = box.start[0] * math.prod(parameter.shape[1:])
+        _fill_normal(local, rule, key, start, parameter.numel())
+    elif local.numel():
+        _fill_columns(local, box, parameter.shape, rule, key)
 
 
-def first_element(parameter: DTensor) -> int | None:
-    """Return where this rank's run of elements begins, or None if it holds no single run."""
-    from torch.distributed.tensor import Shard
-
-    splits = [(dim, p) for dim, p in enumerate(parameter.placements) if not p.is_replicate()]
-    if not splits:
-        return 0
-    mesh_dim, placement = splits[0]
-    if len(splits) > 1 or type(placement) is not Shard or placement.dim != 0:
-        return None
-    # As torch.chunk cuts: equal pieces, rounded up; the last are shorter or empty.
-    mesh, rows = parameter.device_mesh, parameter.shape[0]
-    first_row = min(-(-rows // mesh.size(mesh_dim)) * mesh.get_local_rank(mesh_dim), rows)
-    return first_row * math.prod(parameter.shape[1:])
+def _fill_columns(local: Tensor, box: Box, shape: Sequence[int], rule: Normal, key: str) -> None:
+    """Fill a part of a tensor by way of its rows, a few at a time."""
+    row = math.prod(shape[1:])
+    low, high = box.span(shape)
+    most = min(max(1, CHUNK // row), len(local))
+    buffer = torch.empty(most, *shape[1:])
+    for first, last in box.chunks(most):
+        rows = buffer[: last - first]
+        touched = rows.view(-1)[low : rows.numel() - row + high]
+        _fill_normal(touched, rule, key, first * row + low, math.prod(shape))
+        at = first - box.start[0]
+        local[at : at + last - first].copy_(box.columns(rows))
 
 
 def _fill_normal(target: Tensor, rule: Normal, key: str, start: int, total: int) -> None:

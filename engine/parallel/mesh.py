@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING
 
 from ..errors import Problem, RecipeError
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 """Axes of the ranks' grid; neighbours in rank differ in the last one first."""
+EXPERT_AXES = ("expert", "expert_tensor")
+"""Axes of the grid that experts are placed on, and attention is not."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,10 @@ class Degrees:
     shard: int = 1
     context: int = 1
     tensor: int = 1
+    expert: int = 1
+    """ranks, among those of a stage, that share the experts of a layer"""
+    expert_tensor: int = 1
+    """ranks, among those of a stage, that share each of these experts; neighbours"""
 
     @property
     def data(self) -> int:
@@ -38,13 +44,19 @@ class Degrees:
         return self.data * self.context
 
     @property
+    def expert_ranks(self) -> int:
+        """Ranks that hold all experts of a layer together."""
+        return self.expert * self.expert_tensor
+
+    @property
     def world(self) -> int:
         """All ranks."""
         return prod(getattr(self, axis) for axis in AXES)
 
     def coordinate(self, rank: int) -> Degrees:
         """Return a rank's place along each axis, from 0."""
-        place = {}
+        among = rank % self.expert_ranks
+        place = dict(zip(EXPERT_AXES, divmod(among, self.expert_tensor), strict=True))
         for axis in reversed(AXES):
             rank, place[axis] = divmod(rank, getattr(self, axis))
         return Degrees(**place)
@@ -77,7 +89,7 @@ def resolve_degrees(table: Parallel, world: int) -> Degrees:
         )
     for axis in free:
         given[axis] = world // known
-    return Degrees(**given)
+    return Degrees(**given, expert=table.expert, expert_tensor=table.expert_tensor)
 
 
 def is_sharded(table: Parallel, degrees: Degrees) -> bool:
@@ -89,11 +101,11 @@ def is_sharded(table: Parallel, degrees: Degrees) -> bool:
 def uses_fsdp(table: Parallel, degrees: Degrees) -> bool:
     """Return whether FSDP2 reduces the gradients.
 
-    It does so also for mere replicas of weights that tensor parallelism has split, and of a
-    pipeline's stages: DDP does not know them.
+    It does so also for mere replicas of weights that tensor parallelism has split, of a pipeline's
+    stages, and beside experts that ranks share: DDP does not know them.
     """
     also = degrees.copies > 1 and (degrees.tensor > 1 or degrees.pipeline > 1)
-    return is_sharded(table, degrees) or also
+    return is_sharded(table, degrees) or also or degrees.expert_ranks > 1
 
 
 def build_mesh(degrees: Degrees, device_type: str, *, sharded: bool) -> DeviceMesh:
@@ -112,6 +124,25 @@ def build_mesh(degrees: Degrees, device_type: str, *, sharded: bool) -> DeviceMe
         device_type,
         (degrees.pipeline, replicate, shard, degrees.tensor),
         mesh_dim_names=("pipeline", "replicate", "shard", "tensor"),
+    )
+
+
+def expert_grid(degrees: Degrees, *, sharded: bool) -> tuple[int, int]:
+    """Return how many ranks replicate, and how many shard, each share of the experts."""
+    inner = degrees.shard * degrees.context * degrees.tensor if sharded else 1
+    shard = inner // gcd(inner, degrees.expert_ranks)
+    return degrees.copies * degrees.tensor // degrees.expert_ranks // shard, shard
+
+
+def build_expert_mesh(degrees: Degrees, device_type: str, *, sharded: bool) -> DeviceMesh:
+    """Return the mesh on which experts are placed; all ranks call it."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    replicate, shard = expert_grid(degrees, sharded=sharded)
+    return init_device_mesh(
+        device_type,
+        (degrees.pipeline, replicate, shard, degrees.expert, degrees.expert_tensor),
+        mesh_dim_names=("pipeline", "replicate", "shard", *EXPERT_AXES),
     )
 
 

@@ -10,7 +10,7 @@ from ...model_zoo.layout import translate
 from ..errors import Problem, RecipeError
 from ..lora.names import DOWN, UP, is_adapter, with_adapters
 from ..recipe.shown import dotted
-from .mesh import Degrees, is_sharded
+from .mesh import EXPERT_AXES, Degrees, expert_grid, is_sharded
 from .rules import check_rules, deciding_rules
 
 if TYPE_CHECKING:
@@ -28,9 +28,11 @@ CUT_DIMS = {
     "vocabulary": {"weight": 0},
     "norm": {},
     "whole": {},
+    "experts": {"gate_up": 2, "gate_up_bias": 2, "down": 2},
 }
 """word of `Layout.tensor` -> parameter of such a module -> the dim of which each rank of the tensor
-axis computes with a piece; with the others it computes whole"""
+axis computes with a piece; with the others it computes whole. "experts": of the axis that cuts
+experts"""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Placed:
         name: in the model.
         shape: of the whole.
         place: mesh axis, "shard" or "tensor", to the dim that it cuts; None where its ranks hold
-            the same. The shard axis has the ranks of `shard` and `context`.
+            the same. The shard axis has the ranks of `shard` and `context`. Of experts also
+            `EXPERT_AXES`; their shard axis is that of `expert_grid`.
         decided_by: `rules.0 "PATTERN"`, `style "columns"` (the model's plan), "fsdp", or "whole".
     """
 
@@ -74,6 +77,9 @@ def locate(shapes: Shapes, config: ModelConfig, table: Parallel, degrees: Degree
     for name, shape in shapes.items():
         style, tensor = used_dim(name, config, degrees.tensor)
         where = {"shard": shard, "tensor": tensor}
+        if degrees.expert_ranks > 1 and config.layout.is_expert(name):
+            where, style = _place_of_expert(name, degrees), "experts"
+            where |= {"shard": None if shard is None else _expert_shard_dim(shape, where, degrees)}
         decided_by = f'style "{style}"' if style else "whole" if shard is None else "fsdp"
         if name in rules:
             index, rule = rules[name]
@@ -84,6 +90,24 @@ def locate(shapes: Shapes, config: ModelConfig, table: Parallel, degrees: Degree
             }
         found.append(Placed(name, shape, where, decided_by))
     return found
+
+
+def _place_of_expert(name: str, degrees: Degrees) -> dict[str, int | None]:
+    key = name.rpartition(".")[2]
+    inside = CUT_DIMS["experts"].get(key) if degrees.expert_tensor > 1 else None
+    return {"expert": 0, "expert_tensor": inside, "tensor": None}
+
+
+def _expert_shard_dim(
+    shape: tuple[int, ...], place: Mapping[str, int | None], degrees: Degrees
+) -> int:
+    """Return the dim of which FSDP's ranks hold equal parts, the first if there is none."""
+    local = list(shape)
+    for axis in EXPERT_AXES:
+        if (dim := place[axis]) is not None:
+            local[dim] //= getattr(degrees, axis)
+    _, ranks = expert_grid(degrees, sharded=True)
+    return next((dim for dim, size in enumerate(local) if size % ranks == 0), 0)
 
 
 def refuse_misfits(shapes: Shapes, config: ModelConfig, table: Parallel, degrees: Degrees) -> None:
@@ -110,6 +134,8 @@ def used_dim(name: str, config: ModelConfig, ranks: int) -> tuple[str, int | Non
     """
     if ranks == 1:
         return "", None
+    if config.layout.is_expert(name):
+        return "whole", None
     path, _, key = name.rpartition(".")
     weight = f"{path}.weight" if is_adapter(name) else name
     style = translate(weight, config.layout.tensor)

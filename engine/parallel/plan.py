@@ -18,6 +18,7 @@ from .data import Parallelized
 from .finish import reducing
 from .mesh import (
     Degrees,
+    build_expert_mesh,
     build_mesh,
     context_group,
     is_sharded,
@@ -121,17 +122,38 @@ class Plan:
 
             if self.table.async_tensor:
                 overlap(self.mesh["tensor"].get_group(), self.device)
-            stored = {name: dims["tensor"] for name, dims in placed.items()}
+            stored = {n: dims["tensor"] for n, dims in placed.items() if "expert" not in dims}
             whole = split(model, config, self.mesh["tensor"], stored)
         if self.mesh and uses_fsdp(self.table, self.degrees):
-            units = stages.values()
-            if is_sharded(self.table, self.degrees):
+            units, sharded = stages.values(), is_sharded(self.table, self.degrees)
+            experts = self._share_experts(model, placed, sharded)
+            if sharded:
                 kept = self._keep_whole(model, placed, self.mesh)
             placing = data.placing(model, placed, kept) if self.table.rules else {}
             data.shard(
-                model, layout, self.table, self.mesh, self.device, compute, reduce, units, placing
+                model,
+                layout,
+                self.table,
+                self.mesh,
+                self.device,
+                compute,
+                reduce,
+                units,
+                placing,
+                experts,
             )
         return Pieces(whole, stages, cut, width, kept, layout.embed)
+
+    def _share_experts(
+        self, model: nn.Module, placed: Mapping[str, Mapping[str, int | None]], sharded: bool
+    ) -> data.Experts | None:
+        if self.degrees.expert_ranks == 1:
+            return None
+        from .expert import share_experts
+
+        mesh = build_expert_mesh(self.degrees, self.device.type, sharded=sharded)
+        modules = share_experts(model, mesh, self.degrees, placed)
+        return data.Experts(mesh, modules, data.placing(model, placed, ())["shard_placement_fn"])
 
     def _place(self, model: LanguageModel, config: ModelConfig) -> dict[str, dict[str, int | None]]:
         """Return the dims that are cut of each parameter of a model that is whole as yet.
@@ -237,7 +259,8 @@ def make_plan(table: Parallel, rank: int, ranks: int, device: torch.device) -> P
     degrees = resolve_degrees(table, ranks)
     sharded = is_sharded(table, degrees)
     mesh = context = None
-    if sharded or degrees.tensor > 1 or degrees.pipeline > 1:
+    split = degrees.tensor * degrees.pipeline * degrees.expert_ranks > 1
+    if sharded or split:
         mesh = build_mesh(degrees, device.type, sharded=sharded)
     if degrees.context > 1:
         from .context import ContextParallel

@@ -5,12 +5,16 @@ forward pass again, whole or without the operations whose results are kept.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import (
     CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
@@ -38,6 +42,26 @@ def recompute(block: nn.Module, number: int, memory: Memory, contexts: Contexts 
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     block.forward = recomputed
+
+
+def hooks_outside(module: nn.Module) -> None:
+    """Let the hooks of a module inside of a block run unseen by what keeps results, in place.
+
+    What FSDP does there is not the same when a block runs again.
+    """
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in hooks.items():
+            hooks[key] = _unseen(hook)
+
+
+def _unseen(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        mode = _get_current_dispatch_mode()
+        is_keeping = isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
+        with _pop_mode_temporarily() if is_keeping else nullcontext():
+            return hook(*args, **kwargs)
+
+    return run
 
 
 Contexts = Callable[[], Any]

@@ -104,10 +104,11 @@ class Parallel(Table):
     """compute products while their pieces travel between tensor ranks; needs GPUs and [compile]"""
     pipeline: Degree = 1
     """pipeline parallel: the blocks split over ranks"""
-    expert: Degree = 1
-    """expert parallel: carved out of replicate, shard and context"""
-    expert_tensor: Degree = 1
-    """tensor parallel inside the experts"""
+    expert: Count = 1
+    """expert parallel: so many ranks share the experts of a mixture, and send each other the tokens
+    that these compute; carved out of replicate, shard, context and tensor"""
+    expert_tensor: Count = 1
+    """tensor parallel inside the experts: so many neighbours share each of them; carved out too"""
     fsdp: FSDP = FSDP()
     """how parameters are sharded"""
     pipelining: Pipelining = Pipelining()

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Placement, Replicate, Shard
 
 from ...kernels.choose import Kernels
 from ...kernels.cross_entropy import reference
 from ...kernels.cross_entropy.reference import IGNORED
-from .collectives import gather, gathered, scatter
+from ...model_zoo.layers.moe import moe_layers
+from .collectives import gather, gathered, scatter, summed
 from .placement import CUT_DIMS, used_dim
-from .weights import AdapterWeights, Use, Weights, adopt, lay_out
+from .weights import Use, Weights, adopt, lay_out, placement, used
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,32 +44,41 @@ def split(
         model: whose layout has a style for each of its modules that holds weights.
         config: its sizes.
         mesh: of one axis.
-        stored: parameter name -> the dim of which each rank stores a piece; None: it stores all.
+        stored: parameter name -> the dim of which each rank stores a piece; None: it stores all;
+            others are left alone.
 
     Returns:
         names of the weights that every rank holds whole. Their gradients are to be summed over the
         mesh after the backward pass: each rank has seen a part of the sequence or of the heads.
     """
     whole = set()
+    layers = moe_layers(model).values()
+    # A mixture of experts works on its rank's part of the sequence.
+    inside = {layer.norm for layer in layers}
+    for layer in layers:
+        count, group = layer.router.sum_of_sequence, mesh.get_group()
+        layer.router.sum_of_sequence = partial(_counted, count, group=group)
     for path, module in list(model.named_modules()):
         uses, style = {}, ""
         for key, weight in list(module.named_parameters(recurse=False)):
             name = f"{path}.{key}"
+            if name not in stored:
+                continue
             style, used = used_dim(name, config, mesh.size())
             uses[key] = _use(tuple(weight.shape), key, style, stored[name], used, config, mesh)
-            lay_out(module, key, mesh, [_placement(stored[name])])
+            lay_out(module, key, mesh, [placement(stored[name])])
             if stored[name] is None:
                 whole.add(name)
         if uses:
-            _adapt(module, style, uses, mesh)
+            _adapt(module, "whole" if module in inside else style, uses, mesh)
     if head := dict(model.named_modules()).get(config.layout.head):  # not in a pipeline's middle
         joined = partial(_join_logits, vocab_size=config.vocab, group=mesh.get_group())
         head.register_forward_hook(joined)
     return whole
 
 
-def _placement(dim: int | None) -> Placement:
-    return Replicate() if dim is None else Shard(dim)
+def _counted(count: Callable[[Tensor], Tensor], chosen: Tensor, group: ProcessGroup) -> Tensor:
+    return summed(count(chosen), group)
 
 
 def _use(
@@ -99,10 +108,10 @@ def _adapt(module: nn.Module, style: str, uses: dict[str, Use], mesh: DeviceMesh
     """Let a module see its pieces, and give it the collective of its style."""
     if style == "vocabulary":
         rows = rows_a_rank(len(cast(Tensor, module._parameters["weight"])), mesh.size())
-        adopt(module, _SplitEmbedding, uses)
+        adopt(module, uses, _SplitEmbedding)
         cast(_SplitEmbedding, module).first_row = rows * mesh.get_local_rank()
     else:
-        adopt(module, AdapterWeights if len(uses) > 1 else Weights, uses)
+        adopt(module, uses)
     if hook := HOOKS.get(style):
         module.register_forward_hook(partial(hook, group=mesh.get_group()))
 
@@ -138,7 +147,7 @@ class _SplitEmbedding(Weights):
     first_row: int
 
     def forward(self, tokens: Tensor) -> Tensor:
-        weight = self.weight
+        weight = used(self, "weight")
         row = tokens - self.first_row
         is_here = (row >= 0) & (row < len(weight))
         return F.embedding(row.where(is_here, 0), weight) * is_here.unsqueeze(-1)

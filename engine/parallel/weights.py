@@ -4,14 +4,14 @@ hands out the piece that the module needs, whatever its rank stores.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from .collectives import gather
 
@@ -41,31 +41,13 @@ class Use:
 
 
 class Weights:
-    """Gives a module what it uses of its parameters."""
+    """Gives a module what it uses of its parameters, by properties of their names."""
 
     uses: dict[str, Use]
 
-    @property
-    def weight(self) -> Tensor:
-        """The part of the weight that is used."""
-        return _used(self, "weight")
 
-
-class AdapterWeights(Weights):
-    """Also of an adapter's."""
-
-    @property
-    def lora_a(self) -> Tensor:
-        """The part of A that is used."""
-        return _used(self, "lora_a")
-
-    @property
-    def lora_b(self) -> Tensor:
-        """The part of B that is used."""
-        return _used(self, "lora_b")
-
-
-def _used(owner: Weights, key: str) -> Tensor:
+def used(owner: Weights, key: str) -> Tensor:
+    """Return the part of a parameter that is used."""
     parameter = cast(Tensor, cast(nn.Module, owner)._parameters[key])
     use = owner.uses.get(key)
     if use is None:
@@ -81,17 +63,30 @@ def _used(owner: Weights, key: str) -> Tensor:
     return stored if use.piece is None else stored.narrow(*use.piece)
 
 
-def adopt(module: nn.Module, trait: type[Weights], uses: dict[str, Use]) -> None:
+def adopt(module: nn.Module, uses: dict[str, Use], trait: type[Weights] = Weights) -> None:
     """Let a module see its parameters as `uses` says; later calls add to what earlier ones said."""
-    if not isinstance(module, trait):
+    kind = type(module)
+    if not (isinstance(module, trait) and all(hasattr(kind, key) for key in uses)):
         # One class for all modules of a kind: compiled blocks share their code by it.
-        module.__class__ = _with_trait(cast("Hashable", type(module)), cast("Hashable", trait))
+        module.__class__ = _with_trait(
+            cast("Hashable", kind), cast("Hashable", trait), frozenset(uses)
+        )
     module.uses = {**module.__dict__.get("uses", {}), **uses}  # type: ignore[assignment]
 
 
 @cache
-def _with_trait(base: Any, trait: Any) -> Any:
-    return type(base.__name__, (trait, base), {})
+def _with_trait(base: Any, trait: Any, keys: frozenset[str]) -> Any:
+    return type(base.__name__, (trait, base), {key: view(used, key) for key in keys})
+
+
+def view(function: Callable[[Any, str], Tensor], key: str) -> property:
+    """Return a property that gives what a function says of a module and a parameter's name."""
+    return property(lambda module: function(module, key))
+
+
+def placement(dim: int | None) -> Placement:
+    """Return that of ranks that hold pieces along a dim, or the same (None)."""
+    return Replicate() if dim is None else Shard(dim)
 
 
 def lay_out(module: nn.Module, key: str, mesh: DeviceMesh, placements: list[Placement]) -> None:
@@ -114,5 +109,4 @@ def keep_whole(model: nn.Module, names: Collection[str], mesh: DeviceMesh) -> No
         module._parameters[key] = nn.Parameter(plain, requires_grad=weight.requires_grad)
         lay_out(module, key, mesh, [Replicate()] * mesh.ndim)
         piece = module.uses[key].piece if isinstance(module, Weights) else None
-        trait = AdapterWeights if "lora_a" in module._parameters else Weights
-        adopt(module, trait, {key: Use(piece=piece)})
+        adopt(module, {key: Use(piece=piece)})

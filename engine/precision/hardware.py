@@ -5,8 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..errors import EnvironmentFault
+from .choose import chosen
+
 if TYPE_CHECKING:
     import torch
+
+    from ...model_zoo.config import ModelConfig
+    from ..recipe.tables import Precision
 
 # What Linux calls the instructions: x86 lists `flags`, Arm lists `Features` (Linux: cpuinfo).
 _CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
@@ -34,6 +40,51 @@ def multiplies_bf16(device: torch.device) -> tuple[bool, str]:
         major, minor = torch.cuda.get_device_capability(device)
         return major >= 8, f"{name} has compute capability {major}.{minor}"
     return False, f"nothing is known about {device.type} devices"
+
+
+def multiplies_narrow(word: str, device: torch.device) -> tuple[bool, str]:
+    """Return whether the device multiplies float8 or MX matrices in hardware, and why.
+
+    An NVIDIA GPU does from compute capability 8.9 (float8) or 10.0 (MXFP8) on.
+
+    Args:
+        word: "float8" or "mx".
+        device: of torch.
+    """
+    import torch
+
+    if device.type != "cuda" or torch.version.hip:
+        kind = "AMD's GPUs" if device.type == "cuda" else f"this {device.type.upper()}"
+        return False, f"it is for NVIDIA's GPUs, not for {kind}"
+    least = {"float8": (8, 9), "mx": (10, 0)}[word]
+    name, has = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    text = "{} has compute capability {}.{}".format(name, *has)
+    return has >= least, text if has >= least else text + ", under {}.{}".format(*least)
+
+
+def require_formats(table: Precision, config: ModelConfig, device: torch.device) -> None:
+    """Refuse formats that the device lacks and that are not emulated.
+
+    Raises:
+        EnvironmentFault: it lacks one, or what our kernels need.
+    """
+    from ...kernels.choose import without_triton
+
+    for word, narrow in table.narrow.items():
+        native, reason = multiplies_narrow(word, device)
+        if not native and not narrow.emulate:
+            raise EnvironmentFault(
+                f"precision.{word} cannot run here: {reason}",
+                f"set precision.{word}.emulate = true to compute what it would, more slowly",
+            )
+    experts = any(map(config.layout.is_expert, chosen(table.float8, config)))
+    if experts and device.type == "cuda":
+        native, reason = multiplies_narrow("float8", device)
+        if missing := without_triton("cuda") if native else reason:
+            raise EnvironmentFault(
+                f"experts in float8 are not emulated on a GPU, and cannot run here: {missing}",
+                'set precision.float8.exclude = ["*.experts.*"]',
+            )
 
 
 def bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

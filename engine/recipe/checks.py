@@ -10,6 +10,7 @@ from warnings import catch_warnings
 from .memory_checks import check_memory
 from .plan_checks import check_plan
 from .positions import KeyPath
+from .precision_checks import check_precision
 from .schema import Recipe
 from .shown import printable, shown_value
 
@@ -28,6 +29,8 @@ def check(recipe: Recipe, world: int | None = None) -> list[Finding]:
     """
     parts = (_run, _lengths, _data, _streams, _groups, _targets, _degrees)
     findings = [finding for part in parts for finding in part(recipe)]
+    if not any(path[:1] == ("precision",) for path, _, _ in findings):  # patterns are usable
+        findings += check_precision(recipe, known_degrees(recipe, world))
     return findings + list(_ranks(recipe, world))
 
 
@@ -109,8 +112,13 @@ def _groups(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _targets(recipe: Recipe) -> Iterator[Finding]:
-    for index, pattern in enumerate(recipe.lora.targets):
-        yield from _pattern(("lora", "targets", index), pattern)
+    lists: dict[KeyPath, list[str]] = {("lora", "targets"): recipe.lora.targets}
+    for word, table in (("float8", recipe.precision.float8), ("mx", recipe.precision.mx)):
+        lists["precision", word, "targets"] = table.targets
+        lists["precision", word, "exclude"] = table.exclude
+    for path, patterns in lists.items():
+        for index, pattern in enumerate(patterns):
+            yield from _pattern((*path, index), pattern)
 
 
 def _pattern(path: KeyPath, pattern: str) -> Iterator[Finding]:
@@ -133,10 +141,6 @@ def _degrees(recipe: Recipe) -> Iterator[Finding]:
     for axis in open_axes[1:]:
         message = f"{axis} and {open_axes[0]} are both -1"
         yield ("parallel", axis), message, "give all degrees but one"
-    for axis in ("expert", "expert_tensor"):
-        if getattr(parallel, axis) not in (0, 1):
-            message = f"{axis} = {getattr(parallel, axis)} is not available in this version"
-            yield ("parallel", axis), message, "keep 1"
     if parallel.fsdp.strategy.startswith("hybrid") and parallel.replicate == 1:
         message = f'"{parallel.fsdp.strategy}" replicates over parallel.replicate, which is 1'
         yield ("parallel", "fsdp", "strategy"), message, "set parallel.replicate"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from ..errors import nearest
 from ..parallel.cut import SPLIT_BACKWARD
-from ..parallel.mesh import Degrees, uses_fsdp
+from ..parallel.mesh import EXPERT_AXES, Degrees, uses_fsdp
 from ..parallel.operations import FULL_NAME, WORDS
 from .positions import KeyPath
 from .schema import Recipe
@@ -89,7 +89,8 @@ def _copies(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[tuple[str, s
     samples = degrees["replicate"] * degrees["shard"]
     copies = samples * degrees.get("context", 1)
     strategy = recipe.parallel.fsdp.strategy
-    if copies > 1 and not uses_fsdp(recipe.parallel, Degrees(**degrees)):
+    among = {axis: getattr(recipe.parallel, axis) for axis in EXPERT_AXES}
+    if copies > 1 and not uses_fsdp(recipe.parallel, Degrees(**degrees, **among)):
         hint = "raise parallel.shard" if strategy != "no_shard" else 'take "full_shard"'
         yield "copies (DDP) hold whole gradients until all are reduced", hint
     share = recipe.data.global_batch // max(1, samples)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any
 
 from ..lora.names import with_adapters
+from ..parallel.mesh import EXPERT_AXES
 from ..parallel.placement import used_dim
-from ..parallel.rules import check_rules
+from ..parallel.rules import check_rules, deciding_rules
 from .pipeline_checks import check_pipeline
 from .positions import KeyPath
 from .schema import Recipe
@@ -39,8 +41,42 @@ def check_plan(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
             yield from check_pipeline(recipe, degrees)
         else:
             yield _no_plan(recipe, "pipeline")
+    if recipe.parallel.expert > 1 or recipe.parallel.expert_tensor > 1:
+        yield from _expert(recipe, degrees)
     if recipe.parallel.rules:
         yield from _rules(recipe, degrees)
+
+
+def _expert(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
+    given = {axis: getattr(recipe.parallel, axis) for axis in EXPERT_AXES}
+    given = {axis: ranks for axis, ranks in given.items() if ranks != 1}
+    moe: Any = getattr(recipe.model, "moe", None)
+    axes, ranks = " x ".join(given), prod(given.values())
+    path: KeyPath = ("parallel", next(iter(given)))
+    if not recipe.model.layout.experts or moe is None:
+        name = recipe.model.name
+        yield path, f'the model "{name}" has no experts that ranks could share', "keep 1"
+        return
+    for axis, key in zip(EXPERT_AXES, ("num_experts", "expert_ffn_dim"), strict=True):
+        count, degree = getattr(moe, key), given.get(axis, 1)
+        if degree > 1 and count % degree:
+            message = f"{degree} ranks cannot share model.moe.{key} = {count} evenly"
+            yield ("parallel", axis), message, _nearest(count, degree)
+    stage = ("replicate", "shard", "context", "tensor")
+    if all(axis in degrees for axis in stage):
+        around = prod(degrees[axis] for axis in stage)
+        if around % ranks:
+            message = f"the {around} ranks of a stage are no multiple of {axes} ({ranks})"
+            yield path, message, _nearest(around, ranks)
+    if recipe.compile.enabled:
+        message = "torch.compile cannot trace how many rows ranks send each other"
+        yield path, message, f"set compile.enabled = false, or keep {path[1]} = 1"
+    for index, rule in enumerate(recipe.parallel.rules):
+        names = recipe.model.with_vocab(OPEN_VOCABULARY).parameter_shapes()
+        decided = deciding_rules(filter(recipe.model.layout.is_expert, names), [rule])
+        if decided:
+            message = f"{next(iter(decided))} is placed by parallel.{path[1]}, not by a rule"
+            yield ("parallel", "rules", index, "match"), message, "match other parameters"
 
 
 def _context(recipe: Recipe) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from ..config import Count, CountOrZero, Fraction, RecipePath, Table
 from ..observe import configs as observe
+from ..precision.tables import MX, Float8, Narrow
 from ..registry import Named
 
 
@@ -41,6 +42,16 @@ class Precision(Table):
     """"auto": bf16 where the device multiplies it in hardware, else fp32"""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """dtype of gradient reduction between ranks"""
+    float8: Float8 = Float8()
+    """products in float8"""
+    mx: MX = MX()
+    """products in MXFP8"""
+
+    @property
+    def narrow(self) -> dict[str, Narrow]:
+        """The tables of narrow formats that are enabled, by their word."""
+        tables: dict[str, Narrow] = {"float8": self.float8, "mx": self.mx}
+        return {word: table for word, table in tables.items() if table.enabled}
 
 
 class Memory(Table):

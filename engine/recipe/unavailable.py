@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .positions import KeyPath
 
-_KEYS = ("precision.float8", "precision.mx")
 _VALUES = {
     "kernels.attention": ("triton",),
 }
@@ -12,9 +11,6 @@ _VALUES = {
 
 def unavailable(path: KeyPath, value: object) -> str:
     """Return a message if the contract has this key or word and this version does not."""
-    key = ".".join(str(part) for part in path)
-    if key in _KEYS:
-        return "is not available in this version"
     pattern = ".".join("*" if isinstance(part, int) else part for part in path)
     if isinstance(value, str) and value in _VALUES.get(pattern, ()):
         return f'"{value}" is not available in this version'

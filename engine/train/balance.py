@@ -39,9 +39,8 @@ class Balance:
         self._places = [order.index(f"{name}{ROUTER}") for name in mine]
         experts = max((shape[0] for shape in shapes.values()), default=0)
         self._found = torch.zeros(len(order), experts + EXTRA, dtype=torch.float64, device=device)
-        self._ranks_alike = degrees.tensor
         # DDP and FSDP average over copies, and ranks that share a sequence have a mean each.
-        self._factor = degrees.copies / (rows * degrees.context)
+        self._factor = degrees.copies / (rows * degrees.context * degrees.tensor)
 
     @property
     def exists(self) -> bool:
@@ -60,17 +59,16 @@ class Balance:
             torch._foreach_zero_(factors)
             torch._foreach_add_(factors, scale * self._factor)
 
-    def collect(self, sum_over_ranks: Callable[[Tensor, int], None]) -> None:
+    def collect(self, sum_over_ranks: Callable[[Tensor], None]) -> None:
         """Take what the layers of all ranks have counted since the start; all ranks call it.
 
         Args:
-            sum_over_ranks: sums a tensor in place over all ranks, of which as many as it is told
-                hold the same.
+            sum_over_ranks: sums a tensor in place.
         """
         self._found.zero_()
         for place, layer in zip(self._places, self._layers, strict=True):
             self._found[place].copy_(layer.tally)
-        sum_over_ranks(self._found, self._ranks_alike)
+        sum_over_ranks(self._found)
 
     @torch.no_grad()
     def update(self) -> None:

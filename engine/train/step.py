@@ -121,7 +121,7 @@ class TrainStep:
             total += loss.detach()
         return total
 
-    def _sum_over_ranks(self, count: Tensor, same: int) -> None:
+    def _sum_over_ranks(self, count: Tensor, same: int = 1) -> None:
         """Sum over all ranks, of which `same` count the same, in place."""
         if self.degrees.world > 1:
             dist.all_reduce(count)

@@ -22,32 +22,31 @@ def swiglu(gate: Tensor, up: Tensor, row_weight: Tensor | None = None) -> Tensor
 
 
 class _SwiGLU(torch.autograd.Function):
+    # In place: on a CPU, fresh memory costs as much as a pass over it.
+
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, row_weight: Tensor | None) -> Tensor:
         ctx.save_for_backward(gate, up, row_weight)
-        return _weighted(F.silu(gate) * up, row_weight)
+        out = F.silu(gate).mul_(up)
+        return out if row_weight is None else out.mul_(_column(row_weight, out))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         gate, up, row_weight = ctx.saved_tensors
-        silu, grad_weight = F.silu(gate), None
+        if torch.is_grad_enabled():
+            return backward(grad, gate, up, row_weight)
+        grad_up, grad_weight = F.silu(gate), None
         if row_weight is not None:
-            wide = torch.promote_types(gate.dtype, torch.float32)
-            grad_weight = (silu * up).mul_(grad).sum(-1, dtype=wide).to(row_weight.dtype)
-            grad = _weighted(grad, row_weight)
-        return _silu_backward(grad * up, gate), grad * silu, grad_weight
+            weighed = (grad_up * up).mul_(grad)
+            grad_weight = weighed.sum(-1).to(row_weight.dtype)
+            grad = torch.mul(grad, _column(row_weight, grad), out=weighed)
+        grad_up.mul_(grad)
+        grad_gate = grad * up if row_weight is None else grad.mul_(up)
+        return torch.ops.aten.silu_backward(grad_gate, gate), grad_up, grad_weight
 
 
-def _silu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    if not torch.is_grad_enabled():
-        found: Tensor = torch.ops.aten.silu_backward(grad, x)
-        return found
-    sigmoid = x.sigmoid()  # torch's own has no derivative
-    return grad * sigmoid * (1 + x * (1 - sigmoid))
-
-
-def _weighted(x: Tensor, row_weight: Tensor | None) -> Tensor:
-    return x if row_weight is None else (x * row_weight.unsqueeze(-1)).to(x.dtype)
+def _column(row_weight: Tensor, like: Tensor) -> Tensor:
+    return row_weight.unsqueeze(-1).to(like.dtype)
 
 
 def backward(

@@ -31,6 +31,7 @@ PUBLISHED = {
 """init_std: arXiv:2405.04434, section 3.1.2, and arXiv:2412.19437, section 4.2"""
 V2 = {"num_shared": 2, "normalize": False, "group_score": "max", "aux_weight": 3e-3}
 """arXiv:2405.04434, section 3.1.2"""
+V3 = {"num_shared": 1, "score": "sigmoid", "balance_bias": True}
 Count = Annotated[int, Field(ge=0, le=2**31)]
 
 
@@ -39,7 +40,7 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
 
     layout: ClassVar = LAYOUT
     flavors: ClassVar = {
-        "debug": {},
+        "debug": {"moe": V3},
         "16b": {
             **PUBLISHED,
             "dim": 2048,
@@ -89,13 +90,11 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
             "moe": {
                 "num_experts": 256,
                 "experts_per_token": 8,
+                **V3,
                 "expert_ffn_dim": 2048,
-                "num_shared": 1,
-                "score": "sigmoid",
                 "scale": 2.5,
                 "groups": 8,
                 "groups_per_token": 4,
-                "balance_bias": True,
                 "aux_weight": 1e-4,
             },
             "mtp_depth": 1,
@@ -109,7 +108,7 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
     """width inside the feed-forward layer of blocks without experts"""
     n_dense_layers: Count = 1
     """so many blocks at the start are without experts"""
-    moe: MoESettings = MoESettings(num_shared=1, score="sigmoid", balance_bias=True)
+    moe: MoESettings = MoESettings.model_validate(V3)
     """experts of the other blocks"""
     rope_scaling: YarnScaling | None = None
     """stretching of the rotary frequencies; none leaves them alone"""
@@ -183,9 +182,19 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
         """Return why ranks of an axis cannot share this model; empty where they can."""
         if self.mtp_depth and axis in ("context", "tensor", "pipeline"):
             return f"model.mtp_depth = {self.mtp_depth} needs whole rows and all blocks on a rank"
-        if axis == "tensor" and self.n_dense_layers < self.n_layers:
-            return "model.moe: experts are not split along this axis"
         return ""
+
+    def require_hf(self) -> None:
+        """Raise a ValueError where neither V3's nor V2's published code computes this model."""
+        is_third = self.moe.score == "sigmoid"
+        fixed: dict[str, object] = {"balance_bias": is_third, "shared_ffn_dim": None}
+        if not is_third:
+            fixed["normalize"] = False
+        if self.moe.is_grouped:
+            fixed["group_score"] = "top2" if is_third else "max"
+        if not self.moe.num_shared:
+            fixed["num_shared"] = 1
+        self.moe.require(**fixed)
 
     def hf_config(self) -> dict[str, Any]:
         """Return what transformers' `DeepseekV3Config` or `DeepseekV2Config` says of this model."""

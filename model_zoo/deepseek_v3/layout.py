@@ -3,12 +3,14 @@
 from ..decoder_layout import (
     ENDS_HF,
     ENDS_TENSOR,
+    EXPERTS_FORMS,
     EXPERTS_HF,
     EXPERTS_STACKS,
     HF_ALSO,
     HF_KEYS,
     MLP_HF,
     MLP_TENSOR,
+    MOE_TENSOR,
     YARN_KEYS,
 )
 from ..layout import Layout
@@ -54,11 +56,13 @@ LAYOUT = Layout(
     embed="embed",
     blocks="layers",
     head="head",
-    tensor={**ENDS_TENSOR, **LATENT_TENSOR, **MLP_TENSOR},
+    tensor={**ENDS_TENSOR, **LATENT_TENSOR, **MLP_TENSOR, **MOE_TENSOR},
+    experts="mlp.experts",
     context=True,
     pipeline=True,
     hf_names={**ENDS_HF, **LATENT_HF, **MLP_HF, **MOE_HF, **PREDICTION_HF},
     hf_stacks=EXPERTS_STACKS,
+    hf_forms=EXPERTS_FORMS,
     hf_copies=(".embed_tokens.weight", ".shared_head.head.weight"),
     hf_keys={
         **HF_KEYS,

@@ -86,7 +86,7 @@ class GptOssConfig(GroupedQueryConfig):
             "mlp.router.logit_bias": (experts,),
             "mlp.experts.gate_up": gate_up,
             "mlp.experts.down": down,
-            "mlp.experts.gate_up_bias": (experts, 2 * ffn_dim),
+            "mlp.experts.gate_up_bias": (experts, 2, ffn_dim),
             "mlp.experts.down_bias": (experts, self.dim),
         }
 

@@ -32,6 +32,7 @@ LAYOUT = Layout(
     context=True,
     ring=False,
     pipeline=True,
+    experts="mlp.experts",
     hf_names={
         **ENDS_HF,
         **ATTENTION_HF,

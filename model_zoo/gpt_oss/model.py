@@ -41,9 +41,8 @@ class ClampedExperts(Experts):
 
     def __init__(self, config: GptOssConfig, kernels: Kernels) -> None:
         super().__init__(config.dim, config.moe, kernels)
-        experts, width, dim = self.gate_up.shape
-        self.gate_up_bias = nn.Parameter(torch.zeros(experts, width))
-        self.down_bias = nn.Parameter(torch.zeros(experts, dim))
+        self.gate_up_bias = nn.Parameter(torch.zeros(self.gate_up.shape[:3]))
+        self.down_bias = nn.Parameter(torch.zeros(self.down.shape[:2]))
         self.limit, self.alpha = config.swiglu_limit, config.swiglu_alpha
 
     def forward(self, rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
@@ -51,8 +50,8 @@ class ClampedExperts(Experts):
         dtype, place_M = rows.dtype, torch.arange(len(rows), device=rows.device)
         # Rows behind the last expert's are nobody's: the last one's bias does no harm there.
         expert_M = torch.searchsorted(offs, place_M, right=True).clamp(max=len(offs) - 1)
-        gate_up_MF = self.product(rows, self.gate_up.to(dtype), offs)
-        gate_up_MF = gate_up_MF + F.embedding(expert_M, self.gate_up_bias).to(dtype)
+        gate_up_MF = self.product(rows, self.gate_up.to(dtype).flatten(1, 2), offs)
+        gate_up_MF = gate_up_MF + F.embedding(expert_M, self.gate_up_bias.flatten(1)).to(dtype)
         gate_MF, up_MF = gate_up_MF.chunk(2, dim=-1)
         hidden_MF = clamped_swiglu(gate_MF, up_MF, self.limit, self.alpha, weight)
         out_MD = self.product(hidden_MF, self.down.to(dtype), offs)
@@ -76,7 +75,7 @@ class ClampedMoE(MoE):
         """Return the router."""
         return BiasedRouter(dim, self.settings)
 
-    def make_experts(self, dim: int, kernels: Kernels) -> nn.Module:
+    def make_experts(self, dim: int, kernels: Kernels) -> Experts:
         """Return the experts."""
         return ClampedExperts(self.config, kernels)
 
@@ -89,17 +88,8 @@ class GptOss(Decoder):
     def block(self, number: int, kernels: Kernels) -> Block:
         """Return a block that sees a window of the row, or all of it."""
         config = self.config
-        attention = GroupedQueryAttention(
-            config.dim,
-            config.n_heads,
-            config.n_kv_heads,
-            config.head_width,
-            config.norm_eps,
-            kernels,
-            bias=True,
-            sinks=True,
-            window=config.window if config.is_local(number) else None,
-        )
+        window = config.window if config.is_local(number) else None
+        attention = GroupedQueryAttention(config, kernels, bias=True, sinks=True, window=window)
         return Block(attention, ClampedMoE(config, kernels))
 
     def rotary_frequencies(self, device: torch.device) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.choose import Kernels
+from ..decoder_config import GroupedQueryConfig
 from .cache import BlockCache
 from .linear import Linear
 from .norm import RMSNorm
@@ -17,6 +18,8 @@ class GroupedQueryAttention(nn.Module):
     """Norm and causal attention whose query heads share key-value heads (arXiv:2305.13245).
 
     Args:
+        config: sizes.
+        kernels: the implementations.
         qk_norm: whether each head's queries and keys are normalised before they are turned
             (arXiv:2302.05442, section 2.1, with the norm of each head by itself).
         bias: whether the projections have one.
@@ -27,11 +30,7 @@ class GroupedQueryAttention(nn.Module):
 
     def __init__(
         self,
-        dim: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_width: int,
-        norm_eps: float,
+        config: GroupedQueryConfig,
         kernels: Kernels,
         *,
         qk_norm: bool = False,
@@ -41,14 +40,16 @@ class GroupedQueryAttention(nn.Module):
         chunk: int | None = None,
     ) -> None:
         super().__init__()
+        dim, head_width, norm_eps = config.dim, config.head_width, config.norm_eps
+        queries, keys = config.n_heads * head_width, config.n_kv_heads * head_width
         self.head_width = head_width
         self.window, self.chunk = window, chunk
         self.norm = RMSNorm(dim, norm_eps, kernels)
-        self.q = Linear(dim, num_heads * head_width, bias=bias)
-        self.k = Linear(dim, num_kv_heads * head_width, bias=bias)
-        self.v = Linear(dim, num_kv_heads * head_width, bias=bias)
-        self.o = Linear(num_heads * head_width, dim, bias=bias)
-        self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
+        self.q = Linear(dim, queries, bias=bias)
+        self.k = Linear(dim, keys, bias=bias)
+        self.v = Linear(dim, keys, bias=bias)
+        self.o = Linear(queries, dim, bias=bias)
+        self.sinks = nn.Parameter(torch.zeros(config.n_heads)) if sinks else None
         self.q_norm = RMSNorm(head_width, norm_eps, kernels) if qk_norm else None
         self.k_norm = RMSNorm(head_width, norm_eps, kernels) if qk_norm else None
         self.attention = kernels.attention

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +32,22 @@ class Experts(nn.Module):
     def __init__(self, dim: int, settings: MoESettings, kernels: Kernels) -> None:
         super().__init__()
         experts, ffn_dim = settings.num_experts, settings.expert_ffn_dim
-        self.gate_up = nn.Parameter(torch.empty(experts, 2 * ffn_dim, dim))
+        self.gate_up = nn.Parameter(torch.empty(experts, 2, ffn_dim, dim))
         self.down = nn.Parameter(torch.empty(experts, dim, ffn_dim))
         nn.init.normal_(self.gate_up, std=dim**-0.5)
         nn.init.normal_(self.down, std=ffn_dim**-0.5)
         self.product = kernels.grouped_gemm
         self.activation = kernels.swiglu
+
+    def begin(self, rows: Tensor, weight: Tensor, offs: Tensor) -> tuple[Any, ...]:
+        """Return what `forward` is called with; where ranks share experts, rows leave for theirs.
+
+        Args:
+            rows: see `forward`.
+            weight: see `forward`.
+            offs: see `forward`.
+        """
+        return rows, weight, offs
 
     def forward(self, rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
         """Return each row as its expert makes it, times its weight.
@@ -48,7 +59,7 @@ class Experts(nn.Module):
             weight: [M].
             offs: int32 [E], where each expert's rows end.
         """
-        gate_up_MF = self.product(rows, self.gate_up.to(rows.dtype), offs)
+        gate_up_MF = self.product(rows, self.gate_up.to(rows.dtype).flatten(1, 2), offs)
         gate_MF, up_MF = gate_up_MF.chunk(2, dim=-1)
         hidden_MF = self.activation(gate_MF, up_MF, weight)
         return self.product(hidden_MF, self.down.to(rows.dtype), offs)
@@ -91,8 +102,8 @@ class MoE(nn.Module):
         """Return the router; for families whose differs."""
         return Router(dim, self.settings)
 
-    def make_experts(self, dim: int, kernels: Kernels) -> nn.Module:
-        """Return the experts, which are called as `Experts` are; for families whose differ."""
+    def make_experts(self, dim: int, kernels: Kernels) -> Experts:
+        """Return the experts; for families whose differ."""
         return Experts(dim, self.settings, kernels)
 
     def init_buffers(self, device: torch.device) -> None:
@@ -109,10 +120,11 @@ class MoE(nn.Module):
         entropy = routing.entropy.double().view(1) * self.settings.experts_per_token
         seen = torch.cat([plan.counts.double(), dropped, entropy])
         weight_TA = tallied(routing.weight, routing.loss, self.loss_factor, self.tally, seen)
-        out_BSD = self._routed(x_BSD.flatten(0, 1), weight_TA, plan).view_as(x_BSD)
-        if self.shared is not None:
-            out_BSD = out_BSD + self.shared(x_BSD)
-        return out_BSD
+        rows_MD, weight_M = self._sorted(x_BSD.flatten(0, 1), weight_TA, plan)
+        leaving = self.experts.begin(rows_MD, weight_M, plan.offs)
+        shared_BSD = None if self.shared is None else self.shared(x_BSD)  # while rows travel
+        out_BSD = self._combined(self.experts(*leaving), plan).view_as(x_BSD)
+        return out_BSD if shared_BSD is None else out_BSD + shared_BSD
 
     def _plan(self, chosen: Tensor) -> tuple[RoutingPlan, Tensor]:
         """Return where rows go, and how many are dropped, fp64 [1].
@@ -129,22 +141,22 @@ class MoE(nn.Module):
         dropped = kept.counts[experts:].double()
         return kept._replace(counts=plan.counts, offs=kept.offs[:experts]), dropped
 
-    def _routed(self, x: Tensor, weight: Tensor, plan: RoutingPlan) -> Tensor:
-        """Return [T, D], the weighted sum of what each token's experts make of it."""
+    def _sorted(self, x: Tensor, weight: Tensor, plan: RoutingPlan) -> tuple[Tensor, Tensor]:
+        """Return [M, D] rows by expert, and the weight of each, [M]."""
         slot = plan.slot.flatten().long()
         weight_M = weight.new_zeros(slot.shape).index_copy(0, slot, weight.flatten())
-        rows_MD = self.permute.gather(x, plan)
+        return self._kept(self.permute.gather(x, plan), plan), self._kept(weight_M, plan)
+
+    def _combined(self, rows: Tensor, plan: RoutingPlan) -> Tensor:
+        """Return [T, D], the sum of what each token's experts made of it."""
+        return self.permute.combine(self._kept(rows, plan), plan)
+
+    def _kept(self, rows: Tensor, plan: RoutingPlan) -> Tensor:
+        """Clear the rows that are dropped, and their gradients, which products leave undefined."""
         if self.settings.capacity_factor is None:
-            return self.permute.combine(self.experts(rows_MD, weight_M, plan.offs), plan)
-        is_dropped_M = torch.arange(len(slot), device=slot.device) >= plan.offs[-1]
-        is_dropped_M1 = is_dropped_M.unsqueeze(1)
-        # Products leave undefined what is behind the last expert's rows, also in their gradients.
-        rows_MD, weight_M = (
-            rows_MD.masked_fill(is_dropped_M1, 0),
-            weight_M.masked_fill(is_dropped_M, 0),
-        )
-        rows_MD = self.experts(rows_MD, weight_M, plan.offs)
-        return self.permute.combine(rows_MD.masked_fill(is_dropped_M1, 0), plan)
+            return rows
+        is_dropped_M = torch.arange(len(rows), device=rows.device) >= plan.offs[-1]
+        return rows.masked_fill(is_dropped_M.view(-1, *[1] * (rows.ndim - 1)), 0)
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoE]:

@@ -11,6 +11,14 @@ from ..config import PositiveFloat, Size, Sizes
 NotNegative = Annotated[float, Field(ge=0)]
 
 
+def is_load(name: str) -> bool:
+    """Return whether a name is that of a router's `load`, which is saved and is no weight.
+
+    No Hugging Face model has one; where there is none, it starts anew.
+    """
+    return name.endswith(".router.load")
+
+
 class MoESettings(Sizes):
     """A layer of experts, of which each token takes a few."""
 
@@ -98,7 +106,7 @@ class MoESettings(Sizes):
         found: dict[str, tuple[int, ...]] = {
             "norm.weight": (dim,),
             "router.weight": (experts, dim),
-            "experts.gate_up": (experts, 2 * ffn_dim, dim),
+            "experts.gate_up": (experts, 2, ffn_dim, dim),
             "experts.down": (experts, dim, ffn_dim),
         }
         if shared:

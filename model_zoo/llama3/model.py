@@ -22,14 +22,7 @@ class Llama3(Decoder):
         """Return a block."""
         config = self.config
         return Block(
-            GroupedQueryAttention(
-                config.dim,
-                config.n_heads,
-                config.n_kv_heads,
-                config.head_width,
-                config.norm_eps,
-                kernels,
-            ),
+            GroupedQueryAttention(config, kernels),
             GatedMLP(config.dim, config.ffn_dim, config.norm_eps, kernels),
         )
 

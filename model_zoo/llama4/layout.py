@@ -33,9 +33,10 @@ LAYOUT = Layout(
     blocks="layers",
     head="head",
     pipeline=True,
+    experts="mlp.experts",
     hf_names={**ENDS_HF, **ATTENTION_HF, **FEED_FORWARD_HF, **EXPERTS_HF},
     hf_forms={
-        "layers.{i}.mlp.experts.gate_up": ("transposed",),
+        "layers.{i}.mlp.experts.gate_up": ("joined", "transposed"),
         "layers.{i}.mlp.experts.down": ("transposed",),
     },
     hf_keys={

@@ -36,15 +36,7 @@ class Llama4Attention(GroupedQueryAttention):
 
     def __init__(self, config: Llama4Config, number: int, kernels: Kernels) -> None:
         is_turned = config.is_turned(number)
-        super().__init__(
-            config.dim,
-            config.n_heads,
-            config.n_kv_heads,
-            config.head_width,
-            config.norm_eps,
-            kernels,
-            chunk=config.chunk if is_turned else None,
-        )
+        super().__init__(config, kernels, chunk=config.chunk if is_turned else None)
         self.is_turned = is_turned
         self.norm_eps = config.norm_eps if config.qk_norm else None
 
@@ -74,7 +66,7 @@ class Llama4Experts(Experts):
 class Llama4MoE(MoE):
     """A shared expert, and a routed one."""
 
-    def make_experts(self, dim: int, kernels: Kernels) -> nn.Module:
+    def make_experts(self, dim: int, kernels: Kernels) -> Experts:
         """Return the experts."""
         return Llama4Experts(dim, self.settings, kernels)
 

@@ -70,6 +70,20 @@ class Qwen3Config(GroupedQueryConfig):
         "14b": {**PUBLISHED, "dim": 5120, "n_layers": 40, "n_heads": 40, "ffn_dim": 17408},
         "32b": {**PUBLISHED, "dim": 5120, "n_layers": 64, "n_heads": 64, "ffn_dim": 25600},
         "moe_debug": {"moe": BALANCE},
+        # Of our own, with the sizes of OLMoE (arXiv:2409.02060) but half as many parameters.
+        "moe_1b": {
+            **PUBLISHED,
+            "dim": 2048,
+            "n_layers": 16,
+            "n_heads": 16,
+            "n_kv_heads": 4,
+            "moe": {
+                **BALANCE,
+                "num_experts": 64,
+                "experts_per_token": 8,
+                "expert_ffn_dim": 512,
+            },
+        },
         "30b-a3b": {
             **PUBLISHED,
             "dim": 2048,
@@ -127,12 +141,6 @@ class Qwen3Config(GroupedQueryConfig):
         if self.moe is None:
             return super().block_products(number)
         return self.attention_products + self.moe.products(self.dim)
-
-    def unsplittable(self, axis: str) -> str:
-        """Return why ranks of an axis cannot share this model; empty where they can."""
-        if axis == "tensor" and self.moe is not None:
-            return "model.moe: experts are not split along this axis"
-        return ""
 
     def attention_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of the parameters of a block's attention."""

@@ -18,15 +18,7 @@ class Qwen3(Decoder):
     def block(self, number: int, kernels: Kernels) -> Block:
         """Return a block, with experts or without."""
         config = self.config
-        attention = GroupedQueryAttention(
-            config.dim,
-            config.n_heads,
-            config.n_kv_heads,
-            config.head_width,
-            config.norm_eps,
-            kernels,
-            qk_norm=True,
-        )
+        attention = GroupedQueryAttention(config, kernels, qk_norm=True)
         if config.moe is not None:
             return Block(attention, MoE(config.dim, config.moe, config.norm_eps, kernels))
         return Block(attention, GatedMLP(config.dim, config.ffn_dim, config.norm_eps, kernels))

@@ -36,7 +36,7 @@ SCALING = {
     "high_freq_factor": 4.0,
     "original_max_seq_len": 32,
 }
-SOFTMAX = {"score": "softmax", "normalize": False, "num_shared": 2}
+SOFTMAX = {"score": "softmax", "balance_bias": False, "normalize": False, "num_shared": 2}
 VARIANTS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "tied": {"tie_embeddings": True},
@@ -68,8 +68,9 @@ def weights_of(config: ModelConfig) -> dict[str, Tensor]:
     """Return random weights under Hugging Face's names."""
     generator = torch.Generator().manual_seed(3)
     return {
-        config.layout.to_hf(name) or "": torch.randn(parameter.shape, generator=generator)
+        part.name: torch.randn(part.shape, generator=generator)
         for name, parameter in empty_model(config).named_parameters()
+        for part in config.layout.hf_parts(name, tuple(parameter.shape))
     }
 
 

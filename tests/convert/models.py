@@ -19,6 +19,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "scaled": {"rope_theta": 5e5, "rope_scaling": SCALING, "head_dim": 12},
     "qwen3": {"name": "qwen3", "head_dim": 12},
     "experts": {"name": "qwen3", "moe": {"num_experts": 5, "expert_ffn_dim": 24}},
+    "mixtral": {"name": "mixtral", "moe": {"num_experts": 5, "expert_ffn_dim": 24}},
     "deepseek_v3": {"name": "deepseek_v3", "q_lora_rank": 12},
     "deepseek_v2": {"name": "deepseek_v3", "moe": SOFTMAX},
     "gpt_oss": {"name": "gpt_oss", "window": 9, "moe": {"num_experts": 3}},

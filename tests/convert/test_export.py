@@ -37,7 +37,9 @@ def random_model(**changes: Any) -> Any:
 def test_transformers_gives_our_logits(tmp_path: Path, variant: str, shard_bytes: int) -> None:
     model, config = random_model(**VARIANTS[variant])
     target = tmp_path / "hf"
-    weights = dict(model.named_parameters()) | model.saved_buffers()
+    saved = model.saved_buffers()
+    named = {name: buffer for name, buffer in saved.items() if config.layout.to_hf(name)}
+    weights = dict(model.named_parameters()) | named
     export_huggingface(target, weights, config, ByteTokenizer(), shard_bytes=shard_bytes)
     assert (target / "model.safetensors.index.json").exists() == (shard_bytes < 10**9)
     theirs = loaded_by_transformers(target)

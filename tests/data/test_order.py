@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainer.engine.data.order import (
@@ -50,6 +50,7 @@ def test_permutations_look_random() -> None:
 
 
 @given(WEIGHTS)
+@example([512.0, 2**-8, 2**-8])
 @settings(max_examples=50)
 def test_shares_round_the_weights(weights: list[float]) -> None:
     counts = np.array(shares(weights))

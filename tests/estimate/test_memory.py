@@ -23,6 +23,11 @@ BASE = {
 }
 CPU = torch.device("cpu")
 VOCAB = 1000
+EXPERTS = {
+    "name": "qwen3",
+    **{key: value for key, value in BASE["model"].items() if key != "ffn_dim"},
+    "moe": {"num_experts": 8, "expert_ffn_dim": 128, "force_balanced": True, "aux_weight": 0.01},
+}
 PLANS = {
     "alone": (1, {}, {}),
     "shard": (2, {"shard": 2}, {}),
@@ -41,8 +46,28 @@ PLANS = {
     "1F1B": (4, {"pipeline": 4}, {}),
     "offload": (2, {"shard": 2, "fsdp": {"offload": True}}, {"ema": {"decay": 0.9}}),
     "adapters": (2, {"shard": 2}, {"lora": {"rank": 4}}),
+    "expert": (2, {"expert": 2}, {"model": EXPERTS}),
+    "expert-shard": (4, {"expert": 2}, {"model": EXPERTS, "memory": {"recompute": "full"}}),
+    "expert-divided": (
+        4,
+        {"expert": 2, "expert_tensor": 2, "tensor": 2},
+        {"model": EXPERTS},
+    ),
+    "float8": (
+        2,
+        {"shard": 2},
+        {"precision": {"compute": "bf16", "float8": {"enabled": True, "emulate": True}}},
+    ),
 }
-IN_EVERY_RUN = "alone", "shard", "tensor", "context", "shard-tensor", "hybrid", "pipeline-shard"
+IN_EVERY_RUN = (
+    "alone",
+    "shard",
+    "tensor",
+    "shard-tensor",
+    "hybrid",
+    "pipeline-shard",
+    "expert-shard",
+)
 
 
 def built_step(recipe):
@@ -67,6 +92,8 @@ def simulated(recipe, rank, ranks):
 
 @pytest.mark.parametrize("plan", quick(PLANS, *IN_EVERY_RUN))
 def test_the_estimate_is_what_real_steps_count(plan):
+    if plan == "float8":
+        pytest.importorskip("torchao")
     ranks, parallel, others = PLANS[plan]
     recipe = Recipe.model_validate(BASE | {"parallel": parallel} | others)
     for rank, expected in enumerate(run_ranks(ranks, counted, recipe, timeout=900)):

@@ -57,8 +57,9 @@ def test_a_plan_says_who_holds_computes_and_sends_what(command, recipe, tmp_path
     assert (code, err) == (0, "")
     plan = json.loads(out)
     assert plan["coordinates"]["6"] == {
-        "pipeline": 1, "replicate": 1, "shard": 1, "context": 0, "tensor": 0,
-    } | {"replicate": 0}  # fmt: skip
+        "pipeline": 1, "replicate": 0, "shard": 1, "context": 0, "tensor": 0, "expert": 0,
+        "expert_tensor": 0,
+    }  # fmt: skip
     links = {" x ".join(group["axes"]): group["link"] for group in plan["groups"]}
     assert links["tensor"] == links["shard"] == "inside nodes"
     assert links["pipeline"] == links["pipeline x shard x tensor"] == "across nodes"

@@ -29,6 +29,11 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.timeout(900)  # simulations keep one core busy, which others may use too
 VOCAB = 258
 FULL = {"recompute": "full"}
+EXPERTS = {
+    "name": "qwen3",
+    **{key: value for key, value in BASE["model"].items() if key != "ffn_dim"},
+    "moe": {"num_experts": 4, "expert_ffn_dim": 24, "force_balanced": True, "aux_weight": 0.01},
+}
 PLANS = {
     "replicate": ({"replicate": 4, "shard": 1}, {}),
     "replicate-shard": ({"replicate": 2, "shard": 2}, {}),
@@ -39,6 +44,10 @@ PLANS = {
         {"pipeline": 2, "tensor": 2, "pipelining": {"schedule": "Interleaved1F1B"}},
         {"model": {**BASE["model"], "n_layers": 4}},
     ),
+    "expert-shard": ({"expert": 2}, {"model": EXPERTS, "memory": FULL}),
+    "expert-tensor": ({"expert": 4, "tensor": 2}, {"model": EXPERTS}),
+    "expert-divided": ({"expert": 2, "expert_tensor": 2, "tensor": 2}, {"model": EXPERTS}),
+    "expert-pipeline": ({"expert": 2, "pipeline": 2}, {"model": EXPERTS}),
 }
 
 
@@ -129,6 +138,32 @@ def test_parameters_lie_where_the_plan_says(name, real):
     for place in range(degrees.pipeline):
         found |= real[place * (4 // degrees.pipeline)][name][1]
     assert found == expected
+
+
+def counted_by_formula(recompute):
+    """Return the operations that a simulation counts, and those of the formula."""
+    recipe = Recipe.model_validate(
+        {
+            **BASE,
+            "model": EXPERTS,
+            "data": {**BASE["data"], "packing": "concat"},
+            "memory": {"recompute": recompute},
+        }
+    )
+    flops = RankCounter(recipe, 1, VOCAB, on_gpu=True).count(0).flops
+    tokens = recipe.data.global_batch * recipe.data.seq_len
+    formula = recipe.model.with_vocab(VOCAB).flops_per_token(recipe.data.seq_len) * tokens
+    return flops["model"], flops["again"], formula
+
+
+def test_what_experts_compute_again_is_told_from_what_the_formula_counts():
+    ((model, again, formula),) = run_ranks(1, counted_by_formula, "none", timeout=300)
+    assert model == formula
+    ((repeated_model, repeated, _),) = run_ranks(1, counted_by_formula, "full", timeout=300)
+    assert repeated_model == formula
+    # A forward pass of the blocks, until all is there that the backward pass needs.
+    head = 6 * BASE["model"]["dim"] * VOCAB * BASE["data"]["global_batch"] * 32
+    assert 0.9 < (repeated - again) / ((formula - head) / 3) < 1
 
 
 SCALED = {

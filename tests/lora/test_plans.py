@@ -133,7 +133,6 @@ def assert_same(result, expected):
         "offload-2",
         "hybrid-2x2",
         "replicate-2 recomputed",
-        "tensor-2 compiled",
         "pipeline-2, split backward",
         "tensor-2-shard-2, by rules",
     ),

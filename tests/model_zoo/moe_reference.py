@@ -48,7 +48,7 @@ def by_tokens(moe, x):
                 taken[e] += 1
                 if capacity is None or taken[e] <= capacity:
                     weight = scores[b, t, e] / total * s.scale
-                    y = swiglu(x[b, t], *weights["experts.gate_up"][e].chunk(2))
+                    y = swiglu(x[b, t], *weights["experts.gate_up"][e])
                     out[b, t] = out[b, t] + weight * (weights["experts.down"][e] @ y)
             chosen.append(experts)
     if s.shared_width:

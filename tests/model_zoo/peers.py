@@ -8,13 +8,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from trainer.engine.models import models
-from trainer.engine.parallel.materialize import materialize
+from trainer.engine.parallel.materialize import materialize, without_storage
 from trainer.kernels.choose import choose
 from trainer.kernels.cross_entropy.reference import linear_cross_entropy
+from trainer.model_zoo.layers.cache import KVCache
 from trainer.model_zoo.llama3.config import Llama3Config
 
 FLAVORS = [(family, flavor) for family in models for flavor in models[family].flavors]
 SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "vocab_size": 61}
+VOCAB = SIZES["vocab_size"]
 VARIANTS = {
     "plain": {},
     "tied": {"tie_embeddings": True},
@@ -26,6 +28,24 @@ VARIANTS = {
         "rope_scaling": {"factor": 8.0, "original_max_seq_len": 16},
     },
 }
+
+
+def tokens(batch=2, length=33):
+    return torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def some_labels(x):
+    """Return what follows each token; some do not count."""
+    labels = F.pad(x[:, 1:], (0, 1), value=-100)
+    labels[0, 5:9] = -100
+    return labels
+
+
+def documents(lengths):
+    """Return positions and document ids of a row."""
+    positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
+    ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)]).unsqueeze(0).int()
+    return positions, ids
 
 
 def our_model(*, attention="auto", **changes):
@@ -87,16 +107,21 @@ def twin(ours):
 
 
 def filled(theirs, ours):
-    """Return transformers' model with the weights of ours."""
+    """Return transformers' model with the weights of ours but for blocks that predict farther."""
     config = ours.config
-    weights = {
-        config.layout.to_hf(name): as_theirs(config, name, value)
-        for name, value in ours.state_dict().items()
-    }
-    missing, unexpected = theirs.load_state_dict(weights, strict=False)
+    farther = tuple(f"layers.{number}." for number in range(config.n_layers, config.num_blocks))
+    state = {n: value for n, value in ours.state_dict().items() if not n.startswith(farther)}
+    missing, unexpected = theirs.load_state_dict(in_their_words(config, state), strict=False)
     assert not unexpected
     assert missing == (["lm_head.weight"] if config.tie_embeddings else [])
     return theirs.eval()
+
+
+def num_parameters(config):
+    """Return how many parameters the model of a config has."""
+    with without_storage():
+        model = config.build(choose({}, "cuda", 8192))
+    return sum(p.numel() for p in model.parameters())
 
 
 def flops_of(model, tokens):
@@ -113,26 +138,59 @@ def flops_of(model, tokens):
 def as_theirs(config, name, tensor):
     """Return one of our tensors as transformers' model of some families holds it."""
     path = name.partition(".mlp.")[2]
+    if path.startswith("experts.gate_up"):
+        if config.name == "gpt_oss":
+            tensor = torch.stack(tensor.unbind(1), 2)
+        tensor = tensor.flatten(1, 2)
     if config.name in ("llama4", "gpt_oss") and path in ("experts.gate_up", "experts.down"):
         tensor = tensor.mT
-    if config.name == "gpt_oss" and path.startswith("experts.gate_up"):
-        tensor = torch.stack(tensor.chunk(2, -1), -1).flatten(-2)
     return tensor
+
+
+def in_their_words(config, values):
+    """Return {their name: their tensor} of {our name: our tensor}."""
+    return {config.layout.to_hf(n): as_theirs(config, n, value) for n, value in values.items()}
 
 
 def assert_equal(ours, theirs, tokens):
     """Compare logits, the loss where some labels do not count, and every gradient."""
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
-    labels = torch.cat((tokens[:, 1:], tokens.new_full((len(tokens), 1), -100)), 1)
-    labels[0, 5:9] = -100
+    labels = some_labels(tokens)
     loss = ours(tokens, labels=labels, loss=linear_cross_entropy)
     logits = theirs(tokens).logits.flatten(0, 1)
     expected = F.cross_entropy(logits, labels.flatten(), reduction="sum")
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     loss.backward()
     expected.backward()
-    gradients = dict(theirs.named_parameters())
-    for name, parameter in ours.named_parameters():
-        gradient = gradients[ours.config.layout.to_hf(name)].grad
-        mine = as_theirs(ours.config, name, parameter.grad)
-        assert (mine - gradient).norm() < 1e-5 * gradient.norm(), name
+    gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    found, wanted = in_their_words(ours.config, gradients), dict(theirs.named_parameters())
+    assert found.keys() == wanted.keys()
+    for name, parameter in wanted.items():
+        assert (found[name] - parameter.grad).norm() < 1e-5 * parameter.grad.norm(), name
+
+
+def assert_cache_changes_nothing(model, pieces, tokens, **columns):
+    """Compare the logits of rows that come in pieces, with a cache, with those of whole rows."""
+    columns, cache = {"tokens": tokens, **columns}, KVCache(tokens.shape[1])
+    parts = zip(*(column.split(pieces, dim=1) for column in columns.values()), strict=True)
+    with torch.no_grad():
+        steps = [model(**dict(zip(columns, part, strict=True)), cache=cache) for part in parts]
+        torch.testing.assert_close(torch.cat(steps, 1), model(**columns), rtol=1e-5, atol=1e-5)
+
+
+def assert_documents_are_as_if_alone(model, lengths):
+    """Compare the logits of documents in one row with those of each by itself."""
+    row = tokens(1, sum(lengths))
+    positions, ids = documents(lengths)
+    together = model(row, positions=positions, document_ids=ids)
+    apart = torch.cat([model(part) for part in row.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
+
+
+def reach(model):
+    """Return the positions whose hidden states position 20 depends on."""
+    hidden = torch.randn(1, 21, model.config.dim, requires_grad=True)
+    blocks = range(model.config.n_layers)
+    out = model(None, hidden=hidden, positions=torch.arange(21), blocks=blocks)
+    out[0, 20].sum().backward()
+    return hidden.grad[0].abs().sum(-1).nonzero().flatten().tolist()

@@ -5,15 +5,24 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from tests.model_zoo.peers import built, flops_of
+from tests.model_zoo.peers import (
+    VOCAB,
+    as_theirs,
+    assert_cache_changes_nothing,
+    assert_equal,
+    built,
+    documents,
+    flops_of,
+    in_their_words,
+    some_labels,
+    tokens,
+    twin,
+)
 from trainer.kernels.cross_entropy.reference import linear_cross_entropy
 from trainer.model_zoo.deepseek_v3.config import DeepSeekV3Config
-from trainer.model_zoo.layers.cache import KVCache
 
-VOCAB = 61
 SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "ffn_dim": 48, "vocab_size": VOCAB}
 LATENTS = {
     "kv_lora_rank": 10,
@@ -53,65 +62,11 @@ def our_model(attention="auto", **changes):
     return model
 
 
-def in_their_words(ours, values):
-    """Return {their name: value} of {our name: value}."""
-    return {ours.config.layout.to_hf(name): value for name, value in values.items()}
-
-
-def their_model(ours):
-    """Return transformers' model with the weights of ours but for those farther ahead."""
-    settings = ours.config.hf_config()
-    config = AutoConfig.for_model(**settings, attn_implementation="eager")
-    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    assert [type(theirs).__name__] == settings["architectures"]
-    weights = in_their_words(ours, ours.state_dict())
-    farther = tuple(f"model.layers.{ours.config.n_layers + depth}." for depth in range(2))
-    weights = {name: w for name, w in weights.items() if not name.startswith(farther)}
-    missing, unexpected = theirs.load_state_dict(weights, strict=False)
-    assert not unexpected
-    assert missing == (["lm_head.weight"] if ours.config.tie_embeddings else [])
-    return theirs.eval()
-
-
-def their_gradients(theirs):
-    return {name: p.grad for name, p in theirs.named_parameters()}
-
-
-def assert_same_gradients(ours, theirs):
-    found = in_their_words(ours, {name: p.grad for name, p in ours.named_parameters()})
-    expected = their_gradients(theirs)
-    if ours.config.tie_embeddings:
-        expected.pop("lm_head.weight", None)
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
-        wanted = expected[name]
-        assert (gradient - wanted).norm() <= 1e-5 * wanted.norm(), name
-
-
-def tokens(batch=2, length=33):
-    return torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(0))
-
-
-def some_labels(x):
-    labels = torch.cat((x[:, 1:], x.new_full((len(x), 1), -100)), 1)
-    labels[0, 5:9] = -100
-    return labels
-
-
 @pytest.mark.parametrize("attention", ["matmul", "sdpa"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_gradients_equal_those_of_transformers(variant, attention):
     ours = our_model(attention=attention, **VARIANTS[variant])
-    theirs = their_model(ours)
-    x = tokens()
-    torch.testing.assert_close(ours(x), theirs(x).logits, rtol=1e-5, atol=1e-5)
-    labels = some_labels(x)
-    loss = ours(x, labels=labels, loss=linear_cross_entropy)
-    expected = F.cross_entropy(theirs(x).logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    loss.backward()
-    expected.backward()
-    assert_same_gradients(ours, theirs)
+    assert_equal(ours, twin(ours), tokens())
 
 
 def mtp_names(name, count):
@@ -125,7 +80,7 @@ def mtp_names(name, count):
 def their_predictions(ours, theirs):
     """Return transformers' module of predictions farther ahead, with our weights."""
     module, config = MtpModel(theirs, ours.config.mtp_depth).eval(), ours.config
-    weights = in_their_words(ours, ours.state_dict())
+    weights = in_their_words(config, ours.state_dict())
     for depth, layer in enumerate(module.layers):
         number = config.n_layers + depth
         start = f"model.layers.{number}."
@@ -139,7 +94,7 @@ def test_predictions_farther_ahead_train_as_in_the_paper():
     """Hidden states are transformers'; the loss is equations 24 and 25, row by row."""
     changes = {"mtp_depth": 2, "mtp_weight": 0.5, "q_lora_rank": 9, "rope_scaling": YARN}
     ours = our_model(**changes)
-    theirs = their_model(ours)
+    theirs = twin(ours)
     module = their_predictions(ours, theirs)
     x = tokens()
     labels = some_labels(x)
@@ -161,15 +116,16 @@ def test_predictions_farther_ahead_train_as_in_the_paper():
     loss.backward()
     (expected + 0.5 / 2 * sum(farther)).backward()
 
+    config = ours.config
+    mine = {n: as_theirs(config, n, p.grad) for n, p in ours.named_parameters()}
     for depth, layer in enumerate(module.layers):
-        number = ours.config.n_layers + depth
+        number = config.n_layers + depth
         names = {mtp_names(theirs, number): ours for ours, theirs in _names_of(ours, number)}
-        mine = dict(ours.named_parameters())
         for name, parameter in layer.named_parameters():
             wanted = parameter.grad
-            assert (mine[names[name]].grad - wanted).norm() <= 1e-5 * wanted.norm(), name
-    for name, wanted in their_gradients(theirs).items():
-        found = dict(ours.named_parameters())[ours.config.layout.from_hf(name)].grad
+            assert (mine[names[name]] - wanted).norm() <= 1e-5 * wanted.norm(), name
+    for name, parameter in theirs.named_parameters():
+        wanted, found = parameter.grad, mine[config.layout.from_hf(name)]
         assert (found - wanted).norm() <= 1e-5 * wanted.norm(), name
 
 
@@ -183,8 +139,7 @@ def test_predictions_farther_ahead_stop_at_documents_and_are_of_training_alone()
     model = our_model(mtp_depth=2)
     lengths = [5, 1, 2, 12]
     row = tokens(1, sum(lengths))
-    positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
-    ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)]).unsqueeze(0).int()
+    positions, ids = documents(lengths)
     labels = torch.cat(
         [F.pad(part[:, 1:], (0, 1), value=-100) for part in row.split(lengths, 1)], 1
     )
@@ -206,10 +161,7 @@ def test_predictions_farther_ahead_stop_at_documents_and_are_of_training_alone()
 @pytest.mark.parametrize("pieces", [[1] * 16, [7, 1, 4, 4], [16]])
 def test_decoding_with_a_cache_equals_the_full_pass(pieces, attention):
     model = our_model(attention=attention, rope_scaling=YARN, mtp_depth=1).eval()
-    x, cache = tokens(3, 16), KVCache(16)
-    with torch.no_grad():
-        steps = [model(piece, cache=cache) for piece in x.split(pieces, dim=1)]
-        torch.testing.assert_close(torch.cat(steps, 1), model(x), rtol=1e-5, atol=1e-5)
+    assert_cache_changes_nothing(model, pieces, tokens(3, 16))
 
 
 # Of the safetensors files of deepseek-ai/DeepSeek-V2-Lite and -V2 on the Hugging Face hub; of V3

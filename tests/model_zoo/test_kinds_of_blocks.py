@@ -5,11 +5,17 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.cases import also
 from tests.model_zoo import test_gpt_oss, test_llama4
+from tests.model_zoo.peers import (
+    assert_cache_changes_nothing,
+    assert_documents_are_as_if_alone,
+    documents,
+    tokens,
+)
 from trainer.engine.parallel.materialize import without_storage
 from trainer.kernels.choose import choose
 from trainer.kernels.cross_entropy.reference import linear_cross_entropy
-from trainer.model_zoo.layers.cache import KVCache
 
 FAMILIES = {"gpt_oss": test_gpt_oss, "llama4": test_llama4}
 
@@ -18,45 +24,20 @@ def model_of(family, attention="auto", **changes):
     return FAMILIES[family].model_of(attention, **changes)
 
 
-def tokens(batch, length):
-    return torch.randint(0, 61, (batch, length), generator=torch.Generator().manual_seed(0))
-
-
-def documents(lengths):
-    """Return positions and document ids of a row."""
-    positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
-    ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)]).unsqueeze(0).int()
-    return positions, ids
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("attention", ["matmul", "sdpa"])
 def test_documents_in_a_row_are_as_if_alone(family, attention):
     """Windows, chunks and the scale of queries are counted in a document."""
-    model, lengths = model_of(family, attention), [5, 1, 17, 10]
-    row = tokens(1, sum(lengths))
-    positions, ids = documents(lengths)
-    together = model(row, positions=positions, document_ids=ids)
-    apart = torch.cat([model(part) for part in row.split(lengths, dim=1)], dim=1)
-    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
+    assert_documents_are_as_if_alone(model_of(family, attention), [5, 1, 17, 10])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("pieces", [[1] * 20, [7, 1, 12], [20]])
 @pytest.mark.parametrize("packed", [False, True])
 def test_decoding_with_a_cache_equals_the_full_pass(family, pieces, packed):
-    model, cache = model_of(family), KVCache(20)
-    columns = [tokens(1, 20)]
-    if packed:
-        columns += documents([3, 11, 6])
-
-    def forward(tokens, positions=None, document_ids=None, **cached):
-        return model(tokens, positions=positions, document_ids=document_ids, **cached)
-
-    with torch.no_grad():
-        parts = zip(*(column.split(pieces, dim=1) for column in columns), strict=True)
-        steps = [forward(*part, cache=cache) for part in parts]
-        torch.testing.assert_close(torch.cat(steps, 1), forward(*columns), rtol=1e-5, atol=1e-5)
+    positions, ids = documents([3, 11, 6])
+    columns = {"positions": positions, "document_ids": ids} if packed else {}
+    assert_cache_changes_nothing(model_of(family), pieces, tokens(1, 20), **columns)
 
 
 def kinds(model):
@@ -65,8 +46,8 @@ def kinds(model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("attention", ["matmul", "sdpa"])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("attention", ["sdpa", *also("matmul")])
+@pytest.mark.parametrize("packed", [True, *also(False)])
 def test_blocks_compile_to_one_graph_a_kind(family, attention, packed):
     torch._dynamo.reset()
     eager, model = (model_of(family, attention) for _ in range(2))

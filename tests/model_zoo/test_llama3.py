@@ -3,15 +3,17 @@
 import pytest
 import torch
 
-from tests.model_zoo.peers import VARIANTS, assert_equal, our_model, their_model
+from tests.model_zoo.peers import (
+    VARIANTS,
+    VOCAB,
+    assert_cache_changes_nothing,
+    assert_documents_are_as_if_alone,
+    assert_equal,
+    our_model,
+    their_model,
+    tokens,
+)
 from trainer.kernels.cross_entropy.reference import linear_cross_entropy
-from trainer.model_zoo.layers.cache import KVCache
-
-VOCAB = 61
-
-
-def tokens(batch=2, length=33):
-    return torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("attention", ["matmul", "sdpa"])
@@ -33,39 +35,18 @@ def test_rotary_scaling_matters_where_it_should():
 
 @pytest.mark.parametrize("attention", ["matmul", "sdpa"])
 def test_documents_in_a_row_do_not_see_each_other(attention):
-    model = our_model(attention=attention)
-    lengths = [5, 1, 17, 10]
-    row = tokens(1, sum(lengths))
-    positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
-    ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)]).unsqueeze(0).int()
-    together = model(row, positions=positions, document_ids=ids)
-    apart = torch.cat([model(part) for part in row.split(lengths, dim=1)], dim=1)
-    torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
+    assert_documents_are_as_if_alone(our_model(attention=attention), [5, 1, 17, 10])
 
 
 @pytest.mark.parametrize("attention", ["matmul", "sdpa"])
 @pytest.mark.parametrize("pieces", [[1] * 12, [7, 1, 4], [12]])
 def test_decoding_with_a_cache_equals_the_full_pass(pieces, attention):
-    model = our_model(attention=attention)
-    x = tokens(3, 12)
-    cache = KVCache(12)
-    with torch.no_grad():
-        steps = [model(piece, cache=cache) for piece in x.split(pieces, dim=1)]
-        torch.testing.assert_close(torch.cat(steps, 1), model(x), rtol=1e-5, atol=1e-5)
+    assert_cache_changes_nothing(our_model(attention=attention), pieces, tokens(3, 12))
 
 
 def test_a_cache_keeps_document_borders():
-    model = our_model()
-    x = tokens(2, 10)
     ids = torch.tensor([[0] * 4 + [1] * 6, [0] * 7 + [1] * 3]).int()
-    cache = KVCache(10)
-    with torch.no_grad():
-        steps = [
-            model(x[:, part], document_ids=ids[:, part], cache=cache)
-            for part in (slice(0, 5), slice(5, 6), slice(6, 10))
-        ]
-        full = model(x, document_ids=ids)
-    torch.testing.assert_close(torch.cat(steps, 1), full, rtol=1e-5, atol=1e-5)
+    assert_cache_changes_nothing(our_model(), [5, 1, 4], tokens(2, 10), document_ids=ids)
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from tests.model_zoo.peers import assert_equal, built, twin
-from trainer.engine.parallel.materialize import without_storage
-from trainer.kernels.choose import choose
+from tests.model_zoo.peers import VOCAB, assert_equal, built, num_parameters, reach, tokens, twin
 from trainer.model_zoo.hf_settings import SettingsError
 from trainer.model_zoo.llama4.config import Llama4Config
 
@@ -16,7 +14,7 @@ SIZES = {
     "n_kv_heads": 2,
     "head_dim": 12,
     "ffn_dim": 48,
-    "vocab_size": 61,
+    "vocab_size": VOCAB,
     "init_std": 0.2,
     "chunk": 8,
     "temperature_floor": 4,
@@ -40,10 +38,6 @@ def model_of(attention="auto", **changes):
     return built(Llama4Config.model_validate(SIZES | changes), attention)
 
 
-def tokens(batch=2, length=33):
-    return torch.randint(0, 61, (batch, length), generator=torch.Generator().manual_seed(0))
-
-
 @pytest.mark.parametrize("attention", ["matmul", "sdpa"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_gradients_equal_those_of_transformers(variant, attention):
@@ -53,17 +47,8 @@ def test_logits_and_gradients_equal_those_of_transformers(variant, attention):
 
 def test_what_is_far_reaches_a_token_through_the_blocks_without_rope_alone():
     """With one block of each kind, chunk 8: position 20 sees 16 to 20, then all."""
-
-    def reached(**changes):
-        model, hidden = model_of(**changes), torch.randn(1, 21, 32, requires_grad=True)
-        out = model(
-            None, hidden=hidden, positions=torch.arange(21), blocks=range(model.config.n_layers)
-        )
-        out[0, 20].sum().backward()
-        return hidden.grad[0].abs().sum(-1).nonzero().flatten().tolist()
-
-    assert reached(n_layers=1) == list(range(16, 21))
-    assert reached(n_layers=2, nope_every=2) == list(range(21))
+    assert reach(model_of(n_layers=1)) == list(range(16, 21))
+    assert reach(model_of(n_layers=2, nope_every=2)) == list(range(21))
 
 
 def test_the_scale_of_queries_is_that_of_the_paper():
@@ -90,9 +75,7 @@ PARAMETERS = {"17bx16e": 107_769_861_120, "17bx128e": 400_711_848_960}
 
 @pytest.mark.parametrize("flavor", PARAMETERS)
 def test_flavors_have_the_published_number_of_parameters(flavor):
-    with without_storage():
-        model = Llama4Config(flavor=flavor).build(choose({}, "cuda", 8192))
-    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[flavor]
+    assert num_parameters(Llama4Config(flavor=flavor)) == PARAMETERS[flavor]
 
 
 def test_a_table_of_experts_changes_a_flavor_and_does_not_replace_it():

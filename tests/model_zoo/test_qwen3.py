@@ -1,14 +1,18 @@
 """Qwen3 against transformers', and its sizes against published ones."""
 
 import pytest
-import torch
 from transformers import AutoConfig
 
-from tests.model_zoo.peers import assert_equal, built, twin
-from trainer.engine.parallel.materialize import without_storage
-from trainer.kernels.choose import choose
+from tests.model_zoo.peers import (
+    VOCAB,
+    assert_cache_changes_nothing,
+    assert_equal,
+    built,
+    num_parameters,
+    tokens,
+    twin,
+)
 from trainer.model_zoo.hf_settings import SettingsError
-from trainer.model_zoo.layers.cache import KVCache
 from trainer.model_zoo.qwen3.config import Qwen3Config
 
 SIZES = {
@@ -18,7 +22,7 @@ SIZES = {
     "n_kv_heads": 2,
     "head_dim": 12,
     "ffn_dim": 48,
-    "vocab_size": 61,
+    "vocab_size": VOCAB,
     "init_std": 0.2,
 }
 VARIANTS = {
@@ -48,10 +52,6 @@ def model_of(attention="auto", **changes):
     return built(Qwen3Config.model_validate(SIZES | changes), attention)
 
 
-def tokens(batch=2, length=33):
-    return torch.randint(0, 61, (batch, length), generator=torch.Generator().manual_seed(0))
-
-
 @pytest.mark.parametrize("attention", ["matmul", "sdpa"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_gradients_equal_those_of_transformers(variant, attention):
@@ -60,18 +60,12 @@ def test_logits_and_gradients_equal_those_of_transformers(variant, attention):
 
 
 def test_decoding_with_a_cache_equals_the_full_pass():
-    model, cache = model_of(), KVCache(12)
-    x = tokens(3, 12)
-    with torch.no_grad():
-        steps = [model(piece, cache=cache) for piece in x.split([7, 1, 4], dim=1)]
-        torch.testing.assert_close(torch.cat(steps, 1), model(x), rtol=1e-5, atol=1e-5)
+    assert_cache_changes_nothing(model_of(), [7, 1, 4], tokens(3, 12))
 
 
 @pytest.mark.parametrize("flavor", PARAMETERS)
 def test_flavors_have_the_published_number_of_parameters(flavor):
-    with without_storage():
-        model = Qwen3Config(flavor=flavor).build(choose({}, "cuda", 8192))
-    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[flavor]
+    assert num_parameters(Qwen3Config(flavor=flavor)) == PARAMETERS[flavor]
 
 
 def test_what_config_json_leaves_out_is_what_transformers_takes():

@@ -8,13 +8,26 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import run_ranks
+from trainer.engine.estimate.tracker import MemoryTracker
+from trainer.engine.parallel import materialize as filling
 from trainer.engine.parallel.materialize import BLOCK, materialize, without_storage
 from trainer.kernels.choose import choose
 from trainer.model_zoo.llama3.config import Llama3Config
+from trainer.model_zoo.qwen3.config import Qwen3Config
 
 # Rows of the vocabulary do not divide by 2, 3 or 4, and the embedding fills more than one block.
 CONFIG = Llama3Config(
     dim=24, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=43, vocab_size=BLOCK // 16 + 1
+)
+# A stack of experts fills several blocks.
+EXPERTS = Qwen3Config(
+    dim=24,
+    n_layers=1,
+    n_heads=2,
+    n_kv_heads=1,
+    head_dim=12,
+    vocab_size=10,
+    moe={"num_experts": 6, "expert_ffn_dim": 8004},
 )
 CPU = torch.device("cpu")
 
@@ -33,24 +46,43 @@ def digests(model):
     return found
 
 
-def placed(mesh_shape, placements):
-    """Return the digests of a model whose parameters are placed over a mesh."""
+def distributed(mesh_shape, placements, config):
+    """Return a model on `meta` whose parameters are placed over a mesh."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    words = {"0": Shard(0), "1": Shard(1), "r": Replicate()}
     names = tuple("abc"[: len(mesh_shape)])
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
-    model = empty_model()
+    model = empty_model(config)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            places = [words[p if parameter.ndim > 1 or p == "r" else "0"] for p in placements]
+            places = [
+                Replicate() if p == "r" else Shard(int(p) if int(p) < parameter.ndim else 0)
+                for p in placements
+            ]
             sharded = distribute_tensor(parameter.data, mesh, places, src_data_rank=None)
             setattr(module, name, torch.nn.Parameter(sharded))
+    return model
+
+
+def placed(mesh_shape, placements, config=CONFIG):
+    """Return the digests of a model whose parameters are placed over a mesh."""
+    model = distributed(mesh_shape, placements, config)
     before = dist.get_world_size()
     materialize(model, CPU, seed=5)
     assert dist.get_world_size() == before
     return digests(model)
+
+
+def most_held(mesh_shape, placements):
+    """Return the most that filling holds beside the model, and the bytes of a whole stack."""
+    filling.CHUNK = BLOCK // 16
+    model = distributed(mesh_shape, placements, EXPERTS)
+    with MemoryTracker() as tracker:
+        materialize(model, CPU, seed=5)
+    mine = sum(each.to_local().nbytes for each in model.parameters())
+    stack = model.layers[0].mlp.experts.gate_up
+    return tracker.peak().total - mine, stack.numel() * 4, len(stack)
 
 
 def fully_sharded():
@@ -83,6 +115,19 @@ def test_fsdp_ranks_start_with_one_process_s_weights(world, alone):
 def test_any_placement_holds_one_process_s_weights(mesh, placements, alone):
     world = int(np.prod(mesh))
     assert run_ranks(world, placed, mesh, placements) == [alone] * world
+
+
+@pytest.mark.parametrize(("mesh", "placements"), [((3,), "2"), ((2, 2), "01")])
+def test_any_part_of_stacked_experts_holds_one_process_s_weights(mesh, placements):
+    model = empty_model(EXPERTS)
+    materialize(model, CPU, seed=5)
+    world = int(np.prod(mesh))
+    assert run_ranks(world, placed, mesh, placements, EXPERTS) == [digests(model)] * world
+
+
+def test_a_part_of_stacked_experts_is_filled_without_the_stack():
+    for more, stack, experts in run_ranks(2, most_held, (2,), "1"):
+        assert 0 < more < 1.1 * stack / experts, "a matrix at a time"
 
 
 def test_weights_depend_on_seed_and_name_but_not_on_the_rest_of_the_model(alone):

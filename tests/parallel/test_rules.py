@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 from torch.distributed.tensor import DTensor
 
-from tests.cases import also, quick
+from tests.cases import quick
 from tests.distributed import run_ranks
 from tests.train.plans import assembled, assert_same, curves, recipe_with, train, weights
 from tests.train.processes import complaints, finish, rows, start, write_recipe
@@ -99,7 +99,8 @@ def test_validation_loss_and_adamw():
     assert_same(4, alone, parallel=parallel, optimizer=optimizer, ema={"decay": 0.5})
 
 
-@pytest.mark.parametrize("others", [{"tensor": 2, "rules": TENSOR}, *also({"rules": KEPT})])
+@pytest.mark.matrix
+@pytest.mark.parametrize("others", [{"tensor": 2, "rules": TENSOR}, {"rules": KEPT}])
 def test_compiled_and_recomputed_blocks(others):
     """Each weight is compared: a lost gradient may hardly show in the loss."""
     expected = run_ranks(1, weights, recipe_with())[0]

@@ -31,7 +31,7 @@ FAULTS = [
     ),
     (RUN + "[parallel]\nshard = 0", None, "parallel.shard", "got 0"),
     (RUN + "[parallel]\nreplicate = -1", None, "parallel.shard", "both -1"),
-    (RUN + "[parallel]\nexpert = 2", None, "parallel.expert", "not available in this version"),
+    (RUN + "[parallel]\nexpert = 2", None, "parallel.expert", "has no experts that ranks"),
     (
         RUN + "[parallel]\ntensor = 3\n[model]\nn_heads = 8\nn_kv_heads = 8",
         None, "parallel.tensor", "3 ranks cannot share model.n_kv_heads = 8",

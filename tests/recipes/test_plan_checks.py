@@ -9,6 +9,10 @@ from trainer.model_zoo.llama3.config import Llama3Config
 
 RUN = "[run]\nsteps = 1\n"
 MODEL = "[model]\nn_layers = 4\nn_heads = 6\nn_kv_heads = 2\ndim = 48\nffn_dim = 96\n"
+EXPERTS = (
+    '[model]\nname = "qwen3"\nflavor = "moe_debug"\n'
+    "moe = { num_experts = 6, expert_ffn_dim = 30 }\n"
+)
 
 FAULTS = {
     "heads": (
@@ -32,6 +36,40 @@ FAULTS = {
         "lora.targets",
         "a pipeline needs something to train in each stage: layers.1 has no adapter",
         "let a pattern match weights of every block",
+    ),
+    "experts": (
+        EXPERTS + "[parallel]\nexpert = 4", 4,
+        "parallel.expert", "4 ranks cannot share model.moe.num_experts = 6 evenly",
+        "nearest degree that works: 3",
+    ),
+    "width of experts": (
+        EXPERTS + "[parallel]\nexpert_tensor = 4", 4,
+        "parallel.expert_tensor", "4 ranks cannot share model.moe.expert_ffn_dim = 30 evenly",
+        "nearest degree that works: 3",
+    ),
+    "no experts": (
+        "[parallel]\nexpert_tensor = 2", 2,
+        "parallel.expert_tensor", 'the model "llama3" has no experts that ranks could share',
+        "keep 1",
+    ),
+    "ranks of a stage": (
+        EXPERTS + "[parallel]\npipeline = 2\nexpert = 3\nexpert_tensor = 2", 6,
+        "parallel.expert",
+        "the 3 ranks of a stage are no multiple of expert x expert_tensor (6)",
+        "nearest degree that works: 3",
+    ),
+    "compiled experts": (
+        EXPERTS + "[compile]\nenabled = true\n[parallel]\nexpert_tensor = 2", 2,
+        "parallel.expert_tensor",
+        "torch.compile cannot trace how many rows ranks send each other",
+        "set compile.enabled = false, or keep expert_tensor = 1",
+    ),
+    "rules for experts": (
+        EXPERTS + "[parallel]\nexpert = 2\n"
+        '[[parallel.rules]]\nmatch = ".*experts.down"\nplace = {}', 2,
+        "parallel.rules.0.match",
+        "layers.0.mlp.experts.down is placed by parallel.expert, not by a rule",
+        "match other parameters",
     ),
     "rule that matches nothing": (
         '[[parallel.rules]]\nmatch = "layers.0.mlp.upp.weight"\nplace = {}', 1,
@@ -186,7 +224,6 @@ def test_a_model_without_a_plan_for_an_axis_is_refused(load, axis):
     [
         ("context", {"mtp_depth": 2}, "model.mtp_depth = 2 needs whole rows and all blocks"),
         ("pipeline", {"mtp_depth": 1}, "model.mtp_depth = 1 needs whole rows and all blocks"),
-        ("tensor", {}, "model.moe: experts are not split along this axis"),
     ],
 )
 def test_sizes_that_an_axis_cannot_split_are_refused(load, axis, changes, why):

@@ -78,7 +78,12 @@ FAULTS = [
         4, 1, "model.rope_scaling.factr", 'unknown key "factr"', 'did you mean "factor"?',
     ),
     ('[kernels]\nattention = "triton"', 4, 1, "kernels.attention", f'"triton" {LATER}', ""),
-    ("[precision.float8]", 3, 12, "precision.float8", LATER, ""),
+    (
+        '[precision.float8]\nrecipe = "row_wise"',
+        4, 1, "precision.float8.recipe",
+        'expected "tensorwise", "rowwise" or "rowwise_with_gw_hp", got "row_wise"',
+        'did you mean "rowwise"?',
+    ),
     ("\"a\\nb\\u001b\" = 1", 3, 1, 'run."a\\nb\\u001b"', 'unknown key "a\\nb\\u001b"', ""),
 ]  # fmt: skip
 

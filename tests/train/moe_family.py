@@ -7,6 +7,7 @@ from tests.train.plans import BASE, assembled, recipe_with, train, whole
 from trainer.engine.models import models
 from trainer.model_zoo.decoder import Block, Decoder
 from trainer.model_zoo.decoder_config import GroupedQueryConfig
+from trainer.model_zoo.decoder_layout import ATTENTION_TENSOR, ENDS_TENSOR, MOE_TENSOR
 from trainer.model_zoo.layers.attention import GroupedQueryAttention
 from trainer.model_zoo.layers.moe import MoE, moe_layers
 from trainer.model_zoo.layers.moe_config import MoESettings
@@ -16,17 +17,20 @@ from trainer.model_zoo.layout import Layout
 class ExpertsModel(Decoder):
     def block(self, number, kernels):
         c = self.config
-        attention = GroupedQueryAttention(
-            c.dim, c.n_heads, c.n_kv_heads, c.head_width, c.norm_eps, kernels
-        )
-        return Block(attention, MoE(c.dim, c.moe, c.norm_eps, kernels))
+        return Block(GroupedQueryAttention(c, kernels), MoE(c.dim, c.moe, c.norm_eps, kernels))
 
 
 class ExpertsConfig(GroupedQueryConfig):
     """Experts in each block."""
 
     layout: ClassVar = Layout(
-        embed="embed", blocks="layers", head="head", context=True, pipeline=True
+        embed="embed",
+        blocks="layers",
+        head="head",
+        tensor={**ENDS_TENSOR, **ATTENTION_TENSOR, **MOE_TENSOR},
+        context=True,
+        pipeline=True,
+        experts="mlp.experts",
     )
     flavors: ClassVar = {"debug": {}}
     name: Literal["experts_sample"] = "experts_sample"

@@ -14,18 +14,38 @@ from trainer.engine.errors import TrainerError
 from trainer.engine.launch.environment import ATTEMPT, STORE, find_world
 from trainer.engine.recipe.load import load_recipe
 
-RECIPE = """
-[run]
-steps = {steps}
-dir = "{folder}"
-name = "run"
-seed = 5
+MODEL = """
 [model]
 dim = 48
 n_layers = 2
 n_heads = 4
 n_kv_heads = 2
 ffn_dim = 96
+"""
+EXPERTS = """
+[model]
+name = "deepseek_v3"
+dim = 48
+n_layers = 4
+n_heads = 4
+ffn_dim = 96
+n_dense_layers = 1
+[model.moe]
+num_experts = 8
+expert_ffn_dim = 24
+score = "sigmoid"
+num_shared = 1
+balance_bias = true
+bias_rate = 0.01
+aux_weight = 0.01
+"""
+RECIPE = """
+[run]
+steps = {steps}
+dir = "{folder}"
+name = "run"
+seed = 5
+{model}
 [data]
 seq_len = 48
 global_batch = 8
@@ -120,11 +140,11 @@ def wait_for_lines(path, lines, processes):
         time.sleep(0.002)
 
 
-def write_recipe(folder, steps=100):
+def write_recipe(folder, steps=100, model=MODEL):
     """Write the recipe; its run directory is `folder`/run."""
     folder.mkdir()
     path = folder / "recipe.toml"
-    path.write_text(RECIPE.format(steps=steps, folder=folder), encoding="utf-8")
+    path.write_text(RECIPE.format(steps=steps, folder=folder, model=model), encoding="utf-8")
     return path
 
 

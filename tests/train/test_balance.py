@@ -201,7 +201,7 @@ def test_biases_make_loads_even():
     for _ in range(200):
         balance.start(1.0)
         model.mlp(x).sum().backward()
-        balance.collect(lambda counts, alike: None)
+        balance.collect(lambda counts: None)
         balance.update()
         found.append(balance.measures()["mean_violation"].item())
     assert found[0] > 0.4

@@ -53,5 +53,9 @@ def test_experts_and_predictions_farther_ahead_are_shared_by_ranks(parallel, alo
     assert_same_weights(2, alone, parallel=parallel, model=model, data=data, memory=memory)
 
 
-def test_experts_are_in_stages(alone):
-    assert_same_weights(2, alone, parallel={"pipeline": 2}, model=SIZES, data=DATA)
+@pytest.mark.parametrize(
+    "parallel",
+    [{"pipeline": 2, "shard": 2}, *also({"tensor": 2, "shard": 2}, {"tensor": 2, "expert": 2})],
+)
+def test_experts_are_in_stages_and_beside_split_attention(parallel, alone):
+    assert_same_weights(4, alone, parallel=parallel, model=SIZES, data=DATA)

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from tests.cases import also
 from tests.train.processes import finish, rows, start, tensors, wait_for_lines, write_recipe
 
 STEPS = 200
@@ -27,7 +28,7 @@ def assert_same_run(folder, reference):
         assert torch.equal(tensor, expected[name]), name
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, *also(2)])
 def test_twenty_kills_at_random_moments_leave_the_run_bit_for_bit(tmp_path, world):
     reference = write_recipe(tmp_path / "reference", STEPS)
     assert finish(start(reference, world, 0)) == [0] * world

@@ -23,6 +23,8 @@ PLANS = {
     "shard": ({"shard": 2}, {"recompute": "full"}),
     "pipeline": ({"pipeline": 2}, {}),
     "context": ({"context": 2}, {}),
+    "expert": ({"expert": 2}, {}),
+    "divided": ({"expert_tensor": 2}, {"recompute": "full"}),
 }
 REFUSED = ("llama4", "context")
 

@@ -80,6 +80,7 @@ def test_compiled_blocks_that_recompute_change_no_weight():
     assert_equal(1, changes, {})
 
 
+@pytest.mark.matrix
 def test_compiled_blocks_of_split_weights_recompute():
     plan = {"parallel": {"tensor": 2}, "compile": COMPILED}
     assert_equal(2, [plan | {"memory": MODES[mode]} for mode in ("full", "selective")], {})

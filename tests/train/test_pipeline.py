@@ -98,7 +98,7 @@ def sampled(path, which):
 @pytest.mark.parametrize(
     ("world", "plan"),
     [
-        (4, ["parallel.shard=2"]),
+        pytest.param(4, ["parallel.shard=2"], marks=pytest.mark.matrix),
         (
             4,
             ["parallel.tensor=2", "parallel.pipelining.schedule=ZBVZeroBubble", "model.n_layers=4"],

@@ -23,14 +23,14 @@ QUICK = {
     "tensor-2": (2, {"tensor": 2}),
     "tensor-4-shared-kv": (4, {"tensor": 4}),
     "context-2": (2, {"context": 2}),
-    "ring-2": (2, RING),
     "pipeline-2": (2, {"pipeline": 2}),
-    "tensor-2-shard-2": (4, {"tensor": 2, "shard": 2}),
-    "context-2-tensor-2": (4, {"context": 2, "tensor": 2}),
     "pipeline-2-ring-2": (4, {"pipeline": 2, **RING}),
     "pipeline-2-shard-2-tensor-2": (8, {"pipeline": 2, "tensor": 2, "shard": 2}),
 }
 MORE = {
+    "ring-2": (2, RING),
+    "tensor-2-shard-2": (4, {"tensor": 2, "shard": 2}),
+    "context-2-tensor-2": (4, {"context": 2, "tensor": 2}),
     "tensor-2-replicate-2": (4, {"tensor": 2, "replicate": 2, "shard": 1}),
     "context-2-no_shard": (2, {"context": 2, "fsdp": {"strategy": "no_shard"}}),
     "context-4": (4, {"context": 4}),
@@ -70,8 +70,9 @@ def test_every_schedule_of_a_sharded_pipeline(schedule, alone):
     )
 
 
-@pytest.mark.parametrize("packing", ["none", *also("concat")])
-@pytest.mark.parametrize("parallel", [RING, *also({"tensor": 2}, {"context": 2}, {"pipeline": 2})])
+@pytest.mark.matrix
+@pytest.mark.parametrize("packing", ["none", "concat"])
+@pytest.mark.parametrize("parallel", [RING, {"tensor": 2}, {"context": 2}, {"pipeline": 2}])
 def test_every_packing_mode(parallel, packing, alone):
     assert_same(2, alone, parallel=parallel, data=BASE["data"] | {"packing": packing})
 
@@ -100,7 +101,8 @@ def test_a_loss_that_needs_the_whole_vocabulary(alone):
     assert_same(2, alone, parallel={"tensor": 2}, loss={"name": "cross_entropy", "z_loss": 1e-2})
 
 
-@pytest.mark.parametrize("parallel", [RING, *also({"tensor": 2}, {"pipeline": 2})])
+@pytest.mark.matrix
+@pytest.mark.parametrize("parallel", [RING, {"tensor": 2}, {"pipeline": 2}])
 def test_recomputation(parallel, alone):
     assert_same(2, alone, parallel=parallel, memory={"recompute": "full"})
 

@@ -1,0 +1,142 @@
+"""Which weights multiply in a narrow format, and what keeps them from it. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from ..errors import nearest
+from ..optim.groups import matcher
+from ..parallel.placement import CUT_DIMS, shares_heads, used_dim
+from .tables import MX, Float8, Narrow
+
+if TYPE_CHECKING:
+    from ...model_zoo.config import ModelConfig
+
+Shape = tuple[int, ...]
+Misfit = tuple[tuple[str | int, ...], str, str]
+"""key below the table, message, hint"""
+
+EXPERTS_UNIT = 128
+"""what widths of experts are multiples of: blocks have that many values"""
+
+
+def unit(table: Narrow) -> int:
+    """Return what both widths of a projection are multiples of, and the tokens that it sees."""
+    return 32 if isinstance(table, MX) else 16
+
+
+def multipliers(config: ModelConfig) -> dict[str, Shape]:
+    """Return the weights of blocks that multiply: those of projections, and of experts."""
+    layout, shapes = config.layout, config.with_vocab(1).parameter_shapes()
+    return {
+        name: shape
+        for name, shape in shapes.items()
+        if name.startswith(f"{layout.blocks}.")
+        and (
+            not name.endswith("_bias")
+            if layout.is_expert(name)
+            else len(shape) == 2 and name.endswith(".weight") and ".router." not in name
+        )
+    }
+
+
+def chosen(table: Narrow, config: ModelConfig) -> dict[str, Shape]:
+    """Return the weights that a table names, and their whole shapes."""
+    if not table.enabled:
+        return {}
+    takes, leaves = (
+        [matcher(pattern) for pattern in patterns] for patterns in (table.targets, table.exclude)
+    )
+    return {
+        name: shape
+        for name, shape in multipliers(config).items()
+        if any(test(name) for test in takes) and not any(test(name) for test in leaves)
+    }
+
+
+def misfits(
+    table: Narrow, config: ModelConfig, tensor: int, expert_tensor: int
+) -> Iterator[Misfit]:
+    """Yield what keeps a table's weights from its format.
+
+    Args:
+        table: enabled.
+        config: of the model.
+        tensor: ranks that split weights.
+        expert_tensor: ranks that split experts.
+    """
+    yield from _unmatched(table, config)
+    found = chosen(table, config)
+    experts = {name: shape for name, shape in found.items() if config.layout.is_expert(name)}
+    others = {name: shape for name, shape in found.items() if name not in experts}
+    pieces = {name: _piece(name, shape, config, tensor) for name, shape in others.items()}
+    exclude = 'or precision.{}.exclude = ["{}"]'
+    word = "float8" if isinstance(table, Float8) else "mx"
+    if experts and isinstance(table, MX):
+        message = f"the experts' products ({next(iter(experts))}) have no MX format here"
+        hint = 'set precision.mx.exclude = ["*.experts.*"]; precision.float8 can take them'
+        yield ("targets",), message, hint
+    elif wrong := _uneven(_cut(experts, expert_tensor), EXPERTS_UNIT):
+        name, shape = wrong
+        on_ranks = f" on each of {expert_tensor} ranks" if expert_tensor > 1 else ""
+        message = f"{name} is {shape[-2]} x {shape[-1]}{on_ranks}: "
+        message += "experts in float8 have blocks of 128"
+        hint = "give model.dim and model.moe.expert_ffn_dim that are multiples of 128, "
+        yield ("targets",), message, hint + exclude.format(word, "*.experts.*")
+    yield from _halves(experts, config)
+    if wrong := _uneven(pieces, unit(table)):
+        name, shape = wrong
+        on_ranks = f" on each of {tensor} ranks" if tensor > 1 else ""
+        message = f"{name} is {shape[0]} x {shape[1]}{on_ranks}: "
+        message += f"both must be multiples of {unit(table)}"
+        pattern = "*." + ".".join(name.split(".")[-3:])
+        yield ("targets",), message, "give other sizes, " + exclude.format(word, pattern)
+
+
+def _unmatched(table: Narrow, config: ModelConfig) -> Iterator[Misfit]:
+    """Yield patterns that match nothing that multiplies."""
+    names, every = list(multipliers(config)), list(config.with_vocab(1).parameter_shapes())
+    for key in ("targets", "exclude"):
+        for index, pattern in enumerate(getattr(table, key)):
+            test = matcher(pattern)
+            if any(map(test, names)):
+                continue
+            only = "only what does not multiply in a block" if any(map(test, every)) else "nothing"
+            hint = nearest(pattern, names) or f"weights are named like {names[0]} and {names[-1]}"
+            yield (key, index), f'"{pattern}" matches {only}', hint
+
+
+def _halves(experts: Mapping[str, Shape], config: ModelConfig) -> Iterator[Misfit]:
+    """Yield the first layer of experts of which some weights are named, and others not."""
+    for name in multipliers(config):
+        path = name.rpartition(".")[0]
+        siblings = [other for other in experts if other.startswith(f"{path}.")]
+        if config.layout.is_expert(name) and siblings and name not in experts:
+            message = f"{siblings[0]} is taken and {name} is not: experts multiply in one format"
+            yield ("targets",), message, f'name both, such as "{path}.*", or none'
+            return
+
+
+def _uneven(shapes: Mapping[str, Shape], multiple: int) -> tuple[str, Shape] | None:
+    """Return the first weight with a width that is no multiple."""
+    return next(
+        (each for each in shapes.items() if any(size % multiple for size in each[1][-2:])), None
+    )
+
+
+def _cut(experts: Mapping[str, Shape], ranks: int) -> dict[str, Shape]:
+    """Return the shapes of what each of the ranks that share experts multiplies with."""
+    found = {}
+    for name, shape in experts.items():
+        dim = CUT_DIMS["experts"][name.rpartition(".")[2]]
+        found[name] = tuple(size // ranks if at == dim else size for at, size in enumerate(shape))
+    return found
+
+
+def _piece(name: str, shape: Shape, config: ModelConfig, tensor: int) -> Shape:
+    """Return the shape of what a rank multiplies with."""
+    style, dim = used_dim(name, config, tensor)
+    if style == "key_value" and shares_heads(config, tensor):
+        return shape[0] // int(config.n_kv_heads), shape[1]  # type: ignore[attr-defined]
+    return tuple(-(-size // tensor) if at == dim else size for at, size in enumerate(shape))

@@ -1,0 +1,135 @@
+"""Products in narrow formats, put in the place of a model's own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+from torch import Tensor
+
+from ...kernels.grouped_gemm_fp8.op import grouped_linear_fp8
+from ..errors import EnvironmentFault
+from .choose import chosen
+from .tables import Float8, Narrow
+
+if TYPE_CHECKING:
+    from ...model_zoo.config import ModelConfig
+    from ...model_zoo.language_model import LanguageModel
+    from ...model_zoo.layers.linear import Linear
+    from ...model_zoo.layers.moe import Experts
+    from .tables import MX
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""[..., in], [out, in] and a bias, or none -> [..., out], as `torch.nn.functional.linear`"""
+
+
+def narrow(model: LanguageModel, config: ModelConfig, tables: dict[str, Narrow]) -> list[str]:
+    """Let the weights that tables name multiply in their formats, in place.
+
+    Parameters stay as they are. A scale is of what a rank multiplies with: its rows, its piece of a
+    weight.
+
+    Args:
+        model: whole, with adapters.
+        config: its.
+        tables: word of `[precision]` -> its table.
+
+    Returns:
+        a line for each format: what multiplies in it.
+
+    Raises:
+        EnvironmentFault: torchao is not installed.
+    """
+    notes = []
+    for word, table in tables.items():
+        names = chosen(table, config)
+        experts = [name for name in names if config.layout.is_expert(name)]
+        projections = [name for name in names if name not in set(experts)]
+        if projections:
+            product = make_product(table)
+        for name in projections:
+            projection = cast("Linear", model.get_submodule(name.rpartition(".")[0]))
+            projection.product = product
+        for name in experts:
+            layer = cast("Experts", model.get_submodule(name.rpartition(".")[0]))
+            layer.product = grouped_linear_fp8
+        if names:
+            notes.append(_told(word, table, len(projections), len(experts)))
+    return notes
+
+
+def _told(word: str, table: Narrow, projections: int, experts: int) -> str:
+    how = f"{cast('Float8 | MX', table).recipe}{', emulated' if table.emulate else ''}"
+    parts = [f"{projections} projections ({how})"] if projections else []
+    parts += [f"{experts} weights of experts (blocks of 128)"] if experts else []
+    return f"{word}: {' and '.join(parts)} multiply in it"
+
+
+def make_product(table: Narrow) -> Product:
+    """Return the product of a projection.
+
+    Raises:
+        EnvironmentFault: torchao is not installed.
+    """
+    word = "float8" if isinstance(table, Float8) else "mx"
+    try:
+        with _quiet():
+            return _float8(table) if isinstance(table, Float8) else _mx(cast("MX", table))
+    except ImportError as error:
+        raise EnvironmentFault(
+            f"precision.{word} needs the package torchao, 0.18: {error}",
+            "pip install 'trainer[float8]'",
+        ) from error
+
+
+def _float8(table: Float8) -> Product:
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+    from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
+
+    config = Float8LinearConfig.from_recipe_name(table.recipe)
+    kinds = (config.gemm_config_output, config.gemm_config_grad_input)
+    each = [
+        ScaledMMConfig(table.emulate, kind.use_fast_accum, False, False)
+        for kind in (*kinds, config.gemm_config_grad_weight)
+    ]
+    settings = LinearMMConfig(*each)
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y: Tensor = matmul_with_hp_or_float8_args.apply(x, weight.t(), settings, config)
+        return y if bias is None else y + bias
+
+    return product
+
+
+def _mx(table: MX) -> Product:
+    from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    multiply = partial(
+        _to_mxfp8_then_scaled_mm,
+        kernel_preference=KernelPreference.EMULATED if table.emulate else KernelPreference.AUTO,
+        scale_calculation_mode=ScaleCalculationMode.RCEIL,
+        wgrad_with_hp=table.recipe == "mxfp8_rceil_wgrad_with_hp",
+    )
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y: Tensor = multiply(x, weight)
+        return y if bias is None else y + bias
+
+    return product
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torchao from warning of kernels for other GPUs that it cannot load."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
