@@ -71,12 +71,8 @@ def mesh_groups(recipe: Recipe, degrees: Degrees, gpus_per_node: int) -> Iterato
 
 def members_of(degrees: Degrees, along: Sequence[str], rank: int) -> list[int]:
     """Return the ranks that differ from the lowest of them, `rank`, along some axes alone."""
-    if tuple(along) == ("expert",):
-        return list(range(rank, rank + degrees.expert_ranks, degrees.expert_tensor))
-    if tuple(along) == ("expert_tensor",):
-        return list(range(rank, rank + degrees.expert_tensor))
     found, stride = [rank], 1
-    for axis in reversed(AXES):
+    for axis in reversed(EXPERT_AXES if set(along) <= set(EXPERT_AXES) else AXES):
         degree = getattr(degrees, axis)
         if axis in along:
             found = [each + step * stride for each in found for step in range(degree)]

@@ -9,8 +9,7 @@ import torch
 from tests.distributed import run_ranks
 from tests.train.moe_family import moe_recipe
 from tests.train.plans import BASE, assembled, recipe_with, train
-from trainer.engine.checkpoint.find import find_checkpoint
-from trainer.engine.checkpoint.reader import load_state
+from tests.train.processes import newest
 from trainer.engine.errors import RecipeError
 from trainer.engine.launch.environment import World
 from trainer.engine.library import load_recipe
@@ -174,12 +173,7 @@ def debug_run(folder, precision, steps=10, allow_changed=()):
 
 def state(folder):
     """Return the tensors of the newest checkpoint."""
-    found = find_checkpoint(folder / "llama3-debug")
-    tensors = {
-        name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
-        for name, entry in found.manifest.tensors.items()
-    }
-    load_state(found.path, found.manifest, tensors, None)
+    _, tensors = newest(folder / "llama3-debug")
     return tensors
 
 

@@ -156,7 +156,12 @@ def rows(folder, kind="train"):
 
 def tensors(folder):
     """Return step and tensors of the newest checkpoint."""
-    found = find_checkpoint(folder / "run")
+    return newest(folder / "run")
+
+
+def newest(run):
+    """Return step and tensors of the newest checkpoint of a run directory."""
+    found = find_checkpoint(run)
     state = {
         name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
         for name, entry in found.manifest.tensors.items()
