@@ -254,7 +254,9 @@ class _Sent(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor, None]:
-        return _wait(ctx.sending.gradient), None
+        sending = ctx.sending
+        gradient, sending.gradient = sending.gradient, None  # others hold `sending` for longer
+        return _wait(gradient), None
 
 
 class _Arrived(torch.autograd.Function):
