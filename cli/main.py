@@ -21,6 +21,7 @@ from typer.main import get_command, get_group
 
 from ..engine.errors import ExitCode, TrainerError
 from ..engine.launch.ending import end_process
+from .options import refuse_addresses
 
 
 class Lazy(NamedTuple):
@@ -79,9 +80,11 @@ def import_command(name: str) -> Any:
     found = getattr(import_module(f".{module}", __package__), attribute)
     parent = typer.Typer(add_completion=False, rich_markup_mode=None)
     if isinstance(found, typer.Typer):
+        for each in found.registered_commands:
+            each.callback = each.callback and refuse_addresses(each.callback)
         parent.add_typer(found, name=name)
     else:
-        parent.command(name)(found)
+        parent.command(name)(refuse_addresses(found))
     return get_group(parent).commands[name]
 
 

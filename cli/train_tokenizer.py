@@ -90,8 +90,10 @@ def _sources(path: str, field: str) -> list[DocumentSource]:
     from ..engine.data.kinds import source_kind
     from ..engine.data.tokenizer import ByteTokenizer
     from ..engine.errors import RecipeError
+    from ..engine.files import require_path
     from ..engine.recipe.load import load_recipe
 
+    require_path(path)
     if path.endswith(".toml"):
         found = [
             source.for_tokenizer(ByteTokenizer())

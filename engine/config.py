@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from .files import address_problem
 
 
 class Table(BaseModel):
@@ -44,4 +46,12 @@ class RelativeToRecipe:
     """
 
 
-RecipePath = Annotated[str, RelativeToRecipe()]
+def _path(text: str) -> str:
+    if problem := address_problem(text):
+        raise ValueError(problem)
+    return text
+
+
+# Every key that holds a path has one of these types, so that an address is refused.
+LocalPath = Annotated[str, AfterValidator(_path)]
+RecipePath = Annotated[LocalPath, RelativeToRecipe()]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError
+from ..files import require_path
 from .hf_folder import listed
 from .manifest import MANIFEST, Manifest, check_hashes, check_listing, read_manifest
 from .ranks import Ranks
@@ -43,7 +44,11 @@ def candidates(path: Path) -> list[Path]:
 
     Args:
         path: a run directory, a checkpoints folder, or one checkpoint, also by the alias `best`.
+
+    Raises:
+        RecipeError: it is an address such as `s3://bucket/run`.
     """
+    require_path(path)
     if is_checkpoint(path):
         return [path.resolve() if path.is_symlink() else path]
     return step_folders(checkpoints_folder(path))[::-1]

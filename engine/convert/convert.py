@@ -16,6 +16,7 @@ from ..checkpoint.tensors import Rows, differing, nbytes
 from ..data.configs import BytesTokenizer, HFTokenizer, TokenizerConfig
 from ..data.tokenizer_configs import TiktokenTokenizer
 from ..errors import CheckpointError, DataError, RecipeError
+from ..files import require_path
 from ..recipe.load import load_recipe
 from ..recipe.schema import Recipe
 from ..recipe.tables import Run
@@ -101,6 +102,8 @@ def convert(
         CheckpointError: the source cannot be read or does not fit, or writing failed.
         DataError: the tokenizer cannot be read.
     """
+    for path in (source, target, options.tokenizer or ""):
+        require_path(path)
     _refuse_nesting(source, target)
     recipe = load_recipe(options.recipe).recipe if options.recipe else None
     opener, format_ = WAYS[way]

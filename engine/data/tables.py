@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..config import Count, Table
+from ..config import Count, LocalPath, Table
 from ..registry import Named
 from . import configs
 
@@ -31,7 +31,7 @@ class Data(Table):
     """how long a batch from a worker may take"""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """share of each training source held out for validation when no source has that split"""
-    cache_dir: str = ""
+    cache_dir: LocalPath = ""
     """where tokenised sources are kept; default: the user's cache folder"""
     sources: Annotated[
         list[Annotated[configs.SourceConfig, Named(configs.sources)]],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -43,4 +44,4 @@ def source_of(name: str, settings: Sequence[str]) -> SourceConfig:
 
 def source_of_path(path: str) -> SourceConfig:
     """Return the source that reads a file, a folder or a glob, by how its files are named."""
-    return source_of(source_kind(path), [f"path={path}"])
+    return source_of(source_kind(path), [f"path={json.dumps(path)}"])

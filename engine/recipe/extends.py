@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import Problem, RecipeError
+from ..files import address_problem
 from .positions import KeyPath
 from .read import TomlFile, read_toml
 from .shown import printable, shown_key, shown_value
@@ -87,7 +88,9 @@ class _Reader:
             keyed = [(("extends", index), entry) for index, entry in enumerate(entries)]
         for key, entry in keyed:
             place = Problem("", shown_key(key), file.name, *file.positions[key])
-            if isinstance(entry, str) and entry.endswith(".toml"):
+            if isinstance(entry, str) and (problem := address_problem(entry)):
+                self.problems.append(replace(place, message=printable(problem)))
+            elif isinstance(entry, str) and entry.endswith(".toml"):
                 yield entry, place
             else:
                 message = f"expected the path of a .toml file, got {shown_value(entry)}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from ..errors import Problem, RecipeError
+from ..files import address_problem, require_path
 from ..registry import import_plugins
 from .checks import check
 from .extends import read_layers
@@ -45,6 +46,7 @@ def load_recipe(
     Raises:
         RecipeError: everything that is wrong with it.
     """
+    require_path(path)
     path = Path(path)
     return _load(read_layers(path), path, overrides, world)
 
@@ -146,6 +148,8 @@ def _resolve_paths(tree: Tree) -> None:
     for table in list(given_tables(tree.values)):
         for key, field in table.config.model_fields.items():
             value = table.values.get(key)
-            if slot(field).is_path and isinstance(value, str) and value:
+            if not (slot(field).is_path and isinstance(value, str) and value):
+                continue
+            if not address_problem(value):  # the key's own validator refuses one
                 folder = tree.origin((*table.path, key)).folder
                 table.values[key] = os.path.abspath(folder / os.path.expanduser(value))

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..config import Count, CountOrZero, Fraction, RecipePath, Table
+from ..config import Count, CountOrZero, Fraction, LocalPath, RecipePath, Table
 from ..observe import configs as observe
 from ..precision.tables import MX, Float8, Narrow
 from ..registry import Named
@@ -17,7 +17,7 @@ class Run(Table):
 
     name: str = ""
     """default: the recipe file's stem"""
-    dir: str = "runs"
+    dir: LocalPath = "runs"
     """the run directory is {dir}/{name}"""
     steps: Count | None = None
     """optimizer steps; or give epochs"""
@@ -27,7 +27,7 @@ class Run(Table):
     """seeds the initial weights and the order of the data"""
     deterministic: bool = False
     """only use operations that give the same bits each time (slower on GPUs)"""
-    resume: str = "auto"
+    resume: LocalPath = "auto"
     """"auto": the newest intact checkpoint, else start; "never"; or a checkpoint's path"""
     init_from: RecipePath = ""
     """weights only, from a native checkpoint or a Hugging Face folder; resume wins over it"""
