@@ -11,9 +11,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import faults
 from ..errors import CheckpointError
 from ..files import sync_folder
-from . import faults, retention
+from . import retention
 from .disk import writing
 from .manifest import FileEntry, Manifest, SaveInfo, check_listing, write_manifest
 
