@@ -8,7 +8,7 @@ TO_RUN := $(VENV)/.ready-to-run
 TO_DEVELOP := $(VENV)/.ready-to-develop
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-parallel test-gpu lint format check docs wheel clean
+.PHONY: help run test test-all test-part test-faults test-next rotate test-gpu lint format check docs wheel clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -17,11 +17,23 @@ run: $(TO_RUN) ## train recipes/quickstart.toml, then let it write
 	$(BIN)/trainer run recipes/quickstart.toml
 	$(BIN)/trainer generate runs/quickstart --prompt 'import ' --prompt 'def __init__(self, ' --temperature 0.7
 
-test: $(TO_DEVELOP) ## run the test suite
+test: $(TO_DEVELOP) ## run the test suite: every behaviour once, 8 minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-parallel: $(TO_DEVELOP) ## test every way to split a model over ranks: the many that `test` leaves out
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m matrix
+test-all: test ## run every test: `test`, then all parts of tests/parts.toml (hours)
+	$(BIN)/python -m tests.rotation run all
+
+test-part: $(TO_DEVELOP) ## run parts of `test-all`: make test-part PART=3 (without PART: list them)
+	$(BIN)/python -m tests.rotation $(if $(PART),run $(PART),list)
+
+test-faults: $(TO_DEVELOP) ## kill, stop and damage runs: the parts of `test-all` named faults
+	$(BIN)/python -m tests.rotation run faults
+
+test-next: $(TO_DEVELOP) ## run the parts of `test-all` that this change asks for
+	$(BIN)/python -m tests.rotation run next
+
+rotate: $(TO_DEVELOP) ## begin a change: record where the last one ended
+	$(BIN)/python -m tests.rotation advance
 
 test-gpu: $(TO_DEVELOP) ## run the kernels for real, where there is a GPU
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "torch sees no GPU here")'
@@ -37,7 +49,7 @@ format: $(TO_DEVELOP) ## let ruff put the code in order
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-check: lint test ## all that a change must pass
+check: lint test ## what every change must pass
 
 docs: $(TO_RUN) ## make recipes/schema.json and docs/reference anew
 	$(BIN)/trainer schema > recipes/.schema.json

@@ -1,4 +1,4 @@
-"""Which cases of a test `make test` runs, and which `make test-parallel` alone."""
+"""Which cases of a test `make test` runs, and which `make test-all` alone."""
 
 from collections.abc import Collection
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def also(*values: object) -> list[object]:
-    """Return parameters of tests that `make test-parallel` runs, and `make test` does not."""
+    """Return parameters of tests that `make test-all` runs, and `make test` does not."""
     return [pytest.param(value, marks=pytest.mark.matrix) for value in values]
 
 

@@ -1,8 +1,23 @@
 import os
 import signal
 
+import pytest
+
 # Two workers on two cores: more threads only wait for each other. Children inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Under nohup, or in the background of a script, these are ignored, by children too.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--shard", metavar="K/N", help="run every N-th of the tests, from the K-th")
+
+
+@pytest.hookimpl(trylast=True)  # after `-m` has deselected others, so that shards are equal
+def pytest_collection_modifyitems(config, items):
+    if shard := config.getoption("--shard"):
+        k, n = map(int, shard.split("/"))
+        chosen = items[k - 1 :: n]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen

@@ -1,4 +1,4 @@
-"""Every way to split a model trains it as one process does: `make test-parallel`.
+"""Every way to split a model trains it as one process does: `make test-all`.
 
 Losses, gradient norms, and in the end all weights and all of the optimizer's state.
 """
