@@ -80,7 +80,10 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would go")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete older and abandoned checkpoints; the newest complete ones always stay."""
+    """Delete older and abandoned checkpoints; the newest complete ones always stay.
+
+    Links are left, and said. Exit code 3 when something could not be deleted.
+    """
     from ..engine.checkpoint import retention
     from ..engine.checkpoint.find import checkpoints_folder, is_checkpoint
 
@@ -90,15 +93,24 @@ def prune(
     folder = checkpoints_folder(path)
     with _locked(folder.parent):
         doomed = retention.superfluous(folder, keep) + retention.abandoned_folders(folder)
+        links = [each for each in doomed if each.is_symlink()]
+        doomed = [each for each in doomed if each not in links]
+        failures: list[str] = []
         if not dry_run:
-            for each in doomed:
-                retention.remove(each)
-            retention.clear_leftovers(folder)
+            whys = {each: retention.remove(each) for each in doomed}
+            doomed = [each for each, why in whys.items() if not why]
+            failures = [*filter(None, whys.values()), *retention.clear_leftovers(folder)]
+    left = [f"{each} is left: it is a link" for each in links] + failures
     if as_json:
-        typer.echo(json.dumps({"removed": [str(each) for each in doomed], "dry_run": dry_run}))
-        return
-    for each in doomed:
-        typer.echo(f"{'would remove' if dry_run else 'removed'} {each}")
+        removed = [str(each) for each in doomed]
+        typer.echo(json.dumps({"removed": removed, "left": left, "dry_run": dry_run}))
+    else:
+        for each in doomed:
+            typer.echo(f"{'would remove' if dry_run else 'removed'} {each}")
+        for text in left:
+            typer.echo(text, err=True)
+    if failures:
+        raise typer.Exit(ExitCode.ENVIRONMENT)
 
 
 def _checkpoints(path: Path) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import threading
 from collections.abc import Mapping
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from .writer import Writer
 
     Part = tuple[list[WriteResult], dict[str, FileEntry]]
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -127,8 +124,6 @@ def _publish(
     if best:
         retention.point_best(temporary.parent, info.step)
         faults.point("checkpoint.after_best", 0, info.step)
-    try:
-        for path in retention.superfluous(temporary.parent, keep):
-            retention.remove(path)
-    except OSError as error:
-        log.warning("an old checkpoint could not be deleted: %s", error)
+    for path in retention.superfluous(temporary.parent, keep):
+        if why := retention.remove(path):
+            retention.warn_once(why)

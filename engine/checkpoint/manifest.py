@@ -192,11 +192,17 @@ def check_listing(folder: Path, manifest: Manifest) -> list[str]:
         except FileNotFoundError:
             problems.append(f"{name} is missing")
             continue
+        except OSError as error:
+            problems.append(f"{name} cannot be read: {error.strerror}")
+            continue
         if not stat.S_ISREG(status.st_mode):
             problems.append(f"{name} is not a regular file")
         elif status.st_size != entry["bytes"]:
             problems.append(f"{name} has {status.st_size} bytes, not {entry['bytes']}")
-    unknown = {path.name for path in folder.iterdir()} - set(manifest.files)
+    try:
+        unknown = set(os.listdir(folder)) - set(manifest.files)
+    except OSError as error:
+        return [f"{folder} cannot be read: {error.strerror}"]
     problems += [
         f"{name} is not in the {MANIFEST}"
         for name in sorted(unknown)

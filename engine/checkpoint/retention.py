@@ -4,6 +4,9 @@
 by a later save of the same step, `.del-` is being deleted. `abandoned-step-...` lies beyond the
 step from which the run went on, so it must not be resumed from; it is kept until pruned by hand.
 `best` is a link to the checkpoint with the best evaluation.
+
+What cannot be deleted (a link to a checkpoint on another disk, a file that is still open, another
+owner's folder) is left where it is, and one warning says so: it never stops a run.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ import os
 import re
 import secrets
 import shutil
+from functools import cache
 from pathlib import Path
 
+from ..errors import CheckpointError
 from ..files import sync_folder
 from .manifest import folder_name, verify
 
@@ -27,16 +32,30 @@ log = logging.getLogger(__name__)
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder, intact or not, oldest step first."""
-    if not os.path.isdir(folder):  # no error of a name that cannot be one
-        return []
-    found = [path for path in folder.iterdir() if STEP.fullmatch(path.name)]
-    return sorted(found, key=step_of)
+    """Return the checkpoints of a folder, intact or not, oldest step first.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    return sorted(_named(folder, STEP), key=step_of)
 
 
 def abandoned_folders(folder: Path) -> list[Path]:
-    """Return the checkpoints that the run has turned away from."""
-    return sorted(path for path in folder.iterdir() if ABANDONED.fullmatch(path.name))
+    """Return the checkpoints that the run has turned away from.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    return sorted(_named(folder, ABANDONED))
+
+
+def _named(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    if not os.path.isdir(folder):  # no error of a name that cannot be one
+        return []
+    try:
+        return [folder / name for name in os.listdir(folder) if pattern.fullmatch(name)]
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error
 
 
 def step_of(path: Path) -> int:
@@ -57,15 +76,17 @@ def publish(temporary: Path, step: int) -> Path:
     folder = temporary.parent
     final = folder / folder_name(step)
     replaced = None
-    if final.exists():
+    if final.is_symlink():
+        final.unlink()  # the checkpoint that it leads to stays
+    elif final.exists():
         replaced = final.rename(_marked(final, ".old-"))
     temporary.rename(final)
     for beyond in step_folders(folder):
         if step_of(beyond) > step:
             beyond.rename(_marked(beyond, "abandoned-"))
     sync_folder(folder)
-    if replaced:
-        remove(replaced)
+    if replaced and (why := remove(replaced)):
+        warn_once(why)
     return final
 
 
@@ -114,19 +135,48 @@ def settle_best(folder: Path, best: int, last: int) -> None:
     if (folder / folder_name(best)).is_dir():
         point_best(folder, best)
     elif pointed and (step_of(pointed) > last or not pointed.is_dir()):
-        (folder / BEST).unlink(missing_ok=True)
+        try:
+            (folder / BEST).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s could not be removed: %s", folder / BEST, error)
 
 
-def remove(path: Path) -> None:
-    """Delete a folder so that no moment shows half of it under its name."""
-    doomed = path
-    if not path.name.startswith("."):
-        doomed = path.rename(_marked(path, ".del-"))
-    shutil.rmtree(doomed)
+def remove(path: Path) -> str:
+    """Delete a folder so that no moment shows half of it under its name.
+
+    Returns:
+        why it, or a part of it, is still there; empty: it is gone.
+    """
+    if path.is_symlink():
+        return f"{path} is left: it is a link, and what it leads to may be wanted"
+    if not path.is_dir():
+        return f"{path} is left: it is not a folder"
+    if not os.access(path, os.W_OK | os.X_OK):  # else it would be renamed, and then not deleted
+        return f"{path} is left: this user may not delete what is in it"
+    doomed, failures = path, list[BaseException]()
+    try:
+        if not path.name.startswith("."):
+            doomed = path.rename(_marked(path, ".del-"))
+        # One file that cannot be deleted, such as `.nfs...`, does not keep the others' space taken.
+        shutil.rmtree(doomed, onerror=lambda _, __, raised: failures.append(raised[1]))
+    except OSError as error:
+        failures.append(error)
+    return f"{doomed} could not be deleted: {failures[0]}" if failures else ""
 
 
-def clear_leftovers(folder: Path) -> None:
-    """Finish or undo what a killed process left half done. Only the run's owner may call this."""
+@cache
+def warn_once(text: str) -> None:
+    """Log a warning, the first time that this process comes upon it."""
+    log.warning("%s", text)
+
+
+def clear_leftovers(folder: Path) -> list[str]:
+    """Finish or undo what a killed process left half done. Only the run's owner may call this.
+
+    Returns:
+        why some are still there.
+    """
+    reasons = []
     for path in list(folder.iterdir()):
         leftover = LEFTOVER.fullmatch(path.name)
         if not leftover:
@@ -134,8 +184,9 @@ def clear_leftovers(folder: Path) -> None:
         kind, name = leftover.groups()
         if kind == "old" and not (folder / name).exists():
             path.rename(folder / name)
-        else:
-            shutil.rmtree(path)
+        elif why := remove(path):
+            reasons.append(why)
+    return reasons
 
 
 def _marked(path: Path, mark: str) -> Path:

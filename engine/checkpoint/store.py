@@ -169,7 +169,8 @@ def _make_ready(folder: Path) -> None:
     """Clear what a killed run left behind, write a file, and look at the free space."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        retention.clear_leftovers(folder)
+        for why in retention.clear_leftovers(folder):
+            retention.warn_once(why)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"probe")
     except OSError as error:
