@@ -105,6 +105,19 @@ class CheckpointError(TrainerError):
     exit_code = ExitCode.CHECKPOINT
 
 
+class LostContact(TrainerError):
+    """Another rank died or hangs; that rank's own message says why."""
+
+    @classmethod
+    def by(cls, rank: int, error: BaseException) -> Self:
+        """Return the error of a rank whose collective failed."""
+        text = (str(error) or type(error).__name__).splitlines()[0]
+        return cls(
+            f"rank {rank} lost contact with another rank: {text}",
+            "the rank that failed first says why; see the launcher's output and logs/",
+        )
+
+
 class Diverged(TrainerError):
     """The loss or the gradient is not finite and the policy says to stop."""
 

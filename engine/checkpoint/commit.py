@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import faults
-from ..errors import CheckpointError
+from ..errors import CheckpointError, LostContact
 from ..files import sync_folder
 from . import retention
 from .disk import writing
@@ -55,6 +55,7 @@ def commit(
 
     Raises:
         CheckpointError: why this rank or another could not do its part.
+        LostContact: a rank was lost.
     """
     temporary = folder / ranks.reduce(lambda: None, lambda _: _make_temporary(folder, info.step))
     try:
@@ -63,7 +64,7 @@ def commit(
             lambda: _write_part(temporary, info.step, ranks.rank, writer, staging),
             lambda parts: _publish(temporary, info, parts, writer, keep, best),
         )
-    except CheckpointError:
+    except (CheckpointError, LostContact):
         if ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import CheckpointError, TrainerError
+from ..errors import CheckpointError, LostContact, TrainerError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -31,7 +31,7 @@ class Ranks:
 
         Raises:
             TrainerError: what a rank raised, on all of them.
-            CheckpointError: a rank was lost.
+            LostContact: a rank was lost.
         """
         return self._together(work, lambda parts: [combine(parts)] * self.size)
 
@@ -42,7 +42,7 @@ class Ranks:
 
         Raises:
             TrainerError: what a rank raised, on all of them.
-            CheckpointError: a rank was lost.
+            LostContact: a rank was lost.
         """
         return self._together(work, divide)
 
@@ -74,9 +74,7 @@ class Ranks:
                 answers = [whole] * self.size if failed else whole
             dist.scatter_object_list(answer, answers, group=self.group, group_src=0)
         except RuntimeError as error:
-            raise CheckpointError(
-                f"rank {self.rank} lost another rank: {str(error).splitlines()[0]}"
-            ) from error
+            raise LostContact.by(self.rank, error) from error
         return answer
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from ..errors import EnvironmentFault, TrainerError
+from ..errors import EnvironmentFault, LostContact
 from . import ending
 from .environment import World
 
@@ -34,7 +34,7 @@ def process_group(
 
     Raises:
         EnvironmentFault: they could not meet.
-        TrainerError: another rank was lost.
+        LostContact: another rank was lost.
     """
     if world.world_size == 1:
         yield None
@@ -69,10 +69,7 @@ def process_group(
     except RuntimeError as error:
         if "gloo" not in str(error) and not isinstance(error, dist.DistError):
             raise
-        raise TrainerError(
-            f"rank {world.rank} lost contact with another rank: {str(error).splitlines()[0]}",
-            "the rank that failed first says why; see the launcher's output and logs/",
-        ) from error
+        raise LostContact.by(world.rank, error) from error
     dist.destroy_process_group()
 
 
