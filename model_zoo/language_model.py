@@ -59,6 +59,7 @@ class LanguageModel(nn.Module):
             tokens: [B, S] token numbers.
             labels: [B, S] what each position should predict; -100 is not counted.
             loss: (hidden [T, D], head weight [V, D], labels [T]) -> sum over tokens, fp32 scalar.
+                It is called for the labels first, then for what else the model learns to predict.
             positions: [B, S] position of each token in its document; default 0..S-1.
             document_ids: [B, S] attention stays inside runs of equal numbers; default: no borders.
             cache: keys and values of earlier positions, extended in place; each stage has its own.

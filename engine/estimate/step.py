@@ -181,9 +181,9 @@ def _phases(tracker: MemoryTracker) -> Callable[[str], Any]:
 
 
 def _labelled(loss: LossFunction, tracker: MemoryTracker) -> LossFunction:
-    def counted(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def counted(*args: Tensor, **options: Any) -> Tensor:
         with tracker.labelled(LOSS):
-            return loss(hidden, weight, labels)
+            return loss(*args, **options)
 
     return counted
 

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
     from ...kernels.choose import Kernels
 
-    LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-    """(hidden [T, D], head weight [V, D], labels [T], -100 ignored) -> sum over tokens, fp32"""
+    LossFunction = Callable[..., Tensor]
+    """(hidden [T, D], head weight [V, D], labels [T], -100 ignored) -> the sum over tokens that is
+    minimised, fp32. Given a list as `token_losses`, it appends the task's loss of each token to it,
+    without regularisers and without gradient: [T], in one piece or several."""
 
 
 class LossConfig(Component):

@@ -20,6 +20,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from ..data.batch import Batch
+from ..loss.record import LossRecord
 from .cut import Cut
 from .schedule_file import ScheduleFile
 
@@ -78,6 +79,8 @@ class Stage(nn.Module):
         self._borrowed: list[nn.Module] = []
         self._uncalled: list[nn.Module] = []
         self.loss: LossFunction | None = None
+        self.sums: list[Tensor] = []
+        """of each forward pass that computed the loss: see `LossRecord.sums`"""
         # The modules are the model's own: FSDP and the schedule look for them here.
         self.parts = nn.ModuleList(
             model.get_submodule(f"{layout.blocks}.{number}") for number in blocks
@@ -106,13 +109,17 @@ class Stage(nn.Module):
         for module in self._uncalled:
             if gather := getattr(module, "unshard", None):
                 gather()  # FSDP does so by itself where a module is called
+        is_loss = self.is_last and self.loss is not None and "labels" in columns
+        record = LossRecord(self.loss) if is_loss and self.loss else None
         out: Tensor = self._model[0](
             x if self.is_first else None,
             hidden=None if self.is_first else x,
             blocks=self.numbers,
-            loss=self.loss if self.is_last else None,
+            loss=record,
             **columns,
         )
+        if record:
+            self.sums.append(record.sums(out))
         return out if out.ndim else torch.stack([out])
 
 
@@ -138,7 +145,6 @@ class Pipeline:
     micro_batches: int
     hidden: Tensor
     _factor: Tensor | None = field(default=None, init=False)
-    _losses: list[Tensor] = field(default_factory=list, init=False)
     _built: Any = field(default=None, init=False)
 
     @property
@@ -152,20 +158,17 @@ class Pipeline:
         """Add the gradients of `factor` times the loss of a step's rows, all in one batch.
 
         Returns:
-            The summed loss where the last stage is, 0 elsewhere.
+            What `LossRecord.sums` makes of all rows where the last stage is, zeros elsewhere.
         """
         (batch,) = batches
         self._factor = factor
-        self._losses.clear()
         self._built = self._built or self._build(batch, loss)
         args = (batch.tokens,) if 0 in self.stages else ()
         target = torch.zeros(len(batch.tokens), device=self.device) if self.has_end else None
         self._built.step(
             *args, target=target, return_outputs=False, **self._columns(batch, self.has_end)
         )
-        if not self._losses:
-            return torch.zeros((), device=self.device)
-        return torch.stack(self._losses).sum()
+        return self._take_sums()
 
     def _build(self, batch: Batch, loss: LossFunction) -> Any:
         rows = len(batch.tokens) // self.micro_batches
@@ -201,19 +204,27 @@ class Pipeline:
 
     def _scaled(self, loss: Tensor, target: Tensor) -> Tensor:
         assert self._factor is not None, "set before the schedule runs"
-        self._losses.append(loss.detach())
         return (loss * self._factor).sum()
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, loss: LossFunction) -> Tensor:
-        """Return the summed loss of a batch where the last stage is, 0 elsewhere."""
+        """Return what `LossRecord.sums` makes of a batch where the last stage is, else zeros."""
         for stage in self.stages.values():
             stage.loss = loss
         hidden = self.hidden.expand(len(batch.tokens), -1, -1)
-        found = self._through(
+        self._through(
             batch.tokens, hidden, lambda number: self._columns(batch, self.stages[number].is_last)
         )
-        return torch.zeros((), device=self.device) if found is None else found.squeeze(0)
+        return self._take_sums()
+
+    def _take_sums(self) -> Tensor:
+        """Return the sums of the passes since the last call: zeros where the last stage is not."""
+        if not self.has_end:
+            return torch.zeros(2, device=self.device)
+        found = self.stages[self.cut.stages - 1].sums
+        sums = torch.stack(found, 1).sum(1)
+        found.clear()
+        return sums
 
     @torch.no_grad()
     def next_logits(

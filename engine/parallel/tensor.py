@@ -169,7 +169,7 @@ def split_vocabulary(kernels: Kernels, vocab_size: int, mesh: DeviceMesh) -> Ker
 
 def _replace_by_gradient(
     logits: Tensor, labels: Tensor, z_loss: float, first: int, group: ProcessGroup
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Return what the reference does, from logits of the tokens `first`, `first + 1`, ... alone."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     counted = (labels != IGNORED).to(wide.dtype)
@@ -184,10 +184,10 @@ def _replace_by_gradient(
     dist.all_reduce(sums, group=group)
     total, chosen = sums
     log_partition = largest + total.log()
-    losses = log_partition - chosen + z_loss * log_partition.square()
+    losses = (log_partition - chosen) * counted
+    penalties = z_loss * log_partition.square() * counted
     scale = counted * (1 + 2 * z_loss * log_partition)
     gradient = powers.mul_((scale / total).unsqueeze(1))
     gradient.scatter_add_(1, label, -(counted * is_here).unsqueeze(1))
     logits.copy_(gradient)
-    loss: Tensor = (losses * counted).sum()
-    return loss
+    return losses, penalties

@@ -136,6 +136,8 @@ def _read_rows(path: Path) -> dict[str, list[Row]]:
         if not keys.issuperset(numbers):
             keys.update(list(numbers)[: MAX_KEYS - len(keys)])
             numbers = {key: value for key, value in numbers.items() if key in keys}
+        if numbers.get("total_loss") == numbers.get("loss"):
+            numbers.pop("total_loss", None)  # a plot that says nothing: there is no regulariser
         kind = row.get("kind")
         if isinstance(kind, str) and len(found) < MAX_KEYS:
             found.setdefault(kind, {})[numbers["step"]] = numbers

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..data.batch import IGNORED, Batch
-from .step import summed_loss
+from ..loss.record import forward_loss
 
 if TYPE_CHECKING:
     from ...model_zoo.language_model import LanguageModel
@@ -55,7 +55,7 @@ def evaluate(
     degrees: Degrees,
     pipeline: Pipeline | None = None,
 ) -> float:
-    """Return the mean loss over the valid tokens of all batches on all ranks.
+    """Return the task's mean loss over the valid tokens of all batches on all ranks.
 
     Every rank must hold the same number of batches.
     """
@@ -63,9 +63,12 @@ def evaluate(
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in batches:
         batch = batch.to(device)
-        found = pipeline.evaluate(batch, loss) if pipeline else summed_loss(model, batch, loss)
+        if pipeline:
+            parts = pipeline.evaluate(batch, loss)
+        else:
+            _, parts = forward_loss(model, batch, loss)
         if pipeline is None or pipeline.has_end:
-            sums[0] += found
+            sums[0] += parts[1]
             sums[1] += (batch.labels != IGNORED).sum()
     if degrees.world > 1:
         dist.all_reduce(sums)  # those of ranks with the same tokens too: only the ratio counts

@@ -81,7 +81,12 @@ def train(
 
 def _values(gradients: Gradients, lr: float) -> dict[str, Tensor | float]:
     loss = gradients.loss / gradients.tokens.clamp(min=1)
-    return {"loss": loss, "grad_norm": gradients.norm, "lr": lr}
+    return {
+        "loss": loss,
+        "total_loss": gradients.total_loss,
+        "grad_norm": gradients.norm,
+        "lr": lr,
+    }
 
 
 def _collect_garbage(step: int, interval: int) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..data.batch import IGNORED, Batch
+from ..loss.record import forward_loss
 from ..observe.phases import Phase, no_phase
 from ..optim.lean import plain_step
 from ..parallel.data import Parallelized
@@ -29,25 +30,16 @@ class Gradients(NamedTuple):
     """What forward and backward of a step leave behind, all on the device.
 
     Args:
-        loss: sum over the valid tokens of the global batch.
+        loss: the task's, summed over the valid tokens of the global batch.
         tokens: how many they are.
         norm: global gradient norm, before clipping.
+        total_loss: what is minimised, a mean over the valid tokens: regularisers are a part of it.
     """
 
     loss: Tensor
     tokens: Tensor
     norm: Tensor
-
-
-def summed_loss(forward: Callable[..., Tensor], batch: Batch, loss: LossFunction) -> Tensor:
-    """Return a model's loss summed over the valid tokens of a batch."""
-    return forward(
-        batch.tokens,
-        labels=batch.labels,
-        loss=loss,
-        positions=batch.positions,
-        document_ids=batch.document_ids,
-    )
+    total_loss: Tensor
 
 
 @dataclass
@@ -96,30 +88,31 @@ class TrainStep:
         self.balance.start(self.scale.value)
         if pipeline := self.parallelized.pipeline:
             with self.phase("pipeline"):
-                total = pipeline.forward_backward(batches, self.loss, factor)
+                sums = pipeline.forward_backward(batches, self.loss, factor)
         else:
-            total = self._forward_backward(batches, factor)
-        self._sum_over_ranks(total, self.degrees.tensor)
+            sums = self._forward_backward(batches, factor)
+        self._sum_over_ranks(sums, self.degrees.tensor)
         if self.balance.exists:
             self.balance.collect(self._sum_over_ranks)
         with self.phase("clip"):
             for finish in self.parallelized.finish_gradients:
                 finish()
             norm = self.in_backward.finish() if self.in_backward else self._clip()
-        return Gradients(total, tokens, norm)
+        total, loss = sums.unbind()
+        return Gradients(loss, tokens, norm, total / tokens.clamp(min=1))
 
     def _forward_backward(self, batches: Sequence[Batch], factor: Tensor) -> Tensor:
-        total = torch.zeros((), device=self.device)
+        sums = torch.zeros(2, device=self.device)
         for number, batch in enumerate(batches, 1):
             self.parallelized.reduce_gradients(number == len(batches))
             with self.phase("forward"):
-                loss = summed_loss(self.parallelized.forward, batch, self.loss)
+                loss, parts = forward_loss(self.parallelized.forward, batch, self.loss)
             if self.in_backward:
                 self.before_update()
             with self.phase("backward"):
                 torch.autograd.backward(loss * factor)
-            total += loss.detach()
-        return total
+            sums += parts
+        return sums
 
     def _sum_over_ranks(self, count: Tensor, same: int = 1) -> None:
         """Sum over all ranks, of which `same` count the same, in place."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from . import reference
 
 
-def replace_by_gradient(logits: Tensor, labels: Tensor, z_loss: float) -> Tensor:
+def replace_by_gradient(logits: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
     """Return what the reference does, written without the scatter that compilers cannot fuse."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     counted = (labels != reference.IGNORED).to(wide.dtype)
@@ -19,13 +19,14 @@ def replace_by_gradient(logits: Tensor, labels: Tensor, z_loss: float) -> Tensor
     total = powers.sum(-1, keepdim=True)
     log_partition = (largest + total.log()).squeeze(1)
     chosen = wide.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
-    losses = log_partition - chosen + z_loss * log_partition.square()
+    losses = (log_partition - chosen) * counted
+    penalties = z_loss * log_partition.square() * counted
     scale = counted * (1 + 2 * z_loss * log_partition)
     classes = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32)
     is_label = classes == labels.unsqueeze(1).to(torch.int32)
     gradient = powers * (scale.unsqueeze(1) / total) - torch.where(is_label, 1.0, 0.0)
     logits.copy_(gradient)
-    return (losses * counted).sum()
+    return losses, penalties
 
 
 @cache
@@ -40,8 +41,15 @@ def linear_cross_entropy(
     *,
     z_loss: float = 0.0,
     chunk: int | None = None,
+    token_losses: list[Tensor] | None = None,
 ) -> Tensor:
     """Return the summed cross entropy; see the reference."""
     return reference.linear_cross_entropy(
-        hidden, weight, labels, z_loss=z_loss, chunk=chunk, inner=_compiled()
+        hidden,
+        weight,
+        labels,
+        z_loss=z_loss,
+        chunk=chunk,
+        inner=_compiled(),
+        token_losses=token_losses,
     )

@@ -16,16 +16,19 @@ CPU_ROWS, GPU_ROWS = 512, 2048
 # So many logits stay, in fp32, in a CPU core's own cache between the passes over them.
 CPU_BLOCK_LOGITS = 2**19
 
-ReplaceByGradient = Callable[[Tensor, Tensor, float], Tensor]
+ReplaceByGradient = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 
-def replace_by_gradient(logits: Tensor, labels: Tensor, z_loss: float) -> Tensor:
-    """Return the summed loss of some rows, and write its gradient over their logits.
+def replace_by_gradient(logits: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """Return the losses of some rows, and write the gradient of their sum over the logits.
 
     Args:
         logits: [T, V].
         labels: [T]; see `linear_cross_entropy`.
         z_loss: see `linear_cross_entropy`.
+
+    Returns:
+        the cross entropy of each row and the z term that is added to it, both [T].
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     counted = (labels != IGNORED).to(wide.dtype)
@@ -33,12 +36,13 @@ def replace_by_gradient(logits: Tensor, labels: Tensor, z_loss: float) -> Tensor
     probabilities = wide.softmax(-1)
     # The largest probability is exp(largest logit - log_partition) and never underflows.
     log_partition = wide.amax(-1) - probabilities.amax(-1).log()
-    losses = log_partition - wide.gather(1, chosen).squeeze(1) + z_loss * log_partition.square()
+    losses = (log_partition - wide.gather(1, chosen).squeeze(1)) * counted
+    penalties = z_loss * log_partition.square() * counted
     scale = counted * (1 + 2 * z_loss * log_partition)
     gradient = probabilities.mul_(scale.unsqueeze(1))
     gradient.scatter_add_(1, chosen, -counted.unsqueeze(1))
     logits.copy_(gradient)
-    return (losses * counted).sum()
+    return losses, penalties
 
 
 def linear_cross_entropy(
@@ -50,6 +54,7 @@ def linear_cross_entropy(
     chunk: int | None = None,
     inner: ReplaceByGradient = replace_by_gradient,
     is_split: bool = False,
+    token_losses: list[Tensor] | None = None,
 ) -> Tensor:
     """Return the summed cross entropy of softmax(hidden @ weight.T) against the labels.
 
@@ -66,27 +71,41 @@ def linear_cross_entropy(
         inner: what replaces logits by their gradient, some rows at a time.
         is_split: the weight has the rows of some classes alone, and `inner` asks others for the
             rest: it then gets the same rows everywhere, also where no gradient is wanted.
+        token_losses: gets the cross entropy of each row, without the z term and without gradient,
+            [T] in pieces.
 
     Returns:
         The sum over the counted rows: a scalar in fp32 (fp64 for fp64 input).
     """
     rows = chunk or (CPU_ROWS if hidden.device.type == "cpu" else GPU_ROWS)
     if not torch.is_grad_enabled() and not is_split:
-        return _loss_alone(hidden, weight.to(hidden.dtype), labels, z_loss, rows)
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, z_loss, rows, inner, is_split)  # type: ignore[no-untyped-call]
+        return _loss_alone(hidden, weight.to(hidden.dtype), labels, z_loss, rows, token_losses)
+    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, labels, z_loss, rows, inner, is_split, token_losses
+    )
     return loss
 
 
-def _loss_alone(hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float, rows: int) -> Tensor:
-    losses = []
+def _loss_alone(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    z_loss: float,
+    rows: int,
+    token_losses: list[Tensor] | None,
+) -> Tensor:
+    sums = []
     for h, y in zip(torch.split(hidden, rows), torch.split(labels, rows), strict=True):
         logits = h @ weight.T
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         log_partition = wide.logsumexp(-1)
         chosen = wide.gather(1, y.clamp(min=0).unsqueeze(1)).squeeze(1)
-        loss = log_partition - chosen + z_loss * log_partition.square()
-        losses.append((loss * (y != IGNORED)).sum())
-    return torch.stack(losses).sum()
+        counted = y != IGNORED
+        losses = (log_partition - chosen) * counted
+        sums.append((losses + z_loss * log_partition.square() * counted).sum())
+        if token_losses is not None:
+            token_losses.append(losses)
+    return torch.stack(sums).sum()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -100,6 +119,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows: int,
         inner: ReplaceByGradient,
         is_split: bool,
+        token_losses: list[Tensor] | None,
     ) -> Tensor:
         cast = weight.to(hidden.dtype)
         block = rows
@@ -107,19 +127,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
             block = max(1, CPU_BLOCK_LOGITS // weight.shape[0])
         grad_hidden = torch.empty_like(hidden)
         grad_weight = None
-        losses = []
+        sums = []
         for start in range(0, hidden.shape[0], rows):
             chunk = slice(start, start + rows)
             grad_logits = hidden[chunk] @ cast.T
             blocks = torch.split(grad_logits, block), torch.split(labels[chunk], block)
-            losses += [inner(logits, y, z_loss) for logits, y in zip(*blocks, strict=True)]
+            for logits, y in zip(*blocks, strict=True):
+                losses, penalties = inner(logits, y, z_loss)
+                sums.append((losses + penalties).sum())
+                if token_losses is not None:
+                    token_losses.append(losses)
             if ctx.needs_input_grad[0]:
                 torch.mm(grad_logits, cast, out=grad_hidden[chunk])
             if ctx.needs_input_grad[1]:
                 grad_weight = _add_product(grad_weight, grad_logits.T, hidden[chunk])
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
-        return torch.stack(losses).sum()
+        return torch.stack(sums).sum()
 
     @staticmethod
     @once_differentiable
@@ -127,7 +151,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_weight is not None:
             grad_weight = (grad_weight * grad).to(ctx.weight_dtype)
-        return (grad_hidden * grad).to(grad_hidden.dtype), grad_weight, *[None] * 5
+        return (grad_hidden * grad).to(grad_hidden.dtype), grad_weight, *[None] * 6
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:

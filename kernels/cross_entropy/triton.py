@@ -13,23 +13,25 @@ from .reference import IGNORED
 _WIDEST = 2**13
 
 
-def replace_by_gradient(logits: Tensor, labels: Tensor, z_loss: float) -> Tensor:
-    """Return the summed loss of some rows, and write its gradient over their logits.
+def replace_by_gradient(logits: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """Return the losses of some rows and their z terms, and write the gradient over the logits.
 
     A row's logits are read twice, and its gradient is written over them. A label that is no class
-    makes the loss NaN.
+    makes its loss NaN.
     """
     require_float(logits)
     T, V = logits.shape
     if logits.stride(1) != 1:
         raise ValueError("each row of logits has to be contiguous")
     losses = torch.empty(T, dtype=torch.float32, device=logits.device)
+    penalties = torch.empty_like(losses)
     block = min(_WIDEST, max(16, triton.next_power_of_2(V)))
     if T:
         _replace_by_gradient[(T,)](
             logits,
             labels.contiguous(),
             losses,
+            penalties,
             logits.stride(0),
             V,
             z_loss,
@@ -37,7 +39,7 @@ def replace_by_gradient(logits: Tensor, labels: Tensor, z_loss: float) -> Tensor
             BLOCK=block,
             num_warps=max(4, block // 512),
         )
-    return losses.sum()
+    return losses, penalties
 
 
 @triton.jit
@@ -45,6 +47,7 @@ def _replace_by_gradient(
     logits_ptr,
     labels_ptr,
     losses_ptr,
+    penalties_ptr,
     stride,
     V,
     z_loss,
@@ -72,8 +75,8 @@ def _replace_by_gradient(
             sums = sums * tl.exp(before - largest) + tl.exp(x - largest)
         total = tl.sum(sums, axis=0)
         log_partition = largest + tl.log(total)
-        loss = log_partition - chosen + z_loss * log_partition * log_partition
-        tl.store(losses_ptr + row, loss)
+        tl.store(losses_ptr + row, log_partition - chosen)
+        tl.store(penalties_ptr + row, z_loss * log_partition * log_partition)
         scale = (1 + 2 * z_loss * log_partition) / total
         tl.debug_barrier()  # all threads have read before any overwrites
         for first in range(0, V, BLOCK):
@@ -84,6 +87,7 @@ def _replace_by_gradient(
             tl.store(logits_ptr + first + columns, gradient.to(dtype), mask=mask)
     else:
         tl.store(losses_ptr + row, 0.0)
+        tl.store(penalties_ptr + row, 0.0)
         for first in range(0, V, BLOCK):
             mask = first + columns < V
             tl.store(logits_ptr + first + columns, tl.zeros((BLOCK,), dtype=dtype), mask=mask)

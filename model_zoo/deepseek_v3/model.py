@@ -112,8 +112,7 @@ class DeepSeekV3(Decoder):
     ) -> Tensor:
         """Return logits, the summed loss, or hidden states: see `LanguageModel`.
 
-        In training the loss has the gradient of the predictions farther ahead too, and not their
-        value.
+        In training the loss includes the predictions farther ahead.
         """
         count, ends = self.config.n_layers, blocks is None or blocks.stop > self.config.n_layers
         is_ahead = self.training and ends and self.config.mtp_depth and loss is not None

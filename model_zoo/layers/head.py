@@ -62,8 +62,7 @@ class Head(nn.Module):
             labels: [B, S].
             loss: see `LanguageModel.forward`.
             tied_weight: [V, D], the embedding's weight where there is no projection of its own.
-            ahead: normed hidden states -> what else the same weight predicts: the loss has its
-                gradient too, and not its value.
+            ahead: normed hidden states -> what else the same weight predicts: a part of the sum.
         """
         weight_VD = tied_weight if self.proj is None else self.proj.weight
         assert weight_VD is not None, "a head without projection needs the embedding's weight"
@@ -74,5 +73,5 @@ class Head(nn.Module):
         for also in ahead(x_BSD) if ahead else ():
             # In this module, so that whoever shards weights still gathers them once.
             found = loss(also.hidden.flatten(0, 1), weight_VD, also.labels.flatten())
-            total = total + also.weight * (found - found.detach())
+            total = total + also.weight * found
         return total

@@ -46,6 +46,25 @@ def test_value_and_gradients_equal_the_formula(inner, z_loss, chunk):
 
 
 @pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("z_loss", [0.0, 0.5])
+def test_the_loss_of_each_token_has_no_z_term(inner, z_loss):
+    hidden, weight, labels = inputs()
+    wanted = torch.nn.functional.cross_entropy(
+        hidden @ weight.T, labels, reduction="none", ignore_index=IGNORED
+    ).detach()
+    with_gradient, alone = [], []
+    loss = reference.linear_cross_entropy
+    options = {"z_loss": z_loss, "chunk": 4, "inner": inner}
+    total = loss(hidden, weight, labels, token_losses=with_gradient, **options)
+    with torch.no_grad():
+        loss(hidden, weight, labels, token_losses=alone, **options)
+    for found in (with_gradient, alone):
+        assert not any(each.requires_grad for each in found)
+        torch.testing.assert_close(torch.cat(found), wanted)
+    assert (total > wanted.sum() + 0.1).item() is (z_loss > 0)
+
+
+@pytest.mark.parametrize("inner", INNER)
 def test_gradients_equal_finite_differences(inner):
     hidden, weight, labels = inputs(tokens=5, width=3, vocab=4)
 

@@ -93,8 +93,7 @@ def shapes_without_tokens():
     grad_x, grad_weight = norm.backward(x, x, x, weight, inverse)
     assert not grad_weight.any()
     found += [grad_x, activation.forward(x, x, None), *activation.backward(x, x, x, inverse)]
-    nothing = loss.replace_by_gradient(x, torch.empty(0, dtype=torch.int64), 0.1)
-    assert nothing.item() == 0
+    found += loss.replace_by_gradient(x, torch.empty(0, dtype=torch.int64), 0.1)
     return [each.numel() for each in found]
 
 

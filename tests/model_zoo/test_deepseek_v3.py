@@ -20,6 +20,7 @@ from tests.model_zoo.peers import (
     tokens,
     twin,
 )
+from trainer.engine.loss.record import LossRecord
 from trainer.kernels.cross_entropy.reference import linear_cross_entropy
 from trainer.model_zoo.deepseek_v3.config import DeepSeekV3Config
 
@@ -98,11 +99,11 @@ def test_predictions_farther_ahead_train_as_in_the_paper():
     module = their_predictions(ours, theirs)
     x = tokens()
     labels = some_labels(x)
-    loss = ours(x, labels=labels, loss=linear_cross_entropy)
+    record = LossRecord(linear_cross_entropy)
+    loss = ours(x, labels=labels, loss=record)
 
     logits = theirs(x).logits
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)  # the next token's alone
     hidden = theirs.model(x).last_hidden_state
     farther = []
     for depth in (1, 2):
@@ -113,8 +114,11 @@ def test_predictions_farther_ahead_train_as_in_the_paper():
         )
         found = theirs.lm_head(hidden).flatten(0, 1)
         farther.append(F.cross_entropy(found, labels[:, depth:].flatten(), reduction="sum"))
+    total = expected + 0.5 / 2 * sum(farther)
+    wanted = torch.stack([total, expected]).detach()  # the task's loss is the next token's alone
+    torch.testing.assert_close(record.sums(loss), wanted, rtol=1e-5, atol=0)
     loss.backward()
-    (expected + 0.5 / 2 * sum(farther)).backward()
+    total.backward()
 
     config = ours.config
     mine = {n: as_theirs(config, n, p.grad) for n, p in ours.named_parameters()}
