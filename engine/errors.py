@@ -17,7 +17,7 @@ class ExitCode(IntEnum):
     RECIPE = 2, "the recipe or the command line is wrong"
     ENVIRONMENT = 3, "the machine lacks something: a device, a port, a package, a writable folder"
     DATA = 4, "a data source cannot be read; file and line are named"
-    CHECKPOINT = 5, "no checkpoint is intact, or the one given does not fit"
+    CHECKPOINT = 5, "no checkpoint is intact, the one given does not fit, or the last save failed"
     DIVERGED = 6, "the loss or the gradient is not finite, and `resilience.non_finite` says to stop"
     IN_USE = 7, "another run uses this run directory"
     STOPPED_AND_SAVED = 75, "stopped by a signal with a checkpoint saved: the same command goes on"
@@ -100,7 +100,7 @@ class DataError(TrainerError):
 
 
 class CheckpointError(TrainerError):
-    """No checkpoint is intact, or the one given does not fit."""
+    """No checkpoint is intact, the one given does not fit, or one could not be written."""
 
     exit_code = ExitCode.CHECKPOINT
 

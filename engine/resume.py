@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from math import prod
 from typing import TYPE_CHECKING
 
 from .errors import Problem, RecipeError
@@ -63,3 +65,24 @@ def ignored_settings(parts: Parts) -> list[str]:
     why = "evaluate.interval is 0" if not recipe.evaluate.interval else "nothing is held out"
     without = f"has no effect without evaluations: {why}"
     return ignored + [f"{key} {without}" for key in given if given[key]]
+
+
+def describe(parts: Parts) -> list[str]:
+    """Return what a run would do, a line each."""
+    recipe, data = parts.recipe, parts.recipe.data
+    elsewhere = sum(map(prod, parts.model.elsewhere.values()))
+    parameters = elsewhere + sum(weight.numel() for weight in parts.model.parameters())
+    frozen = sum(each.numel() for each in parts.model.parameters() if not each.requires_grad)
+    of_them = f", {parameters - frozen:,} of them trained" if frozen else ""
+    degrees, share = parts.degrees, data.global_batch // parts.degrees.data
+    micro = min(data.micro_batch, share)
+    return [
+        *parts.notes,
+        f"model: {recipe.model.name}, {parameters:,} parameters{of_them}",
+        f"ranks: {parts.world.world_size} on {parts.device.type}",
+        "plan: " + " x ".join(f"{axis} {degree}" for axis, degree in asdict(degrees).items()),
+        f"steps: {parts.total_steps:,} of {data.global_batch * data.seq_len:,} tokens",
+        f"a rank's step: {-(-share // micro)} x {micro} rows of {data.seq_len} tokens",
+        f"validation: {len(parts.validation)} batches a rank",
+        "dry run: nothing was trained or written",
+    ]

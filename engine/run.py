@@ -7,9 +7,8 @@ import platform
 import threading
 import uuid
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import asdict, dataclass
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ from .checkpoint.find import Found, find_checkpoint
 from .checkpoint.manifest import SaveInfo
 from .checkpoint.store import CheckpointStore
 from .device import pick_device
-from .errors import Diverged, ExitCode, Problem, RecipeError
+from .errors import ExitCode, LostContact, Problem, RecipeError, TrainerError
 from .files import atomic_write
 from .launch.group import group_of_its_own, process_group
 from .launch.signals import StopFlag
@@ -33,7 +32,7 @@ from .observe.throughput import Throughput, device_peak_flops, peak_memory_bytes
 from .precision.dtypes import dtype_name
 from .recipe.changes import require_unchanged
 from .recipe.write import to_toml
-from .resume import ending, ignored_settings, refuse_other_data
+from .resume import describe, ending, ignored_settings, refuse_other_data
 from .run_dir import RunDirectory
 from .run_state import RunState, early_failure_recorded, recorded
 from .train.garbage import paced_garbage_collection
@@ -122,7 +121,10 @@ class Session:
             refuse_other_data(found.manifest, parts, allow_changed)
             if why := ending(found.manifest, parts):
                 self.progress.note(f"{why}: {found.path} is the last checkpoint")
-                self._export(parts, found.manifest.step, store.group, found)
+                state = self._state(parts, found.manifest.step, found.manifest.attempt)
+                with self._recorded(state):
+                    self._export(parts, found.manifest.step, store.group, found)
+                    state.outcome = "finished"
                 return ExitCode.DONE
             saver.restore(found.path, found.manifest, position)
             self.progress.note(f"resumed from {found.path} (step {position.step})")
@@ -133,25 +135,35 @@ class Session:
         if self.world.rank == 0:
             atomic_write(self.directory.recipe, to_toml(recipe))
         state = self._state(parts, position.step, identity.attempt)
-        place = self.directory.path if self.world.rank == 0 else None
+        with self._recorded(state):
+            outcome = self._train(parts, position, saver, health)
+            # A rank that died in its last save is noticed here: this is not the end of a run then.
+            self.stop.agree()
+            if outcome == "stopped":
+                state.outcome = outcome
+                self.progress.note(f"stopped after step {position.step}, saved; run again to go on")
+                return ExitCode.STOPPED_AND_SAVED
+            self._tell_end(outcome, position)
+            self._export(parts, position.step, store.group)
+            state.outcome = "finished"
+        return ExitCode.DONE
+
+    def _train(self, parts: Parts, position: Position, saver: Saver, health: Health) -> str:
+        """Train under the observer's eyes; see `train`."""
         with (
-            recorded(state, place),
             closing(self._observe(parts)) as observer,
-            paced_garbage_collection(recipe.run.gc_interval),
+            paced_garbage_collection(self.recipe.run.gc_interval),
         ):
             try:
-                outcome = train(parts, position, saver, health, observer, self.stop)
-            except Diverged:
-                saver.finish()  # the last good state may still be on its way to the disk
+                return train(parts, position, saver, health, observer, self.stop)
+            except LostContact:
                 raise
-            saver.finish()
-            state.outcome = "stopped" if outcome == "stopped" else "finished"
-        if outcome == "stopped":
-            self.progress.note(f"stopped after step {position.step}, saved; run again to go on")
-            return ExitCode.STOPPED_AND_SAVED
-        self._tell_end(outcome, position)
-        self._export(parts, position.step, store.group)
-        return ExitCode.DONE
+            except TrainerError:
+                saver.finish()  # a good state may still be on its way to the disk
+                raise
+
+    def _recorded(self, state: RunState) -> AbstractContextManager[RunState]:
+        return recorded(state, self.directory.path if self.world.rank == 0 else None)
 
     def _open_store(self) -> CheckpointStore:
         checkpoint, resilience = self.recipe.checkpoint, self.recipe.resilience
@@ -272,24 +284,3 @@ class Session:
         main = rank == min(ranks)
         setting = Setting(folder, rank, main, self.device, flops_per_token * share)
         return Profiler(table, setting)
-
-
-def describe(parts: Parts) -> list[str]:
-    """Return what a run would do, a line each."""
-    recipe, data = parts.recipe, parts.recipe.data
-    elsewhere = sum(map(prod, parts.model.elsewhere.values()))
-    parameters = elsewhere + sum(weight.numel() for weight in parts.model.parameters())
-    frozen = sum(each.numel() for each in parts.model.parameters() if not each.requires_grad)
-    of_them = f", {parameters - frozen:,} of them trained" if frozen else ""
-    degrees, share = parts.degrees, data.global_batch // parts.degrees.data
-    micro = min(data.micro_batch, share)
-    return [
-        *parts.notes,
-        f"model: {recipe.model.name}, {parameters:,} parameters{of_them}",
-        f"ranks: {parts.world.world_size} on {parts.device.type}",
-        "plan: " + " x ".join(f"{axis} {degree}" for axis, degree in asdict(degrees).items()),
-        f"steps: {parts.total_steps:,} of {data.global_batch * data.seq_len:,} tokens",
-        f"a rank's step: {-(-share // micro)} x {micro} rows of {data.seq_len} tokens",
-        f"validation: {len(parts.validation)} batches a rank",
-        "dry run: nothing was trained or written",
-    ]

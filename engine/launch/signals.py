@@ -12,7 +12,7 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ..errors import ExitCode
+from ..errors import ExitCode, LostContact
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -113,6 +113,9 @@ def any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[boo
     Args:
         flags: equally many on each rank.
         group: a gloo group, so that no GPU is waited for; None in one process.
+
+    Raises:
+        LostContact: another rank ended.
     """
     if group is None:
         return list(flags)
@@ -120,7 +123,10 @@ def any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[boo
     import torch.distributed as dist
 
     votes = torch.tensor(flags, dtype=torch.int32)
-    dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
+    try:
+        dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
+    except RuntimeError as error:
+        raise LostContact.by(group.rank(), error) from error
     return [bool(vote) for vote in votes.tolist()]
 
 

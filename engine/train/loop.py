@@ -39,7 +39,7 @@ def train(
     while position.step < total:
         if stop.agree():
             observer.sync()
-            saver.save(position, sync=True)
+            saver.save_last(position)
             return "stopped"
         lr_factor = recipe.schedule.factor(position.step, total)
         step.set_rate(lr_factor)
@@ -61,22 +61,29 @@ def train(
             health.verify()
             values |= step.measures()
         observer.on_step(position.step, values, position.tokens)
-        due = _is_due(position.step, recipe.evaluate.interval, total) and parts.validation
-        improved = bool(due) and _evaluate(parts, position, observer)
-        exhausted = position.best.is_exhausted(recipe.evaluate)
-        saver.poll()
-        if (
-            _is_due(position.step, recipe.checkpoint.interval, total)
-            or (improved and recipe.checkpoint.keep_best)
-            or exhausted
-        ):
-            observer.sync()
-            with observer.paused(), step.phase("checkpoint"):
-                saver.save(position, last=exhausted or position.step == total)
-        if exhausted:
+        if _evaluate_and_save(parts, position, saver, observer):
             return "stopped early"
         _collect_garbage(position.step, recipe.run.gc_interval)
     return "finished"
+
+
+def _evaluate_and_save(parts: Parts, position: Position, saver: Saver, observer: Observer) -> bool:
+    """Do what is due after a step; return whether evaluations say that the run ends early."""
+    recipe, step, total = parts.recipe, position.step, parts.total_steps
+    due = _is_due(step, recipe.evaluate.interval, total) and parts.validation
+    improved = bool(due) and _evaluate(parts, position, observer)
+    exhausted = position.best.is_exhausted(recipe.evaluate)
+    saver.poll()
+    last = exhausted or step == total
+    best = improved and recipe.checkpoint.keep_best
+    if last or best or _is_due(step, recipe.checkpoint.interval, total):
+        observer.sync()
+        with observer.paused(), parts.step.phase("checkpoint"):
+            if last:
+                saver.save_last(position, recipe.checkpoint.last)
+            else:
+                saver.save(position)
+    return exhausted
 
 
 def _values(gradients: Gradients, lr: float) -> dict[str, Tensor | float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,11 +30,13 @@ class Saver:
 
     Args:
         identity: what the manifest says of the run besides its position (recipe, versions, ...).
-        report: tells the user of a save that failed while the run goes on.
+        report: tells the user of a save that failed while the run continues.
     """
 
-    max_failures = 3
-    """saves in a row that may fail before the run ends: until then it has the one before"""
+    tolerated_failures = 2
+    """saves in a row that may fail while training continues: there is the checkpoint before"""
+    pauses_seconds = (1.0, 5.0)
+    """before each further attempt at a save that must not fail"""
 
     def __init__(
         self,
@@ -52,28 +55,60 @@ class Saver:
         self._failures = 0
         parts.step.before_update = self.wait_staged
 
-    def save(self, position: Position, *, last: bool = False, sync: bool = False) -> None:
+    def save(self, position: Position) -> None:
         """Save the state after `position.step` steps, unless that is saved already.
 
-        With `keep_best`, a state whose evaluation is the best so far becomes `checkpoints/best`.
+        With `keep_best`, a state whose evaluation is the best so far becomes `checkpoints/best`. A
+        failure is reported and training continues, until it is the third in a row.
+
+        Raises:
+            CheckpointError: this save failed as often as it was tried, after others that failed.
+        """
+        self.finish()
+        if self._failures >= self.tolerated_failures:
+            self.save_last(position)
+        elif position.step != self._saved_step:
+            self._tolerate(lambda: self._submit(position))
+
+    def save_last(self, position: Position, contents: Literal["full", "weights"] = "full") -> None:
+        """Save the state that the run ends with, and return when it is on the disk.
+
+        No step follows that could save again, so a failure is not tolerated: the save is tried
+        again, and then the run fails. All ranks decide alike, since each failure is that of all.
 
         Args:
             position: how far the run is.
-            last: the run ends here.
-            sync: return when it is saved, whatever the mode.
+            contents: of the checkpoint.
 
         Raises:
-            CheckpointError: a `sync` save failed, or several others in a row did.
+            CheckpointError: it failed each time; the message says which steps are lost.
         """
-        self._settle(self._store.finish)
-        if self._saved_step >= 0:
-            self._failures = 0
+        self.finish()
         if position.step == self._saved_step:
             return
+        for pause in (*self.pauses_seconds, None):
+            try:
+                self._submit(position, contents, sync=True)
+                self._failures = 0
+                return
+            except CheckpointError as error:
+                self._saved_step = -1
+                if pause is None:
+                    raise self._loss_of(position.step, error) from error
+                self._report(f"{error.message} (trying again in {pause:.0f} s)")
+                time.sleep(pause)
+
+    def _submit(
+        self,
+        position: Position,
+        contents: Literal["full", "weights"] = "full",
+        *,
+        sync: bool = False,
+    ) -> None:
+        """Start a save, or do it, as the mode or `sync` says."""
         self._health.verify()
         parts = self._parts
         table = parts.recipe.checkpoint
-        contents: Literal["full", "weights"] = table.last if last else "full"
         tensors = train_state.model_state(parts.model)
         tensors |= parts.average.state() if parts.average else {}
         if contents == "full":
@@ -94,10 +129,7 @@ class Saver:
         )
         best = table.keep_best and position.best.step == position.step
         self._saved_step = position.step
-        if sync:
-            self._store.save(tensors, info, best=best, sync=True)
-        else:
-            self._settle(lambda: self._store.save(tensors, info, best=best))
+        self._store.save(tensors, info, best=best, sync=sync)
 
     def _optimizer_numbers(self) -> dict[str, float]:
         """Return the numbers of all parameters, also of those that other stages hold."""
@@ -108,19 +140,36 @@ class Saver:
         dist.all_gather_object(everywhere, numbers, self._store.group)
         return {name: number for each in everywhere for name, number in each.items()}
 
-    def _settle(self, work: Callable[[], None]) -> None:
-        """Let a save fail, now and then: the checkpoint before it is still there."""
+    def _tolerate(self, work: Callable[[], None]) -> None:
+        """Let a save fail: the checkpoint before it is still there, and others follow."""
         try:
             work()
         except CheckpointError as error:
             self._saved_step = -1
             self._failures += 1
-            if self._failures == self.max_failures:
-                raise
             self._report(
-                f"{error.message} (failure {self._failures} of at most {self.max_failures} in a "
-                "row; the run goes on with the checkpoint before)"
+                f"{error.message} (failure {self._failures} of at most {self.tolerated_failures} "
+                "in a row; the run continues with the checkpoint before)"
             )
+
+    def _loss_of(self, step: int, error: CheckpointError) -> CheckpointError:
+        """Return an error that says what is lost when the state after `step` cannot be saved."""
+        try:
+            found = self._store.latest()
+        except CheckpointError:
+            found = None
+        first = found.manifest.step + 1 if found else 1
+        lost = f"steps {first} to {step} are lost" if first < step else f"step {step} is lost"
+        if first > step:
+            lost = "no step is lost"
+        where = (
+            f"the newest intact checkpoint is {found.path}" if found else "no checkpoint is intact"
+        )
+        tries = len(self.pauses_seconds) + 1
+        message = (
+            f"{error.message}; the save after step {step} failed {tries} times: {lost}, {where}"
+        )
+        return CheckpointError(message, error.hint)
 
     def restore(self, path: Path, manifest: Manifest, position: Position) -> None:
         """Read a full checkpoint into the run, in place.
@@ -163,7 +212,7 @@ class Saver:
             CheckpointError: there is none.
         """
         batch = position.batch
-        self._store.finish()
+        self.finish()
         found = self._store.latest()
         if found is None:
             raise CheckpointError(
@@ -178,13 +227,11 @@ class Saver:
             self._store.wait_staged()
 
     def poll(self) -> None:
-        """Tell of a save in the background that went wrong.
-
-        Raises:
-            CheckpointError: too many did, one after the other.
-        """
-        self._settle(self._store.poll)
+        """Report a save in the background that failed."""
+        self._tolerate(self._store.poll)
 
     def finish(self) -> None:
-        """Wait for the save in flight."""
-        self._store.finish()
+        """Wait for the save in flight, and report it if it failed."""
+        self._tolerate(self._store.finish)
+        if self._saved_step >= 0:
+            self._failures = 0

@@ -8,6 +8,7 @@ import time
 import torch
 
 from tests.distributed import CONTEXT
+from trainer.engine import faults
 from trainer.engine.checkpoint.find import find_checkpoint
 from trainer.engine.checkpoint.reader import load_state
 from trainer.engine.errors import TrainerError
@@ -70,7 +71,7 @@ interval = 1
 """
 
 
-def rank_process(recipe, overrides, environment, allow_changed, before):
+def rank_process(recipe, overrides, environment, allow_changed, before, fault):
     """Run the recipe as `trainer run` does, and end with its exit code."""
     os.environ.update(environment)
     torch.set_num_threads(1)
@@ -81,6 +82,8 @@ def rank_process(recipe, overrides, environment, allow_changed, before):
     try:
         if before is not None:
             before()
+        if fault:
+            faults.FAULT, faults.point = fault, faults._armed
         world = find_world()
         loaded = load_recipe(recipe, overrides, world=world.world_size)
         code = run(loaded.recipe, world, allow_changed=allow_changed)
@@ -90,11 +93,12 @@ def rank_process(recipe, overrides, environment, allow_changed, before):
     os._exit(code)
 
 
-def start(recipe, world=1, attempt=0, overrides=(), *, allow_changed=(), before=None):
+def start(recipe, world=1, attempt=0, overrides=(), *, allow_changed=(), before=None, fault=""):
     """Start the ranks of a run.
 
     Args:
         before: a function at the top level of a module, called first in each process.
+        fault: what `TRAINER_FAULT` would say.
     """
     processes = []
     for rank in range(world):
@@ -108,9 +112,8 @@ def start(recipe, world=1, attempt=0, overrides=(), *, allow_changed=(), before=
                 STORE: str(recipe.parent / f"store-{attempt}"),
                 ATTEMPT: str(attempt),
             }
-        process = CONTEXT.Process(
-            target=rank_process, args=(recipe, overrides, environment, allow_changed, before)
-        )
+        arguments = (recipe, overrides, environment, allow_changed, before, fault)
+        process = CONTEXT.Process(target=rank_process, args=arguments)
         process.start()
         processes.append(process)
     return processes
