@@ -59,7 +59,7 @@ def docs(
 def _write(folder: Path) -> None:
     pages = {**recipe_pages(), "commands.md": commands_page()}
     for name, text in pages.items():
-        write_asked(folder / name, text)
+        write_asked(folder / name, text, replace=True)
     print(f"{len(pages)} pages written to {folder}")
 
 

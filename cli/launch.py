@@ -23,7 +23,7 @@ from ..engine.launch.torchrun import torchrun_commands
 from ..engine.recipe.load import load_recipe
 from ..engine.recipe.schema import Recipe as RecipeModel
 from ..engine.recipe.shown import shown_value
-from .options import Overrides, Recipe
+from .options import Force, Overrides, Recipe
 
 app = typer.Typer(no_args_is_help=True, help="Write what starts a run on a cluster.")
 
@@ -48,7 +48,7 @@ def slurm(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="write it here, and say so")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="replace a file that is there")] = False,
+    force: Force = False,
 ) -> None:
     """Write a batch script for sbatch; the recipe is checked for that many ranks first."""
     checked = load_recipe(recipe, overrides or [], nodes * gpus).recipe
@@ -75,7 +75,7 @@ def slurm(
     if output is None:
         print(text, end="")
     else:
-        _write(output, text, force)
+        write_asked(output, text, replace=force)
         print(f"{output}: {nodes * gpus} ranks; now: {shlex.join(['sbatch', str(output)])}")
 
 
@@ -123,9 +123,3 @@ def _notes(requeue: bool) -> list[str]:
         "What your cluster wants besides goes here or on the command line of sbatch.",
         f"SIGTERM comes {SECONDS_TO_SAVE} s before the time limit: the run saves, and {then}.",
     ]
-
-
-def _write(path: Path, text: str, force: bool) -> None:
-    if path.exists() and not force:
-        raise RecipeError(f"{path} is there already", "give another path, or --force")
-    write_asked(path, text)

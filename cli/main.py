@@ -21,7 +21,7 @@ from typer.main import get_command, get_group
 
 from ..engine.errors import ExitCode, TrainerError
 from ..engine.launch.ending import end_process
-from .options import refuse_addresses
+from .options import check_paths
 
 
 class Lazy(NamedTuple):
@@ -81,10 +81,10 @@ def import_command(name: str) -> Any:
     parent = typer.Typer(add_completion=False, rich_markup_mode=None)
     if isinstance(found, typer.Typer):
         for each in found.registered_commands:
-            each.callback = each.callback and refuse_addresses(each.callback)
+            each.callback = each.callback and check_paths(each.callback)
         parent.add_typer(found, name=name)
     else:
-        parent.command(name)(refuse_addresses(found))
+        parent.command(name)(check_paths(found))
     return get_group(parent).commands[name]
 
 

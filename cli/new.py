@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ..engine.errors import RecipeError
 from ..engine.files import write_asked
 from ..engine.recipe.starter import shipped_recipes, starter
+from .options import Force
 
 
 def new(
@@ -23,11 +23,8 @@ def new(
             help="the shipped recipe to start from; `trainer list recipe` shows them",
         ),
     ] = "quickstart",
-    force: Annotated[bool, typer.Option("--force", help="replace a file that is there")] = False,
+    force: Force = False,
 ) -> None:
     """Write a commented starter recipe."""
-    text = starter(source)
-    if path.exists() and not force:
-        raise RecipeError(f"{path} is there already", "give another path, or --force")
-    write_asked(path, text)
+    write_asked(path, starter(source), replace=force)
     print(f"{path} written; now: trainer validate {path}")

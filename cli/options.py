@@ -9,18 +9,22 @@ from typing import Annotated, Any
 
 import typer
 
-from ..engine.files import require_path
+from ..engine.files import path_fault, require_path
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="a TOML file")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="change one value, such as optimizer.lr=1e-4"),
 ]
+Force = Annotated[bool, typer.Option("--force", help="replace a file that is there")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
-def refuse_addresses(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a command that takes no address, such as `s3://bucket/runs`, for a `Path`."""
+def check_paths(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a command that takes no address for a `Path`, and foresees what paths can do.
+
+    A path may be too long, or on a disk that is read-only or full, wherever it is used.
+    """
 
     @wraps(command)
     def checked(**values: Any) -> Any:
@@ -28,6 +32,11 @@ def refuse_addresses(command: Callable[..., Any]) -> Callable[..., Any]:
             for each in value if isinstance(value, list) else [value]:
                 if isinstance(each, Path):
                     require_path(each)
-        return command(**values)
+        try:
+            return command(**values)
+        except OSError as error:
+            if fault := path_fault(error):
+                raise fault from error
+            raise
 
     return checked

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..engine.errors import RecipeError, nearest
-from ..engine.files import write_asked
+from ..engine.files import require_free, write_asked
 from ..engine.parallel.mesh import AXES, EXPERT_AXES
-from .options import AsJson, Overrides, Recipe
+from .options import AsJson, Force, Overrides, Recipe
 from .table import print_table
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def plan(
     search: Annotated[bool, typer.Option("--search", help="rank the plans that fit --gpu")] = False,
     gpu: Annotated[str, typer.Option(help="with --search: such as h100 or h200")] = "",
     cpu: Annotated[bool, typer.Option("--cpu", help="as computed on this machine's CPU")] = False,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Print mesh, placement of parameters, pipeline, work and traffic of a run; no GPU is needed.
@@ -52,11 +53,14 @@ def plan(
     from ..engine.estimate.plan import make_run_plan
 
     loaded = load_recipe(recipe, overrides or [], world).recipe
+    if html and not force:
+        require_free(html)  # not after minutes of work
     found = make_run_plan(loaded, world, gpus_per_node, on_gpu=not cpu)
     if html:
         from ..engine.estimate.drawing import draw_plan
 
-        write_asked(html, draw_plan(found, loaded.run.name), "give another file with --html")
+        page = draw_plan(found, loaded.run.name)
+        write_asked(html, page, replace=force, hint="give another file with --html")
     if as_json:
         print(json.dumps(asdict(found), indent=1))
     else:

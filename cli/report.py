@@ -11,7 +11,7 @@ import typer
 from ..engine.files import write_asked
 from ..engine.report.page import write_page
 from ..engine.status import find_runs
-from .options import AsJson
+from .options import AsJson, Force
 
 
 def report(
@@ -24,13 +24,15 @@ def report(
             "--out", "-o", metavar="FILE", help="default: RUN/report.html, or report.html"
         ),
     ] = None,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Write one HTML page with plots that needs no network; several runs are compared."""
     found = find_runs(runs)
+    is_default = out is None
     out = out or (found[0] / "report.html" if len(found) == 1 else Path("report.html"))
     page = write_page(found)
-    write_asked(out, page, "give another file with --out")
+    write_asked(out, page, replace=force or is_default, hint="give another file with --out")
     if as_json:
         print(json.dumps({"report": str(out), "runs": [str(run) for run in found]}))
     else:

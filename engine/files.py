@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
+import stat
 from pathlib import Path
 
 from .errors import EnvironmentFault, RecipeError
 
+_PATH_ERRORS = (
+    errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC,
+    errno.EDQUOT, errno.EIO, errno.ESTALE,
+)  # fmt: skip
 # `Path` makes one slash of two: an address is known by either. A drive's letter is no scheme.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 
@@ -58,17 +64,54 @@ def atomic_write(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
-def write_asked(path: Path, text: str, hint: str = "") -> None:
-    """Write a file that a user asked for, and the folders above it.
+def require_free(path: Path) -> None:
+    """Refuse a path at which there is a file that a user may want to keep.
 
     Raises:
-        EnvironmentFault: it cannot be written; `hint` says what to do.
+        RecipeError: there is.
     """
+    if os.path.isfile(path):
+        raise RecipeError(f"{path} is there already", "give another path, or --force")
+
+
+def write_asked(path: Path, text: str, *, replace: bool = False, hint: str = "") -> None:
+    """Write a file that a user asked for, and the folders above it.
+
+    A link stays, and the file that it leads to is written. What is no regular file, such as
+    /dev/null or a pipe, is written through.
+
+    Args:
+        replace: a file that is there may be replaced.
+        hint: what to do when it cannot be written.
+
+    Raises:
+        RecipeError: a file is there already.
+        EnvironmentFault: it cannot be written.
+    """
+    require_path(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, text)
+        mode = path.stat().st_mode if os.path.exists(path) else stat.S_IFREG
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            with open(os.open(path, os.O_WRONLY | os.O_NOCTTY), "w", encoding="utf-8") as file:
+                file.write(text)
+            return
+        if not replace:
+            require_free(path)
+        target = Path(os.path.realpath(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(target, text)
     except OSError as error:
         raise EnvironmentFault(f"{path} cannot be written: {error.strerror}", hint) from None
+
+
+def path_fault(error: OSError) -> EnvironmentFault | None:
+    """Return what to tell a user whose path or disk is the cause; None: it is another error."""
+    if error.errno not in _PATH_ERRORS or error.filename is None:
+        return None
+    return EnvironmentFault(
+        f"{os.fsdecode(error.filename)} cannot be used: {error.strerror}",
+        "give another path, or look at the disk and at who may use it",
+    )
 
 
 def sync_folder(folder: Path) -> None:

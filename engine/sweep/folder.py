@@ -94,7 +94,7 @@ class Sweep:
             EnvironmentFault: it cannot be written.
         """
         path = self.folder / name
-        write_asked(path, text, "give another folder with --dir")
+        write_asked(path, text, replace=True, hint="give another folder with --dir")
         return path
 
     def write_report(self) -> Path | None:
