@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -249,7 +249,7 @@ def _run(jobs: dict[Path, Preparation], as_json: bool) -> None:
 
 def _inspect_recipe(path: Path, samples: int) -> list[Inspection]:
     from ..engine.data.configs import DocumentSource
-    from ..engine.data.inspect import inspect_store
+    from ..engine.data.inspect import inspect_folder, inspect_store
     from ..engine.data.prepare import cache_folder
 
     recipe = _load(path, [])
@@ -262,5 +262,9 @@ def _inspect_recipe(path: Path, samples: int) -> list[Inspection]:
             typer.echo(f"note: the streaming source {source.name} is left out", err=True)
             continue
         store = source.open(tokenizer, cache)
-        found.append(inspect_store(store, tokenizer, samples, recipe.tokenizer.name))
+        if store.folder:
+            each = inspect_folder(store.folder, samples, tokenizer)
+        else:
+            each = inspect_store(store, tokenizer, samples)
+        found.append(replace(each, tokenizer=recipe.tokenizer.name))
     return found

@@ -72,6 +72,9 @@ def print_inspection(found: Inspection) -> None:
         typer.echo(f"\ndocument {number:,}:\n  {printable(text[:SAMPLE_CHARACTERS])}")
     for name in found.damaged:
         typer.echo(f"\ndamaged: {name} is not what was written")
+    if found.unchecked:
+        names = " and ".join(found.unchecked)
+        typer.echo(f"\nnot checked: {names}: an older version wrote no checksums for them")
     typer.echo()
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..kernels.choose import Kernels
+from .data.checksums import Share
 from .data.dataset import OpenedData, open_data
 from .data.loader import Loader, validation_batches
 from .errors import Problem, RecipeError
@@ -89,7 +90,9 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
     plan = make_plan(recipe.parallel, world.rank, world.world_size, device)
     _apply_determinism(recipe.run.deterministic)
     tokenizer = recipe.tokenizer.build()
-    data = open_data(recipe.data, tokenizer, recipe.run.seed, f"{recipe.run.dir}/{recipe.run.name}")
+    share = Share(world.rank, world.world_size, world.local_rank, world.local_world_size)
+    streams = f"{recipe.run.dir}/{recipe.run.name}"
+    data = open_data(recipe.data, tokenizer, recipe.run.seed, streams, share)
     built = build_model(recipe, tokenizer.vocab_size, device, plan)
     model = built.model
     home = torch.device("cpu") if recipe.parallel.fsdp.offload else device

@@ -248,6 +248,9 @@ class TokensSource(SourceConfig):
     name: Literal["tokens"] = "tokens"
     path: RecipePath
     """the folder with `tokens.json`; relative to the recipe"""
+    verify: Literal["first", "never"] = "first"
+    """"first": a run that reads files which no run has read before, or which were touched since,
+    compares them with their checksums; "never": `trainer data inspect` alone does"""
 
     def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:
         """Return the folder's tokens.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
+from .checksums import ALONE, Share, require_intact
 from .configs import DocumentSource, SourceConfig
 from .order import TrainingOrder, ValidationOrder, source_key
 from .packing import PACKINGS, Packed
@@ -47,7 +48,9 @@ class _Opening:
     notes: list[str] = field(default_factory=list)
 
 
-def open_data(table: Data, tokenizer: Tokenizer, seed: int, run: str = "") -> OpenedData:
+def open_data(
+    table: Data, tokenizer: Tokenizer, seed: int, run: str = "", share: Share = ALONE
+) -> OpenedData:
     """Open, or tokenise once, every source, and split and pack them.
 
     Args:
@@ -55,9 +58,10 @@ def open_data(table: Data, tokenizer: Tokenizer, seed: int, run: str = "") -> Op
         tokenizer: the recipe's.
         seed: of the order of samples.
         run: the run's directory, of which each has its own streams; empty: nothing is trained.
+        share: the processes that divide the comparison of files with their checksums.
 
     Raises:
-        DataError: a source cannot be read, or is too short for one row.
+        DataError: a source cannot be read, is damaged, or is too short for one row.
         EnvironmentFault: the cache cannot be written.
     """
     cache = cache_folder(table)
@@ -74,6 +78,8 @@ def open_data(table: Data, tokenizer: Tokenizer, seed: int, run: str = "") -> Op
             opening.notes.append(f"{name}: a stream, tokenised while training")
         else:
             store = source.open(tokenizer, cache)
+            if store.folder and getattr(source, "verify", "first") == "first":
+                require_intact(store.folder, cache, share)
             _split(opening, table, source, store, fraction)
             opening.fingerprint[name] = {"tokens": store.num_tokens, "xxh3": store.fingerprint}
             opening.notes.append(_note(name, store))

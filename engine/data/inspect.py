@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ from xxhash import xxh3_128_digest
 
 from ..errors import DataError
 from .kept import kept_tokenizer
-from .manifest import OFFSETS, damaged_files, read_manifest
+from .manifest import OFFSETS, damaged_files, read_manifest, without_checksums
 from .store import TokenStore
 from .tokenizer import Tokenizer
 
@@ -64,12 +64,19 @@ class Inspection:
     duplicates: Duplicates
     damaged: list[str]
     """files whose bytes are not those that were written"""
+    unchecked: list[str]
+    """files without checksums: an older version wrote them"""
     samples: dict[int, str]
     """by number of the document"""
 
 
-def inspect_folder(folder: Path, samples: int) -> Inspection:
+def inspect_folder(folder: Path, samples: int, tokenizer: Tokenizer | None = None) -> Inspection:
     """Inspect a folder of tokens, all bytes of it.
+
+    Args:
+        folder: of the store.
+        samples: how many documents to decode.
+        tokenizer: that made it; None: the one that is kept there.
 
     Raises:
         DataError: it is incomplete.
@@ -78,34 +85,26 @@ def inspect_folder(folder: Path, samples: int) -> Inspection:
     damaged = list(damaged_files(folder, manifest))
     if not damaged and (np.diff(store.offsets) < 1).any():
         damaged = [OFFSETS]
-    tokenizer = None
-    if manifest.tokenizer_name and not damaged:
+    if manifest.tokenizer_name and not damaged and not tokenizer:
         tokenizer = kept_tokenizer(folder)
-    return inspect_store(
-        store, tokenizer, samples, manifest.tokenizer_name, manifest.text_bytes or None,
-        manifest.empty, damaged,
-    )  # fmt: skip
+    found = inspect_store(store, None if damaged else tokenizer, samples)
+    return replace(
+        found,
+        tokenizer=manifest.tokenizer_name,
+        text_bytes=manifest.text_bytes or None,
+        empty=found.empty + manifest.empty,
+        damaged=damaged,
+        unchecked=without_checksums(manifest),
+    )
 
 
-def inspect_store(
-    store: TokenStore,
-    tokenizer: Tokenizer | None,
-    samples: int = 0,
-    tokenizer_name: str = "",
-    text_bytes: int | None = None,
-    left_out: int = 0,
-    damaged: list[str] | None = None,
-) -> Inspection:
+def inspect_store(store: TokenStore, tokenizer: Tokenizer | None, samples: int = 0) -> Inspection:
     """Inspect opened tokens.
 
     Args:
         store: the tokens.
         tokenizer: decodes samples; None: there are none.
         samples: how many documents to decode.
-        tokenizer_name: what a recipe calls it.
-        text_bytes: of what they were made.
-        left_out: empty documents that are not stored.
-        damaged: files that cannot be trusted.
 
     Raises:
         DataError: there is no document.
@@ -122,16 +121,17 @@ def inspect_store(
         learned_tokens=(
             store.num_tokens if store.learned is None else int(np.count_nonzero(store.learned))
         ),
-        empty=left_out + int((lengths == 0).sum()),
+        empty=int((lengths == 0).sum()),
         skipped=store.skipped,
         faults=[str(fault) for fault in store.faults],
-        text_bytes=text_bytes,
-        tokenizer=tokenizer_name,
+        text_bytes=None,
+        tokenizer="",
         mean_length=float(lengths.mean()),
         quantiles=dict(zip(levels, found.tolist(), strict=True)),
         histogram=length_histogram(lengths),
         duplicates=find_duplicates(store, lengths),
-        damaged=damaged or [],
+        damaged=[],
+        unchecked=[],
         samples=_samples(store, tokenizer, samples) if tokenizer else {},
     )
 

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, ValidationError, model_validator
-from xxhash import xxh3_128
+from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from ..config import Count, CountOrZero, Table
 from ..errors import DataError, EnvironmentFault
 from .configs import DocumentFault
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 INDEX, OFFSETS = "tokens.json", "offsets.npy"
 TOKENS, LEARNED = "tokens", "learned"
 # A shard's bytes are a multiple of every machine's page size, so that shards can be mapped end to
 # end; a token of the narrowest column takes one byte.
 PAGE_TOKENS: Final = 2**16
-MAX_MANIFEST_BYTES = 2**26
+# A hundred bytes a file: 10 TB in files of 128 MiB need 16 MB, and read they take 10 times that.
+MAX_MANIFEST_BYTES = 2**24
 READ_BYTES = 2**22
+OTHER_FILE = r"(tokenizer/)?[A-Za-z0-9_][\w.-]*"
 
 
 @dataclass
@@ -56,7 +58,8 @@ class FileEntry(Table):
 class Manifest(Table):
     """`tokens.json`."""
 
-    format: Literal[1, 2]
+    format: Literal[1, 2, 3]
+    """before 3, neither `tokens.json` nor `others` had checksums"""
     dtype: Literal["uint16", "uint32"]
     num_tokens: CountOrZero
     num_documents: CountOrZero
@@ -73,6 +76,8 @@ class Manifest(Table):
     vocab_size: Count
     eos_id: CountOrZero
     files: Annotated[dict[str, FileEntry], Field(max_length=2**20)]
+    others: Annotated[dict[str, FileEntry], Field(max_length=100)] = {}
+    """files beside the tokens, such as the tokenizer's"""
     text_bytes: CountOrZero = 0
     empty: CountOrZero = 0
     skipped: CountOrZero
@@ -94,7 +99,15 @@ class Manifest(Table):
                 sizes[shard_name(column, number)] = tokens * width
         if sizes != {name: entry.bytes for name, entry in self.files.items()}:
             raise ValueError(f"files: not those of {self.num_tokens} tokens")
+        for name in self.others:
+            if name in (INDEX, *self.files) or not re.fullmatch(OTHER_FILE, name, re.ASCII):
+                raise ValueError(f"others: {name!r} is not a file of the tokenizer's")
         return self
+
+    @property
+    def all_files(self) -> dict[str, FileEntry]:
+        """Return every file that has a checksum, by its path in the folder."""
+        return {**self.files, **self.others}
 
     @property
     def num_shards(self) -> int:
@@ -116,6 +129,16 @@ def shard_name(column: str, number: int) -> str:
     return f"{column}-{number:05d}.bin"
 
 
+def sealed(manifest: Manifest) -> bytes:
+    """Return the content of `tokens.json`; its first line is the XXH3-128 of all after it."""
+    body = manifest.model_dump_json(indent=1).encode().removeprefix(b"{\n")
+    return _first_line(body) + body
+
+
+def _first_line(body: bytes) -> bytes:
+    return b'{"xxh3": "%s",\n' % xxh3_128_hexdigest(body).encode()
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Return what `tokens.json` says, when every file that it names has its size.
 
@@ -129,7 +152,7 @@ def read_manifest(folder: Path) -> Manifest:
             content = opened.read(MAX_MANIFEST_BYTES + 1)
         if len(content) > MAX_MANIFEST_BYTES:
             raise DataError(f"{file}: larger than {MAX_MANIFEST_BYTES >> 20} MiB")
-        manifest = Manifest.model_validate_json(content)
+        manifest = _parse(file, content)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DataError(f"{file}: {error.strerror}", "a folder of tokens holds it") from error
     except OSError as error:
@@ -139,7 +162,7 @@ def read_manifest(folder: Path) -> Manifest:
         key = ".".join(map(str, first["loc"]))
         said = first["msg"].removeprefix("Value error, ")
         raise DataError(": ".join(filter(None, (str(file), key, said))), AGAIN) from error
-    for name, entry in manifest.files.items():
+    for name, entry in manifest.all_files.items():
         size = (folder / name).stat().st_size if (folder / name).is_file() else None
         if size != entry.bytes:
             found = "missing" if size is None else f"{size} bytes"
@@ -147,15 +170,44 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def _parse(file: Path, content: bytes) -> Manifest:
+    seal, _, body = content.partition(b"\n")
+    if not seal.startswith(b'{"xxh3"'):
+        manifest = Manifest.model_validate_json(content)
+        if manifest.format == FORMAT:
+            raise DataError(f"{file}: its first line is not its checksum", AGAIN)
+        return manifest
+    if seal + b"\n" != _first_line(body):
+        raise DataError(f"{file}: its checksum differs", AGAIN)
+    return Manifest.model_validate_json(b"{" + body)
+
+
 AGAIN = "prepare it again"
 
 
 def damaged_files(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Read every file; yield those whose bytes are not what was written."""
-    for name, entry in manifest.files.items():
-        hashed = xxh3_128()
-        with suppress(OSError), open(folder / name, "rb") as file:
-            while block := file.read(READ_BYTES):
-                hashed.update(block)
-        if hashed.hexdigest() != entry.xxh3:
+    """Read every file; yield those whose bytes are not what was written, or cannot be read."""
+    for name, entry in manifest.all_files.items():
+        try:
+            if hash_file(folder / name) != entry:
+                yield name
+        except OSError:
             yield name
+
+
+def without_checksums(manifest: Manifest) -> list[str]:
+    """Return the files of which nothing says what was written."""
+    if manifest.format == FORMAT:
+        return []
+    return [INDEX, "tokenizer/"] if manifest.tokenizer_name else [INDEX]
+
+
+def hash_file(file: Path) -> FileEntry:
+    """Return a file's size and checksum."""
+    hashed, size = xxh3_128(), 0
+    with open(file, "rb", buffering=0) as opened:
+        buffer = memoryview(bytearray(READ_BYTES))
+        while count := opened.readinto(buffer):
+            hashed.update(buffer[:count])
+            size += count
+    return FileEntry(bytes=size, xxh3=hashed.hexdigest())

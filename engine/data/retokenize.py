@@ -11,8 +11,10 @@ from pydantic import PrivateAttr
 from xxhash import xxh3_128_hexdigest
 
 from ..errors import DataError
+from .checksums import require_intact
 from .configs import Document, DocumentFault, DocumentSource
 from .kept import kept_tokenizer
+from .prepare import default_cache
 from .store import TokenStore
 from .tokenizer import Tokenizer
 
@@ -42,6 +44,7 @@ class StoredDocuments(DocumentSource):
         """
         source = cls.model_validate({"path": str(folder), "on_error": on_error})
         source._store = TokenStore.open(folder, None)
+        require_intact(folder, default_cache())
         source._tokenizer = kept_tokenizer(folder)
         if source._store.learned is not None:
             raise DataError(

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_128
 
 from ..errors import DataError, EnvironmentFault
 from ..files import sync_folder
@@ -23,10 +22,11 @@ from .manifest import (
     LEARNED,
     OFFSETS,
     TOKENS,
-    FileEntry,
     Manifest,
     Tally,
+    hash_file,
     read_manifest,
+    sealed,
     shard_name,
 )
 from .mapping import map_files
@@ -49,6 +49,7 @@ class TokenStore:
         faults: what was wrong with the first of them.
         place: what to call it in messages.
         learned: [num_tokens]; which tokens count in the loss when they are labels. None: all.
+        folder: that holds them as files; None: they are in memory alone.
     """
 
     tokens: NDArray[Any]
@@ -59,6 +60,7 @@ class TokenStore:
     faults: Sequence[str | DocumentFault] = ()
     place: str = "tokens"
     learned: Learned | None = None
+    folder: Path | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -104,6 +106,7 @@ class TokenStore:
                 faults=manifest.faults,
                 place=str(folder),
                 learned=column(LEARNED, "bool") if manifest.learned else None,
+                folder=folder,
             )
         except OSError as error:
             raise EnvironmentFault(f"{folder}: {error.strerror}") from error
@@ -184,6 +187,8 @@ class StoreWriter:
     def finish(self, **described: Any) -> None:
         """Write the offsets and then the manifest, and sync everything to disk.
 
+        Files that were put beside the tokens get checksums too.
+
         Args:
             described: further keys of the manifest.
         """
@@ -194,6 +199,10 @@ class StoreWriter:
         fingerprint = columns[0].hash
         if self._learned:
             fingerprint.update(self._learned.hash.digest())
+        self._write_offsets()
+        files[OFFSETS] = hash_file(self.folder / OFFSETS)
+        paths = [path for path in sorted(self.folder.rglob("*")) if path.is_file()]
+        names = [path.relative_to(self.folder).as_posix() for path in paths]
         manifest = Manifest(
             format=FORMAT,
             dtype="uint16" if token_type(self.tokenizer) == np.uint16 else "uint32",
@@ -205,19 +214,18 @@ class StoreWriter:
             tokenizer=self.tokenizer.fingerprint,
             vocab_size=self.tokenizer.vocab_size,
             eos_id=self.tokenizer.eos_id,
-            files={**files, OFFSETS: self._write_offsets()},
+            files=files,
+            others={name: hash_file(self.folder / name) for name in names if name not in files},
             **vars(self.tally),
             **described,
         )
         with open(self.folder / INDEX, "xb") as file:
-            file.write(manifest.model_dump_json(indent=1).encode())
+            file.write(sealed(manifest))
             sync(file)
         sync_folder(self.folder)
 
-    def _write_offsets(self) -> FileEntry:
+    def _write_offsets(self) -> None:
         lengths = np.concatenate([np.zeros(1, dtype=np.int64), *self._lengths])
         with open(self.folder / OFFSETS, "xb") as file:
             np.save(file, np.cumsum(lengths), allow_pickle=False)
             sync(file)
-        content = (self.folder / OFFSETS).read_bytes()
-        return FileEntry(bytes=len(content), xxh3=xxh3_128(content).hexdigest())

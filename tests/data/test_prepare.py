@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from xxhash import xxh3_128_hexdigest
 
+from tests.data.stores import read_described, write_described
 from trainer.engine.data.columns import make_chunk
 from trainer.engine.data.configs import JsonlSource, TextSource, TokensSource
 from trainer.engine.data.manifest import Tally
@@ -249,7 +250,7 @@ def test_tokens_of_another_tokenizer_are_refused_with_both_vocabularies(tmp_path
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 3}, "format"),
+        ({"format": 4}, "format"),
         ({"dtype": "object"}, "dtype"),
         ({"num_tokens": -1}, "num_tokens"),
         ({"files": {"../x": {"bytes": 1, "xxh3": ""}}}, "files"),
@@ -261,8 +262,7 @@ def test_a_malformed_index_is_an_error_that_names_the_key(
     tmp_path: Path, change: dict[str, object], message: str
 ) -> None:
     folder = written(tmp_path / "tokens")
-    index = json.loads((folder / "tokens.json").read_text())
-    (folder / "tokens.json").write_text(json.dumps({**index, **change}))
+    write_described(folder, {**read_described(folder), **change})
     with pytest.raises(DataError, match=f"tokens.json: {message}"):
         TokenStore.open(folder, ByteTokenizer())
 

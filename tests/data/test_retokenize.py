@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.data.stores import read_described, write_described
 from trainer.cli.data import app
 from trainer.engine.data import retokenize
 from trainer.engine.data.columns import make_chunk
@@ -129,8 +130,7 @@ def test_a_manifest_that_names_another_tokenizer_is_refused(
     folder: Path, tmp_path: Path, change: dict[str, str], message: str
 ) -> None:
     shutil.copytree(folder / "tokens", tmp_path / "tokens")
-    file = tmp_path / "tokens" / "tokens.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    write_described(tmp_path / "tokens", read_described(tmp_path / "tokens") | change)
     with pytest.raises(DataError, match=message):
         kept_tokenizer(tmp_path / "tokens")
 
@@ -142,6 +142,9 @@ def test_a_kept_tokenizer_that_was_changed_is_refused(folder: Path, tmp_path: Pa
     vocabulary = content["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     file.write_text(json.dumps(content))
+    said = read_described(tmp_path / "tokens")
+    said["others"]["tokenizer/tokenizer.json"]["bytes"] = file.stat().st_size
+    write_described(tmp_path / "tokens", said)
     with pytest.raises(DataError, match="not the tokenizer that made the tokens"):
         kept_tokenizer(tmp_path / "tokens")
 

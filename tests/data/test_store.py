@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.data.stores import read_described, write_described
 from trainer.engine.data.columns import make_chunk
 from trainer.engine.data.manifest import (
     PAGE_TOKENS,
@@ -130,7 +131,7 @@ def test_a_flipped_bit_in_any_file_is_found(tmp_path: Path, name: str) -> None:
 
 def test_folders_of_the_first_format_still_open(tmp_path: Path) -> None:
     folder = written(tmp_path / "tokens")
-    manifest = json.loads((folder / "tokens.json").read_text())
+    manifest = read_described(folder)
     kept = ("dtype", "num_tokens", "num_documents", "tokenizer", "vocab_size", "eos_id", "files")
     first = {key: manifest[key] for key in kept}
     first |= {"format": 1, "skipped": 3, "faults": ["a.jsonl:3: not JSON"]}
@@ -166,12 +167,15 @@ def _renamed(files: dict[str, Any], name: str) -> dict[str, Any]:
         lambda said: {"eos_id": -1},
         lambda said: {"faults": ["x"] * 1000},
         lambda said: {"sources": "none"},
+        lambda said: {"others": {"../passwd": said["files"]["offsets.npy"]}},
+        lambda said: {"others": {"tokenizer/a/b": said["files"]["offsets.npy"]}},
+        lambda said: {"others": {"offsets.npy": said["files"]["offsets.npy"]}},
     ],
 )
 def test_a_manifest_that_does_not_fit_its_files_is_refused(tmp_path: Path, change: Any) -> None:
     folder = written(tmp_path / "tokens", PAGE_TOKENS)
-    said = json.loads((folder / "tokens.json").read_text())
-    (folder / "tokens.json").write_text(json.dumps(said | change(said)))
+    said = read_described(folder)
+    write_described(folder, said | change(said))
     with pytest.raises(DataError) as error:
         TokenStore.open(folder, ByteTokenizer())
     assert str(folder) in error.value.message
@@ -206,7 +210,7 @@ def test_offsets_that_are_none_are_refused(tmp_path: Path, damage: str) -> None:
 
 def test_shards_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     shards = 100_002
-    described = json.loads((written(tmp_path / "tokens") / "tokens.json").read_text())
+    described = read_described(written(tmp_path / "tokens"))
     names = [f"tokens-{number:05d}.bin" for number in range(shards)]
     offsets = described["files"]["offsets.npy"]
     files = {name: {"bytes": 2 * PAGE_TOKENS, "xxh3": ""} for name in names}
