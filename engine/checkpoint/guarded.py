@@ -30,11 +30,13 @@ from torch.distributed.tensor import DTensor
 from ..errors import CheckpointError
 from .manifest import Manifest, TensorEntry
 from .tensors import Region
-from .torch_file import read_regions
+from .torch_file import read_regions, require_few_objects
 from .writer import dtype_name
 
 CONTENTS = ".metadata"
-MAX_CONTENTS_BYTES = 2**28
+# A part of a tensor takes about 150 bytes and 35 objects, and each file holds one part of a tensor.
+MAX_CONTENTS_BYTES, CONTENTS_BESIDE, PART_BYTES = 2**28, 2**20, 512
+BYTES_AN_OBJECT, OBJECTS_BESIDE = 3, 2**16
 ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata",
@@ -81,9 +83,14 @@ def read_contents(path: Path, manifest: Manifest) -> Metadata:
         CheckpointError: it is not what the manifest says, or asks for code.
     """
     with readable(path):
-        if (path / CONTENTS).stat().st_size > MAX_CONTENTS_BYTES:
-            raise CheckpointError(f"{path}: {CONTENTS} has more than {MAX_CONTENTS_BYTES} bytes")
-        contents = _Unpickler(io.BytesIO((path / CONTENTS).read_bytes())).load()
+        parts = len(manifest.tensors) * len(manifest.files)
+        limit = min(CONTENTS_BESIDE + PART_BYTES * parts, MAX_CONTENTS_BYTES)
+        with open(path / CONTENTS, "rb") as file:
+            content = file.read(limit + 1)
+        if len(content) > limit:
+            raise CheckpointError(f"{path}: {CONTENTS} has more than {limit} bytes")
+        require_few_objects(content, OBJECTS_BESIDE + len(content) // BYTES_AN_OBJECT)
+        contents = _Unpickler(io.BytesIO(content)).load()
         _check(path, contents, manifest)
     return cast("Metadata", contents)
 

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-MAX_MANIFEST_BYTES = 2**28
+# 405 billion weights on 16,384 ranks need 2 MB: a hundred bytes a tensor of weights and of the
+# optimizer's state, and a hundred bytes a file. Read, a manifest takes up to 30 times its size.
+MAX_MANIFEST_BYTES = 2**25
 DATA_SUFFIXES = (".distcp", ".metadata")
 """What torch reads: a file of this kind that the manifest does not list is from another save."""
 
@@ -114,11 +116,13 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         with open(path, "rb") as file:
-            first_line, body = file.readline(100), file.read(MAX_MANIFEST_BYTES)
+            first_line, body = file.readline(100), file.read(MAX_MANIFEST_BYTES + 1)
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: not a complete checkpoint: no {MANIFEST}") from None
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
+    if len(body) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(f"{path}: larger than {MAX_MANIFEST_BYTES >> 20} MiB")
     if first_line != _first_line(body):
         raise CheckpointError(f"{path}: its checksum differs")
     try:

@@ -18,8 +18,14 @@ from torch import Tensor
 from ..errors import CheckpointError
 from .tensors import Form, Region, nbytes
 
-MAX_PICKLE_BYTES = 2**26
+MAX_PICKLE_BYTES = 2**24
 MAX_RECORDS = 2**20
+MAX_HEADER_BYTES = 30 + 2 * 2**16
+# Objects are up to 150 times larger than the bytes of a pickle that ask for them. These bytes begin
+# dictionaries, lists and tuples, call functions, and remember results.
+MAKING = (b"}", b"]", b"(", b"R", b"\x81", b"\x94")
+# A tensor takes six, and letters of its name may look like them.
+MAX_MADE, MADE_BY_RECORD, MADE_BESIDE = 2**21, 16, 2**18
 
 
 def read_regions(path: Path, start: int = 0, size: int | None = None) -> Any:
@@ -38,7 +44,7 @@ def read_regions(path: Path, start: int = 0, size: int | None = None) -> Any:
             records = _records(section)
             section.seek(0)
             content = torch.load(cast("IO[bytes]", section), map_location="meta", weights_only=True)
-        return _replace(content, lambda tensor: _region(tensor, path, start, records))
+        return _replace(content, lambda tensor: _region(tensor, path, start, records), {})
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error.message}", error.hint) from error
     except OSError as error:
@@ -136,7 +142,7 @@ def _records(section: _Section) -> dict[int, int]:
         entries = archive.infolist()
     if len(entries) > MAX_RECORDS:
         raise CheckpointError(f"{len(entries)} records; at most {MAX_RECORDS} are read")
-    places = {}
+    places, most = {}, min(MAX_MADE, MADE_BESIDE + MADE_BY_RECORD * len(entries))
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
             raise CheckpointError(f"the record {entry.filename[:80]!r} is compressed: not read")
@@ -147,11 +153,25 @@ def _records(section: _Section) -> dict[int, int]:
             places[entry.header_offset + 30 + skipped] = entry.file_size
         elif entry.file_size > MAX_PICKLE_BYTES:
             raise CheckpointError(f"a record of {entry.file_size} bytes beside the data: not read")
+        elif entry.filename.endswith("/data.pkl"):
+            section.seek(entry.header_offset)
+            pickled = section.read(entry.file_size + MAX_HEADER_BYTES) or b""
+            require_few_objects(pickled, most)
         elif entry.filename.endswith("/byteorder"):
             section.seek(entry.header_offset)
             if b"big" in (section.read(200) or b""):
                 raise CheckpointError("its numbers are big-endian: not read")
     return places
+
+
+def require_few_objects(pickled: bytes, most: int) -> None:
+    """Refuse a pickle that could make many more objects than its size tells.
+
+    Raises:
+        CheckpointError: more bytes than `most` may ask for an object.
+    """
+    if (made := sum(map(pickled.count, MAKING))) > most:
+        raise CheckpointError(f"its pickle asks for {made} objects; at most {most} are made")
 
 
 def _region(tensor: Tensor, path: Path, start: int, records: Mapping[int, int]) -> Region:
@@ -168,9 +188,22 @@ def _region(tensor: Tensor, path: Path, start: int, records: Mapping[int, int]) 
     return Region(path, start + offset + first, tensor.dtype, shape)
 
 
-def _replace(content: Any, make: Callable[[Tensor], Region], depth: int = 0) -> Any:
-    if isinstance(content, Tensor):
-        return make(content)
-    if isinstance(content, Mapping) and depth < 8:
-        return {key: _replace(value, make, depth + 1) for key, value in content.items()}
-    return content
+def _replace(
+    content: Any, make: Callable[[Tensor], Region], made: dict[int, Any], depth: int = 0
+) -> Any:
+    """Put a region in the place of each tensor; what is there several times is made once.
+
+    Args:
+        content: which the caller keeps, so that its objects keep their ids.
+        made: results by the ids of what they were made from.
+    """
+    if id(content) not in made:
+        if isinstance(content, Tensor):
+            made[id(content)] = make(content)
+        elif isinstance(content, Mapping) and depth < 8:
+            made[id(content)] = {
+                key: _replace(value, make, made, depth + 1) for key, value in content.items()
+            }
+        else:
+            return content
+    return made[id(content)]

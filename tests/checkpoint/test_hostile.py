@@ -15,11 +15,27 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
+from tests.limits import limited
 from trainer.engine.checkpoint.find import find_checkpoint
-from trainer.engine.checkpoint.guarded import read_tensors
-from trainer.engine.checkpoint.manifest import read_manifest
+from trainer.engine.checkpoint.guarded import read_contents, read_tensors
+from trainer.engine.checkpoint.manifest import (
+    MAX_MANIFEST_BYTES,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    read_manifest,
+    write_manifest,
+)
 from trainer.engine.checkpoint.reader import load_state
 from trainer.engine.errors import CheckpointError
 
@@ -188,6 +204,48 @@ def test_a_number_in_the_metadata_takes_no_memory(tmp_path: Path) -> None:
     assert peak < 10**7
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"}" * 2**19, "its pickle asks for 524288 objects"),
+        (b"N\x94" * 2**18, "its pickle asks for 262144 objects"),
+        (b"N" * 2**21, "has more than [0-9]+ bytes"),
+    ],
+)
+def test_metadata_that_would_fill_the_memory_is_refused(
+    tmp_path: Path, content: bytes, reason: str
+) -> None:
+    save_steps(tmp_path, 1)
+    folder = tmp_path / "step-00000001"
+    (folder / ".metadata").write_bytes(b"\x80\x04" + content + b".")
+    seal(folder)
+    with limited(), pytest.raises(CheckpointError, match=reason):
+        read_tensors(folder, read_manifest(folder), blank())
+
+
+def test_metadata_of_many_shards_is_read(tmp_path: Path) -> None:
+    """The limits follow from what the manifest lists."""
+    parts = [ChunkStorageMetadata(torch.Size([n, 0]), torch.Size([1, 9])) for n in range(512)]
+    names = [f"model.layers.{number}.feed_forward.w1.weight" for number in range(40)]
+    entry = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([512, 9]), parts)
+    metadata = Metadata(
+        dict.fromkeys(names, entry),
+        storage_data={
+            MetadataIndex(name, part.offsets): _StorageInfo(f"__{n}_0.distcp", 10**9, 10**6)
+            for name in names
+            for n, part in enumerate(parts)
+        },
+    )
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    manifest = Manifest(
+        step=1,
+        saved_at="",
+        tensors=dict.fromkeys(names, TensorEntry(shape=[512, 9], dtype="float32")),
+        files=dict.fromkeys([f"__{n}_0.distcp" for n in range(512)], FileEntry(bytes=1, xxh3="")),
+    )
+    assert len(read_contents(tmp_path, manifest).storage_data) == 40 * 512
+
+
 def test_the_attacks_are_real(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     code_in_the_metadata(tmp_path / "step-00000001", tmp_path / "canary")
@@ -241,3 +299,51 @@ def test_a_manifest_that_is_no_manifest_is_refused(tmp_path: Path, content: byte
     (tmp_path / "manifest.json").write_bytes(b'{"xxh3": "%s",\n' % digest + content)
     with pytest.raises(CheckpointError, match="not understood"):
         read_manifest(tmp_path)
+
+
+def sealed_manifest(folder: Path, extra: bytes) -> Path:
+    """Write a manifest with a right checksum and so much in its `extra`."""
+    said = b'"format": 1, "step": 1, "tensors": {}, "files": {}, "saved_at": ""'
+    body = b'"manifest": {' + said + b', "extra": {"a": [' + extra + b"{}]}}}\n"
+    digest = xxhash.xxh3_128_hexdigest(body).encode()
+    (folder / "manifest.json").write_bytes(b'{"xxh3": "%s",\n' % digest + body)
+    return folder
+
+
+def test_a_manifest_larger_than_any_run_needs_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert read_manifest(sealed_manifest(tmp_path, b"{}," * 10_000)).step == 1
+    monkeypatch.setattr("trainer.engine.checkpoint.manifest.MAX_MANIFEST_BYTES", 2**20)
+    sealed_manifest(tmp_path, b"{}," * 2**19)
+    with limited(), pytest.raises(CheckpointError, match="larger than 1 MiB"):
+        read_manifest(tmp_path)
+
+
+def test_the_largest_runs_manifest_is_far_below_the_limit(tmp_path: Path) -> None:
+    """405 billion weights on 16,384 ranks, with the optimizer's state."""
+    names = [
+        f"optimizer.model.layers.{n // 9}.feed_forward.w{n % 9}.weight" for n in range(126 * 9)
+    ]
+    manifest = Manifest(
+        step=1,
+        saved_at="",
+        tensors={
+            f"{kind}.{name}": TensorEntry(shape=[16384, 53248], dtype="float32")
+            for kind in ("model", "ema", "exp_avg", "exp_avg_sq")
+            for name in names
+        },
+        files={
+            f"__{rank}_0.distcp": FileEntry(bytes=10**9, xxh3="0" * 32) for rank in range(16384)
+        },
+    )
+    write_manifest(tmp_path, manifest)
+    assert (tmp_path / "manifest.json").stat().st_size < MAX_MANIFEST_BYTES / 8
+
+
+@pytest.mark.matrix
+def test_the_largest_manifest_that_is_read_takes_bounded_memory(tmp_path: Path) -> None:
+    for one in (b"{},", b"[],", b'"",', b"1000,", b'{"a":1},', b"1.5,"):
+        sealed_manifest(tmp_path, one * ((MAX_MANIFEST_BYTES - 1000) // len(one)))
+        with limited(1700, cpu_seconds=60):
+            assert read_manifest(tmp_path).step == 1

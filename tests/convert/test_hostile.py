@@ -17,7 +17,8 @@ import torch
 from tests.convert.meta_reference import PARAMS, weights
 from tests.convert.meta_reference import write as write_meta
 from tests.convert.run import Bomb, refused
-from trainer.engine.checkpoint.torch_file import read_regions
+from tests.limits import limited
+from trainer.engine.checkpoint.torch_file import MAX_PICKLE_BYTES, read_regions
 from trainer.engine.errors import CheckpointError
 
 
@@ -76,6 +77,18 @@ def larger_shape(name: str, content: bytes) -> bytes:
     return content.replace(b"K\x05K\x07\x86", b"K\x05K\x7f\x86")
 
 
+def many_objects(name: str, content: bytes) -> bytes:
+    return b"\x80\x02" + b"}" * 2**20 + b"." if name.endswith("data.pkl") else content
+
+
+def shared_dictionaries(file: Path) -> None:
+    """5 kB that are 40**7 entries when each is written out where it is used."""
+    content: dict[str, Any] = {"w": torch.zeros(2)}
+    for _ in range(7):
+        content = {f"k{number}": content for number in range(40)}
+    torch.save(content, file)
+
+
 ARCHIVES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "record shorter than its tensor": (lambda f: repack(f, cut_data), "has more elements than"),
     "shape larger than its record": (lambda f: repack(f, larger_shape), "is not"),
@@ -88,6 +101,11 @@ ARCHIVES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "is compressed: not read",
     ),
     "a pickle of 128 MB": (lambda f: repack(f, many_zeros), "a record of 134217728 bytes"),
+    "a pickle of a million dictionaries": (
+        lambda f: repack(f, many_objects),
+        "at most 262256 are made",
+    ),
+    "dictionaries that share others": (shared_dictionaries, "no dictionary of tensors"),
     "other byte order": (lambda f: repack(f, big_endian), "big-endian: not read"),
     "cut off": (lambda f: os.truncate(f, f.stat().st_size - 10), "is not read"),
     "empty": (lambda f: os.truncate(f, 0), "is not read"),
@@ -113,9 +131,31 @@ def test_a_hostile_state_dict_is_refused(
     source = tmp_path / "model.pt"
     torch.save({"a": torch.arange(35.0).view(5, 7)}, source)
     change(source)
-    said = refused(capsys, 5, "torch2dcp", source, tmp_path / "dcp")
+    with limited():
+        said = refused(capsys, 5, "torch2dcp", source, tmp_path / "dcp")
     assert message in said
     assert str(source) in said
+
+
+def test_a_state_dict_of_many_tensors_is_read(tmp_path: Path) -> None:
+    state = {f"model.layers.{n}.LayerNoRm.weight": torch.zeros(1) for n in range(20_000)}
+    torch.save(state, tmp_path / "model.pt")
+    assert read_regions(tmp_path / "model.pt").keys() == state.keys()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("filling", [b"Nr\0\0\0\1", b"Nq\0h\0\x85", b"J\0\0\1\1", b"N", b"]a"])
+def test_the_largest_pickle_that_is_read_takes_bounded_memory(
+    tmp_path: Path, filling: bytes
+) -> None:
+    def fill(name: str, content: bytes) -> bytes:
+        pickled = filling * ((MAX_PICKLE_BYTES - 3) // len(filling))
+        return b"\x80\x02" + pickled + b"." if name.endswith("data.pkl") else content
+
+    torch.save({"a": torch.zeros(1)}, tmp_path / "model.pt")
+    repack(tmp_path / "model.pt", fill)
+    with limited(1700, cpu_seconds=60), suppress(CheckpointError):
+        read_regions(tmp_path / "model.pt")
 
 
 def test_random_damage_gives_no_other_error(tmp_path: Path) -> None:
