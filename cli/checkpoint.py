@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..engine.errors import CheckpointError, ExitCode, RecipeError
 from .options import AsJson
 from .table import print_table
+
+if TYPE_CHECKING:
+    from ..engine.run_dir import RunDirectory
 
 app = typer.Typer(no_args_is_help=True, help="List, inspect, verify and prune checkpoints.")
 
@@ -82,7 +85,8 @@ def prune(
 ) -> None:
     """Delete older and abandoned checkpoints; the newest complete ones always stay.
 
-    Links are left, and said. Exit code 3 when something could not be deleted.
+    What killed saves and exports left goes too. Links are left, and said. Exit code 3 when
+    something could not be deleted.
     """
     from ..engine.checkpoint import retention
     from ..engine.checkpoint.find import checkpoints_folder, is_checkpoint
@@ -91,7 +95,7 @@ def prune(
         raise RecipeError(f"{path} is one checkpoint", "give its run directory")
     _checkpoints(path)
     folder = checkpoints_folder(path)
-    with _locked(folder.parent):
+    with _locked(folder.parent) as run:
         doomed = retention.superfluous(folder, keep) + retention.abandoned_folders(folder)
         links = [each for each in doomed if each.is_symlink()]
         doomed = [each for each in doomed if each not in links]
@@ -100,6 +104,7 @@ def prune(
             whys = {each: retention.remove(each) for each in doomed}
             doomed = [each for each, why in whys.items() if not why]
             failures = [*filter(None, whys.values()), *retention.clear_leftovers(folder)]
+            failures += run.clear_exports() if run else []
     left = [f"{each} is left: it is a link" for each in links] + failures
     if as_json:
         removed = [str(each) for each in doomed]
@@ -130,8 +135,8 @@ def _checkpoints(path: Path) -> list[Path]:
 
 
 @contextmanager
-def _locked(run: Path) -> Iterator[None]:
-    """Keep a run from starting in its directory meanwhile.
+def _locked(run: Path) -> Iterator[RunDirectory | None]:
+    """Keep a run from starting in its directory meanwhile; None: there is no run.
 
     Raises:
         RunInUse: it runs already.
@@ -139,12 +144,12 @@ def _locked(run: Path) -> Iterator[None]:
     from ..engine.run_dir import RunDirectory
 
     if not (run / ".lock").exists():  # checkpoints without their run
-        yield
+        yield None
         return
     directory = RunDirectory(run)
     directory.lock()
     try:
-        yield
+        yield directory
     finally:
         directory.unlock()
 

@@ -6,8 +6,10 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 from .errors import EnvironmentFault, RecipeError
 
@@ -102,6 +104,75 @@ def write_asked(path: Path, text: str, *, replace: bool = False, hint: str = "")
         atomic_write(target, text)
     except OSError as error:
         raise EnvironmentFault(f"{path} cannot be written: {error.strerror}", hint) from None
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a file that somebody else may have made: no fifo that waits, no device without end.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    # O_NONBLOCK: opening a fifo must not wait for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+            raise OSError(number, "is not a regular file", os.fspath(path))
+        return open(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: str | Path, limit: int) -> bytes:
+    """Read a file that somebody else may have made.
+
+    Args:
+        limit: bytes; no larger one is read.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is larger.
+    """
+    with open_regular(path) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"is larger than {limit:,} bytes", os.fspath(path))
+    return content
+
+
+def require_regular(path: str | Path) -> None:
+    """Check a file before a library opens it by its name, as `open_regular` does.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+    """
+    open_regular(path).close()
+
+
+def delete_folder(folder: Path) -> str:
+    """Delete a folder and all that is in it, as far as that is possible; links are left.
+
+    Returns:
+        why it, or a part of it, is still there; empty: it is gone.
+    """
+    if why := undeletable(folder):
+        return why
+    failures: list[BaseException] = []
+    # One file that cannot be deleted, such as `.nfs...`, does not keep the others' space taken.
+    shutil.rmtree(folder, onerror=lambda _, __, raised: failures.append(raised[1]))
+    return f"{folder} could not be deleted: {failures[0]}" if failures else ""
+
+
+def undeletable(folder: Path) -> str:
+    """Return why a folder must be left where it is; empty: it may be deleted."""
+    if folder.is_symlink():
+        return f"{folder} is left: it is a link, and what it leads to may be wanted"
+    if not folder.is_dir():
+        return f"{folder} is left: it is not a folder"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"{folder} is left: this user may not delete what is in it"
+    return ""
 
 
 def path_fault(error: OSError) -> EnvironmentFault | None:

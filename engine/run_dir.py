@@ -3,44 +3,40 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
+import logging
 import os
 import socket
-import time
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from .errors import EnvironmentFault, RunInUse
-from .files import atomic_write
+from .files import atomic_write, read_regular
+from .locks import is_locked, is_unsupported, lock_file, lock_folder, unlock
+from .unfinished import clear_unfinished
 
+log = logging.getLogger(__name__)
 PATIENCE_SECONDS = 0.5
-_UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-_held: set[int] = set()
-
-
-def _close_in_child() -> None:
-    for descriptor in _held:
-        os.close(descriptor)
-    _held.clear()
-
-
-# A forked data worker must not keep the lock of a trainer that was killed.
-os.register_at_fork(after_in_child=_close_in_child)
+"""for the children of a run that was just killed, and for `holder`"""
+LARGEST_LOCK = 4096
+EXPORTS = ("hf", "hf-ema", "adapter")
+"""what a finished run leaves for Hugging Face's libraries: weights, their average, adapters"""
 
 
 class RunDirectory:
     """One run's folder: `recipe.toml metrics.jsonl checkpoints/ logs/ tensorboard/`.
 
     As a context it is prepared and locked; only rank 0 enters it. The lock belongs to the process:
-    the system frees it when the process ends, also by `kill -9`.
+    the system frees it when the process ends, also by `kill -9`. The folder itself is locked, so
+    that deleting `.lock` frees nothing, and `.lock`, which says whose run it is: some file systems
+    know no locks of folders.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: int | None = None
+        self._locks: list[int] = []
 
     @property
     def recipe(self) -> Path:
@@ -65,6 +61,8 @@ class RunDirectory:
     def __enter__(self) -> Self:
         self.prepare()
         self.lock()
+        for why in self.clear_exports():
+            log.warning("%s", why)
         return self
 
     def __exit__(
@@ -100,75 +98,59 @@ class RunDirectory:
             RunInUse: another run holds it; names its process, host and start.
             EnvironmentFault: the file system has no locks.
         """
-        path = self.path / ".lock"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            _take(descriptor)
+            folder = lock_folder(self.path, PATIENCE_SECONDS)
+            self._locks += [] if folder is None else [folder]
+            file = lock_file(self._file, PATIENCE_SECONDS)
+            self._locks.append(file)
+        except BlockingIOError as error:
+            self.unlock()
+            raise RunInUse(
+                f"{self.path} is in use by {_holder(self._file)}",
+                "stop that run, or give this one another name with `--set run.name=...`",
+            ) from error
         except OSError as error:
-            os.close(descriptor)
-            if error.errno in _UNSUPPORTED:
+            self.unlock()
+            if is_unsupported(error):
                 raise EnvironmentFault(
                     f"the file system of {self.path} has no file locks: {error.strerror}",
                     "give a folder on another one with `--set run.dir=...`",
                 ) from error
-            raise RunInUse(
-                f"{self.path} is in use by {_holder(path)}",
-                "stop that run, or give this one another name with `--set run.name=...`",
+            reason = "it is a link" if error.errno == errno.ELOOP else error.strerror
+            raise EnvironmentFault(
+                f"{self._file} cannot be locked: {reason}",
+                "remove it if it is no regular file, or give another folder",
             ) from error
-        _held.add(descriptor)
-        self._lock = descriptor
         holder = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "start": datetime.now().astimezone().isoformat(timespec="seconds"),
         }
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(holder).encode() + b"\n", 0)
+        os.ftruncate(file, 0)
+        os.pwrite(file, json.dumps(holder).encode() + b"\n", 0)
+
+    @property
+    def _file(self) -> Path:
+        return self.path / ".lock"
 
     def holder(self) -> str:
-        """Return whose run this is, or an empty string if nobody holds the lock.
+        """Return whose run this is, or an empty string if nobody holds the lock."""
+        is_held = is_locked(self._file) or is_locked(self.path)
+        return _holder(self._file) if is_held else ""
 
-        Asks for a shared lock and gives it back at once; a run that starts in that very instant
-        tries again (`PATIENCE_SECONDS`).
-        """
-        path = self.path / ".lock"
-        try:
-            descriptor = os.open(path, os.O_RDONLY)
-        except OSError:
-            return ""
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return _holder(path)
-        except OSError:
-            return ""
-        finally:
-            os.close(descriptor)
-        return ""
+    def clear_exports(self) -> list[str]:
+        """Delete exports that were killed; only the holder of the lock may. Return what is left."""
+        return clear_unfinished(self.path, EXPORTS)
 
     def unlock(self) -> None:
-        """Give the lock back; nothing happens if it is not held."""
-        if self._lock in _held:
-            _held.remove(self._lock)
-            os.close(self._lock)
-        self._lock = None
-
-
-def _take(descriptor: int) -> None:
-    """Take a lock, giving the children of a run that was just killed a moment to end."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
+        """Give the locks back; nothing happens if they are not held."""
+        while self._locks:
+            unlock(self._locks.pop())
 
 
 def _holder(path: Path) -> str:
     try:
-        holder = json.loads(path.read_text(encoding="utf-8"))
+        holder = json.loads(read_regular(path, LARGEST_LOCK))
         return f"process {holder['pid']} on {holder['host']}, started {holder['start']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "another process"

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -15,6 +18,7 @@ import pytest
 from trainer.engine.errors import EnvironmentFault, ExitCode, RunInUse
 from trainer.engine.files import atomic_write
 from trainer.engine.run_dir import RunDirectory
+from trainer.engine.unfinished import Unfinished
 
 ROOT = Path(__file__).resolve().parents[1]
 HOLD = """
@@ -86,6 +90,57 @@ def test_a_lock_file_with_nonsense_is_no_hindrance(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("[" * 9999)
     with RunDirectory(tmp_path), pytest.raises(RunInUse), RunDirectory(tmp_path):
         pass
+
+
+def test_deleting_the_lock_file_frees_nothing(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path) as directory:
+        (tmp_path / ".lock").unlink()
+        assert directory.holder() == "another process"
+        with pytest.raises(RunInUse), RunDirectory(tmp_path):
+            pass
+
+
+def test_the_lock_file_alone_is_enough_where_folders_have_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = fcntl.flock
+
+    def on_nfs(descriptor: int, operation: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", on_nfs)
+    with RunDirectory(tmp_path) as directory:
+        assert directory.holder().startswith(f"process {os.getpid()} on ")
+        with pytest.raises(RunInUse):
+            RunDirectory(tmp_path).lock()
+
+
+def test_a_lock_that_is_a_link_is_refused_and_its_target_untouched(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to("../mine.txt")
+    with pytest.raises(EnvironmentFault, match="it is a link"), RunDirectory(tmp_path / "run"):
+        pass
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_a_lock_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".lock")
+    with pytest.raises(EnvironmentFault, match="is not a regular file"), RunDirectory(tmp_path):
+        pass
+    assert RunDirectory(tmp_path).holder() == ""
+
+
+def test_the_next_run_deletes_an_export_that_was_killed(tmp_path: Path) -> None:
+    for name in (".tmp-hf-0123abcd", ".tmp-hf-ema-0123abcd", ".tmp-mine-0123abcd"):
+        (tmp_path / name / "hf").mkdir(parents=True)
+    alive = Unfinished(tmp_path / "adapter")
+    with RunDirectory(tmp_path):
+        left = {path.name for path in tmp_path.glob(".tmp-*")}
+    assert left == {".tmp-mine-0123abcd", alive.path.parent.name}
+    alive.discard()
 
 
 def test_a_path_that_is_a_file_is_an_environment_fault(tmp_path: Path) -> None:

@@ -15,12 +15,11 @@ import logging
 import os
 import re
 import secrets
-import shutil
 from functools import cache
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..files import sync_folder
+from ..files import delete_folder, sync_folder, undeletable
 from .manifest import folder_name, verify
 
 STEP = re.compile(r"step-(\d{8,})")
@@ -147,21 +146,13 @@ def remove(path: Path) -> str:
     Returns:
         why it, or a part of it, is still there; empty: it is gone.
     """
-    if path.is_symlink():
-        return f"{path} is left: it is a link, and what it leads to may be wanted"
-    if not path.is_dir():
-        return f"{path} is left: it is not a folder"
-    if not os.access(path, os.W_OK | os.X_OK):  # else it would be renamed, and then not deleted
-        return f"{path} is left: this user may not delete what is in it"
-    doomed, failures = path, list[BaseException]()
+    if why := undeletable(path):  # else it would be renamed, and then not deleted
+        return why
     try:
-        if not path.name.startswith("."):
-            doomed = path.rename(_marked(path, ".del-"))
-        # One file that cannot be deleted, such as `.nfs...`, does not keep the others' space taken.
-        shutil.rmtree(doomed, onerror=lambda _, __, raised: failures.append(raised[1]))
+        hidden = path.name.startswith(".")
+        return delete_folder(path if hidden else path.rename(_marked(path, ".del-")))
     except OSError as error:
-        failures.append(error)
-    return f"{doomed} could not be deleted: {failures[0]}" if failures else ""
+        return f"{path} could not be deleted: {error}"
 
 
 @cache

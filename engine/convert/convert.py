@@ -20,13 +20,14 @@ from ..files import require_path
 from ..recipe.load import load_recipe
 from ..recipe.schema import Recipe
 from ..recipe.tables import Run
+from ..unfinished import refuse_existing
 from . import targets
 from .meta import open_meta
 from .opened import Opened
 from .shards import CODES
 from .sources import open_huggingface, open_native, open_torch
 from .targets import Job
-from .writing import Advance, Counter, complete_or_absent, parallel, refuse_existing
+from .writing import Advance, Counter, complete_or_absent, parallel
 
 if TYPE_CHECKING:
     from ..data.tokenizer import Tokenizer

@@ -17,17 +17,15 @@ from ..checkpoint.hf_folder import CONFIG
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.tensors import Held, row_bytes
 from ..parallel.box import held_box, holds_rows
+from ..unfinished import Unfinished
 from .hf_files import GENERATION, config_json, generation_json, write_json
 from .opened import hf_parts
 from .shards import Shard, index_of, lay_out, main_dtype
 from .writing import (
     Stretch,
     create,
-    discard,
-    publish,
     stretches,
     sync,
-    temporary_beside,
     write_all,
 )
 
@@ -74,7 +72,8 @@ def export_huggingface(
         part.name: (entry.dtype, part.shape) for entry in table.values() for part in entry.parts
     }
     shards = lay_out(forms, shard_bytes)
-    place = ranks.reduce(lambda: None, lambda _: str(_begin(folder, shards)))
+    begun: list[Unfinished] = []  # on rank 0
+    place = ranks.reduce(lambda: None, lambda _: str(_begin(folder, shards, begun)))
     temporary = Path(place)
     files = {
         theirs: (temporary / each.file, at)
@@ -98,10 +97,10 @@ def export_huggingface(
         ranks.reduce(lambda: _settle(failure), lambda _: None)
         settings = config_json(config, main_dtype(forms), tokenizer.eos_id)
         small = index_of(shards, forms)
-        ranks.reduce(lambda: None, lambda _: _finish(temporary, folder, small, settings, tokenizer))
+        ranks.reduce(lambda: None, lambda _: _finish(begun[0], small, settings, tokenizer))
     except BaseException:
-        if ranks.rank == 0:
-            discard(temporary)
+        for each in begun:
+            each.discard()
         raise
 
 
@@ -153,14 +152,19 @@ def _merged(
     return {name: table[name] for name in sorted(table, key=place)}
 
 
-def _begin(folder: Path, shards: list[Shard]) -> Path:
-    """Make a folder beside the final one, with files of their final sizes; on rank 0."""
-    temporary = temporary_beside(folder)
-    with writing(folder.parent, sum(shard.size for shard in shards)):
-        temporary.mkdir()
-        for shard in shards:
-            create(temporary / shard.file, shard.size, shard.head)
-    return temporary
+def _begin(folder: Path, shards: list[Shard], begun: list[Unfinished]) -> Path:
+    """Make an unfinished folder with files of their final sizes; on rank 0."""
+    unfinished = Unfinished(folder)
+    try:
+        with writing(folder.parent, sum(shard.size for shard in shards)):
+            unfinished.path.mkdir()
+            for shard in shards:
+                create(unfinished.path / shard.file, shard.size, shard.head)
+    except BaseException:
+        unfinished.discard()
+        raise
+    begun.append(unfinished)
+    return unfinished.path
 
 
 def _write_own_rows(
@@ -242,18 +246,18 @@ def _settle(failure: Exception | None) -> None:
 
 
 def _finish(
-    temporary: Path,
-    folder: Path,
+    unfinished: Unfinished,
     small: Mapping[str, str],
     settings: Mapping[str, Any],
     tokenizer: Tokenizer,
 ) -> None:
     """Write the small files and publish; on rank 0."""
-    with writing(folder.parent, 0):
+    temporary = unfinished.path
+    with writing(unfinished.target.parent, 0):
         for name, text in small.items():
             (temporary / name).write_text(text, encoding="utf-8")
         write_json(temporary / CONFIG, settings)
         write_json(temporary / GENERATION, generation_json(tokenizer.eos_id))
         tokenizer.save(temporary)
         sync(sorted(temporary.iterdir()))
-        publish(temporary, folder)
+        unfinished.publish()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +16,7 @@ import xxhash
 
 from ..checkpoint.disk import writing
 from ..checkpoint.tensors import Rows, as_bytes, blocks, row_bytes, row_count
-from ..errors import CheckpointError, RecipeError
-from ..files import sync_folder
+from ..unfinished import Unfinished
 
 PIECE_BYTES = 2**26
 """Larger tensors are written by several threads, where no checksum needs their order."""
@@ -139,35 +136,6 @@ def create(file: Path, size: int, head: bytes = b"") -> None:
         opened.truncate(size)
 
 
-def refuse_existing(target: Path) -> None:
-    """Check that a name is free.
-
-    Raises:
-        RecipeError: it is not, or cannot be used.
-    """
-    try:
-        is_taken = target.is_symlink() or target.exists()
-    except OSError as error:
-        raise RecipeError(f"{target} cannot be used: {error.strerror}") from error
-    if is_taken:
-        raise RecipeError(f"{target} exists: not replaced", "remove it, or give another name")
-
-
-def temporary_beside(target: Path) -> Path:
-    """Return a fresh name in the target's folder, which is made if need be.
-
-    Raises:
-        RecipeError: the target exists.
-        CheckpointError: its folder cannot be made.
-    """
-    refuse_existing(target)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot make {target.parent}: {error.strerror}") from error
-    return target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}")
-
-
 @contextmanager
 def complete_or_absent(target: Path, needed: int) -> Iterator[Path]:
     """Give a name to write a file or a folder under; it gets the target's when the block ends well.
@@ -177,34 +145,17 @@ def complete_or_absent(target: Path, needed: int) -> Iterator[Path]:
         needed: bytes that will be written.
 
     Raises:
+        RecipeError: the target exists.
         CheckpointError: there is no space, or writing is refused.
     """
-    temporary = temporary_beside(target)
+    unfinished = Unfinished(target)
     try:
         with writing(target.parent, needed):
-            yield temporary
-            publish(temporary, target)
+            yield unfinished.path
+            unfinished.publish()
     except BaseException:
-        discard(temporary)
+        unfinished.discard()
         raise
-
-
-def publish(temporary: Path, target: Path) -> None:
-    """Give a synced file or folder its final name, durably."""
-    if temporary.is_dir():
-        sync_folder(temporary)
-    if target.exists():
-        raise CheckpointError(f"{target} appeared meanwhile: not replaced")
-    temporary.rename(target)
-    sync_folder(target.parent)
-
-
-def discard(temporary: Path) -> None:
-    """Remove what was begun."""
-    if temporary.is_dir():
-        shutil.rmtree(temporary, ignore_errors=True)
-    else:
-        temporary.unlink(missing_ok=True)
 
 
 class Counter:

@@ -15,6 +15,7 @@ from ..files import atomic_write
 from ..lora.merge import merged_weights
 from ..lora.names import is_adapter
 from ..lora.peft import save_adapter
+from ..run_dir import EXPORTS
 from .state import model_state
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from ..assemble import Parts
     from ..checkpoint.find import Found
 
-FINAL, AVERAGE, ADAPTER = "hf", "hf-ema", "adapter"
+FINAL, AVERAGE, ADAPTER = EXPORTS
 RECORD = "exported.json"
 
 

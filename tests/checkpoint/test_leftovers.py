@@ -144,3 +144,13 @@ def test_a_folder_that_cannot_be_read_is_foreseen(
     result = call("list", tmp_path)
     assert getattr(result.exception, "exit_code", None) == ExitCode.CHECKPOINT
     assert retention.best_of(tmp_path) is None
+
+
+def test_prune_deletes_what_a_killed_export_left(tmp_path: Path) -> None:
+    save_steps(tmp_path / "checkpoints", 1)
+    (tmp_path / ".lock").touch()
+    (tmp_path / ".tmp-hf-0123abcd" / "hf").mkdir(parents=True)
+    parsed("prune", tmp_path, "--keep", 1, "--dry-run")
+    assert (tmp_path / ".tmp-hf-0123abcd").exists()
+    parsed("prune", tmp_path, "--keep", 1)
+    assert names(tmp_path) == [".lock", "checkpoints"]

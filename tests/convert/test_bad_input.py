@@ -255,3 +255,4 @@ def test_a_kill_leaves_nothing_under_the_target(sources: dict[str, Path], tmp_pa
     assert not (tmp_path / "out").exists()
     assert [path.name.startswith(".tmp-out-") for path in tmp_path.iterdir()] == [True]
     assert convert(*words) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -9,7 +9,7 @@ from tests.model_zoo.peers import our_model
 from trainer.cli.main import _run
 from trainer.engine.checkpoint.manifest import SaveInfo
 from trainer.engine.checkpoint.store import CheckpointStore
-from trainer.engine.errors import CheckpointError
+from trainer.engine.errors import EnvironmentFault
 from trainer.engine.lora.apply import add_adapters
 from trainer.engine.lora.peft import export_adapter, save_adapter
 from trainer.engine.recipe.tables import LoRA
@@ -28,8 +28,8 @@ def saved(folder, **changes):
     return folder / "step-00000001"
 
 
-def refused(source, target, capsys):
-    assert _run(["convert-ckpt", "dcp2peft", str(source), str(target)], False) == 5
+def refused(source, target, capsys, code=5):
+    assert _run(["convert-ckpt", "dcp2peft", str(source), str(target)], False) == code
     said = capsys.readouterr().err
     assert "unexpected" not in said
     assert not target.exists()
@@ -68,7 +68,9 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path, changes, capsys):
 def test_a_folder_that_cannot_be_made_is_said(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     target = tmp_path / "file" / "adapter"
-    assert f"cannot make {target.parent}" in refused(saved(tmp_path / "run"), target, capsys)
+    assert f"cannot write to {target.parent}: Not a directory" in refused(
+        saved(tmp_path / "run"), target, capsys, code=3
+    )
 
 
 def save_below_a_file(path):
@@ -80,7 +82,7 @@ def save_below_a_file(path):
         torch.nn.init.zeros_(parameter)
     try:
         save_adapter(path, model, model.config, group=dist.new_group())
-    except CheckpointError as error:
+    except EnvironmentFault as error:
         return error.message
     return ""
 
@@ -88,4 +90,4 @@ def save_below_a_file(path):
 def test_all_ranks_learn_that_the_first_could_not_write(tmp_path):
     (tmp_path / "file").write_text("")
     messages = run_ranks(2, save_below_a_file, tmp_path / "file" / "adapter")
-    assert all("cannot make" in message for message in messages)
+    assert all("cannot write to" in message for message in messages)

@@ -1,0 +1,109 @@
+"""Locks that the system frees when their process ends, also by `kill -9`. Torch-free."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import time
+from pathlib import Path
+
+# What a file system says that knows no locks, or none of folders (NFS).
+_UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EBADF, errno.EINVAL)
+_held: set[int] = set()
+
+
+def _close_in_child() -> None:
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+# A forked data worker must not keep the lock of a trainer that was killed.
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def lock_file(path: Path, patience_seconds: float = 0.0) -> int:
+    """Lock a file, which is made if need be, and return its descriptor for `unlock`.
+
+    Its content stays: it may be of use to whoever cannot have the lock.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+        OSError: the file cannot be written, is a link or no regular file, or there are no locks.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.ENXIO, "is not a regular file", str(path))
+        _take(descriptor, patience_seconds)
+    except OSError:
+        os.close(descriptor)
+        raise
+    _held.add(descriptor)
+    return descriptor
+
+
+def lock_folder(path: Path, patience_seconds: float = 0.0) -> int | None:
+    """Lock a folder itself; None: its file system has no such locks.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+        OSError: the folder cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _take(descriptor, patience_seconds)
+    except OSError as error:
+        os.close(descriptor)
+        if is_unsupported(error):
+            return None
+        raise
+    _held.add(descriptor)
+    return descriptor
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds the lock of a file or folder.
+
+    Asks for a shared lock and gives it back at once: whoever locks in that very instant needs
+    patience.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def unlock(descriptor: int) -> None:
+    """Give a lock back; nothing happens if it is not held."""
+    if descriptor in _held:
+        _held.remove(descriptor)
+        os.close(descriptor)
+
+
+def is_unsupported(error: OSError) -> bool:
+    """Return whether an error says that a file system has no locks."""
+    return error.errno in _UNSUPPORTED
+
+
+def _take(descriptor: int, patience_seconds: float) -> None:
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)

@@ -1,0 +1,100 @@
+"""Files and folders that get their name when they are complete. Torch-free.
+
+What is written for `DST` lies in a folder `.tmp-DST-...` beside it, whose `lock` file is held while
+its writer lives: a later command can tell what a killed one left, and delete it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Collection
+from pathlib import Path
+
+from .errors import CheckpointError, EnvironmentFault, RecipeError
+from .files import delete_folder, sync_folder
+from .locks import is_locked, lock_file, unlock
+
+LOCK = "lock"
+_LEFTOVER = re.compile(r"\.tmp-(.+)-[0-9a-f]{8}")
+
+
+class Unfinished:
+    """A target while it is being written: under `path`, in a folder of its own.
+
+    Raises:
+        RecipeError: the target exists.
+        EnvironmentFault: nothing can be written in its folder.
+    """
+
+    def __init__(self, target: Path) -> None:
+        refuse_existing(target)
+        self.target = target
+        clear_unfinished(target.parent, [target.name])
+        folder = target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}")
+        self.path = folder / target.name
+        """where to write"""
+        self._lock: int | None = None
+        try:
+            folder.mkdir(parents=True)
+            with contextlib.suppress(OSError):  # without locks, what a kill leaves stays
+                self._lock = lock_file(folder / LOCK)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"cannot write to {target.parent}: {error.strerror}", "give another folder"
+            ) from error
+
+    def publish(self) -> None:
+        """Give the synced file or folder its final name, durably.
+
+        Raises:
+            CheckpointError: the target appeared meanwhile.
+        """
+        if self.path.is_dir():
+            sync_folder(self.path)
+        if os.path.lexists(self.target):
+            raise CheckpointError(f"{self.target} appeared meanwhile: not replaced")
+        self.path.rename(self.target)
+        sync_folder(self.target.parent)
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove what was begun and not published."""
+        delete_folder(self.path.parent)
+        if self._lock is not None:
+            unlock(self._lock)
+
+
+def refuse_existing(target: Path) -> None:
+    """Check that a name is free.
+
+    Raises:
+        RecipeError: it is not, or cannot be used.
+    """
+    try:
+        os.lstat(target)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise RecipeError(f"{target} cannot be used: {error.strerror}") from error
+    raise RecipeError(f"{target} exists: not replaced", "remove it, or give another name")
+
+
+def clear_unfinished(folder: Path, names: Collection[str]) -> list[str]:
+    """Delete what killed writers left of targets of these names in a folder.
+
+    Returns:
+        why some of it is still there.
+    """
+    try:
+        found = [each for each in os.listdir(folder) if _LEFTOVER.fullmatch(each)]
+    except OSError:
+        return []
+    reasons = []
+    for each in found:
+        leftover = _LEFTOVER.fullmatch(each)
+        if leftover and leftover[1] in names and not is_locked(folder / each / LOCK):
+            reasons.append(delete_folder(folder / each))
+    return [reason for reason in reasons if reason]
