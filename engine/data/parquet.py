@@ -9,11 +9,15 @@ from typing import Any, NamedTuple
 
 from ..errors import EnvironmentFault, nearest
 from .configs import Document, DocumentFault
+from .parquet_pages import measure_pages
 from .parts import PART_BYTES
 from .sources import MAX_DOCUMENT_BYTES, matching_files
 
 # Rows that are unpacked at once. A few bytes of a file may stand for a large value many times over.
 BATCH_BYTES, BATCH_ROWS = 2**28, 16
+# The most text that is read of a row group, and of each of its bytes: a repeated value takes no
+# room in the file.
+TEXT_BESIDE, TEXT_A_BYTE = 2**30, 1000
 
 
 class RowGroups(NamedTuple):
@@ -91,6 +95,7 @@ def _read_group(
     try:
         if isinstance(column, ValueError):
             raise column
+        left = TEXT_BESIDE + TEXT_A_BYTE * measure_pages(name, metadata, column)
         largest = max(_column_bytes(metadata, column), 1)  # one value may be all of them
         rows = min(max(BATCH_BYTES // largest, 1), BATCH_ROWS)
         batches = file.iter_batches(rows, row_groups=[group], columns=[column], use_threads=False)
@@ -99,9 +104,13 @@ def _read_group(
             unread = values.slice(skipped)
             row += len(values) - len(unread)
             skipped -= len(values) - len(unread)
+            if (left := left - _text_bytes(unread)) < 0:
+                raise ValueError("its row group repeats its values: too much text for its size")
             for document in texts(unread, column, name, row):
                 yield document
                 row += 1
+        if row < end:  # a damaged page may say that it holds fewer
+            raise ValueError(f"its row group has {end - row} rows less than the file says")
     except (ValueError, OSError) as error:  # pyarrow's own derive from these
         reason = first_line(error)
         for number in range(row + skipped, end):
@@ -196,3 +205,14 @@ def _column_bytes(row_group: Any, column: str | ValueError) -> int:
         if row_group.column(index).path_in_schema == column:
             return int(row_group.column(index).total_uncompressed_size)
     return int(row_group.total_byte_size)
+
+
+def _text_bytes(values: Any) -> int:
+    """Return the bytes of an Arrow array, each of its values counted as often as it is there."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not pa.types.is_dictionary(values.type) or values.type.value_type not in _text_types():
+        return int(values.nbytes)
+    lengths = pc.take(pc.binary_length(values.dictionary), values.indices)
+    return pc.sum(lengths).as_py() or 0
