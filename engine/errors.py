@@ -18,7 +18,10 @@ class ExitCode(IntEnum):
     ENVIRONMENT = 3, "the machine lacks something: a device, a port, a package, a writable folder"
     DATA = 4, "a data source cannot be read; file and line are named"
     CHECKPOINT = 5, "no checkpoint is intact, the one given does not fit, or the last save failed"
-    DIVERGED = 6, "the loss or the gradient is not finite, and `resilience.non_finite` says to stop"
+    DIVERGED = (
+        6,
+        "training diverged: the loss, the gradient or a weight is not finite, or spikes last",
+    )
     IN_USE = 7, "another run uses this run directory"
     STOPPED_AND_SAVED = 75, "stopped by a signal with a checkpoint saved: the same command goes on"
     INTERRUPTED = 130, "interrupted without a checkpoint"
@@ -119,7 +122,7 @@ class LostContact(TrainerError):
 
 
 class Diverged(TrainerError):
-    """The loss or the gradient is not finite and the policy says to stop."""
+    """The loss, the gradient or a weight is not finite, or spikes last, and training stops."""
 
     exit_code = ExitCode.DIVERGED
 

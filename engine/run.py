@@ -35,6 +35,7 @@ from .recipe.write import to_toml
 from .resume import describe, ending, ignored_settings, refuse_other_data
 from .run_dir import RunDirectory
 from .run_state import RunState, early_failure_recorded, recorded
+from .train.events import EventRecorder
 from .train.garbage import paced_garbage_collection
 from .train.health import Health
 from .train.loop import train
@@ -114,14 +115,16 @@ class Session:
         parts = parts or assemble(recipe, self.world, self.device, fresh=found is None)
         self._tell_parts(parts)
         position = Position()
-        health = Health(recipe.resilience, self.device, parts.step.scale, self.progress.warn)
         identity = self._identity(parts, found)
+        recorder, health = self._watch(parts, identity.attempt)
         saver = Saver(store, parts, health, identity, self.progress.warn)
         if found is not None:
             refuse_other_data(found.manifest, parts, allow_changed)
             if why := ending(found.manifest, parts):
                 self.progress.note(f"{why}: {found.path} is the last checkpoint")
                 state = self._state(parts, found.manifest.step, found.manifest.attempt)
+                health.restore(found.manifest.extra.get("health", {}))
+                state.warnings = health.conclude()
                 with self._recorded(state):
                     self._export(parts, found.manifest.step, store.group, found)
                     state.outcome = "finished"
@@ -135,15 +138,16 @@ class Session:
         if self.world.rank == 0:
             atomic_write(self.directory.recipe, to_toml(recipe))
         state = self._state(parts, position.step, identity.attempt)
-        with self._recorded(state):
+        with self._recorded(state), recorder.opened(position.step):
             outcome = self._train(parts, position, saver, health)
             # A rank that died in its last save is noticed here: this is not the end of a run then.
             self.stop.agree()
+            state.warnings = health.conclude()
             if outcome == "stopped":
                 state.outcome = outcome
                 self.progress.note(f"stopped after step {position.step}, saved; run again to go on")
                 return ExitCode.STOPPED_AND_SAVED
-            self._tell_end(outcome, position)
+            self._tell_end(outcome, position, state.warnings)
             self._export(parts, position.step, store.group)
             state.outcome = "finished"
         return ExitCode.DONE
@@ -176,13 +180,24 @@ class Session:
         store.probe()
         return store
 
+    def _watch(self, parts: Parts, attempt: int) -> tuple[EventRecorder, Health]:
+        """Return what examines each step, and what writes down the events that it finds."""
+        folder = self.directory.path if self.world.rank == 0 else None
+        recipe, warn = self.recipe, self.progress.warn
+        samples, batch = parts.data.train, recipe.data.global_batch
+        recorder = EventRecorder(folder, samples, batch, attempt, warn)
+        scale = parts.step.scale
+        return recorder, Health(recipe.resilience, self.device, scale, warn, recorder.record)
+
     def _tell_parts(self, parts: Parts) -> None:
         for note in parts.notes:
             self.progress.note(note)
         for text in ignored_settings(parts):
             self.progress.warn(text)
 
-    def _tell_end(self, outcome: str, position: Position) -> None:
+    def _tell_end(self, outcome: str, position: Position, warnings: Sequence[str]) -> None:
+        for text in warnings:
+            self.progress.warn(text)
         early = f"{outcome}, {position.best.told()}" if outcome == "stopped early" else outcome
         self.progress.note(f"{early}: {position.step} steps in {self.directory.path}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
@@ -36,6 +36,8 @@ class RunState:
     """"finished", "stopped" or "failed"; empty while it runs, and for good if it was killed"""
     reason: str = ""
     """of a failure"""
+    warnings: list[str] = field(default_factory=list)
+    """what is wrong with a run that ended well otherwise"""
 
 
 _TYPE = TypeAdapter(RunState)

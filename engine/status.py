@@ -18,6 +18,7 @@ import tomli
 from .checkpoint.manifest import MANIFEST
 from .checkpoint.retention import step_folders, step_of
 from .errors import RecipeError, nearest
+from .observe.events import read_events
 from .observe.metrics import LARGEST_STEP, decode_rows
 from .recipe.shown import printable
 from .run_dir import RunDirectory
@@ -56,6 +57,10 @@ class RunStatus:
     attempts: int = 1
     disk_bytes: int = 0
     reason: str = ""
+    events: int = 0
+    """spikes and other steps in events.jsonl"""
+    newest_event: str = ""
+    """its id"""
     warnings: list[str] = field(default_factory=list)
 
 
@@ -87,6 +92,7 @@ def examine(path: Path, now: float | None = None) -> RunStatus:
     now = time.time() if now is None else now
     holder = RunDirectory(path).holder()
     record, rows = read_state(path), list(newest_rows(path))
+    events = list(read_events(path))
     train = [row for row in rows if row.get("kind") == "train"]
     evals = [row for row in rows if row.get("kind") == "eval"]
     checkpoints = [each for each in step_folders(path / "checkpoints") if _is_complete(each)]
@@ -118,7 +124,10 @@ def examine(path: Path, now: float | None = None) -> RunStatus:
         attempts=record.attempt + 1 if record else 1,
         disk_bytes=disk_bytes(path),
         reason=record.reason if record and state == "failed" else "",
+        events=len(events),
+        newest_event=events[-1]["id"] if events else "",
     )
+    status.warnings.extend(record.warnings if record and not holder else [])
     status.warnings.extend(_warnings(status, train, path))
     return status
 

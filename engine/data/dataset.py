@@ -43,6 +43,7 @@ class _Opening:
     """What has been opened so far."""
 
     train: list[tuple[Packed, float]] = field(default_factory=list)
+    train_names: list[str] = field(default_factory=list)
     validation: list[tuple[Packed, float]] = field(default_factory=list)
     fingerprint: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -83,11 +84,12 @@ def open_data(
             _split(opening, table, source, store, fraction)
             opening.fingerprint[name] = {"tokens": store.num_tokens, "xxh3": store.fingerprint}
             opening.notes.append(_note(name, store))
+        opening.train_names += [name] * (len(opening.train) - len(opening.train_names))
     if not opening.train:
         raise DataError('no source has split = "train"', "data.sources needs one")
     packed, rows, weights = _columns(opening.train)
     order = TrainingOrder(rows, weights, seed, shuffle=table.shuffle)
-    train = TrainingSamples(packed, order, tokenizer.vocab_size)
+    train = TrainingSamples(packed, order, tokenizer.vocab_size, opening.train_names)
     if train.streams and fraction and not opening.validation:
         opening.notes.append(
             'no validation: streams hold nothing out; another source may have split = "validation"'

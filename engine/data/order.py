@@ -110,11 +110,7 @@ class TrainingOrder:
 
     def locate(self, samples: Indices) -> tuple[Indices, Indices]:
         """Return the source and the row of each sample, both [N]."""
-        period, slot = np.divmod(samples, MIXTURE_PERIOD)
-        source = self.slots[0][slot]
-        epoch, index = np.divmod(
-            period * self.counts[source] + self.slots[1][slot], self.rows[source]
-        )
+        source, epoch, index = self.turns(samples)
         if not self.shuffle:
             return source, index
         row = np.empty_like(index)
@@ -126,6 +122,15 @@ class TrainingOrder:
             key = mix(self.keys[which] + epoch[mine].astype(np.uint64) * GOLDEN)
             row[mine] = permute(index[mine].astype(np.uint64), int(self.rows[which]), key)
         return source, row
+
+    def turns(self, samples: Indices) -> tuple[Indices, Indices, Indices]:
+        """Return the source of each sample, its epoch there and its turn in that, each [N]."""
+        period, slot = np.divmod(samples, MIXTURE_PERIOD)
+        source = self.slots[0][slot]
+        epoch, index = np.divmod(
+            period * self.counts[source] + self.slots[1][slot], self.rows[source]
+        )
+        return source, epoch, index
 
     def drawn(self, sample: int) -> Indices:
         """Return how many rows of each source the samples before this one are, [sources]."""

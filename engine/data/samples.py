@@ -95,12 +95,20 @@ class TrainingSamples(Samples):
         sources: the packed sources, and streams.
         order: which source and row a sample is.
         vocab_size: tokens must be below it.
+        names: of the sources.
     """
 
     order: TrainingOrder
 
-    def __init__(self, sources: Sequence[Packed], order: TrainingOrder, vocab_size: int) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Packed],
+        order: TrainingOrder,
+        vocab_size: int,
+        names: Sequence[str],
+    ) -> None:
         super().__init__(sources, order, vocab_size)
+        self.names = names
         self.streams = {
             index: source for index, source in enumerate(sources) if isinstance(source, Stream)
         }
@@ -115,6 +123,22 @@ class TrainingSamples(Samples):
             begins, ends = self.order.drawn(first), self.order.drawn(stop)
             for index, stream in self.streams.items():
                 stream.reach(int(begins[index]), int(ends[index]))
+
+    def describe(self, first: int, count: int) -> dict[str, dict[str, list[int]]]:
+        """Return where samples come from: by source the numbers of samples, epochs and rows.
+
+        A row is counted within its source, in the order of the source's documents; in a stream
+        within the order in which it is read.
+        """
+        samples = np.arange(first, first + count)
+        source, epoch, _ = self.order.turns(samples)
+        columns = {"samples": samples, "epochs": epoch, "rows": self.order.locate(samples)[1]}
+        return {
+            self.names[which]: {
+                key: column[source == which].tolist() for key, column in columns.items()
+            }
+            for which in np.unique(source)
+        }
 
     def state(self, sample: int) -> dict[str, Any]:
         """Return what the streams need to go on at a sample that was reached; JSON."""

@@ -68,11 +68,12 @@ def _optimizer_in_backward(recipe: Recipe, degrees: Mapping[str, int]) -> Iterat
             "weights change before the norm of all gradients is known, by which they are clipped",
             "set optimizer.clip_norm = 0",
         )
-    if recipe.resilience.non_finite == "skip":
-        yield (
-            'a step that has changed weights cannot be skipped (resilience.non_finite = "skip")',
-            'take "rollback" or "stop"',
-        )
+    for key, other in {"non_finite": "stop", "spike": "warn"}.items():
+        if getattr(recipe.resilience, key) == "skip":
+            yield (
+                f'a step that has changed weights cannot be skipped (resilience.{key} = "skip")',
+                f'take "rollback" or "{other}"',
+            )
     if recipe.precision.compute == "fp16":
         yield "steps that overflow in fp16 are skipped", 'take precision.compute = "bf16"'
     if degrees.get("pipeline", 1) > 1:

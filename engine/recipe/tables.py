@@ -192,6 +192,14 @@ class Resilience(Table):
     non_finite: Literal["stop", "skip", "rollback"] = "stop"
     """a NaN or infinite loss or gradient: "stop" the run, "skip" the step, or "rollback" to the
     newest checkpoint and go on after the data that led there"""
+    spike: Literal["off", "warn", "skip", "rollback"] = "warn"
+    """a loss or gradient norm far above those of the steps before: do nothing, "warn", "skip" the
+    step, or "rollback" to the newest checkpoint and resume after the data that led there"""
+    spike_window: Annotated[int, Field(ge=8, le=4096)] = 128
+    """how many steps before it a step is compared with; fewer at first, but a quarter of them"""
+    spike_threshold: Annotated[float, Field(gt=0, le=1000)] = 8.0
+    """a spike is so many standard deviations above the median, estimated by the median absolute
+    deviation; of the gradient norm's logarithm"""
     max_skips: Count = 10
     """consecutive skips, or rollbacks without progress, before the run stops"""
     stop_timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 120.0

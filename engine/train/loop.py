@@ -30,7 +30,7 @@ def train(
     """Train from `position` to the last step, or until evaluations or a signal say to stop.
 
     Raises:
-        Diverged: the loss or the gradient is not finite, and the policy does not go on.
+        Diverged: training diverged, and the policies of `[resilience]` say to stop.
         CheckpointError: a checkpoint could not be written.
     """
     recipe, step, total = parts.recipe, parts.step, parts.total_steps
@@ -45,33 +45,35 @@ def train(
         step.set_rate(lr_factor)
         gradients = step.accumulate(next(batches))
         position.batch += 1
-        if health.admits(gradients, position.step + 1):
+        lr = recipe.optimizer.lr * lr_factor
+        if health.admits(gradients, position.step + 1, position.batch, lr):
             step.update(lr_factor)
         step.clear()
-        if health.wants_rollback:
-            saver.roll_back(position)
+        if health.wants_rollback and saver.roll_back(position):
             observer.start(position.step, int(position.tokens))
             continue
         position.step += 1
         position.tokens = position.tokens + gradients.tokens
         if parts.average:
             parts.average.update(position.step)
-        values = _values(gradients, recipe.optimizer.lr * lr_factor)
+        values = _values(gradients, lr)
         if observer.is_due(position.step):
             health.verify()
             values |= step.measures()
         observer.on_step(position.step, values, position.tokens)
-        if _evaluate_and_save(parts, position, saver, observer):
+        if _evaluate_and_save(parts, position, saver, observer, health):
             return "stopped early"
         _collect_garbage(position.step, recipe.run.gc_interval)
     return "finished"
 
 
-def _evaluate_and_save(parts: Parts, position: Position, saver: Saver, observer: Observer) -> bool:
+def _evaluate_and_save(
+    parts: Parts, position: Position, saver: Saver, observer: Observer, health: Health
+) -> bool:
     """Do what is due after a step; return whether evaluations say that the run ends early."""
     recipe, step, total = parts.recipe, position.step, parts.total_steps
     due = _is_due(step, recipe.evaluate.interval, total) and parts.validation
-    improved = bool(due) and _evaluate(parts, position, observer)
+    improved = bool(due) and _evaluate(parts, position, observer, health)
     exhausted = position.best.is_exhausted(recipe.evaluate)
     saver.poll()
     last = exhausted or step == total
@@ -101,11 +103,12 @@ def _collect_garbage(step: int, interval: int) -> None:
         gc.collect(1)
 
 
-def _evaluate(parts: Parts, position: Position, observer: Observer) -> bool:
+def _evaluate(parts: Parts, position: Position, observer: Observer, health: Health) -> bool:
     """Measure the validation loss; return whether it is the best so far."""
     with observer.paused(), parts.step.phase("evaluation"):
         values = validate(parts)
     observer.on_evaluation(position.step, values)
+    health.take_evaluation(position.step, values)
     return position.best.take(parts.recipe.evaluate, position.step, values)
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
 
+from ..checkpoint.ranks import Ranks
 from ..checkpoint.reader import load_state
 from ..checkpoint.store import CheckpointStore
-from ..errors import CheckpointError
+from ..errors import CheckpointError, Diverged
 from . import state as train_state
 from .best import Best
 from .health import Health
@@ -51,6 +53,7 @@ class Saver:
         self._health = health
         self._identity = identity
         self._report = report
+        self._ranks = Ranks(store.group)
         self._saved_step = -1
         self._failures = 0
         parts.step.before_update = self.wait_staged
@@ -114,6 +117,8 @@ class Saver:
         if contents == "full":
             tensors |= train_state.optimizer_state(parts.model, parts.optimizer)
             tensors |= train_state.random_state(parts.world.rank)
+        if self._is_spoiled(tensors, position.step, must_save=sync):
+            return
         info = replace(
             self._identity,
             step=position.step,
@@ -125,11 +130,31 @@ class Saver:
                 "optimizer_numbers": self._optimizer_numbers(),
                 "streams": parts.data.train.state(position.batch * parts.recipe.data.global_batch),
                 "best": position.best.state(),
+                "health": self._health.state(),
             },
         )
         best = table.keep_best and position.best.step == position.step
         self._saved_step = position.step
         self._store.save(tensors, info, best=best, sync=sync)
+
+    def _is_spoiled(self, tensors: Mapping[str, Tensor], step: int, *, must_save: bool) -> bool:
+        """Return whether the last update made weights that are not finite: none are ever saved.
+
+        Raises:
+            Diverged: nothing will go back to the checkpoint before.
+        """
+        find = partial(train_state.non_finite, tensors)
+        names = self._ranks.reduce(
+            find, lambda parts: sorted({name for part in parts for name in part})
+        )
+        if not names:
+            return False
+        what = f"step {step}: {names[0]} is not finite after the update"
+        what += f", and {len(names) - 1} more" if len(names) > 1 else ""
+        if must_save or self._parts.recipe.resilience.non_finite != "rollback":
+            raise Diverged(what, "lower optimizer.lr")
+        self._report(f"{what}: not saved")
+        return True
 
     def _optimizer_numbers(self) -> dict[str, float]:
         """Return the numbers of all parameters, also of those that other stages hold."""
@@ -200,26 +225,34 @@ class Saver:
         position.tokens = manifest.extra["tokens"]
         parts.data.train.restore(manifest.extra.get("streams", {}))
         position.best = Best.restored(manifest.extra)
+        self._health.restore(manifest.extra.get("health", {}))
         if parts.recipe.checkpoint.keep_best:
             self._store.settle_best(position.best.step, position.step)
         parts.step.scale.restore(manifest.extra["loss_scale"])
         self._saved_step = manifest.step
 
-    def roll_back(self, position: Position) -> None:
+    def roll_back(self, position: Position) -> bool:
         """Go back to the newest checkpoint, but stay behind the data that was read.
 
+        Returns:
+            False where there is none yet, and leaving the step out must do.
+
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: there is none, and the step has changed weights already.
         """
         batch = position.batch
         self.finish()
         found = self._store.latest()
         if found is None:
-            raise CheckpointError(
-                "nothing to roll back to: no checkpoint yet", "lower checkpoint.interval"
-            )
+            what = "nothing to roll back to: no checkpoint yet"
+            if self._parts.step.in_backward:
+                raise CheckpointError(what, "lower checkpoint.interval")
+            self._report(f"{what}; the step is skipped")
+            return False
+        counts = self._health.counts
         self.restore(found.path, found.manifest, position)
-        position.batch = batch
+        position.batch, self._health.counts = batch, counts
+        return True
 
     def wait_staged(self) -> None:
         """Wait until the state being saved is copied; the step calls it before weights change."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ..parallel.local import local
 
 Description = Mapping[str, Any]
 """A tensor's `shape` and `dtype`, as the manifest lists them."""
@@ -29,6 +32,15 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
         for key, value in optimizer.state.get(weight, {}).items()
         if isinstance(value, Tensor)
     }
+
+
+@torch.no_grad()
+def non_finite(state: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the tensors in which a number of this rank is NaN or infinite."""
+    parts = {name: local(tensor) for name, tensor in state.items() if tensor.is_floating_point()}
+    parts = {name: part for name, part in parts.items() if part.numel() and part.itemsize > 1}
+    largest = torch._foreach_norm(list(parts.values()), math.inf) if parts else []
+    return [name for name, norm in zip(parts, largest, strict=True) if not norm.isfinite()]
 
 
 def optimizer_numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
