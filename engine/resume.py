@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import platform
+import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 from math import prod
 from typing import TYPE_CHECKING
 
+import torch
+import xxhash
+
+from .. import __version__
+from .checkpoint.manifest import SaveInfo
 from .errors import Problem, RecipeError
 from .train.best import Best
 
 if TYPE_CHECKING:
     from .assemble import Parts
+    from .checkpoint.find import Found
     from .checkpoint.manifest import Manifest
 
 
@@ -36,6 +45,31 @@ def refuse_other_data(saved: Manifest, parts: Parts, allowed: Sequence[str]) -> 
     ]
     if problems:
         raise RecipeError(problems)
+
+
+def identify(parts: Parts, found: Found | None) -> SaveInfo:
+    """Return what each checkpoint of this attempt says of the run.
+
+    Args:
+        found: the checkpoint that the attempt starts from.
+    """
+    values = parts.recipe.model_dump(mode="json")
+    return SaveInfo(
+        step=0,
+        world=parts.world.world_size,
+        mesh=asdict(parts.degrees),
+        recipe=values,
+        recipe_hash=xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode()),
+        tokenizer=parts.tokenizer.fingerprint,
+        data=parts.data.fingerprint,
+        versions={
+            "trainer": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        run_id=found.manifest.run_id if found else uuid.uuid4().hex,
+        attempt=found.manifest.attempt + 1 if found else 0,
+    )
 
 
 def ending(saved: Manifest, parts: Parts) -> str:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import platform
 import threading
-import uuid
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import xxhash
 
-from .. import __version__
 from .assemble import Parts, assemble
 from .checkpoint.find import Found, find_checkpoint
-from .checkpoint.manifest import SaveInfo
 from .checkpoint.store import CheckpointStore
 from .device import pick_device
 from .errors import ExitCode, LostContact, Problem, RecipeError, TrainerError
@@ -32,7 +26,7 @@ from .observe.throughput import Throughput, device_peak_flops, peak_memory_bytes
 from .precision.dtypes import dtype_name
 from .recipe.changes import require_unchanged
 from .recipe.write import to_toml
-from .resume import describe, ending, ignored_settings, refuse_other_data
+from .resume import describe, ending, identify, ignored_settings, refuse_other_data
 from .run_dir import RunDirectory
 from .run_state import RunState, early_failure_recorded, recorded
 from .train.events import EventRecorder
@@ -115,19 +109,15 @@ class Session:
         parts = parts or assemble(recipe, self.world, self.device, fresh=found is None)
         self._tell_parts(parts)
         position = Position()
-        identity = self._identity(parts, found)
+        identity = identify(parts, found)
         recorder, health = self._watch(parts, identity.attempt)
         saver = Saver(store, parts, health, identity, self.progress.warn)
         if found is not None:
             refuse_other_data(found.manifest, parts, allow_changed)
             if why := ending(found.manifest, parts):
                 self.progress.note(f"{why}: {found.path} is the last checkpoint")
-                state = self._state(parts, found.manifest.step, found.manifest.attempt)
                 health.restore(found.manifest.extra.get("health", {}))
-                state.warnings = health.conclude()
-                with self._recorded(state):
-                    self._export(parts, found.manifest.step, store.group, found)
-                    state.outcome = "finished"
+                self._end_again(parts, health, found, store.group)
                 return ExitCode.DONE
             saver.restore(found.path, found.manifest, position)
             self.progress.note(f"resumed from {found.path} (step {position.step})")
@@ -151,6 +141,16 @@ class Session:
             self._export(parts, position.step, store.group)
             state.outcome = "finished"
         return ExitCode.DONE
+
+    def _end_again(
+        self, parts: Parts, health: Health, found: Found, group: ProcessGroup | None
+    ) -> None:
+        """Do what is left to do at the end of a run that has no more steps."""
+        state = self._state(parts, found.manifest.step, found.manifest.attempt)
+        with self._recorded(state):
+            state.warnings = health.conclude()
+            self._export(parts, found.manifest.step, group, found)
+            state.outcome = "finished"
 
     def _train(self, parts: Parts, position: Position, saver: Saver, health: Health) -> str:
         """Train under the observer's eyes; see `train`."""
@@ -233,26 +233,6 @@ class Session:
         for reason in found.skipped:
             self.progress.warn(f"skipped {reason}")
         return found
-
-    def _identity(self, parts: Parts, found: Found | None) -> SaveInfo:
-        """Return what each checkpoint of this attempt says of the run."""
-        values = self.recipe.model_dump(mode="json")
-        return SaveInfo(
-            step=0,
-            world=self.world.world_size,
-            mesh=asdict(parts.degrees),
-            recipe=values,
-            recipe_hash=xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode()),
-            tokenizer=parts.tokenizer.fingerprint,
-            data=parts.data.fingerprint,
-            versions={
-                "trainer": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-            run_id=found.manifest.run_id if found else uuid.uuid4().hex,
-            attempt=found.manifest.attempt + 1 if found else 0,
-        )
 
     def _state(self, parts: Parts, start_step: int, attempt: int) -> RunState:
         """Return what `trainer status` reads of this attempt."""

@@ -38,13 +38,11 @@ def health(policy="warn", device="cpu", **changes):
 def admit(found, losses, norms=None, start=1):
     """Return which steps may be applied."""
     norms = [1.0] * len(losses) if norms is None else norms
-    return [
-        found.admits(
-            Gradients(torch.tensor(10 * loss), torch.tensor(10), torch.tensor(norm), torch.tensor(loss), torch.tensor(loss)),
-            step, batch=step, lr=0.1,
-        )
-        for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start)
-    ]  # fmt: skip
+    admitted = []
+    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start):
+        numbers = torch.tensor([10 * loss, 10, norm, loss]).unbind()
+        admitted.append(found.admits(Gradients(*numbers), step, batch=step, lr=0.1))
+    return admitted
 
 
 def test_a_spike_is_told_once_and_a_row_of_them_is_one_event():
