@@ -8,6 +8,7 @@ from fnmatch import translate
 from typing import TYPE_CHECKING, Any
 
 from ..errors import Problem, RecipeError, nearest
+from ..expressions import compile_expression
 from .configs import OptimizerConfig
 
 if TYPE_CHECKING:
@@ -17,10 +18,10 @@ if TYPE_CHECKING:
 def matcher(pattern: str) -> Callable[[str], bool]:
     """Return a test of parameter names: a glob, or `re:` and a regular expression (searched)."""
     if pattern.startswith("re:"):
-        expression = re.compile(pattern[3:])
+        expression = compile_expression(pattern[3:])
         return lambda name: expression.search(name) is not None
-    expression = re.compile(translate(pattern))
-    return lambda name: expression.match(name) is not None
+    glob = re.compile(translate(pattern))
+    return lambda name: glob.match(name) is not None
 
 
 def parameter_groups(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
-from warnings import catch_warnings
 
 from ..errors import nearest
+from ..expressions import ExpressionError, compile_expression
 from ..recipe.shown import printable, shown_value
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ Finding = tuple["KeyPath", str, str]
 
 def deciding_rules(names: Iterable[str], rules: Sequence[Rule]) -> dict[str, tuple[int, Rule]]:
     """Return the first rule that matches each name, and its index; no entry where none does."""
-    tests = [_compiled(rule.match) for rule in rules]
+    tests = [compile_expression(rule.match) for rule in rules]
     found = {}
     for name in names:
         for index, test in enumerate(tests):
@@ -68,15 +68,10 @@ def check_rules(
 def _expressions(rules: Sequence[Rule]) -> Iterator[Finding]:
     for index, rule in enumerate(rules):
         try:
-            _compiled(rule.match)
-        except (re.error, OverflowError, RecursionError) as error:
+            compile_expression(rule.match)
+        except ExpressionError as error:
             message = f"{shown_value(rule.match)} is no regular expression: {error}"
             yield ("parallel", "rules", index, "match"), printable(message), ""
-
-
-def _compiled(pattern: str) -> re.Pattern[str]:
-    with catch_warnings(action="ignore"):
-        return re.compile(pattern)
 
 
 def _ignored(table: Parallel) -> Iterator[Finding]:
@@ -92,7 +87,7 @@ def _ignored(table: Parallel) -> Iterator[Finding]:
 
 
 def _unmatched(rule: Rule, names: list[str]) -> tuple[str, str]:
-    matched_before = any(map(_compiled(rule.match).fullmatch, names))
+    matched_before = any(map(compile_expression(rule.match).fullmatch, names))
     reason = "only parameters that earlier rules took" if matched_before else "no parameter"
     plain = re.sub(r"\\(.)", r"\1", rule.match)
     hint = nearest(plain, names) or f"parameters are named like {names[0]} and {names[-1]}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from math import prod
-from warnings import catch_warnings
 
+from ..expressions import ExpressionError, compile_expression
 from .memory_checks import check_memory
 from .plan_checks import check_plan
 from .positions import KeyPath
@@ -125,9 +125,8 @@ def _pattern(path: KeyPath, pattern: str) -> Iterator[Finding]:
     if not pattern.startswith("re:"):
         return
     try:
-        with catch_warnings(action="ignore"):
-            re.compile(pattern.removeprefix("re:"))
-    except (re.error, OverflowError, RecursionError) as error:
+        compile_expression(pattern.removeprefix("re:"))
+    except ExpressionError as error:
         message = f"{shown_value(pattern)} is no regular expression: {error}"
         yield path, printable(message), ""
 

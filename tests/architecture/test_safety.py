@@ -17,6 +17,14 @@ GUARDED = {
     "engine/checkpoint/guarded.py: pickle._Unpickler",
     "engine/checkpoint/torch_file.py: torch.load",
 }
+EXPRESSIONS = {f"re.{each}" for each in ("compile", "search", "match", "fullmatch", "sub", "split")}
+EXPRESSIONS |= {"re.findall", "re.finditer"}
+OWN_EXPRESSIONS = {
+    "engine/data/fast_bpe.py: pattern",  # escaped texts of special tokens
+    "engine/data/manifest.py: OTHER_FILE",
+    "engine/observe/throughput.py: pattern",  # of a table in the code
+    "engine/optim/groups.py: translate(pattern)",  # a glob: matched without going back
+}
 MACHINE = re.compile(
     r"(?<![\w.~/])/(?:(?:root|work|mnt|opt|Users|data|scratch|srv|nfs)/|home/(?!me\b|someone\b))[\w.-]+"
     r"|[\w.-]+\.(?:internal|corp|lan)\b|\bpypi\.\w|pythonhosted\.\w"
@@ -52,6 +60,18 @@ def test_no_module_reads_what_can_run_code():
         if used in RUNS_CODE
     }
     assert found == GUARDED
+
+
+def test_expressions_of_users_are_compiled_by_re2_alone():
+    """Python's own module may take for ever; its expressions are written in the code."""
+    found = {
+        f"{name(path)}: {ast.unparse(node.args[0])}"
+        for path in modules(*PACKAGES)
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and full_name(node.func) in EXPRESSIONS
+        if not isinstance(node.args[0], ast.Constant)
+    }
+    assert found == OWN_EXPRESSIONS
 
 
 def test_pickles_are_never_allowed_by_an_option():

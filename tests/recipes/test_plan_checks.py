@@ -86,7 +86,7 @@ FAULTS = {
     "no expression": (
         '[[parallel.rules]]\nmatch = "*.weight"\nplace = {}', 1,
         "parallel.rules.0.match",
-        '"*.weight" is no regular expression: nothing to repeat at position 0', "",
+        '"*.weight" is no regular expression: no argument for repetition operator: *', "",
     ),
     "dim that is not there": (
         '[[parallel.rules]]\nmatch = "layers.0.*"\nplace = { tensor = 1 }', 1,

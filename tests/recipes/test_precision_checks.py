@@ -24,7 +24,7 @@ FAULTS = {
     "no expression": (
         SMALL + FLOAT8 + 'exclude = ["re:("]', 1,
         "precision.float8.exclude.0",
-        '"re:(" is no regular expression: missing ), unterminated subpattern at position 0', "",
+        '"re:(" is no regular expression: missing ): (', "",
     ),
     "an uneven width": (
         SMALL.replace("96", "72") + FLOAT8, 1,
