@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..engine.errors import CheckpointError, ExitCode, RecipeError
+from ..engine.redact import without_secrets
 from .options import AsJson
 from .table import print_table
 
@@ -50,7 +51,7 @@ def inspect(
     intact = next((each for each in found if not verify(each, hashes=False)), found[0])
     manifest = read_manifest(intact)
     if as_json:
-        typer.echo(json.dumps({"path": str(intact), **asdict(manifest)}, indent=2))
+        typer.echo(json.dumps({"path": str(intact), **without_secrets(asdict(manifest))}, indent=2))
         return
     facts = asdict(manifest)
     listed, files = facts.pop("tensors"), facts.pop("files")

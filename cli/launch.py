@@ -23,6 +23,7 @@ from ..engine.launch.torchrun import torchrun_commands
 from ..engine.recipe.load import load_recipe
 from ..engine.recipe.schema import Recipe as RecipeModel
 from ..engine.recipe.shown import shown_value
+from ..engine.redact import require_no_secret
 from .options import Force, Overrides, Recipe
 
 app = typer.Typer(no_args_is_help=True, help="Write what starts a run on a cluster.")
@@ -51,6 +52,7 @@ def slurm(
     force: Force = False,
 ) -> None:
     """Write a batch script for sbatch; the recipe is checked for that many ranks first."""
+    require_no_secret(overrides or [])
     checked = load_recipe(recipe, overrides or [], nodes * gpus).recipe
     options: dict[str, str | int] = {
         "job-name": checked.run.name,

@@ -18,6 +18,7 @@ import typer
 from ..engine.errors import ExitCode, RecipeError
 from ..engine.observe.metrics import plain
 from ..engine.recipe.load import load_recipe
+from ..engine.redact import require_no_secret
 from ..engine.status import RunStatus
 from ..engine.sweep.folder import Sweep
 from ..engine.sweep.points import make_points
@@ -123,6 +124,7 @@ def _write_array(
     from ..engine.launch.child import trainer_command
     from ..engine.sweep.slurm import array_script
 
+    require_no_secret([*planned.overrides, *grid, *zips])
     planned.write_manifest()
     command = ["sweep", str(planned.recipe), f"--dir={planned.folder}"]
     command += [f"--grid={text}" for text in grid] + [f"--zip={text}" for text in zips]

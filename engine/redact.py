@@ -1,11 +1,13 @@
-"""Takes secrets out of what leaves the run directory: reports and trackers. Torch-free."""
+"""Takes secrets out of what is written and sent: recipes, reports, trackers. Torch-free."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from .errors import RecipeError
 
 MARK = "[redacted]"
 _KEY = re.compile(
@@ -15,9 +17,10 @@ _KEY = re.compile(
 )
 _VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 _SHORTEST = 8  # `false` and `1` are values of such variables too
-_USER_INFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_USER_INFO = re.compile(r"(?<=://)[^/?#\s\"<>]+(?=@)")
 _SIGNED = re.compile(
-    r"(?<=[?&])((?:x-amz-|x-goog-)?(?:signature|credential|security-token|token|sig|key)=)[^&#\s]+",
+    r"(?<=[?&])((?:x-amz-|x-goog-|[a-z]+[_-])?(?:signature|credential|security-token|token|sig|key"
+    r"|password|passwd|pwd|secret)=)[^&#\s]+",
     re.IGNORECASE,
 )
 
@@ -32,6 +35,35 @@ def redacted(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
         text for name, text in environ.items() if _VARIABLE.search(name) and len(text) >= _SHORTEST
     ]
     return _clean(value, sorted(secrets, key=len, reverse=True))
+
+
+def without_secrets(value: Any) -> Any:
+    """Return plain data as it is kept on the disk: `redacted`, but for variables' values.
+
+    Such a value may be an ordinary word or folder, and what is kept must still be of use.
+    """
+    return redacted(value, {})
+
+
+def without_secret(override: str) -> str:
+    """Return a `KEY=VALUE` setting as it is kept on the disk."""
+    key, equals, value = override.partition("=")
+    name = key.rpartition(".")[2]
+    return f"{key}{equals}{without_secrets({name: value})[name]}"
+
+
+def require_no_secret(overrides: Sequence[str]) -> None:
+    """Refuse `KEY=VALUE` settings with secrets where they would be written to a script.
+
+    Raises:
+        RecipeError: one has a secret.
+    """
+    for override in overrides:
+        if without_secret(override) != override:
+            raise RecipeError(
+                f"{override.partition('=')[0]}: the script would hold its password",
+                "write it in the recipe's file, or give it by the environment",
+            )
 
 
 def _clean(value: Any, secrets: list[str]) -> Any:

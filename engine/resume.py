@@ -16,6 +16,7 @@ import xxhash
 from .. import __version__
 from .checkpoint.manifest import SaveInfo
 from .errors import Problem, RecipeError
+from .redact import without_secrets
 from .train.best import Best
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def identify(parts: Parts, found: Found | None) -> SaveInfo:
     Args:
         found: the checkpoint that the attempt starts from.
     """
-    values = parts.recipe.model_dump(mode="json")
+    values = without_secrets(parts.recipe.model_dump(mode="json"))
     return SaveInfo(
         step=0,
         world=parts.world.world_size,

@@ -13,6 +13,7 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 
 from .files import atomic_write
+from .redact import redacted
 
 FILE = "state.json"
 LONGEST_REASON = 500
@@ -77,7 +78,7 @@ def early_failure_recorded(folder: Path) -> Iterator[None]:
 
 def _fail(state: RunState, error: BaseException) -> None:
     state.outcome = "failed"
-    state.reason = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
+    state.reason = redacted(f"{type(error).__name__}: {error}")[:LONGEST_REASON]
 
 
 def read_state(folder: Path) -> RunState | None:

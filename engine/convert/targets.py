@@ -22,6 +22,7 @@ from ..checkpoint.manifest import SaveInfo
 from ..checkpoint.tensors import Form, Rows, nbytes, part_of
 from ..checkpoint.torch_file import read_regions, reserve
 from ..data.configs import HFTokenizer
+from ..redact import without_secrets
 from .hf_files import (
     GENERATION,
     config_json,
@@ -80,7 +81,7 @@ def write_checkpoint(job: Job, temporary: Path) -> None:
     from .native import write_native
 
     temporary.mkdir()
-    recipe = job.recipe.model_dump(mode="json")
+    recipe = without_secrets(job.recipe.model_dump(mode="json"))
     if job.tokenizer is not None and job.recipe.tokenizer.name != "bytes":
         _tokenizer_files(job, temporary)
         eos_token = getattr(job.tokenizer, "eos_token", None)

@@ -17,6 +17,7 @@ from xxhash import xxh3_128_hexdigest
 
 from ..errors import DataError, EnvironmentFault, Problem, RecipeError, RunInUse
 from ..files import atomic_write, sync_folder
+from ..redact import without_secrets
 from .configs import DocumentSource, SourcePart
 from .kept import FOLDER
 from .manifest import read_manifest
@@ -237,7 +238,7 @@ def prepare(job: Preparation, folder: Path, watch: Watch) -> None:
         writer.finish(
             inputs=inputs,
             tokenizer_name=job.tokenizer_name,
-            sources=[source.model_dump(mode="json") for source in job.sources],
+            sources=[without_secrets(source.model_dump(mode="json")) for source in job.sources],
         )
     (work / "store").rename(folder)
     sync_folder(folder.parent)

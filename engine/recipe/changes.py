@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from ..errors import Problem, RecipeError, nearest
 from ..optim.configs import schedules
+from ..redact import without_secrets
 from .schema import Recipe
 from .shown import dotted, shown_value
 from .tree import leaves
@@ -59,7 +60,8 @@ def compare(
     Raises:
         RecipeError: an allowed key that no recipe has.
     """
-    before, after = _leaves(old), _leaves(new)
+    # What was kept has no passwords: without them, both are the same again.
+    before, after = _leaves(without_secrets(old)), _leaves(without_secrets(new))
     _check_known(allowed, {*before, *after, "run.steps", "run.epochs"})
     free = {*FREE, *allowed}
     schedule = new["schedule"]["name"]

@@ -14,6 +14,7 @@ from typing import Any
 import tomli
 
 from ..errors import Problem, RecipeError
+from ..redact import MARK
 from .positions import MAX_DEPTH, KeyPath, Positions, SizeError
 from .shown import printable, shown_key
 
@@ -163,3 +164,5 @@ def unusable_values(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, s
         yield path, "text must not hold the character U+0000"
     elif isinstance(value, str) and re.search("[\ud800-\udfff]", value):
         yield path, "text must be UTF-8"
+    elif isinstance(value, str) and MARK in value:
+        yield path, f"a password or key was taken out here ({MARK}): write it again"

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ..redact import without_secrets
 from .positions import KeyPath
 from .schema import Recipe
 from .shown import quoted_part
@@ -15,8 +16,11 @@ Comment = Callable[[KeyPath], str]
 
 
 def to_toml(recipe: Recipe) -> str:
-    """Return the resolved recipe: every key spelled out, except those without a value."""
-    return format_toml(recipe.model_dump())
+    """Return the resolved recipe: every key spelled out, except those without a value.
+
+    Passwords and keys are left out: the text is for a file that others may read.
+    """
+    return format_toml(without_secrets(recipe.model_dump()))
 
 
 def format_toml(values: Mapping[str, Any], comment: Comment = lambda _path: "") -> str:

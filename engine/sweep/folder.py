@@ -14,6 +14,7 @@ from ..files import write_asked
 from ..recipe.changes import compare
 from ..recipe.load import Loaded, load_recipe
 from ..recipe.shown import shown_value
+from ..redact import without_secret
 from ..status import RunStatus, examine, is_run, read_recipe
 from .points import Point
 
@@ -77,7 +78,7 @@ class Sweep:
         """
         content = {
             "recipe": str(self.recipe),
-            "set": list(self.overrides),
+            "set": [without_secret(text) for text in self.overrides],
             "points": [asdict(point) for point in self.all_points()],
         }
         self.write(MANIFEST, json.dumps(content, indent=1) + "\n")
