@@ -105,7 +105,8 @@ def evaluate(
                 f"{checkpoint} is a Hugging Face folder, without a recipe that holds texts out",
                 "name texts with --data or --source, or --tasks",
             )
-        measured = [measure_validation(opened, batch_size=batch, limit=limit).summary()]
+        whole = measure_validation(opened, batch_size=batch, limit=limit)
+        measured = [each.summary() for each in (whole, *whole.sources)]
     results: dict[str, Any] = {}
     if tasks:
         run_tasks = _harness()

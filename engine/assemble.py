@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -106,7 +107,7 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
         from .lora.read_peft import load_adapter
 
         notes.append(load_adapter(Path(recipe.lora.init_from), model, built.config, recipe.lora))
-    step = build_step(recipe, built, plan)
+    step = build_step(recipe, built, plan, data.train.separate_labels)
     return Parts(
         recipe=recipe,
         model_config=built.config,
@@ -186,8 +187,10 @@ def build_model(
     return BuiltModel(model, config, kernels, notes, pieces)
 
 
-def build_step(recipe: Recipe, built: BuiltModel, plan: Plan) -> TrainStep:
-    """Return the step that trains a model whose weights are in memory."""
+def build_step(
+    recipe: Recipe, built: BuiltModel, plan: Plan, sources: Sequence[str] = ()
+) -> TrainStep:
+    """Return the step that trains a model whose weights are in memory; see it for `sources`."""
     model, table = built.model, recipe.data
     share = table.global_batch // plan.degrees.data
     parallelized = plan.parallelize(
@@ -214,6 +217,7 @@ def build_step(recipe: Recipe, built: BuiltModel, plan: Plan) -> TrainStep:
         plan.degrees,
         Balance(model, plan.degrees, table.global_batch, plan.device),
         in_backward,
+        sources,
     )
 
 

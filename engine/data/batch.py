@@ -23,12 +23,14 @@ class Batch:
         positions: [B, S] int64, from the start of each document; None: from the row's start.
         document_ids: [B, S] int32, within the row; attention stays inside a document.
             None: a row is one document.
+        sources: [B] int64, from which source each row is; None: all are from one.
     """
 
     tokens: Tensor
     labels: Tensor
     positions: Tensor | None = None
     document_ids: Tensor | None = None
+    sources: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """Copy it to a device; to a GPU through pinned memory, so that the host does not wait."""
@@ -50,4 +52,5 @@ class Batch:
             change(self.labels),
             None if self.positions is None else change(self.positions),
             None if self.document_ids is None else change(self.document_ids),
+            None if self.sources is None else change(self.sources),
         )

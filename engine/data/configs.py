@@ -68,6 +68,9 @@ class HFTokenizer(TokenizerConfig):
 class SourceConfig(Component):
     """Base of every data source's table."""
 
+    label: Annotated[str, Field(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.-]{0,63})?$")] = ""
+    """what metrics call this source, such as "books": its loss is `loss/books`; default: its number
+    and name, such as "0.jsonl" """
     weight: Annotated[float, Field(gt=0)] = 1.0
     """share of the samples that come from this source, relative to the other sources"""
     split: Literal["train", "validation"] = "train"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,13 +38,20 @@ class OpenedData:
     notes: list[str]
 
 
+class _Part(NamedTuple):
+    """The rows of a source, its share, and what metrics call it."""
+
+    packed: Packed
+    weight: float
+    label: str
+
+
 @dataclass
 class _Opening:
     """What has been opened so far."""
 
-    train: list[tuple[Packed, float]] = field(default_factory=list)
-    train_names: list[str] = field(default_factory=list)
-    validation: list[tuple[Packed, float]] = field(default_factory=list)
+    train: list[_Part] = field(default_factory=list)
+    validation: list[_Part] = field(default_factory=list)
     fingerprint: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -69,27 +76,26 @@ def open_data(
     held_out = any(source.split == "validation" for source in table.sources)
     fraction = 0.0 if held_out else table.validation_fraction
     opening = _Opening()
-    for index, source in enumerate(table.sources):
+    for index, (source, label) in enumerate(zip(table.sources, table.labels, strict=True)):
         name = f"{index}.{source.name}"
         if isinstance(source, DocumentSource) and source.is_streamed:
             producer = stream_producer(source, tokenizer, table, cache, run, name)
             stream = Stream(name, producer, table, source_key(seed, len(opening.train)))
-            opening.train.append((stream, source.weight))
+            opening.train.append(_Part(stream, source.weight, label))
             opening.fingerprint[name] = {"stream": stream.fingerprint}
-            opening.notes.append(f"{name}: a stream, tokenised while training")
+            opening.notes.append(f"{label}: a stream, tokenised while training")
         else:
             store = source.open(tokenizer, cache)
             if store.folder and getattr(source, "verify", "first") == "first":
                 require_intact(store.folder, cache, share)
-            _split(opening, table, source, store, fraction)
+            _split(opening, table, source, label, store, fraction)
             opening.fingerprint[name] = {"tokens": store.num_tokens, "xxh3": store.fingerprint}
-            opening.notes.append(_note(name, store))
-        opening.train_names += [name] * (len(opening.train) - len(opening.train_names))
+            opening.notes.append(_note(label, store))
     if not opening.train:
         raise DataError('no source has split = "train"', "data.sources needs one")
-    packed, rows, weights = _columns(opening.train)
+    packed, rows, weights, labels = _columns(opening.train)
     order = TrainingOrder(rows, weights, seed, shuffle=table.shuffle)
-    train = TrainingSamples(packed, order, tokenizer.vocab_size, opening.train_names)
+    train = TrainingSamples(packed, order, tokenizer.vocab_size, labels)
     if train.streams and fraction and not opening.validation:
         opening.notes.append(
             'no validation: streams hold nothing out; another source may have split = "validation"'
@@ -98,13 +104,19 @@ def open_data(
         stream.lead()  # now: later the process would be a copy of one with a model
     validation = None
     if opening.validation:
-        packed, rows, weights = _columns(opening.validation)
-        validation = Samples(packed, ValidationOrder(rows, weights), tokenizer.vocab_size)
+        packed, rows, weights, labels = _columns(opening.validation)
+        order_of_rows = ValidationOrder(rows, weights)
+        validation = Samples(packed, order_of_rows, tokenizer.vocab_size, labels)
     return OpenedData(train, validation, opening.fingerprint, opening.notes)
 
 
 def _split(
-    opening: _Opening, table: Data, source: SourceConfig, store: TokenStore, fraction: float
+    opening: _Opening,
+    table: Data,
+    source: SourceConfig,
+    label: str,
+    store: TokenStore,
+    fraction: float,
 ) -> None:
     """Add a source's rows to the training, and those that it holds out to the validation."""
     end = store.num_tokens
@@ -121,7 +133,7 @@ def _split(
                 needed = table.seq_len + 1 if table.packing == "concat" else 2
                 raise _too_short(source, stop - start, needed)
             if packed.num_rows:
-                part.append((packed, source.weight))
+                part.append(_Part(packed, source.weight, label))
 
 
 def split_point(store: TokenStore, fraction: float, seq_len: int) -> int:
@@ -142,11 +154,12 @@ def split_point(store: TokenStore, fraction: float, seq_len: int) -> int:
 
 
 def _columns(
-    parts: Sequence[tuple[Packed, float]],
-) -> tuple[list[Packed], list[int], list[float]]:
-    """Return the sources, how many rows each has, and their weights."""
-    packed = [source for source, _ in parts]
-    return packed, [source.num_rows for source in packed], [weight for _, weight in parts]
+    parts: Sequence[_Part],
+) -> tuple[list[Packed], list[int], list[float], list[str]]:
+    """Return the sources, how many rows each has, their weights and their labels."""
+    packed = [part.packed for part in parts]
+    rows = [source.num_rows for source in packed]
+    return packed, rows, [part.weight for part in parts], [part.label for part in parts]
 
 
 def _too_short(source: SourceConfig, tokens: int, needed: int) -> DataError:
@@ -156,8 +169,8 @@ def _too_short(source: SourceConfig, tokens: int, needed: int) -> DataError:
     )
 
 
-def _note(name: str, store: TokenStore) -> str:
-    note = f"{name}: {store.num_tokens:,} tokens in {store.num_documents:,} documents"
+def _note(label: str, store: TokenStore) -> str:
+    note = f"{label}: {store.num_tokens:,} tokens in {store.num_documents:,} documents"
     if store.skipped:
         note += f", {store.skipped:,} skipped, such as {store.faults[0]}"
     return note

@@ -20,12 +20,13 @@ from .store import TokenStore
 
 
 class Rows(NamedTuple):
-    """A batch as arrays, each [B, S]; see `Batch`."""
+    """A batch as arrays; see `Batch`."""
 
     tokens: Indices
     labels: Indices
     positions: Indices | None = None
     document_ids: NDArray[np.int32] | None = None
+    sources: Indices | None = None
 
     def to_batch(self) -> Batch:
         """Return tensors that share the arrays' memory."""

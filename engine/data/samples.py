@@ -23,17 +23,28 @@ class Samples:
         sources: the packed sources.
         order: which source and row a sample is.
         vocab_size: tokens must be below it.
+        labels: what metrics call each source.
     """
 
     def __init__(
-        self, sources: Sequence[Packed], order: TrainingOrder | ValidationOrder, vocab_size: int
+        self,
+        sources: Sequence[Packed],
+        order: TrainingOrder | ValidationOrder,
+        vocab_size: int,
+        labels: Sequence[str] = (),
     ) -> None:
         self.sources = sources
         self.order = order
         self.vocab_size = vocab_size
+        self.labels = labels
         self.rows_per_epoch = sum(source.num_rows for source in sources)
         self._located_from = 0
         self._located = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+
+    @property
+    def separate_labels(self) -> Sequence[str]:
+        """Labels of the sources that have a loss of their own; none where there is one source."""
+        return self.labels if len(self.labels) > 1 else ()
 
     def reach(self, first: int, stop: int) -> None:
         """Make samples `first` to `stop - 1` ready; those before are not needed any more."""
@@ -53,7 +64,7 @@ class Samples:
         alone = len(self.sources) == 1
         rows = self.sources[0].gather(row) if alone else self._merge(source, row)
         self._check_vocabulary(rows, source)
-        return rows
+        return rows._replace(sources=source) if self.separate_labels else rows
 
     def _locate(self, samples: Indices) -> tuple[Indices, Indices]:
         """Return source and row of each sample; some thousands are worked out at a time."""
@@ -95,7 +106,7 @@ class TrainingSamples(Samples):
         sources: the packed sources, and streams.
         order: which source and row a sample is.
         vocab_size: tokens must be below it.
-        names: of the sources.
+        labels: what metrics call each source.
     """
 
     order: TrainingOrder
@@ -105,10 +116,9 @@ class TrainingSamples(Samples):
         sources: Sequence[Packed],
         order: TrainingOrder,
         vocab_size: int,
-        names: Sequence[str],
+        labels: Sequence[str] = (),
     ) -> None:
-        super().__init__(sources, order, vocab_size)
-        self.names = names
+        super().__init__(sources, order, vocab_size, labels)
         self.streams = {
             index: source for index, source in enumerate(sources) if isinstance(source, Stream)
         }
@@ -134,7 +144,7 @@ class TrainingSamples(Samples):
         source, epoch, _ = self.order.turns(samples)
         columns = {"samples": samples, "epochs": epoch, "rows": self.order.locate(samples)[1]}
         return {
-            self.names[which]: {
+            self.labels[which]: {
                 key: column[source == which].tolist() for key, column in columns.items()
             }
             for which in np.unique(source)

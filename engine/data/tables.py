@@ -38,3 +38,10 @@ class Data(Table):
         Field(min_length=1, max_length=1000),
     ] = [configs.PythonSource()]
     """where the documents come from; more than one: a mixture by weight"""
+
+    @property
+    def labels(self) -> list[str]:
+        """What metrics call each source."""
+        return [
+            source.label or f"{index}.{source.name}" for index, source in enumerate(self.sources)
+        ]

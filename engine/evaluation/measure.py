@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,8 @@ class Measured:
     words: int = 0
     skipped: int = 0
     """documents that could not be read"""
+    sources: list[Measured] = field(default_factory=list)
+    """the same of each source, where there are several"""
 
     def count_text(self, text: str) -> None:
         """Count bytes in UTF-8 and words."""
@@ -145,21 +147,39 @@ def measure_validation(opened: OpenedModel, *, batch_size: int, limit: int = 0) 
         )
     count = min(limit or split.rows_per_epoch, split.rows_per_epoch)
     table = recipe.data.model_copy(update={"micro_batch": batch_size, "global_batch": batch_size})
-    measured = Measured("validation split")
-    left, ids = count, np.empty(0, np.int64)
+    names = split.separate_labels or ("",)
+    sources = [Measured(f"validation split, {name}") for name in names]
+    left, ids = count, [np.empty(0, np.int64)] * len(sources)
     for batch in validation_batches(split, table, -(-count // batch_size), 0, 1):
         batch.labels[left:] = IGNORED
-        left -= len(batch.labels)
-        for score in score_batch(opened.model, batch):
-            measured.nll += score.nll
-            measured.tokens += score.num_tokens
-        ids = np.concatenate([ids, batch.labels[batch.labels != IGNORED].numpy()])
-        *documents, ids = np.split(ids, np.flatnonzero(ids == opened.tokenizer.eos_id) + 1)
-        for document in documents:
-            measured.count_text(opened.tokenizer.decode(document.tolist()))
-    measured.count_text(opened.tokenizer.decode(ids.tolist()))
-    measured.texts = count
-    return measured
+        which = [0] * len(batch.labels) if batch.sources is None else batch.sources.tolist()
+        rows = zip(which, batch.labels, score_batch(opened.model, batch), strict=True)
+        for source, labels, score in islice(rows, left):
+            sources[source].nll += score.nll
+            sources[source].tokens += score.num_tokens
+            sources[source].texts += 1
+            row = np.concatenate([ids[source], labels[labels != IGNORED].numpy()])
+            ends = np.flatnonzero(row == opened.tokenizer.eos_id) + 1
+            *documents, ids[source] = np.split(row, ends)
+            for document in documents:
+                sources[source].count_text(opened.tokenizer.decode(document.tolist()))
+        left = max(0, left - len(batch.labels))
+    for source, rest in enumerate(ids):
+        sources[source].count_text(opened.tokenizer.decode(rest.tolist()))
+    return _together("validation split", sources)
+
+
+def _together(name: str, sources: list[Measured]) -> Measured:
+    """Return the sums over sources."""
+    return Measured(
+        name,
+        nll=sum(each.nll for each in sources),
+        texts=sum(each.texts for each in sources),
+        tokens=sum(each.tokens for each in sources),
+        bytes=sum(each.bytes for each in sources),
+        words=sum(each.words for each in sources),
+        sources=sources if len(sources) > 1 else [],
+    )
 
 
 def _encode(source: SourceConfig, tokenizer: Tokenizer, measured: Measured) -> Iterator[Encoded]:

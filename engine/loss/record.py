@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..data.batch import IGNORED
+
 if TYPE_CHECKING:
     from ..data.batch import Batch
     from .configs import LossFunction
@@ -30,19 +32,43 @@ class LossRecord:
             return self._loss(hidden, weight, labels)
         return self._loss(hidden, weight, labels, token_losses=self._token_losses)
 
-    def sums(self, total: Tensor) -> Tensor:
-        """Return the sum that is minimised and the task's loss, [2], without gradient.
+    def sums(self, total: Tensor, sources: Tensor | None = None, num_sources: int = 0) -> Tensor:
+        """Return the sum that is minimised, the task's loss, and that by source; without gradient.
 
         Args:
             total: what the forward pass returned.
+            sources: see `Batch`.
+            num_sources: how many there are; 0: losses are not told apart.
+
+        Returns:
+            [2 + num_sources].
         """
         # As the kernel sums: without regularisers both are the same to the bit.
         task = torch.stack([each.sum() for each in self._token_losses]).sum()
-        return torch.stack([total.detach(), task])
+        sums = torch.stack([total.detach(), task])
+        if sources is None or not num_sources:
+            return sums
+        rows = torch.cat(self._token_losses).view(len(sources), -1).sum(1)
+        return torch.cat([sums, _sum_by_source(rows, sources, num_sources)])
+
+
+def count_tokens(batch: Batch, num_sources: int = 0) -> Tensor:
+    """Return how many labels count, in all and by source, int64 [1 + num_sources]."""
+    rows = (batch.labels != IGNORED).sum(1)
+    tokens = rows.sum().view(1)
+    if batch.sources is None or not num_sources:
+        return tokens
+    return torch.cat([tokens, _sum_by_source(rows, batch.sources, num_sources)])
+
+
+def _sum_by_source(rows: Tensor, sources: Tensor, num_sources: int) -> Tensor:
+    """Return the sum of each source's rows; what is not finite stays in its own source."""
+    mine = sources == torch.arange(num_sources, device=sources.device).unsqueeze(1)
+    return torch.where(mine, rows, 0).sum(1)
 
 
 def forward_loss(
-    forward: Callable[..., Tensor], batch: Batch, loss: LossFunction
+    forward: Callable[..., Tensor], batch: Batch, loss: LossFunction, num_sources: int = 0
 ) -> tuple[Tensor, Tensor]:
     """Return the summed loss of a batch that is minimised, and what `LossRecord.sums` makes of it.
 
@@ -50,6 +76,7 @@ def forward_loss(
         forward: the model, or what wraps it.
         batch: on the model's device.
         loss: of the recipe.
+        num_sources: see `LossRecord.sums`.
     """
     record = LossRecord(loss)
     total = forward(
@@ -59,4 +86,4 @@ def forward_loss(
         positions=batch.positions,
         document_ids=batch.document_ids,
     )
-    return total, record.sums(total)
+    return total, record.sums(total, batch.sources, num_sources)

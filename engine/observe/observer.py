@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,16 @@ if TYPE_CHECKING:
     from .profiler import Profiler
 
 Item = TypeVar("Item")
-Number = Tensor | float
+
+
+class Mean(NamedTuple):
+    """A mean that does not exist where there is nothing to count."""
+
+    total: Tensor
+    number: Tensor
+
+
+Number = Tensor | float | Mean
 
 
 class Observer:
@@ -214,11 +223,25 @@ class Observer:
 
 
 def to_floats(values: Mapping[str, Number]) -> dict[str, float]:
-    """Return 0-d tensors and numbers as floats, copying from a device once for all of them."""
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    floats = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+    """Return tensors of no dimension, numbers and means as floats; a mean of nothing is left out.
+
+    What is on a device is copied once for all of them.
+    """
+    tensors = {
+        (name, part): tensor
+        for name, value in values.items()
+        for part, tensor in enumerate(value if isinstance(value, Mean) else [value])
+        if isinstance(tensor, Tensor)
+    }
+    found: dict[tuple[str, int], float] = {}
     if tensors:
         # Exact: fp32 and counts up to 2**53 fit in fp64.
         stacked = torch.stack([value.detach().double() for value in tensors.values()])
-        floats |= dict(zip(tensors, stacked.tolist(), strict=True))
-    return {name: floats[name] for name in values}
+        found = dict(zip(tensors, stacked.tolist(), strict=True))
+    floats = {}
+    for name, value in values.items():
+        if not isinstance(value, Mean):
+            floats[name] = found[name, 0] if isinstance(value, Tensor) else value
+        elif count := found[name, 1]:
+            floats[name] = found[name, 0] / count
+    return floats

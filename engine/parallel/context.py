@@ -54,7 +54,7 @@ class ContextParallel:
         columns = (batch.tokens, batch.labels, positions)
         mine = (torch.cat(self._mine(column), dim=1) for column in columns)
         tokens, labels, positions = mine
-        return Batch(tokens, labels, positions, batch.document_ids)
+        return Batch(tokens, labels, positions, batch.document_ids, batch.sources)
 
     def kernels(self, kernels: Kernels) -> Kernels:
         """Return kernels whose attention sees the keys and values of all ranks."""

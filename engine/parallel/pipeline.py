@@ -79,6 +79,7 @@ class Stage(nn.Module):
         self._borrowed: list[nn.Module] = []
         self._uncalled: list[nn.Module] = []
         self.loss: LossFunction | None = None
+        self.num_sources = 0
         self.sums: list[Tensor] = []
         """of each forward pass that computed the loss: see `LossRecord.sums`"""
         # The modules are the model's own: FSDP and the schedule look for them here.
@@ -104,12 +105,12 @@ class Stage(nn.Module):
         for module in self._borrowed:
             yield from module.parameters()
 
-    def forward(self, x: Tensor, **columns: Any) -> Tensor:
+    def forward(self, x: Tensor, *, sources: Tensor | None = None, **columns: Any) -> Tensor:
         """Map tokens [B, S] or hidden states [B, S, D] to hidden states, the loss [1] or logits."""
         for module in self._uncalled:
             if gather := getattr(module, "unshard", None):
                 gather()  # FSDP does so by itself where a module is called
-        is_loss = self.is_last and self.loss is not None and "labels" in columns
+        is_loss = self.is_last and "labels" in columns
         record = LossRecord(self.loss) if is_loss and self.loss else None
         out: Tensor = self._model[0](
             x if self.is_first else None,
@@ -119,7 +120,7 @@ class Stage(nn.Module):
             **columns,
         )
         if record:
-            self.sums.append(record.sums(out))
+            self.sums.append(record.sums(out, sources, self.num_sources))
         return out if out.ndim else torch.stack([out])
 
 
@@ -153,7 +154,7 @@ class Pipeline:
         return self.cut.stages - 1 in self.stages
 
     def forward_backward(
-        self, batches: Sequence[Batch], loss: LossFunction, factor: Tensor
+        self, batches: Sequence[Batch], loss: LossFunction, factor: Tensor, num_sources: int = 0
     ) -> Tensor:
         """Add the gradients of `factor` times the loss of a step's rows, all in one batch.
 
@@ -162,20 +163,24 @@ class Pipeline:
         """
         (batch,) = batches
         self._factor = factor
-        self._built = self._built or self._build(batch, loss)
+        self._set_loss(loss, num_sources)
+        self._built = self._built or self._build(batch)
         args = (batch.tokens,) if 0 in self.stages else ()
         target = torch.zeros(len(batch.tokens), device=self.device) if self.has_end else None
         self._built.step(
             *args, target=target, return_outputs=False, **self._columns(batch, self.has_end)
         )
-        return self._take_sums()
+        return self._take_sums(num_sources)
 
-    def _build(self, batch: Batch, loss: LossFunction) -> Any:
+    def _set_loss(self, loss: LossFunction, num_sources: int) -> None:
+        for stage in self.stages.values():
+            stage.loss, stage.num_sources = loss, num_sources
+
+    def _build(self, batch: Batch) -> Any:
         rows = len(batch.tokens) // self.micro_batches
         hidden = self.hidden.expand(rows, -1, -1).contiguous().requires_grad_()
         stages = []
         for number, stage in self.stages.items():
-            stage.loss = loss
             stages.append(
                 PipelineStage(
                     stage,
@@ -207,20 +212,19 @@ class Pipeline:
         return (loss * self._factor).sum()
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch, loss: LossFunction) -> Tensor:
+    def evaluate(self, batch: Batch, loss: LossFunction, num_sources: int = 0) -> Tensor:
         """Return what `LossRecord.sums` makes of a batch where the last stage is, else zeros."""
-        for stage in self.stages.values():
-            stage.loss = loss
+        self._set_loss(loss, num_sources)
         hidden = self.hidden.expand(len(batch.tokens), -1, -1)
         self._through(
             batch.tokens, hidden, lambda number: self._columns(batch, self.stages[number].is_last)
         )
-        return self._take_sums()
+        return self._take_sums(num_sources)
 
-    def _take_sums(self) -> Tensor:
+    def _take_sums(self, num_sources: int) -> Tensor:
         """Return the sums of the passes since the last call: zeros where the last stage is not."""
         if not self.has_end:
-            return torch.zeros(2, device=self.device)
+            return torch.zeros(2 + num_sources, device=self.device)
         found = self.stages[self.cut.stages - 1].sums
         sums = torch.stack(found, 1).sum(1)
         found.clear()
@@ -284,5 +288,5 @@ class Pipeline:
             positions = torch.arange(length, device=batch.tokens.device).expand_as(batch.tokens)
         columns = {"positions": positions, "document_ids": batch.document_ids}
         if with_labels:
-            columns["labels"] = batch.labels
+            columns |= {"labels": batch.labels, "sources": batch.sources}
         return {name: column for name, column in columns.items() if column is not None}

@@ -43,6 +43,9 @@ FREE = (
 )
 """Keys, with all below them, that cannot change what is trained."""
 
+LABEL = re.compile(r"data\.sources\.\d+\.label")
+"""What metrics call a source is free as well."""
+
 CHECKED_BY_CONTENT = re.compile(r"(tokenizer|data\.sources\.\d+)\.path")
 """Where files are may change; that they hold the same is checked when they are opened."""
 
@@ -73,12 +76,13 @@ def compare(
         if before.get(key) != after.get(key)
         and not _covered(key, free)
         and not CHECKED_BY_CONTENT.fullmatch(key)
+        and not LABEL.fullmatch(key)
     ]
 
 
 def freedom(key: str) -> str:
     """Return in words whether a resumed run may change a key, such as `data.sources.0.weight`."""
-    if _covered(key, FREE):
+    if _covered(key, FREE) or LABEL.fullmatch(key):
         return "may change"
     if key in ("run.steps", "run.epochs"):
         return "may change under a schedule that does not depend on it, such as constant"

@@ -83,6 +83,14 @@ def _lengths(recipe: Recipe) -> Iterator[Finding]:
 def _data(recipe: Recipe) -> Iterator[Finding]:
     if all(source.split == "validation" for source in recipe.data.sources):
         yield ("data", "sources"), 'no source has split = "train"', ""
+    first: dict[tuple[str, str], int] = {}
+    for index, (source, label) in enumerate(
+        zip(recipe.data.sources, recipe.data.labels, strict=True)
+    ):
+        before = first.setdefault((source.split, label), index)
+        if before != index:
+            message = f'source {before} of the "{source.split}" split has the label "{label}" too'
+            yield ("data", "sources", index, "label"), message, "give each a label of its own"
 
 
 def _streams(recipe: Recipe) -> Iterator[Finding]:

@@ -9,8 +9,12 @@ from dataclasses import dataclass
 from ..checkpoint.manifest import Manifest
 from ..run_state import read_state
 from ..status import clock
+from .plots import SOURCE
 from .runs import Run
 from .svg import shown
+
+MAX_SOURCES = 12
+"""that have a column of their own"""
 
 
 @dataclass(frozen=True)
@@ -61,9 +65,16 @@ NUMBERS = (
 )
 
 
+def _of_source(key: str) -> Number:
+    title = f"Validation: {key.removeprefix(SOURCE)}"
+    return Number(title, lambda run: run.last("eval", key), _loss_text, min)
+
+
 def numbers_of(runs: Sequence[Run]) -> list[tuple[Number, list[float | None]]]:
     """Return the columns that any run has a value for, with each run's."""
-    table = [(number, [number.value(run) for run in runs]) for number in NUMBERS]
+    keys = dict.fromkeys(key for run in runs for row in run.rows.get("eval", []) for key in row)
+    by_source = [_of_source(key) for key in keys if key.startswith(SOURCE)][:MAX_SOURCES]
+    table = [(number, [number.value(run) for run in runs]) for number in [*NUMBERS, *by_source]]
     return [(number, values) for number, values in table if any(v is not None for v in values)]
 
 

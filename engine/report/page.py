@@ -102,7 +102,7 @@ def _header(runs: Sequence[Run], title: str) -> str:
 
 def _cards(runs: Sequence[Run]) -> str:
     cards = "".join(
-        f"<div><dt>{number.title}</dt><dd>{escape(number.show(value))}</dd></div>"
+        f"<div><dt>{escape(number.title)}</dt><dd>{escape(number.show(value))}</dd></div>"
         for number, values in numbers_of(runs)
         if (value := values[0]) is not None
     )

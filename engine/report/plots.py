@@ -13,6 +13,8 @@ MAX_POINTS = 40_000
 """over all series of a page: some 1.5 MB"""
 FEWEST, MOST = 80, 1200
 MAX_PLOTS = 40
+SOURCE = "loss/"
+"""begins the keys of losses by source"""
 LARGEST = 1e300
 """a larger number is shown as an infinite one: the difference of two would be"""
 
@@ -95,10 +97,20 @@ def plots_of(runs: Sequence[Run]) -> list[tuple[Plot, list[Series]]]:
         for key in row
         if key not in _AXES and (kind, key) not in _SHOWN
     )
+    by_source = dict.fromkeys(key for _, key in further if key.startswith(SOURCE))
     plots = [
         *_PLOTS,
-        *(Plot(f"{kind}: {key}", "Further numbers", (Curve(kind, key),)) for kind, key in further),
-    ]
+        *(
+            Plot(f"Loss: {key.removeprefix(SOURCE)}", "Loss by source",
+                 (Curve("train", key), Curve("eval", key)))
+            for key in by_source
+        ),
+        *(
+            Plot(f"{kind}: {key}", "Further numbers", (Curve(kind, key),))
+            for kind, key in further
+            if key not in by_source
+        ),
+    ]  # fmt: skip
     used = [plot for plot in plots if _has_points(runs, plot)][:MAX_PLOTS]
     num_series = max(1, sum(len(plot.curves) for plot in used) * len(runs))
     limit = max(FEWEST, min(MOST, MAX_POINTS // num_series))

@@ -19,7 +19,7 @@ NOTHING = "&ndash;"
 def numbers(runs: Sequence[Run]) -> str:
     """Return the final numbers, a row a run."""
     columns = numbers_of(runs)
-    head = "".join(f"<th>{number.title}</th>" for number, _ in columns)
+    head = "".join(f"<th>{escape(number.title)}</th>" for number, _ in columns)
     rows = "".join(
         f'<tr><th scope="row">{swatch(index)}{escape(run.name)}</th>'
         + "".join(_cell(number, values, index) for number, values in columns)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from ..data.batch import IGNORED, Batch
-from ..loss.record import forward_loss
+from ..data.batch import Batch
+from ..loss.record import count_tokens, forward_loss
 
 if TYPE_CHECKING:
     from ...model_zoo.language_model import LanguageModel
@@ -22,20 +22,24 @@ if TYPE_CHECKING:
 
 
 def validate(parts: Parts) -> dict[str, float]:
-    """Return loss and perplexity on the validation split: of the averaged weights if there are any.
+    """Return loss, perplexity and the loss of each source on the validation split.
 
-    All ranks together; each gets the same numbers.
+    They are of the averaged weights if there are any. All ranks together; each gets the same
+    numbers.
     """
+    sources = parts.data.validation.separate_labels if parts.data.validation else ()
     with parts.average.in_place() if parts.average else nullcontext():
-        loss = evaluate(
+        losses = evaluate(
             parts.model,
             parts.validation,
             parts.step.loss,
             parts.device,
             parts.degrees,
             parts.parallelized.pipeline,
+            sources,
         )
-    return {"loss": loss, "perplexity": perplexity(loss)}
+    loss = losses.pop("loss")
+    return {"loss": loss, "perplexity": perplexity(loss), **losses}
 
 
 def perplexity(loss: float) -> float:
@@ -54,24 +58,43 @@ def evaluate(
     device: torch.device,
     degrees: Degrees,
     pipeline: Pipeline | None = None,
-) -> float:
+    sources: Sequence[str] = (),
+) -> dict[str, float]:
     """Return the task's mean loss over the valid tokens of all batches on all ranks.
 
     Every rank must hold the same number of batches.
+
+    Args:
+        model: the bare module.
+        batches: of this rank.
+        loss: of the recipe.
+        device: where the model is.
+        degrees: of the ranks.
+        pipeline: of the model, if it is cut into stages.
+        sources: what metrics call the sources that losses are told apart by.
+
+    Returns:
+        `loss`, and `loss/LABEL` of each source that has tokens.
     """
     model.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    num_sources = len(sources)
+    sums = torch.zeros(2, 1 + num_sources, dtype=torch.float64, device=device)
     for batch in batches:
         batch = batch.to(device)
         if pipeline:
-            parts = pipeline.evaluate(batch, loss)
+            found = pipeline.evaluate(batch, loss, num_sources)
         else:
-            _, parts = forward_loss(model, batch, loss)
+            _, found = forward_loss(model, batch, loss, num_sources)
         if pipeline is None or pipeline.has_end:
-            sums[0] += parts[1]
-            sums[1] += (batch.labels != IGNORED).sum()
+            sums[0] += found[1:]
+            sums[1] += count_tokens(batch, num_sources)
     if degrees.world > 1:
         dist.all_reduce(sums)  # those of ranks with the same tokens too: only the ratio counts
     model.train()
-    total, tokens = sums.tolist()
-    return float(total / max(tokens, 1))
+    totals, tokens = sums.tolist()
+    means = {
+        f"loss/{label}": total / count
+        for label, total, count in zip(sources, totals[1:], tokens[1:], strict=True)
+        if count
+    }
+    return {"loss": totals[0] / max(tokens[0], 1), **means}

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Literal
 from .evaluate import validate
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ..assemble import Parts
     from ..launch.signals import StopFlag
-    from ..observe.observer import Observer
+    from ..observe.observer import Number, Observer
     from .health import Health
     from .position import Position
     from .saving import Saver
@@ -59,7 +57,7 @@ def train(
         values = _values(gradients, lr)
         if observer.is_due(position.step):
             health.verify()
-            values |= step.measures()
+            values |= step.measures(gradients)
         observer.on_step(position.step, values, position.tokens)
         if _evaluate_and_save(parts, position, saver, observer, health):
             return "stopped early"
@@ -88,7 +86,7 @@ def _evaluate_and_save(
     return exhausted
 
 
-def _values(gradients: Gradients, lr: float) -> dict[str, Tensor | float]:
+def _values(gradients: Gradients, lr: float) -> dict[str, Number]:
     loss = gradients.loss / gradients.tokens.clamp(min=1)
     return {
         "loss": loss,

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..data.batch import IGNORED, Batch
-from ..loss.record import forward_loss
+from ..data.batch import Batch
+from ..loss.record import count_tokens, forward_loss
+from ..observe.observer import Mean
 from ..observe.phases import Phase, no_phase
 from ..optim.lean import plain_step
 from ..parallel.data import Parallelized
@@ -34,12 +35,16 @@ class Gradients(NamedTuple):
         tokens: how many they are.
         norm: global gradient norm, before clipping.
         total_loss: what is minimised, a mean over the valid tokens: regularisers are a part of it.
+        source_losses: `loss` by source, where there are several, [N].
+        source_tokens: `tokens` by source, [N].
     """
 
     loss: Tensor
     tokens: Tensor
     norm: Tensor
     total_loss: Tensor
+    source_losses: Tensor
+    source_tokens: Tensor
 
 
 @dataclass
@@ -59,6 +64,8 @@ class TrainStep:
     degrees: Degrees
     balance: Balance
     in_backward: UpdateInBackward | None = None
+    sources: Sequence[str] = ()
+    """what metrics call the sources that losses are told apart by"""
     phase: Phase = no_phase
     before_update: Callable[[], None] = lambda: None
     """called before weights change"""
@@ -81,14 +88,16 @@ class TrainStep:
         if self.in_backward:
             self.in_backward.start()
         batches = [batch.to(self.device) for batch in batches]
-        tokens = torch.stack([(batch.labels != IGNORED).sum() for batch in batches]).sum()
-        self._sum_over_ranks(tokens, self.degrees.world // self.degrees.copies)
+        num_sources = len(self.sources)
+        counts = torch.stack([count_tokens(batch, num_sources) for batch in batches]).sum(0)
+        self._sum_over_ranks(counts, self.degrees.world // self.degrees.copies)
+        tokens, source_tokens = counts[0], counts[1:]
         # DDP and FSDP average over ranks; we want the sum.
         factor = self.scale.value * self.degrees.copies / tokens.clamp(min=1)
         self.balance.start(self.scale.value)
         if pipeline := self.parallelized.pipeline:
             with self.phase("pipeline"):
-                sums = pipeline.forward_backward(batches, self.loss, factor)
+                sums = pipeline.forward_backward(batches, self.loss, factor, num_sources)
         else:
             sums = self._forward_backward(batches, factor)
         self._sum_over_ranks(sums, self.degrees.tensor)
@@ -98,15 +107,17 @@ class TrainStep:
             for finish in self.parallelized.finish_gradients:
                 finish()
             norm = self.in_backward.finish() if self.in_backward else self._clip()
-        total, loss = sums.unbind()
-        return Gradients(loss, tokens, norm, total / tokens.clamp(min=1))
+        total = sums[0] / tokens.clamp(min=1)
+        return Gradients(sums[1], tokens, norm, total, sums[2:], source_tokens)
 
     def _forward_backward(self, batches: Sequence[Batch], factor: Tensor) -> Tensor:
-        sums = torch.zeros(2, device=self.device)
+        num_sources = len(self.sources)
+        sums = torch.zeros(2 + num_sources, device=self.device)
         for number, batch in enumerate(batches, 1):
             self.parallelized.reduce_gradients(number == len(batches))
             with self.phase("forward"):
-                loss, parts = forward_loss(self.parallelized.forward, batch, self.loss)
+                forward = self.parallelized.forward
+                loss, parts = forward_loss(forward, batch, self.loss, num_sources)
             if self.in_backward:
                 self.before_update()
             with self.phase("backward"):
@@ -157,9 +168,13 @@ class TrainStep:
                 self._apply()
             self.balance.update()
 
-    def measures(self) -> dict[str, Tensor]:
-        """Return what else is worth a line of the log, on the device."""
-        return self.balance.measures() if self.balance.exists else {}
+    def measures(self, gradients: Gradients) -> dict[str, Tensor | Mean]:
+        """Return what else is worth a line of the log, on the device: losses by source, loads."""
+        sums = zip(gradients.source_losses, gradients.source_tokens, strict=True)
+        found: dict[str, Tensor | Mean] = {
+            f"loss/{label}": Mean(*each) for label, each in zip(self.sources, sums, strict=True)
+        }
+        return found | (self.balance.measures() if self.balance.exists else {})
 
     def clear(self) -> None:
         """Drop the gradients, or make them zero where they have a place of their own."""

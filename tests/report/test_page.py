@@ -75,6 +75,21 @@ def test_every_number_of_a_run_has_a_plot_that_needs_no_script(one: Path) -> Non
     assert perplexity["x"][2] == [10, 20, 30, 40, 50], "seconds of training: 0.5 a step"
 
 
+def test_losses_by_source_have_a_plot_and_a_column_each(tmp_path: Path) -> None:
+    paths = []
+    for name, loss in (("a", 1.0), ("b", 2.0)):
+        rows = [row | {"loss/<b>books": loss} for row in hundred_steps()]
+        paths.append(make_run(tmp_path / name, [row | {"total_loss": row["loss"]} for row in rows]))
+    page = Page(write_page(paths))
+    assert {one["run"]: one["y"][-1] for one in plot(page, "Loss: <b>books")["series"]} == {
+        0: 1.0,
+        1: 2.0,
+    }
+    assert not [title for title in page.texts("h3") if "regularisers" in title]
+    assert "Validation: <b>books" in page.texts("th")
+    assert "1.0000" in page.texts("strong")
+
+
 def test_a_run_without_evaluation_has_no_plots_of_it(tmp_path: Path) -> None:
     rows = [row for row in hundred_steps() if row["kind"] == "train"]
     titles = Page(write_page([make_run(tmp_path / "r", rows)])).texts("h3")
