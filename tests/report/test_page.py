@@ -8,51 +8,16 @@ import json
 import math
 import re
 import time
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.report.folders import eval_row, hundred_steps, make_run, train_row
+from tests.report.pages import Page, plot
 from trainer.engine.report.page import write_page
 from trainer.engine.report.plots import plots_of, thin
 from trainer.engine.report.runs import differences, names_of, read_run
 from trainer.engine.report.svg import log_ticks, shown, ticks, visible
-
-
-class Page(HTMLParser):
-    """The elements of a page, each with the text right in it."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None], str]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs), ""))
-
-    def handle_data(self, data: str) -> None:
-        if self.elements:
-            tag, attributes, text = self.elements[-1]
-            self.elements[-1] = (tag, attributes, text + data)
-
-    def texts(self, tag: str) -> list[str]:
-        return [text for name, _, text in self.elements if name == tag]
-
-    def lines(self) -> int:
-        return sum(
-            name == "path" and "line " in (attributes.get("class") or "") and "L" in
-            (attributes.get("d") or "") for name, attributes, _ in self.elements
-        )  # fmt: skip
-
-    def data(self) -> Any:
-        [text] = [t for name, a, t in self.elements if name == "script" and a.get("id") == "data"]
-        return json.loads(text)
-
-
-def plot(page: Page, title: str) -> Any:
-    return next(each for each in page.data()["plots"] if each["title"] == title)
 
 
 @pytest.fixture
@@ -73,21 +38,6 @@ def test_every_number_of_a_run_has_a_plot_that_needs_no_script(one: Path) -> Non
     assert perplexity["x"][0] == [20, 40, 60, 80, 100]
     assert perplexity["y"][-1] == pytest.approx(math.exp(5 / 3 + 0.1), rel=1e-5)
     assert perplexity["x"][2] == [10, 20, 30, 40, 50], "seconds of training: 0.5 a step"
-
-
-def test_losses_by_source_have_a_plot_and_a_column_each(tmp_path: Path) -> None:
-    paths = []
-    for name, loss in (("a", 1.0), ("b", 2.0)):
-        rows = [row | {"loss/<b>books": loss} for row in hundred_steps()]
-        paths.append(make_run(tmp_path / name, [row | {"total_loss": row["loss"]} for row in rows]))
-    page = Page(write_page(paths))
-    assert {one["run"]: one["y"][-1] for one in plot(page, "Loss: <b>books")["series"]} == {
-        0: 1.0,
-        1: 2.0,
-    }
-    assert not [title for title in page.texts("h3") if "regularisers" in title]
-    assert "Validation: <b>books" in page.texts("th")
-    assert "1.0000" in page.texts("strong")
 
 
 def test_a_run_without_evaluation_has_no_plots_of_it(tmp_path: Path) -> None:
