@@ -35,16 +35,16 @@ class Gradients(NamedTuple):
         tokens: how many they are.
         norm: global gradient norm, before clipping.
         total_loss: what is minimised, a mean over the valid tokens: regularisers are a part of it.
-        source_losses: `loss` by source, where there are several, [N].
-        source_tokens: `tokens` by source, [N].
+        source_losses: `loss` by source, where there are several.
+        source_tokens: `tokens` by source.
     """
 
     loss: Tensor
     tokens: Tensor
     norm: Tensor
     total_loss: Tensor
-    source_losses: Tensor
-    source_tokens: Tensor
+    source_losses: Sequence[Tensor] = ()
+    source_tokens: Sequence[Tensor] = ()
 
 
 @dataclass
@@ -91,7 +91,7 @@ class TrainStep:
         num_sources = len(self.sources)
         counts = torch.stack([count_tokens(batch, num_sources) for batch in batches]).sum(0)
         self._sum_over_ranks(counts, self.degrees.world // self.degrees.copies)
-        tokens, source_tokens = counts[0], counts[1:]
+        tokens, *source_tokens = counts.unbind()
         # DDP and FSDP average over ranks; we want the sum.
         factor = self.scale.value * self.degrees.copies / tokens.clamp(min=1)
         self.balance.start(self.scale.value)
@@ -108,7 +108,7 @@ class TrainStep:
                 finish()
             norm = self.in_backward.finish() if self.in_backward else self._clip()
         total = sums[0] / tokens.clamp(min=1)
-        return Gradients(sums[1], tokens, norm, total, sums[2:], source_tokens)
+        return Gradients(sums[1], tokens, norm, total, sums[2:].unbind(), source_tokens)
 
     def _forward_backward(self, batches: Sequence[Batch], factor: Tensor) -> Tensor:
         num_sources = len(self.sources)
