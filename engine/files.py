@@ -8,8 +8,8 @@ import os
 import re
 import shutil
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from .errors import EnvironmentFault, RecipeError
 
@@ -17,6 +17,8 @@ _PATH_ERRORS = (
     errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC,
     errno.EDQUOT, errno.EIO, errno.ESTALE,
 )  # fmt: skip
+MAX_SMALL_BYTES = 2**24
+"""what is read of a file that is small by its nature"""
 # `Path` makes one slash of two: an address is known by either. A drive's letter is no scheme.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 
@@ -106,7 +108,11 @@ def write_asked(path: Path, text: str, *, replace: bool = False, hint: str = "")
         raise EnvironmentFault(f"{path} cannot be written: {error.strerror}", hint) from None
 
 
-def open_regular(path: str | Path) -> BinaryIO:
+class UnusableFile(OSError):
+    """A file that is no regular one, or larger than what it is for."""
+
+
+def open_regular(path: str | Path) -> BufferedReader:
     """Open a file that somebody else may have made: no fifo that waits, no device without end.
 
     Raises:
@@ -117,15 +123,14 @@ def open_regular(path: str | Path) -> BinaryIO:
     try:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
-            number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-            raise OSError(number, "is not a regular file", os.fspath(path))
+            raise UnusableFile(errno.EINVAL, "is not a regular file", os.fspath(path))
         return open(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
 
 
-def read_regular(path: str | Path, limit: int) -> bytes:
+def read_regular(path: str | Path, limit: int = MAX_SMALL_BYTES) -> bytes:
     """Read a file that somebody else may have made.
 
     Args:
@@ -137,7 +142,7 @@ def read_regular(path: str | Path, limit: int) -> bytes:
     with open_regular(path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
-        raise OSError(errno.EFBIG, f"is larger than {limit:,} bytes", os.fspath(path))
+        raise UnusableFile(errno.EFBIG, f"is larger than {limit:,} bytes", os.fspath(path))
     return content
 
 
@@ -177,7 +182,8 @@ def undeletable(folder: Path) -> str:
 
 def path_fault(error: OSError) -> EnvironmentFault | None:
     """Return what to tell a user whose path or disk is the cause; None: it is another error."""
-    if error.errno not in _PATH_ERRORS or error.filename is None:
+    is_known = error.errno in _PATH_ERRORS or isinstance(error, UnusableFile)
+    if not is_known or error.filename is None:
         return None
     return EnvironmentFault(
         f"{os.fsdecode(error.filename)} cannot be used: {error.strerror}",

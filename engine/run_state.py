@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from .files import atomic_write
+from .files import atomic_write, read_regular
 from .redact import redacted
 
 FILE = "state.json"
@@ -84,7 +84,7 @@ def _fail(state: RunState, error: BaseException) -> None:
 def read_state(folder: Path) -> RunState | None:
     """Return what the newest attempt said; None: nothing that can be read."""
     try:
-        return _TYPE.validate_json((folder / FILE).read_bytes())
+        return _TYPE.validate_json(read_regular(folder / FILE))
     except (OSError, ValidationError):
         return None
 

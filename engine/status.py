@@ -18,6 +18,7 @@ import tomli
 from .checkpoint.manifest import MANIFEST
 from .checkpoint.retention import step_folders, step_of
 from .errors import RecipeError, nearest
+from .files import open_regular
 from .observe.events import read_events
 from .observe.metrics import LARGEST_STEP, decode_rows
 from .recipe.shown import printable
@@ -135,7 +136,7 @@ def examine(path: Path, now: float | None = None) -> RunStatus:
 def newest_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows in the last `TAIL_BYTES` of metrics.jsonl."""
     try:
-        with open(path / "metrics.jsonl", "rb") as file:
+        with open_regular(path / "metrics.jsonl") as file:
             start = max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES)
             file.seek(start)
             text = file.read().decode("utf-8", errors="replace")
@@ -147,7 +148,7 @@ def newest_rows(path: Path) -> Iterator[dict[str, Any]]:
 def read_recipe(path: Path) -> dict[str, Any]:
     """Return the resolved recipe as plain tables; empty if it cannot be read."""
     try:
-        with open(path / "recipe.toml", "rb") as file:
+        with open_regular(path / "recipe.toml") as file:
             return tomli.loads(file.read(LARGEST_RECIPE).decode())
     except (OSError, ValueError, RecursionError):
         return {}

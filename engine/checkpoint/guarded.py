@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError
+from ..files import open_regular
 from .manifest import Manifest, TensorEntry
 from .tensors import Region
 from .torch_file import read_regions, require_few_objects
@@ -85,7 +86,7 @@ def read_contents(path: Path, manifest: Manifest) -> Metadata:
     with readable(path):
         parts = len(manifest.tensors) * len(manifest.files)
         limit = min(CONTENTS_BESIDE + PART_BYTES * parts, MAX_CONTENTS_BYTES)
-        with open(path / CONTENTS, "rb") as file:
+        with open_regular(path / CONTENTS) as file:
             content = file.read(limit + 1)
         if len(content) > limit:
             raise CheckpointError(f"{path}: {CONTENTS} has more than {limit} bytes")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..files import open_regular, require_regular
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -121,6 +122,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        require_regular(path)
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
@@ -192,7 +194,7 @@ def _misnamed_files(weight_map: dict[str, str], regular: set[str]) -> list[str]:
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a file, after the checks that safetensors does not make."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             if length > MAX_HEADER_BYTES:
                 raise CheckpointError(
@@ -222,7 +224,7 @@ def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
         CheckpointError: it is too large, damaged, or no object.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             text = file.read(max_bytes + 1)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error

@@ -25,6 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from ..errors import CheckpointError
+from ..files import open_regular
 
 if TYPE_CHECKING:
     from ..recipe.schema import Recipe
@@ -115,7 +116,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             first_line, body = file.readline(100), file.read(MAX_MANIFEST_BYTES + 1)
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: not a complete checkpoint: no {MANIFEST}") from None
@@ -225,7 +226,7 @@ def check_hashes(folder: Path, files: Mapping[str, FileEntry]) -> list[str]:
 def hash_file(path: Path) -> str:
     """Return the XXH3-128 of a file's bytes, in hexadecimal."""
     digest = xxhash.xxh3_128()
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         buffer = memoryview(bytearray(2**22))
         while count := file.readinto(buffer):
             digest.update(buffer[:count])

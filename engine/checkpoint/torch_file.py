@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..files import open_regular
 from .tensors import Form, Region, nbytes
 
 MAX_PICKLE_BYTES = 2**24
@@ -39,7 +40,7 @@ def read_regions(path: Path, start: int = 0, size: int | None = None) -> Any:
     """
     try:
         size = path.stat().st_size - start if size is None else size
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             section = _Section(file, start, size)
             records = _records(section)
             section.seek(0)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128_hexdigest
 
 from ..errors import DataError, EnvironmentFault, nearest
+from ..files import open_regular
 from .fast_bpe import FastBPE, Unproven
 from .tokenizer import Ids, learned_tokens, write_files
 
@@ -180,7 +181,7 @@ def read_limited(file: Path, limit: int, hint: str = "") -> bytes:
         DataError: it cannot be read, or it has more than `limit` bytes.
     """
     try:
-        with open(file, "rb") as opened:
+        with open_regular(file) as opened:
             content = opened.read(limit + 1)
     except OSError as error:
         raise DataError(f"{file}: {error.strerror}", hint) from error

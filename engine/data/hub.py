@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import DataError, EnvironmentFault, nearest
+from ..files import read_regular
 from .configs import Document, DocumentFault
 from .kinds import SAVED_SPLIT, SAVED_SPLITS
 from .parquet import first_line, leaf, texts
@@ -49,6 +50,10 @@ def libraries() -> Any:
     return datasets
 
 
+def _is_plain(path: Path) -> bool:
+    return path.is_file() or path.is_dir()
+
+
 @lru_cache(maxsize=16)
 def open_dataset(source: HFSource) -> Any:
     """Return the split, with its one column.
@@ -57,6 +62,9 @@ def open_dataset(source: HFSource) -> Any:
         DataError: it cannot be opened, or has no such split or column.
     """
     folder = local_folder(source)
+    odd = folder and next((each for each in folder.rglob("*") if not _is_plain(each)), None)
+    if odd:  # the library would wait for a fifo
+        raise DataError(f"{odd}: neither a regular file nor a folder")
     try:
         if folder and (folder / SAVED_SPLITS).is_file():
             splits = libraries().load_from_disk(str(folder))
@@ -203,6 +211,6 @@ def _saved_fingerprint(folder: Path, source: HFSource) -> str:
     if (folder / SAVED_SPLITS).is_file():
         folder = folder / source.split_name
     try:
-        return str(json.loads((folder / SAVED_SPLIT).read_bytes())["_fingerprint"])
+        return str(json.loads(read_regular(folder / SAVED_SPLIT))["_fingerprint"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder / SAVED_SPLIT}: {first_line(error)}") from error

@@ -13,6 +13,7 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from ..config import Count, CountOrZero, Table
 from ..errors import DataError, EnvironmentFault
+from ..files import open_regular
 from .configs import DocumentFault
 
 FORMAT: Final = 3
@@ -148,7 +149,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     file = folder / INDEX
     try:
-        with open(file, "rb") as opened:
+        with open_regular(file) as opened:
             content = opened.read(MAX_MANIFEST_BYTES + 1)
         if len(content) > MAX_MANIFEST_BYTES:
             raise DataError(f"{file}: larger than {MAX_MANIFEST_BYTES >> 20} MiB")
@@ -205,7 +206,7 @@ def without_checksums(manifest: Manifest) -> list[str]:
 def hash_file(file: Path) -> FileEntry:
     """Return a file's size and checksum."""
     hashed, size = xxh3_128(), 0
-    with open(file, "rb", buffering=0) as opened:
+    with open_regular(file) as opened:
         buffer = memoryview(bytearray(READ_BYTES))
         while count := opened.readinto(buffer):
             hashed.update(buffer[:count])

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import EnvironmentFault
+from ..files import open_regular, require_regular
 
 MAP_FIXED = 0x10  # the same on Linux and macOS; the mmap module does not name it
 
@@ -32,6 +33,7 @@ def map_files(paths: Sequence[Path], dtype: np.dtype[Any]) -> NDArray[Any]:
         return np.empty(0, dtype=dtype)
     if len(paths) == 1:
         # A plain array: slices of np.memmap run Python code each time.
+        require_regular(paths[0])
         return np.asarray(np.memmap(paths[0], dtype=dtype, mode="r"))
     sizes = [path.stat().st_size for path in paths]
     try:
@@ -44,7 +46,7 @@ def map_files(paths: Sequence[Path], dtype: np.dtype[Any]) -> NDArray[Any]:
     array = np.frombuffer(room, dtype)
     place, libc = array.ctypes.data, _libc()
     for path, size in zip(paths, sizes, strict=True):
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             flags = mmap.MAP_SHARED | MAP_FIXED
             if libc.mmap(place, size, mmap.PROT_READ, flags, file.fileno(), 0) != place:
                 raise _cannot_map(str(path), size, ctypes.get_errno())

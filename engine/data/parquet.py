@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import EnvironmentFault, nearest
+from ..files import require_regular
 from .configs import Document, DocumentFault
 from .parquet_pages import measure_pages
 from .parts import PART_BYTES
@@ -166,6 +167,7 @@ def first_line(error: Exception) -> str:
 def _open(path: Path) -> Any | str:
     """Return the file, or what is wrong with it."""
     try:
+        require_regular(path)
         # Read in small pieces: a row group may be larger than the memory.
         return parquet().ParquetFile(path, buffer_size=2**20, pre_buffer=False)
     except (ValueError, OSError) as error:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import IO, Any
 
+from ..files import open_regular
+
 HEADER_BYTES, MAX_HEADER_BYTES, MAX_DEPTH = 2**8, 2**20, 8
 # Text rarely takes less than a tenth of its size. Pages that are not larger than the first number
 # are unpacked whatever they claim; none is that is larger than the second.
@@ -30,7 +32,7 @@ def measure_pages(path: str, row_group: Any, column: str) -> int:
         OSError: the file cannot be read.
     """
     total = 0
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         for index in range(row_group.num_columns):
             chunk = row_group.column(index)
             if f"{chunk.path_in_schema}.".startswith(f"{column}."):

@@ -9,6 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from ..files import open_regular
+
 # What one process tokenises in one go, and loses when it is killed.
 PART_BYTES, PART_FILES = 2**24, 2**14
 
@@ -41,7 +43,7 @@ def file_parts(files: Iterable[Path], length: int) -> list[Part]:
 def _spans(files: Iterable[Path], length: int) -> Iterator[Span]:
     for path in files:
         start = size = 0
-        with suppress(OSError), open(path, "rb") as file:  # its reader says where and why
+        with suppress(OSError), open_regular(path) as file:  # its reader says where and why
             size = os.fstat(file.fileno()).st_size
             while start + length < size:
                 file.seek(start + length)
@@ -66,7 +68,7 @@ def skip_line(file: BinaryIO) -> int:
 def lines_before(path: str, start: int) -> int:
     """Count the lines of a file before a byte."""
     lines = 0
-    with suppress(OSError), open(path, "rb") as file:
+    with suppress(OSError), open_regular(path) as file:
         while block := file.read(min(2**24, start - file.tell())):
             lines += block.count(b"\n")
     return lines

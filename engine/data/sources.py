@@ -15,6 +15,7 @@ from typing import Any
 from xxhash import xxh3_128_hexdigest
 
 from ..errors import DataError
+from ..files import open_regular
 from .configs import Document, DocumentFault, MarkedText
 from .documents import text_of
 from .parts import PART_BYTES, Part, Span, file_parts, skip_line
@@ -127,7 +128,7 @@ def content_fingerprint(pattern: str, suffix: str) -> str:
     states = []
     for file in files:
         try:
-            with open(file, "rb") as opened:
+            with open_regular(file) as opened:
                 size = os.fstat(opened.fileno()).st_size
                 ends = opened.read(FINGERPRINT_BYTES)
                 opened.seek(max(size - FINGERPRINT_BYTES, 0))
@@ -153,7 +154,7 @@ def read_text(part: Part) -> Iterator[Document]:
     for file, start, stop in part:
         while True:
             try:
-                with open(file, "rb") as opened:
+                with open_regular(file) as opened:
                     opened.seek(start)
                     block = opened.read(min(stop - start, 2 * MAX_DOCUMENT_BYTES))
             except OSError as error:
@@ -223,7 +224,7 @@ def _lines(span: Span) -> Iterator[tuple[int, str | DocumentFault]]:
     """Yield each line that is not blank, with its number in the span."""
     number = 0
     try:
-        with open(span.file, "rb") as file:
+        with open_regular(span.file) as file:
             file.seek(span.start)
             left = span.stop - span.start
             while left > 0 and (line := file.readline(MAX_DOCUMENT_BYTES)):

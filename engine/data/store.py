@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError, EnvironmentFault
-from ..files import sync_folder
+from ..files import require_regular, sync_folder
 from .columns import Chunk, Column, Learned, sync, token_type
 from .configs import DocumentFault
 from .manifest import (
@@ -114,6 +114,7 @@ class TokenStore:
 
 def _read_offsets(file: Path, manifest: Manifest) -> NDArray[np.int64]:
     try:
+        require_regular(file)
         offsets = np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
         fits = (
             offsets.dtype == np.int64

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import DataError, EnvironmentFault, TrainerError
-from ..files import sync_folder
+from ..files import read_regular, sync_folder
 from .children import follow_the_parent
 from .configs import Document, DocumentFault, DocumentSource
 from .documents import text_of
@@ -122,7 +122,7 @@ def open_window(folder: Path, number: int, tokenizer: Tokenizer) -> Window | Non
     with suppress(TrainerError, OSError, ValueError, TypeError, KeyError):
         manifest = read_manifest(place)
         if not any(damaged_files(place, manifest)):
-            ends = json.loads((place / PLACE).read_bytes())
+            ends = json.loads(read_regular(place / PLACE))
             store = TokenStore.open(place, tokenizer)
             return Window(Place(*ends["start"]), Place(*ends["end"]), store)
     return None

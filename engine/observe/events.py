@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..files import open_regular
 from .metrics import MetricsLog, decode_rows
 
 FILE = "events.jsonl"
@@ -44,7 +45,7 @@ class EventLog:
 
 def read_events(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a run directory, oldest first; a line that is no event is left out."""
-    with suppress(OSError), open(folder / FILE, "rb") as file:
+    with suppress(OSError), open_regular(folder / FILE) as file:
         for row in decode_rows(file.read(LARGEST).decode("utf-8", errors="replace")):
             if isinstance(row.get("id"), str) and isinstance(row.get("kind"), str):
                 yield row

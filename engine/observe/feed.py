@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..files import read_regular
 from .metrics import read
 
 Row = Mapping[str, Any]
@@ -59,7 +60,7 @@ class Record:
 
     def _read(self) -> dict[str, Any]:
         try:
-            content = json.loads(self._path.read_bytes())
+            content = json.loads(read_regular(self._path))
             return content if isinstance(content.get("step"), int) else {}
         except (OSError, ValueError, AttributeError):
             return {}

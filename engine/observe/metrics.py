@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..files import atomic_write
+from ..files import atomic_write, open_regular
 
 LARGEST_STEP = 2**53
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -37,7 +37,8 @@ class MetricsLog:
         """Drop the rows of steps after `step`; those at it stay. Also used by a rollback."""
         self.close()
         if self.path.exists():
-            text = self.path.read_bytes().decode("utf-8", errors="replace")
+            with open_regular(self.path) as file:
+                text = file.read().decode("utf-8", errors="replace")
             kept = "".join(line for line, row in _rows(text) if row["step"] <= step)
             if kept != text:
                 atomic_write(self.path, kept)
@@ -68,7 +69,8 @@ class MetricsLog:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a finished or live run; a torn line is left out."""
-    return list(decode_rows(path.read_bytes().decode("utf-8", errors="replace")))
+    with open_regular(path) as file:
+        return list(decode_rows(file.read().decode("utf-8", errors="replace")))
 
 
 def decode_rows(text: str) -> Iterator[dict[str, Any]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import Problem, RecipeError
+from ..files import open_regular
 from .grid import Action, Deadlock, halves, parse, simulate
 
 MAX_BYTES = 16 * 2**20
@@ -65,7 +66,7 @@ def read_schedule(path: Path) -> ScheduleFile:
             named, from 1.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             text = file.read(MAX_BYTES + 1)
         if len(text) > MAX_BYTES:
             raise _fault(f"{path} has more than {MAX_BYTES:,} bytes")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -14,6 +12,7 @@ from typing import Any
 import tomli
 
 from ..errors import Problem, RecipeError
+from ..files import UnusableFile, open_regular
 from ..redact import MARK
 from .positions import MAX_DEPTH, KeyPath, Positions, SizeError
 from .shown import printable, shown_key
@@ -66,17 +65,12 @@ def _fault(message: str, name: str, line: int, column: int, hint: str = "") -> R
 
 def _read_bytes(path: Path, name: str) -> bytes:
     try:
-        # O_NONBLOCK: opening a fifo must not wait for its writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise _fault("is not a regular file", name, 0, 0)
-            with open(descriptor, "rb", closefd=False) as file:
-                data = file.read(MAX_BYTES + 1)
-        finally:
-            os.close(descriptor)
+        with open_regular(path) as file:
+            data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise _fault("there is no such file", name, 0, 0, _sibling(path)) from None
+    except UnusableFile as error:
+        raise _fault(str(error.strerror), name, 0, 0) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise _fault(f"cannot be read: {reason}", name, 0, 0) from None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..files import read_regular
 from ..status import number
 
 MAX_PHASES = 12
@@ -25,7 +26,7 @@ class Profile:
 def read_profile(run: Path) -> Profile | None:
     """Return a run's profile; None: it has none that can be read."""
     try:
-        content = json.loads((run / "profiles" / "summary.json").read_bytes())
+        content = json.loads(read_regular(run / "profiles" / "summary.json"))
         whole = number(content["step_seconds"])
         operators = {str(each["name"]): each["seconds"] for each in content["operators"]}
         if whole is None or not 0 < whole < math.inf:

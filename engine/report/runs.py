@@ -12,6 +12,7 @@ from typing import Any
 from ..checkpoint.manifest import Manifest, read_manifest
 from ..checkpoint.retention import step_folders
 from ..errors import CheckpointError
+from ..files import open_regular
 from ..observe.metrics import decode_rows
 from ..recipe.shown import dotted
 from ..recipe.tree import leaves
@@ -128,7 +129,8 @@ def _read_rows(path: Path) -> dict[str, list[Row]]:
     found: dict[str, dict[float, Row]] = {}
     keys = {"step", "tokens", "time", "step_seconds"}
     try:
-        text = path.read_bytes().decode("utf-8", errors="replace")
+        with open_regular(path) as file:
+            text = file.read().decode("utf-8", errors="replace")
     except OSError:
         return {}
     for row in decode_rows(text):

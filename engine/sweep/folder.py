@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Problem, RecipeError
-from ..files import write_asked
+from ..files import read_regular, write_asked
 from ..recipe.changes import compare
 from ..recipe.load import Loaded, load_recipe
 from ..recipe.shown import shown_value
@@ -143,7 +143,7 @@ class Sweep:
 def _read_points(path: Path) -> list[Point]:
     """Return the points of a manifest that are well-formed."""
     try:
-        entries: Any = json.loads(path.read_bytes())["points"]
+        entries: Any = json.loads(read_regular(path))["points"]
         return [
             Point(entry["name"], tuple(map(str, entry["settings"])))
             for entry in entries

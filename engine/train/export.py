@@ -11,7 +11,7 @@ from ..checkpoint.ranks import Ranks
 from ..checkpoint.reader import load_state
 from ..convert.export import export_huggingface
 from ..convert.opened import hf_parts
-from ..files import atomic_write
+from ..files import atomic_write, read_regular
 from ..lora.merge import merged_weights
 from ..lora.names import is_adapter
 from ..lora.peft import save_adapter
@@ -106,7 +106,7 @@ def _export(parts: Parts, folder: Path, group: ProcessGroup | None) -> None:
 
 def _is_done(run: Path, step: int) -> bool:
     try:
-        recorded = json.loads((run / RECORD).read_text(encoding="utf-8"))
+        recorded = json.loads(read_regular(run / RECORD))
         made = all((run / name).is_dir() for name in recorded["folders"])
         return made and bool(recorded["step"] == step)
     except (OSError, ValueError, KeyError, TypeError):

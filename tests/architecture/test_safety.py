@@ -25,6 +25,28 @@ OWN_EXPRESSIONS = {
     "engine/observe/throughput.py: pattern",  # of a table in the code
     "engine/optim/groups.py: translate(pattern)",  # a glob: matched without going back
 }
+# Everything else that may be of others is read by `files.open_regular`: a fifo would wait for its
+# writer, a device never ends. These read what they or the system wrote, or check it first.
+OPENS = {
+    "engine/checkpoint/tensors.py: os.open",  # a file whose header was read
+    "engine/convert/writing.py: os.open",  # what is being written
+    "engine/data/checksums.py: open",  # a descriptor
+    "engine/data/checksums.py: os.open",  # neither follows links nor waits
+    "engine/data/checksums.py: read_text",  # /proc
+    "engine/data/prepare.py: read_text",  # checked to be a file
+    "engine/data/sources.py: read_text",  # the interpreter's own library
+    "engine/doctor.py: read_text",  # /proc
+    "engine/estimate/drawing.py: read_text",  # ours
+    "engine/files.py: open",  # a descriptor
+    "engine/files.py: os.open",  # the one place
+    "engine/launch/local.py: open",  # the log of a rank
+    "engine/locks.py: os.open",  # neither follows links nor waits
+    "engine/observe/throughput.py: read_text",  # /proc
+    "engine/precision/hardware.py: read_text",  # /proc
+    "engine/recipe/pages.py: read_text",  # ours
+    "engine/recipe/starter.py: read_text",  # ours
+    "engine/report/page.py: read_text",  # ours
+}
 MACHINE = re.compile(
     r"(?<![\w.~/])/(?:(?:root|work|mnt|opt|Users|data|scratch|srv|nfs)/|home/(?!me\b|someone\b))[\w.-]+"
     r"|[\w.-]+\.(?:internal|corp|lan)\b|\bpypi\.\w|pythonhosted\.\w"
@@ -72,6 +94,32 @@ def test_expressions_of_users_are_compiled_by_re2_alone():
         if not isinstance(node.args[0], ast.Constant)
     }
     assert found == OWN_EXPRESSIONS
+
+
+def opens(node):
+    """Return what a call opens a file to read by; empty: it does no such thing."""
+    name = full_name(node.func)
+    method = getattr(node.func, "attr", "")
+    if method in ("read_text", "read_bytes"):
+        return method
+    if name == "os.open":
+        flags = ast.unparse(node.args[1])
+        return "" if re.search("O_WRONLY|O_RDWR|^flags$", flags) else name
+    if name == "open" or (method == "open" and len(node.args) < 2):
+        modes = node.args[name == "open" :] or [k.value for k in node.keywords if k.arg == "mode"]
+        mode = modes[0].value if modes and isinstance(modes[0], ast.Constant) else "r"
+        return "open" if "r" in mode and (modes or not node.args or name == "open") else ""
+    return ""
+
+
+def test_files_of_others_are_opened_in_one_place():
+    found = {
+        f"{name(path)}: {how}"
+        for path in modules("cli", "engine", "model_zoo")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and (how := opens(node))
+    }
+    assert found == OPENS
 
 
 def test_pickles_are_never_allowed_by_an_option():
