@@ -21,6 +21,7 @@ from typer.main import get_command, get_group
 
 from ..engine.errors import ExitCode, TrainerError
 from ..engine.launch.ending import end_process
+from ..engine.launch.environment import TRACEBACK
 from .options import check_paths
 
 
@@ -122,17 +123,18 @@ def trainer(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line and exit with the code of the public contract."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    show_traceback = "--traceback" in arguments
+    if "--traceback" in arguments:
+        os.environ[TRACEBACK] = "1"
     # Before torch is loaded: its threads sleep while they wait. Spinning ones take the core from
     # those that they wait for, where others use the machine too.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    end_process(_run([each for each in arguments if each != "--traceback"], show_traceback))
+    end_process(_run([each for each in arguments if each != "--traceback"]))
 
 
-def _run(arguments: list[str], show_traceback: bool) -> int:
+def _run(arguments: list[str]) -> int:
     """Return the exit code of a command line; errors are printed."""
     try:
         get_command(app)(arguments, prog_name="trainer")
@@ -141,7 +143,7 @@ def _run(arguments: list[str], show_traceback: bool) -> int:
         is_unread = isinstance(stop.__context__, BrokenPipeError)
         return _flush(ExitCode.DONE if is_unread else _number(stop.code))
     except TrainerError as error:
-        if show_traceback:
+        if TRACEBACK in os.environ:
             traceback.print_exc()
         print(error.render(), file=sys.stderr)
         return error.exit_code
@@ -150,10 +152,11 @@ def _run(arguments: list[str], show_traceback: bool) -> int:
     except BrokenPipeError:
         return _flush(ExitCode.DONE)
     except Exception as error:
-        if show_traceback:
+        if TRACEBACK in os.environ:
             traceback.print_exc()
         name = type(error).__name__
-        hint = "run the same with --traceback to see where"
+        notes = getattr(error, "__notes__", [])
+        hint = "; ".join(notes) or "run the same with --traceback to see where"
         print(f"error: unexpected {name}: {error}\n  hint: {hint}", file=sys.stderr)
         return ExitCode.FAILED
     return _flush(ExitCode.DONE)

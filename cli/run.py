@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .options import Overrides, Recipe
+
+if TYPE_CHECKING:
+    from ..engine.recipe.schema import Recipe as RunRecipe
 
 
 def run(
@@ -23,6 +27,16 @@ def run(
         str,
         typer.Option(metavar="KEYS", help="keys that may differ from the checkpoint's, by commas"),
     ] = "",
+    max_restarts: Annotated[
+        int,
+        typer.Option(
+            "--max-restarts",
+            min=0,
+            max=1000,
+            help="start the ranks of --nproc again after an unforeseen failure, so many times "
+            "without a new checkpoint",
+        ),
+    ] = 0,
 ) -> None:
     """Train; run the same command again to go on after a stop."""
     from ..engine.errors import RecipeError
@@ -37,26 +51,49 @@ def run(
             f"--nproc {nproc} inside a job of {world.launcher}",
             hint="leave --nproc out: the job's own processes are the ranks",
         )
+    if max_restarts and (world.launcher != "none" or nproc == 1):
+        raise RecipeError(
+            "--max-restarts is about the processes that --nproc starts",
+            hint="give --nproc 2 or more; elsewhere the launcher of the job restarts it",
+        )
     if nproc > 1:
-        from ..engine.launch.child import trainer_command
-        from ..engine.launch.local import launch
-        from ..engine.run_dir import RunDirectory
-
         command = ["run", str(recipe), *(f"--set={text}" for text in overrides or [])]
         command += ["--dry-run"] * dry_run
         command += [f"--allow-changed={allow_changed}"] * bool(allow_changed)
-        directory = RunDirectory(Path(loaded.recipe.run.dir) / loaded.recipe.run.name)
-        if not dry_run:
-            with directory:  # rank 0 locks it for good; this finds out before torch is imported
-                pass
-        code = launch(
-            trainer_command(command),
-            nproc,
-            log_dir=directory.logs,
-            stop_timeout_seconds=loaded.recipe.resilience.stop_timeout_seconds,
-        )
-        raise typer.Exit(code)
+        raise typer.Exit(_launch(loaded.recipe, command, nproc, max_restarts, dry_run=dry_run))
     from ..engine.run import run as run_recipe
 
     allowed = [key.strip() for key in allow_changed.split(",") if key.strip()]
     raise typer.Exit(run_recipe(loaded.recipe, world, allow_changed=allowed, dry_run=dry_run))
+
+
+def _launch(
+    recipe: RunRecipe, command: list[str], nproc: int, max_restarts: int, *, dry_run: bool
+) -> int:
+    """Start the ranks on this machine; return the exit code of the job."""
+    from ..engine.checkpoint.manifest import MANIFEST
+    from ..engine.checkpoint.retention import step_folders, step_of
+    from ..engine.launch.child import trainer_command
+    from ..engine.launch.local import launch
+    from ..engine.launch.restarts import Restarts
+    from ..engine.run_dir import RunDirectory
+    from ..engine.run_state import record_failure
+
+    directory = RunDirectory(Path(recipe.run.dir) / recipe.run.name)
+    if not dry_run:
+        with directory:  # rank 0 locks it for good; this finds out before torch is imported
+            pass
+
+    def newest_step() -> int | None:
+        folders = step_folders(directory.checkpoints) if directory.checkpoints.is_dir() else []
+        steps = [step_of(folder) for folder in folders if (folder / MANIFEST).is_file()]
+        return steps[-1] if steps else None
+
+    return launch(
+        trainer_command(command),
+        nproc,
+        log_dir=directory.logs,
+        stop_timeout_seconds=recipe.resilience.stop_timeout_seconds,
+        restarts=Restarts(max_restarts, newest_step, ["--set=run.resume=auto"]),
+        on_failure=partial(record_failure, directory.path),
+    )

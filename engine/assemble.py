@@ -15,6 +15,7 @@ from .data.checksums import Share
 from .data.dataset import OpenedData, open_data
 from .data.loader import Loader, validation_batches
 from .errors import Problem, RecipeError
+from .heartbeat import heartbeat
 from .kernel_choice import choose_kernels, served
 from .lora.apply import add_adapters
 from .lora.names import is_adapter
@@ -85,6 +86,7 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
         RecipeError: the recipe does not fit the model, the data or the number of ranks.
         DataError: a source cannot be read.
     """
+    heartbeat.enter("assemble")
     if fresh and recipe.lora.rank and not recipe.run.init_from:
         log.warning("lora.rank is given without run.init_from: random weights are frozen")
     require_formats(recipe.precision, recipe.model, device)

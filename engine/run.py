@@ -17,6 +17,7 @@ from .checkpoint.store import CheckpointStore
 from .device import pick_device
 from .errors import ExitCode, LostContact, Problem, RecipeError, TrainerError
 from .files import atomic_write
+from .heartbeat import heartbeat
 from .launch.group import group_of_its_own, process_group
 from .launch.signals import StopFlag
 from .lora.flops import flops_per_token
@@ -28,7 +29,7 @@ from .recipe.changes import require_unchanged
 from .recipe.write import to_toml
 from .resume import describe, ending, identify, ignored_settings, refuse_other_data
 from .run_dir import RunDirectory
-from .run_state import RunState, early_failure_recorded, recorded
+from .run_state import RunState, recorded
 from .train.events import EventRecorder
 from .train.garbage import paced_garbage_collection
 from .train.health import Health
@@ -36,6 +37,7 @@ from .train.loop import train
 from .train.position import Position
 from .train.saving import Saver
 from .train.state import seed_everything
+from .watched import watched
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -66,10 +68,13 @@ def run(
         DONE, or STOPPED_AND_SAVED after a signal.
     """
     device = pick_device(world)
+    directory = RunDirectory(Path(recipe.run.dir) / recipe.run.name)
     with ExitStack() as stack:
         stop = StopFlag()
         if threading.current_thread() is threading.main_thread():  # Python's rule for handlers
             stack.enter_context(stop)
+        if not dry_run:
+            stack.enter_context(watched(directory, world, recipe.resilience.hang_seconds))
         timeout_seconds = recipe.resilience.collective_timeout_seconds
         stop.group = stack.enter_context(process_group(world, device, timeout_seconds))
         progress = open_progress(world.rank)
@@ -79,10 +84,6 @@ def run(
             for line in describe(assemble(recipe, world, device)):
                 progress.note(line)
             return ExitCode.DONE
-        directory = RunDirectory(Path(recipe.run.dir) / recipe.run.name)
-        if world.rank == 0:
-            stack.enter_context(directory)
-            stack.enter_context(early_failure_recorded(directory.path))
         session = Session(recipe, world, device, directory, stop, progress)
         return session.train(allow_changed, parts)
 
@@ -170,6 +171,7 @@ class Session:
         return recorded(state, self.directory.path if self.world.rank == 0 else None)
 
     def _open_store(self) -> CheckpointStore:
+        heartbeat.enter("resume")
         checkpoint, resilience = self.recipe.checkpoint, self.recipe.resilience
         store = CheckpointStore(
             self.directory.checkpoints,
@@ -208,6 +210,7 @@ class Session:
         if self.recipe.checkpoint.export != "none":
             from .train.export import export_run
 
+            heartbeat.enter("export")
             for folder in export_run(parts, self.directory.path, step, group, found):
                 self.progress.note(f"exported {folder}")
 
@@ -254,10 +257,7 @@ class Session:
             self.world.rank,
             parts.total_steps,
             self.progress,
-            Throughput(
-                flops,
-                peak and peak * self.world.world_size,
-            ),
+            Throughput(flops, peak and peak * self.world.world_size),
             lambda: peak_memory_bytes(self.device),
             self._profiler(flops),
         )

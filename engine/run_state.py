@@ -76,6 +76,18 @@ def early_failure_recorded(folder: Path) -> Iterator[None]:
         raise
 
 
+def record_failure(folder: Path, reason: str) -> None:
+    """Write why the newest attempt failed, told by who outlived it or knows better.
+
+    An attempt that says that it finished or saved did so.
+    """
+    state = read_state(folder) or RunState(total_steps=0, started_at=_now())
+    if state.outcome in ("", "failed"):
+        state.outcome, state.reason = "failed", reason[:LONGEST_REASON]
+        state.ended_at = state.ended_at or _now()
+        _write(state, folder)
+
+
 def _fail(state: RunState, error: BaseException) -> None:
     state.outcome = "failed"
     state.reason = redacted(f"{type(error).__name__}: {error}")[:LONGEST_REASON]

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+from ..heartbeat import heartbeat
 from .manifest import FileEntry, TensorEntry, hash_file
 from .ranks import Ranks
 
@@ -129,6 +130,7 @@ class _Planner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return the tensor, or its copy."""
+        heartbeat.touch()
         if self.use_buffers:
             return self.buffers[index]
         return super().lookup_object(index).detach().contiguous()  # as it is read

@@ -6,9 +6,12 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from .rank_log import STACKS_SIGNAL
 from .signals import STOP_SIGNALS
 
 PACKAGE = __name__.partition(".")[0]
@@ -36,9 +39,27 @@ def preparation() -> Callable[[], None]:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # drops what is pending
             signal.signal(number, signal.SIG_DFL)
+        signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # until the rank has a log to write them to
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     return prepare
+
+
+@contextmanager
+def store_file() -> Iterator[tuple[str, Sequence[int]]]:
+    """Yield the path of a file in which ranks of this machine meet, and descriptors for them.
+
+    On Linux the file has no name, and is gone with its last user, however that ends.
+    """
+    if hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
+        file = os.memfd_create("trainer-store")
+        try:
+            yield f"/proc/self/fd/{file}", [file]
+        finally:
+            os.close(file)
+        return
+    with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+        yield str(Path(folder) / "store"), []
 
 
 def rank_environment(environ: Mapping[str, str], rank: int, nproc: int) -> dict[str, str]:

@@ -6,11 +6,14 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ..errors import EnvironmentFault
 
 STORE = "TRAINER_STORE"
 ATTEMPT = "TRAINER_ATTEMPT"
+TRACEBACK = "TRAINER_TRACEBACK"
+"""set where tracebacks of errors are wanted on the screen; ranks inherit it"""
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,26 @@ def _from_slurm(environ: Mapping[str, str]) -> World:
         meeting_point=address,
         attempt=_number(environ, "SLURM_RESTART_COUNT", default=0),
     )
+
+
+def set_flight_recorder(folder: Path) -> None:
+    """Let NCCL record its collectives, and write them to `folder` when one fails or times out.
+
+    Must be called before the process group is made. What the user has set stays.
+
+    Source: torch/csrc/distributed/c10d/FlightRecorder.hpp, ProcessGroupNCCL.hpp (2.13).
+    """
+    for names, value in (
+        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"),
+        (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
+        # NCCL appends the rank.
+        (
+            ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
+            str(folder.absolute() / "nccl-trace-rank-"),
+        ),
+    ):
+        if not any(name in os.environ for name in names):
+            os.environ[names[0]] = value
 
 
 def first_host(nodes: str) -> str:

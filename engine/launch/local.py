@@ -1,20 +1,18 @@
 """Start the ranks of a job on this machine, pass signals on, and leave nothing behind. Torch-free.
 
 Each rank is a process in a session of its own: a terminal's Ctrl-C reaches this parent alone, which
-passes it on once. The kernel kills the ranks when the parent dies, however it dies (Linux).
+passes it on once. The kernel kills the ranks when the parent dies (Linux).
 """
 
 from __future__ import annotations
 
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +20,16 @@ from types import FrameType, TracebackType
 from typing import Any, Literal, Self
 
 from ..errors import EnvironmentFault, ExitCode
-from .child import preparation, rank_environment
-from .environment import ATTEMPT, STORE
+from ..heartbeat import read_beats
+from .cause import Cause, RankEnd, find_cause
+from .child import preparation, rank_environment, store_file
+from .environment import ATTEMPT, STORE, TRACEBACK
+from .rank_log import STACKS_SIGNAL
+from .restarts import Restarts
 from .signals import ECHO_SECONDS, STOP_SIGNALS, URGENT
 
 SETTLE_SECONDS = 1.0
 GRACE_SECONDS = 5.0
-TAIL_LINES = 30
-TAIL_BYTES = 2**16
-_OWN_CODES = range(ExitCode.RECIPE, ExitCode.IN_USE + 1)
 
 
 def launch(
@@ -39,8 +38,9 @@ def launch(
     *,
     log_dir: Path,
     stop_timeout_seconds: float = 120.0,
-    max_restarts: int = 0,
+    restarts: Restarts | None = None,
     signals: Signals | None = None,
+    on_failure: Callable[[str], None] = lambda reason: None,
 ) -> int:
     """Run `nproc` ranks of a command until all have ended; return the exit code of the job.
 
@@ -53,8 +53,9 @@ def launch(
         nproc: how many ranks.
         log_dir: output of ranks other than 0 is appended to `rank-N.log` there.
         stop_timeout_seconds: how long ranks may take to save after a signal.
-        max_restarts: how often a job that died of something unforeseen is started again.
+        restarts: how a job that died of something unforeseen is started again; None: it is not.
         signals: of a caller that listens to them already.
+        on_failure: called with the sentence that says which rank failed and how.
 
     Returns:
         0 if all ranks returned 0; 75 if they stopped with a checkpoint; 130 if they were killed
@@ -63,15 +64,18 @@ def launch(
     Raises:
         EnvironmentFault: a process or a log file cannot be made.
     """
+    restarts = restarts or Restarts(0)
     with nullcontext(signals) if signals else Signals() as heard:
-        for attempt in range(max_restarts + 1):
+        attempt = 0
+        while True:
             job = _Job(nproc, stop_timeout_seconds, heard)
-            code = job.run(command, log_dir, attempt)
-            if code != ExitCode.FAILED or heard.first:
-                break
-            if attempt < max_restarts:
-                _say(f"starting the ranks again ({attempt + 1} of at most {max_restarts} times)")
-    return code
+            code = job.run([*command, *restarts.arguments()], log_dir, attempt)
+            if job.cause:
+                on_failure(job.cause.sentence)
+            if code != ExitCode.FAILED or heard.first or not restarts.allow():
+                return code
+            attempt += 1
+            _say(f"starting the ranks again ({restarts.count} of at most {restarts.limit} times)")
 
 
 class Signals:
@@ -138,13 +142,19 @@ def _noop(number: int, frame: FrameType | None) -> None:
 class _Rank:
     number: int
     process: subprocess.Popen[bytes]
-    log: Path | None
+    log: Path
     log_start: int
     code: int | None = None
+    is_struck: bool = False
+    """whether we asked it to end, or made it"""
 
 
 class _Job:
-    """One attempt: all ranks, from start to end."""
+    """One attempt: all ranks, from start to end.
+
+    Attributes:
+        cause: why it failed.
+    """
 
     def __init__(self, nproc: int, stop_timeout_seconds: float, signals: Signals) -> None:
         self._nproc = nproc
@@ -152,36 +162,48 @@ class _Job:
         self._signals = signals
         self._ranks: list[_Rank] = []
         self._failed: list[_Rank] = []
+        """those that ended by themselves, in the order in which that was noticed"""
         self._blows: list[tuple[float, int]] = []
         """when the ranks that still run get which signal"""
+        self.cause: Cause | None = None
 
     def run(self, command: Sequence[str], log_dir: Path, attempt: int) -> int:
         """Start the ranks, wait for their ends, and return the job's exit code."""
-        folder = Path(tempfile.mkdtemp(prefix="trainer-"))
-        environ = {**os.environ, STORE: str(folder / "store"), ATTEMPT: str(attempt)}
         try:
-            self._start(command, log_dir, environ)
-            while self._running():
-                until = self._blows[0][0] if self._blows else time.monotonic() + 60.0
-                for number in self._signals.wait(until - time.monotonic()):
-                    self._heed(number)
-                self._reap()
-                self._strike()
+            with store_file() as (store, descriptors):
+                environ = {**os.environ, STORE: store, ATTEMPT: str(attempt)}
+                self._start(command, log_dir, environ, descriptors)
+                self._wait()
         except OSError as error:
             raise EnvironmentFault(f"cannot run {self._nproc} processes: {error}") from error
         finally:
             for rank in self._ranks:
                 _kill_group(rank.process)
                 rank.process.wait()
-            shutil.rmtree(folder, ignore_errors=True)
-        return self._exit_code()
+        return self._exit_code(log_dir)
 
-    def _start(self, command: Sequence[str], log_dir: Path, environ: Mapping[str, str]) -> None:
+    def _wait(self) -> None:
+        while self._running():
+            until = self._blows[0][0] if self._blows else time.monotonic() + 60.0
+            for number in self._signals.wait(until - time.monotonic()):
+                self._heed(number)
+            self._reap()
+            self._strike()
+
+    def _start(
+        self,
+        command: Sequence[str],
+        log_dir: Path,
+        environ: Mapping[str, str],
+        descriptors: Sequence[int],
+    ) -> None:
         log_dir.mkdir(parents=True, exist_ok=True)
         prepare = preparation()
         for number in range(self._nproc):
-            log = log_dir / f"rank-{number}.log" if number else None
-            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) if log else None
+            log = log_dir / f"rank-{number}.log"
+            log_start = log.stat().st_size if log.exists() else 0
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            output = os.open(log, flags, 0o644) if number else None
             # A signal between fork and exec would run our handler in the child.
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
             try:
@@ -193,10 +215,10 @@ class _Job:
                     stderr=output,
                     start_new_session=True,
                     preexec_fn=prepare,
+                    pass_fds=descriptors,
                 )
             finally:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-                log_start = os.lseek(output, 0, os.SEEK_END) if output is not None else 0
                 if output is not None:
                     os.close(output)
             self._ranks.append(_Rank(number, process, log, log_start))
@@ -221,11 +243,13 @@ class _Job:
             if rank.code is None:
                 continue
             _kill_group(rank.process)  # what it left behind: data workers
-            if rank.code in (ExitCode.DONE, ExitCode.STOPPED_AND_SAVED):
+            if rank.is_struck or rank.code in (ExitCode.DONE, ExitCode.STOPPED_AND_SAVED):
                 continue
             if not self._failed:
                 end = time.monotonic() + SETTLE_SECONDS
-                doom = [(end, signal.SIGTERM), (end + GRACE_SECONDS, signal.SIGKILL)]
+                # Whoever runs on for so long may hang: its stacks say where.
+                doom = [(end, STACKS_SIGNAL), (end + 0.1, signal.SIGTERM)]
+                doom.append((end + GRACE_SECONDS, signal.SIGKILL))
                 self._blows = sorted([*self._blows, *doom])
             self._failed.append(rank)
 
@@ -233,40 +257,36 @@ class _Job:
         while self._blows and self._blows[0][0] <= time.monotonic():
             _, number = self._blows.pop(0)
             for rank in self._running():
+                rank.is_struck |= number != STACKS_SIGNAL
                 if number == signal.SIGKILL:
                     _kill_group(rank.process)
                 else:
                     rank.process.send_signal(number)
 
-    def _exit_code(self) -> int:
+    def _exit_code(self, log_dir: Path) -> int:
+        codes = [rank.code for rank in self._ranks]
         if not self._failed:
-            stopped = any(rank.code == ExitCode.STOPPED_AND_SAVED for rank in self._ranks)
+            if any(code not in (ExitCode.DONE, ExitCode.STOPPED_AND_SAVED) for code in codes):
+                return ExitCode.INTERRUPTED  # they did not stop in time
+            stopped = ExitCode.STOPPED_AND_SAVED in codes
             return ExitCode.STOPPED_AND_SAVED if stopped else ExitCode.DONE
-        # An error that we foresaw explains the lost connections that follow from it.
-        cause = next((rank for rank in self._failed if rank.code in _OWN_CODES), self._failed[0])
-        code = cause.code or ExitCode.FAILED
-        if self._signals.first and (code < 0 or code == ExitCode.INTERRUPTED):
+        beats = {
+            beat.rank: beat
+            for beat in read_beats(log_dir)
+            if beat.rank < self._nproc and beat.pid == self._ranks[beat.rank].process.pid
+        }
+        ends = [
+            RankEnd(rank.number, rank.code or 0, rank.log, rank.log_start, beats.get(rank.number))
+            for rank in self._failed
+        ]
+        cause = find_cause(ends, list(beats.values()), whole_tail=TRACEBACK in os.environ)
+        end = next((end.code for end in ends if end.number == cause.rank), cause.code)
+        if self._signals.first and (-end in STOP_SIGNALS or end == ExitCode.INTERRUPTED):
             return ExitCode.INTERRUPTED
-        if code != self._ranks[0].code or code not in _OWN_CODES:
-            _say(_explanation(cause))
-        return code if code > 0 else ExitCode.FAILED
-
-
-def _explanation(rank: _Rank) -> str:
-    """Return how a rank ended, and the last lines of its output if the terminal has not got it."""
-    code = rank.code or 0
-    if code >= 0:
-        text = f"rank {rank.number} ended with exit code {code}"
-    else:
-        text = f"rank {rank.number} was killed by {signal.Signals(-code).name}"
-        if -code == signal.SIGKILL:
-            text += "; if nobody did that, the machine ran out of memory"
-    if rank.log is None:
-        return text
-    with rank.log.open("rb") as file:
-        file.seek(max(rank.log_start, rank.log.stat().st_size - TAIL_BYTES))
-        lines = file.read().decode("utf-8", errors="replace").splitlines()[-TAIL_LINES:]
-    return "\n".join([f"{text}; the end of {rank.log}:", *(f"  {line}" for line in lines)])
+        self.cause = cause
+        if cause.code != codes[0] or cause.code == ExitCode.FAILED:
+            _say(cause.render())
+        return cause.code
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import EnvironmentFault, TrainerError
+from ..heartbeat import heartbeat
 from .configs import TensorBoard, Tracker, TrackerConfig
 from .metrics import MetricsLog
-from .phases import Phase, no_phase
+from .phases import Phase
 from .progress import Progress
 from .throughput import Throughput
 
@@ -72,7 +73,7 @@ class Observer:
         self._throughput = throughput
         self._memory = memory
         self._profiler = profiler
-        self.phase: Phase = no_phase if profiler is None else profiler.phase
+        self.phase: Phase = heartbeat.phase if profiler is None else self._profiled
         self._log: MetricsLog | None = None
         self._trackers: list[Tracker] = []
 
@@ -190,13 +191,18 @@ class Observer:
                 self._progress.note(line)
 
     @contextmanager
+    def _profiled(self, name: str) -> Iterator[None]:
+        with heartbeat.phase(name), self._profiler.phase(name) if self._profiler else nullcontext():
+            yield
+
+    @contextmanager
     def _saved_from_profiling(self) -> Iterator[None]:
         """Let no fault of a profiler end a run."""
         try:
             yield
         except Exception as error:
             self._warn(f"the profile is lost: {type(error).__name__}: {error}")
-            self._profiler, self.phase = None, no_phase
+            self._profiler, self.phase = None, heartbeat.phase
 
     def _record(self, row: dict[str, Any]) -> None:
         assert self._log is not None

@@ -20,6 +20,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from ..data.batch import Batch
+from ..heartbeat import heartbeat
 from ..loss.record import LossRecord
 from .cut import Cut
 from .schedule_file import ScheduleFile
@@ -107,6 +108,7 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor, *, sources: Tensor | None = None, **columns: Any) -> Tensor:
         """Map tokens [B, S] or hidden states [B, S, D] to hidden states, the loss [1] or logits."""
+        heartbeat.touch()
         for module in self._uncalled:
             if gather := getattr(module, "unshard", None):
                 gather()  # FSDP does so by itself where a module is called

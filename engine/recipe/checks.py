@@ -27,7 +27,7 @@ def check(recipe: Recipe, world: int | None = None) -> list[Finding]:
         recipe: tables that are each valid alone.
         world: number of ranks; without it, what depends on it is not checked.
     """
-    parts = (_run, _lengths, _data, _streams, _groups, _targets, _degrees)
+    parts = (_run, _lengths, _data, _streams, _groups, _targets, _degrees, _timeouts)
     findings = [finding for part in parts for finding in part(recipe)]
     if not any(path[:1] == ("precision",) for path, _, _ in findings):  # patterns are usable
         findings += check_precision(recipe, known_degrees(recipe, world))
@@ -67,6 +67,17 @@ def _run(recipe: Recipe) -> Iterator[Finding]:
     if re.fullmatch(r"\w*", run.resume) and run.resume not in ("auto", "never"):
         message = f'expected "auto", "never" or a checkpoint\'s path, got {shown_value(run.resume)}'
         yield ("run", "resume"), message, ""
+
+
+def _timeouts(recipe: Recipe) -> Iterator[Finding]:
+    table = recipe.resilience
+    if table.hang_seconds >= table.collective_timeout_seconds:
+        message = (
+            f"{table.hang_seconds:g} s is not less than resilience.collective_timeout_seconds "
+            f"({table.collective_timeout_seconds:g})"
+        )
+        hint = "a hang must be noticed before the other ranks give up; leave it out for the half"
+        yield ("resilience", "hang_timeout_seconds"), message, hint
 
 
 def _lengths(recipe: Recipe) -> Iterator[Finding]:

@@ -206,6 +206,14 @@ class Resilience(Table):
     """how long `--nproc` waits for ranks to save after a signal before it kills them"""
     collective_timeout_seconds: Annotated[float, Field(gt=0, le=86400)] = 600.0
     """how long a rank waits for the others before the run fails"""
+    hang_timeout_seconds: Annotated[float, Field(gt=0, le=86400)] | None = None
+    """a rank without progress for so long hangs: all ranks write their stacks to logs/, and the run
+    fails; default: half of collective_timeout_seconds"""
+
+    @property
+    def hang_seconds(self) -> float:
+        """The time limit of the watchdog."""
+        return self.hang_timeout_seconds or self.collective_timeout_seconds / 2
 
 
 class Plugins(Table):

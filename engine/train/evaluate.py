@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..data.batch import Batch
+from ..heartbeat import heartbeat
 from ..loss.record import count_tokens, forward_loss
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def evaluate(
     num_sources = len(sources)
     sums = torch.zeros(2, 1 + num_sources, dtype=torch.float64, device=device)
     for batch in batches:
+        heartbeat.touch()
         batch = batch.to(device)
         if pipeline:
             found = pipeline.evaluate(batch, loss, num_sources)

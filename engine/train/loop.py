@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING, Literal
 
+from ..heartbeat import heartbeat
 from .evaluate import validate
 
 if TYPE_CHECKING:
@@ -35,9 +36,11 @@ def train(
     batches = observer.timed(parts.loader.steps(position.batch))
     observer.start(position.step, int(position.tokens))
     while position.step < total:
+        heartbeat.begin_step(position.step + 1)
         if stop.agree():
             observer.sync()
-            saver.save_last(position)
+            with step.phase("checkpoint"):
+                saver.save_last(position)
             return "stopped"
         lr_factor = recipe.schedule.factor(position.step, total)
         step.set_rate(lr_factor)

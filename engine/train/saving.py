@@ -15,6 +15,7 @@ from ..checkpoint.ranks import Ranks
 from ..checkpoint.reader import load_state
 from ..checkpoint.store import CheckpointStore
 from ..errors import CheckpointError, Diverged
+from ..heartbeat import heartbeat
 from . import state as train_state
 from .best import Best
 from .health import Health
@@ -202,6 +203,7 @@ class Saver:
         Raises:
             CheckpointError: it holds weights only, or does not fit.
         """
+        heartbeat.enter("resume")
         if manifest.contents != "full":
             raise CheckpointError(
                 f"{path} holds weights only: a run cannot go on from it",

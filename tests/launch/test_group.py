@@ -22,8 +22,9 @@ PARENT = """
 import sys
 from pathlib import Path
 from trainer.engine.launch.local import launch
+from trainer.engine.launch.restarts import Restarts
 command = [sys.executable, "-P", "-c", sys.argv[1]]
-sys.exit(launch(command, 2, log_dir=Path(sys.argv[2]), max_restarts=int(sys.argv[3])))
+sys.exit(launch(command, 2, log_dir=Path(sys.argv[2]), restarts=Restarts(int(sys.argv[3]))))
 """
 
 PRELUDE = """

@@ -21,10 +21,11 @@ PARENT = """
 import sys
 from pathlib import Path
 from trainer.engine.launch.local import launch
+from trainer.engine.launch.restarts import Restarts
 nproc, stop, restarts, folder, code, mark = sys.argv[1:]
 command = [sys.executable, "-S", "-E", "-c", code, folder, mark]
 sys.exit(launch(command, int(nproc), log_dir=Path(folder) / "logs",
-                stop_timeout_seconds=float(stop), max_restarts=int(restarts)))
+                stop_timeout_seconds=float(stop), restarts=Restarts(int(restarts))))
 """
 
 PRELUDE = """
@@ -244,15 +245,24 @@ def test_signals_in_the_first_instants_leave_no_orphans(tmp_path: Path, number: 
 
 def test_a_job_is_started_again_as_often_as_allowed_and_meets_anew(job: Launched) -> None:
     code = """
-attempt = int(os.environ["TRAINER_ATTEMPT"])
-open(f"{folder}/store-{attempt}-{rank}", "w").write(os.environ["TRAINER_STORE"])
+attempt, store = int(os.environ["TRAINER_ATTEMPT"]), os.environ["TRAINER_STORE"]
+if rank == 0:
+    open(f"{folder}/store-{attempt}", "w").write(str(os.path.getsize(store)))
+    open(store, "a").write("addresses of an attempt")
 os.kill(os.getpid(), 11) if attempt < 2 and rank else None
 """
     job.start(2, code, restarts=5)
     assert job.end()[0] == 0
-    stores = [(job.folder / f"store-{attempt}-0").read_text() for attempt in range(3)]
-    assert len(set(stores)) == 3
-    assert not any(Path(store).parent.exists() for store in stores), "nothing stays in /tmp"
+    sizes = [(job.folder / f"store-{attempt}").read_text() for attempt in range(3)]
+    assert sizes == ["0"] * 3
+
+
+def test_a_killed_launcher_leaves_no_files(job: Launched) -> None:
+    (job.folder / "temporary").mkdir()
+    job.start(2, "ready()\ntime.sleep(60)", TMPDIR=str(job.folder / "temporary")).wait_ready(2)
+    job.process.kill()
+    wait_until(lambda: job.alive() == [], seconds=5)
+    assert list((job.folder / "temporary").iterdir()) == []
 
 
 def test_foreseen_errors_are_not_tried_again(job: Launched) -> None:

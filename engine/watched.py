@@ -1,0 +1,38 @@
+"""What surrounds a run on each rank, so that every end of it leaves an explanation. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from .heartbeat import heartbeat
+from .launch.environment import World, set_flight_recorder
+from .launch.rank_log import open_rank_log
+from .launch.watchdog import Watchdog
+from .run_dir import RunDirectory
+from .run_state import early_failure_recorded, record_failure
+
+
+@contextmanager
+def watched(directory: RunDirectory, world: World, limit_seconds: float) -> Iterator[None]:
+    """Keep this rank's log and heartbeat around a run; rank 0 locks the run directory first.
+
+    Args:
+        limit_seconds: a rank without progress for so long hangs.
+
+    Raises:
+        RunInUse: another run has the directory.
+        EnvironmentFault: nothing can be written there.
+    """
+    with ExitStack() as stack:
+        log = stack.enter_context(open_rank_log(directory.logs, world.rank))
+        fail = None
+        if world.rank == 0:
+            stack.enter_context(directory)
+            stack.enter_context(early_failure_recorded(directory.path))
+            fail = partial(record_failure, directory.path)
+        stack.enter_context(Watchdog(log, world, limit_seconds, fail))
+        set_flight_recorder(directory.logs)
+        heartbeat.enter("rendezvous")
+        yield
