@@ -37,6 +37,8 @@ CONTEXT.set_forkserver_preload(
         "torch.distributed.tensor.parallel",
         "torch.distributed.checkpoint",
         "torch._dynamo.utils",  # DTensor operations import it
+        "trainer.engine.run",
+        "tests.train.plans",
         "numpy",
         "pytest",
     ]

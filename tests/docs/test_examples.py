@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
+from tests.cases import quick
 from tests.docs.blocks import blocks
 from tests.docs.pages import FOLLOWED
-from tests.docs.walk import ROOT, Walk
+from tests.docs.walk import ROOT, Reading, Walk
 from trainer.cli.main import COMMANDS
 from trainer.engine.errors import RecipeError
 from trainer.engine.recipe.load import load_recipe
@@ -16,9 +17,17 @@ from trainer.engine.recipe.load import load_recipe
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)  # each command has a limit of its own, and a page has dozens
-@pytest.mark.parametrize("document", FOLLOWED)
+@pytest.mark.parametrize("document", quick(FOLLOWED, "README.md"))
 def test_every_example_works(document, tmp_path):
-    walk = Walk(tmp_path)
+    follow(document, Walk(tmp_path))
+
+
+@pytest.mark.parametrize("document", FOLLOWED)
+def test_every_option_and_recipe_is_there(document, tmp_path):
+    follow(document, Reading(tmp_path))
+
+
+def follow(document, walk):
     for block in blocks(ROOT / document):
         try:
             walk.follow(block)

@@ -1,5 +1,7 @@
 """Follows the blocks of a document, one after the other, in a folder of their own."""
 
+import contextlib
+import itertools
 import os
 import re
 import shlex
@@ -13,6 +15,7 @@ import pytest
 import trainer
 from tests.docs.blocks import shape
 from trainer.cli.main import main
+from trainer.engine.recipe.load import load_recipe
 
 ROOT = Path(trainer.__file__).resolve().parent
 # What takes a minute or more runs for a few steps; all else is run as it is written.
@@ -117,17 +120,41 @@ class Walk:
         self.run(f"PYTHONPATH=. trainer validate {path.name}")
 
 
+class Reading(Walk):
+    """Reads a document as far as it goes without running it: commands' options, and recipes."""
+
+    def run(self, command, exit_code=0):
+        """Check a command line's options."""
+        check_options(command)
+        return []
+
+    def check_command(self, command, promised, block):
+        """Check a command; nothing is printed that could be compared."""
+        super().check_command(command, [], block)
+
+    def check_recipe(self, block):
+        """Validate a recipe, or a part of one, in this process."""
+        super().check_recipe(block)
+        if "invalid" not in block.words and "plugin" not in block.text:
+            with contextlib.chdir(self.folder):
+                load_recipe(Path(block.file_name or "part.toml"))
+
+
 def check_options(command):
     """Check the options of each `trainer ...` in a command line, by asking for its help as well.
 
     Of any other program that is ours, check that it is there.
     """
-    for script in re.findall(r"[\w/]+\.py\b", command):
+    for script in re.findall(r"benchmarks/\w+\.py\b", command):
         assert (ROOT / script).exists(), command
-    for part in re.findall(r"\btrainer (?:[^;&|]*)", command):
-        with pytest.raises(SystemExit) as stop:
-            main([*shlex.split(part)[1:], "--help"])
-        assert stop.value.code == 0, part
+    words = shlex.shlex(command, posix=True, punctuation_chars=True)
+    words.whitespace_split = True
+    for separator, part in itertools.groupby(words, lambda word: set(word) <= set("();<>|&")):
+        line = list(part)
+        if not separator and "trainer" in line:
+            with pytest.raises(SystemExit) as stop:
+                main([*line[line.index("trainer") + 1 :], "--help"])
+            assert stop.value.code == 0, line
 
 
 def check_paths(command):

@@ -25,7 +25,7 @@ OPTIMIZERS = {
     "adamw": {"name": "adamw", "lr": 3e-3, "eps": 1e-4, "clip_norm": 0.5},
 }
 COMMON = {
-    "run": {"name": "matrix", "steps": 10, "seed": 3},
+    "run": {"name": "matrix", "steps": 20, "seed": 3},
     "data": BASE["data"] | {"packing": "documents"},
 }
 COMBINATIONS = [
@@ -51,7 +51,7 @@ def trained(recipes):
     found = {}
     for name, recipe in recipes.items():
         parts = assembled(recipe)
-        curves = train(parts)
+        curves = train(parts, recipe.run.steps)
         state = whole(parts.model)
         for key, weight in parts.model.named_parameters():
             for part, value in parts.optimizer.state[weight].items():
