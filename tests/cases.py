@@ -6,8 +6,12 @@ import pytest
 
 
 def also(*values: object) -> list[object]:
-    """Return parameters of tests that `make test-all` runs, and `make test` does not."""
-    return [pytest.param(value, marks=pytest.mark.matrix) for value in values]
+    """Return parameters of tests that `make test-all` runs, and `make test` does not.
+
+    A tuple is the values of several arguments.
+    """
+    every = (value if isinstance(value, tuple) else (value,) for value in values)
+    return [pytest.param(*value, marks=pytest.mark.matrix) for value in every]
 
 
 def quick(names: Collection[str], *chosen: str) -> list[object]:

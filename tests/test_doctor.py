@@ -89,6 +89,7 @@ GatedMLP.forward = slow
 """
 
 
+@pytest.mark.matrix
 def test_what_a_recipe_compiles_is_traced_without_its_data(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
     code, out = doctor("--compile", "recipe.toml", "--json", cwd=tmp_path)

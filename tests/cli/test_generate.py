@@ -90,6 +90,6 @@ def test_processes_that_share_the_blocks_say_what_one_says(folder, capfd):
 
 def test_more_processes_than_blocks_are_refused(folder, capfd):
     with pytest.raises(SystemExit) as stop:
-        main(["generate", folder, "--nproc", "9"])
+        main(["generate", folder, "--nproc", "3"])
     assert stop.value.code == 2
-    assert "9 ranks cannot share the" in capfd.readouterr().err
+    assert "3 ranks cannot share the" in capfd.readouterr().err

@@ -24,6 +24,7 @@ def model_on_meta(config: Llama3Config) -> LanguageModel:
         return config.build(choose({}, "cpu", 64))
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_memory_stays_within_its_bound(tmp_path: Path) -> None:
     """Twice the largest tensor and 1 GB; what Python and torch take themselves is in it."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.cases import also
 from tests.data.corpora import SMALL, content, corpus, made, parts_of, small_parts  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("small_parts")
@@ -37,7 +38,8 @@ def command(*arguments: str, **settings: Any) -> subprocess.Popen[str]:
     )
 
 
-def test_killed_ten_times_it_goes_on_and_makes_the_same_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [3, *also(10)])
+def test_killed_often_it_goes_on_and_makes_the_same_bytes(tmp_path: Path, kills: int) -> None:
     source = corpus(tmp_path, megabytes=5)
     arguments = ["data", "prepare", source.path, "--out", str(tmp_path / "out"), "--workers", "2"]
     arguments += ["--shard-tokens", str(2**16)]
@@ -46,7 +48,7 @@ def test_killed_ten_times_it_goes_on_and_makes_the_same_bytes(tmp_path: Path) ->
     assert total > 200  # on a busy machine many are made before the kill comes
     draw = random.Random(1)
     before = 0
-    for kill in range(10):
+    for kill in range(kills):
         process = command(*arguments)
         while len(parts_of(tmp_path / "out")) < before + 5 and process.poll() is None:
             time.sleep(0.001)

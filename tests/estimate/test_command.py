@@ -50,6 +50,7 @@ def test_json_adds_up(command):
     assert "knobs" not in found  # it fits
 
 
+@pytest.mark.matrix
 def test_knobs_are_simulated_and_sorted(command):
     code, out, _ = command("--json", "--knobs", "--set", "memory.recompute=selective")
     assert code == 0

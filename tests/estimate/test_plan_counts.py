@@ -200,6 +200,7 @@ def scaled_and_whole(name):
     return [(small.count(place), whole.count(place)) for place in places]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", list(SCALED))
 def test_small_simulations_give_what_whole_ones_do(name):
     (found,) = run_ranks(1, scaled_and_whole, name, timeout=500)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.cases import also
 from tests.distributed import run_ranks
 from tests.kernels.child import Child, needs_triton
 from tests.kernels.compiled import compiled, on_each_triton
@@ -168,12 +169,13 @@ def exchange_by_triton(folder, cases, rank, programs):
 
 
 @needs_triton
-@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("programs", [3, *also(1)])
 def test_one_rank_pulls_from_itself(tmp_path, programs):
     left = interpreted(exchange_by_triton, tmp_path, [[[5]], [[0]], [[7]]], 0, programs)
     assert left == [0] * programs
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @needs_triton
 def test_ranks_pull_rows_and_gradients_from_each_other(tmp_path):
@@ -199,6 +201,7 @@ def launch(world, counts):
         triton.pull(rows, 4096 * 2 // 8, addresses, addresses, 1, 64)
 
 
+@pytest.mark.matrix
 @needs_triton
 @on_each_triton
 def test_a_pull_compiles_once_reads_16_bytes_at_a_time_and_spills_nothing(triton):
@@ -208,6 +211,7 @@ def test_a_pull_compiles_once_reads_16_bytes_at_a_time_and_spills_nothing(triton
     assert kernel.instructions["ATOMG"] >= 4  # to send and to receive, before and after
 
 
+@pytest.mark.matrix
 @needs_triton
 def test_any_number_of_ranks_compiles():
     for world in (1, 2, 6):

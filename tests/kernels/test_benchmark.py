@@ -5,6 +5,8 @@ import subprocess
 import sys
 from collections import defaultdict
 
+import pytest
+
 from tests.kernels.child import ROOT
 
 OF_GROUPS = {
@@ -20,6 +22,7 @@ OF_GROUPS = {
 }
 
 
+@pytest.mark.matrix
 def test_a_dry_run_measures_every_contestant_of_every_case(tmp_path):
     out, kept = tmp_path / "rows.jsonl", ROOT / "benchmarks/results/kernels.jsonl"
     before = kept.read_bytes() if kept.exists() else None

@@ -35,12 +35,14 @@ def test_a_compilation_is_recorded_with_its_constants_and_instructions(triton):
     assert kernel.spill_bytes == 0
 
 
+@pytest.mark.matrix
 def test_the_target_is_the_one_asked_for():
     (kernel,) = compiled(launch_product, 64, 128, 64, 4, arch=80)
     assert kernel.instructions["HMMA"] > 0
     assert "HGMMA" not in kernel.instructions
 
 
+@pytest.mark.matrix
 def test_spills_are_seen():
     """A warp cannot hold 128 x 256 sums: 1,024 registers a thread."""
     (kernel,) = compiled(launch_product, 128, 256, 32, 1)
@@ -48,6 +50,7 @@ def test_spills_are_seen():
     assert kernel.instructions["STL"] > 0
 
 
+@pytest.mark.matrix
 def test_what_does_not_fit_into_shared_memory_is_refused():
     with pytest.raises(AssertionError, match="OutOfResources"):
         compiled(launch_product, 256, 512, 256, 8)

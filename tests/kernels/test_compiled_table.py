@@ -15,7 +15,7 @@ from tests.kernels.child import ROOT, needs_triton
 from tests.kernels.compiled import SHARED_BYTES, compiled, on_each_triton
 from tests.kernels.launches import LAUNCHES, PRODUCTS, SPECIALISED, WITH_TMA, grouped_dw, grouped_mm
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.matrix]
 
 TABLE = ROOT / "kernels" / "compiled.json"
 PRODUCT_OF = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}  # the tensor cores of each generation

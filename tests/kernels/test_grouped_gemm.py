@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
+from tests.cases import also
 from tests.kernels.child import needs_triton
 from tests.kernels.guarded import TOLERANCE, group_sizes, guards, relative_error, surrounded
 from tests.kernels.interpreted import interpreted
@@ -15,6 +16,7 @@ from trainer.kernels.grouped_gemm import op, reference
 from trainer.kernels.grouped_gemm.launch import Tiling
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+QUICK_DTYPES = [torch.bfloat16, *also(torch.float32, torch.float16)]
 SMALL = {"block_m": 16, "block_n": 32, "block_k": 16, "warps": 4, "stages": 3}
 TILINGS = {
     "pointers": Tiling(**SMALL),
@@ -102,7 +104,7 @@ def worst_mm(name, dtype, trans_w, out_dtype):
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", QUICK_DTYPES)
 @pytest.mark.parametrize("trans_w", [True, False])
 @pytest.mark.parametrize("name", TILINGS)
 def test_triton_multiplies_each_group(name, trans_w, dtype):
@@ -129,7 +131,7 @@ def worst_dw(tma, dtype, out_dtype, add):
 
 @needs_triton
 @pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", QUICK_DTYPES)
 @pytest.mark.parametrize("tma", [False, True])
 def test_triton_sums_each_groups_weight_gradient(tma, dtype, add):
     assert 0 < interpreted(worst_dw, tma, dtype, torch.float32, add) < 1e-6
@@ -199,7 +201,7 @@ def test_gradients(check, sizes, trans_w):
     assert check(lambda x, w: reference.grouped_mm(x, w, offs, trans_w=trans_w), (x, w))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, *also(torch.bfloat16)])
 def test_they_are_operations_that_compile(dtype):
     x, w, dy, offs = inputs([2, 0, 3], 3, 4, dtype)
     for value in (x, w):

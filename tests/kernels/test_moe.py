@@ -200,6 +200,7 @@ def launch(tma, arch_default=False):
     triton.weigh(rows, rows, slot, torch.empty(T, A))
 
 
+@pytest.mark.matrix
 @needs_triton
 @on_each_triton
 @pytest.mark.parametrize("tma", [False, True])

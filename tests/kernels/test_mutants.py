@@ -109,6 +109,7 @@ def is_seen(survives, old, new, tma):
         return True
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize(

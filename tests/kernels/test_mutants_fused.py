@@ -118,6 +118,7 @@ def survives(package, check, cases, old, new):
     return True
 
 
+@pytest.mark.matrix
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
+from tests.cases import also
 from tests.kernels.child import needs_triton
 from tests.kernels.compiled import compiled, on_each_triton
 from tests.kernels.guarded import TOLERANCE, guards, relative_error, surrounded
@@ -93,7 +94,7 @@ def test_gradients(check):
     assert check(lambda y: op.unpermute(y, slot), (y,))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, *also(torch.bfloat16)])
 def test_they_are_operations_that_compile(dtype):
     x, y, slot, weight = inputs(4, 2, 3, dtype)
     for value in (x, y, weight):
@@ -122,6 +123,7 @@ def launch(token_counts, dtype):
         triton.row_dots(x, y, slot)
 
 
+@pytest.mark.matrix
 @needs_triton
 @on_each_triton
 @pytest.mark.parametrize("arch", [80, 90, 100])

@@ -183,6 +183,7 @@ def launch_all():
     triton.dequant(q, scale, torch.bfloat16)
 
 
+@pytest.mark.matrix
 @needs_triton
 @on_each_triton
 def test_nothing_spills_and_rows_are_read_16_bytes_at_a_time(triton):

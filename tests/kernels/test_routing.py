@@ -172,6 +172,7 @@ def launch_plans(token_counts):
         triton.generate_permute_indices(torch.zeros(64, dtype=torch.int32), 8, 8, tokens, 16)
 
 
+@pytest.mark.matrix
 @needs_triton
 @on_each_triton
 @pytest.mark.parametrize("arch", [80, 90, 100])

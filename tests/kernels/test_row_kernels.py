@@ -223,6 +223,7 @@ def launch_all():
     loss.replace_by_gradient(empty(64, 128256), torch.zeros(64, dtype=torch.int64), 1e-4)
 
 
+@pytest.mark.matrix
 @on_each_triton
 def test_nothing_spills_and_rows_are_read_16_bytes_at_a_time(triton):
     found = compiled(launch_all, triton=triton)

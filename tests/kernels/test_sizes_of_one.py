@@ -1,11 +1,12 @@
 """Triton makes a size of 1 a constant, which the interpreter does not: kernels compile with it."""
 
+import pytest
 import torch
 
 from tests.kernels.child import needs_triton
 from tests.kernels.compiled import compiled
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.matrix]
 
 
 def empty(*shape, dtype=torch.bfloat16):

@@ -71,6 +71,7 @@ def most_compilations(found):
     return max(names.count(name) for name in names)
 
 
+@pytest.mark.matrix
 def test_operations_on_rows_are_compiled_twice_at_most():
     found = compiled(launch_rows)
     # Two layouts are two kernels.
@@ -78,6 +79,7 @@ def test_operations_on_rows_are_compiled_twice_at_most():
     assert len([each for each in found if each.name == "_quant_act"]) <= 4
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("is_tma", [False, True])
 def test_products_are_compiled_twice_at_most(is_tma):
     assert most_compilations(compiled(launch_products, is_tma)) <= 2

@@ -8,6 +8,7 @@ import pytest
 from tests.kernels.child import ROOT
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_bare_loop_and_transformers_have_our_loss():
     """The script compares losses before it goes on."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._dynamo
 
+from tests.cases import also
 from tests.distributed import run_ranks
 from tests.train.plans import BASE, assembled, recipe_with
 from trainer.engine.errors import EnvironmentFault
@@ -90,8 +91,8 @@ def fused(recipe, folder):
 @pytest.mark.parametrize(
     ("rows", "backend"),
     [
-        (1, without_code.__name__),
         (2, without_code.__name__),
+        *also((1, without_code.__name__)),
         pytest.param(2, "inductor", marks=GENERATES_CODE),
     ],
 )

@@ -59,7 +59,7 @@ PLANS = {
     "tensor and replicate, kept": {"tensor": 2, "replicate": 2},
     "context, kept": {"context": 2},
 }
-IN_EVERY_RUN = "shard, dim 1", "tensor and shard", "pipeline and shard, kept"
+IN_EVERY_RUN = "tensor and shard", "pipeline and shard, kept"
 
 
 def curves_and_places(recipe):

@@ -33,6 +33,7 @@ def test_its_conversations_are_all_read_and_fit_a_row() -> None:
     assert longest < 2 * table.seq_len
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_it_learns_and_answers(tmp_path: Path) -> None:
     def run(*arguments: str) -> str:

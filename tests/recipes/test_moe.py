@@ -47,6 +47,7 @@ def rows(folder, name):
     return [row for row in map(json.loads, lines) if row["kind"] == "train"]
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_it_trains_goes_on_after_a_signal_and_shares_its_experts(tmp_path):

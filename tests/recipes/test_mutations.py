@@ -13,6 +13,7 @@ import pytest
 import tomli
 
 import trainer
+from tests.cases import also
 from trainer.cli.main import main
 
 MAIN = """\
@@ -182,7 +183,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("part", range(20))
+@pytest.mark.parametrize("part", [0, 1, 2, *also(*range(3, 20))])
 def test_a_damaged_recipe_is_refused_at_a_place_or_still_valid(folder, part):
     refused = 0
     for seed in range(100 * part, 100 * part + 100):
@@ -198,7 +199,7 @@ def test_a_damaged_recipe_is_refused_at_a_place_or_still_valid(folder, part):
     assert 50 < refused < 100
 
 
-@pytest.mark.parametrize("seed", range(5000, 5010))
+@pytest.mark.parametrize("seed", [5000, 5001, *also(*range(5002, 5010))])
 def test_the_command_itself_refuses_damaged_recipes(folder, seed):
     arguments = write_case(folder, seed)
     root = Path(trainer.__file__).absolute().parents[1]

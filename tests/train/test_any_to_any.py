@@ -51,7 +51,7 @@ DENSE = Family(
         ),
         "shard-2-context-2-tensor-2": (8, {"shard": 2, "context": 2, "tensor": 2}),
     },
-    ("alone", "shard-2", "pipeline-2-tensor-2"),
+    ("alone", "pipeline-2-tensor-2"),
 )
 MIXED = Family(
     EXPERTS,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.cases import quick
 from tests.distributed import run_ranks
 from tests.train.plans import recipe_with
 from tests.train.processes import complaints, finish, rows, start, tensors, write_recipe
@@ -63,7 +64,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", list(PLANS))
+@pytest.mark.parametrize("plan", quick(PLANS, "alone", "hybrid-2x2"))
 def test_average_is_that_of_the_recursion_and_is_what_is_validated(plan):
     ranks, parallel = PLANS[plan]
     recipe = recipe_with(parallel=parallel, ema={"decay": DECAY, "interval": INTERVAL})

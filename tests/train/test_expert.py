@@ -35,10 +35,8 @@ PLANS = {
     "pipeline-context-tensor": (8, {"expert": 4, "pipeline": 2, "context": 2, "tensor": 2}),
 }
 QUICK = {
-    ("expert-2-shard-4",),
     ("hybrid",),
     ("tensor-expert",),
-    ("context",),
     ("pipeline",),
     ("divided-expert",),
     ("expert-2", "selective"),

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from tests.cases import also
 from tests.convert.models import loaded_by_transformers
 from tests.train.processes import complaints, finish, rows, start, tensors, write_recipe
 from trainer.engine.inference import Dtype, Weights, open_model
@@ -23,7 +24,7 @@ def their_logits(folder):
         return loaded_by_transformers(folder)(torch.arange(40).unsqueeze(0)).logits
 
 
-@pytest.mark.parametrize(("world", "tensor"), [(1, 1), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("world", "tensor"), [(1, 1), (4, 2), *also((2, 1))])
 def test_weights_and_average_are_exported_at_the_end(tmp_path, world, tensor):
     recipe = write_recipe(tmp_path / "run", steps=6)
     settings = [*EXPORT, "ema.decay=0.5", f"parallel.tensor={tensor}"]

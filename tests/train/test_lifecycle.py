@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from tests.cases import also
 from tests.train.processes import (
     complaints,
     finish,
@@ -56,8 +57,10 @@ def poison_all():
     poison(*range(4, 1000))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("world", "number"),
+    [(1, signal.SIGINT), (2, signal.SIGTERM), *also((1, signal.SIGTERM), (2, signal.SIGINT))],
+)
 def test_a_signal_to_one_rank_saves_on_all_and_the_run_goes_on_later(tmp_path, world, number):
     reference = write_recipe(tmp_path / "reference", steps=24)
     assert finish(start(reference, world)) == [0] * world
@@ -197,7 +200,7 @@ def test_non_finite_gradients_stop_the_run_and_are_never_saved(tmp_path):
     assert all(value.isfinite().all() for value in state.values() if value.is_floating_point())
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, *also(1)])
 def test_a_skipped_step_changes_no_weight_and_the_run_goes_on(tmp_path, world):
     recipe = write_recipe(tmp_path / "run", steps=20)
     skip = ["resilience.non_finite=skip"]

@@ -6,6 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests.cases import also
 from tests.distributed import run_ranks
 from tests.train.outcomes import assert_equal
 from tests.train.plans import BASE, assembled, recipe_with
@@ -25,24 +26,28 @@ COMPILED = {"enabled": True, "backend": "aot_eager"}
 DATA = BASE["data"] | {"packing": "documents"}
 
 
-@pytest.mark.parametrize("attention", ["matmul", "sdpa"])
+@pytest.mark.parametrize("attention", ["matmul", *also("sdpa")])
 def test_recomputation_changes_no_bit(attention):
     like = {"data": DATA, "kernels": {"attention": attention}}
     assert_equal(1, [like | {"memory": memory} for memory in MODES.values()], like, tolerance=0)
 
 
-def test_recomputation_under_plans():
-    plans = [
-        ("selective", {"shard": 2}),
+@pytest.mark.parametrize(
+    ("mode", "plan"),
+    [
         ("selective", {"tensor": 2}),
-        ("selective", {"context": 2}),
-        ("selective", {"pipeline": 2}),
-        ("every_n", {"tensor": 2}),
         ("every_n", {"pipeline": 2, "pipelining": {"schedule": "Interleaved1F1B"}}),
-    ]
+        *also(
+            ("selective", {"shard": 2}),
+            ("selective", {"context": 2}),
+            ("selective", {"pipeline": 2}),
+            ("every_n", {"tensor": 2}),
+        ),
+    ],
+)
+def test_recomputation_under_plans(mode, plan):
     like = {"data": DATA, "model": BASE["model"] | {"n_layers": 4}}
-    changes = [like | {"memory": MODES[mode], "parallel": plan} for mode, plan in plans]
-    assert_equal(2, changes, like)
+    assert_equal(2, [like | {"memory": MODES[mode], "parallel": plan}], like)
 
 
 def test_what_a_recipe_keeps_is_held_and_not_computed_again():
@@ -74,6 +79,7 @@ def held(modes):
     return found
 
 
+@pytest.mark.matrix
 def test_compiled_blocks_that_recompute_change_no_weight():
     changes = [{"memory": MODES[mode], "compile": COMPILED} for mode in ("full", "selective")]
     changes.append({"memory": {"recompute": "budget"}, "compile": COMPILED})

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.cases import also, quick
 from tests.convert.models import tensors_of
 from tests.convert.run import convert
 from tests.distributed import run_ranks
@@ -57,7 +58,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", list(PLANS))
+@pytest.mark.parametrize("plan", quick(PLANS, "1F1B", "shard-V", "tensor"))
 def test_one_weight_at_both_ends(plan, one_process):
     """Both copies keep the same bits, and have those of one process, to rounding."""
     world, parallel = PLANS[plan]
@@ -98,7 +99,7 @@ def sampled(path, which):
 @pytest.mark.parametrize(
     ("world", "plan"),
     [
-        pytest.param(4, ["parallel.shard=2"], marks=pytest.mark.matrix),
+        *also((4, ["parallel.shard=2"])),
         (
             4,
             ["parallel.tensor=2", "parallel.pipelining.schedule=ZBVZeroBubble", "model.n_layers=4"],
@@ -152,7 +153,7 @@ SPLIT_ENDS = """
 """
 
 
-@pytest.mark.parametrize(("tie", "shard"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize(("tie", "shard"), [(True, 2), *also((False, 1))])
 def test_a_schedule_from_a_file(tie, shard, tmp_path, one_process):
     """Four stages on two ranks, three of them on the first; passes in an order of nobody else's."""
     path = tmp_path / "schedule.csv"
@@ -189,7 +190,7 @@ def gradients(recipe):
     return found, [int((row != IGNORED).sum()) for batch in batches for row in batch.labels]
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", *also("1F1B")])
 def test_gradients_count_each_token_once(schedule, tmp_path):
     """Micro batches of few and of many valid tokens weigh by them, not the same."""
     lines = ("xy" if number % 2 else "a line that is much longer" for number in range(64))

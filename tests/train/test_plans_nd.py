@@ -20,14 +20,14 @@ from trainer.engine.convert.export import export_huggingface
 
 RING = {"context": 2, "context_exchange": "ring"}
 QUICK = {
-    "tensor-2": (2, {"tensor": 2}),
     "tensor-4-shared-kv": (4, {"tensor": 4}),
     "context-2": (2, {"context": 2}),
-    "pipeline-2": (2, {"pipeline": 2}),
     "pipeline-2-ring-2": (4, {"pipeline": 2, **RING}),
     "pipeline-2-shard-2-tensor-2": (8, {"pipeline": 2, "tensor": 2, "shard": 2}),
 }
 MORE = {
+    "tensor-2": (2, {"tensor": 2}),
+    "pipeline-2": (2, {"pipeline": 2}),
     "ring-2": (2, RING),
     "tensor-2-shard-2": (4, {"tensor": 2, "shard": 2}),
     "context-2-tensor-2": (4, {"context": 2, "tensor": 2}),
@@ -60,7 +60,7 @@ def test_plan_gives_the_curves_of_one_process(plan, alone):
     assert_same(world, alone, parallel=parallel, data=BASE["data"] | {"packing": "documents"})
 
 
-@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", *also("Interleaved1F1B")])
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", *also("ZBVZeroBubble")])
 def test_every_schedule_of_a_sharded_pipeline(schedule, alone):
     assert_same(
         4,
@@ -107,7 +107,7 @@ def test_recomputation(parallel, alone):
     assert_same(2, alone, parallel=parallel, memory={"recompute": "full"})
 
 
-@pytest.mark.parametrize("others", [RING, *also({"shard": 2}, {"pipeline": 2}, {"context": 2})])
+@pytest.mark.parametrize("others", [{}, *also(RING, {"shard": 2}, {"pipeline": 2}, {"context": 2})])
 def test_compiled_blocks_change_no_weight(others):
     """Each weight is compared: a lost gradient may hardly show in the loss."""
 
@@ -115,7 +115,9 @@ def test_compiled_blocks_change_no_weight(others):
         return run_ranks(1, weights, recipe_with())[0]
 
     compiler = {"enabled": True, "backend": "aot_eager"}
-    assert_same_weights(4, eager, parallel={"tensor": 2, **others}, compile=compiler)
+    assert_same_weights(
+        4 if others else 2, eager, parallel={"tensor": 2, **others}, compile=compiler
+    )
 
 
 def test_offloaded_weights_and_split_ones(alone):
@@ -123,7 +125,7 @@ def test_offloaded_weights_and_split_ones(alone):
     assert_same(4, alone, parallel=parallel)
 
 
-@pytest.mark.parametrize("vocab_size", [257, 320])
+@pytest.mark.parametrize("vocab_size", [257, *also(320)])
 def test_logits_are_whole(vocab_size):
     model = BASE["model"] | {"vocab_size": vocab_size}
     found = run_ranks(2, logits, recipe_with(parallel={"tensor": 2}, model=model))
