@@ -9,6 +9,7 @@ pickle, so plain Python and numpy are best.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import signal
@@ -100,14 +101,14 @@ def run_ranks_to_their_ends(
         for outcome in outcomes:
             ours, theirs = CONTEXT.Pipe(duplex=False)
             target = (function.__module__, function.__qualname__)
-            group = (outcome.rank, world, f"file://{folder}/rendezvous", timeout)
+            group = (outcome.rank, world, folder, timeout)
             process = CONTEXT.Process(target=_rank, args=(theirs, target, group, args, env or {}))
             process.start()
             theirs.close()
             running[ours] = (outcome, process)
         processes = [process for _, process in running.values()]
         try:
-            _collect(running, time.monotonic() + timeout, grace)
+            _collect(running, time.monotonic() + timeout, grace, Path(folder))
             for process in processes:  # after the result comes a barrier and the teardown
                 process.join(10)
         finally:
@@ -120,9 +121,12 @@ def run_ranks_to_their_ends(
 
 
 def _collect(
-    running: dict[Connection, tuple[Outcome, Any]], deadline: float, grace: float | None
+    running: dict[Connection, tuple[Outcome, Any]],
+    deadline: float,
+    grace: float | None,
+    folder: Path,
 ) -> None:
-    """Fill the outcomes as they come; a closed pipe is a death."""
+    """Fill the outcomes as they come; a closed pipe is a death, with the stacks of that moment."""
     while running:
         ready = wait(list(running), max(0.0, deadline - time.monotonic()))
         if not ready:
@@ -137,7 +141,9 @@ def _collect(
                 outcome.value, outcome.error = pickle.loads(connection.recv_bytes())
             except EOFError:
                 process.join()
-                outcome.error = f"died without a word: {_exit_text(process.exitcode)}"
+                stacks = folder / f"stacks-{outcome.rank}"
+                written = stacks.read_text("utf-8") if stacks.exists() else ""
+                outcome.error = f"died without a word: {_exit_text(process.exitcode)}\n{written}"
             if not outcome.succeeded and grace is not None:
                 deadline = min(deadline, time.monotonic() + grace)
 
@@ -153,7 +159,8 @@ def _rank(
     args: tuple[Any, ...],
     env: dict[str, str],
 ) -> None:
-    rank, world, rendezvous, timeout = group
+    rank, world, folder, timeout = group
+    faulthandler.enable(os.open(f"{folder}/stacks-{rank}", os.O_WRONLY | os.O_CREAT))
     local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.update({key: str(value) for key, value in local.items()} | env)
     import torch
@@ -165,7 +172,7 @@ def _rank(
         if world > 1:
             dist.init_process_group(
                 "gloo",
-                init_method=rendezvous,
+                init_method=f"file://{folder}/rendezvous",
                 rank=rank,
                 world_size=world,
                 timeout=timedelta(seconds=timeout),

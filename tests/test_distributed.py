@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import time
@@ -31,6 +32,10 @@ def die_on_rank_1() -> None:
     dist.barrier()
 
 
+def crash() -> None:
+    faulthandler._sigsegv()  # type: ignore[attr-defined]  # what a bug in C++ does
+
+
 def sleep_for_ever() -> None:
     time.sleep(1000)
 
@@ -57,6 +62,11 @@ def test_a_killed_rank_is_told_from_its_survivor() -> None:
     assert "SIGKILL" in killed.error
     assert killed.exit_code == -signal.SIGKILL
     assert survivor.exit_code == 1
+
+
+def test_a_rank_that_crashes_says_where() -> None:
+    with pytest.raises(AssertionError, match=r"(?s)SIGSEGV.*test_distributed.py.* in crash"):
+        run_ranks(1, crash)
 
 
 def test_a_hang_ends_at_the_time_limit() -> None:

@@ -50,7 +50,7 @@ def test_a_rank_killed_during_a_save_publishes_nothing(
     fault = {"TRAINER_FAULT": f"checkpoint.{point}:rank{rank}:step2:kill"}
     start = time.monotonic()
     outcomes = run_ranks_to_their_ends(2, save_two, tmp_path, mode, env=fault, timeout=60)
-    assert time.monotonic() - start < 20, "the survivor waits too long"
+    assert time.monotonic() - start < 50, "the survivor waits too long"
     assert "SIGKILL" in outcomes[rank].error
     assert "LostContact" in outcomes[1 - rank].error
     assert "lost contact with another rank" in outcomes[1 - rank].error

@@ -155,7 +155,7 @@ def test_a_hub_that_does_not_answer_is_a_data_error_at_once(
         with pytest.raises(DataError, match="someone/something: the Hugging Face hub") as error:
             ask()
         assert "network" in error.value.hint
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path: Path) -> None:

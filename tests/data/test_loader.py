@@ -74,7 +74,7 @@ def test_a_killed_worker_is_an_error_and_not_a_hang() -> None:
         pytest.raises(DataError, match=r"step [456]: a data worker died"),
     ):
         list(islice(batches, 10))
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 50, "a hang takes 60 s"
 
 
 def test_a_hung_worker_is_an_error_after_the_timeout_and_is_ended() -> None:
@@ -129,7 +129,7 @@ def test_workers_end_with_their_parent(last_line: str, code: int) -> None:
     assert (result.returncode, result.stderr) == (code, "")
     pids = [int(pid) for pid in result.stdout.split()]
     assert len(pids) == 2
-    wait_until(lambda: not any(map(alive, pids)), seconds=2)
+    wait_until(lambda: not any(map(alive, pids)))
 
 
 def test_the_run_imports_no_worker_code_without_workers() -> None:
@@ -154,7 +154,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
     for _ in times(seconds):
         if condition():
             return

@@ -98,7 +98,7 @@ def test_a_rank_that_never_comes_is_an_environment_fault(tmp_path: Path) -> None
     code = """
 from trainer.engine.errors import EnvironmentFault
 if world.rank == 1:
-    time.sleep(20)
+    time.sleep(600)
 try:
     with process_group(world, cpu, 2):
         pass
@@ -109,7 +109,7 @@ except EnvironmentFault as error:
     code, out, _, seconds = launch(code, tmp_path)
     assert code == 3
     assert "rank 0 of 2 could not meet the others" in out
-    assert seconds < 20
+    assert seconds < 55, "the other sleeps for ten minutes"
 
 
 def test_a_port_in_use_is_an_environment_fault() -> None:
@@ -142,7 +142,7 @@ with process_group(world, cpu, 30) as group:
     done = subprocess.run(
         [*command, "--max-restarts=1", script, tmp_path],
         env={**os.environ, "PYTHONPATH": str(ROOT / ".dev")},
-        timeout=90,
+        timeout=280,
         capture_output=True,
         text=True,
     )

@@ -102,7 +102,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run() -> None:
     process.stdout.close()
     assert process.stderr is not None
     assert process.stderr.read() == "trained False\n", "and no complaint of the interpreter's"
-    assert process.wait(timeout=10) == 0
+    assert process.wait(timeout=60) == 0
 
 
 def read_terminal(controller: int) -> str:
@@ -123,7 +123,7 @@ def test_a_terminal_has_a_bar_and_gets_its_cursor_back() -> None:
     process = train(terminal)
     os.close(terminal)
     shown = read_terminal(controller)
-    assert process.wait(timeout=10) == 0
+    assert process.wait(timeout=60) == 0
     os.close(controller)
     assert "step 20000/20000" in shown
     assert "a [b]note[/b]" in shown, "messages are no markup"
@@ -141,4 +141,4 @@ def test_a_terminal_that_is_closed_does_not_end_the_run() -> None:
     os.close(controller)
     assert process.stderr is not None
     assert process.stderr.read() == "trained True\n"
-    assert process.wait(timeout=10) == 0
+    assert process.wait(timeout=60) == 0

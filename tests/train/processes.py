@@ -1,5 +1,6 @@
 """Runs in processes of their own that start in a fraction of a second, for tests that end them."""
 
+import faulthandler
 import json
 import os
 import sys
@@ -79,6 +80,7 @@ def rank_process(recipe, overrides, environment, allow_changed, before, fault):
 
     with (recipe.parent / "stderr.txt").open("a", encoding="utf-8") as errors:
         os.dup2(errors.fileno(), 2)
+    faulthandler.enable(2)
     try:
         if before is not None:
             before()

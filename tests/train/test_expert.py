@@ -36,7 +36,6 @@ PLANS = {
 }
 QUICK = {
     ("hybrid",),
-    ("tensor-expert",),
     ("pipeline",),
     ("divided-expert",),
     ("expert-2", "selective"),

@@ -16,7 +16,8 @@ WHOLE = DATA | {"micro_batch": 8}
 IN_BACKWARD = {"optimizer_in_backward": True}
 OPTIMIZERS = {
     "sgd": BASE["optimizer"] | {"clip_norm": 0.0},
-    "adamw": {"name": "adamw", "lr": 3e-3, "clip_norm": 0.0},
+    # A larger eps: AdamW divides by gradients near zero, and would compare rounding.
+    "adamw": {"name": "adamw", "lr": 3e-3, "eps": 1e-4, "clip_norm": 0.0},
 }
 
 
@@ -41,7 +42,7 @@ def test_the_optimizer_in_backward_under_plans(optimizer):
     like = {"data": WHOLE, "optimizer": OPTIMIZERS[optimizer]}
     plans = [{"shard": 2}, {"tensor": 2}, {"context": 2, "fsdp": {"offload": True}}]
     changes = [like | {"memory": IN_BACKWARD, "parallel": plan} for plan in plans]
-    assert_equal(2, changes, like, tolerance=2e-5)
+    assert_equal(2, changes, like)
 
 
 def test_the_optimizer_in_backward_on_two_axes():
