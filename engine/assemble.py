@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -110,6 +111,7 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
 
         notes.append(load_adapter(Path(recipe.lora.init_from), model, built.config, recipe.lora))
     step = build_step(recipe, built, plan, data.train.separate_labels)
+    take = partial(plan.take, model=model)
     return Parts(
         recipe=recipe,
         model_config=built.config,
@@ -121,9 +123,9 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
         average=WeightAverage(model, recipe.ema) if recipe.ema.decay else None,
         step=step,
         loader=Loader(
-            data.train, loaded_rows(recipe, plan), plan.data_rank, plan.degrees.data, plan.take
+            data.train, loaded_rows(recipe, plan), plan.data_rank, plan.degrees.data, take
         ),
-        validation=_validation(recipe, data, plan),
+        validation=[take(batch) for batch in _validation(recipe, data, plan)],
         total_steps=total_steps(recipe, data),
         device=device,
         world=world,
@@ -280,12 +282,11 @@ def _settle_vocab(config: ModelConfig, vocab_size: int) -> ModelConfig:
     return config
 
 
-def _validation(recipe: Recipe, data: OpenedData, plan: Plan) -> list[Batch]:
+def _validation(recipe: Recipe, data: OpenedData, plan: Plan) -> Iterable[Batch]:
     if not recipe.evaluate.interval or data.validation is None:
         return []
     steps, ranks = recipe.evaluate.steps, plan.degrees.data
-    found = validation_batches(data.validation, recipe.data, steps, plan.data_rank, ranks)
-    return [plan.take(batch) for batch in found]
+    return validation_batches(data.validation, recipe.data, steps, plan.data_rank, ranks)
 
 
 def _apply_determinism(wanted: bool) -> None:

@@ -83,12 +83,18 @@ def continue_rows(
         until: a text ends before the first of these.
     """
     tokens, positions, document_ids = _left_padded(model, tokenizer, prompts)
+    columns = {}
+    if document_ids is not None and model.takes_padding:
+        columns["padding_mask"] = document_ids == 0
     cache = KVCache(tokens.shape[1] + max_new_tokens)
     stops = [tokenizer.encode(word).tolist() for word in until]
     texts: list[list[int]] = [[] for _ in prompts]
     finished = [False] * len(prompts)
     for _ in range(max_new_tokens):
-        logits = model(tokens, positions=positions, document_ids=document_ids, cache=cache)
+        logits = model(
+            tokens, positions=positions, document_ids=document_ids, cache=cache, **columns
+        )
+        columns.clear()
         probabilities = probabilities_of(logits[:, -1].cpu())
         chosen = [
             int(torch.multinomial(row, 1, generator=generator))

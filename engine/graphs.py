@@ -80,7 +80,7 @@ def trace(recipe: Recipe, ranks: int, vocab_size: int) -> list[Traced]:
             cut = recipe.data.model_copy(update={"seq_len": length})
             (batch,) = empty_batches(recipe.model_copy(update={"data": cut}), rows, rows)
             step.set_rate(1.0)
-            step.accumulate([plan.take(batch)])
+            step.accumulate([plan.take(batch, step.parallelized.model)])
             step.clear()
             if step.parallelized.pipeline:  # whose stages know one length
                 break

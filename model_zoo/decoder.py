@@ -14,7 +14,7 @@ from .decoder_config import DecoderConfig
 from .language_model import Constant, LanguageModel, LossFunction, Normal
 from .layers.cache import BlockCache, KVCache
 from .layers.head import Head
-from .layers.moe import moe_layers
+from .layers.moe import MoE, moe_layers
 from .layers.rotary import frequencies, rotation
 
 Tables = tuple[Tensor, Tensor, Tensor | None]
@@ -41,10 +41,16 @@ class Block(nn.Module):
         sin: Tensor,
         mask: Tensor | None = None,
         cache: BlockCache | None = None,
+        token_weights: Tensor | None = None,
     ) -> Tensor:
-        """Map [B, S, D] to [B, S, D]; see `GroupedQueryAttention` for the rest."""
+        """Map [B, S, D] to [B, S, D].
+
+        See `MoE` for `token_weights`, and `GroupedQueryAttention` for the rest.
+        """
         x_BSD = x + self.attention(x, cos, sin, mask, cache)
-        out_BSD: Tensor = x_BSD + self.mlp(x_BSD)
+        has_experts = isinstance(self.mlp, MoE)
+        added_BSD = self.mlp(x_BSD, token_weights) if has_experts else self.mlp(x_BSD)
+        out_BSD: Tensor = x_BSD + added_BSD
         return out_BSD
 
 
@@ -72,6 +78,7 @@ class Decoder(LanguageModel):
         self.attention_mask = kernels.attention_mask
         self.embed = nn.Embedding(config.vocab, config.dim)
         self.layers = nn.ModuleList(self.block(i, kernels) for i in range(config.num_blocks))
+        self.takes_padding = bool(moe_layers(self))
         own_rows = None if config.tie_embeddings else config.vocab
         self.head = Head(config.dim, own_rows, config.norm_eps, kernels)
         # On the CPU also while the module is built on `meta`: arithmetic there imports a compiler.
@@ -108,6 +115,18 @@ class Decoder(LanguageModel):
             mask = self.attention_mask(document_ids, keys)
         return [(*self.rotation(positions), mask)] * self.config.n_layers
 
+    def token_weights(self, padding_mask: Tensor | None) -> Tensor | None:
+        """Return what `MoE` takes beside tokens: nothing where there is no padding, or no expert.
+
+        Args:
+            padding_mask: see `LanguageModel.forward`.
+        """
+        if padding_mask is None or not self.takes_padding:
+            return None
+        is_token_BS = ~padding_mask
+        counts_B1 = is_token_BS.sum(1, keepdim=True).clamp(min=1)
+        return self.own_positions(is_token_BS * (is_token_BS.shape[1] / counts_B1.double()))
+
     def forward(
         self,
         tokens: Tensor | None,
@@ -116,6 +135,7 @@ class Decoder(LanguageModel):
         loss: LossFunction | None = None,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         cache: KVCache | None = None,
         hidden: Tensor | None = None,
         blocks: range | None = None,
@@ -128,11 +148,12 @@ class Decoder(LanguageModel):
             start = 0 if cache is None else cache.length
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         tables = self.tables(positions, document_ids, cache)
+        weights = self.token_weights(padding_mask)
         x_BSD = self.embed(tokens).to(self.compute_dtype) if hidden is None else hidden
         for number in range(blocks.start, min(blocks.stop, count)):
             block_cache = None if cache is None else cache.block(number)
             # By name: a stage of a pipeline has some of them alone.
-            x_BSD = getattr(self.layers, str(number))(x_BSD, *tables[number], block_cache)
+            x_BSD = getattr(self.layers, str(number))(x_BSD, *tables[number], block_cache, weights)
         if blocks.stop <= count:
             return x_BSD
         tied_weight = self.embed.weight if self.config.tie_embeddings else None

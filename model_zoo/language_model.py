@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +36,10 @@ class LanguageModel(nn.Module):
     compute_dtype: torch.dtype = torch.float32
     elsewhere: Mapping[str, tuple[int, ...]] = {}
     """names and shapes of parameters that other ranks have instead of this one"""
+    takes_padding: bool = False
+    """whether `forward` takes `padding_mask`"""
+    own_positions: Callable[[Tensor], Tensor] = staticmethod(lambda whole: whole)
+    """[B, S] of whole rows -> the part that blocks work on, where ranks share a row"""
     buffers_elsewhere: Mapping[str, tuple[int, ...]] = {}
     """the same of saved buffers"""
 
@@ -47,6 +51,7 @@ class LanguageModel(nn.Module):
         loss: LossFunction | None = None,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         cache: KVCache | None = None,
         hidden: Tensor | None = None,
         blocks: range | None = None,
@@ -62,6 +67,8 @@ class LanguageModel(nn.Module):
                 It is called for the labels first, then for what else the model learns to predict.
             positions: [B, S] position of each token in its document; default 0..S-1.
             document_ids: [B, S] attention stays inside runs of equal numbers; default: no borders.
+            padding_mask: [B, S] bool of whole rows, True at filler, which belongs to no document:
+                experts take no such token, and routers do not count it; default: there is none.
             cache: keys and values of earlier positions, extended in place; each stage has its own.
             hidden: [B, S, D] what the blocks before `blocks` made, in place of tokens.
             blocks: which to compute; the number after the last one's is the head; default: all.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ class Batch:
         document_ids: [B, S] int32, within the row; attention stays inside a document.
             None: a row is one document.
         sources: [B] int64, from which source each row is; None: all are from one.
+        padding_mask: [B, S] bool; True at filler, which belongs to no document. A token without a
+            label, such as a prompt's, is no filler. None: there is none.
     """
 
     tokens: Tensor
@@ -31,6 +34,7 @@ class Batch:
     positions: Tensor | None = None
     document_ids: Tensor | None = None
     sources: Tensor | None = None
+    padding_mask: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """Copy it to a device; to a GPU through pinned memory, so that the host does not wait."""
@@ -47,10 +51,6 @@ class Batch:
             yield self._each(itemgetter(slice(first, first + size)))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        return Batch(
-            change(self.tokens),
-            change(self.labels),
-            None if self.positions is None else change(self.positions),
-            None if self.document_ids is None else change(self.document_ids),
-            None if self.sources is None else change(self.sources),
-        )
+        columns: list[Tensor | None] = [getattr(self, column.name) for column in fields(self)]
+        changed: Any = [None if column is None else change(column) for column in columns]
+        return Batch(*changed)

@@ -86,7 +86,7 @@ def validation_batches(
     """Yield a rank's micro batches of the first `steps` global batches of the validation split.
 
     Nothing is read twice. Every rank gets as many batches of the same size; where rows have run
-    out, labels are all -100.
+    out, labels are all -100 and all tokens are padding.
     """
     size = min(table.micro_batch, table.global_batch // ranks)
     total = min(steps * table.global_batch, samples.rows_per_epoch)
@@ -94,4 +94,6 @@ def validation_batches(
         mine = np.arange(size) + (turn * ranks + rank) * size
         rows = samples.gather(np.minimum(mine, total - 1))
         rows.labels[mine >= total] = IGNORED
+        if rows.padding_mask is not None:
+            rows.padding_mask[mine >= total] = True
         yield rows.to_batch()

@@ -27,6 +27,7 @@ class Rows(NamedTuple):
     positions: Indices | None = None
     document_ids: NDArray[np.int32] | None = None
     sources: Indices | None = None
+    padding_mask: NDArray[np.bool_] | None = None
 
     def to_batch(self) -> Batch:
         """Return tensors that share the arrays' memory."""
@@ -114,7 +115,7 @@ def cut(store: TokenStore, start: int, stop: int, seq_len: int) -> Pieces:
 class PaddedRows:
     """One piece of a document a row, padded at the right.
 
-    Nothing masks the padding: no token before it attends to it, and it has no labels.
+    Attention needs no mask: no token before the padding attends to it, and it has no labels.
     """
 
     def __init__(self, store: TokenStore, start: int, stop: int, seq_len: int) -> None:
@@ -136,7 +137,7 @@ class PaddedRows:
         padding = self.place[:-1] >= self.pieces.lengths[rows][:, None]
         np.copyto(columns[0], self.store.eos_id, where=padding)
         np.copyto(columns[1], IGNORED, where=padding)
-        return Rows(columns[0], columns[1])
+        return Rows(columns[0], columns[1], padding_mask=padding)
 
 
 class DocumentRows:
@@ -179,11 +180,14 @@ class DocumentRows:
         padded, _ = _ranges(np.arange(1, shape[0] + 1) * shape[1] - padding, padding)
         columns[0, padded] = self.store.eos_id
         columns[1, padded] = IGNORED
+        padding_mask = np.zeros(len(index), dtype=np.bool_)
+        padding_mask[padded] = True
         return Rows(
             columns[0].reshape(shape),
             columns[1].reshape(shape),
             positions.reshape(shape),
             np.repeat(number.astype(np.int32), lengths).reshape(shape),
+            padding_mask=padding_mask.reshape(shape),
         )
 
 

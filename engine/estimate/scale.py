@@ -145,7 +145,8 @@ class RankCounter:
 
 def step_batches(recipe: Recipe, step: TrainStep, plan: Plan) -> list[Batch]:
     """Return what a rank computes in a step, of no content."""
-    return [plan.take(each) for each in empty_batches(recipe, *rows_of(recipe, step))]
+    model = step.parallelized.model
+    return [plan.take(each, model) for each in empty_batches(recipe, *rows_of(recipe, step))]
 
 
 def _resized(recipe: Recipe, degrees: Degrees, stages_a_rank: int, size: _Size) -> Recipe:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -172,7 +173,7 @@ class _Shortened:
             tracker = track(
                 recipe,
                 step,
-                plan.take,
+                partial(plan.take, model=step.parallelized.model),
                 keeps_gradients=plan.degrees.copies > 1 and plan.mesh is None,
                 on_gpu=self.on_gpu,
                 left=left * self.rows,

@@ -200,9 +200,11 @@ def empty_batches(recipe: Recipe, share: int, rows: int) -> list[Batch]:
     for first in range(0, share, rows):
         shape = (min(rows, share - first), recipe.data.seq_len)
         tokens, labels = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
-        positions = documents = None
+        positions = documents = padding = None
         if recipe.data.packing == "documents":
             positions = torch.zeros(shape, dtype=torch.int64)
             documents = torch.zeros(shape, dtype=torch.int32)
-        batches.append(Batch(tokens, labels, positions, documents))
+        if recipe.data.packing != "concat":
+            padding = torch.zeros(shape, dtype=torch.bool)
+        batches.append(Batch(tokens, labels, positions, documents, padding_mask=padding))
     return batches

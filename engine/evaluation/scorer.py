@@ -72,6 +72,7 @@ def score_batch(model: LanguageModel, batch: Batch) -> list[Score]:
         loss=scores,
         positions=batch.positions,
         document_ids=batch.document_ids,
+        **({"padding_mask": batch.padding_mask} if model.takes_padding else {}),
     )
     shape = batch.labels.shape
     nll = scores.nll.view(shape).double().sum(1).tolist()
@@ -96,7 +97,10 @@ def _padded(rows: Sequence[Window]) -> Batch:
     """Return the rows padded at the right, which no token before it sees."""
     shape = len(rows), max(len(row.inputs) for row in rows)
     tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED)
+    padding_mask = np.ones(shape, np.bool_)
     for number, row in enumerate(rows):
+        padding_mask[number, : len(row.inputs)] = False
         tokens[number, : len(row.inputs)] = row.inputs
         labels[number, : len(row.labels)] = row.labels
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
+    padding = torch.from_numpy(padding_mask)
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), padding_mask=padding)

@@ -85,5 +85,6 @@ def forward_loss(
         loss=record,
         positions=batch.positions,
         document_ids=batch.document_ids,
+        **({} if batch.padding_mask is None else {"padding_mask": batch.padding_mask}),
     )
     return total, record.sums(total, batch.sources, num_sources)

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...kernels.choose import Kernels
@@ -21,6 +21,9 @@ from ...model_zoo.layers.moe import moe_layers
 from ..data.batch import Batch
 from .collectives import gather, summed
 from .ring import ring_attention
+
+if TYPE_CHECKING:
+    from ...model_zoo.language_model import LanguageModel
 
 Attention = Callable[..., Tensor]
 
@@ -47,14 +50,14 @@ class ContextParallel:
         return self.rank, 2 * self.ranks - 1 - self.rank
 
     def take(self, batch: Batch) -> Batch:
-        """Return this rank's part of full rows, [B, S / C], but `document_ids` whole."""
+        """Return this rank's part of full rows, [B, S / C], but ids and padding whole."""
         positions = batch.positions
         if positions is None:
             positions = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
         columns = (batch.tokens, batch.labels, positions)
         mine = (torch.cat(self._mine(column), dim=1) for column in columns)
         tokens, labels, positions = mine
-        return Batch(tokens, labels, positions, batch.document_ids, batch.sources)
+        return replace(batch, tokens=tokens, labels=labels, positions=positions)
 
     def kernels(self, kernels: Kernels) -> Kernels:
         """Return kernels whose attention sees the keys and values of all ranks."""
@@ -67,8 +70,9 @@ class ContextParallel:
             attention_mask=partial(self._mask, kernels.attention_mask),
         )
 
-    def join_counts(self, model: nn.Module) -> None:
+    def join_counts(self, model: LanguageModel) -> None:
         """Let routers count a sequence's choices of experts on all ranks that have a part of it."""
+        model.own_positions = lambda whole: torch.cat(self._mine(whole), dim=1)
         for layer in moe_layers(model).values():
             layer.router.sum_of_sequence = partial(summed, group=self.group)
 

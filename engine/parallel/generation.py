@@ -27,6 +27,7 @@ class PipelinedModel(LanguageModel):
         self.part = model
         self.pipeline = pipeline
         self.vocab = vocab
+        self.takes_padding = model.takes_padding
         self._caches: tuple[KVCache | None, dict[int, KVCache]] = None, {}
 
     def forward(

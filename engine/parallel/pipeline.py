@@ -288,7 +288,11 @@ class Pipeline:
         if positions is None:
             length = batch.tokens.shape[1]
             positions = torch.arange(length, device=batch.tokens.device).expand_as(batch.tokens)
-        columns = {"positions": positions, "document_ids": batch.document_ids}
+        columns = {
+            "positions": positions,
+            "document_ids": batch.document_ids,
+            "padding_mask": batch.padding_mask,
+        }
         if with_labels:
             columns |= {"labels": batch.labels, "sources": batch.sources}
         return {name: column for name, column in columns.items() if column is not None}

@@ -83,8 +83,10 @@ class Plan:
             kernels = split_vocabulary(kernels, config.vocab, self.mesh["tensor"])
         return kernels
 
-    def take(self, batch: Batch) -> Batch:
-        """Return what this rank computes of rows that its group reads."""
+    def take(self, batch: Batch, model: LanguageModel) -> Batch:
+        """Return what this rank computes of rows that its group reads, as its model takes them."""
+        if not model.takes_padding:
+            batch = replace(batch, padding_mask=None)
         return self.context.take(batch) if self.context else batch
 
     def split(

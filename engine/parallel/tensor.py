@@ -54,6 +54,7 @@ def split(
     whole = set()
     layers = moe_layers(model).values()
     # A mixture of experts works on its rank's part of the sequence.
+    model.own_positions = partial(_own_part, model.own_positions, mesh=mesh)
     inside = {layer.norm for layer in layers}
     for layer in layers:
         count, group = layer.router.sum_of_sequence, mesh.get_group()
@@ -75,6 +76,10 @@ def split(
         joined = partial(_join_logits, vocab_size=config.vocab, group=mesh.get_group())
         head.register_forward_hook(joined)
     return whole
+
+
+def _own_part(own: Callable[[Tensor], Tensor], whole: Tensor, mesh: DeviceMesh) -> Tensor:
+    return own(whole).chunk(mesh.size(), SEQUENCE)[mesh.get_local_rank()]
 
 
 def _counted(count: Callable[[Tensor], Tensor], chosen: Tensor, group: ProcessGroup) -> Tensor:

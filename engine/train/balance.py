@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,6 +39,7 @@ class Balance:
         self._places = [order.index(f"{name}{ROUTER}") for name in mine]
         experts = max((shape[0] for shape in shapes.values()), default=0)
         self._found = torch.zeros(len(order), experts + EXTRA, dtype=torch.float64, device=device)
+        self._rows, self._same = rows, degrees.world // degrees.data
         # DDP and FSDP average over copies, and ranks that share a sequence have a mean each.
         self._factor = degrees.copies / (rows * degrees.context * degrees.tensor)
 
@@ -47,12 +48,26 @@ class Balance:
         """Whether any rank has experts."""
         return len(self._found) > 0
 
-    def start(self, scale: float) -> None:
-        """Prepare for the passes of a step.
+    def start(
+        self,
+        scale: float,
+        masks: Sequence[Tensor | None] = (),
+        sum_over_ranks: Callable[[Tensor, int], None] = lambda count, same: None,
+    ) -> None:
+        """Prepare for the passes of a step; all ranks call it.
 
         Args:
             scale: of its loss.
+            masks: of padding, of this rank's batches: all are given or none.
+            sum_over_ranks: sums a tensor, of which so many ranks have the same, in place.
         """
+        padding = [mask for mask in masks if mask is not None]
+        if self.exists and padding:
+            tokens = torch.stack([(~mask).sum() for mask in padding]).sum()
+            sum_over_ranks(tokens, self._same)
+            factor = self._rows * padding[0].shape[1] / tokens.clamp(min=1).double()
+            for layer in self._layers:
+                layer.token_factor.copy_(factor)
         if self._layers:
             torch._foreach_zero_([layer.tally for layer in self._layers])
             factors = [layer.loss_factor for layer in self._layers]
@@ -79,7 +94,9 @@ class Balance:
         signs, shares = (mean - loads).sign(), loads / mean.clamp(min=1)
         for place, layer in zip(self._places, self._layers, strict=True):
             router = layer.router
-            if router.bias is not None:
+            # A bias is frozen with the weights: adapters go with what they were trained beside. Not
+            # `router.weight`, which tensor parallelism makes a view without gradient.
+            if router.bias is not None and next(router.parameters()).requires_grad:
                 router.bias.add_(signs[place], alpha=layer.settings.bias_rate)
             if router.load is not None:
                 router.load.copy_(shares[place])
@@ -92,12 +109,14 @@ class Balance:
         no token. `router_entropy` is a token's, in nats, and `drop_rate` a share of rows.
         """
         loads, (dropped, entropy) = self._found[:, :-EXTRA], self._found[:, -EXTRA:].unbind(1)
-        violations = loads.amax(1) / loads.mean(1).clamp(min=1) - 1
+        # Layers that no gradient reaches count nothing.
+        is_counted = loads.sum(1) > 0
+        violations = (loads.amax(1) / loads.mean(1).clamp(min=1) - 1) * is_counted
         rows = loads.sum().clamp(min=1)
         return {
             "max_violation": violations.amax(),
-            "mean_violation": violations.mean(),
-            "idle_experts": (loads == 0).sum(),
+            "mean_violation": violations.sum() / is_counted.sum().clamp(min=1),
+            "idle_experts": ((loads == 0) & is_counted.unsqueeze(1)).sum(),
             "router_entropy": entropy.sum() / rows,
             "drop_rate": dropped.sum() / rows,
         }

@@ -94,7 +94,8 @@ class TrainStep:
         tokens, *source_tokens = counts.unbind()
         # DDP and FSDP average over ranks; we want the sum.
         factor = self.scale.value * self.degrees.copies / tokens.clamp(min=1)
-        self.balance.start(self.scale.value)
+        masks = [batch.padding_mask for batch in batches]
+        self.balance.start(self.scale.value, masks, self._sum_over_ranks)
         if pipeline := self.parallelized.pipeline:
             with self.phase("pipeline"):
                 sums = pipeline.forward_backward(batches, self.loss, factor, num_sources)

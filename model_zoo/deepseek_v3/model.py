@@ -49,6 +49,7 @@ class PredictionBlock(Block):
         sin: Tensor,
         mask: Tensor | None = None,
         cache: BlockCache | None = None,
+        token_weights: Tensor | None = None,
     ) -> Tensor:
         """Return normed hidden states [B, S, D] (equations 21 and 22).
 
@@ -59,7 +60,8 @@ class PredictionBlock(Block):
         embedded_BSD, hidden_BSD = x.chunk(2, dim=-1)
         normed = (self.embed_norm(embedded_BSD), self.hidden_norm(hidden_BSD))
         joined_BSD = self.join(torch.cat(normed, dim=-1))
-        out_BSD: Tensor = self.norm(super().forward(joined_BSD, cos, sin, mask, cache))
+        added_BSD = super().forward(joined_BSD, cos, sin, mask, cache, token_weights)
+        out_BSD: Tensor = self.norm(added_BSD)
         return out_BSD
 
 
@@ -106,6 +108,7 @@ class DeepSeekV3(Decoder):
         loss: LossFunction | None = None,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
+        padding_mask: Tensor | None = None,
         cache: KVCache | None = None,
         hidden: Tensor | None = None,
         blocks: range | None = None,
@@ -122,6 +125,7 @@ class DeepSeekV3(Decoder):
             loss=loss,
             positions=positions,
             document_ids=document_ids,
+            padding_mask=padding_mask,
             cache=cache,
             hidden=hidden,
             blocks=range(count) if is_ahead else blocks,
@@ -132,7 +136,7 @@ class DeepSeekV3(Decoder):
         assert labels is not None, "a loss needs labels"
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        ahead = partial(self._ahead, tokens, labels, positions, document_ids)
+        ahead = partial(self._ahead, tokens, labels, positions, document_ids, padding_mask)
         tied_weight = self.embed.weight if self.config.tie_embeddings else None
         out: Tensor = self.head(before, labels, loss, tied_weight, ahead=ahead)
         return out
@@ -143,6 +147,7 @@ class DeepSeekV3(Decoder):
         labels: Tensor,
         positions: Tensor,
         document_ids: Tensor | None,
+        padding_mask: Tensor | None,
         hidden_BSD: Tensor,
     ) -> Iterator[Prediction]:
         """Yield what predicts the tokens 2, 3, ... ahead of each position (section 2.2).
@@ -156,7 +161,10 @@ class DeepSeekV3(Decoder):
             embedded_BSD = self.embed(_shifted(tokens, depth, 0)).to(self.compute_dtype)
             x_BS2D = torch.cat((embedded_BSD, hidden_BSD), dim=-1)
             block = getattr(self.layers, str(config.n_layers + depth - 1))
-            hidden_BSD = block(x_BS2D, cos, sin, mask)
+            is_filler = padding_mask
+            if is_filler is not None:  # what looks ahead at filler is none of a document's tokens
+                is_filler = is_filler | _shifted(is_filler, depth, False)
+            hidden_BSD = block(x_BS2D, cos, sin, mask, None, self.token_weights(is_filler))
             targets_BS = _shifted(labels, depth, IGNORED)
             if document_ids is not None:
                 same = _shifted(document_ids, depth, -1) == document_ids

@@ -48,15 +48,21 @@ class ClampedExperts(Experts):
     def forward(self, rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
         """Return each row as its expert makes it, times its weight; see `Experts`."""
         dtype, place_M = rows.dtype, torch.arange(len(rows), device=rows.device)
-        # Rows behind the last expert's are nobody's: the last one's bias does no harm there.
-        expert_M = torch.searchsorted(offs, place_M, right=True).clamp(max=len(offs) - 1)
+        # Rows behind the last expert's are nobody's, and products leave their gradients undefined:
+        # one more row of biases takes them.
+        expert_M = torch.searchsorted(offs, place_M, right=True)
         gate_up_MF = self.product(rows, self.gate_up.to(dtype).flatten(1, 2), offs)
-        gate_up_MF = gate_up_MF + F.embedding(expert_M, self.gate_up_bias.flatten(1)).to(dtype)
+        gate_up_MF = gate_up_MF + self._bias(self.gate_up_bias, expert_M).to(dtype)
         gate_MF, up_MF = gate_up_MF.chunk(2, dim=-1)
         hidden_MF = clamped_swiglu(gate_MF, up_MF, self.limit, self.alpha, weight)
         out_MD = self.product(hidden_MF, self.down.to(dtype), offs)
-        bias_MD = F.embedding(expert_M, self.down_bias) * weight.unsqueeze(1)
+        bias_MD = self._bias(self.down_bias, expert_M) * weight.unsqueeze(1)
         return out_MD + bias_MD.to(dtype)
+
+    @staticmethod
+    def _bias(bias: Tensor, expert: Tensor) -> Tensor:
+        """Return [M, ...], each row's bias; none for the number behind the last expert."""
+        return F.embedding(expert, F.pad(bias.flatten(1), (0, 0, 0, 1)))
 
 
 class ClampedMoE(MoE):

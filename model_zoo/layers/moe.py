@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -68,9 +67,10 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Norm, router and experts (Shazeer et al. 2017, arXiv:1701.06538), and what is shared.
 
-    Two tensors are the engine's: `loss_factor` scales the gradient of the router's losses, which
-    are sums over sequences, and each backward pass adds to `tally`. Without an engine the one is 1
-    and the other may be read and cleared at will.
+    Three tensors are the engine's: `loss_factor` scales the gradient of the router's losses, which
+    are sums over sequences; `token_factor`, besides, what is a mean over the tokens of all of them,
+    by a step's positions over its tokens, padding left out; and each backward pass adds to `tally`.
+    Without an engine the factors are 1 and the other may be read and cleared at will.
 
     Args:
         dim: D.
@@ -81,6 +81,8 @@ class MoE(nn.Module):
 
     loss_factor: Tensor
     """fp32 scalar"""
+    token_factor: Tensor
+    """fp64 scalar; without padding it is not read"""
     tally: Tensor
     """fp64 [E + 2]: rows of each expert, rows dropped, and the entropy of each row's token"""
 
@@ -95,6 +97,8 @@ class MoE(nn.Module):
             self.shared = GatedMLP(dim, settings.shared_width, None, kernels)
         self.permute = kernels.permute
         self.register_buffer("loss_factor", torch.ones(()), persistent=False)
+        one = torch.ones((), dtype=torch.float64)
+        self.register_buffer("token_factor", one, persistent=False)
         tally = torch.zeros(settings.num_experts + EXTRA, dtype=torch.float64)
         self.register_buffer("tally", tally, persistent=False)
 
@@ -110,35 +114,49 @@ class MoE(nn.Module):
         """Give what is not a weight its initial values."""
         self.router.init_buffers(device)
         self.loss_factor = torch.ones((), device=device)
+        self.token_factor = torch.ones((), dtype=torch.float64, device=device)
         self.tally = torch.zeros(len(self.tally), dtype=torch.float64, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return what [B, S, D] adds to the residual stream."""
+    def forward(self, x: Tensor, token_weights: Tensor | None = None) -> Tensor:
+        """Return what [B, S, D] adds to the residual stream.
+
+        Args:
+            x: what blocks pass on.
+            token_weights: [B, S], of each token in a mean over its row: 0 at padding, which no
+                expert takes, and 1 on average. None: there is no padding.
+        """
         x_BSD = self.norm(x)
-        routing = self.router(x_BSD)
-        plan, dropped = self._plan(routing.chosen)
+        routing = self.router(x_BSD, token_weights, self.token_factor)
+        is_padding_T1 = None if token_weights is None else token_weights.reshape(-1, 1) == 0
+        plan, dropped = self._plan(routing.chosen, is_padding_T1)
         entropy = routing.entropy.double().view(1) * self.settings.experts_per_token
         seen = torch.cat([plan.counts.double(), dropped, entropy])
         weight_TA = tallied(routing.weight, routing.loss, self.loss_factor, self.tally, seen)
-        rows_MD, weight_M = self._sorted(x_BSD.flatten(0, 1), weight_TA, plan)
+        # Products leave the rows behind those of experts undefined, and their gradients: padding is
+        # cleared before it is copied to rows, and after they are summed.
+        x_TD = _cleared(x_BSD.flatten(0, 1), is_padding_T1)
+        rows_MD, weight_M = self._sorted(x_TD, _cleared(weight_TA, is_padding_T1), plan)
         leaving = self.experts.begin(rows_MD, weight_M, plan.offs)
         shared_BSD = None if self.shared is None else self.shared(x_BSD)  # while rows travel
-        out_BSD = self._combined(self.experts(*leaving), plan).view_as(x_BSD)
+        out_TD = self._combined(self.experts(*leaving), plan)
+        out_BSD = _cleared(out_TD, is_padding_T1).view_as(x_BSD)
         return out_BSD if shared_BSD is None else out_BSD + shared_BSD
 
-    def _plan(self, chosen: Tensor) -> tuple[RoutingPlan, Tensor]:
+    def _plan(self, chosen: Tensor, is_padding: Tensor | None) -> tuple[RoutingPlan, Tensor]:
         """Return where rows go, and how many are dropped, fp64 [1].
 
-        The counts are those of the choices; rows that are dropped lie behind those of all experts.
+        The counts are those of the choices. Rows that are dropped and those of padding lie behind
+        those of all experts.
         """
         experts, factor = self.settings.num_experts, self.settings.capacity_factor
-        plan = self.permute.plan(chosen, experts)
+        plan = self.permute.plan(chosen, experts + (is_padding is not None))
+        plan = plan._replace(counts=plan.counts[:experts], offs=plan.offs[:experts])
         if factor is None:
             return plan, torch.zeros(1, dtype=torch.float64, device=chosen.device)
-        capacity = math.ceil(factor * chosen.numel() / experts)
-        is_over = plan.slot - plan.starts[chosen] >= capacity
+        rows = plan.offs[-1:].double()
+        is_over = plan.slot - plan.starts[chosen] >= factor * rows / experts
         kept = self.permute.plan(chosen.masked_fill(is_over, experts), experts + 1)
-        dropped = kept.counts[experts:].double()
+        dropped = rows - kept.offs[experts - 1 : experts].double()
         return kept._replace(counts=plan.counts, offs=kept.offs[:experts]), dropped
 
     def _sorted(self, x: Tensor, weight: Tensor, plan: RoutingPlan) -> tuple[Tensor, Tensor]:
@@ -157,6 +175,10 @@ class MoE(nn.Module):
             return rows
         is_dropped_M = torch.arange(len(rows), device=rows.device) >= plan.offs[-1]
         return rows.masked_fill(is_dropped_M.view(-1, *[1] * (rows.ndim - 1)), 0)
+
+
+def _cleared(rows: Tensor, is_padding: Tensor | None) -> Tensor:
+    return rows if is_padding is None else rows.masked_fill(is_padding, 0)
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoE]:

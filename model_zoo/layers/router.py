@@ -16,7 +16,7 @@ class Routing(NamedTuple):
     """What a router says of [T] tokens."""
 
     chosen: Tensor
-    """int64 [T, A]: each token's experts."""
+    """int64 [T, A]: each token's experts; of padding E, which is none."""
     weight: Tensor
     """fp32 (or fp64, as the tokens) [T, A]: of each of them."""
     loss: Tensor
@@ -59,8 +59,16 @@ class Router(nn.Module):
         if self.load is not None:
             self.load = self._filled(1.0, device)
 
-    def forward(self, x: Tensor) -> Routing:
-        """Choose experts for [B, S, D]."""
+    def forward(
+        self, x: Tensor, token_weights: Tensor | None = None, token_factor: Tensor | None = None
+    ) -> Routing:
+        """Choose experts for [B, S, D].
+
+        Args:
+            x: tokens.
+            token_weights: see `MoE.forward`.
+            token_factor: see `MoE`; given with weights.
+        """
         logits_TE = self.logits(x.flatten(0, 1))
         scores_TE, shares_TE = self._scores(logits_TE)
         chosen_TA = self._choose(scores_TE.detach())
@@ -69,9 +77,21 @@ class Router(nn.Module):
             weight_TA = weight_TA / (weight_TA.sum(1, keepdim=True) + 1e-20)
         if self.settings.scale != 1:
             weight_TA = weight_TA * self.settings.scale
-        loss = self._loss(logits_TE, shares_TE, chosen_TA, sequences=x.shape[0])
-        entropy = torch.special.entr(shares_TE.detach()).sum()
-        return Routing(chosen_TA, weight_TA, loss, entropy)
+        entropy_TE = torch.special.entr(shares_TE.detach())
+        in_row_T1 = in_step_T1 = None
+        if token_weights is not None and token_factor is not None:
+            in_row_T1 = token_weights.to(logits_TE.dtype).reshape(-1, 1)
+            is_padding_T1 = in_row_T1 == 0
+            in_step_T1 = token_factor.to(logits_TE.dtype) * ~is_padding_T1
+            entropy_TE = entropy_TE * ~is_padding_T1
+            chosen_TA = chosen_TA.masked_fill(is_padding_T1, self.settings.num_experts)
+            weight_TA = weight_TA.masked_fill(is_padding_T1, 0)
+        loss, rows = logits_TE.new_zeros(()), x.shape[0]
+        if self.settings.z_weight:
+            loss = loss + self._z_loss(logits_TE, rows, in_step_T1)
+        if self.settings.aux_weight:
+            loss = loss + self._balance_loss(shares_TE, chosen_TA, rows, in_row_T1, in_step_T1)
+        return Routing(chosen_TA, weight_TA, loss, entropy_TE.sum())
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits [T, E] of [T, D], in fp32 or fp64."""
@@ -113,20 +133,45 @@ class Router(nn.Module):
         is_out = torch.ones_like(of_group, dtype=torch.bool).scatter(1, taken, False)
         return grouped.masked_fill(is_out.unsqueeze(2), -torch.inf).flatten(1)
 
-    def _loss(self, logits: Tensor, shares: Tensor, chosen: Tensor, sequences: int) -> Tensor:
-        settings, (tokens, experts) = self.settings, logits.shape
-        loss = logits.new_zeros(())
-        if settings.z_weight:
-            z = logits.logsumexp(1).square().sum() * (sequences / tokens)
-            loss = loss + settings.z_weight * z
-        if settings.aux_weight:
-            load = self.load
-            if load is None:
-                counts_BE = logits.new_zeros(sequences, experts)
-                chosen_BC = chosen.view(sequences, -1)
-                counts_BE.scatter_add_(1, chosen_BC, torch.ones_like(chosen_BC, dtype=logits.dtype))
-                counts_BE = self.sum_of_sequence(counts_BE)
-                load = counts_BE * (experts / counts_BE.sum(1, keepdim=True))
-            mean_BE = shares.view(sequences, -1, experts).mean(1)
-            loss = loss + settings.aux_weight * (load * mean_BE).sum()
-        return loss
+    def _z_loss(self, logits: Tensor, sequences: int, in_step: Tensor | None) -> Tensor:
+        """Return the logits' mean square over tokens, times the sequences.
+
+        Args:
+            logits: [T, E].
+            sequences: B.
+            in_step: [T, 1], of each token in the mean over a step; none: all the same.
+        """
+        squares_T = logits.logsumexp(1).square()
+        if in_step is not None:
+            squares_T = squares_T * in_step.squeeze(1)
+        return self.settings.z_weight * (squares_T.sum() * (sequences / len(logits)))
+
+    def _balance_loss(
+        self,
+        shares: Tensor,
+        chosen: Tensor,
+        sequences: int,
+        in_row: Tensor | None,
+        in_step: Tensor | None,
+    ) -> Tensor:
+        """Return the products of each expert's load and mean share, summed over sequences.
+
+        Args:
+            shares: [T, E].
+            chosen: [T, A].
+            sequences: B.
+            in_row: [T, 1], of each token in the mean over its row; none: all the same.
+            in_step: the same in the mean over a step.
+        """
+        load, weights, experts = self.load, in_step, shares.shape[1]
+        if load is None:
+            weights = in_row
+            counts_BE = shares.new_zeros(sequences, experts + 1)  # the last: no expert
+            chosen_BC = chosen.view(sequences, -1)
+            counts_BE.scatter_add_(1, chosen_BC, torch.ones_like(chosen_BC, dtype=shares.dtype))
+            counts_BE = self.sum_of_sequence(counts_BE[:, :experts].contiguous())
+            load = counts_BE * (experts / counts_BE.sum(1, keepdim=True).clamp(min=1))
+        if weights is not None:
+            shares = shares * weights
+        mean_BE = shares.view(sequences, -1, experts).mean(1)
+        return self.settings.aux_weight * (load * mean_BE).sum()

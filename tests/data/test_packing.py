@@ -98,12 +98,14 @@ def test_packed_rows_read_as_whole_pieces(lengths: list[int], seq_len: int, seed
     rows = packed.gather(np.random.default_rng(seed).integers(0, packed.num_rows, 5))
     assert rows.positions is not None
     assert rows.document_ids is not None
-    for tokens, labels, positions, ids in zip(*rows, strict=True):
+    assert rows.padding_mask is not None
+    for tokens, labels, positions, ids, is_padding in zip(*rows, strict=True):
         at, number = 0, 0
         while at < seq_len:
             run = int((ids == number).sum())
             piece = slice(at, at + run)
             assert (ids[piece] == number).all()
+            assert (is_padding[piece] == (labels[at] == IGNORED)).all()
             assert positions[piece].tolist() == list(range(run))
             if labels[at] == IGNORED:
                 assert piece.stop == seq_len
@@ -122,6 +124,8 @@ def test_padded_rows_hold_one_piece_each(lengths: list[int], seq_len: int) -> No
     learned = rows.labels != IGNORED
     pairs = zip(rows.tokens[learned].tolist(), rows.labels[learned].tolist(), strict=True)
     assert sorted(pairs) == predictions(store)
+    assert rows.padding_mask is not None
+    assert (rows.padding_mask == ~learned).all()
     lengths_of_rows = learned.sum(axis=1)
     assert (lengths_of_rows > 0).all()
     for tokens, labels, length in zip(rows.tokens, rows.labels, lengths_of_rows, strict=True):

@@ -31,6 +31,7 @@ SETTINGS = {
     "capacity": {"capacity_factor": 0.75},
     "much capacity": {"capacity_factor": 8.0},
     "sequence": {"aux_weight": 0.3, "z_weight": 0.01},
+    "small logits": {"z_weight": 0.01},
     "sequence of sigmoids": {"aux_weight": 0.3, "score": "sigmoid"},
     "global": {"aux_weight": 0.3, "aux_scope": "global"},
 }
@@ -84,22 +85,113 @@ def test_products_may_leave_anything_behind_the_rows_of_experts():
     moe, x = layer(capacity_factor=0.5), tokens().requires_grad_()
     expected = [moe(x), *gradients(moe(x), moe, x)]
     product = moe.experts.product
-    moe.experts.product = lambda x, w, offs: _Dirty.apply(product(x, w, offs), offs)
+    moe.experts.product = lambda x, w, offs: dirty(product, x, w, offs)
     for found, each in zip([moe(x), *gradients(moe(x), moe, x)], expected, strict=True):
         torch.testing.assert_close(found, each)
 
 
-class _Dirty(torch.autograd.Function):
-    """Writes NaN behind the last group, in the result and in its gradient."""
+def dirty(product, x, w, offs):
+    """Multiply, and leave NaN behind the last group: in the result, and in the rows' gradient."""
+    end = int(offs[-1])
+    clean = product(_DirtyGradient.apply(x, end), w, offs)
+    return clean.masked_fill((torch.arange(len(x)) >= end).unsqueeze(1), torch.nan)
 
+
+class _DirtyGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, offs):
-        ctx.end = int(offs[-1])
-        return torch.cat([y[: ctx.end], torch.full_like(y[ctx.end :], torch.nan)])
+    def forward(ctx, x, end):
+        ctx.end = end
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None
+        return torch.cat([grad[: ctx.end], torch.full_like(grad[ctx.end :], torch.nan)]), None
+
+
+LENGTHS = [20, 7, 1]
+
+
+def padded(moe, x):
+    """Return which of [B, S, D] are tokens, and their weights; the layer knows how many."""
+    is_token = torch.arange(x.shape[1]) < torch.tensor(LENGTHS).unsqueeze(1)
+    moe.token_factor.fill_(is_token.numel() / sum(LENGTHS))
+    return is_token, is_token * (x.shape[1] / torch.tensor(LENGTHS).double().unsqueeze(1))
+
+
+def without_padding(moe, x, is_token):
+    """Return the output at tokens, [N, D], their choices, and the router's losses, of tokens alone.
+
+    What balances each sequence is a sum over them; all else is a mean over all tokens, times their
+    number.
+    """
+    out, chosen, losses = by_tokens(moe, x[is_token].unsqueeze(0))
+    losses = len(LENGTHS) * losses
+    if moe.settings.aux_weight and moe.router.load is None:
+        each = [by_tokens(moe, row[:n].unsqueeze(0))[2] for row, n in zip(x, LENGTHS, strict=True)]
+        losses = torch.stack(each).sum()
+    return out[0], chosen, losses
+
+
+@pytest.mark.parametrize("products", ["clean", "dirty"])
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name != "sequence"])
+def test_padding_changes_nothing(name, products):
+    moe, x = layer(**SETTINGS[name]), tokens()
+    x[1, 7:] = 1e3  # whatever is there
+    x.requires_grad_()
+    if moe.router.load is not None:
+        moe.router.load.copy_(torch.rand(8) * 2)
+    if products == "dirty":
+        product = moe.experts.product
+        moe.experts.product = lambda x, w, offs: dirty(product, x, w, offs)
+    moe.loss_factor.fill_(0.7)
+    is_token, weights = padded(moe, x)
+    expected, chosen, losses = without_padding(moe, x, is_token)
+    found = moe(x, weights)[is_token]
+    torch.testing.assert_close(found, expected)
+    torch.manual_seed(2)
+    objective = (expected * torch.randn_like(expected)).sum() + 0.7 * losses
+    wanted = torch.autograd.grad(objective, [x, *moe.parameters()])
+    for each, gradient in zip(gradients(found, moe, x), wanted, strict=True):
+        torch.testing.assert_close(each, gradient)
+    counts = torch.tensor([e for each in chosen for e in each])
+    assert moe.tally[:-2].tolist() == counts.bincount(minlength=len(moe.tally) - 2).tolist()
+    if moe.settings.capacity_factor == 0.75:
+        capacity = -(-0.75 * 2 * sum(LENGTHS) // 8)
+        assert moe.tally[-2] == (moe.tally[:-2] - capacity).clamp(min=0).sum() > 0
+    shares = moe.router._scores(moe.router.logits(moe.norm(x[is_token])))[1]
+    entropy = -(shares * shares.log()).sum() * moe.settings.experts_per_token
+    torch.testing.assert_close(moe.tally[-1], entropy.detach())
+
+
+def test_padding_compiles_and_is_computed_again():
+    torch._dynamo.reset()
+    moe, x = layer(aux_weight=0.3, z_weight=0.01), tokens().requires_grad_()
+    _, weights = padded(moe, x)
+    expected = gradients(moe(x, weights), moe, x)
+    counts = moe.tally.clone()
+    compiled = torch.compile(moe, backend="aot_eager", fullgraph=True)
+    for run in (compiled, lambda *args: checkpoint(moe, *args, use_reentrant=False)):
+        moe.tally.zero_()
+        for found, wanted in zip(gradients(run(x, weights), moe, x), expected, strict=True):
+            torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(moe.tally, counts)
+
+
+def test_rows_of_padding_alone_are_nothing():
+    moe, x = layer(aux_weight=0.3, z_weight=0.01, capacity_factor=1.0), tokens()
+    out = moe(x, torch.zeros(3, 20, dtype=torch.float64))
+    out.sum().backward()
+    assert not out.any()
+    assert not moe.tally.any()
+    assert not any(weight.grad.any() for weight in moe.parameters())
+
+
+def test_weights_of_ones_change_no_bit():
+    moe, x = layer(aux_weight=0.3, z_weight=0.01), tokens().requires_grad_()
+    plain, given = moe(x), moe(x, torch.ones(3, 20, dtype=torch.float64))
+    assert torch.equal(plain, given)
+    for found, wanted in zip(gradients(given, moe, x), gradients(plain, moe, x), strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_entropy_is_counted():
