@@ -18,7 +18,7 @@ from .data.loader import Loader, validation_batches
 from .errors import Problem, RecipeError
 from .heartbeat import heartbeat
 from .kernel_choice import choose_kernels, served
-from .lora.apply import add_adapters
+from .lora.apply import add_adapters, require_adapters
 from .lora.names import is_adapter
 from .optim.groups import parameter_groups
 from .optim.lean import spare_compiler
@@ -32,7 +32,7 @@ from .parallel.plan import Pieces, Plan, make_plan
 from .precision.dtypes import DTYPES, LossScale, compute_dtype, dtype_name
 from .precision.hardware import require_formats
 from .train.average import WeightAverage
-from .train.balance import Balance
+from .train.balance import Balance, capacity_warning
 from .train.in_backward import UpdateInBackward
 from .train.step import TrainStep
 
@@ -111,7 +111,11 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
 
         notes.append(load_adapter(Path(recipe.lora.init_from), model, built.config, recipe.lora))
     step = build_step(recipe, built, plan, data.train.separate_labels)
-    take = partial(plan.take, model=model)
+    take, rows = partial(plan.take, model=model), loaded_rows(recipe, plan)
+    loader = Loader(data.train, rows, plan.data_rank, plan.degrees.data, take)
+    passes = -(-len(loader.share) // recipe.data.micro_batch)
+    if world.rank == 0 and (warning := capacity_warning(built.config, plan.degrees, passes)):
+        log.warning(warning)
     return Parts(
         recipe=recipe,
         model_config=built.config,
@@ -122,9 +126,7 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
         optimizer=step.optimizer,
         average=WeightAverage(model, recipe.ema) if recipe.ema.decay else None,
         step=step,
-        loader=Loader(
-            data.train, loaded_rows(recipe, plan), plan.data_rank, plan.degrees.data, take
-        ),
+        loader=loader,
         validation=[take(batch) for batch in _validation(recipe, data, plan)],
         total_steps=total_steps(recipe, data),
         device=device,
@@ -188,6 +190,8 @@ def build_model(
         is_split = plan.degrees.tensor > 1
         transform_blocks(model, config.layout, recipe.memory, recipe.compile, is_split=is_split)
         pieces = plan.split(model, config, dtype, DTYPES[recipe.precision.reduce], costs)
+        if pieces.cut and recipe.lora.rank:
+            require_adapters(model, config.layout, pieces.cut)
     return BuiltModel(model, config, kernels, notes, pieces)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -173,7 +172,7 @@ class _Shortened:
             tracker = track(
                 recipe,
                 step,
-                partial(plan.take, model=step.parallelized.model),
+                plan.take,
                 keeps_gradients=plan.degrees.copies > 1 and plan.mesh is None,
                 on_gpu=self.on_gpu,
                 left=left * self.rows,

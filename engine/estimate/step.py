@@ -28,6 +28,7 @@ from .tracker import (
 )
 
 if TYPE_CHECKING:
+    from ...model_zoo.language_model import LanguageModel
     from ..loss.configs import LossFunction
     from ..recipe.schema import Recipe
     from ..train.step import TrainStep
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 def track(
     recipe: Recipe,
     step: TrainStep,
-    take: Callable[[Batch], Batch],
+    take: Callable[[Batch, LanguageModel], Batch],
     *,
     steps: int = 1,
     keeps_gradients: bool = False,
@@ -48,7 +49,7 @@ def track(
     Args:
         recipe: of the run.
         step: of this rank.
-        take: what this rank computes of the rows that its group reads.
+        take: what this rank computes of the rows that its group reads; see `Plan.take`.
         steps: how many; before a single one the optimizer gets its state.
         keeps_gradients: memory for gradients is never given back, as under DDP.
         on_gpu: what is offloaded does not count.
@@ -56,6 +57,7 @@ def track(
     """
     watched = _Watched(recipe, step, on_gpu)
     share, rows = rows_of(recipe, step)
+    model = step.parallelized.model
     with MemoryTracker() as tracker:
         watched.begin(tracker)
         if steps == 1:
@@ -64,8 +66,8 @@ def track(
             if keeps_gradients:
                 watched.make_gradients(tracker)
             with tracker.labelled(BATCH):
-                batches = [take(each) for each in empty_batches(recipe, share, rows)]
-                others = [take(each) for each in empty_batches(recipe, left, rows)] if left else []
+                every = (empty_batches(recipe, many, rows) for many in (share, left))
+                batches, others = ([take(batch, model) for batch in some] for some in every)
             step.set_rate(1.0)
             step.accumulate(batches)
             watched.update(tracker)

@@ -10,11 +10,13 @@ from ...model_zoo.layers.linear import Linear
 from ..errors import Problem, RecipeError, nearest
 from ..optim.groups import matcher
 from .layer import AdaptedLinear
+from .names import is_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ...model_zoo.layout import Layout
+    from ..parallel.cut import Cut
     from ..recipe.tables import LoRA
 
 Rule = Normal | Constant
@@ -55,6 +57,28 @@ def add_adapters(model: LanguageModel, layout: Layout, table: LoRA) -> str:
         f"lora: adapters of rank {table.rank} on {len(chosen)} weights: "
         f"{trained:,} parameters are trained, {total:,} are frozen"
     )
+
+
+def require_adapters(model: LanguageModel, layout: Layout, cut: Cut) -> None:
+    """Check that each rank of a pipeline has something to train.
+
+    Args:
+        model: this rank's part.
+        layout: its names.
+        cut: into stages.
+
+    Raises:
+        RecipeError: the stages of a rank have no adapter; on all ranks alike.
+    """
+    names = [*model.elsewhere, *(name for name, _ in model.named_parameters())]
+    places = [name.removeprefix(f"{layout.blocks}.") for name in names if is_adapter(name)]
+    adapted = {int(place.partition(".")[0]) for place in places}
+    for rank in range(cut.ranks):
+        blocks = [block for stage in cut.stages_of(rank) for block in cut.blocks(stage)]
+        if adapted.isdisjoint(blocks):
+            message = f"rank {rank} of the pipeline would train nothing: its blocks have no adapter"
+            hint = "match weights in the blocks of each rank"
+            raise RecipeError([Problem(message, key="lora.targets", hint=hint)])
 
 
 def _initial_values(rules: Mapping[str, Rule], others: Callable[[str], Rule], name: str) -> Rule:

@@ -45,8 +45,9 @@ class MoESettings(Sizes):
     group_score: Literal["max", "top2"] = "top2"
     """what a group is chosen by: its highest score, or the sum of its two highest"""
     capacity_factor: PositiveFloat | None = None
-    """an expert takes at most so many times its even share of a micro batch, the first ones, and
-    the rest is dropped; none: nothing is dropped"""
+    """an expert takes at most so many times its even share of a rank's micro batch, the first ones,
+    and the rest is dropped, so that training depends on how a batch is split; none: nothing is
+    dropped"""
     balance_bias: bool = False
     """experts are chosen by their score plus a bias that evens out their load (arXiv:2408.15664)"""
     bias_rate: NotNegative = 1e-3

@@ -11,6 +11,7 @@ from tests.distributed import run_ranks
 from tests.model_zoo import moe_reference
 from tests.train.moe_family import BALANCED, layers_of, moe_recipe, trained
 from tests.train.plans import assembled, by_one_process
+from trainer.engine.assemble import assemble
 from trainer.engine.checkpoint.reader import load_weights
 from trainer.engine.launch.environment import World
 from trainer.engine.observe.metrics import read
@@ -167,6 +168,15 @@ def measured():
         loads,
         shares,
     )
+
+
+@pytest.mark.parametrize(
+    ("factor", "micro_batch", "warns"), [(1.5, 4, True), (1.5, 8, False), (None, 4, False)]
+)
+def test_capacity_in_parts_of_a_batch_is_warned_of(factor, micro_batch, warns, caplog):
+    recipe = moe_recipe({"capacity_factor": factor}, data={"micro_batch": micro_batch})
+    assemble(recipe, World(), torch.device("cpu"))
+    assert ("capacity_factor counts tokens in each micro batch" in caplog.text) == warns
 
 
 def test_biases_make_loads_even():

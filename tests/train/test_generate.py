@@ -8,6 +8,7 @@ from trainer.engine.data.tokenizer import ByteTokenizer
 from trainer.engine.generate import generate, sampling_probabilities
 from trainer.engine.parallel.materialize import materialize
 from trainer.kernels.choose import choose
+from trainer.model_zoo.language_model import LanguageModel
 from trainer.model_zoo.llama3.config import Llama3Config
 
 PROMPTS = ["def main(", "x", "import os, sys", ""]
@@ -76,7 +77,7 @@ def test_seeds_and_equal_prompts_give_other_samples_and_the_same_seed_the_same(m
 
 
 def test_generation_ends_at_the_end_of_the_document(model):
-    class Ends(torch.nn.Module):
+    class Ends(LanguageModel):
         def __init__(self):
             super().__init__()
             self.weight = torch.nn.Parameter(torch.zeros(1))
