@@ -112,9 +112,7 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
         notes.append(load_adapter(Path(recipe.lora.init_from), model, built.config, recipe.lora))
     step = build_step(recipe, built, plan, data.train.separate_labels)
     take, rows = partial(plan.take, model=model), loaded_rows(recipe, plan)
-    loader = Loader(data.train, rows, plan.data_rank, plan.degrees.data, take)
-    passes = -(-len(loader.share) // recipe.data.micro_batch)
-    if world.rank == 0 and (warning := capacity_warning(built.config, plan.degrees, passes)):
+    if world.rank == 0 and (warning := capacity_warning(built.config, recipe.data, plan.degrees)):
         log.warning(warning)
     return Parts(
         recipe=recipe,
@@ -126,7 +124,7 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
         optimizer=step.optimizer,
         average=WeightAverage(model, recipe.ema) if recipe.ema.decay else None,
         step=step,
-        loader=loader,
+        loader=Loader(data.train, rows, plan.data_rank, plan.degrees.data, take),
         validation=[take(batch) for batch in _validation(recipe, data, plan)],
         total_steps=total_steps(recipe, data),
         device=device,

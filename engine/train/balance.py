@@ -14,21 +14,22 @@ from ...model_zoo.layers.moe import EXTRA, moe_layers
 if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
     from ...model_zoo.language_model import LanguageModel
+    from ..data.tables import Data
     from ..parallel.mesh import Degrees
 
 ROUTER = ".router.weight"
 
 
-def capacity_warning(config: ModelConfig, degrees: Degrees, passes: int) -> str:
+def capacity_warning(config: ModelConfig, table: Data, degrees: Degrees) -> str:
     """Return what to say of experts that drop tokens by their number in a part of a batch, if any.
 
     Args:
         config: the model's.
+        table: how large a batch is, and a micro batch.
         degrees: of the ranks.
-        passes: micro batches of a rank in a step.
     """
     capacity = getattr(getattr(config, "moe", None), "capacity_factor", None)
-    if capacity is None or passes * degrees.world == 1:
+    if capacity is None or (degrees.world == 1 and table.micro_batch >= table.global_batch):
         return ""
     return (
         "model.moe.capacity_factor counts tokens in each micro batch of each rank: which are "

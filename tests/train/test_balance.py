@@ -164,7 +164,7 @@ def measured():
         layer.router.register_forward_hook(note)
     parts.step.accumulate(next(parts.loader.steps(0)))
     return (
-        {name: value.item() for name, value in parts.step.measures().items()},
+        {name: value.item() for name, value in parts.step.balance.measures().items()},
         loads,
         shares,
     )
