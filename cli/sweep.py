@@ -7,7 +7,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from ..engine.recipe.load import load_recipe
 from ..engine.redact import require_no_secret
 from ..engine.status import RunStatus
 from ..engine.sweep.folder import Sweep
-from ..engine.sweep.points import make_points
+from ..engine.sweep.points import Point, make_points
 from .options import AsJson, Overrides, Recipe
 from .table import print_table
 
@@ -150,7 +150,7 @@ def _write_array(
 
 def _print(planned: Sweep, report: Path | None, as_json: bool) -> None:
     statuses = planned.statuses()
-    ordered = sorted(planned.points, key=lambda point: _rank(statuses[point.name]))
+    ordered, note = _ordered(planned.points, statuses)
     if as_json:
         rows = [
             {"name": point.name, "set": list(point.settings), **_numbers(statuses[point.name])}
@@ -159,29 +159,71 @@ def _print(planned: Sweep, report: Path | None, as_json: bool) -> None:
         text = str(report) if report else None
         print(json.dumps({"sweep": str(planned.folder), "report": text, "points": rows}, indent=1))
         return
-    table: list[tuple[str, ...]] = [("POINT", "STATE", "STEP", "LOSS", "VALIDATION")]
+    columns = {"state": "STATE", "step": "STEP", "loss": "LOSS", "validation_loss": "VALIDATION"}
+    if _varies_tokenizer(ordered):
+        columns["bits_per_byte"] = "BITS/BYTE"
+    table: list[tuple[str, ...]] = [("POINT", *columns.values())]
     for point in ordered:
         numbers = _numbers(statuses[point.name])
-        cells = (numbers[key] for key in ("state", "step", "loss", "validation_loss"))
+        cells = (numbers[key] for key in columns)
         texts = [format(cell, ".5g") if isinstance(cell, float) else cell for cell in cells]
         table.append((point.name, *("" if text is None else str(text) for text in texts)))
     print_table(table)
+    if note:
+        print(note)
     if report:
         print(f"report: {report}")
 
 
-def _rank(status: RunStatus | None) -> tuple[bool, float]:
-    """Return what the table is sorted by: the validation loss, else the training loss."""
-    if status is None:
-        return True, math.inf
-    loss = status.loss if status.eval_loss is None else status.eval_loss
-    return (True, math.inf) if loss is None or not math.isfinite(loss) else (False, loss)
+def _varies_tokenizer(points: Sequence[Point]) -> bool:
+    keys = (setting.partition("=")[0] for point in points for setting in point.settings)
+    return any(key.split(".")[0] == "tokenizer" for key in keys)
+
+
+def _ordered(
+    points: Sequence[Point], statuses: Mapping[str, RunStatus | None]
+) -> tuple[list[Point], str]:
+    """Return the points, the best first, and what to say about their order.
+
+    They are sorted by the validation loss, else by the training loss. Where tokenizers differ, a
+    token of one is not a token of another: then by bits per byte, if every evaluation has them.
+    """
+    if not _varies_tokenizer(points):
+        return sorted(points, key=lambda point: _rank(statuses[point.name], _loss)), ""
+    started = [status for status in statuses.values() if status and _loss(status) is not None]
+    if any(status.eval_bits_per_byte is None for status in started):
+        return list(points), (
+            "the tokenizers differ, and not every run has evaluations with bits per byte: the "
+            "losses cannot be compared, and the points stand in their own order"
+        )
+    ordered = sorted(
+        points, key=lambda point: _rank(statuses[point.name], lambda each: each.eval_bits_per_byte)
+    )
+    return ordered, "the tokenizers differ: sorted by bits per byte"
+
+
+def _loss(status: RunStatus) -> float | None:
+    return status.loss if status.eval_loss is None else status.eval_loss
+
+
+def _rank(
+    status: RunStatus | None, measure: Callable[[RunStatus], float | None]
+) -> tuple[bool, float]:
+    """Return a key to sort by; what has no number, or one that is not finite, comes last."""
+    value = None if status is None else measure(status)
+    return (True, math.inf) if value is None or not math.isfinite(value) else (False, value)
 
 
 def _numbers(status: RunStatus | None) -> dict[str, Any]:
     if status is None:
-        return {"state": "not started", "step": None, "loss": None, "validation_loss": None}
-    numbers = {"step": status.step, "loss": status.loss, "validation_loss": status.eval_loss}
+        names = ("step", "loss", "validation_loss", "bits_per_byte")
+        return {"state": "not started", **dict.fromkeys(names)}
+    numbers = {
+        "step": status.step,
+        "loss": status.loss,
+        "validation_loss": status.eval_loss,
+        "bits_per_byte": status.eval_bits_per_byte,
+    }
     return {"state": status.state, **plain(numbers)}
 
 

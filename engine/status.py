@@ -51,6 +51,7 @@ class RunStatus:
     eta_seconds: float | None = None
     eval_step: int | None = None
     eval_loss: float | None = None
+    eval_bits_per_byte: float | None = None
     checkpoint_step: int | None = None
     checkpoint_age_seconds: float | None = None
     last_sign_seconds: float | None = None
@@ -119,6 +120,7 @@ def examine(path: Path, now: float | None = None) -> RunStatus:
         eta_seconds=eta,
         eval_step=evals[-1]["step"] if evals else None,
         eval_loss=number(evals[-1].get("loss")) if evals else None,
+        eval_bits_per_byte=number(evals[-1].get("bits_per_byte")) if evals else None,
         checkpoint_step=saved,
         checkpoint_age_seconds=_age(checkpoints[-1] / MANIFEST, now) if checkpoints else None,
         last_sign_seconds=quiet,

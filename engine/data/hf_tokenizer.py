@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from xxhash import xxh3_128_hexdigest
 from ..errors import DataError, EnvironmentFault, nearest
 from ..files import open_regular
 from .fast_bpe import FastBPE, Unproven
+from .token_bytes import vocabulary_bytes
 from .tokenizer import Ids, learned_tokens, write_files
 
 if TYPE_CHECKING:
@@ -136,6 +138,11 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids, special tokens left out."""
         return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True))
+
+    @cached_property
+    def token_bytes(self) -> NDArray[np.int64] | None:
+        """Bytes of text that each id stands for, where the vocabulary tells."""
+        return vocabulary_bytes(self.files.content, self._tokenizer.get_vocab())
 
     def save(self, folder: Path) -> None:
         """Write the files that `transformers.AutoTokenizer` and this class load."""

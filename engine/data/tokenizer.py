@@ -70,6 +70,7 @@ class ByteTokenizer:
     fingerprint = "bytes"
     special_tokens: Mapping[str, str] = {}
     chat_template: str | None = None
+    token_bytes = np.array([1] * 256 + [0])
 
     def encode(self, text: str) -> Ids:
         """Return the text's bytes."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..checkpoint.manifest import Manifest
 from ..run_state import read_state
 from ..status import clock
 from .plots import SOURCE
-from .runs import Run
+from .runs import BITS, Run, have_different_tokenizers, lacks_bits_per_byte
 from .svg import shown
 
 MAX_SOURCES = 12
@@ -26,6 +26,10 @@ class Number:
     show: Callable[[float], str] = shown
     best: Callable[[Sequence[float]], float] | None = None
     """which of the runs' values is the best, where one is"""
+    per_token: bool = False
+    """whether runs of different tokenizers cannot be compared by it"""
+    per_byte: bool = False
+    """whether they can"""
 
 
 def _perplexity(run: Run) -> float | None:
@@ -36,6 +40,11 @@ def _perplexity(run: Run) -> float | None:
 def _best_loss(run: Run) -> float | None:
     best = run.best_eval()
     return best["loss"] if best else None
+
+
+def _best_bits(run: Run) -> float | None:
+    column = [bits for bits in run.column("eval", BITS) if math.isfinite(bits)]
+    return min(column, default=None)
 
 
 def _memory(run: Run) -> float | None:
@@ -54,11 +63,13 @@ def _loss_text(value: float) -> str:
 NUMBERS = (
     Number("Step", lambda run: run.last("train", "step"), lambda value: f"{value:,.0f}"),
     Number("Tokens", lambda run: run.last("train", "tokens")),
-    Number("Training loss", lambda run: run.last("train", "loss"), _loss_text, min),
-    Number("Validation loss", lambda run: run.last("eval", "loss"), _loss_text, min),
-    Number("Best validation", _best_loss, _loss_text, min),
-    Number("Best perplexity", _perplexity, shown, min),
-    Number("Tokens/s", lambda run: run.median("train", "tokens_per_second"), shown, max),
+    Number("Training loss", lambda run: run.last("train", "loss"), _loss_text, min, True),
+    Number("Validation loss", lambda run: run.last("eval", "loss"), _loss_text, min, True),
+    Number("Best validation", _best_loss, _loss_text, min, True),
+    Number("Best perplexity", _perplexity, shown, min, True),
+    Number("Bits per byte", lambda run: run.last("eval", BITS), _loss_text, min, per_byte=True),
+    Number("Best bits per byte", _best_bits, _loss_text, min, per_byte=True),
+    Number("Tokens/s", lambda run: run.median("train", "tokens_per_second"), shown, max, True),
     Number("MFU", lambda run: run.median("train", "mfu"), lambda value: f"{value:.1%}", max),
     Number("Peak memory", _memory, lambda value: f"{value:.2f} GiB", min),
     Number("Training time", _seconds, clock, None),
@@ -67,14 +78,25 @@ NUMBERS = (
 
 def _of_source(key: str) -> Number:
     title = f"Validation: {key.removeprefix(SOURCE)}"
-    return Number(title, lambda run: run.last("eval", key), _loss_text, min)
+    return Number(title, lambda run: run.last("eval", key), _loss_text, min, True)
 
 
 def numbers_of(runs: Sequence[Run]) -> list[tuple[Number, list[float | None]]]:
-    """Return the columns that any run has a value for, with each run's."""
+    """Return the columns that any run has a value for, with each run's.
+
+    No run is the best by what a token of its own tokenizer means, nor by bits per byte that another
+    run lacks.
+    """
     keys = dict.fromkeys(key for run in runs for row in run.rows.get("eval", []) for key in row)
     by_source = [_of_source(key) for key in keys if key.startswith(SOURCE)][:MAX_SOURCES]
-    table = [(number, [number.value(run) for run in runs]) for number in [*NUMBERS, *by_source]]
+    columns = [*NUMBERS, *by_source]
+    if have_different_tokenizers(runs):
+        unknown = lacks_bits_per_byte(runs)
+        columns = [
+            replace(each, best=None) if each.per_token or (unknown and each.per_byte) else each
+            for each in columns
+        ]
+    table = [(number, [number.value(run) for run in runs]) for number in columns]
     return [(number, values) for number, values in table if any(v is not None for v in values)]
 
 

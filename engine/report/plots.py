@@ -74,6 +74,7 @@ _PLOTS = (
     Plot("Loss", _LEARNING, (Curve("train", "loss"), Curve("eval", "loss"))),
     Plot("Validation loss", _LEARNING, (Curve("eval", "loss"),)),
     Plot("Validation perplexity", _LEARNING, (Curve("eval", "loss", exponential=True),), log=True),
+    Plot("Validation bits per byte", _LEARNING, (Curve("eval", "bits_per_byte"),)),
     Plot("Loss with regularisers", _LEARNING, (Curve("train", "total_loss"),)),
     Plot("Learning rate", _OPTIMIZATION, (Curve("train", "lr"),)),
     Plot("Gradient norm", _OPTIMIZATION, (Curve("train", "grad_norm"),)),

@@ -20,6 +20,7 @@ from ..redact import redacted
 from ..status import RunStatus, examine, number, read_recipe
 
 Row = dict[str, float]
+BITS = "bits_per_byte"
 MAX_KEYS = 200
 """different keys of metrics.jsonl that are looked at"""
 
@@ -88,6 +89,25 @@ def read_run(path: Path, name: str) -> Run:
         manifest=_newest_manifest(folders),
         checkpoints=[int(folder.name.removeprefix("step-")) for folder in folders],
     )
+
+
+def have_different_tokenizers(runs: Sequence[Run]) -> bool:
+    """Return whether a token of one run is not a token of another.
+
+    Checkpoints know what tokenizers are; without one, the recipes say what they are called.
+    """
+    known = [run.manifest.tokenizer if run.manifest else "" for run in runs]
+    if not all(known):
+        known = [
+            repr({key: run.recipe[key] for key in run.recipe if key.startswith("tokenizer.")})
+            for run in runs
+        ]
+    return len(set(known)) > 1
+
+
+def lacks_bits_per_byte(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs whose evaluations have no bits per byte, such as those of older versions."""
+    return [run for run in runs if not run.column("eval", BITS)]
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from ..recipe.shown import shown_value
 from .facts import Number, facts_of, numbers_of
 from .profile import read_profile
-from .runs import Run, differences
+from .runs import Run, differences, have_different_tokenizers, lacks_bits_per_byte
 from .svg import NUM_COLOURS, shown
 
 NOTHING = "&ndash;"
@@ -29,8 +29,21 @@ def numbers(runs: Sequence[Run]) -> str:
     return (
         '<section><h2>Numbers</h2><div class="wide"><table class="numbers">'
         f"<thead><tr><th>Run</th>{head}<th>State</th></tr></thead><tbody>{rows}</tbody>"
-        "</table></div></section>"
+        f"</table></div>{_comparability(runs)}</section>"
     )
+
+
+def _comparability(runs: Sequence[Run]) -> str:
+    """Return what to know about losses of runs with different tokenizers."""
+    if not have_different_tokenizers(runs):
+        return ""
+    text = "The tokenizers differ: losses per token cannot be compared; bits per byte can."
+    if lacking := ", ".join(run.name for run in lacks_bits_per_byte(runs)):
+        text = (
+            "The tokenizers differ: losses per token cannot be compared, and no run is marked as "
+            f"the best: the evaluations of {lacking} have no bits per byte."
+        )
+    return f'<p class="quiet">{escape(text)}</p>'
 
 
 def _cell(number: Number, values: Sequence[float | None], index: int) -> str:

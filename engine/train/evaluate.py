@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..data.batch import Batch
+from ..data.token_bytes import count_bytes
 from ..heartbeat import heartbeat
 from ..loss.record import count_tokens, forward_loss
 
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def validate(parts: Parts) -> dict[str, float]:
-    """Return loss, perplexity and the loss of each source on the validation split.
+    """Return loss, perplexity, bits per byte and the loss of each source on the validation split.
 
-    They are of the averaged weights if there are any. All ranks together; each gets the same
-    numbers.
+    Bits per byte compare models of different tokenizers; some tokenizers cannot tell them. The
+    numbers are of the averaged weights if there are any. All ranks together; each gets the same.
     """
     sources = parts.data.validation.separate_labels if parts.data.validation else ()
     with parts.average.in_place() if parts.average else nullcontext():
@@ -38,6 +39,7 @@ def validate(parts: Parts) -> dict[str, float]:
             parts.degrees,
             parts.parallelized.pipeline,
             sources,
+            count_bytes(parts.validation, parts.tokenizer),
         )
     loss = losses.pop("loss")
     return {"loss": loss, "perplexity": perplexity(loss), **losses}
@@ -60,6 +62,7 @@ def evaluate(
     degrees: Degrees,
     pipeline: Pipeline | None = None,
     sources: Sequence[str] = (),
+    num_bytes: int | None = None,
 ) -> dict[str, float]:
     """Return the task's mean loss over the valid tokens of all batches on all ranks.
 
@@ -73,13 +76,16 @@ def evaluate(
         degrees: of the ranks.
         pipeline: of the model, if it is cut into stages.
         sources: what metrics call the sources that losses are told apart by.
+        num_bytes: of the text that this rank's labels stand for, if known.
 
     Returns:
-        `loss`, and `loss/LABEL` of each source that has tokens.
+        `loss`, `bits_per_byte` if bytes are known, and `loss/LABEL` of each source that has tokens.
     """
     model.eval()
     num_sources = len(sources)
-    sums = torch.zeros(2, 1 + num_sources, dtype=torch.float64, device=device)
+    sums = torch.zeros(3, 1 + num_sources, dtype=torch.float64, device=device)
+    if pipeline is None or pipeline.has_end:
+        sums[2, 0] = num_bytes or 0
     for batch in batches:
         heartbeat.touch()
         batch = batch.to(device)
@@ -93,10 +99,12 @@ def evaluate(
     if degrees.world > 1:
         dist.all_reduce(sums)  # those of ranks with the same tokens too: only the ratio counts
     model.train()
-    totals, tokens = sums.tolist()
-    means = {
+    totals, tokens, (total_bytes, *_) = sums.tolist()
+    means = {"loss": totals[0] / max(tokens[0], 1)}
+    if total_bytes:
+        means["bits_per_byte"] = totals[0] / (math.log(2) * total_bytes)
+    return means | {
         f"loss/{label}": total / count
         for label, total, count in zip(sources, totals[1:], tokens[1:], strict=True)
         if count
     }
-    return {"loss": totals[0] / max(tokens[0], 1), **means}

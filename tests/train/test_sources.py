@@ -1,6 +1,7 @@
 """Losses by source, of steps and of evaluations, on any plan."""
 
 import json
+import math
 import random
 
 import pytest
@@ -47,7 +48,9 @@ def found(recipe):
     parts = assembled(recipe)
     gradients = parts.step.accumulate(next(parts.loader.steps(0)))
     row = {"loss": gradients.loss / gradients.tokens, **parts.step.measures(gradients)}
-    return to_floats(row), {k: v for k, v in validate(parts).items() if k.startswith("loss")}
+    validation = validate(parts)
+    del validation["perplexity"]
+    return to_floats(row), validation
 
 
 def expected(recipe):
@@ -55,7 +58,12 @@ def expected(recipe):
     parts = assembled(recipe)
     parts.model.double()
     parts.model.compute_dtype = torch.float64
-    return means(parts.model, next(parts.loader.steps(0))), means(parts.model, parts.validation)
+    validation = means(parts.model, parts.validation)
+    labels = torch.cat([batch.labels.flatten() for batch in parts.validation])
+    counted = labels[labels != IGNORED]
+    letters = (counted != parts.tokenizer.eos_id).sum().item()
+    bits = validation["loss"] * len(counted) / (math.log(2) * letters)
+    return means(parts.model, next(parts.loader.steps(0))), validation | {"bits_per_byte": bits}
 
 
 @torch.no_grad()
@@ -115,6 +123,7 @@ def test_rows_have_each_source_and_a_step_without_one_leaves_it_out(folder, tmp_
         assert source.name == f"validation split, {label}"
         assert source.per("token")["loss"] == pytest.approx(row[f"loss/{label}"], rel=1e-5)
         assert 0 < source.bytes < source.tokens, "ends of documents have no bytes"
+    assert measured.per("byte")["bits"] == pytest.approx(row["bits_per_byte"], rel=1e-5)
     assert measured.texts == sum(each.texts for each in measured.sources)
 
 
