@@ -101,8 +101,7 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
     model = built.model
     home = torch.device("cpu") if recipe.parallel.fsdp.offload else device
     # Weights from elsewhere replace all but those of new adapters.
-    filled = is_adapter if recipe.run.init_from else True
-    materialize(model, home, recipe.run.seed, fill=fresh and filled)
+    materialize(model, home, recipe.run.seed, fill=fresh and (not recipe.run.init_from or is_adapter))
     notes = [*filter(None, [world.note]), *built.notes, *data.notes]
     if fresh and recipe.run.init_from:
         notes += load_initial_weights(model, built.config, Path(recipe.run.init_from))
