@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, EnvironmentFault, RecipeError
 from ..files import sync_folder
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
     from .hf_tokenizer import HuggingFaceTokenizer
 
 NUM_BYTES = 256
+# Merging the pairs of a piece takes time that grows with the square of its length. No published
+# vocabulary has a token of more than a quarter of this.
+LONGEST_PIECE = 1024
+LAST_SECONDS = 2.0
 
 
 @dataclass
@@ -130,25 +136,57 @@ def _train(
     library()
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+    def cut_by(expression: str) -> pre_tokenizers.Sequence:
+        return pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(expression), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+
     native = Tokenizer(models.BPE())
-    native.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    # Our patterns have no other stars and pluses than those that repeat.
+    at_most = pattern.replace("+", f"{{1,{LONGEST_PIECE}}}")
+    native.pre_tokenizer = cut_by(at_most.replace("*", f"{{0,{LONGEST_PIECE}}}"))
     native.decoder = decoders.ByteLevel()
-    native.train_from_iterator(
-        batches(texts),
-        trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            min_frequency=min_frequency,
-            special_tokens=list(special_tokens),
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-            show_progress=False,
-        ),
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=list(special_tokens),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
     )
+    read_interruptibly(batches(texts), lambda read: native.train_from_iterator(read, trainer))
+    native.pre_tokenizer = cut_by(pattern)
     return str(native.to_str(pretty=True))
+
+
+def read_interruptibly(items: Iterable[Any], read: Callable[[Iterator[Any]], object]) -> None:
+    """Let a function that hears no signals read items in a thread, so that this one hears them.
+
+    Raises:
+        BaseException: of the function, or of a signal's handler.
+    """
+    failures: list[BaseException] = []
+    interrupted = threading.Event()
+
+    def run() -> None:
+        try:
+            read(itertools.takewhile(lambda _: not interrupted.is_set(), items))
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)  # whose end the interpreter does not await
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(0.1)
+    except BaseException:
+        interrupted.set()
+        thread.join(LAST_SECONDS)  # then it reads no more, and needs the interpreter no more
+        raise
+    if failures:
+        raise failures[0]
 
 
 def _write(content: str, out: Path, eos_token: str) -> HuggingFaceTokenizer:

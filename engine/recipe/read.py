@@ -18,6 +18,7 @@ from .positions import MAX_DEPTH, KeyPath, Positions, SizeError
 from .shown import printable, shown_key
 
 MAX_BYTES = 1_000_000
+MAX_DIGITS = 4000  # a little less than what Python converts
 _TOMLI_WORDS = {
     "Cannot overwrite a value": "this key is given twice",
     "Invalid statement": "expected a key or a table",
@@ -109,8 +110,9 @@ def _parse(text: str, name: str) -> dict[str, Any]:
         raise _fault(message, name, line, column) from None
     except ValueError:
         # The one other fault of tomli: Python refuses to convert integers of many digits.
-        match = re.search(r"\d[\d_]{4000,}", text)
-        offset = match.start() if match else 0
+        # Run by run: a search for long ones would start anew at each digit of a shorter one.
+        runs = re.finditer(r"\d[\d_]*", text)
+        offset = next((run.start() for run in runs if len(run[0]) > MAX_DIGITS), 0)
         line_start = text.rfind("\n", 0, offset) + 1
         line = text.count("\n", 0, offset) + 1
         message = "an integer must fit into 64 bits"

@@ -1,17 +1,22 @@
 """Training a tokenizer, against the libraries that load it."""
 
 import json
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from tests.limits import limited
 from trainer.cli.train_tokenizer import document_sources
+from trainer.engine.data import train_tokenizer as train_tokenizer_module
 from trainer.engine.data.configs import JsonlSource, PythonSource, TextSource
 from trainer.engine.data.hf_tokenizer import HuggingFaceTokenizer
 from trainer.engine.data.patterns import PATTERNS
-from trainer.engine.data.train_tokenizer import train_tokenizer
+from trainer.engine.data.train_tokenizer import read_interruptibly, train_tokenizer
 from trainer.engine.errors import DataError, EnvironmentFault, RecipeError
 
 SOURCE = PythonSource(max_bytes=300_000)
@@ -151,3 +156,47 @@ def test_paths_are_read_by_how_their_names_end(tmp_path: Path) -> None:
     (tmp_path / "none.toml").write_text('[run]\nsteps = 1\n[[data.sources]]\nname = "synthetic"\n')
     with pytest.raises(RecipeError, match="no source in it holds documents"):
         document_sources([str(tmp_path / "none.toml")], "text")
+
+
+@pytest.mark.parametrize("unit", ["a", " ", "=", "\n ", "ab", "\x1c", "é"])
+def test_one_letter_without_end_takes_little_time(tmp_path: Path, unit: str) -> None:
+    (tmp_path / "a.txt").write_text(unit * 2**19 + "!")
+    with limited(cpu_seconds=15):
+        train_tokenizer([TextSource(path=str(tmp_path / "a.txt"))], tmp_path / "t", vocab_size=300)
+
+
+@pytest.mark.parametrize("pattern", ["gpt2", "llama3", "qwen2", "o200k"])
+def test_the_longest_piece_changes_nothing_for_shorter_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    monkeypatch.setattr(train_tokenizer_module, "LONGEST_PIECE", 50_000)
+    train_tokenizer([SOURCE], tmp_path / "far", vocab_size=500, pattern=pattern)
+    monkeypatch.undo()
+    train_tokenizer([SOURCE], tmp_path / "usual", vocab_size=500, pattern=pattern)
+    contents = [(tmp_path / name / "tokenizer.json").read_bytes() for name in ("far", "usual")]
+    assert contents[0] == contents[1]
+    split = json.loads(contents[0])["pre_tokenizer"]["pretokenizers"][0]
+    assert split["pattern"] == {"Regex": PATTERNS[pattern]}
+
+
+def test_an_interrupt_is_heard_while_the_library_is_deaf() -> None:
+    release, items = threading.Event(), iter(range(100))
+
+    def read(numbers: Iterator[int]) -> None:
+        next(numbers)
+        signal.raise_signal(signal.SIGINT)  # Python's handlers run in the main thread
+        release.wait(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        read_interruptibly(items, read)
+    release.set()
+    assert next(items) == 1
+
+
+def test_what_goes_wrong_while_the_library_reads_is_raised() -> None:
+    def numbers() -> Iterator[int]:
+        yield 1
+        raise DataError("broken")
+
+    with pytest.raises(DataError, match="broken"):
+        read_interruptibly(numbers(), list)
