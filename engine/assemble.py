@@ -32,7 +32,7 @@ from .parallel.plan import Pieces, Plan, make_plan
 from .precision.dtypes import DTYPES, LossScale, compute_dtype, dtype_name
 from .precision.hardware import require_formats
 from .train.average import WeightAverage
-from .train.balance import Balance, capacity_warning
+from .train.balance import Balance, warn_of_capacity
 from .train.in_backward import UpdateInBackward
 from .train.step import TrainStep
 
@@ -95,13 +95,14 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
     _apply_determinism(recipe.run.deterministic)
     tokenizer = recipe.tokenizer.build()
     share = Share(world.rank, world.world_size, world.local_rank, world.local_world_size)
-    streams = f"{recipe.run.dir}/{recipe.run.name}"
-    data = open_data(recipe.data, tokenizer, recipe.run.seed, streams, share)
+    run = recipe.run
+    data = open_data(recipe.data, tokenizer, run.seed, f"{run.dir}/{run.name}", share)
     built = build_model(recipe, tokenizer.vocab_size, device, plan)
     model = built.model
     home = torch.device("cpu") if recipe.parallel.fsdp.offload else device
-    # Weights from elsewhere replace all but those of new adapters.
-    materialize(model, home, recipe.run.seed, fill=fresh and (not recipe.run.init_from or is_adapter))
+    # The weights of `run.init_from` replace all but those of new adapters.
+    fill = fresh and (not recipe.run.init_from or is_adapter)
+    materialize(model, home, recipe.run.seed, fill=fill)
     notes = [*filter(None, [world.note]), *built.notes, *data.notes]
     if fresh and recipe.run.init_from:
         notes += load_initial_weights(model, built.config, Path(recipe.run.init_from))
@@ -111,8 +112,7 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
         notes.append(load_adapter(Path(recipe.lora.init_from), model, built.config, recipe.lora))
     step = build_step(recipe, built, plan, data.train.separate_labels)
     take, rows = partial(plan.take, model=model), loaded_rows(recipe, plan)
-    if world.rank == 0 and (warning := capacity_warning(built.config, recipe.data, plan.degrees)):
-        log.warning(warning)
+    warn_of_capacity(built.config, recipe.data, plan.degrees)
     return Parts(
         recipe=recipe,
         model_config=built.config,

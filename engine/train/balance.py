@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
 
 ROUTER = ".router.weight"
 
+log = logging.getLogger(__name__)
 
-def capacity_warning(config: ModelConfig, table: Data, degrees: Degrees) -> str:
-    """Return what to say of experts that drop tokens by their number in a part of a batch, if any.
+
+def warn_of_capacity(config: ModelConfig, table: Data, degrees: Degrees) -> None:
+    """Warn if experts drop tokens by their number in a part of a batch.
 
     Args:
         config: the model's.
@@ -29,12 +32,12 @@ def capacity_warning(config: ModelConfig, table: Data, degrees: Degrees) -> str:
         degrees: of the ranks.
     """
     capacity = getattr(getattr(config, "moe", None), "capacity_factor", None)
-    if capacity is None or (degrees.world == 1 and table.micro_batch >= table.global_batch):
-        return ""
-    return (
-        "model.moe.capacity_factor counts tokens in each micro batch of each rank: which are "
-        "dropped, and so the loss, depends on data.micro_batch and [parallel]"
-    )
+    is_split = degrees.world > 1 or table.micro_batch < table.global_batch
+    if capacity is not None and is_split:
+        log.warning(
+            "model.moe.capacity_factor counts tokens in each micro batch of each rank: which are "
+            "dropped, and so the loss, depends on data.micro_batch and [parallel]"
+        )
 
 
 class Balance:
