@@ -102,7 +102,7 @@ def test_a_run_on_a_bad_disk_fails_and_resumes_when_the_disk_is_mended(
 
 def test_a_run_survives_a_disk_that_is_full_for_a_while(tmp_path, disk):
     """A save or two fail; the next finds room again, and nothing is missing at the end."""
-    recipe, (process,) = begin(tmp_path, disk, 1, "sync")
+    _, (process,) = begin(tmp_path, disk, 1, "sync")
     metrics = disk.folder / "run" / "metrics.jsonl"
     os.kill(process.pid, signal.SIGSTOP)
     disk.fill(left=100_000)  # room for rows, not for a checkpoint
