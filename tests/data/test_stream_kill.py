@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from tests.faults.test_kills import assert_same_run
 from tests.train.processes import complaints, finish, rows, start, wait_for_lines
-from tests.train.test_kill import assert_same_run
 
 STEPS = 60
 CHANCE = random.Random(3)

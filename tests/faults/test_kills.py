@@ -12,7 +12,7 @@ import torch
 from tests.train.processes import finish, rows, start, tensors, wait_for_lines, write_recipe
 
 KILLS = 23
-QUICK_KILLS = 4
+QUICK_KILLS = 5
 MODES = ("sync", "async", "async_pinned")
 
 
