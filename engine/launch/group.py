@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from ..errors import EnvironmentFault, LostContact
 from . import ending
 from .environment import World
+from .listen import open_listener
 
 PARTING_SECONDS = 60.0
 
@@ -54,7 +55,7 @@ def process_group(
             device_id=device if on_gpu else None,
         )
         host = dist.new_group(backend="gloo", timeout=timeout) if on_gpu else dist.group.WORLD
-    except (RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise EnvironmentFault(
             f"rank {world.rank} of {world.world_size} could not meet the others at "
             f"{world.meeting_point}: {str(error).splitlines()[0]}",
@@ -78,14 +79,20 @@ def _store(world: World, timeout: timedelta) -> Store:
     if world.meeting_point.startswith("tcp://"):
         address = urlsplit(world.meeting_point)
         assert address.hostname, "find_world gives a host and a port"
-        serves = world.rank == 0 and not world.hosted
+        host, port = address.hostname, address.port or 0
+        listener = None
+        if world.rank == 0 and not world.hosted:
+            # By itself the store would listen at all addresses of this machine.
+            several = world.local_world_size < world.world_size
+            listener = open_listener(host, port, has_other_nodes=several).detach()
         store = TCPStore(
-            address.hostname,
-            address.port or 0,
+            host,
+            port,
             world.world_size,
-            is_master=serves,
+            is_master=listener is not None,
             timeout=timeout,
             wait_for_workers=False,
+            master_listen_fd=listener,
         )
     else:
         store = FileStore(world.meeting_point, world.world_size)
