@@ -71,6 +71,8 @@ def _lines(one: RunStatus) -> dict[str, str]:
     lines["checkpoint"] = _checkpoint(one)
     if one.last_sign_seconds is not None:
         lines["last sign"] = f"{clock(one.last_sign_seconds)} ago"
+    if one.behind:
+        lines["ranks"] = f"furthest behind: {one.behind}"
     if one.events:
         lines["events"] = f"{one.events:,}, the newest {printable(one.newest_event)}"
     lines["attempts"] = str(one.attempts)

@@ -19,6 +19,7 @@ from .checkpoint.manifest import MANIFEST
 from .checkpoint.retention import step_folders, step_of
 from .errors import RecipeError, nearest
 from .files import open_regular
+from .heartbeat import furthest_behind, read_beats
 from .observe.events import read_events
 from .observe.metrics import LARGEST_STEP, decode_rows
 from .recipe.shown import printable
@@ -59,6 +60,8 @@ class RunStatus:
     attempts: int = 1
     disk_bytes: int = 0
     reason: str = ""
+    behind: str = ""
+    """of a run that is running or died: the rank that has done least, where, and since when"""
     events: int = 0
     """spikes and other steps in events.jsonl"""
     newest_event: str = ""
@@ -127,6 +130,7 @@ def examine(path: Path, now: float | None = None) -> RunStatus:
         attempts=record.attempt + 1 if record else 1,
         disk_bytes=disk_bytes(path),
         reason=record.reason if record and state == "failed" else "",
+        behind=_behind(path, record, now) if state in ("running", "died") else "",
         events=len(events),
         newest_event=events[-1]["id"] if events else "",
     )
@@ -190,6 +194,13 @@ def _state(
     if total is not None and step >= total:
         return "finished"
     return "stopped" if saved is not None and saved >= step else "died"
+
+
+def _behind(path: Path, record: RunState | None, now: float) -> str:
+    """Return which rank of the newest attempt the others wait for."""
+    world = record.world if record else LARGEST_STEP
+    behind = furthest_behind(beat for beat in read_beats(path / "logs") if beat.rank < world)
+    return behind.describe(now) if behind else ""
 
 
 def _warnings(status: RunStatus, train: list[dict[str, Any]], path: Path) -> Iterator[str]:

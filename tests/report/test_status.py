@@ -17,6 +17,7 @@ from tests.report.folders import hundred_steps, make_run, train_row
 from trainer.cli import main as cli
 from trainer.cli.status import sparkline
 from trainer.engine.checkpoint.manifest import Manifest, write_manifest
+from trainer.engine.heartbeat import BeatFile, heartbeat
 from trainer.engine.run_dir import RunDirectory
 from trainer.engine.run_state import RunState, read_state, recorded
 from trainer.engine.status import TAIL_BYTES, examine
@@ -186,6 +187,25 @@ def test_a_live_run_names_who_runs_it_and_when_it_will_be_done(command: Command,
     process.kill()
     process.wait()
     assert examine(run).state == "died"
+
+
+def test_a_live_or_killed_run_says_which_rank_is_furthest_behind(
+    command: Command, held: Any
+) -> None:
+    run, process = held
+    (run / "logs").mkdir(exist_ok=True)
+    for rank in (0, 1, 2):  # the third is of an attempt on more ranks
+        heartbeat.begin(rank)
+        heartbeat.begin_step(7)
+        if rank != 1:
+            heartbeat.enter("forward")
+        BeatFile(run / "logs", rank, 0, 1.0).write()
+    behind = json.loads(command("status", str(run), "--json")[1])["behind"]
+    assert behind.startswith(f"rank 1 (process {os.getpid()} on ")
+    assert "last seen in step 7, step, no progress for 0 s" in behind
+    process.kill()
+    process.wait()
+    assert "furthest behind: rank 1" in command("status", str(run))[1]
 
 
 def test_a_run_that_writes_nothing_looks_hung(held: Any) -> None:
