@@ -11,7 +11,6 @@ import json
 import os
 import re
 import socket
-import stat
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -24,6 +23,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from . import faults
 from .errors import LostContact
+from .files import open_regular
 from .redact import redacted
 
 BYTES = 2048
@@ -235,14 +235,8 @@ def read_beats(folder: Path) -> list[Beat]:
 
 def _read(path: Path) -> Beat | None:
     try:
-        # Neither a link nor a pipe that waits for a writer is followed.
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                return None
-            return _TYPE.validate_json(os.read(file, BYTES))
-        finally:
-            os.close(file)
+        with open_regular(path) as file:
+            return _TYPE.validate_json(file.read(BYTES))
     except (OSError, ValidationError):
         return None
 

@@ -23,6 +23,7 @@ from .launch.signals import StopFlag
 from .lora.flops import flops_per_token
 from .observe.observer import Observer
 from .observe.progress import Progress, logged_to, open_progress
+from .observe.slow_ranks import SlowRanks
 from .observe.throughput import Throughput, device_peak_flops, peak_memory_bytes
 from .precision.dtypes import dtype_name
 from .recipe.changes import require_unchanged
@@ -251,6 +252,8 @@ class Session:
     def _observe(self, parts: Parts) -> Observer:
         peak = device_peak_flops(self.device, dtype_name(parts.model.compute_dtype))
         flops = flops_per_token(parts.model, parts.model_config, self.recipe.data.seq_len)
+        copies_alone = parts.degrees.world == parts.degrees.replicate
+        ranks = SlowRanks(self.stop.group, self.progress.warn, local_forward=copies_alone)
         observer = Observer(
             self.recipe.metrics,
             self.directory,
@@ -260,6 +263,7 @@ class Session:
             Throughput(flops, peak and peak * self.world.world_size),
             lambda: peak_memory_bytes(self.device),
             self._profiler(flops),
+            ranks.compare,
         )
         parts.step.phase = observer.phase
         return observer

@@ -51,6 +51,7 @@ class Observer:
         throughput: counts time and tokens.
         memory: returns the peak memory in bytes without waiting for the device.
         profiler: of this rank, if its steps are profiled.
+        compare_ranks: returns more columns for the row of a step; all ranks call it together.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Observer:
         throughput: Throughput,
         memory: Callable[[], int],
         profiler: Profiler | None = None,
+        compare_ranks: Callable[[int], Mapping[str, float]] = lambda step: {},
     ) -> None:
         self._table = table
         self._directory = directory
@@ -73,6 +75,7 @@ class Observer:
         self._throughput = throughput
         self._memory = memory
         self._profiler = profiler
+        self._compare_ranks = compare_ranks
         self.phase: Phase = heartbeat.phase if profiler is None else self._profiled
         self._log: MetricsLog | None = None
         self._trackers: list[Tracker] = []
@@ -136,15 +139,16 @@ class Observer:
                 self._profiler.end_step()
 
     def _observe(self, step: int, values: Mapping[str, Number], tokens: Number) -> None:
-        if self._log is None:
-            return
         if not self.is_due(step):
             self._progress.advance(step)
+            return
+        ranks = self._compare_ranks(step)
+        if self._log is None:
             return
         numbers = to_floats({**values, "tokens": tokens})  # waits for the device, then:
         numbers["tokens"] = total = int(numbers["tokens"])
         rates = self._throughput.read(step, total)
-        row = {"kind": "train", "step": step, **numbers, **vars(rates)}
+        row = {"kind": "train", "step": step, **numbers, **vars(rates), **ranks}
         self._record({**row, "memory_bytes": self._memory()})
 
     def on_evaluation(self, step: int, values: Mapping[str, Number]) -> None:
