@@ -39,7 +39,6 @@ OPENS = {
     "engine/estimate/drawing.py: read_text",  # ours
     "engine/files.py: open",  # a descriptor
     "engine/files.py: os.open",  # the one place
-    "engine/heartbeat.py: os.open",  # neither follows links nor waits
     "engine/launch/cause.py: open",  # the log of a rank
     "engine/locks.py: os.open",  # neither follows links nor waits
     "engine/observe/throughput.py: read_text",  # /proc
