@@ -37,6 +37,15 @@ def run(
             "without a new checkpoint",
         ),
     ] = 0,
+    replay: Annotated[
+        str,
+        typer.Option(
+            metavar="EVENT",
+            help="compute this step of the run again (an id of events.jsonl, or step:N), and print "
+            "norms of activations and gradients by layer",
+        ),
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, of --replay")] = False,
 ) -> None:
     """Train; run the same command again to go on after a stop."""
     from ..engine.errors import RecipeError
@@ -60,10 +69,23 @@ def run(
         command = ["run", str(recipe), *(f"--set={text}" for text in overrides or [])]
         command += ["--dry-run"] * dry_run
         command += [f"--allow-changed={allow_changed}"] * bool(allow_changed)
+        if replay:
+            from .replay import launch_replay
+
+            command += [f"--replay={replay}", *["--json"] * as_json]
+            raise typer.Exit(launch_replay(command, nproc))
         raise typer.Exit(_launch(loaded.recipe, command, nproc, max_restarts, dry_run=dry_run))
+    allowed = [key.strip() for key in allow_changed.split(",") if key.strip()]
+    if replay:
+        from ..engine.replay import replay as replay_step
+        from .replay import print_replay
+
+        found = replay_step(loaded.recipe, world, replay, allowed)
+        if world.rank == 0:
+            print_replay(found, as_json)
+        return
     from ..engine.run import run as run_recipe
 
-    allowed = [key.strip() for key in allow_changed.split(",") if key.strip()]
     raise typer.Exit(run_recipe(loaded.recipe, world, allow_changed=allowed, dry_run=dry_run))
 
 

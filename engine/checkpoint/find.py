@@ -12,7 +12,7 @@ from ..files import require_path
 from .hf_folder import listed
 from .manifest import MANIFEST, Manifest, check_hashes, check_listing, read_manifest
 from .ranks import Ranks
-from .retention import STEP, step_folders
+from .retention import STEP, step_folders, step_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -65,16 +65,23 @@ def checkpoints_folder(path: Path) -> Path:
     return inner if os.path.isdir(inner) else path
 
 
-def newest_intact(path: Path, ranks: Ranks) -> Found | None:
+def newest_intact(path: Path, ranks: Ranks, before: int | None = None) -> Found | None:
     """Return the newest checkpoint whose every byte is as it was saved; None: there is none.
 
     The ranks divide the hashing between them and agree.
+
+    Args:
+        path: see `candidates`.
+        ranks: all that need it.
+        before: only checkpoints of earlier steps than this one are looked at.
 
     Raises:
         CheckpointError: there are checkpoints, and none is intact.
     """
     skipped: list[str] = []
     for candidate in ranks.reduce(lambda: None, lambda _: candidates(path)):
+        if before is not None and step_of(candidate) >= before:
+            continue
         manifest, problems = _check(candidate, ranks)
         if manifest is not None and not problems:
             return Found(candidate, manifest, skipped)

@@ -1,0 +1,58 @@
+"""What `trainer run --replay` prints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from ..engine.observe.metrics import plain
+from ..engine.recipe.shown import printable
+from .table import print_table
+
+if TYPE_CHECKING:
+    from ..engine.replay import Replay
+    from ..engine.train.probe import LayerSums
+
+HEAD = ("LAYER", "ACTIVATIONS", "LARGEST", "THEIR GRADIENT", "LARGEST", "WEIGHTS' GRADIENT",
+        "LARGEST", "NON-FINITE")  # fmt: skip
+
+
+def print_replay(found: Replay, as_json: bool) -> None:
+    """Print the step beside what was recorded, and a line for each layer."""
+    if as_json:
+        layers = {
+            name: asdict(sums)
+            | {
+                "activation_rms": sums.activations.rms,
+                "gradient_rms": sums.gradients.rms,
+                "weight_gradient_norm": sums.weights.norm,
+            }
+            for name, sums in found.layers.items()
+        }
+        print(json.dumps(plain(asdict(found) | {"layers": layers}), indent=1))
+        return
+    target = found.target
+    start = printable(found.start) or "the start of the run"
+    again = target.step - 1 - found.start_step
+    print(f"step {target.step:,}, from {start}; steps trained once more: {again:,}")
+    rows = [("", "RECORDED", "REPLAYED", "")]
+    for key, value in (("loss", found.loss), ("grad_norm", found.grad_norm)):
+        recorded = target.recorded.get(key)
+        same = recorded == value or (recorded != recorded and value != value)
+        word = "" if recorded is None else "the same bits" if same else "differs"
+        rows.append((key, "" if recorded is None else f"{recorded:.9g}", f"{value:.9g}", word))
+    print_table(rows)
+    print()
+    print_table([HEAD, *map(_cells, found.layers.items())])
+    print("\nactivations and their gradients: root mean square; weights' gradient: L2 norm")
+
+
+def _cells(item: tuple[str, LayerSums]) -> tuple[str, ...]:
+    name, sums = item
+    parts = (sums.activations, sums.gradients, sums.weights)
+    bad = sum(part.non_finite for part in parts)
+    numbers: list[str] = []
+    for part, value in zip(parts, (parts[0].rms, parts[1].rms, parts[2].norm), strict=True):
+        numbers += [f"{value:.4g}", f"{part.largest:.4g}"] if part.count else ["", ""]
+    return (name, *numbers, f"{bad:,.0f}")
