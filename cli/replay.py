@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from ..engine.observe.metrics import plain
@@ -16,6 +18,15 @@ if TYPE_CHECKING:
 
 HEAD = ("LAYER", "ACTIVATIONS", "LARGEST", "THEIR GRADIENT", "LARGEST", "WEIGHTS' GRADIENT",
         "LARGEST", "NON-FINITE")  # fmt: skip
+
+
+def launch_replay(command: list[str], nproc: int) -> int:
+    """Start the ranks of a replay on this machine, leaving no logs; return the job's exit code."""
+    from ..engine.launch.child import trainer_command
+    from ..engine.launch.local import launch
+
+    with TemporaryDirectory(prefix="trainer-replay-") as logs:
+        return launch(trainer_command(command), nproc, log_dir=Path(logs))
 
 
 def print_replay(found: Replay, as_json: bool) -> None:

@@ -55,6 +55,8 @@ def run(
     world = find_world()
     ranks = nproc if nproc > 1 else world.world_size
     loaded = load_recipe(recipe, overrides or [], world=ranks)
+    if as_json and not replay:
+        raise RecipeError("--json is of --replay", hint="trainer status RUN --json tells of a run")
     if nproc > 1 and world.launcher != "none":
         raise RecipeError(
             f"--nproc {nproc} inside a job of {world.launcher}",

@@ -59,7 +59,7 @@ def test_every_command_and_sub_command_has_a_heading_and_its_options(made):
         for word in getattr(import_command(name), "commands", {}):
             assert f"\n### trainer {name} {word}\n" in page
     run = page.split("\n## trainer run\n")[1].split("\n## ")[0]
-    for option in ("--set KEY=VALUE", "--nproc", "--dry-run", "--allow-changed KEYS"):
+    for option in ("--set KEY=VALUE", "--nproc", "--dry-run", "--allow-changed KEYS", "--replay"):
         assert f"| `{option}" in run
 
 
@@ -70,7 +70,7 @@ def test_every_command_that_prints_a_table_has_json():
         if "--json" not in (option.split()[0] for option, _ in command.options)
     }
     groups = {name for name in COMMANDS if hasattr(import_command(name), "commands")}
-    assert without - groups == {"run", "new", "schema", "launch slurm", "launch torchrun"}
+    assert without - groups == {"new", "schema", "launch slurm", "launch torchrun"}
 
 
 def test_every_option_of_every_command_says_what_it_is():

@@ -40,8 +40,11 @@ def admit(found, losses, norms=None, start=1):
     norms = [1.0] * len(losses) if norms is None else norms
     admitted = []
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start):
-        numbers = torch.tensor([10 * loss, 10, norm, loss]).unbind()
-        admitted.append(found.admits(Gradients(*numbers), step, batch=step, lr=0.1))
+        numbers = {"loss": 10 * loss, "tokens": 10, "norm": norm, "total_loss": loss}
+        tensors = dict.fromkeys(Gradients._fields) | {
+            k: torch.tensor(v) for k, v in numbers.items()
+        }
+        admitted.append(found.admits(Gradients(**tensors), step, batch=step, lr=0.1))
     return admitted
 
 

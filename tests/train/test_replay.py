@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -127,3 +129,27 @@ def test_sums_of_parts_are_those_of_the_whole():
     assert parts == whole
     assert measure(values, share=0.5) == Sums(10.625, 3, 4.0, 1)
     assert merge([{}, {}]) == {}
+
+
+def command(*words):
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "trainer", "run", *map(str, words)],
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.matrix
+def test_the_command_prints_a_table_and_json_on_one_process_and_on_two(tmp_path):
+    recipe = finished_run(tmp_path / "run")
+    given = [recipe, *(f"--set={text}" for text in FP32), "--replay=step:16"]
+    table = command(*given)
+    assert table.returncode == 0, table.stderr
+    assert table.stdout.count("the same bits") == 2
+    assert "layers.1.attention" in table.stdout
+    found = command(*given, "--nproc=2", "--json")
+    assert found.returncode == 0, found.stderr
+    plain = json.loads(found.stdout)
+    assert plain["loss"] == pytest.approx(rows(tmp_path / "run")[15]["loss"], rel=1e-5)
+    assert plain["layers"]["layers.0.mlp"]["weights"]["non_finite"] == 0
+    assert list((tmp_path / "run" / "run" / "logs").iterdir()) == []
+    assert command(recipe, "--json").returncode == 2
