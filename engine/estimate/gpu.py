@@ -27,12 +27,15 @@ def for_gpu(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"precision": precision, "kernels": kernels})
 
 
-def without_triton(recipe: Recipe) -> Recipe:
-    """Return a recipe with torch's kernels for Triton's: they hold the same, and run here.
+def with_torch_kernels(recipe: Recipe) -> Recipe:
+    """Return a recipe with torch's kernels for Triton's and compiled ones.
+
+    They hold the same, and run here, without numbers.
 
     MX is emulated: that keeps the same for the backward pass, and widens operands for a moment.
     """
-    words = {key: "torch" for key, word in recipe.kernels.model_dump().items() if word == "triton"}
+    given = recipe.kernels.model_dump()
+    words = {key: "torch" for key, word in given.items() if word in ("triton", "compiled")}
     mx = recipe.precision.mx.model_copy(update={"emulate": True})
     update = {
         "kernels": recipe.kernels.model_copy(update=words),

@@ -27,7 +27,7 @@ from ..parallel.mesh import is_sharded, resolve_degrees, uses_fsdp
 from ..parallel.plan import Plan, make_plan
 from ..precision.dtypes import DTYPES
 from ..recipe.tables import Compile
-from .gpu import for_gpu, with_gpu_kernels, without_triton
+from .gpu import for_gpu, with_gpu_kernels, with_torch_kernels
 from .shorten import (
     SHORTEST,
     are_alike,
@@ -214,7 +214,7 @@ def simulated_step(
     Returns:
         the recipe as simulated, the step, and the plan.
     """
-    recipe = without_triton(for_gpu(recipe) if on_gpu else recipe)
+    recipe = with_torch_kernels(for_gpu(recipe) if on_gpu else recipe)
     # No time passes here that could be measured.
     pipelining = recipe.parallel.pipelining.model_copy(update={"cost": "estimated"})
     changes: dict[str, Any] = {"pipelining": pipelining}

@@ -82,3 +82,15 @@ def test_what_cannot_be_estimated_is_refused(command, options, message):
     code, out, err = command(*options)
     assert (code, out) == (2, "")
     assert message in err
+
+
+@pytest.mark.parametrize(
+    "setting", ["kernels.linear_cross_entropy=compiled", "compile.enabled=true"]
+)
+def test_compiled_kernels_are_counted_as_torchs(command, setting):
+    found = []
+    for more in ([], ["--set", setting]):
+        code, out, err = command("--json", *more)
+        assert code == 0, err
+        found.append(json.loads(out)["ranks"][0]["peak_bytes"])
+    assert found[0] == found[1]
