@@ -80,7 +80,7 @@ def verify(path: AnyPath, as_json: AsJson = False) -> None:
 @app.command()
 def prune(
     path: AnyPath,
-    keep: Annotated[int, typer.Option(min=1, help="how many of the newest stay")],
+    keep: Annotated[int, typer.Option(min=1, max=2**53, help="how many of the newest stay")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would go")] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -31,7 +31,7 @@ TokenizerName = Annotated[
 TokenizerPath = Annotated[str, typer.Option(help="its file or folder")]
 Workers = Annotated[int, typer.Option(min=0, max=4096, help="processes; 0: one a core")]
 ShardTokens = Annotated[
-    int, typer.Option(min=2**16, help="tokens a file, a multiple of 65536", metavar="N")
+    int, typer.Option(min=2**16, max=2**40, help="tokens a file, a multiple of 65536", metavar="N")
 ]
 OnError = Annotated[
     str, typer.Option(metavar="stop|skip", help="at a document that cannot be read")

@@ -39,19 +39,22 @@ def evaluate(
     ] = "",
     include_path: Annotated[Path | None, typer.Option(help="a folder with more tasks")] = None,
     num_fewshot: Annotated[
-        int | None, typer.Option(min=0, help="examples before each question of a task")
+        int | None, typer.Option(min=0, max=2**16, help="examples before each question of a task")
     ] = None,
     limit: Annotated[
-        int, typer.Option(min=0, help="only so many documents, rows or examples of a task")
+        int,
+        typer.Option(min=0, max=2**53, help="only so many documents, rows or examples of a task"),
     ] = 0,
     seq_len: Annotated[
-        int | None, typer.Option(min=1, help="tokens a row; default: as in training")
+        int | None, typer.Option(min=1, max=2**24, help="tokens a row; default: as in training")
     ] = None,
     stride: Annotated[
         int | None,
-        typer.Option(min=1, help="tokens scored by each row of a long document; default: all"),
+        typer.Option(
+            min=1, max=2**24, help="tokens scored by each row of a long document; default: all"
+        ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="rows computed together")] = 8,
+    batch: Annotated[int, typer.Option(min=1, max=2**16, help="rows computed together")] = 8,
     weights: Annotated[
         Weights, typer.Option(help='"ema": the averaged weights that [ema] keeps')
     ] = Weights.MODEL,

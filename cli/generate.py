@@ -33,11 +33,15 @@ def generate(
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0 always takes the likeliest token")
     ] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="only the k likeliest tokens; 0: all")] = 0,
+    top_k: Annotated[
+        int, typer.Option(min=0, max=2**31, help="only the k likeliest tokens; 0: all")
+    ] = 0,
     top_p: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="only the likeliest tokens of this total share")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="other seeds give other samples")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="other seeds give other samples")
+    ] = 0,
     chat: Annotated[
         str,
         typer.Option(

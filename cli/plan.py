@@ -30,7 +30,9 @@ def plan(
     recipe: Recipe,
     overrides: Overrides = None,
     world: Annotated[int, typer.Option(min=1, max=2**20, help="ranks")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="ranks that fast links join")] = 8,
+    gpus_per_node: Annotated[
+        int, typer.Option(min=1, max=2**20, help="ranks that fast links join")
+    ] = 8,
     html: Annotated[Path | None, typer.Option(help="also draw it, on a page of its own")] = None,
     search: Annotated[bool, typer.Option("--search", help="rank the plans that fit --gpu")] = False,
     gpu: Annotated[str, typer.Option(help="with --search: such as h100 or h200")] = "",

@@ -52,7 +52,7 @@ def sweep(
         bool, typer.Option("--slurm", help="write a job array's batch script, run none")
     ] = False,
     index: Annotated[
-        int | None, typer.Option("--index", min=0, help="run this point alone, from 0")
+        int | None, typer.Option("--index", min=0, max=2**31, help="run this point alone, from 0")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -34,13 +34,13 @@ def train_tokenizer(
         typer.Option(help="give it again for several; the first ends a document"),
     ] = None,
     min_frequency: Annotated[
-        int, typer.Option(min=1, help="pairs that are rarer are not merged")
+        int, typer.Option(min=1, max=2**53, help="pairs that are rarer are not merged")
     ] = 2,
     pattern: Annotated[
         str, typer.Option(help="how text is cut first: gpt2, cl100k, llama3, qwen2 or o200k")
     ] = "llama3",
     max_bytes: Annotated[
-        int, typer.Option(min=0, help="read only so many bytes of text; 0: all")
+        int, typer.Option(min=0, max=2**53, help="read only so many bytes of text; 0: all")
     ] = 0,
     as_json: AsJson = False,
 ) -> None:

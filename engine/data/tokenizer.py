@@ -102,6 +102,23 @@ class ByteTokenizer:
         write_files(folder, json.dumps(_byte_level_model(), indent=2).encode(), _BYTES_SETTINGS)
 
 
+def count_bytes(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> int:
+    """Return how many bytes of text some ids stand for, special tokens left out.
+
+    In their text, bytes that are not UTF-8 are U+FFFD, which has three bytes of its own: unless
+    the text does hold that character, it counts as one.
+
+    Args:
+        ids: tokens.
+        text: what they are decoded to.
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        return sum(token < 256 for token in ids)
+    if "\ufffd" in text and tokenizer.encode(text).tolist() != list(ids):
+        text = text.replace("\ufffd", "?")
+    return len(text.encode())
+
+
 def learned_tokens(
     marked: MarkedText, starts: NDArray[np.int64], stops: NDArray[np.int64]
 ) -> NDArray[np.bool_]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ..data.batch import IGNORED
 from ..data.configs import DocumentFault, DocumentSource, MarkedText
+from ..data.tokenizer import count_bytes
 from ..errors import DataError
 from ..train.evaluate import perplexity
 from .scorer import score_batch, score_windows
@@ -41,10 +42,15 @@ class Measured:
     sources: list[Measured] = field(default_factory=list)
     """the same of each source, where there are several"""
 
-    def count_text(self, text: str) -> None:
-        """Count bytes in UTF-8 and words."""
-        self.bytes += len(text.encode())
+    def count_text(self, text: str, num_bytes: int) -> None:
+        """Count bytes and words."""
+        self.bytes += num_bytes
         self.words += len(text.split())
+
+    def count_tokens(self, tokenizer: Tokenizer, ids: Sequence[int]) -> None:
+        """Count bytes and words of the text that tokens stand for."""
+        text = tokenizer.decode(ids)
+        self.count_text(text, count_bytes(tokenizer, ids, text))
 
     def per(self, unit: str) -> dict[str, float]:
         """Return count, loss (nats), bits and perplexity a token, byte or word."""
@@ -74,13 +80,20 @@ class Encoded:
         ids: of the document.
         text: the part of it that is counted.
         counted: which ids are; None: all.
+        num_bytes: of the text; None: it is UTF-8.
     """
 
     def __init__(
-        self, ids: NDArray[Any], text: str, counted: NDArray[np.bool_] | None, eos_id: int
+        self,
+        ids: NDArray[Any],
+        text: str,
+        counted: NDArray[np.bool_] | None,
+        eos_id: int,
+        num_bytes: int | None = None,
     ) -> None:
         self.tokens = np.concatenate([[eos_id], ids]).astype(np.int64)
         self.text = text
+        self.num_bytes = len(text.encode()) if num_bytes is None else num_bytes
         self.counted = None if counted is None else np.concatenate([[False], counted])
 
 
@@ -114,7 +127,7 @@ def measure_source(
     def rows() -> Iterator[Window]:
         for document in documents:
             measured.texts += 1
-            measured.count_text(document.text)
+            measured.count_text(document.text, document.num_bytes)
             yield from windows(document.tokens, seq_len, stride, counted=document.counted)
 
     for _, score in score_windows(opened.model, rows(), batch_size):
@@ -146,6 +159,7 @@ def measure_validation(opened: OpenedModel, *, batch_size: int, limit: int = 0) 
             "the recipe holds nothing out for validation", "name texts with --data or --source"
         )
     count = min(limit or split.rows_per_epoch, split.rows_per_epoch)
+    batch_size = min(batch_size, count)
     table = recipe.data.model_copy(update={"micro_batch": batch_size, "global_batch": batch_size})
     names = split.separate_labels or ("",)
     sources = [Measured(f"validation split, {name}") for name in names]
@@ -162,10 +176,10 @@ def measure_validation(opened: OpenedModel, *, batch_size: int, limit: int = 0) 
             ends = np.flatnonzero(row == opened.tokenizer.eos_id) + 1
             *documents, ids[source] = np.split(row, ends)
             for document in documents:
-                sources[source].count_text(opened.tokenizer.decode(document.tolist()))
+                sources[source].count_tokens(opened.tokenizer, document.tolist())
         left = max(0, left - len(batch.labels))
     for source, rest in enumerate(ids):
-        sources[source].count_text(opened.tokenizer.decode(rest.tolist()))
+        sources[source].count_tokens(opened.tokenizer, rest.tolist())
     return _together("validation split", sources)
 
 
@@ -212,4 +226,6 @@ def _stored(source: SourceConfig, tokenizer: Tokenizer) -> Iterator[Encoded]:
         ids = np.asarray(store.tokens[start:stop])
         counted = None if store.learned is None else np.asarray(store.learned[start:stop])
         shown = ids if counted is None else ids[counted]
-        yield Encoded(ids, tokenizer.decode(shown.tolist()), counted, store.eos_id)
+        text = tokenizer.decode(shown.tolist())
+        num_bytes = count_bytes(tokenizer, shown.tolist(), text)
+        yield Encoded(ids, text, counted, store.eos_id, num_bytes)

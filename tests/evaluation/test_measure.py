@@ -11,8 +11,12 @@ import torch
 from tests.convert.models import hf_folder, loaded_by_transformers
 from tests.train.processes import finish, rows, start, write_recipe
 from trainer.cli.main import main
-from trainer.engine.data.configs import JsonlSource, MarkedText, TextSource
-from trainer.engine.data.tokenizer import ByteTokenizer
+from trainer.engine.data.columns import make_chunk
+from trainer.engine.data.configs import JsonlSource, MarkedText, TextSource, TokensSource
+from trainer.engine.data.manifest import Tally
+from trainer.engine.data.store import StoreWriter
+from trainer.engine.data.tokenise import Tokenised
+from trainer.engine.data.tokenizer import ByteTokenizer, count_bytes
 from trainer.engine.errors import CheckpointError, DataError
 from trainer.engine.evaluation.measure import measure_source, measure_validation
 from trainer.engine.evaluation.windows import windows
@@ -170,6 +174,29 @@ def test_documents_that_cannot_be_read_stop_it_or_are_counted(opened, tmp_path):
         measure(opened, JsonlSource(path=str(empty)))
 
 
+def test_bytes_that_are_no_utf8_are_counted_once_each(opened, tmp_path):
+    documents = [b"a\xc3", b"\xe2\x82", "\ufffdü".encode(), b"\xff\xfeb"]
+    with StoreWriter(tmp_path / "tokens", ByteTokenizer()) as writer:
+        ids = [np.frombuffer(document, dtype=np.uint8) for document in documents]
+        writer.write(Tokenised(make_chunk(ByteTokenizer(), ids), Tally()))
+        writer.finish()
+    source = TokensSource(path=str(tmp_path / "tokens"))
+    found = measure(replace(opened, tokenizer=ByteTokenizer()), source)
+    assert found.bytes == len(b"".join(documents))
+
+
+def test_a_foreign_vocabulary_counts_a_torn_character_as_one_byte(opened):
+    tokenizer = opened.tokenizer
+    whole = tokenizer.encode("\ufffd naïve").tolist()
+    assert count_bytes(tokenizer, whole, "\ufffd naïve") == len("\ufffd naïve".encode())
+    torn = next(
+        ids
+        for text in ("日", "ü", "😀")
+        if "\ufffd" in tokenizer.decode(ids := tokenizer.encode(f"ab{text}").tolist()[:-1])
+    )
+    assert count_bytes(tokenizer, torn, tokenizer.decode(torn)) == 3
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run with an average, whose every evaluation reads the whole validation split."""
@@ -249,6 +276,8 @@ def test_bad_input_is_refused_with_what_to_do(run, folder, command, tmp_path):
         ("--source", "jsnl"): (2, 'did you mean "jsonl"?'),
         ("--source", "jsonl", "--set", "pat=x"): (2, 'did you mean "path"?'),
         ("--set", "path=x"): (2, "--source"),
+        ("--batch", 99_999_999_999): (2, "65536"),
+        ("--limit", 10**30): (2, "--limit"),
         ("--seq-len", 8): (2, "the validation split"),
         ("--num-fewshot", 1): (2, "are for --tasks"),
         ("--data", text, "--stride", 99, "--seq-len", 8): (2, "--stride 99"),
