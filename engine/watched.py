@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from .heartbeat import heartbeat
-from .launch.environment import World, set_flight_recorder
+from .launch.environment import World, flight_recorder
 from .launch.rank_log import open_rank_log
 from .launch.watchdog import Watchdog
 from .run_dir import RunDirectory
@@ -33,6 +33,6 @@ def watched(directory: RunDirectory, world: World, limit_seconds: float) -> Iter
             stack.enter_context(early_failure_recorded(directory.path))
             fail = partial(record_failure, directory.path)
         stack.enter_context(Watchdog(log, world, limit_seconds, fail))
-        set_flight_recorder(directory.logs)
+        stack.enter_context(flight_recorder(directory.logs))
         heartbeat.enter("rendezvous")
         yield

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -150,24 +151,31 @@ def _from_slurm(environ: Mapping[str, str]) -> World:
     )
 
 
-def set_flight_recorder(folder: Path) -> None:
+@contextmanager
+def flight_recorder(folder: Path) -> Iterator[None]:
     """Let NCCL record its collectives, and write them to `folder` when one fails or times out.
 
-    Must be called before the process group is made. What the user has set stays.
+    Must be entered before the process group is made. What the user has set stays.
 
     Source: torch/csrc/distributed/c10d/FlightRecorder.hpp, ProcessGroupNCCL.hpp (2.13).
     """
-    for names, value in (
-        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000"),
-        (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
-        # NCCL appends the rank.
-        (
-            ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"),
-            str(folder.absolute() / "nccl-trace-rank-"),
-        ),
-    ):
-        if not any(name in os.environ for name in names):
-            os.environ[names[0]] = value
+    dumps = str(folder.absolute() / "nccl-trace-rank-")  # NCCL appends the rank
+    settings = {
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): dumps,
+    }
+    ours = {
+        names[0]: value
+        for names, value in settings.items()
+        if not any(name in os.environ for name in names)
+    }
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
 
 
 def first_host(nodes: str) -> str:
