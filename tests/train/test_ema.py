@@ -52,7 +52,9 @@ def validation_of(recipe, weights):
     with torch.no_grad():
         for name, parameter in parts.model.named_parameters():
             parameter.copy_(torch.from_numpy(weights[name]))
-    return evaluate(parts.model, parts.validation, parts.step.loss, parts.device, parts.degrees)
+    return evaluate(parts.model, parts.validation, parts.step.loss, parts.device, parts.degrees)[
+        "loss"
+    ]
 
 
 PLANS = {
