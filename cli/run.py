@@ -11,6 +11,7 @@ import typer
 from .options import Overrides, Recipe
 
 if TYPE_CHECKING:
+    from ..engine.launch.signals import StopFlag
     from ..engine.recipe.schema import Recipe as RunRecipe
 
 
@@ -48,8 +49,11 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, of --replay")] = False,
 ) -> None:
     """Train; run the same command again to go on after a stop."""
+    from ..engine import faults
+    from ..engine.checkpoint.find import code_before_training
     from ..engine.errors import RecipeError
     from ..engine.launch.environment import find_world
+    from ..engine.launch.signals import StopFlag
     from ..engine.recipe.load import load_recipe
 
     world = find_world()
@@ -67,18 +71,15 @@ def run(
             "--max-restarts is about the processes that --nproc starts",
             hint="give --nproc 2 or more; elsewhere the launcher of the job restarts it",
         )
-    if nproc > 1:
-        command = ["run", str(recipe), *(f"--set={text}" for text in overrides or [])]
-        command += ["--dry-run"] * dry_run
-        command += [f"--allow-changed={allow_changed}"] * bool(allow_changed)
-        if replay:
-            from .replay import launch_replay
-
-            command += [f"--replay={replay}", *["--json"] * as_json]
-            raise typer.Exit(launch_replay(command, nproc))
-        raise typer.Exit(_launch(loaded.recipe, command, nproc, max_restarts, dry_run=dry_run))
     allowed = [key.strip() for key in allow_changed.split(",") if key.strip()]
     if replay:
+        if nproc > 1:
+            from .replay import launch_replay
+
+            command = _rank_command(recipe, overrides, allow_changed)
+            raise typer.Exit(
+                launch_replay([*command, f"--replay={replay}", *["--json"] * as_json], nproc)
+            )
         from ..engine.replay import replay as replay_step
         from .replay import print_replay
 
@@ -86,19 +87,44 @@ def run(
         if world.rank == 0:
             print_replay(found, as_json)
         return
-    from ..engine.run import run as run_recipe
+    table = loaded.recipe.run
+    answer = partial(code_before_training, Path(table.dir) / table.name, table.resume)
+    stop = StopFlag()
+    stop.end_at_once(None if dry_run else answer)
+    with stop:
+        if nproc > 1:
+            command = [*_rank_command(recipe, overrides, allow_changed), *["--dry-run"] * dry_run]
+            raise typer.Exit(
+                _launch(loaded.recipe, command, nproc, max_restarts, stop, dry_run=dry_run)
+            )
+        faults.point("run.import", world.rank)
+        from ..engine.run import run as run_recipe
 
-    raise typer.Exit(run_recipe(loaded.recipe, world, allow_changed=allowed, dry_run=dry_run))
+        raise typer.Exit(
+            run_recipe(loaded.recipe, world, allow_changed=allowed, dry_run=dry_run, stop=stop)
+        )
+
+
+def _rank_command(recipe: Path, overrides: list[str] | None, allow_changed: str) -> list[str]:
+    """Return the arguments of the command line that each rank runs."""
+    command = ["run", str(recipe), *(f"--set={text}" for text in overrides or [])]
+    return [*command, *[f"--allow-changed={allow_changed}"] * bool(allow_changed)]
 
 
 def _launch(
-    recipe: RunRecipe, command: list[str], nproc: int, max_restarts: int, *, dry_run: bool
+    recipe: RunRecipe,
+    command: list[str],
+    nproc: int,
+    max_restarts: int,
+    stop: StopFlag,
+    *,
+    dry_run: bool,
 ) -> int:
     """Start the ranks on this machine; return the exit code of the job."""
     from ..engine.checkpoint.manifest import MANIFEST
     from ..engine.checkpoint.retention import step_folders, step_of
     from ..engine.launch.child import trainer_command
-    from ..engine.launch.local import launch
+    from ..engine.launch.local import Signals, launch
     from ..engine.launch.restarts import Restarts
     from ..engine.run_dir import RunDirectory
     from ..engine.run_state import record_failure
@@ -113,11 +139,14 @@ def _launch(
         steps = [step_of(folder) for folder in folders if (folder / MANIFEST).is_file()]
         return steps[-1] if steps else None
 
-    return launch(
-        trainer_command(command),
-        nproc,
-        log_dir=directory.logs,
-        stop_timeout_seconds=recipe.resilience.stop_timeout_seconds,
-        restarts=Restarts(max_restarts, newest_step, ["--set=run.resume=auto"]),
-        on_failure=partial(record_failure, directory.path),
-    )
+    with Signals() as signals:
+        stop.finish()  # it is the ranks that answer now
+        return launch(
+            trainer_command(command),
+            nproc,
+            log_dir=directory.logs,
+            stop_timeout_seconds=recipe.resilience.stop_timeout_seconds,
+            restarts=Restarts(max_restarts, newest_step, ["--set=run.resume=auto"]),
+            on_failure=partial(record_failure, directory.path),
+            signals=signals,
+        )

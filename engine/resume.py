@@ -75,6 +75,8 @@ def identify(parts: Parts, found: Found | None) -> SaveInfo:
 
 def ending(saved: Manifest, parts: Parts) -> str:
     """Return why nothing is left to do after a checkpoint; empty: the run goes on."""
+    if saved.extra.get("unevaluated"):
+        return ""
     best = Best.restored(saved.extra)
     if saved.step >= parts.total_steps:
         return "finished before"

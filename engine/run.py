@@ -6,26 +6,24 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from .assemble import Parts, assemble
-from .checkpoint.find import Found, find_checkpoint
+from .checkpoint.find import Found, code_before_training, find_checkpoint
 from .checkpoint.store import CheckpointStore
 from .device import pick_device
 from .errors import ExitCode, LostContact, Problem, RecipeError, TrainerError
 from .files import atomic_write
 from .heartbeat import heartbeat
+from .launch import ending as process_ending
 from .launch.group import group_of_its_own, process_group
-from .launch.signals import StopFlag
-from .lora.flops import flops_per_token
-from .observe.observer import Observer
+from .launch.signals import StopFlag, Stopped
+from .observation import open_observer
 from .observe.progress import Progress, logged_to, open_progress
-from .observe.slow_ranks import SlowRanks
-from .observe.throughput import Throughput, device_peak_flops, peak_memory_bytes
-from .precision.dtypes import dtype_name
 from .recipe.changes import require_unchanged
 from .recipe.write import to_toml
 from .resume import describe, ending, identify, ignored_settings, refuse_other_data
@@ -34,7 +32,7 @@ from .run_state import RunState, recorded
 from .train.events import EventRecorder
 from .train.garbage import paced_garbage_collection
 from .train.health import Health
-from .train.loop import train
+from .train.loop import Outcome, train
 from .train.position import Position
 from .train.saving import Saver
 from .train.state import seed_everything
@@ -44,7 +42,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from .launch.environment import World
-    from .observe.profiler import Profiler
     from .recipe.schema import Recipe
 
 
@@ -55,6 +52,7 @@ def run(
     allow_changed: Sequence[str] = (),
     dry_run: bool = False,
     parts: Parts | None = None,
+    stop: StopFlag | None = None,
 ) -> ExitCode:
     """Train what a recipe describes, from its newest checkpoint or from the start.
 
@@ -64,26 +62,55 @@ def run(
         allow_changed: keys that may differ from those in the checkpoint.
         dry_run: assemble and describe, but train and write nothing.
         parts: of this recipe, assembled already.
+        stop: listens to signals already.
 
     Returns:
-        DONE, or STOPPED_AND_SAVED after a signal.
+        DONE, or after a signal STOPPED_AND_SAVED, or INTERRUPTED before there was anything to save.
     """
+    with ExitStack() as stack:
+        if stop is None:
+            stop = StopFlag()
+            if threading.current_thread() is threading.main_thread():  # Python's rule for handlers
+                stack.enter_context(stop)
+        try:
+            folder = Path(recipe.run.dir) / recipe.run.name
+            answer = partial(code_before_training, folder, recipe.run.resume)
+            stop.end_at_once(None if dry_run else answer)
+            with stop.following():
+                return _run(recipe, world, stop, allow_changed, dry_run=dry_run, parts=parts)
+        except Stopped as stopped:
+            stop.leave_job(stopped.exit_code)
+            process_ending.skip_teardown()
+            is_saved = stopped.exit_code == ExitCode.STOPPED_AND_SAVED
+            text = "run again to resume" if is_saved else "nothing was saved"
+            open_progress(world.rank).note(f"stopped at once; {text}")
+            return stopped.exit_code
+
+
+def _run(
+    recipe: Recipe,
+    world: World,
+    stop: StopFlag,
+    allow_changed: Sequence[str],
+    *,
+    dry_run: bool,
+    parts: Parts | None,
+) -> ExitCode:
+    """Join the other ranks, lock the directory and train."""
     device = pick_device(world)
     directory = RunDirectory(Path(recipe.run.dir) / recipe.run.name)
     with ExitStack() as stack:
-        stop = StopFlag()
-        if threading.current_thread() is threading.main_thread():  # Python's rule for handlers
-            stack.enter_context(stop)
         if not dry_run:
             stack.enter_context(watched(directory, world, recipe.resilience.hang_seconds))
         timeout_seconds = recipe.resilience.collective_timeout_seconds
-        stop.group = stack.enter_context(process_group(world, device, timeout_seconds))
+        stop.group = stack.enter_context(process_group(world, device, timeout_seconds, stop))
         progress = open_progress(world.rank)
         stack.callback(progress.close)
         stack.enter_context(logged_to(progress))
         if dry_run:
             for line in describe(assemble(recipe, world, device)):
                 progress.note(line)
+            stop.finish()
             return ExitCode.DONE
         session = Session(recipe, world, device, directory, stop, progress)
         return session.train(allow_changed, parts)
@@ -132,16 +159,16 @@ class Session:
         state = self._state(parts, position.step, identity.attempt)
         with self._recorded(state), recorder.opened(position.step):
             outcome = self._train(parts, position, saver, health)
-            # A rank that died in its last save is noticed here: this is not the end of a run then.
-            self.stop.agree()
             state.warnings = health.conclude()
             if outcome == "stopped":
                 state.outcome = outcome
+                self.stop.finish()
                 self.progress.note(f"stopped after step {position.step}, saved; run again to go on")
                 return ExitCode.STOPPED_AND_SAVED
             self._tell_end(outcome, position, state.warnings)
             self._export(parts, position.step, store.group)
             state.outcome = "finished"
+            self.stop.finish()
         return ExitCode.DONE
 
     def _end_again(
@@ -153,20 +180,32 @@ class Session:
             state.warnings = health.conclude()
             self._export(parts, found.manifest.step, group, found)
             state.outcome = "finished"
+            self.stop.finish()
 
-    def _train(self, parts: Parts, position: Position, saver: Saver, health: Health) -> str:
-        """Train under the observer's eyes; see `train`."""
+    def _train(self, parts: Parts, position: Position, saver: Saver, health: Health) -> Outcome:
+        """Train and save the last state; an export that a signal would interrupt is left out."""
         with (
-            closing(self._observe(parts)) as observer,
+            self.stop.following(),
+            closing(
+                open_observer(parts, self.directory, self.progress, self.stop.group)
+            ) as observer,
             paced_garbage_collection(self.recipe.run.gc_interval),
         ):
             try:
-                return train(parts, position, saver, health, observer, self.stop)
+                outcome = train(parts, position, saver, health, observer, self.stop)
+                # LostContact here: a rank died in its last save, and this is not the end of a run.
+                is_asked = self.stop.agree()
             except LostContact:
                 raise
             except TrainerError:
                 saver.finish()  # a good state may still be on its way to the disk
                 raise
+            if outcome == "stopped" or (is_asked and self.recipe.checkpoint.export != "none"):
+                return "stopped"
+            # All is saved: closing trackers and exporting can be done again.
+            if not is_asked:
+                self.stop.end_at_once(lambda: ExitCode.STOPPED_AND_SAVED)
+            return outcome
 
     def _recorded(self, state: RunState) -> AbstractContextManager[RunState]:
         return recorded(state, self.directory.path if self.world.rank == 0 else None)
@@ -248,38 +287,3 @@ class Session:
             world=self.world.world_size,
             device=torch.cuda.get_device_name(self.device) if cuda else "cpu",
         )
-
-    def _observe(self, parts: Parts) -> Observer:
-        peak = device_peak_flops(self.device, dtype_name(parts.model.compute_dtype))
-        flops = flops_per_token(parts.model, parts.model_config, self.recipe.data.seq_len)
-        copies_alone = parts.degrees.world == parts.degrees.replicate
-        ranks = SlowRanks(self.stop.group, self.progress.warn, local_forward=copies_alone)
-        observer = Observer(
-            self.recipe.metrics,
-            self.directory,
-            self.world.rank,
-            parts.total_steps,
-            self.progress,
-            Throughput(flops, peak and peak * self.world.world_size),
-            lambda: peak_memory_bytes(self.device),
-            self._profiler(flops),
-            ranks.compare,
-        )
-        parts.step.phase = observer.phase
-        return observer
-
-    def _profiler(self, flops_per_token: float) -> Profiler | None:
-        """Return this rank's profiler, if the recipe wants one."""
-        table, data, rank = self.recipe.profile, self.recipe.data, self.world.rank
-        ranks = [each for each in table.ranks if each < self.world.world_size]
-        if table.steps and not ranks:
-            self.progress.warn("profile.ranks names no rank of this run: nothing is profiled")
-        if not table.steps or rank not in ranks:
-            return None
-        from .observe.profiler import Profiler, Setting
-
-        share = data.global_batch * data.seq_len / self.world.world_size
-        folder = self.directory.path / "profiles"
-        main = rank == min(ranks)
-        setting = Setting(folder, rank, main, self.device, flops_per_token * share)
-        return Profiler(table, setting)

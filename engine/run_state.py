@@ -13,6 +13,7 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 
 from .files import atomic_write, read_regular
+from .launch.signals import Stopped
 from .redact import redacted
 
 FILE = "state.json"
@@ -55,6 +56,9 @@ def recorded(state: RunState, folder: Path | None) -> Iterator[RunState]:
     _write(state, folder)
     try:
         yield state
+    except Stopped:
+        state.outcome = "stopped"
+        raise
     except BaseException as error:
         _fail(state, error)
         raise
@@ -65,13 +69,14 @@ def recorded(state: RunState, folder: Path | None) -> Iterator[RunState]:
 
 @contextmanager
 def early_failure_recorded(folder: Path) -> Iterator[None]:
-    """Write state.json when a run fails that never began to train; one that is there stays."""
+    """Write state.json for a run that ends before it trains, unless one is there."""
     try:
         yield
-    except Exception as error:
+    except (Exception, Stopped) as error:
         if not (folder / FILE).exists():
-            state = RunState(total_steps=0, started_at=_now(), ended_at=_now())
-            _fail(state, error)
+            state = RunState(total_steps=0, started_at=_now(), ended_at=_now(), outcome="stopped")
+            if not isinstance(error, Stopped):
+                _fail(state, error)
             _write(state, folder)
         raise
 

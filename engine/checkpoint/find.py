@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ExitCode
 from ..files import require_path
 from .hf_folder import listed
-from .manifest import MANIFEST, Manifest, check_hashes, check_listing, read_manifest
+from .manifest import MANIFEST, Manifest, check_hashes, check_listing, read_manifest, verify
 from .ranks import Ranks
 from .retention import STEP, step_folders, step_of
 
@@ -52,6 +52,23 @@ def candidates(path: Path) -> list[Path]:
     if is_checkpoint(path):
         return [path.resolve() if path.is_symlink() else path]
     return step_folders(checkpoints_folder(path))[::-1]
+
+
+def code_before_training(run: Path, resume: str) -> ExitCode:
+    """Return what a run ends with when a signal comes before its first step is done.
+
+    Nothing is lost where a complete checkpoint stands, from which the same command resumes.
+
+    Args:
+        run: the run directory.
+        resume: the key `run.resume`.
+    """
+    try:
+        found = candidates(run if resume == "auto" else Path(resume))
+        stands = resume != "never" and any(not verify(each, hashes=False) for each in found)
+    except OSError:
+        stands = False
+    return ExitCode.STOPPED_AND_SAVED if stands else ExitCode.INTERRUPTED
 
 
 def is_checkpoint(path: Path) -> bool:

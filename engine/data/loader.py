@@ -7,6 +7,7 @@ from itertools import count
 
 import numpy as np
 
+from .. import faults
 from .batch import IGNORED, Batch
 from .order import Indices
 from .packing import Rows
@@ -39,6 +40,7 @@ class Loader:
         self.samples = samples
         self.take = take
         self.table = table
+        self.rank = rank
         share = table.global_batch // ranks
         self.micro_batch = min(table.micro_batch, share)
         self.share = share_of_rank(share, self.micro_batch, rank, ranks)
@@ -63,6 +65,7 @@ class Loader:
     def step(self, step: int) -> Rows:
         """Return this rank's rows of one optimizer step."""
         first = step * self.table.global_batch
+        faults.point("data.read", self.rank, step + 1)
         self.samples.reach(first, first + self.table.global_batch)
         return self.samples.gather(first + self.share)
 

@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from .. import faults
 from ..errors import DataError
 from .columns import Chunk, make_chunk
 from .configs import Document, DocumentFault, MarkedText
@@ -34,10 +35,10 @@ def tokenise(read: Iterable[Document], on_error: str, tokenizer: Tokenizer) -> I
         DataError: a document cannot be read and `on_error` is "stop".
     """
     for batch in batches(read):
-        faults = [item for item in batch if isinstance(item, DocumentFault)]
-        if faults and on_error == "stop":
+        unread = [item for item in batch if isinstance(item, DocumentFault)]
+        if unread and on_error == "stop":
             raise DataError(
-                str(faults[0]), 'repair it, or leave such documents out with on_error = "skip"'
+                str(unread[0]), 'repair it, or leave such documents out with on_error = "skip"'
             )
         documents = [item for item in batch if not isinstance(item, DocumentFault)]
         # An empty document has nothing to predict.
@@ -45,13 +46,14 @@ def tokenise(read: Iterable[Document], on_error: str, tokenizer: Tokenizer) -> I
         tally = Tally(
             text_bytes=sum(map(_bytes, filled)),
             empty=len(documents) - len(filled),
-            skipped=len(faults),
-            faults=[*faults],
+            skipped=len(unread),
+            faults=[*unread],
         )
         yield Tokenised(_encode(filled, tokenizer) if filled else None, tally)
 
 
 def _encode(documents: list[str | MarkedText], tokenizer: Tokenizer) -> Chunk:
+    faults.point("data.tokenise")
     if not any(isinstance(item, MarkedText) for item in documents):
         texts = [item for item in documents if isinstance(item, str)]
         return make_chunk(tokenizer, tokenizer.encode_batch(texts))

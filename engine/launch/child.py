@@ -26,8 +26,14 @@ def trainer_command(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", "-m", PACKAGE, *arguments]
 
 
-def preparation() -> Callable[[], None]:
-    """Return what a child does between fork and exec."""
+def preparation(command: Sequence[str]) -> Callable[[], None]:
+    """Return what a child does between fork and exec.
+
+    Args:
+        command: what it becomes. Our own command line starts with signals blocked, and unblocks
+            them when it can answer.
+    """
+    is_ours = PACKAGE in command
     parent = os.getpid()
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -40,7 +46,7 @@ def preparation() -> Callable[[], None]:
             signal.signal(number, signal.SIG_IGN)  # drops what is pending
             signal.signal(number, signal.SIG_DFL)
         signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # until the rank has a log to write them to
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK if is_ours else signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     return prepare
 

@@ -15,13 +15,15 @@ from ..errors import EnvironmentFault, LostContact
 from . import ending
 from .environment import World
 from .listen import open_listener
+from .peers import Peers
+from .signals import StopFlag
 
 PARTING_SECONDS = 60.0
 
 
 @contextmanager
 def process_group(
-    world: World, device: torch.device, timeout_seconds: float
+    world: World, device: torch.device, timeout_seconds: float, stop: StopFlag | None = None
 ) -> Iterator[dist.ProcessGroup | None]:
     """Join the other ranks; yield a gloo group of all for flags and files, None for one process.
 
@@ -32,6 +34,7 @@ def process_group(
         world: who meets where.
         device: of this rank.
         timeout_seconds: how long a collective waits for the other ranks.
+        stop: shall know of signals to the other ranks.
 
     Raises:
         EnvironmentFault: they could not meet.
@@ -46,9 +49,10 @@ def process_group(
         yield dist.new_group(backend="gloo", timeout=timeout) if on_gpu else dist.group.WORLD
         return
     try:
+        store = _store(world, timeout)
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
-            store=_store(world, timeout),
+            store=store,
             rank=world.rank,
             world_size=world.world_size,
             timeout=timeout,
@@ -62,6 +66,9 @@ def process_group(
             "check that all ranks run, and that this address and port are free and reachable",
         ) from error
     ending.skip_teardown()
+    if stop:
+        serves = world.rank == 0 and not world.hosted and "tcp://" in world.meeting_point
+        stop.meet(Peers(store, lingers=serves))
     try:
         yield host
         # A rank that leaves early breaks the last collective of the others. After an error there

@@ -198,7 +198,7 @@ class _Job:
         descriptors: Sequence[int],
     ) -> None:
         log_dir.mkdir(parents=True, exist_ok=True)
-        prepare = preparation()
+        prepare = preparation(command)
         for number in range(self._nproc):
             log = log_dir / f"rank-{number}.log"
             log_start = log.stat().st_size if log.exists() else 0

@@ -1,18 +1,21 @@
-"""Stopping on a signal: the first asks, the second ends."""
+"""Stopping on a signal: after the step, or at once while nothing can be lost. Torch-free."""
 
 from __future__ import annotations
 
+import atexit
 import os
+import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ..errors import ExitCode, LostContact
+from .peers import TICK_SECONDS, Peers
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -21,11 +24,21 @@ URGENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOP_SIGNALS = (*URGENT, signal.SIGUSR1)
 # A terminal and a wrapper (uv, make) may both deliver one Ctrl-C.
 ECHO_SECONDS = 0.1
+GRACE_SECONDS = 20.0
+"""how long the main thread may sit in C++ before the process is ended from outside of it"""
 SHOW_CURSOR = b"\x1b[?25h\n"
 
 
-def _noop(number: int, frame: FrameType | None) -> None:
-    """Exist, so that the signal reaches the wakeup descriptor."""
+class Stopped(SystemExit):
+    """Raised in the main thread to end this process at once, because nothing can be lost."""
+
+    def __init__(self, code: ExitCode) -> None:
+        super().__init__(int(code))
+        self.exit_code = code
+
+
+class StopRequested(BaseException):
+    """Raised in the main thread to give up what can be done again; the run saves and stops."""
 
 
 class StopFlag:
@@ -33,7 +46,9 @@ class StopFlag:
 
     SIGUSR1 is a scheduler's early warning, so what follows it counts as the first. A thread reads
     the signals: also while the main thread waits in a collective, the second one ends the process.
-    As a context, entered in the main thread, it puts back the handlers it found.
+
+    As a context, entered in the main thread, it puts back the handlers it found. Where signals were
+    blocked before, as by `cli/entry.py`, it stays to the end of the process.
 
     Attributes:
         group: whom `agree` asks; None in one process.
@@ -43,10 +58,18 @@ class StopFlag:
     def __init__(self) -> None:
         self.group: dist.ProcessGroup | None = None
         self.reason = ""
+        self._peers: Peers | None = None
+        self._answer: Callable[[], ExitCode] = lambda: ExitCode.INTERRUPTED
+        self._at_once = False
+        self._is_leaving = False
+        self._is_over = False
+        self._changed_at = 0.0
+        self._waiting_since = 0.0
         self._urgent_at = 0.0
         self._before: dict[int, Any] = {}
         self._wakeup_before = -1
         self._write_end = -1
+        self._is_for_life = False
 
     def __enter__(self) -> Self:
         read_end, self._write_end = os.pipe()
@@ -54,9 +77,14 @@ class StopFlag:
         self._wakeup_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                self._before[number] = signal.signal(number, _noop)
+                self._before[number] = signal.signal(number, self._handle)
         threading.Thread(target=self._listen, args=(read_end,), daemon=True).start()
         _active.append(self)
+        blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        self._is_for_life = signal.SIGTERM in blocked
+        if self._is_for_life:
+            # Python puts the system's answers back when it ends, after all that is registered.
+            atexit.register(_ignore_signals)
         return self
 
     def __exit__(
@@ -65,6 +93,9 @@ class StopFlag:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.finish()
+        if self._is_for_life:
+            return
         _active.remove(self)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -77,34 +108,130 @@ class StopFlag:
         return bool(self.reason)
 
     def agree(self) -> bool:
-        """Return whether any rank was asked to stop; all ranks call it together."""
+        """Return whether any rank was asked to stop; all ranks call it together.
+
+        Raises:
+            LostContact: another rank ended.
+        """
         return any_rank([self.requested], self.group)[0]
 
+    def end_at_once(self, answer: Callable[[], ExitCode] | None = None) -> None:
+        """Let a signal raise `Stopped` from now on, on all ranks: nothing can be lost.
+
+        If the main thread does not come to it, as it works in C++, the process is ended after
+        `GRACE_SECONDS`.
+
+        Args:
+            answer: returns the exit code; None: the last one given, at first 130.
+
+        Raises:
+            Stopped: a signal has come already.
+        """
+        self._answer = answer or self._answer
+        self._at_once, self._changed_at = True, time.monotonic()
+        if self.requested:
+            self._leave()
+
+    def defer(self) -> None:
+        """Let a signal only set the flag from now on: `agree` must be called now and then."""
+        self._at_once = False
+
+    def finish(self) -> None:
+        """Let a first signal change nothing any more: the work is done."""
+        self._at_once, self._is_over = False, True
+
+    @contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """Let a signal raise `StopRequested` if this block takes long and can be done again."""
+        self._waiting_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waiting_since = 0.0
+
+    def meet(self, peers: Peers) -> None:
+        """Learn from now on when another rank is asked to stop, also where ranks do not `agree`."""
+        if self in _active:
+            self._peers = peers
+            threading.Thread(target=self._watch, args=(peers,), daemon=True).start()
+
+    def leave_job(self, code: ExitCode) -> None:
+        """Tell the other ranks that this one ends at once because of a signal."""
+        if self._peers is not None:
+            self._peers.leave(self.reason, code)
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Raise `Stopped` where contact is lost to a rank that left at once."""
+        try:
+            yield
+        except (LostContact, RuntimeError) as error:
+            if self._peers is not None and (code := self._peers.code_of_leaver()):
+                raise Stopped(code) from error
+            raise
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Do what only the main thread can; the rest is `_receive`'s."""
+        if self._at_once:
+            self._leave()
+        elif self._waits_long() and self.requested:
+            self._waiting_since = 0.0
+            raise StopRequested
+
+    def _leave(self) -> None:
+        if not self._is_leaving:  # once: what cleans up on the way must not be disturbed
+            self._is_leaving = True
+            raise Stopped(self._answer())
+
+    def _waits_long(self) -> bool:
+        return 0 < self._waiting_since < time.monotonic() - TICK_SECONDS
+
     def _listen(self, read_end: int) -> None:
-        while numbers := os.read(read_end, 64):
-            for number in numbers:
-                if number in STOP_SIGNALS:
-                    self._receive(number)
+        while True:
+            tick = TICK_SECONDS if self.requested else None
+            if select.select([read_end], [], [], tick)[0]:
+                numbers = os.read(read_end, 64)
+                if not numbers:
+                    break
+                for number in numbers:
+                    if number in STOP_SIGNALS:
+                        self._receive(number)
+            elif self._at_once and time.monotonic() - self._changed_at > GRACE_SECONDS:
+                self._end(self._answer())
+            elif self._at_once or self._waits_long():
+                _run_handler()
         os.close(read_end)
 
     def _receive(self, number: int) -> None:
         if not self.reason:
-            self.reason = signal.Signals(number).name
-            with suppress(OSError, ValueError):
-                print(
-                    f"{self.reason}: saving and stopping after this step; again to exit at once",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            self.reason, self._changed_at = signal.Signals(number).name, time.monotonic()
+            what = "saving and stopping after this step; again to exit at once"
+            if not self._is_over:
+                _say(f"{self.reason}: {'stopping' if self._at_once else what}")
         if number not in URGENT:
             return
         now = time.monotonic()
         if not self._urgent_at:
             self._urgent_at = now
         elif now - self._urgent_at > ECHO_SECONDS:
-            if os.isatty(1):
-                os.write(1, SHOW_CURSOR)
-            os._exit(ExitCode.INTERRUPTED)
+            _end_process(ExitCode.INTERRUPTED)
+
+    def _end(self, code: ExitCode) -> None:
+        """End the process although the main thread does not answer."""
+        told = threading.Thread(target=self.leave_job, args=(code,), daemon=True)
+        told.start()
+        told.join(3 * TICK_SECONDS)
+        _say("stopped while the main thread did not answer")
+        _end_process(code)
+
+    def _watch(self, peers: Peers) -> None:
+        """Tell the other ranks of a signal, and look for theirs where this rank may act on it."""
+        while not (self._is_over or self.requested):
+            time.sleep(TICK_SECONDS)
+            if (self._at_once or self._waits_long()) and peers.is_asked():
+                os.write(self._write_end, bytes([signal.SIGUSR1]))  # as if it came to this rank
+        if self.requested:
+            peers.ask(self.reason)
 
 
 def any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:
@@ -131,6 +258,32 @@ def any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[boo
 
 
 _active: list[StopFlag] = []
+
+
+def _run_handler() -> None:
+    """Interrupt the main thread as a scheduler's early warning does."""
+    if (main := threading.main_thread().ident) is not None:
+        signal.pthread_kill(main, signal.SIGUSR1)
+
+
+def _say(text: str) -> None:
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _end_process(code: ExitCode) -> None:
+    """End without Python's teardown. Children of ours end with this process (Linux), or here."""
+    processes = sys.modules.get("multiprocessing")
+    for process in processes.active_children() if processes else ():
+        process.kill()
+    if os.isatty(1):
+        os.write(1, SHOW_CURSOR)
+    os._exit(code)
+
+
+def _ignore_signals() -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _forget_in_child() -> None:

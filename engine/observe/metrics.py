@@ -33,13 +33,23 @@ class MetricsLog:
         self._file = -1
         self.rewind(resume_step)
 
-    def rewind(self, step: int) -> None:
-        """Drop the rows of steps after `step`; those at it stay. Also used by a rollback."""
+    def rewind(self, step: int, *, is_evaluated: bool = True) -> None:
+        """Drop the rows of steps after `step`; those at it stay. Also used by a rollback.
+
+        Args:
+            step: the last one whose rows stay.
+            is_evaluated: False: its evaluation goes too, because it will be done again.
+        """
         self.close()
         if self.path.exists():
             with open_regular(self.path) as file:
                 text = file.read().decode("utf-8", errors="replace")
-            kept = "".join(line for line, row in _rows(text) if row["step"] <= step)
+            dropped = ("eval", step) if not is_evaluated else None
+            kept = "".join(
+                line
+                for line, row in _rows(text)
+                if row["step"] <= step and (row.get("kind"), row["step"]) != dropped
+            )
             if kept != text:
                 atomic_write(self.path, kept)
         self._torn = False

@@ -80,26 +80,30 @@ class Observer:
         self._log: MetricsLog | None = None
         self._trackers: list[Tracker] = []
 
-    def start(self, step: int, tokens: int) -> None:
+    def start(self, step: int, tokens: int, *, is_evaluated: bool = True) -> None:
         """Begin after `step` steps and `tokens` tokens; what was recorded beyond is dropped.
+
+        Args:
+            step: finished.
+            tokens: trained on.
+            is_evaluated: whether an evaluation after this step counts.
 
         Raises:
             EnvironmentFault: a tracker cannot be used, and the run is only starting.
         """
-        self._start(step)
+        self._start(step, is_evaluated)
         if self._profiler:
             with self._saved_from_profiling():
                 self._profiler.begin(step)
         self._throughput.start(step, tokens)
 
-    def _start(self, step: int) -> None:
+    def _start(self, step: int, is_evaluated: bool) -> None:
         if not self._records:
             return
         self._close_trackers()
         if self._log is None:
             self._log = MetricsLog(self._directory.metrics, step)
-        else:
-            self._log.rewind(step)
+        self._log.rewind(step, is_evaluated=is_evaluated)
         configs = list(self._table.trackers)
         if self._table.tensorboard and not any(isinstance(c, TensorBoard) for c in configs):
             configs.append(TensorBoard())

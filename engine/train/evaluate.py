@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from .. import faults
 from ..data.batch import Batch
 from ..data.token_bytes import count_bytes
 from ..heartbeat import heartbeat
+from ..launch.signals import StopRequested
 from ..loss.record import count_tokens, forward_loss
 
 if TYPE_CHECKING:
     from ...model_zoo.language_model import LanguageModel
     from ..assemble import Parts
+    from ..launch.signals import StopFlag
     from ..loss.configs import LossFunction
     from ..parallel.mesh import Degrees
     from ..parallel.pipeline import Pipeline
 
 
-def validate(parts: Parts) -> dict[str, float]:
+def validate(parts: Parts, stop: StopFlag | None = None) -> dict[str, float]:
     """Return loss, perplexity, bits per byte and the loss of each source on the validation split.
 
     Bits per byte compare models of different tokenizers; some tokenizers cannot tell them. The
     numbers are of the averaged weights if there are any. All ranks together; each gets the same.
+
+    Raises:
+        StopRequested: on all ranks, because `stop` was set on one.
     """
     sources = parts.data.validation.separate_labels if parts.data.validation else ()
     with parts.average.in_place() if parts.average else nullcontext():
         losses = evaluate(
             parts.model,
-            parts.validation,
+            until_stopped(parts.validation, stop) if stop else parts.validation,
             parts.step.loss,
             parts.device,
             parts.degrees,
@@ -43,6 +49,22 @@ def validate(parts: Parts) -> dict[str, float]:
         )
     loss = losses.pop("loss")
     return {"loss": loss, "perplexity": perplexity(loss), **losses}
+
+
+def until_stopped(batches: Iterable[Batch], stop: StopFlag) -> Iterator[Batch]:
+    """Yield the batches until any rank is asked to stop; each has equally many.
+
+    A process alone may also give up within a batch, such as the first one, which compiles.
+
+    Raises:
+        StopRequested: a rank was.
+    """
+    for number, batch in enumerate(batches):
+        faults.point("train.evaluate", step=number)
+        if stop.agree():
+            raise StopRequested
+        with stop.giving_up() if stop.group is None else nullcontext():
+            yield batch
 
 
 def perplexity(loss: float) -> float:

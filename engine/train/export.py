@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import faults
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.reader import load_state
 from ..convert.export import export_huggingface
@@ -75,6 +76,7 @@ def export_run(
     names += [AVERAGE] * (parts.average is not None and parts.average.begun)
     names += [ADAPTER] * (parts.recipe.lora.rank > 0)
     ranks.reduce(lambda: None, lambda _: _clear(run))
+    faults.point("train.export", ranks.rank, step)
     for name in names:
         if name == ADAPTER:
             base = parts.recipe.run.init_from

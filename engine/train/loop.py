@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
+from .. import faults
 from ..heartbeat import heartbeat
+from ..launch.signals import StopRequested
 from .evaluate import validate
 
 if TYPE_CHECKING:
     from ..assemble import Parts
+    from ..data.batch import Batch
     from ..launch.signals import StopFlag
     from ..observe.observer import Number, Observer
     from .health import Health
     from .position import Position
     from .saving import Saver
     from .step import Gradients
+
+Outcome = Literal["finished", "stopped early", "stopped"]
 
 
 def train(
@@ -25,35 +31,42 @@ def train(
     health: Health,
     observer: Observer,
     stop: StopFlag,
-) -> Literal["finished", "stopped early", "stopped"]:
+) -> Outcome:
     """Train from `position` to the last step, or until evaluations or a signal say to stop.
+
+    Until the first step is done, and while a rollback reads a checkpoint, a signal ends the process
+    at once; later it waits for the end of the step, and gives up an evaluation or a wait for data.
 
     Raises:
         Diverged: training diverged, and the policies of `[resilience]` say to stop.
         CheckpointError: a checkpoint could not be written.
+        Stopped: by a signal, while nothing can be lost.
     """
     recipe, step, total = parts.recipe, parts.step, parts.total_steps
     batches = observer.timed(parts.loader.steps(position.batch))
-    observer.start(position.step, int(position.tokens))
-    while position.step < total:
+    observer.start(position.step, int(position.tokens), is_evaluated=not position.unevaluated)
+    outcome: Outcome | None = None
+    if position.unevaluated:
+        outcome = _evaluate_and_save(parts, position, saver, observer, health, stop)
+    while outcome is None and position.step < total:
         heartbeat.begin_step(position.step + 1)
-        if stop.agree():
-            observer.sync()
-            with step.phase("checkpoint"):
-                saver.save_last(position)
-            return "stopped"
+        batch = _fetch(batches, stop)
+        if stop.agree() or batch is None:
+            return _save_and_stop(parts, position, saver, observer)
         lr_factor = recipe.schedule.factor(position.step, total)
         step.set_rate(lr_factor)
-        gradients = step.accumulate(next(batches))
+        faults.point("train.step", parts.world.rank, position.step + 1)
+        gradients = step.accumulate(batch)
         position.batch += 1
         lr = recipe.optimizer.lr * lr_factor
         if health.admits(gradients, position.step + 1, position.batch, lr):
             step.update(lr_factor)
         step.clear()
-        if health.wants_rollback and saver.roll_back(position):
+        if health.wants_rollback and _roll_back(position, saver, stop):
             observer.start(position.step, int(position.tokens))
             continue
         position.step += 1
+        stop.defer()
         position.tokens = position.tokens + gradients.tokens
         if parts.average:
             parts.average.update(position.step)
@@ -62,19 +75,53 @@ def train(
             health.verify()
             values |= step.measures(gradients)
         observer.on_step(position.step, values, position.tokens)
-        if _evaluate_and_save(parts, position, saver, observer, health):
-            return "stopped early"
+        outcome = _evaluate_and_save(parts, position, saver, observer, health, stop)
         _collect_garbage(position.step, recipe.run.gc_interval)
-    return "finished"
+    return outcome or "finished"
+
+
+def _fetch(batches: Iterator[list[Batch]], stop: StopFlag) -> list[Batch] | None:
+    """Return this rank's next batch; None: it was asked to stop while it waited long for that."""
+    try:
+        with stop.giving_up():
+            return next(batches)
+    except StopRequested:
+        return None
+
+
+def _roll_back(position: Position, saver: Saver, stop: StopFlag) -> bool:
+    """Go back to the newest checkpoint, which is also what a restart would do; see `Saver`."""
+    stop.end_at_once()
+    went_back = saver.roll_back(position)
+    stop.defer()
+    return went_back
+
+
+def _save_and_stop(parts: Parts, position: Position, saver: Saver, observer: Observer) -> Outcome:
+    observer.sync()
+    with parts.step.phase("checkpoint"):
+        saver.save_last(position)
+    return "stopped"
 
 
 def _evaluate_and_save(
-    parts: Parts, position: Position, saver: Saver, observer: Observer, health: Health
-) -> bool:
-    """Do what is due after a step; return whether evaluations say that the run ends early."""
+    parts: Parts,
+    position: Position,
+    saver: Saver,
+    observer: Observer,
+    health: Health,
+    stop: StopFlag,
+) -> Outcome | None:
+    """Do what is due after a step; return how the run ends, if it ends here."""
     recipe, step, total = parts.recipe, position.step, parts.total_steps
     due = _is_due(step, recipe.evaluate.interval, total) and parts.validation
-    improved = bool(due) and _evaluate(parts, position, observer, health)
+    position.unevaluated = False
+    try:
+        improved = bool(due) and _evaluate(parts, position, observer, health, stop)
+    except StopRequested:
+        parts.model.train()
+        position.unevaluated = True
+        return _save_and_stop(parts, position, saver, observer)
     exhausted = position.best.is_exhausted(recipe.evaluate)
     saver.poll()
     last = exhausted or step == total
@@ -86,7 +133,7 @@ def _evaluate_and_save(
                 saver.save_last(position, recipe.checkpoint.last)
             else:
                 saver.save(position)
-    return exhausted
+    return "stopped early" if exhausted else None
 
 
 def _values(gradients: Gradients, lr: float) -> dict[str, Number]:
@@ -104,10 +151,12 @@ def _collect_garbage(step: int, interval: int) -> None:
         gc.collect(1)
 
 
-def _evaluate(parts: Parts, position: Position, observer: Observer, health: Health) -> bool:
+def _evaluate(
+    parts: Parts, position: Position, observer: Observer, health: Health, stop: StopFlag
+) -> bool:
     """Measure the validation loss; return whether it is the best so far."""
     with observer.paused(), parts.step.phase("evaluation"):
-        values = validate(parts)
+        values = validate(parts, stop)
     observer.on_evaluation(position.step, values)
     health.take_evaluation(position.step, values)
     return position.best.take(parts.recipe.evaluate, position.step, values)

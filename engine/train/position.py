@@ -21,5 +21,7 @@ class Position:
     """global batches read; ahead of `step` after a rollback"""
     tokens: int | Tensor = 0
     """tokens trained on; counted on the device, so that nothing waits for it"""
+    unevaluated: bool = False
+    """a signal stopped the evaluation after `step`, which is to be done when the run resumes"""
     best: Best = field(default_factory=Best)
     """the best evaluation so far"""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
 
+from .. import faults
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.reader import load_state
 from ..checkpoint.store import CheckpointStore
@@ -132,6 +133,7 @@ class Saver:
                 "streams": parts.data.train.state(position.batch * parts.recipe.data.global_batch),
                 "best": position.best.state(),
                 "health": self._health.state(),
+                "unevaluated": position.unevaluated,
             },
         )
         best = table.keep_best and position.best.step == position.step
@@ -219,6 +221,7 @@ class Saver:
             tensors |= parts.average.prepare(manifest.tensors)
         generators = train_state.random_state(rank) if rank < manifest.world else {}
         state, elsewhere = {**tensors, **generators}, parts.model.saved_elsewhere
+        faults.point("checkpoint.read", rank, manifest.step)
         load_state(path, manifest, state, self._store.group, elsewhere)
         if generators:
             train_state.restore_random_state(rank, generators)
@@ -228,10 +231,11 @@ class Saver:
         parts.data.train.restore(manifest.extra.get("streams", {}))
         position.best = Best.restored(manifest.extra)
         self._health.restore(manifest.extra.get("health", {}))
+        position.unevaluated = manifest.extra.get("unevaluated", False)
         if parts.recipe.checkpoint.keep_best:
             self._store.settle_best(position.best.step, position.step)
         parts.step.scale.restore(manifest.extra["loss_scale"])
-        self._saved_step = manifest.step
+        self._saved_step = -1 if position.unevaluated else manifest.step
 
     def roll_back(self, position: Position) -> bool:
         """Go back to the newest checkpoint, but stay behind the data that was read.

@@ -95,18 +95,21 @@ def rank_process(recipe, overrides, environment, allow_changed, before, fault):
     os._exit(code)
 
 
-def start(recipe, world=1, attempt=0, overrides=(), *, allow_changed=(), before=None, fault=""):
+def start(
+    recipe, world=1, attempt=0, overrides=(), *, allow_changed=(), before=None, fault="", marks=None
+):
     """Start the ranks of a run.
 
     Args:
         before: a function at the top level of a module, called first in each process.
         fault: what `TRAINER_FAULT` would say.
+        marks: the folder of `TRAINER_FAULT_MARKS`.
     """
     processes = []
     for rank in range(world):
-        environment = {}
+        environment = {"TRAINER_FAULT_MARKS": str(marks)} if marks else {}
         if world > 1:
-            environment = {
+            environment |= {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(world),
                 "LOCAL_RANK": str(rank),

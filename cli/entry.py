@@ -1,0 +1,18 @@
+"""Where the process of a command begins. It imports next to nothing, to be there at once."""
+
+import signal
+import sys
+
+
+def main() -> None:
+    """Run the command line.
+
+    The signals that stop a run wait until it can answer them, some tenths of a second later; see
+    `StopFlag`. Other commands answer as Python does.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    is_run = "run" in sys.argv[1:3]  # also `trainer --traceback run`
+    signal.pthread_sigmask(signal.SIG_BLOCK if is_run else signal.SIG_UNBLOCK, numbers)
+    from .main import main as run_command
+
+    run_command()
