@@ -9,7 +9,7 @@ from tests.architecture.sources import PACKAGES, modules, name, tree
 LARGEST_FILE = 300
 LARGEST_FUNCTION = 40
 # Raised only on purpose: in a commit of its own that says what the lines are for.
-BUDGET = 47_000
+BUDGET = 47_600
 
 
 def statements(function: ast.AST) -> int:
