@@ -9,7 +9,6 @@ import time
 import torch
 
 from tests.distributed import CONTEXT
-from trainer.engine import faults
 from trainer.engine.checkpoint.find import find_checkpoint
 from trainer.engine.checkpoint.reader import load_state
 from trainer.engine.errors import TrainerError
@@ -85,7 +84,7 @@ def rank_process(recipe, overrides, environment, allow_changed, before, fault):
         if before is not None:
             before()
         if fault:
-            faults.FAULT, faults.point = fault, faults._armed
+            os.environ["TRAINER_FAULT"] = fault
         world = find_world()
         loaded = load_recipe(recipe, overrides, world=world.world_size)
         code = run(loaded.recipe, world, allow_changed=allow_changed)
