@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 
@@ -28,11 +29,12 @@ def test_every_option_and_recipe_is_there(document, tmp_path):
 
 
 def follow(document, walk):
-    for block in blocks(ROOT / document):
-        try:
-            walk.follow(block)
-        except AssertionError as error:
-            pytest.fail(f"{block.place}\n{error}", pytrace=False)
+    with closing(walk):
+        for block in blocks(ROOT / document):
+            try:
+                walk.follow(block)
+            except AssertionError as error:
+                pytest.fail(f"{block.place}\n{error}", pytrace=False)
 
 
 def test_the_readme_shows_every_command():

@@ -14,6 +14,7 @@ import pytest
 
 import trainer
 from tests.docs.blocks import shape
+from tests.docs.warm import start_server
 from trainer.cli.main import main
 from trainer.engine.recipe.load import load_recipe
 
@@ -34,21 +35,29 @@ class Walk:
     def __init__(self, folder):
         self.folder = folder / "clone"
         shutil.copytree(ROOT / "recipes", self.folder / "recipes")
+        self.prepare(folder)
+
+    def prepare(self, folder):
+        """Make the programs and the environment of commands."""
         programs = folder / "programs"
         programs.mkdir()
-        for name, module in (("trainer", "-P -m trainer"), ("python", "")):
-            program = programs / name
-            program.write_text(
-                f'#!/bin/sh\nPYTHONPATH="{ROOT}/.dev:$PYTHONPATH" '
-                f'exec "{sys.executable}" {module} "$@"\n'
-            )
-            program.chmod(0o755)
+        python = programs / "python"
+        python.write_text(
+            f'#!/bin/sh\nPYTHONPATH="{ROOT}/.dev:$PYTHONPATH" exec "{sys.executable}" "$@"\n'
+        )
+        python.chmod(0o755)
+        self.server = start_server(programs / "trainer", ROOT / ".dev")
         self.environment = {
             **os.environ,
             "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
             "XDG_CACHE_HOME": str(folder / "cache"),
             "PYTHONPATH": "",
         }
+
+    def close(self):
+        """End the server that runs its commands."""
+        self.server.kill()
+        self.server.join()
 
     def follow(self, block):
         """Do what a block says."""
@@ -122,6 +131,12 @@ class Walk:
 
 class Reading(Walk):
     """Reads a document as far as it goes without running it: commands' options, and recipes."""
+
+    def prepare(self, folder):
+        """Commands are not run."""
+
+    def close(self):
+        """There is no server."""
 
     def run(self, command, exit_code=0):
         """Check a command line's options."""
