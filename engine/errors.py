@@ -23,8 +23,11 @@ class ExitCode(IntEnum):
         "training diverged: the loss, the gradient or a weight is not finite, or spikes last",
     )
     IN_USE = 7, "another run uses this run directory"
-    STOPPED_AND_SAVED = 75, "stopped by a signal with a checkpoint saved: the same command goes on"
-    INTERRUPTED = 130, "interrupted without a checkpoint"
+    STOPPED_AND_SAVED = (
+        75,
+        "stopped by a signal, and a complete checkpoint stands: the same command resumes",
+    )
+    INTERRUPTED = 130, "interrupted by a signal before there was a checkpoint, or by a second one"
 
     meaning: str
 

@@ -205,9 +205,10 @@ class StopFlag:
     def _receive(self, number: int) -> None:
         if not self.reason:
             self.reason, self._changed_at = signal.Signals(number).name, time.monotonic()
-            what = "saving and stopping after this step; again to exit at once"
-            if not self._is_over:
-                _say(f"{self.reason}: {'stopping' if self._at_once else what}")
+            if self._at_once:
+                _say(f"{self.reason}: stopping at once")
+            elif not self._is_over:
+                _say(f"{self.reason}: saving and stopping after this step; again to exit at once")
         if number not in URGENT:
             return
         now = time.monotonic()
