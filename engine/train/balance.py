@@ -63,7 +63,8 @@ class Balance:
         self._found = torch.zeros(len(order), experts + EXTRA, dtype=torch.float64, device=device)
         self._rows, self._same = rows, degrees.world // degrees.data
         # DDP and FSDP average over copies, and ranks that share a sequence have a mean each.
-        self._factor = degrees.copies / (rows * degrees.context * degrees.tensor)
+        self._shares = rows * degrees.context * degrees.tensor
+        self._factor = degrees.copies / self._shares
 
     @property
     def exists(self) -> bool:
@@ -107,6 +108,10 @@ class Balance:
             self._found[place].copy_(layer.tally)
         sum_over_ranks(self._found)
 
+    def loss(self) -> Tensor:
+        """Return what the routers' losses add to what the step minimises: 0 without experts."""
+        return self._found[:, -1].sum() / self._shares
+
     @torch.no_grad()
     def update(self) -> None:
         """Let the routers of this rank know the loads that were found."""
@@ -130,7 +135,7 @@ class Balance:
         equation 4), of the worst layer; `mean_violation` its mean over layers. `idle_experts` had
         no token. `router_entropy` is a token's, in nats, and `drop_rate` a share of rows.
         """
-        loads, (dropped, entropy) = self._found[:, :-EXTRA], self._found[:, -EXTRA:].unbind(1)
+        loads, (dropped, entropy, _) = self._found[:, :-EXTRA], self._found[:, -EXTRA:].unbind(1)
         # Layers that no gradient reaches count nothing.
         is_counted = loads.sum(1) > 0
         violations = (loads.amax(1) / loads.mean(1).clamp(min=1) - 1) * is_counted

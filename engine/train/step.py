@@ -109,6 +109,8 @@ class TrainStep:
                 finish()
             norm = self.in_backward.finish() if self.in_backward else self._clip()
         total = sums[0] / tokens.clamp(min=1)
+        if self.balance.exists:
+            total = total + self.balance.loss()
         return Gradients(sums[1], tokens, norm, total, sums[2:].unbind(), source_tokens)
 
     def _forward_backward(self, batches: Sequence[Batch], factor: Tensor) -> Tensor:

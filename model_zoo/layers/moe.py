@@ -15,7 +15,7 @@ from .moe_config import MoESettings
 from .norm import RMSNorm
 from .router import Router
 
-EXTRA = 2
+EXTRA = 3
 """what a tally counts besides the rows of each expert"""
 
 
@@ -84,7 +84,8 @@ class MoE(nn.Module):
     token_factor: Tensor
     """fp64 scalar; without padding it is not read"""
     tally: Tensor
-    """fp64 [E + 2]: rows of each expert, rows dropped, and the entropy of each row's token"""
+    """fp64 [E + 3]: rows of each expert, rows dropped, the entropy of each row's token, and the
+    router's losses"""
 
     def __init__(self, dim: int, settings: MoESettings, norm_eps: float, kernels: Kernels) -> None:
         super().__init__()
@@ -130,7 +131,8 @@ class MoE(nn.Module):
         is_padding_T1 = None if token_weights is None else token_weights.reshape(-1, 1) == 0
         plan, dropped = self._plan(routing.chosen, is_padding_T1)
         entropy = routing.entropy.double().view(1) * self.settings.experts_per_token
-        seen = torch.cat([plan.counts.double(), dropped, entropy])
+        loss = routing.loss.detach().double().view(1)
+        seen = torch.cat([plan.counts.double(), dropped, entropy, loss])
         weight_TA = tallied(routing.weight, routing.loss, self.loss_factor, self.tally, seen)
         # Products leave the rows behind those of experts undefined, and their gradients: padding is
         # cleared before it is copied to rows, and after they are summed.

@@ -57,9 +57,9 @@ def test_output_and_gradients_are_those_of_a_loop_over_tokens(name):
     for found, each in zip(gradients(out, moe, x), wanted, strict=True):
         torch.testing.assert_close(found, each)
     counts = torch.tensor([e for each in chosen for e in each]).bincount(
-        minlength=len(moe.tally) - 2
+        minlength=len(moe.tally) - 3
     )
-    assert moe.tally[:-2].tolist() == counts.tolist()
+    assert moe.tally[:-3].tolist() == counts.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -154,13 +154,13 @@ def test_padding_changes_nothing(name, products):
     for each, gradient in zip(gradients(found, moe, x), wanted, strict=True):
         torch.testing.assert_close(each, gradient)
     counts = torch.tensor([e for each in chosen for e in each])
-    assert moe.tally[:-2].tolist() == counts.bincount(minlength=len(moe.tally) - 2).tolist()
+    assert moe.tally[:-3].tolist() == counts.bincount(minlength=len(moe.tally) - 3).tolist()
     if moe.settings.capacity_factor == 0.75:
         capacity = -(-0.75 * 2 * sum(LENGTHS) // 8)
-        assert moe.tally[-2] == (moe.tally[:-2] - capacity).clamp(min=0).sum() > 0
+        assert moe.tally[-3] == (moe.tally[:-3] - capacity).clamp(min=0).sum() > 0
     shares = moe.router._scores(moe.router.logits(moe.norm(x[is_token])))[1]
     entropy = -(shares * shares.log()).sum() * moe.settings.experts_per_token
-    torch.testing.assert_close(moe.tally[-1], entropy.detach())
+    torch.testing.assert_close(moe.tally[-2], entropy.detach())
 
 
 def test_padding_compiles_and_is_computed_again():
@@ -231,10 +231,10 @@ def test_it_compiles_without_a_graph_break(name, dtype):
     compiled = torch.compile(moe, backend="aot_eager", fullgraph=True)
     for found, wanted in zip(gradients(compiled(x), moe, x), expected, strict=True):
         torch.testing.assert_close(found, wanted)
-    assert torch.equal(moe.tally[:-1], counts[:-1])
+    assert torch.equal(moe.tally[:-2], counts[:-2])
     torch.testing.assert_close(moe.tally, counts)
     gradients(compiled(x), moe, x)
-    assert torch.equal(moe.tally[:-1], 2 * counts[:-1])
+    assert torch.equal(moe.tally[:-2], 2 * counts[:-2])
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from tests.cases import also
 from tests.distributed import run_ranks
+from tests.train.moe_family import layers_of, moe_recipe
 from tests.train.plans import BASE, assembled, recipe_with
 from trainer import train
 from trainer.engine.data.batch import IGNORED
@@ -65,6 +67,27 @@ def test_the_loss_has_no_regulariser_and_the_total_loss_has(plan):
     for rank in run_ranks(1 if plan == "alone" else 2, found, recipe):
         assert rank == pytest.approx(wanted, rel=1e-5)
     assert wanted[1] > wanted[0] + 1
+
+
+def losses_of_routers(recipe):
+    """Return what a step reports, and what routers and logits say of it on one process."""
+    parts, losses = assembled(recipe), []
+    for layer in layers_of(parts):
+        layer.router.register_forward_hook(lambda _m, _a, out: losses.append(out.loss.item()))
+    batches = next(parts.loader.steps(0))
+    parts.step.accumulate(batches)
+    routers = sum(losses) / recipe.data.global_batch
+    task, squares = means(parts.model, batches)
+    return found(recipe)[:2], (task, task + Z_LOSS * squares + routers)
+
+
+@pytest.mark.parametrize("plan", ["tensor", "pipeline", *also("context", "shard", "expert")])
+def test_the_total_loss_has_the_losses_of_routers(plan):
+    ((alone, wanted),) = run_ranks(1, losses_of_routers, moe_recipe(loss=LOSS))
+    assert alone == pytest.approx(wanted, rel=1e-5)
+    parallel = {"expert": {"shard": 2, "expert": 2}}.get(plan) or {plan: 2}
+    for rank in run_ranks(2, found, moe_recipe(loss=LOSS, parallel=parallel)):
+        assert rank[:2] == pytest.approx(wanted, rel=1e-5)
 
 
 def test_rows_of_a_run_and_an_evaluation_of_its_checkpoint_agree(tmp_path):
