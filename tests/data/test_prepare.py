@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -176,15 +176,18 @@ def test_a_cache_that_cannot_be_read_for_the_moment_stays(
     source, tokenizer = corpus(tmp_path), CountingTokenizer()
     open_or_prepare(source, tokenizer, tmp_path / "cache")
     calls = tokenizer.calls
-    real = open
 
-    def stale(file: Any, *arguments: Any, **keywords: Any) -> Any:
-        if str(file).endswith(name):
-            raise OSError(errno.ESTALE, "Stale file handle")
-        return real(file, *arguments, **keywords)
+    def stale(real: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(file: Any, *arguments: Any, **keywords: Any) -> Any:
+            if str(file).endswith(name):
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return real(file, *arguments, **keywords)
+
+        return opened
 
     with monkeypatch.context() as patch:
-        patch.setattr("builtins.open", stale)
+        patch.setattr("builtins.open", stale(open))
+        patch.setattr("os.open", stale(os.open))
         with pytest.raises(EnvironmentFault, match="Stale"):
             open_or_prepare(source, tokenizer, tmp_path / "cache")
     open_or_prepare(source, tokenizer, tmp_path / "cache")
