@@ -99,7 +99,8 @@ def test_packed_rows_read_as_whole_pieces(lengths: list[int], seq_len: int, seed
     assert rows.positions is not None
     assert rows.document_ids is not None
     assert rows.padding_mask is not None
-    for tokens, labels, positions, ids, is_padding in zip(*rows, strict=True):
+    columns = rows.tokens, rows.labels, rows.positions, rows.document_ids, rows.padding_mask
+    for tokens, labels, positions, ids, is_padding in zip(*columns, strict=True):
         at, number = 0, 0
         while at < seq_len:
             run = int((ids == number).sum())
