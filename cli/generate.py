@@ -50,6 +50,9 @@ def generate(
             "chatml, llama3 or a file) and print the answer",
         ),
     ] = "",
+    truncate: Annotated[
+        bool, typer.Option("--truncate", help="keep the end of a prompt that the model cannot read")
+    ] = False,
     plugin: Annotated[
         list[str] | None, typer.Option(help="Python module that registers the model or tokenizer")
     ] = None,
@@ -88,7 +91,7 @@ def generate(
         }
         words = [f"--{name}={value}" for name, value in options.items()]
         words += [f"--prompt={text}" for text in prompts]
-        words += [f"--plugin={module}" for module in plugin or []]
+        words += [f"--plugin={module}" for module in plugin or []] + ["--truncate"] * truncate
         raise typer.Exit(_launch([*words, *["--json"] * as_json, "--", str(checkpoint)], nproc))
     from ..engine.generate import generate as sample
     from ..engine.inference import meeting, open_model
@@ -106,6 +109,8 @@ def generate(
             top_p=top_p,
             seed=seed,
             until=until,
+            longest=getattr(opened.recipe.model, "max_seq_len", None),
+            truncate=truncate,
         )
     if world.rank == 0:
         _print(prompts, texts, chat=bool(chat), as_json=as_json)

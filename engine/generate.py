@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,10 +11,15 @@ import xxhash
 from torch import Tensor
 
 from ..model_zoo.layers.cache import KVCache
+from .errors import RecipeError
 
 if TYPE_CHECKING:
     from ..model_zoo.language_model import LanguageModel
     from .data.tokenizer import Tokenizer
+
+
+PREFILL_TOKENS = 512
+"""of a prompt that are computed at once, so that memory grows with its length and not the square"""
 
 
 def generate(
@@ -28,6 +33,8 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     until: Sequence[str] = (),
+    longest: int | None = None,
+    truncate: bool = False,
 ) -> list[str]:
     """Continue each prompt until the end of the document or for `max_new_tokens`.
 
@@ -45,11 +52,24 @@ def generate(
             (nucleus sampling, arXiv:1904.09751).
         seed: of the draws.
         until: a text ends before the first of these; empty: only with the document.
+        longest: how many tokens a prompt may have; None: any number.
+        truncate: keep the end of a longer one, and leave room for new tokens.
 
     Returns:
         The new text of each prompt.
+
+    Raises:
+        RecipeError: a prompt is longer, and is not to be truncated.
     """
     rows = [tokenizer.encode(prompt).tolist() for prompt in prompts]
+    if longest is not None and (most := max(map(len, rows))) > longest:
+        if not truncate:
+            raise RecipeError(
+                f"a prompt has {most:,} tokens; the model reads {longest:,} (model.max_seq_len)",
+                "--truncate keeps its end",
+            )
+        kept = longest - min(max_new_tokens, longest // 2)
+        rows = [row if len(row) <= longest else row[-kept:] for row in rows]
     return continue_rows(
         model,
         tokenizer,
@@ -83,18 +103,16 @@ def continue_rows(
         until: a text ends before the first of these.
     """
     tokens, positions, document_ids = _left_padded(model, tokenizer, prompts)
-    columns = {}
-    if document_ids is not None and model.takes_padding:
-        columns["padding_mask"] = document_ids == 0
+    columns = {"positions": positions}
+    if document_ids is not None:
+        columns["document_ids"] = document_ids
+        columns |= {"padding_mask": document_ids == 0} if model.takes_padding else {}
     cache = KVCache(tokens.shape[1] + max_new_tokens)
     stops = [tokenizer.encode(word).tolist() for word in until]
     texts: list[list[int]] = [[] for _ in prompts]
     finished = [False] * len(prompts)
     for _ in range(max_new_tokens):
-        logits = model(
-            tokens, positions=positions, document_ids=document_ids, cache=cache, **columns
-        )
-        columns.clear()
+        logits = _last_logits(model, tokens, columns, cache)
         probabilities = probabilities_of(logits[:, -1].cpu())
         chosen = [
             int(torch.multinomial(row, 1, generator=generator))
@@ -108,9 +126,28 @@ def continue_rows(
         if all(finished):
             break
         tokens = tokens.new_tensor(chosen).unsqueeze(1)
-        positions = positions[:, -1:] + 1
-        document_ids = None if document_ids is None else document_ids[:, -1:]
+        columns.pop("padding_mask", None)
+        columns = {name: column[:, -1:] for name, column in columns.items()}
+        columns["positions"] = columns["positions"] + 1
     return [_cut(tokenizer.decode(text), until) for text in texts]
+
+
+def _last_logits(
+    model: LanguageModel, tokens: Tensor, columns: Mapping[str, Tensor], cache: KVCache
+) -> Tensor:
+    """Return logits, [B, S, V], of the last of the pieces in which tokens are computed.
+
+    Args:
+        model: in evaluation mode.
+        tokens: [B, S].
+        columns: what else the model is told of each of them, [B, S].
+        cache: of the positions before them; extended.
+    """
+    for start in range(0, tokens.shape[1], PREFILL_TOKENS):
+        piece = slice(start, start + PREFILL_TOKENS)
+        told = {name: column[:, piece] for name, column in columns.items()}
+        logits: Tensor = model(tokens[:, piece], cache=cache, **told)
+    return logits
 
 
 def _ends(

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.convert.models import hf_folder
+from tests.limits import limited
 from trainer.cli.main import main
 
 TEMPLATE = "{% for message in messages %}Q: {{ message.content }}\n{% endfor %}A:"
@@ -32,6 +33,14 @@ def answers(generate, *arguments):
     code, out, err = generate(*arguments, *SHORT, "--json")
     assert code == 0, err
     return [json.loads(line) for line in out.splitlines()]
+
+
+def test_a_prompt_of_more_tokens_than_the_model_reads_is_refused_at_once(generate):
+    with limited(512):
+        code, _, err = generate("--prompt", "word " * 7000)
+    assert code == 2
+    assert "a prompt has" in err
+    assert "--truncate keeps its end" in err
 
 
 def test_each_prompt_is_continued_and_printed_with_its_text(generate):
@@ -77,7 +86,9 @@ def test_a_folder_without_weights_is_a_checkpoint_error(generate, tmp_path):
 
 
 def test_processes_that_share_the_blocks_say_what_one_says(folder, capfd):
-    words = ["generate", folder, "--prompt=--x", "--prompt=é", "--max-new-tokens=8", "--seed=5"]
+    long = "é = ()\n" * 300  # computed in pieces
+    words = ["generate", folder, "--prompt=--x", f"--prompt={long}", "--max-new-tokens=8"]
+    words += ["--seed=5", "--truncate"]
     printed = []
     for more in (["--json"], ["--json", "--nproc=2"]):
         with pytest.raises(SystemExit) as stop:

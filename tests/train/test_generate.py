@@ -4,7 +4,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.limits import limited
 from trainer.engine.data.tokenizer import ByteTokenizer
+from trainer.engine.errors import RecipeError
 from trainer.engine.generate import generate, sampling_probabilities
 from trainer.engine.parallel.materialize import materialize
 from trainer.kernels.choose import choose
@@ -65,6 +67,33 @@ def test_prompts_of_different_lengths_do_not_influence_each_other(model):
     together = generate(model, ByteTokenizer(), PROMPTS, **options)
     alone = [generate(model, ByteTokenizer(), [prompt], **options)[0] for prompt in PROMPTS]
     assert together == alone
+
+
+def test_a_long_prompt_is_computed_in_pieces_and_continued_as_in_one(model, monkeypatch):
+    prompts = ["def main(argv): return 0", "import os, sys", "x"]
+    whole = greedy(model, prompts)
+    lengths = []
+    hook = model.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    monkeypatch.setattr("trainer.engine.generate.PREFILL_TOKENS", 7)
+    assert greedy(model, prompts) == whole
+    hook.remove()
+    assert lengths[:4] == [7, 7, 7, 3]
+    assert set(lengths[4:]) == {1}
+
+
+def test_a_prompt_longer_than_the_model_reads_is_refused_or_cut_on_request(model):
+    options = {"max_new_tokens": 4, "temperature": 0.0, "longest": 10}
+    with pytest.raises(RecipeError, match=r"a prompt has 11 tokens; the model reads 10"):
+        generate(model, ByteTokenizer(), ["short", "12345678901"], **options)
+    texts = ["1234567890", "abcdefghijkl"]
+    cut = generate(model, ByteTokenizer(), texts, truncate=True, **options)
+    options["longest"] = None
+    assert cut == generate(model, ByteTokenizer(), ["1234567890", "ghijkl"], **options)
+
+
+def test_memory_grows_with_the_length_of_a_prompt_and_not_with_its_square(model):
+    with limited(400, cpu_seconds=60):
+        generate(model, ByteTokenizer(), ["a" * 12_000], max_new_tokens=1)
 
 
 def test_seeds_and_equal_prompts_give_other_samples_and_the_same_seed_the_same(model):
