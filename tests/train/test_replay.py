@@ -141,6 +141,7 @@ def command(*words):
 @pytest.mark.matrix
 def test_the_command_prints_a_table_and_json_on_one_process_and_on_two(tmp_path):
     recipe = finished_run(tmp_path / "run")
+    before = contents(tmp_path / "run" / "run")
     given = [recipe, *(f"--set={text}" for text in FP32), "--replay=step:16"]
     table = command(*given)
     assert table.returncode == 0, table.stderr
@@ -151,5 +152,5 @@ def test_the_command_prints_a_table_and_json_on_one_process_and_on_two(tmp_path)
     plain = json.loads(found.stdout)
     assert plain["loss"] == pytest.approx(rows(tmp_path / "run")[15]["loss"], rel=1e-5)
     assert plain["layers"]["layers.0.mlp"]["weights"]["non_finite"] == 0
-    assert list((tmp_path / "run" / "run" / "logs").iterdir()) == []
+    assert contents(tmp_path / "run" / "run") == before
     assert command(recipe, "--json").returncode == 2
