@@ -161,6 +161,8 @@ def _compute(
 ) -> tuple[float, float, dict[str, LayerSums]]:
     """Return loss and gradient norm of the step, and this rank's part of the layers."""
     recipe, step, position = parts.recipe, parts.step, Position()
+    if target.step > parts.total_steps:
+        raise RecipeError(f"step {target.step:,} is beyond the run's {parts.total_steps:,} steps")
     health = Health(recipe.resilience, parts.device, step.scale, lambda text: None)
     if found:
         refuse_other_data(found.manifest, parts, allow_changed)

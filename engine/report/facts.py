@@ -117,6 +117,8 @@ def facts_of(run: Run) -> dict[str, str]:
     facts["Checkpoints"] = ", ".join(["…"] * (len(steps) > 8) + steps[-8:]) or "none"
     facts["Disk"] = f"{status.disk_bytes / 2**20:,.1f} MiB"
     facts["Folder"] = str(run.path)
+    if status.events:
+        facts["Events"] = f"{status.events:,}, the newest {status.newest_event}"
     if status.warnings:
         facts["Warnings"] = "; ".join(status.warnings)
     return facts

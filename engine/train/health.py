@@ -218,11 +218,11 @@ class Health:
         if self.counts.events == MOST_EVENTS:
             self._report(f"{MOST_EVENTS} events: no more are recorded")
 
-    def take_evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Tell of a validation that is not finite; `conclude` knows the last one."""
-        bad = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
-        self._bad_evaluation = f"validation at step {step}: {', '.join(bad)}" if bad else ""
-        if bad:
+    def take_evaluation(self, step: int, loss: float) -> None:
+        """Tell of a validation loss that is not finite; `conclude` knows the last one."""
+        is_bad = not math.isfinite(loss)
+        self._bad_evaluation = f"the validation loss at step {step} is {loss}" if is_bad else ""
+        if is_bad:
             self._report(self._bad_evaluation)
 
     def conclude(self) -> list[str]:

@@ -158,7 +158,7 @@ def _evaluate(
     with observer.paused(), parts.step.phase("evaluation"):
         values = validate(parts, stop)
     observer.on_evaluation(position.step, values)
-    health.take_evaluation(position.step, values)
+    health.take_evaluation(position.step, values["loss"])
     return position.best.take(parts.recipe.evaluate, position.step, values)
 
 

@@ -104,9 +104,9 @@ def test_a_finite_explosion_is_no_silent_end():
 
 def test_a_validation_that_is_not_finite_and_a_run_without_gradients_are_told():
     found, reports, _ = health()
-    found.take_evaluation(10, {"loss": math.nan, "perplexity": 3.0})
+    found.take_evaluation(10, math.nan)
     admit(found, [0.0] * 20, [0.0] * 20)
-    told = ["validation at step 10: loss is nan", "nothing was learned: no step had a gradient"]
+    told = ["the validation loss at step 10 is nan", "nothing was learned: no step had a gradient"]
     assert found.conclude() == told
     assert reports == told[:1]
 

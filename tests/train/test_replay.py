@@ -111,6 +111,8 @@ def test_unknown_events_and_steps_that_cannot_be_reached_are_refused(tmp_path):
     (text,) = run_ranks(1, replayed, recipe, FP32, "spike-3")
     assert "has no event 'spike-3'" in text
     assert "or step:N" in text
+    (text,) = run_ranks(1, replayed, recipe, FP32, "step:7")
+    assert "step 7 is beyond the run's 6 steps" in text
     (text,) = run_ranks(1, replayed, recipe, [*FP32, "optimizer.lr=0.5"], "step:5")
     assert "optimizer.lr" in text
     event = {"id": "spike-5-batch-9", "kind": "spike", "step": 2, "batch": 9}
