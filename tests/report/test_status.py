@@ -276,25 +276,6 @@ def test_what_a_run_says_of_itself_survives_each_kind_of_end(tmp_path: Path) -> 
         assert read_state(tmp_path) == failed, "other ranks write nothing"
 
 
-def test_events_and_the_warnings_of_the_end_are_told(command: Command, tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", hundred_steps())
-    with recorded(RunState(total_steps=100), run) as state:
-        state.outcome, state.warnings = "finished", ["training diverged: the loss is 9"]
-    rows = [{"id": f"spike-{step}", "kind": "spike", "step": step} for step in (7, 40)]
-    lines = [*map(json.dumps, rows), '{"id": 3, "kind": "x", "step": 50}', "torn"]
-    (run / "events.jsonl").write_text("\n".join(lines))
-    found = examine(run)
-    assert (found.events, found.newest_event) == (2, "spike-40")
-    assert found.warnings == ["training diverged: the loss is 9"]
-    out = command("status", "run")[1]
-    assert "2, the newest spike-40" in out
-    assert "training diverged" in out
-    assert command("report", "run")[0] == 0
-    page = (run / "report.html").read_text()
-    assert "2, the newest spike-40" in page
-    assert "training diverged: the loss is 9" in page
-
-
 def test_a_sparkline_goes_from_the_lowest_to_the_highest() -> None:
     assert sparkline([8.0, 1.0, 4.5, float("nan"), 1.0]) == "█▁▅ ▁"
     assert sparkline([2.0, 2.0]) == "▁▁"
