@@ -37,7 +37,7 @@ def wait_for_marks(folder, count, processes):
         time.sleep(0.02)
 
 
-def stop_at(recipe, fault, world=1, marks=1, settings=(), **options):
+def stop_at(recipe, fault, world=1, marks=1, settings=(), number=signal.SIGTERM, **options):
     """Run until the fault, signal the last rank alone, and return the codes of all."""
     folder = recipe.parent / f"marks-{time.monotonic_ns()}"
     folder.mkdir()
@@ -45,7 +45,7 @@ def stop_at(recipe, fault, world=1, marks=1, settings=(), **options):
     processes = start(recipe, world, overrides=settings, fault=fault, marks=folder, **options)
     wait_for_marks(folder, marks, processes)
     asked = time.monotonic()
-    os.kill(processes[-1].pid, signal.SIGTERM)
+    os.kill(processes[-1].pid, number)
     codes = finish(processes, WITHIN_SECONDS)
     assert time.monotonic() - asked < WITHIN_SECONDS
     return codes
