@@ -1,6 +1,6 @@
 """Sixty-four signals: each kind in every phase of a run, on one rank and on two.
 
-The quick part is tests/train/test_stops.py, which compares resumed runs with uninterrupted ones too.
+The quick part, tests/train/test_stops.py, compares resumed runs with uninterrupted ones as well.
 """
 
 import signal
