@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from .heartbeat import heartbeat
+from .errors import LostContact
+from .heartbeat import first_failure, heartbeat, read_beats
 from .launch.environment import World, flight_recorder
 from .launch.rank_log import open_rank_log
 from .launch.watchdog import Watchdog
@@ -35,4 +36,10 @@ def watched(directory: RunDirectory, world: World, limit_seconds: float) -> Iter
         stack.enter_context(Watchdog(log, world, limit_seconds, fail))
         stack.enter_context(flight_recorder(directory.logs))
         heartbeat.enter("rendezvous")
-        yield
+        try:
+            yield
+        except LostContact as error:
+            beats = [b for b in read_beats(directory.logs) if b.rank < world.world_size]
+            if failed := first_failure(beats):
+                error.hint = f"rank {failed.rank} failed first, {failed.where}: {failed.reason}"
+            raise

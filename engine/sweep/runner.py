@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ..errors import ExitCode
 from ..launch.child import trainer_command
 from ..launch.local import Signals, launch
 from ..recipe.load import Loaded
+from ..run_state import record_failure
 from .folder import Sweep
 from .points import Point
 
@@ -66,6 +68,7 @@ def _run_point(sweep: Sweep, point: Point, loaded: Loaded, nproc: int, signals: 
         trainer_command(command),
         nproc,
         log_dir=sweep.run_folder(point) / "logs",
+        on_failure=partial(record_failure, sweep.run_folder(point)),
         stop_timeout_seconds=loaded.recipe.resilience.stop_timeout_seconds,
         signals=signals,
     )

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.cases import also
-from tests.train.processes import finish, start, write_recipe
+from tests.train.processes import complaints, finish, start, write_recipe
 from trainer.engine.heartbeat import Beat, read_beats
 from trainer.engine.run_state import read_state
 
@@ -115,17 +115,20 @@ def outcome_of(recipe: Path, fault: str) -> int:
     return code
 
 
-def test_an_unforeseen_error_leaves_its_traceback_and_names_its_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [[], *also(["--traceback"])])
+def test_an_unforeseen_error_leaves_its_traceback_and_names_its_rank(
+    tmp_path: Path, options: list[str]
+) -> None:
     recipe = write_recipe(tmp_path / "error")
     fault = "phase.backward:rank1:step5:raise"
-    code, errors = outcome(command(recipe, TRAINER_FAULT=fault))
+    code, errors = outcome(command(recipe, *options, TRAINER_FAULT=fault))
     assert code == 1
     assert (
         "trainer: rank 1 ended with exit code 1, last seen in step 5, backward: Runtime" in errors
     )
     assert "error: unexpected RuntimeError: fault" in errors
     assert "the traceback is in" in errors
-    assert "in accumulate" not in errors, "without --traceback"
+    assert ("in accumulate" in errors) == bool(options), "the traceback, where it is asked for"
     assert "RuntimeError in step 5, backward\nTraceback (most recent call last):" in log(recipe, 1)
     assert "in accumulate" in log(recipe, 1)
 
@@ -170,6 +173,21 @@ def test_a_run_of_one_process_leaves_its_traceback_too(tmp_path: Path) -> None:
     assert "ZeroDivisionError in step 1, " in log(recipe, 0)
     (beat,) = beats(recipe)
     assert (beat.ended, beat.step) == ("error", 1)
+
+
+def test_a_rank_that_lost_contact_names_the_one_that_failed_first(tmp_path: Path) -> None:
+    """Also where another launcher started the ranks, which says nothing of that."""
+    recipe = write_recipe(tmp_path / "two")
+    assert finish(start(recipe, 2, before=fail_on_rank_1)) == [1, 1]
+    told = complaints(recipe)
+    assert "rank 0 lost contact with another rank" in told
+    assert "hint: rank 1 failed first, last seen in step 1, " in told
+    assert ": ZeroDivisionError: division by zero" in told
+
+
+def fail_on_rank_1() -> None:
+    if os.environ["RANK"] == "1":
+        fail_in_the_first_step()
 
 
 def fail_in_the_first_step() -> None:
