@@ -15,7 +15,7 @@ import typer
 from ..engine.errors import CheckpointError, ExitCode, RecipeError
 from ..engine.redact import without_secrets
 from .options import AsJson
-from .table import print_table
+from .table import echo, print_table
 
 if TYPE_CHECKING:
     from ..engine.run_dir import RunDirectory
@@ -59,10 +59,10 @@ def inspect(
     facts = {"path": intact, **facts, "tensors": len(listed), "files": len(files)}
     facts["size"] = _size_text(manifest.bytes)
     for name, value in facts.items():
-        typer.echo(f"{name:12} {json.dumps(value) if isinstance(value, dict) else value}")
+        echo(f"{name:12} {json.dumps(value) if isinstance(value, dict) else value}")
     if tensors:
         for name, entry in listed.items():
-            typer.echo(f"{name}  {entry['dtype']} {entry['shape']}")
+            echo(f"{name}  {entry['dtype']} {entry['shape']}")
 
 
 @app.command()
@@ -112,9 +112,9 @@ def prune(
         typer.echo(json.dumps({"removed": removed, "left": left, "dry_run": dry_run}))
     else:
         for each in doomed:
-            typer.echo(f"{'would remove' if dry_run else 'removed'} {each}")
+            echo(f"{'would remove' if dry_run else 'removed'} {each}")
         for text in left:
-            typer.echo(text, err=True)
+            echo(text, err=True)
     if failures:
         raise typer.Exit(ExitCode.ENVIRONMENT)
 

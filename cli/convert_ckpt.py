@@ -16,6 +16,7 @@ import typer
 
 from ..engine.errors import RecipeError
 from .options import AsJson
+from .table import echo
 
 if TYPE_CHECKING:
     from ..engine.convert.writing import Advance
@@ -171,7 +172,7 @@ def dcp2peft(
     require_plugins(plugin or [])
     count = export_adapter(source, target, base=base)
     content = json.dumps({"target": str(target), "tensors": count})
-    typer.echo(content if as_json else f"{target}: {count} tensors")
+    echo(content if as_json else f"{target}: {count} tensors")
 
 
 def _convert(
@@ -205,17 +206,17 @@ def _convert(
         done = convert(way, source, target, options, _progress(stack, way))
     seconds = time.monotonic() - begin
     if as_json:
-        typer.echo(
+        echo(
             json.dumps(
                 {"target": str(target), **vars(done), "seconds": seconds, "verified": verify}
             )
         )
         return
     for note in done.notes:
-        typer.echo(f"note: {note}")
+        echo(f"note: {note}")
     size = f"{done.bytes / 1e9:.2f} GB" if done.bytes >= 1e8 else f"{done.bytes / 1e6:.2f} MB"
     verified = ", read back and compared" if verify else ""
-    typer.echo(f"{target}: {done.tensors} tensors, {size}, {seconds:.1f} s{verified}")
+    echo(f"{target}: {done.tensors} tensors, {size}, {seconds:.1f} s{verified}")
 
 
 def _bytes(text: str) -> int:

@@ -14,6 +14,7 @@ import typer
 from ..engine.errors import ExitCode, RecipeError
 from .data_text import prepared_text, print_inspection, recipe_lines
 from .options import AsJson
+from .table import echo
 from .train_tokenizer import train_tokenizer
 
 if TYPE_CHECKING:
@@ -240,11 +241,11 @@ def _run(jobs: dict[Path, Preparation], as_json: bool) -> None:
         facts = {"out": str(folder), "new": is_new, "seconds": seconds}
         rows.append({**facts, **manifest.model_dump(mode="json", include=counts)})
         if not as_json:
-            typer.echo(prepared_text(rows[-1]))
+            echo(prepared_text(rows[-1]))
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
     else:
-        typer.echo("\nin a recipe:\n\n" + recipe_lines(jobs))
+        echo("\nin a recipe:\n\n" + recipe_lines(jobs))
 
 
 def _inspect_recipe(path: Path, samples: int) -> list[Inspection]:
@@ -259,7 +260,7 @@ def _inspect_recipe(path: Path, samples: int) -> list[Inspection]:
     found = []
     for source in table.sources:
         if isinstance(source, DocumentSource) and getattr(source, "streaming", False):
-            typer.echo(f"note: the streaming source {source.name} is left out", err=True)
+            echo(f"note: the streaming source {source.name} is left out", err=True)
             continue
         store = source.open(tokenizer, cache)
         if store.folder:

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from ..engine.data.documents import printable
-from .table import print_table
+from ..engine.text import printable
+from .table import echo, print_table
 
 if TYPE_CHECKING:
     from ..engine.data.inspect import Inspection
@@ -54,9 +52,9 @@ def _quoted(path: Path) -> str:
 
 def print_inspection(found: Inspection) -> None:
     """Print counts, a histogram of lengths, and some documents."""
-    typer.echo(f"{found.place}\n")
+    echo(f"{found.place}\n")
     print_table(_facts(found))
-    typer.echo("\ntokens a document")
+    echo("\ntokens a document")
     most = max(bar.documents for bar in found.histogram)
     print_table(
         [
@@ -69,13 +67,13 @@ def print_inspection(found: Inspection) -> None:
         ]
     )
     for number, text in found.samples.items():
-        typer.echo(f"\ndocument {number:,}:\n  {printable(text[:SAMPLE_CHARACTERS])}")
+        echo(f"\ndocument {number:,}:\n  {printable(text[:SAMPLE_CHARACTERS])}")
     for name in found.damaged:
-        typer.echo(f"\ndamaged: {name} is not what was written")
+        echo(f"\ndamaged: {name} is not what was written")
     if found.unchecked:
         names = " and ".join(found.unchecked)
-        typer.echo(f"\nnot checked: {names}: an older version wrote no checksums for them")
-    typer.echo()
+        echo(f"\nnot checked: {names}: an older version wrote no checksums for them")
+    echo()
 
 
 def _facts(found: Inspection) -> list[list[str]]:

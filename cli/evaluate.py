@@ -12,7 +12,7 @@ from ..engine.errors import EnvironmentFault, RecipeError
 from ..engine.inference import Dtype, Weights
 from ..engine.observe.metrics import plain
 from .options import AsJson
-from .table import print_table
+from .table import echo, print_table
 
 if TYPE_CHECKING:
     from ..engine.inference import OpenedModel
@@ -161,7 +161,7 @@ def _about(opened: OpenedModel, weights: Weights) -> dict[str, Any]:
 
 def _print_measured(measured: dict[str, Any]) -> None:
     skipped = f", {measured['skipped']:,} skipped" if measured["skipped"] else ""
-    typer.echo(f"{measured['name']}: {measured['texts']:,} texts{skipped}")
+    echo(f"{measured['name']}: {measured['texts']:,} texts{skipped}")
     rows = [["PER", "COUNT", "LOSS", "BITS", "PERPLEXITY"]]
     for unit in ("token", "byte", "word"):
         found = measured[unit]

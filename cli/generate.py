@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +12,7 @@ import typer
 
 from ..engine.errors import RecipeError
 from ..engine.inference import Weights
+from ..engine.text import printable_lines
 
 if TYPE_CHECKING:
     from ..engine.data.tokenizer import Tokenizer
@@ -132,7 +134,9 @@ def _print(prompts: Sequence[str], texts: Sequence[str], *, chat: bool, as_json:
         if as_json:
             typer.echo(json.dumps({"prompt": start, "text": text}))
         else:
-            typer.echo(("\n" if number else "") + ("" if chat else start) + text)
+            text = ("\n" if number else "") + ("" if chat else start) + text
+            # A file gets what the model said; a terminal would act upon some of it.
+            typer.echo(printable_lines(text) if sys.stdout.isatty() else text)
 
 
 def _is_unicode(text: str) -> bool:

@@ -25,6 +25,7 @@ from ..engine.recipe.schema import Recipe as RecipeModel
 from ..engine.recipe.shown import shown_value
 from ..engine.redact import require_no_secret
 from .options import Force, Overrides, Recipe
+from .table import echo
 
 app = typer.Typer(no_args_is_help=True, help="Write what starts a run on a cluster.")
 
@@ -78,7 +79,7 @@ def slurm(
         print(text, end="")
     else:
         write_asked(output, text, replace=force)
-        print(f"{output}: {nodes * gpus} ranks; now: {shlex.join(['sbatch', str(output)])}")
+        echo(f"{output}: {nodes * gpus} ranks; now: {shlex.join(['sbatch', str(output)])}")
 
 
 @app.command()

@@ -22,6 +22,7 @@ from typer.main import get_command, get_group
 from ..engine.errors import ExitCode, TrainerError
 from ..engine.launch.ending import end_process
 from ..engine.launch.environment import TRACEBACK
+from ..engine.text import printable_lines
 from .options import check_paths
 
 
@@ -157,7 +158,8 @@ def _run(arguments: list[str]) -> int:
         name = type(error).__name__
         notes = getattr(error, "__notes__", [])
         hint = "; ".join(notes) or "run the same with --traceback to see where"
-        print(f"error: unexpected {name}: {error}\n  hint: {hint}", file=sys.stderr)
+        text = printable_lines(f"error: unexpected {name}: {error}\n  hint: {hint}")
+        print(text, file=sys.stderr)
         return ExitCode.FAILED
     return _flush(ExitCode.DONE)
 

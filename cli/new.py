@@ -10,6 +10,7 @@ import typer
 from ..engine.files import write_asked
 from ..engine.recipe.starter import shipped_recipes, starter
 from .options import Force
+from .table import echo
 
 
 def new(
@@ -27,4 +28,4 @@ def new(
 ) -> None:
     """Write a commented starter recipe."""
     write_asked(path, starter(source), replace=force)
-    print(f"{path} written; now: trainer validate {path}")
+    echo(f"{path} written; now: trainer validate {path}")

@@ -12,6 +12,7 @@ from ..engine.files import write_asked
 from ..engine.report.page import write_page
 from ..engine.status import find_runs
 from .options import AsJson, Force
+from .table import echo
 
 
 def report(
@@ -36,4 +37,4 @@ def report(
     if as_json:
         print(json.dumps({"report": str(out), "runs": [str(run) for run in found]}))
     else:
-        print(f"{out}: {len(found)} run{'s' * (len(found) > 1)}, {len(page) / 1000:,.0f} kB")
+        echo(f"{out}: {len(found)} run{'s' * (len(found) > 1)}, {len(page) / 1000:,.0f} kB")

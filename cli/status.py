@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 
 from ..engine.observe.metrics import plain
-from ..engine.recipe.shown import printable
 from ..engine.status import RunStatus, clock, examine, find_runs
 from .options import AsJson
 from .table import print_table
@@ -59,7 +58,7 @@ def _plain(one: RunStatus) -> dict[str, Any]:
 
 def _lines(one: RunStatus) -> dict[str, str]:
     """Return what is known of one run, a line each."""
-    lines = {"run": printable(one.run), "state": _state(one), "step": _step(one)}
+    lines = {"run": one.run, "state": _state(one), "step": _step(one)}
     if one.loss is not None:
         lines["loss"] = f"{one.loss:.5g}  {sparkline(one.losses)}"
     if one.eval_loss is not None:
@@ -74,7 +73,7 @@ def _lines(one: RunStatus) -> dict[str, str]:
     if one.behind:
         lines["ranks"] = f"furthest behind: {one.behind}"
     if one.events:
-        lines["events"] = f"{one.events:,}, the newest {printable(one.newest_event)}"
+        lines["events"] = f"{one.events:,}, the newest {one.newest_event}"
     lines["attempts"] = str(one.attempts)
     lines["disk"] = f"{one.disk_bytes / 2**20:,.1f} MiB"
     return lines | ({"warnings": "; ".join(one.warnings)} if one.warnings else {})
@@ -85,7 +84,7 @@ def _print_table(found: Sequence[RunStatus]) -> None:
     for one in found:
         rows.append(
             (
-                printable(Path(one.run).name),
+                Path(one.run).name,
                 one.state,
                 _step(one),
                 _number(one.loss, ".5g"),
@@ -93,7 +92,7 @@ def _print_table(found: Sequence[RunStatus]) -> None:
                 _number(one.tokens_per_second, ",.0f"),
                 "" if one.eta_seconds is None else clock(one.eta_seconds),
                 _checkpoint(one),
-                "; ".join([*one.warnings, *filter(None, [printable(one.reason)])]),
+                "; ".join([*one.warnings, *filter(None, [one.reason])]),
             )
         )
     print_table(rows)
@@ -101,12 +100,12 @@ def _print_table(found: Sequence[RunStatus]) -> None:
 
 def _state(one: RunStatus) -> str:
     if one.state == "running":
-        return f"running: {printable(one.holder)}"
+        return f"running: {one.holder}"
     if one.state == "died":
         return "died: it was killed, or its machine went down; run it again to go on"
     if one.state == "stopped":
         return "stopped, saved; run it again to go on"
-    return f"failed: {printable(one.reason)}" if one.state == "failed" else one.state
+    return f"failed: {one.reason}" if one.state == "failed" else one.state
 
 
 def _step(one: RunStatus) -> str:

@@ -23,7 +23,7 @@ from ..engine.status import RunStatus
 from ..engine.sweep.folder import Sweep
 from ..engine.sweep.points import Point, make_points
 from .options import AsJson, Overrides, Recipe
-from .table import print_table
+from .table import echo, print_table
 
 Axes = list[str] | None
 
@@ -114,7 +114,7 @@ def _run_one(planned: Sweep, index: int, nproc: int) -> int:
         if end.exit_code != ExitCode.DONE:
             return end.exit_code
     if find_world().rank == 0 and all(map(planned.is_finished, planned.points)):
-        print(f"all {len(planned.points)} points are finished: {planned.write_report()}")
+        echo(f"all {len(planned.points)} points are finished: {planned.write_report()}")
     return ExitCode.DONE
 
 
@@ -145,7 +145,7 @@ def _write_array(
     if as_json:
         print(json.dumps({"command": submit, "points": len(planned.points)}))
     else:
-        print(f"{script}: {len(planned.points)} points; now: {submit}")
+        echo(f"{script}: {len(planned.points)} points; now: {submit}")
 
 
 def _print(planned: Sweep, report: Path | None, as_json: bool) -> None:
@@ -170,9 +170,9 @@ def _print(planned: Sweep, report: Path | None, as_json: bool) -> None:
         table.append((point.name, *("" if text is None else str(text) for text in texts)))
     print_table(table)
     if note:
-        print(note)
+        echo(note)
     if report:
-        print(f"report: {report}")
+        echo(f"report: {report}")
 
 
 def _varies_tokenizer(points: Sequence[Point]) -> bool:

@@ -7,7 +7,14 @@ import textwrap
 from collections.abc import Sequence
 from shutil import get_terminal_size
 
+from ..engine.text import printable, printable_lines
+
 GAP = "  "
+
+
+def echo(text: str = "", *, err: bool = False) -> None:
+    """Print text with words of others: nothing in it acts upon a terminal."""
+    print(printable_lines(text), file=sys.stderr if err else sys.stdout)
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
@@ -18,6 +25,7 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
 
 def table_text(rows: Sequence[Sequence[str]]) -> str:
     """Return rows of equal length, wrapped if they go to a terminal."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)][:-1]
     indent = sum(widths) + len(GAP) * len(widths)
     terminal = get_terminal_size().columns if sys.stdout.isatty() else 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .options import AsJson
+from .table import echo
 
 if TYPE_CHECKING:
     from ..engine.data.configs import DocumentSource
@@ -68,12 +69,12 @@ def train_tokenizer(
     if as_json:
         typer.echo(json.dumps(summary))
         return
-    typer.echo(
+    echo(
         f"{out}: {tokenizer.vocab_size:,} tokens from {read.documents:,} documents "
         f"({read.bytes:,} bytes) in {summary['seconds']} s"
     )
     if tokenizer.vocab_size < vocab_size:
-        typer.echo(f"note: the text has too few frequent pairs for {vocab_size:,} tokens")
+        echo(f"note: the text has too few frequent pairs for {vocab_size:,} tokens")
 
 
 def document_sources(paths: Sequence[str], field: str) -> list[DocumentSource]:

@@ -13,6 +13,7 @@ import typer
 from ..engine.errors import ExitCode, Problem, RecipeError
 from ..engine.recipe.load import load_recipe
 from .options import AsJson, Overrides
+from .table import echo
 
 
 def validate(
@@ -36,7 +37,7 @@ def validate(
             for problem in problems:
                 print(problem.render(), file=sys.stderr)
             if not problems:
-                print(f"{path}: valid")
+                echo(f"{path}: valid")
     if any(found.values()):
         raise typer.Exit(ExitCode.RECIPE)
 

@@ -8,6 +8,8 @@ from difflib import get_close_matches
 from enum import IntEnum
 from typing import Self
 
+from .text import printable_lines
+
 
 class ExitCode(IntEnum):
     """What the process tells its caller; schedulers act on these numbers."""
@@ -56,7 +58,8 @@ class TrainerError(Exception):
 
     def render(self) -> str:
         """Return the text that the command line prints."""
-        return f"error: {self.message}" + (f"\n  hint: {self.hint}" if self.hint else "")
+        hint = f"\n  hint: {self.hint}" if self.hint else ""
+        return printable_lines(f"error: {self.message}{hint}")
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class Problem:
         """Return `file:line:column: key: message; hint`."""
         place = f"{self.file}:{self.line}:{self.column}" if self.line else self.file
         text = ": ".join(part for part in (place, self.key, self.message) if part)
-        return f"error: {text}" + (f"; {self.hint}" if self.hint else "")
+        return printable_lines(f"error: {text}" + (f"; {self.hint}" if self.hint else ""))
 
 
 class RecipeError(TrainerError):

@@ -22,9 +22,9 @@ from .files import open_regular
 from .heartbeat import furthest_behind, read_beats
 from .observe.events import read_events
 from .observe.metrics import LARGEST_STEP, decode_rows
-from .recipe.shown import printable
 from .run_dir import RunDirectory
 from .run_state import RunState, read_state
+from .text import printable
 
 TAIL_BYTES = 2**18
 LARGEST_RECIPE = 2**22

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..text import printable
+
 
 @dataclass(frozen=True)
 class MarkedText:
@@ -52,11 +54,6 @@ class DocumentFault:
 
 
 Document = str | MarkedText | DocumentFault
-
-
-def printable(text: str) -> str:
-    """Return the text with control characters and halves of surrogate pairs escaped."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def text_of(document: str | MarkedText) -> str:

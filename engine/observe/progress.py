@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ..text import printable_lines
+
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.text import Text
@@ -81,7 +83,7 @@ class LineProgress(Progress):
 
     def _print(self, line: str) -> None:
         with _surviving(self._stream):
-            self._stream.write(line + "\n")
+            self._stream.write(printable_lines(line) + "\n")
             self._stream.flush()
 
 
@@ -141,7 +143,7 @@ class LiveProgress(Progress):
         from rich.text import Text
 
         with _surviving(self._stream):
-            self._console.print(Text(text, style))
+            self._console.print(Text(printable_lines(text), style))
 
     def _draw_unless_fresh(self) -> None:
         if time.monotonic() - self._drawn_at > REFRESH_SECONDS:

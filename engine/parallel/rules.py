@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from ..errors import nearest
 from ..expressions import ExpressionError, compile_expression
-from ..recipe.shown import printable, shown_value
+from ..recipe.shown import shown_value
+from ..text import printable
 
 if TYPE_CHECKING:
     from ..recipe.positions import KeyPath

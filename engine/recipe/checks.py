@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from math import prod
 
 from ..expressions import ExpressionError, compile_expression
+from ..text import printable
 from .memory_checks import check_memory
 from .plan_checks import check_plan
 from .positions import KeyPath
 from .precision_checks import check_precision
 from .schema import Recipe
-from .shown import printable, shown_value
+from .shown import shown_value
 
 Finding = tuple[KeyPath, str, str]
 """key, message, hint"""

@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 from ..errors import nearest
+from ..text import printable
 from .positions import KeyPath
 from .schema import Recipe
-from .shown import printable
 
 Finding = tuple[KeyPath, str, str]
 """key, message, hint"""

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from ..errors import Problem, RecipeError
 from ..files import address_problem
+from ..text import printable
 from .positions import KeyPath
 from .read import TomlFile, read_toml
-from .shown import printable, shown_key, shown_value
+from .shown import shown_key, shown_value
 from .tree import Origin, Tree
 
 MAX_DEPTH = 16

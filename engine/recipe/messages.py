@@ -9,9 +9,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..errors import Problem, nearest
+from ..text import printable
 from .fsdp1 import replacement
 from .positions import KeyPath
-from .shown import printable, shown_value
+from .shown import shown_value
 from .structure import GivenTable, every_table, table_at
 from .tree import Tree
 from .unavailable import unavailable

@@ -7,9 +7,10 @@ from typing import Any
 import tomli
 
 from ..errors import Problem, RecipeError
+from ..text import printable
 from .positions import MAX_DEPTH, KeyPath
 from .read import unusable_values
-from .shown import printable, shorten, shown_key, shown_value
+from .shown import shorten, shown_key, shown_value
 from .structure import default_tables
 from .tree import Origin, Tree, key_paths
 

@@ -14,8 +14,9 @@ import tomli
 from ..errors import Problem, RecipeError
 from ..files import UnusableFile, open_regular
 from ..redact import MARK
+from ..text import printable
 from .positions import MAX_DEPTH, KeyPath, Positions, SizeError
-from .shown import printable, shown_key
+from .shown import shown_key
 
 MAX_BYTES = 1_000_000
 MAX_DIGITS = 4000  # a little less than what Python converts

@@ -8,18 +8,10 @@ from collections.abc import Mapping
 from datetime import date, time
 from typing import Any
 
+from ..text import printable
 from .positions import KeyPath
 
 LONGEST = 60
-
-
-def printable(text: str) -> str:
-    """Escape what a terminal would act upon or could not show."""
-    if text.isprintable():
-        return text
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )
 
 
 def shorten(text: str) -> str:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from math import prod
 
 from ..errors import Problem, RecipeError
-from ..recipe.shown import printable, shorten, shown_value
+from ..recipe.shown import shorten, shown_value
+from ..text import printable
 
 MAX_POINTS = 10_000
 LONGEST_NAME = 80
