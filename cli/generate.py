@@ -136,7 +136,7 @@ def _print(prompts: Sequence[str], texts: Sequence[str], *, chat: bool, as_json:
         else:
             text = ("\n" if number else "") + ("" if chat else start) + text
             # A file gets what the model said; a terminal would act upon some of it.
-            typer.echo(printable_lines(text) if sys.stdout.isatty() else text)
+            print(printable_lines(text) if sys.stdout.isatty() else text)
 
 
 def _is_unicode(text: str) -> bool:

@@ -21,3 +21,10 @@ def pytest_collection_modifyitems(config, items):
         chosen = items[k - 1 :: n]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
         items[:] = chosen
+
+
+@pytest.fixture(autouse=True)
+def without_tracebacks():
+    """Forget `--traceback` after a test: the word is in the environment, for the ranks to see."""
+    yield
+    os.environ.pop("TRAINER_TRACEBACK", None)

@@ -23,7 +23,7 @@ class Bomb:
 
 def convert(*words: Any) -> int:
     """Return the exit code of `trainer convert-ckpt WORDS`."""
-    return int(_run(["convert-ckpt", *map(str, words)], show_traceback=False))
+    return int(_run(["convert-ckpt", *map(str, words)]))
 
 
 def refused(capsys: pytest.CaptureFixture[str], code: int, *words: Any) -> str:

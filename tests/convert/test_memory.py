@@ -43,7 +43,7 @@ def test_memory_stays_within_its_bound(tmp_path: Path) -> None:
     script = (
         "import sys\n"
         "from trainer.cli.main import _run\n"
-        "code = _run(['convert-ckpt', *sys.argv[1:]], False)\n"
+        "code = _run(['convert-ckpt', *sys.argv[1:]])\n"
         "print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0], code)\n"
     )
     for way, place in (("hf2dcp", source), ("dcp2hf", tmp_path / "hf2dcp")):

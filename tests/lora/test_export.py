@@ -29,7 +29,7 @@ def saved(folder, **changes):
 
 
 def refused(source, target, capsys, code=5):
-    assert _run(["convert-ckpt", "dcp2peft", str(source), str(target)], False) == code
+    assert _run(["convert-ckpt", "dcp2peft", str(source), str(target)]) == code
     said = capsys.readouterr().err
     assert "unexpected" not in said
     assert not target.exists()
