@@ -13,10 +13,11 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -104,6 +105,7 @@ class Heartbeat:
     def begin(self, rank: int) -> None:
         """Start anew: another run begins in this process."""
         self._rank = rank
+        self._has_faults = "TRAINER_FAULT" in os.environ  # asked once: a step has many phases
         self._thread = threading.get_ident()
         self._has_stepped = False
         self.seconds: dict[str, float] = {}
@@ -114,22 +116,15 @@ class Heartbeat:
         """Whether this rank must make progress within the time limit."""
         return self._has_stepped and self.state.phase not in UNTIMED
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Report that a phase begins, and that it ends."""
-        outer, start = self.state.phase, time.monotonic()
-        self.enter(name)
-        try:
-            yield
-        finally:
-            # An error leaves the phase in which it was raised in place, for the report.
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
-        self._report(outer)
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Return a context around a phase, which reports that it begins and ends."""
+        return _Phase(self, name)
 
     def enter(self, name: str) -> None:
         """Report that a phase begins that lasts until the next one; tests make it fail there."""
-        self._report(name)
-        faults.point(f"phase.{name}", self._rank, self.state.step)
+        self.report(name)
+        if self._has_faults:
+            faults.point(f"phase.{name}", self._rank, self.state.step)
 
     def touch(self) -> None:
         """Report progress inside a phase, of which ranks may make different amounts.
@@ -146,9 +141,34 @@ class Heartbeat:
         self.state = self.state._replace(step=step)
         self.enter("step")
 
-    def _report(self, phase: str) -> None:
+    def report(self, phase: str) -> None:
+        """Put a phase in the place of the one before."""
         progress, step = self.state.progress + 1, self.state.step
         self.state = State(progress, step, phase, time.time(), time.monotonic())
+
+
+class _Phase(AbstractContextManager[None]):
+    """Written out, and not a generator, because a step has a dozen of them."""
+
+    __slots__ = ("_heartbeat", "_name", "_outer", "_start")
+
+    def __init__(self, heartbeat: Heartbeat, name: str) -> None:
+        self._heartbeat, self._name = heartbeat, name
+
+    def __enter__(self) -> None:
+        self._outer, self._start = self._heartbeat.state.phase, time.monotonic()
+        self._heartbeat.enter(self._name)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        seconds, name = self._heartbeat.seconds, self._name
+        seconds[name] = seconds.get(name, 0.0) + time.monotonic() - self._start
+        if kind is None:  # else the phase that failed stays, for the report
+            self._heartbeat.report(self._outer)
 
 
 heartbeat = Heartbeat()
