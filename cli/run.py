@@ -90,7 +90,7 @@ def run(
     table = loaded.recipe.run
     answer = partial(code_before_training, Path(table.dir) / table.name, table.resume)
     stop = StopFlag()
-    stop.end_at_once(None if dry_run else answer)
+    stop.end_at_once(None if dry_run else answer, abruptly=True)
     with stop:
         if nproc > 1:
             command = [*_rank_command(recipe, overrides, allow_changed), *["--dry-run"] * dry_run]

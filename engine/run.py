@@ -113,7 +113,8 @@ def _run(
             stop.finish()
             return ExitCode.DONE
         session = Session(recipe, world, device, directory, stop, progress)
-        return session.train(allow_changed, parts)
+        with stop.following():
+            return session.train(allow_changed, parts)
 
 
 @dataclass

@@ -1,23 +1,48 @@
-"""What ranks tell each other of signals where they do not meet in collectives: by the job's store.
+"""What ranks tell each other of signals: by votes, and by the job's store where they do not vote.
 
 Torch-free.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import sleep
 from typing import TYPE_CHECKING
 
-from ..errors import ExitCode
+from ..errors import ExitCode, LostContact
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch._C._distributed_c10d import Store
 
 TICK_SECONDS = 1.0
 """how often ranks look"""
 ASKED, LEFT = "stop/asked", "stop/left"
+
+
+def any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:
+    """Return for each flag whether it is set on any rank: one small all-reduce.
+
+    Args:
+        flags: equally many on each rank.
+        group: a gloo group, so that no GPU is waited for; None in one process.
+
+    Raises:
+        LostContact: another rank ended.
+    """
+    if group is None:
+        return list(flags)
+    import torch
+    import torch.distributed as dist
+
+    votes = torch.tensor(flags, dtype=torch.int32)
+    try:
+        dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
+    except RuntimeError as error:
+        raise LostContact.by(group.rank(), error) from error
+    return [bool(vote) for vote in votes.tolist()]
 
 
 @dataclass(frozen=True)

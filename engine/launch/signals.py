@@ -9,13 +9,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ..errors import ExitCode, LostContact
-from .peers import TICK_SECONDS, Peers
+from ..errors import ExitCode
+from .ending import end_abruptly
+from .peers import TICK_SECONDS, Peers, any_rank
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -26,7 +27,6 @@ STOP_SIGNALS = (*URGENT, signal.SIGUSR1)
 ECHO_SECONDS = 0.1
 GRACE_SECONDS = 20.0
 """how long the main thread may sit in C++ before the process is ended from outside of it"""
-SHOW_CURSOR = b"\x1b[?25h\n"
 
 
 class Stopped(SystemExit):
@@ -63,6 +63,7 @@ class StopFlag:
         self._at_once = False
         self._is_leaving = False
         self._is_over = False
+        self._grace_seconds = GRACE_SECONDS
         self._changed_at = 0.0
         self._waiting_since = 0.0
         self._urgent_at = 0.0
@@ -115,7 +116,9 @@ class StopFlag:
         """
         return any_rank([self.requested], self.group)[0]
 
-    def end_at_once(self, answer: Callable[[], ExitCode] | None = None) -> None:
+    def end_at_once(
+        self, answer: Callable[[], ExitCode] | None = None, *, abruptly: bool = False
+    ) -> None:
         """Let a signal raise `Stopped` from now on, on all ranks: nothing can be lost.
 
         If the main thread does not come to it, as it works in C++, the process is ended after
@@ -123,12 +126,14 @@ class StopFlag:
 
         Args:
             answer: returns the exit code; None: the last one given, at first 130.
+            abruptly: end the process without raising: there is nothing to clean up either.
 
         Raises:
             Stopped: a signal has come already.
         """
         self._answer = answer or self._answer
         self._at_once, self._changed_at = True, time.monotonic()
+        self._grace_seconds = 0.0 if abruptly else GRACE_SECONDS
         if self.requested:
             self._leave()
 
@@ -162,10 +167,12 @@ class StopFlag:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Raise `Stopped` where contact is lost to a rank that left at once."""
+        """Raise `Stopped` instead of an error that comes of a stop, of this rank or another."""
         try:
             yield
-        except (LostContact, RuntimeError) as error:
+        except Exception as error:
+            if self._is_leaving:
+                raise Stopped(self._answer()) from error
             if self._peers is not None and (code := self._peers.code_of_leaver()):
                 raise Stopped(code) from error
             raise
@@ -173,7 +180,8 @@ class StopFlag:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Do what only the main thread can; the rest is `_receive`'s."""
         if self._at_once:
-            self._leave()
+            if self._grace_seconds and not _imports(frame):
+                self._leave()
         elif self._waits_long() and self.requested:
             self._waiting_since = 0.0
             raise StopRequested
@@ -196,10 +204,11 @@ class StopFlag:
                 for number in numbers:
                     if number in STOP_SIGNALS:
                         self._receive(number)
-            elif self._at_once and time.monotonic() - self._changed_at > GRACE_SECONDS:
-                self._end(self._answer())
             elif self._at_once or self._waits_long():
                 _run_handler()
+            waited = time.monotonic() - self._changed_at
+            if self.requested and self._at_once and waited >= self._grace_seconds:
+                self._end(self._answer())
         os.close(read_end)
 
     def _receive(self, number: int) -> None:
@@ -215,15 +224,16 @@ class StopFlag:
         if not self._urgent_at:
             self._urgent_at = now
         elif now - self._urgent_at > ECHO_SECONDS:
-            _end_process(ExitCode.INTERRUPTED)
+            end_abruptly(ExitCode.INTERRUPTED)
 
     def _end(self, code: ExitCode) -> None:
         """End the process although the main thread does not answer."""
         told = threading.Thread(target=self.leave_job, args=(code,), daemon=True)
         told.start()
         told.join(3 * TICK_SECONDS)
-        _say("stopped while the main thread did not answer")
-        _end_process(code)
+        if self._grace_seconds:
+            _say("stopped while the main thread did not answer")
+        end_abruptly(code)
 
     def _watch(self, peers: Peers) -> None:
         """Tell the other ranks of a signal, and look for theirs where this rank may act on it."""
@@ -235,29 +245,6 @@ class StopFlag:
             peers.ask(self.reason)
 
 
-def any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:
-    """Return for each flag whether it is set on any rank: one small all-reduce.
-
-    Args:
-        flags: equally many on each rank.
-        group: a gloo group, so that no GPU is waited for; None in one process.
-
-    Raises:
-        LostContact: another rank ended.
-    """
-    if group is None:
-        return list(flags)
-    import torch
-    import torch.distributed as dist
-
-    votes = torch.tensor(flags, dtype=torch.int32)
-    try:
-        dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
-    except RuntimeError as error:
-        raise LostContact.by(group.rank(), error) from error
-    return [bool(vote) for vote in votes.tolist()]
-
-
 _active: list[StopFlag] = []
 
 
@@ -267,19 +254,18 @@ def _run_handler() -> None:
         signal.pthread_kill(main, signal.SIGUSR1)
 
 
+def _imports(frame: FrameType | None) -> bool:
+    """Return whether a module is being imported: C++ code in it may drop what a handler raises."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _say(text: str) -> None:
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
-
-
-def _end_process(code: ExitCode) -> None:
-    """End without Python's teardown. Children of ours end with this process (Linux), or here."""
-    processes = sys.modules.get("multiprocessing")
-    for process in processes.active_children() if processes else ():
-        process.kill()
-    if os.isatty(1):
-        os.write(1, SHOW_CURSOR)
-    os._exit(code)
 
 
 def _ignore_signals() -> None:

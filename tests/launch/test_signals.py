@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import run_ranks
-from trainer.engine.launch.signals import StopFlag, any_rank
+from trainer.engine.launch.peers import any_rank
+from trainer.engine.launch.signals import StopFlag
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELUDE = """
