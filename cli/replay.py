@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from ..engine.observe.metrics import plain
-from ..engine.recipe.shown import printable
+from ..engine.text import printable
 from .table import print_table
 
 if TYPE_CHECKING:

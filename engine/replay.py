@@ -18,9 +18,9 @@ from .errors import CheckpointError, RecipeError, nearest
 from .launch.group import group_of_its_own, process_group
 from .observe.events import read_events
 from .recipe.changes import require_unchanged
-from .recipe.shown import printable
 from .resume import refuse_other_data
 from .status import newest_rows, number
+from .text import printable
 from .train.health import Health
 from .train.position import Position
 from .train.probe import LayerSums, Probe, merge

@@ -15,9 +15,9 @@ from typing import Self
 
 from ..errors import EnvironmentFault, ExitCode
 from ..heartbeat import BeatFile, furthest_behind, heartbeat, read_beats
+from .ending import SHOW_CURSOR
 from .environment import World
 from .rank_log import RankLog
-from .signals import SHOW_CURSOR
 
 REPORTS_PER_LIMIT = 30
 REPORTS_PER_SECOND = 100
