@@ -64,11 +64,42 @@ def nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def blocks(tensor: Rows, dtype: torch.dtype, first: int, last: int) -> Iterator[Tensor]:
-    """Yield the rows from `first` to `last` as flat pieces of `BLOCK_BYTES` in a dtype."""
+def blocks(
+    tensor: Rows, dtype: torch.dtype, first: int, last: int, name: str = ""
+) -> Iterator[Tensor]:
+    """Yield the rows from `first` to `last` as flat pieces of `BLOCK_BYTES` in a dtype.
+
+    Infinities and NaN stay what they are.
+
+    Raises:
+        CheckpointError: a number is too large for the dtype; it says which tensor, by its name.
+    """
+    is_narrower = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
+    for start, end in _steps(tensor, first, last):
+        rows = tensor.read(start, end)
+        written = rows.to(dtype)
+        if is_narrower and bool((written.isinf() & rows.isfinite()).any()):
+            raise _too_large(tensor, dtype, name)
+        yield written.reshape(-1)
+
+
+def _steps(tensor: Rows, first: int, last: int) -> Iterator[tuple[int, int]]:
     step = max(1, BLOCK_BYTES // max(1, row_bytes(tensor.shape, tensor.dtype)))
     for start in range(first, last, step):
-        yield tensor.read(start, min(start + step, last)).to(dtype).reshape(-1)
+        yield start, min(start + step, last)
+
+
+def _too_large(tensor: Rows, dtype: torch.dtype, name: str) -> CheckpointError:
+    largest = 0.0
+    for start, end in _steps(tensor, 0, row_count(tensor.shape)):
+        rows = tensor.read(start, end)
+        largest = max(largest, float(rows.where(rows.isfinite(), 0).abs().max()))
+    word = str(dtype).removeprefix("torch.")
+    return CheckpointError(
+        f"{name or 'a tensor'} does not fit {word}: its largest number is {largest:.6g}, and "
+        f"{word} ends at {torch.finfo(dtype).max:.6g}",
+        "write bf16 or fp32",
+    )
 
 
 def as_bytes(flat: Tensor) -> memoryview:

@@ -7,8 +7,9 @@ where in the file the data of each lies. The file is a zip archive whose records
 from __future__ import annotations
 
 import io
+import struct
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..files import open_regular
-from .tensors import Form, Region, nbytes
+from .tensors import BLOCK_BYTES, Form, Region, nbytes
 
+ENTRY = b"PK\x01\x02"
+"""Begins an entry of an archive's table of contents."""
 MAX_PICKLE_BYTES = 2**24
 MAX_RECORDS = 2**20
 MAX_HEADER_BYTES = 30 + 2 * 2**16
@@ -68,7 +71,19 @@ class Archive:
         with torch.serialization.skip_data():
             torch.save(torch.empty(shape, dtype=dtype), cast("IO[bytes]", self))
         self.head = b"".join(chunk for at, chunk in self._chunks if at < self._gap)
-        self.tail = b"".join(chunk for at, chunk in self._chunks if at >= self._gap)
+        self._tail = b"".join(chunk for at, chunk in self._chunks if at >= self._gap)
+        self.bytes = len(self.head) + nbytes(shape, dtype) + len(self._tail)
+
+    def tail(self, checksum: int) -> bytes:
+        """Return what follows data of a CRC-32."""
+        tail = bytearray(self._tail)
+        if tail.startswith(descriptor(0)):  # not behind a tensor without elements
+            tail[:8] = descriptor(checksum)
+            start = tail.index(ENTRY)
+            for name, at in _checksum_places(tail[start:]):
+                if "/data/" in name:
+                    tail[start + at : start + at + 4] = checksum.to_bytes(4, "little")
+        return bytes(tail)
 
     def write(self, chunk: bytes) -> int:
         """Keep what is not data; called by torch."""
@@ -101,6 +116,62 @@ def reserve(path: Path, forms: Mapping[str, Form]) -> dict[str, Region]:
             torch.save(state, file)
     regions: dict[str, Region] = read_regions(path)
     return regions
+
+
+def descriptor(checksum: int) -> bytes:
+    """Return the first bytes after the data of a record of a CRC-32."""
+    return b"PK\x07\x08" + checksum.to_bytes(4, "little")
+
+
+def complete(path: Path) -> None:
+    """Copy the CRC-32 behind each record of data to the archive's table of contents."""
+    with open(path, "r+b") as file, zipfile.ZipFile(file) as archive:
+        file.seek(archive.start_dir)
+        places = dict(_checksum_places(file.read()))
+        for entry in archive.infolist():
+            if "/data/" in entry.filename and entry.file_size:
+                file.seek(_data_offset(file, entry) + entry.file_size + 4)
+                checksum = file.read(4)
+                file.seek(archive.start_dir + places[entry.filename])
+                file.write(checksum)
+
+
+def check_records(path: Path) -> str:
+    """Compare the records of a file with their CRC-32; 0 stands for none, as torch can write it.
+
+    Returns:
+        nothing.
+
+    Raises:
+        CheckpointError: one differs.
+    """
+    with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+        for entry in filter(lambda entry: entry.CRC, archive.infolist()):
+            try:
+                with archive.open(entry) as record:
+                    while record.read(BLOCK_BYTES):
+                        pass
+            except zipfile.BadZipFile as error:
+                raise CheckpointError(
+                    f"{path} is damaged: {error}", "fetch it once more, or save it anew"
+                ) from error
+    return ""
+
+
+def _checksum_places(directory: bytes | bytearray) -> Iterator[tuple[str, int]]:
+    """Yield each record's name, and where its CRC-32 lies in an archive's table of contents."""
+    at = 0
+    while directory[at : at + 4] == ENTRY:
+        name, *others = struct.unpack_from("<HHH", directory, at + 28)
+        yield directory[at + 46 : at + 46 + name].decode(), at + 16
+        at += 46 + name + sum(others)
+
+
+def _data_offset(file: IO[bytes] | _Section, entry: zipfile.ZipInfo) -> int:
+    file.seek(entry.header_offset + 26)
+    lengths = file.read(4) or b""
+    name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
+    return entry.header_offset + 30 + name + extra
 
 
 class _Section(io.RawIOBase):
@@ -148,10 +219,7 @@ def _records(section: _Section) -> dict[int, int]:
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
             raise CheckpointError(f"the record {entry.filename[:80]!r} is compressed: not read")
         if "/data/" in entry.filename:
-            section.seek(entry.header_offset + 26)
-            lengths = section.read(4) or b""
-            skipped = int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-            places[entry.header_offset + 30 + skipped] = entry.file_size
+            places[_data_offset(section, entry)] = entry.file_size
         elif entry.file_size > MAX_PICKLE_BYTES:
             raise CheckpointError(f"a record of {entry.file_size} bytes beside the data: not read")
         elif entry.filename.endswith("/data.pkl"):

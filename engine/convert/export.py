@@ -229,7 +229,7 @@ def _stretches(places: list[_Place], rows: Tensor, first_row: int) -> Iterator[S
                 continue
             held = rows[(number, *part.start[1 : -len(part.shape)])]
         offset = place.offset + start * row_bytes(part.shape, place.dtype)
-        yield from stretches(place.file, offset, Held(held), place.dtype)
+        yield from stretches(place.file, offset, Held(held), place.dtype, part.name)
 
 
 def _write(todo: list[Stretch]) -> None:

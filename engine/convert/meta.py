@@ -14,6 +14,7 @@ from ...model_zoo.llama3.meta import COMPUTED, NAMES, ROTATED, config_from_param
 from ..checkpoint.hf_folder import read_json
 from ..checkpoint.hf_match import Shape
 from ..checkpoint.tensors import Interleaved, Pieces, Region, Rows, differing
+from ..checkpoint.torch_file import check_records
 from ..errors import CheckpointError
 from .opened import Opened, config_or_error, parameter_shapes, refuse_misfits
 from .sources import read_state_dict, rows_of
@@ -63,7 +64,8 @@ def open_meta(folder: Path, recipe: Recipe | None) -> Opened:
         name: _turned(name, _join(theirs, shapes[name], parts), config)
         for name, theirs in sources.items()
     }
-    return Opened(folder, config, tensors, recipe, None, folder)
+    checks = [partial(check_records, file) for file in files]
+    return Opened(folder, config, tensors, recipe, None, folder, checks=checks)
 
 
 def _consolidated(folder: Path) -> list[Path]:

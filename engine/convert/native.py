@@ -31,7 +31,7 @@ from ..checkpoint.tensors import Form, Pieces, Rows, nbytes
 from ..checkpoint.torch_file import Archive
 from ..checkpoint.writer import dtype_name, file_entry
 from ..errors import CheckpointError
-from .writing import Advance, Piece, Stretch, create, sync, whole, write_all
+from .writing import Advance, Content, Stretch, create, sync, whole, write_all
 
 FILE_BYTES = 2**28
 """A file is written by one thread, which hashes it meanwhile: there are enough for all cores."""
@@ -117,13 +117,12 @@ def write_native(
     results: list[WriteResult] = []
     work = []
     for number, names in enumerate(files):
-        path, position, content = folder / f"__{number}_0.distcp", 0, list[bytes | Piece]()
+        path, position, content = folder / f"__{number}_0.distcp", 0, list[Content]()
         for name in names:
             archive = Archive(forms[name])
-            length = len(archive.head) + nbytes(forms[name][1], forms[name][0]) + len(archive.tail)
-            content += [archive.head, whole(tensors[name], forms[name][0]), archive.tail]
-            results.append(_result(name, forms[name], path.name, position, length))
-            position += length
+            content += [archive.head, whole(tensors[name], forms[name][0], name), archive.tail]
+            results.append(_result(name, forms[name], path.name, position, archive.bytes))
+            position += archive.bytes
         create(path, position, b"")
         work.append(Stretch(path, 0, content))
     hashes = write_all(work, advance, checks)

@@ -26,7 +26,7 @@ from ..checkpoint.manifest import (
     recipe_of,
 )
 from ..checkpoint.tensors import Region, Rows
-from ..checkpoint.torch_file import read_regions
+from ..checkpoint.torch_file import check_records, read_regions
 from ..errors import CheckpointError
 from ..lora.names import is_adapter
 from ..models import family_of
@@ -159,7 +159,8 @@ def open_torch(file: Path, recipe: Recipe | None) -> Opened:
         fit = _matched(file, "the file", stored, shapes, config, settings)
         rows = fit.rows(shapes, stored)
         notes += fit.notes
-    return Opened(file, config, rows, recipe, settings, file.parent, notes)
+    checks = [partial(check_records, file)]
+    return Opened(file, config, rows, recipe, settings, file.parent, notes, checks)
 
 
 def read_state_dict(file: Path, notes: list[str]) -> dict[str, Region]:

@@ -20,7 +20,7 @@ from ..checkpoint.hf_folder import CONFIG, MAX_CONFIG_BYTES, list_tensors, read_
 from ..checkpoint.hf_match import region_of, stored_rows
 from ..checkpoint.manifest import SaveInfo
 from ..checkpoint.tensors import Form, Rows, nbytes, part_of
-from ..checkpoint.torch_file import read_regions, reserve
+from ..checkpoint.torch_file import complete, descriptor, read_regions, reserve
 from ..data.configs import HFTokenizer
 from ..redact import without_secrets
 from .hf_files import (
@@ -32,7 +32,7 @@ from .hf_files import (
 )
 from .opened import Opened, hf_parts
 from .shards import index_of, lay_out, main_dtype
-from .writing import Advance, Stretch, create, stretches, sync, write_all
+from .writing import Advance, Stretch, create, stretches, sync, whole, write_all
 
 if TYPE_CHECKING:
     from ...model_zoo.layout import Part
@@ -124,7 +124,7 @@ def write_huggingface(job: Job, temporary: Path) -> None:
         for part in parts:
             shard, tensor = places[part.name], part_of(opened.tensors[ours], part)
             file, offset = temporary / shard.file, shard.offsets[part.name]
-            todo += stretches(file, offset, tensor, forms[part.name][0])
+            todo += stretches(file, offset, tensor, forms[part.name][0], part.name)
     write_all(todo, job.advance, opened.checks)
     for name, text in index_of(shards, forms).items():
         (temporary / name).write_text(text, encoding="utf-8")
@@ -139,13 +139,14 @@ def write_huggingface(job: Job, temporary: Path) -> None:
 def write_torch(job: Job, temporary: Path) -> None:
     """Write a dictionary of tensors by our names, as `torch.save` does."""
     todo = [
-        stretch
+        # In one piece: the CRC-32 that follows is of all.
+        Stretch(temporary, region.offset, [whole(tensor, region.dtype, name), descriptor])
         for name, region in reserve(temporary, job.forms).items()
-        for stretch in stretches(
-            temporary, region.offset, job.opened.tensors[name], job.forms[name][0]
-        )
+        if nbytes(region.shape, region.dtype)
+        for tensor in [job.opened.tensors[name]]
     ]
     write_all(todo, job.advance, job.opened.checks)
+    complete(temporary)
     sync([temporary])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ class Piece:
     dtype: torch.dtype
     first: int
     last: int
+    name: str
+    """for messages"""
 
     @property
     def bytes(self) -> int:
@@ -40,27 +43,33 @@ class Piece:
         return (self.last - self.first) * row_bytes(self.tensor.shape, self.dtype)
 
 
+Content = bytes | Piece | Callable[[int], bytes]
+"""bytes; or a piece of a tensor; or what follows one, from the CRC-32 of its bytes"""
+
+
 @dataclass(frozen=True)
 class Stretch:
-    """Bytes and pieces of tensors that follow each other in a file."""
+    """Contents that follow each other in a file."""
 
     file: Path
     offset: int
-    content: Sequence[bytes | Piece]
+    content: Sequence[Content]
 
 
-def whole(tensor: Rows, dtype: torch.dtype) -> Piece:
+def whole(tensor: Rows, dtype: torch.dtype, name: str) -> Piece:
     """Return a tensor as one piece."""
-    return Piece(tensor, dtype, 0, row_count(tensor.shape))
+    return Piece(tensor, dtype, 0, row_count(tensor.shape), name)
 
 
-def stretches(file: Path, offset: int, tensor: Rows, dtype: torch.dtype) -> Iterator[Stretch]:
+def stretches(
+    file: Path, offset: int, tensor: Rows, dtype: torch.dtype, name: str
+) -> Iterator[Stretch]:
     """Yield a tensor in pieces that several threads can write."""
     row = row_bytes(tensor.shape, dtype)
     step = max(1, PIECE_BYTES // max(1, row))
     rows = row_count(tensor.shape)
     for first in range(0, rows, step):
-        piece = Piece(tensor, dtype, first, min(first + step, rows))
+        piece = Piece(tensor, dtype, first, min(first + step, rows), name)
         yield Stretch(file, offset + first * row, [piece])
 
 
@@ -90,12 +99,17 @@ def parallel(work: Sequence[Callable[[], str]]) -> list[str]:
 
 
 def _write(stretch: Stretch, advance: Advance) -> str:
-    digest, position = xxhash.xxh3_128(), stretch.offset
+    digest, position, checksum = xxhash.xxh3_128(), stretch.offset, 0
+    needs_checksum = any(map(callable, stretch.content))
     descriptor = os.open(stretch.file, os.O_WRONLY)
     try:
         for content in stretch.content:
+            if callable(content):
+                content, checksum = content(checksum), 0
             for block in [content] if isinstance(content, bytes) else _blocks(content):
                 digest.update(block)
+                if needs_checksum and isinstance(content, Piece):
+                    checksum = zlib.crc32(block, checksum)
                 position = _write_at(descriptor, position, memoryview(block))
                 advance(len(block))
     finally:
@@ -104,7 +118,7 @@ def _write(stretch: Stretch, advance: Advance) -> str:
 
 
 def _blocks(piece: Piece) -> Iterator[memoryview]:
-    for block in blocks(piece.tensor, piece.dtype, piece.first, piece.last):
+    for block in blocks(piece.tensor, piece.dtype, piece.first, piece.last, piece.name):
         yield as_bytes(block)
 
 

@@ -1,0 +1,89 @@
+"""CRC-32s of the archives of torch.save: what is written is right, what is read is compared."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.hf_folders import config_of
+from tests.convert.models import hf_folder, tensors_of
+from tests.convert.run import convert, refused
+from trainer.engine.checkpoint.guarded import read_contents
+from trainer.engine.checkpoint.manifest import read_manifest
+from trainer.engine.checkpoint.tensors import Held
+from trainer.engine.checkpoint.torch_file import Archive, check_records
+from trainer.engine.convert.writing import Stretch, create, whole, write_all
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `hf`, and `dcp` and `model.pt` that were made of it."""
+    root = tmp_path_factory.mktemp("archives")
+    hf_folder(root / "hf", config_of(tie_embeddings=True))
+    assert convert("hf2dcp", root / "hf", root / "dcp") == 0
+    assert convert("dcp2torch", root / "dcp", root / "model.pt") == 0
+    return root
+
+
+def test_an_archive_passes_the_test_of_zip(folders: Path) -> None:
+    with zipfile.ZipFile(folders / "model.pt") as archive:
+        assert archive.testzip() is None
+        data = [entry for entry in archive.infolist() if "/data/" in entry.filename]
+        assert len(data) == len(tensors_of(folders / "hf"))
+        assert all(entry.CRC for entry in data)
+    loaded = torch.load(folders / "model.pt", weights_only=True)
+    layout = config_of().layout
+    for name, tensor in tensors_of(folders / "hf").items():
+        assert torch.equal(loaded[layout.from_hf(name)], tensor)
+
+
+def test_the_archives_within_a_checkpoint_pass_the_test_of_zip(folders: Path) -> None:
+    contents = read_contents(folders / "dcp", read_manifest(folders / "dcp"))
+    places = contents.storage_data.values()
+    assert len(places) > 5
+    for place in places:
+        bytes_ = (folders / "dcp" / place.relative_path).read_bytes()
+        section = bytes_[place.offset : place.offset + place.length]
+        with zipfile.ZipFile(io.BytesIO(section)) as archive:
+            assert archive.testzip() is None
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (700, 5000)])
+def test_an_archive_of_any_size_is_whole(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    tensor, file = torch.randn(shape), tmp_path / "tensor.pt"
+    archive = Archive((torch.float32, shape))
+    create(file, archive.bytes)
+    content = [archive.head, whole(Held(tensor), torch.float32, "tensor"), archive.tail]
+    write_all([Stretch(file, 0, content)], lambda _: None)
+    with zipfile.ZipFile(file) as opened:
+        assert opened.testzip() is None
+    assert torch.equal(torch.load(file), tensor)
+
+
+def test_damage_in_the_data_of_an_archive_is_found(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = tmp_path / "model.pt"
+    content = bytearray((folders / "model.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    shutil.copy(folders / "hf" / "config.json", tmp_path)
+    said = refused(capsys, 5, "torch2dcp", damaged, tmp_path / "dcp")
+    assert f"{damaged} is damaged: Bad CRC-32 for file 'archive/data/" in said
+
+
+def test_an_archive_without_sums_is_read(folders: Path, tmp_path: Path) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(torch.load(folders / "model.pt"), tmp_path / "model.pt")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    shutil.copy(folders / "hf" / "config.json", tmp_path)
+    assert check_records(tmp_path / "model.pt") == ""
+    assert convert("torch2dcp", tmp_path / "model.pt", tmp_path / "dcp") == 0
