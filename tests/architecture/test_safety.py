@@ -29,6 +29,7 @@ OWN_EXPRESSIONS = {
 # writer, a device never ends. These read what they or the system wrote, or check it first.
 OPENS = {
     "engine/checkpoint/tensors.py: os.open",  # a file whose header was read
+    "engine/checkpoint/torch_file.py: open",  # what is being written
     "engine/convert/writing.py: os.open",  # what is being written
     "engine/data/checksums.py: open",  # a descriptor
     "engine/data/checksums.py: os.open",  # neither follows links nor waits
