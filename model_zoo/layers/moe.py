@@ -152,7 +152,8 @@ class MoE(nn.Module):
         """
         experts, factor = self.settings.num_experts, self.settings.capacity_factor
         plan = self.permute.plan(chosen, experts + (is_padding is not None))
-        plan = plan._replace(counts=plan.counts[:experts], offs=plan.offs[:experts])
+        if is_padding is not None:
+            plan = plan._replace(counts=plan.counts[:experts], offs=plan.offs[:experts])
         if factor is None:
             return plan, torch.zeros(1, dtype=torch.float64, device=chosen.device)
         rows = plan.offs[-1:].double()
