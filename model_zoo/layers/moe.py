@@ -127,7 +127,9 @@ class MoE(nn.Module):
                 expert takes, and 1 on average. None: there is no padding.
         """
         x_BSD = self.norm(x)
-        routing = self.router(x_BSD, token_weights, self.token_factor)
+        # Dynamo (torch 2.13) traces a graph twice that takes an fp64 scalar and does not use it.
+        token_factor = None if token_weights is None else self.token_factor
+        routing = self.router(x_BSD, token_weights, token_factor)
         is_padding_T1 = None if token_weights is None else token_weights.reshape(-1, 1) == 0
         plan, dropped = self._plan(routing.chosen, is_padding_T1)
         entropy = routing.entropy.double().view(1) * self.settings.experts_per_token
