@@ -2,11 +2,13 @@
 
 import os
 from collections import Counter
+from functools import cache, partial
 
 import pytest
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
+from tests.cases import quick
 from tests.distributed import run_ranks
 from trainer.engine.assemble import build_model, build_step
 from trainer.engine.estimate.count import count_step
@@ -49,6 +51,7 @@ PLANS = {
     "expert-divided": ({"expert": 2, "expert_tensor": 2, "tensor": 2}, {"model": EXPERTS}),
     "expert-pipeline": ({"expert": 2, "pipeline": 2}, {"model": EXPERTS}),
 }
+CASES = quick(PLANS, "replicate-shard", "pipeline-shard", "expert-divided")
 
 
 def recipe_of(plan):
@@ -56,21 +59,18 @@ def recipe_of(plan):
     return Recipe.model_validate({**BASE, "parallel": parallel, **changes})
 
 
-def counted():
-    """Return what real steps of this rank need, by plan."""
-    rank, found = int(os.environ["RANK"]), {}
-    for name in PLANS:
-        recipe = recipe_of(name)
-        plan = make_plan(recipe.parallel, rank, 4, CPU)
-        built = build_model(recipe, VOCAB, CPU, plan)
-        materialize(built.model, CPU, 0)
-        step = build_step(recipe, built, plan)
-        # Ranks agree on sizes before the first, and on DDP's buckets before the second.
-        for _ in range(3 if name == "replicate" else 2):
-            counts = count_step(step, step_batches(recipe, step, plan), rank)
-        shapes = {key: tuple(local(weight).shape) for key, weight in model_of(step)}
-        found[name] = counts, shapes, torch_counts(step, recipe, plan, name)
-    return found
+def counted(name):
+    """Return what real steps of this rank need."""
+    rank, recipe = int(os.environ["RANK"]), recipe_of(name)
+    plan = make_plan(recipe.parallel, rank, 4, CPU)
+    built = build_model(recipe, VOCAB, CPU, plan)
+    materialize(built.model, CPU, 0)
+    step = build_step(recipe, built, plan)
+    # Ranks agree on sizes before the first, and on DDP's buckets before the second.
+    for _ in range(3 if name == "replicate" else 2):
+        counts = count_step(step, step_batches(recipe, step, plan), rank)
+    shapes = {key: tuple(local(weight).shape) for key, weight in model_of(step)}
+    return counts, shapes, torch_counts(step, recipe, plan, name)
 
 
 def model_of(step):
@@ -86,38 +86,29 @@ def torch_counts(step, recipe, plan, name):
     return {str(operation): count for operation, count in mode.get_comm_counts().items()}
 
 
-def simulated():
-    """Return what simulated steps need, by plan and place."""
-    found = {}
-    for name in PLANS:
-        recipe = recipe_of(name)
-        counter = RankCounter(recipe, 4, VOCAB, on_gpu=False)
-        found[name] = [counter.count(place) for place in range(recipe.parallel.pipeline)]
-    return found
+def simulated(name):
+    """Return what simulated steps need, by place."""
+    recipe = recipe_of(name)
+    counter = RankCounter(recipe, 4, VOCAB, on_gpu=False)
+    return [counter.count(place) for place in range(recipe.parallel.pipeline)]
 
 
 @pytest.fixture(scope="module")
 def real():
-    return run_ranks(4, counted, timeout=500)
+    """A function from a plan to what real steps of its ranks need, counted once."""
+    return cache(partial(run_ranks, 4, counted, timeout=500))
 
 
-@pytest.fixture(scope="module")
-def simulations():
-    (found,) = run_ranks(1, simulated, timeout=500)
-    return found
-
-
-@pytest.mark.parametrize("name", list(PLANS))
-def test_a_simulated_step_is_the_real_one(name, real, simulations):
-    for rank, found in enumerate(real):
-        expected, _, _ = found[name]
+@pytest.mark.parametrize("name", CASES)
+def test_a_simulated_step_is_the_real_one(name, real):
+    (simulations,) = run_ranks(1, simulated, name, timeout=500)
+    for rank, (expected, _, _) in enumerate(real(name)):
         assert expected.message_bytes.total() > 0
-        assert simulations[name][rank // (4 // recipe_of(name).parallel.pipeline)] == expected
+        assert simulations[rank // (4 // recipe_of(name).parallel.pipeline)] == expected
 
 
 def test_torch_sees_as_many_collectives(real):
-    for found in real:
-        counts, _, seen = found["replicate-shard"]
+    for counts, _, seen in real("replicate-shard"):
         ours = Counter()
         for route, calls in counts.calls.items():
             ours[route.kind] += calls
@@ -128,7 +119,7 @@ def test_torch_sees_as_many_collectives(real):
         }
 
 
-@pytest.mark.parametrize("name", list(PLANS))
+@pytest.mark.parametrize("name", CASES)
 def test_parameters_lie_where_the_plan_says(name, real):
     recipe = recipe_of(name)
     degrees = resolve_degrees(recipe.parallel, 4)
@@ -136,7 +127,7 @@ def test_parameters_lie_where_the_plan_says(name, real):
     expected = {each.name: each.local_shape for each in stored}
     found = {}
     for place in range(degrees.pipeline):
-        found |= real[place * (4 // degrees.pipeline)][name][1]
+        found |= real(name)[place * (4 // degrees.pipeline)][1]
     assert found == expected
 
 
