@@ -1,8 +1,12 @@
 import os
 import signal
+import sys
 
 import pytest
 
+# Hundreds of processes import our modules: let the first one leave what it compiled.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Two workers on two cores: more threads only wait for each other. Children inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Under nohup, or in the background of a script, these are ignored, by children too.

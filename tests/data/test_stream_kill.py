@@ -119,6 +119,7 @@ def test_kills_at_random_moments_leave_a_run_on_streams_bit_for_bit(tmp_path, re
     assert_same_run(tmp_path / "killed", reference)
 
 
+@pytest.mark.matrix
 def test_a_run_on_streams_moves_between_numbers_of_ranks(tmp_path, reference):
     recipe = write_recipe(tmp_path / "moved")
     for attempt, (world, steps) in enumerate([(2, 30), (1, STEPS)]):

@@ -18,7 +18,7 @@ from trainer.engine.recipe.load import load_recipe
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)  # each command has a limit of its own, and a page has dozens
-@pytest.mark.parametrize("document", quick(FOLLOWED, "README.md"))
+@pytest.mark.parametrize("document", quick(FOLLOWED, "docs/guide/run.md"))
 def test_every_example_works(document, tmp_path):
     follow(document, Walk(tmp_path))
 

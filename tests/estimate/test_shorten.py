@@ -57,7 +57,7 @@ def peak(recipe, rank, ranks, whole):
     return simulate(recipe, rank, ranks, 500, on_gpu=True, whole=whole)
 
 
-@pytest.mark.parametrize("plan", quick(PLANS, "1F1B", "sgd"))
+@pytest.mark.parametrize("plan", quick(PLANS, "1F1B"))
 def test_short_runs_tell_the_peak_of_the_whole_one(plan):
     ranks, changes = PLANS[plan]
     recipe = Recipe.model_validate(BASE | changes)

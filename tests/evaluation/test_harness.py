@@ -174,7 +174,7 @@ def test_command_prints_the_results(folder, tasks, capfd):
     assert 0 <= found["tasks"]["choose"]["acc,none"] <= 1
 
 
-@pytest.mark.slow
+@pytest.mark.matrix  # the harness looks through all of its thousands of tasks
 def test_an_unknown_task_is_refused_with_the_nearest_name(tasks):
     with pytest.raises(RecipeError) as error:
         run_tasks(

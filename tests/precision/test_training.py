@@ -53,9 +53,16 @@ def alone():
 
 
 def assert_same(found, wanted, without):
-    """Compare curves with one process's, from which those without the format are far."""
-    for ours, theirs, others in zip(found, wanted, without, strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-5)
+    """Compare losses and norms with one process's, from which those without the format are far.
+
+    Weights that were updated in another order of sums differ in their last bits. One of them may
+    round to the next float8 value, which the norm of the gradient shows (7e-5), the loss does not.
+    """
+    (losses, norms), (expected, expected_norms) = found, wanted
+    assert losses == pytest.approx(expected, abs=1e-5, rel=1e-5)
+    assert norms[0] == pytest.approx(expected_norms[0], rel=1e-5)
+    assert norms == pytest.approx(expected_norms, rel=3e-4)
+    for theirs, others in zip(wanted, without, strict=True):
         distance = max(abs(a - b) for a, b in zip(theirs, others, strict=True))
         assert distance > 1e-3
 

@@ -35,7 +35,7 @@ class Family(NamedTuple):
 
     model: str
     plans: dict[str, tuple[int, dict[str, int | str]]]
-    quick: tuple[str, ...]
+    quick: tuple[str, ...] = ()
 
 
 DENSE = Family(
@@ -51,7 +51,6 @@ DENSE = Family(
         ),
         "shard-2-context-2-tensor-2": (8, {"shard": 2, "context": 2, "tensor": 2}),
     },
-    ("alone", "pipeline-2-tensor-2"),
 )
 MIXED = Family(
     EXPERTS,

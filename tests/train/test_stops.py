@@ -127,9 +127,8 @@ def curves(folder):
 @pytest.mark.parametrize(
     ("world", "fault", "step"),
     [
-        (1, "train.evaluate:x2:sleep2", 3),
         (2, "train.evaluate:x2:sleep2", 3),
-        (2, "train.evaluate:x4:sleep2", 6),
+        *also((1, "train.evaluate:x2:sleep2", 3), (2, "train.evaluate:x4:sleep2", 6)),
     ],
 )
 def test_an_evaluation_is_given_up_and_done_when_the_run_resumes(tmp_path, world, fault, step):
@@ -149,7 +148,7 @@ def test_an_evaluation_is_given_up_and_done_when_the_run_resumes(tmp_path, world
     assert all(final[name].equal(tensor) for name, tensor in state.items())
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, *also(1)])
 def test_a_hanging_data_worker_does_not_keep_a_run_from_saving(tmp_path, world):
     expected, _ = reference(tmp_path / "reference", world)
     recipe = write_recipe(tmp_path / "run", STEPS)
