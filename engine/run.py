@@ -28,7 +28,7 @@ from .recipe.changes import require_unchanged
 from .recipe.write import to_toml
 from .resume import describe, ending, identify, ignored_settings, refuse_other_data
 from .run_dir import RunDirectory
-from .run_state import RunState, recorded
+from .run_state import RunState, record_stop, recorded
 from .train.events import EventRecorder
 from .train.garbage import paced_garbage_collection
 from .train.health import Health
@@ -75,7 +75,11 @@ def run(
         try:
             folder = Path(recipe.run.dir) / recipe.run.name
             answer = partial(code_before_training, folder, recipe.run.resume)
-            stop.end_at_once(None if dry_run else answer)
+            if dry_run:
+                stop.end_at_once()
+            else:
+                record = partial(record_stop, folder) if world.rank == 0 else None
+                stop.end_at_once(answer, record)
             with stop.following():
                 return _run(recipe, world, stop, allow_changed, dry_run=dry_run, parts=parts)
         except Stopped as stopped:

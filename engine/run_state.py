@@ -93,6 +93,14 @@ def record_failure(folder: Path, reason: str) -> None:
         _write(state, folder)
 
 
+def record_stop(folder: Path) -> None:
+    """Write that the newest attempt was stopped, unless it said already how it ended."""
+    state = read_state(folder)
+    if state is not None and not state.outcome:
+        state.outcome, state.ended_at = "stopped", _now()
+        _write(state, folder)
+
+
 def _fail(state: RunState, error: BaseException) -> None:
     state.outcome = "failed"
     state.reason = redacted(f"{type(error).__name__}: {error}")[:LONGEST_REASON]

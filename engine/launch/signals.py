@@ -60,6 +60,7 @@ class StopFlag:
         self.reason = ""
         self._peers: Peers | None = None
         self._answer: Callable[[], ExitCode] = lambda: ExitCode.INTERRUPTED
+        self._record: Callable[[], None] = lambda: None
         self._at_once = False
         self._is_leaving = False
         self._is_over = False
@@ -117,7 +118,11 @@ class StopFlag:
         return any_rank([self.requested], self.group)[0]
 
     def end_at_once(
-        self, answer: Callable[[], ExitCode] | None = None, *, abruptly: bool = False
+        self,
+        answer: Callable[[], ExitCode] | None = None,
+        record: Callable[[], None] | None = None,
+        *,
+        abruptly: bool = False,
     ) -> None:
         """Let a signal raise `Stopped` from now on, on all ranks: nothing can be lost.
 
@@ -126,12 +131,15 @@ class StopFlag:
 
         Args:
             answer: returns the exit code; None: the last one given, at first 130.
+            record: writes that the run was stopped, where the main thread cannot, as it does not
+                answer; None: the last one given.
             abruptly: end the process without raising: there is nothing to clean up either.
 
         Raises:
             Stopped: a signal has come already.
         """
         self._answer = answer or self._answer
+        self._record = record or self._record
         self._at_once, self._changed_at = True, time.monotonic()
         self._grace_seconds = 0.0 if abruptly else GRACE_SECONDS
         if self.requested:
@@ -231,6 +239,7 @@ class StopFlag:
         told = threading.Thread(target=self.leave_job, args=(code,), daemon=True)
         told.start()
         told.join(3 * TICK_SECONDS)
+        self._record()
         if self._grace_seconds:
             _say("stopped while the main thread did not answer")
         end_abruptly(code)

@@ -14,6 +14,7 @@ from tests.cases import also
 from tests.train.processes import finish, rows, start, tensors, wait_for_lines, write_recipe
 from trainer.engine.data import parts
 from trainer.engine.launch import signals
+from trainer.engine.run_state import read_state
 from trainer.engine.status import examine
 
 ROOT = Path(trainer.__file__).absolute().parents[1]
@@ -74,6 +75,7 @@ def test_before_the_first_step_is_done_nothing_was_saved(tmp_path, phase, world)
     codes = stop_at(recipe, NEW[phase], world, marks=world, before=little_patience)
     assert codes == [130] * world
     assert list((tmp_path / "run" / "run" / "checkpoints").iterdir()) == []
+    assert read_state(tmp_path / "run" / "run").outcome == "stopped"
     assert finish(start(recipe, world, attempt=1)) == [0] * world
 
 
