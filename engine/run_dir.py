@@ -6,7 +6,9 @@ import errno
 import json
 import logging
 import os
+import re
 import socket
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +23,7 @@ log = logging.getLogger(__name__)
 PATIENCE_SECONDS = 0.5
 """for the children of a run that was just killed, and for `holder`"""
 LARGEST_LOCK = 4096
+_TEMPORARY = re.compile(r"\..+\.\d+\.tmp")  # what `atomic_write` writes to
 EXPORTS = ("hf", "hf-ema", "adapter")
 """what a finished run leaves for Hugging Face's libraries: weights, their average, adapters"""
 
@@ -63,6 +66,10 @@ class RunDirectory:
         self.lock()
         for why in self.clear_exports():
             log.warning("%s", why)
+        for path in self.path.glob(".*.tmp"):
+            if _TEMPORARY.fullmatch(path.name):  # its writer was killed
+                with suppress(OSError):
+                    path.unlink()
         return self
 
     def __exit__(

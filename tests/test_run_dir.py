@@ -48,6 +48,15 @@ def test_the_layout_is_made_and_the_probe_leaves_nothing(tmp_path: Path) -> None
         assert {path.name for path in directory.path.iterdir()} == {".lock", "checkpoints", "logs"}
 
 
+def test_what_a_killed_writer_left_is_cleared(tmp_path: Path) -> None:
+    for name in (".state.json.1234.tmp", "..probe.77.88.tmp", ".mine.tmp", "recipe.toml"):
+        (tmp_path / name).write_text("")
+    (tmp_path / ".folder.5.tmp").mkdir()
+    with RunDirectory(tmp_path):
+        left = {path.name for path in tmp_path.iterdir()}
+    assert left == {".folder.5.tmp", ".lock", ".mine.tmp", "checkpoints", "logs", "recipe.toml"}
+
+
 def test_a_second_run_is_told_who_holds_the_directory(tmp_path: Path) -> None:
     process, _ = hold(tmp_path)
     try:

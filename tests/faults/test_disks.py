@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 from tests.faults.test_kills import assert_same_run
+from tests.mounted import mounted_tmpfs
 from tests.train.processes import complaints, finish, start, wait_for_lines, write_recipe
 from tests.train.test_last_save import hurry
 from tests.train.test_lifecycle import slow_steps
@@ -47,13 +48,8 @@ class Disk:
 
 @pytest.fixture
 def disk(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("a file system cannot be mounted here")
-    yield Disk(folder)
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with mounted_tmpfs(tmp_path / "disk", 8) as folder:
+        yield Disk(folder)
 
 
 def hurry_with_slow_steps():

@@ -10,6 +10,7 @@ import pytest
 
 import trainer
 from tests.cases import also
+from tests.mounted import mounted_tmpfs
 from tests.train.processes import (
     complaints,
     finish,
@@ -141,13 +142,8 @@ def test_a_rank_that_dies_in_its_last_save_is_named_and_nothing_is_finished(tmp_
 @pytest.fixture
 def small_disk(tmp_path):
     """Return a folder with room for one checkpoint and a half."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("a file system cannot be mounted here")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    with mounted_tmpfs(tmp_path / "disk", 1) as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("world", [1, 2])
