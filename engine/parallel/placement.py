@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from ...model_zoo.layout import translate
 from ..errors import Problem, RecipeError
-from ..lora.names import DOWN, UP, is_adapter, with_adapters
+from ..lora.names import DOWN, UP, is_adapter
+from ..lora.shapes import with_adapters
 from ..recipe.shown import dotted
 from .mesh import EXPERT_AXES, Degrees, expert_grid, is_sharded
 from .rules import check_rules, deciding_rules
