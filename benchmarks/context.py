@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from trainer.engine.estimate.tracker import MemoryTracker
-from trainer.engine.parallel.context import ContextParallel
+from trainer.engine.estimate.simulate.tracker import MemoryTracker
+from trainer.engine.parallel.context.context import ContextParallel
 from trainer.kernels.choose import choose
 
 HEADS, GROUPS, WIDTH = 8, 2, 64

@@ -113,8 +113,8 @@ def run_child(what: str, source: Path, target: Path) -> dict[str, Any]:
 
 
 def child(what: str, source: str, target: str) -> None:
-    from trainer.engine.convert import native  # noqa: F401 - imported before the clock starts
-    from trainer.engine.convert.convert import Options, convert
+    from trainer.engine.conversion import native  # noqa: F401 - imported before the clock starts
+    from trainer.engine.conversion.convert import Options, convert
 
     start = time.perf_counter()
     if what == "copy":

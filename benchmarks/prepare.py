@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 import results
 
-from trainer.engine.data.configs import JsonlSource, PythonSource
-from trainer.engine.data.fast_bpe import FastBPE
-from trainer.engine.data.hf_tokenizer import HuggingFaceTokenizer
-from trainer.engine.data.prepare import Preparation, prepare_folder
-from trainer.engine.data.train_tokenizer import train_tokenizer
+from trainer.engine.corpus.prepare import Preparation, prepare_folder
+from trainer.engine.corpus.train_tokenizer import train_tokenizer
+from trainer.engine.sources.configs import JsonlSource, PythonSource
+from trainer.engine.tokenizers.fast_bpe import FastBPE
+from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer
 
 PROMISED = 0.9
 """of the bare tokenizer's speed"""

@@ -21,7 +21,7 @@ import psutil
 import results
 import torch
 
-from trainer.engine.assemble import Parts, assemble
+from trainer.engine.assemble.assemble import Parts, assemble
 from trainer.engine.data.stream import Stream
 from trainer.engine.launch.environment import find_world
 from trainer.engine.recipe.load import load_recipe

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..engine.errors import CheckpointError, ExitCode, RecipeError
-from ..engine.redact import without_secrets
+from ..engine.core.errors import CheckpointError, ExitCode, RecipeError
+from ..engine.core.text.redact import without_secrets
 from .options import AsJson
 from .table import echo, print_table
 
 if TYPE_CHECKING:
-    from ..engine.run_dir import RunDirectory
+    from ..engine.core.run_dir import RunDirectory
 
 app = typer.Typer(no_args_is_help=True, help="List, inspect, verify and prune checkpoints.")
 
@@ -142,7 +142,7 @@ def _locked(run: Path) -> Iterator[RunDirectory | None]:
     Raises:
         RunInUse: it runs already.
     """
-    from ..engine.run_dir import RunDirectory
+    from ..engine.core.run_dir import RunDirectory
 
     if not (run / ".lock").exists():  # checkpoints without their run
         yield None

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..engine.errors import RecipeError
+from ..engine.core.errors import RecipeError
 from .options import AsJson
 from .table import echo
 
 if TYPE_CHECKING:
-    from ..engine.convert.writing import Advance
+    from ..engine.conversion.writing import Advance
 
 app = typer.Typer(
     no_args_is_help=True, help="Convert checkpoints; the target appears when it is complete."
@@ -166,8 +166,8 @@ def dcp2peft(
     as_json: AsJson = False,
 ) -> None:
     """Adapters of a checkpoint of ours (or of a run: its newest) to a folder that PEFT loads."""
-    from ..engine.lora.peft import export_adapter
-    from ..engine.registry import require_plugins
+    from ..engine.conversion.peft import export_adapter
+    from ..engine.core.registry import require_plugins
 
     require_plugins(plugin or [])
     count = export_adapter(source, target, base=base)
@@ -189,8 +189,8 @@ def _convert(
     weights: Weights = Weights.MODEL,
 ) -> None:
     shard_bytes = _bytes(shard_size)
-    from ..engine.convert.convert import Options, convert
-    from ..engine.registry import require_plugins
+    from ..engine.conversion.convert import Options, convert
+    from ..engine.core.registry import require_plugins
 
     require_plugins(plugin or [])
     options = Options(

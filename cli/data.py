@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..engine.errors import ExitCode, RecipeError
+from ..engine.core.errors import ExitCode, RecipeError
 from .data_text import prepared_text, print_inspection, recipe_lines
 from .options import AsJson
 from .table import echo
 from .train_tokenizer import train_tokenizer
 
 if TYPE_CHECKING:
-    from ..engine.data.configs import DocumentSource
-    from ..engine.data.inspect import Inspection
-    from ..engine.data.prepare import Preparation
+    from ..engine.corpus.inspect import Inspection
+    from ..engine.corpus.prepare import Preparation
     from ..engine.recipe.schema import Recipe
+    from ..engine.sources.configs import DocumentSource
 
 app = typer.Typer(no_args_is_help=True, help="Tokenise a corpus, look into it, train a tokenizer.")
 app.command("train-tokenizer")(train_tokenizer)
@@ -75,7 +75,7 @@ def prepare(
     Each document is followed by the end-of-document token. Several sources given here become one
     corpus, in their order; those of a recipe become a folder each.
     """
-    from ..engine.data.prepare import Preparation
+    from ..engine.corpus.prepare import Preparation
 
     overrides = _tokenizer_overrides(tokenizer, tokenizer_path)
     settings = settings or []
@@ -116,8 +116,8 @@ def retokenize(
 
     A document whose text does not give its tokens again is an error, or left out on request.
     """
-    from ..engine.data.prepare import Preparation
-    from ..engine.data.retokenize import StoredDocuments
+    from ..engine.corpus.prepare import Preparation
+    from ..engine.corpus.retokenize import StoredDocuments
 
     overrides = _tokenizer_overrides(tokenizer, tokenizer_path)
     if not overrides:
@@ -145,7 +145,7 @@ def inspect(
 
     Exit code 4 when a file is not what was written. The sources of a recipe are tokenised first.
     """
-    from ..engine.data.inspect import inspect_folder
+    from ..engine.corpus.inspect import inspect_folder
 
     found = (
         _inspect_recipe(path, samples)
@@ -173,7 +173,7 @@ def _source_overrides(
     paths: Sequence[str], kind: str, options: Mapping[str, str], settings: Sequence[str]
 ) -> list[str]:
     """Return the `--set` for the recipe's `[[data.sources]]` that arguments and options mean."""
-    from ..engine.data.kinds import source_kind
+    from ..engine.sources.kinds import source_kind
 
     places = [{"name": kind or source_kind(path), "path": path} for path in paths]
     if not paths and kind:  # one that needs no path, such as a dataset on the hub
@@ -203,7 +203,7 @@ def _load(recipe: Path | None, overrides: Sequence[str]) -> Recipe:
 
 def _groups(recipe: Recipe, is_one_corpus: bool) -> dict[str, list[DocumentSource]]:
     """Return which sources become one folder, by its name within the target."""
-    from ..engine.data.configs import DocumentSource
+    from ..engine.sources.configs import DocumentSource
 
     found = {
         f"{number}.{source.name}": source
@@ -226,9 +226,9 @@ def _whole_pages(shard_tokens: int) -> int:
 
 
 def _run(jobs: dict[Path, Preparation], as_json: bool) -> None:
-    from ..engine.data.manifest import read_manifest
-    from ..engine.data.prepare import prepare_folder
-    from ..engine.data.progress import shown_progress
+    from ..engine.corpus.manifest import read_manifest
+    from ..engine.corpus.prepare import prepare_folder
+    from ..engine.corpus.progress import shown_progress
 
     rows = []
     for folder, job in jobs.items():
@@ -249,9 +249,9 @@ def _run(jobs: dict[Path, Preparation], as_json: bool) -> None:
 
 
 def _inspect_recipe(path: Path, samples: int) -> list[Inspection]:
-    from ..engine.data.configs import DocumentSource
-    from ..engine.data.inspect import inspect_folder, inspect_store
-    from ..engine.data.prepare import cache_folder
+    from ..engine.corpus.inspect import inspect_folder, inspect_store
+    from ..engine.corpus.prepare import cache_folder
+    from ..engine.sources.configs import DocumentSource
 
     recipe = _load(path, [])
     tokenizer = recipe.tokenizer.build()

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..engine.text import printable
+from ..engine.core.text.printable import printable
 from .table import echo, print_table
 
 if TYPE_CHECKING:
-    from ..engine.data.inspect import Inspection
-    from ..engine.data.prepare import Preparation
+    from ..engine.corpus.inspect import Inspection
+    from ..engine.corpus.prepare import Preparation
 
 BAR_WIDTH = 40
 SAMPLE_CHARACTERS = 300
@@ -32,7 +32,7 @@ def prepared_text(row: Mapping[str, Any]) -> str:
 
 def recipe_lines(jobs: Mapping[Path, Preparation]) -> str:
     """Return the tables with which a recipe reads the folders."""
-    from ..engine.data.configs import tokenizers
+    from ..engine.sources.configs import tokenizers
 
     folder, job = next(iter(jobs.items()))
     lines = ["[tokenizer]", f'name = "{job.tokenizer_name}"']

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ..engine.errors import ExitCode, RecipeError
-from ..engine.files import write_asked
-from ..engine.recipe.pages import recipe_pages
-from ..engine.recipe.reference import (
+from ..engine.core.errors import ExitCode, RecipeError
+from ..engine.core.files import write_asked
+from ..engine.recipe.documents.pages import recipe_pages
+from ..engine.recipe.documents.reference import (
     Key,
     Section,
     components,
@@ -22,8 +22,8 @@ from ..engine.recipe.reference import (
     tables,
     tables_called,
 )
+from ..engine.recipe.documents.starter import shipped_recipes
 from ..engine.recipe.schema import REGISTRIES
-from ..engine.recipe.starter import shipped_recipes
 from .main import COMMANDS
 from .manual import CommandHelp, command_help, commands_page
 from .options import AsJson

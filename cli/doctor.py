@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ..engine.errors import ExitCode
+from ..engine.core.errors import ExitCode
 from .options import AsJson, Overrides
 from .table import print_table
 
@@ -31,7 +31,7 @@ def doctor(
     """
     if compile_ is not None:
         raise typer.Exit(_trace(compile_, overrides or [], world, as_json))
-    from ..engine.doctor import examine
+    from ..engine.doctor.doctor import examine
 
     findings = list(examine(runs))
     healthy = all(finding.state != "bad" for finding in findings)
@@ -51,7 +51,7 @@ def _trace(path: Path, overrides: list[str], world: int, as_json: bool) -> ExitC
     from ..engine.recipe.load import load_recipe
 
     recipe = load_recipe(path, overrides, world).recipe
-    from ..engine.graphs import trace
+    from ..engine.doctor.graphs import trace
 
     found = trace(recipe, world, recipe.vocab_size)
     breaks = [(each.part, one) for each in found for one in each.breaks]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..engine.errors import RecipeError, nearest
+from ..engine.core.errors import RecipeError, nearest
 from .options import AsJson, Overrides, Recipe
 from .table import print_table
 

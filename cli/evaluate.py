@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..engine.errors import EnvironmentFault, RecipeError
-from ..engine.inference import Dtype, Weights
+from ..engine.core.errors import EnvironmentFault, RecipeError
+from ..engine.inference.open import Dtype, Weights
 from ..engine.observe.metrics import plain
 from .options import AsJson
 from .table import echo, print_table
 
 if TYPE_CHECKING:
-    from ..engine.inference import OpenedModel
+    from ..engine.inference.open import OpenedModel
 
 
 def evaluate(
@@ -67,8 +67,8 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Measure loss and perplexity, on the validation split or on other texts, and run tasks."""
-    from ..engine.evaluation.sources import source_of, source_of_path
-    from ..engine.inference import open_model
+    from ..engine.inference.open import open_model
+    from ..engine.inference.text_sources import source_of, source_of_path
 
     texts = [(path, source_of_path(path)) for path in data or []]
     if source:
@@ -88,7 +88,7 @@ def evaluate(
         raise RecipeError(
             f"--stride {stride} is longer than a row of {seq_len} tokens", "lower it, or --seq-len"
         )
-    from ..engine.evaluation.measure import measure_source, measure_validation
+    from ..engine.inference.measure import measure_source, measure_validation
 
     measured = [
         measure_source(
@@ -143,7 +143,7 @@ def _harness() -> Any:
         raise EnvironmentFault(
             "--tasks needs lm-evaluation-harness", 'pip install "trainer[eval]"'
         ) from error
-    from ..engine.evaluation.harness import run_tasks
+    from ..engine.inference.harness import run_tasks
 
     return run_tasks
 

@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from ..engine.errors import RecipeError, nearest
+from ..engine.core.errors import RecipeError, nearest
+from ..engine.core.text.shown import shown_value
 from ..engine.recipe.explain import Explained
 from ..engine.recipe.explain import explain as explain_recipe
 from ..engine.recipe.load import load_recipe
-from ..engine.recipe.shown import shown_value
 from .options import AsJson, Overrides, Recipe
 from .table import print_table
 

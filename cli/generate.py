@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..engine.errors import RecipeError
-from ..engine.inference import Weights
-from ..engine.text import printable_lines
+from ..engine.core.errors import RecipeError
+from ..engine.core.text.printable import printable_lines
+from ..engine.inference.open import Weights
 
 if TYPE_CHECKING:
-    from ..engine.data.tokenizer import Tokenizer
+    from ..engine.tokenizers.tokenizer import Tokenizer
 
 
 def generate(
@@ -95,8 +95,8 @@ def generate(
         words += [f"--prompt={text}" for text in prompts]
         words += [f"--plugin={module}" for module in plugin or []] + ["--truncate"] * truncate
         raise typer.Exit(_launch([*words, *["--json"] * as_json, "--", str(checkpoint)], nproc))
-    from ..engine.generate import generate as sample
-    from ..engine.inference import meeting, open_model
+    from ..engine.inference.generate import generate as sample
+    from ..engine.inference.open import meeting, open_model
 
     with meeting(world):
         opened = open_model(checkpoint, plugin or [], weights=weights, world=world)
@@ -147,9 +147,9 @@ def _laid_out(
     prompts: Sequence[str], template: str, tokenizer: Tokenizer
 ) -> tuple[list[str], list[str]]:
     """Return the texts that the answers to the prompts continue, and what ends an answer."""
-    from ..engine.data.chat import find_template, rendering
-    from ..engine.data.chat_templates import TEMPLATES
-    from ..engine.errors import DataError, nearest
+    from ..engine.core.errors import DataError, nearest
+    from ..engine.sources.chat import find_template, rendering
+    from ..engine.sources.chat_templates import TEMPLATES
 
     names = ("tokenizer", *TEMPLATES)
     if template in names:

@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 from pydantic import BaseModel
 
-from ..engine.errors import RecipeError, nearest
-from ..engine.recipe.describe import describe, summary
-from ..engine.recipe.reference import tables
+from ..engine.core.errors import RecipeError, nearest
+from ..engine.recipe.documents.describe import describe, summary
+from ..engine.recipe.documents.reference import tables
+from ..engine.recipe.documents.starter import shipped_recipes
 from ..engine.recipe.schema import REGISTRIES
-from ..engine.recipe.starter import shipped_recipes
 from .options import AsJson
 from .table import print_table
 

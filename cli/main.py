@@ -19,10 +19,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
-from ..engine.errors import ExitCode, TrainerError
+from ..engine.core.errors import ExitCode, TrainerError
+from ..engine.core.text.printable import printable_lines
 from ..engine.launch.ending import end_process
 from ..engine.launch.environment import TRACEBACK
-from ..engine.text import printable_lines
 from .options import check_paths
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..engine.recipe.pages import markdown_table, page, plain
+from ..engine.recipe.documents.pages import markdown_table, page, plain
 from .main import COMMANDS, import_command
 
 

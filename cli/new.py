@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..engine.files import write_asked
-from ..engine.recipe.starter import shipped_recipes, starter
+from ..engine.core.files import write_asked
+from ..engine.recipe.documents.starter import shipped_recipes, starter
 from .options import Force
 from .table import echo
 

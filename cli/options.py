@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..engine.files import path_fault, require_path
+from ..engine.core.files import path_fault, require_path
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="a TOML file")]
 Overrides = Annotated[

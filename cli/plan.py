@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..engine.errors import RecipeError, nearest
-from ..engine.files import require_free, write_asked
+from ..engine.core.errors import RecipeError, nearest
+from ..engine.core.files import require_free, write_asked
 from ..engine.parallel.mesh import AXES, EXPERT_AXES
 from .options import AsJson, Force, Overrides, Recipe
 from .table import print_table

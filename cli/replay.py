@@ -8,12 +8,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from ..engine.core.text.printable import printable
 from ..engine.observe.metrics import plain
-from ..engine.text import printable
 from .table import print_table
 
 if TYPE_CHECKING:
-    from ..engine.replay import Replay
+    from ..engine.run.replay import Replay
     from ..engine.train.probe import LayerSums
 
 HEAD = ("LAYER", "ACTIVATIONS", "LARGEST", "THEIR GRADIENT", "LARGEST", "WEIGHTS' GRADIENT",

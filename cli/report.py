@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from ..engine.files import write_asked
+from ..engine.core.files import write_asked
 from ..engine.report.page import write_page
-from ..engine.status import find_runs
+from ..engine.report.status import find_runs
 from .options import AsJson, Force
 from .table import echo
 

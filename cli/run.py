@@ -49,9 +49,9 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, of --replay")] = False,
 ) -> None:
     """Train; run the same command again to go on after a stop."""
-    from ..engine import faults
     from ..engine.checkpoint.find import code_before_training
-    from ..engine.errors import RecipeError
+    from ..engine.core import faults
+    from ..engine.core.errors import RecipeError
     from ..engine.launch.environment import find_world
     from ..engine.launch.signals import StopFlag
     from ..engine.recipe.load import load_recipe
@@ -80,7 +80,7 @@ def run(
             raise typer.Exit(
                 launch_replay([*command, f"--replay={replay}", *["--json"] * as_json], nproc)
             )
-        from ..engine.replay import replay as replay_step
+        from ..engine.run.replay import replay as replay_step
         from .replay import print_replay
 
         found = replay_step(loaded.recipe, world, replay, allowed)
@@ -98,7 +98,7 @@ def run(
                 _launch(loaded.recipe, command, nproc, max_restarts, stop, dry_run=dry_run)
             )
         faults.point("run.import", world.rank)
-        from ..engine.run import run as run_recipe
+        from ..engine.run.run import run as run_recipe
 
         raise typer.Exit(
             run_recipe(loaded.recipe, world, allow_changed=allowed, dry_run=dry_run, stop=stop)
@@ -123,11 +123,11 @@ def _launch(
     """Start the ranks on this machine; return the exit code of the job."""
     from ..engine.checkpoint.manifest import MANIFEST
     from ..engine.checkpoint.retention import step_folders, step_of
+    from ..engine.core.run_dir import RunDirectory
+    from ..engine.core.run_state import record_failure
     from ..engine.launch.child import trainer_command
     from ..engine.launch.local import Signals, launch
     from ..engine.launch.restarts import Restarts
-    from ..engine.run_dir import RunDirectory
-    from ..engine.run_state import record_failure
 
     directory = RunDirectory(Path(recipe.run.dir) / recipe.run.name)
     if not dry_run:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from ..engine.observe.metrics import plain
-from ..engine.status import RunStatus, clock, examine, find_runs
+from ..engine.report.status import RunStatus, clock, examine, find_runs
 from .options import AsJson
 from .table import print_table
 

@@ -15,11 +15,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ..engine.errors import ExitCode, RecipeError
+from ..engine.core.errors import ExitCode, RecipeError
+from ..engine.core.text.redact import require_no_secret
 from ..engine.observe.metrics import plain
 from ..engine.recipe.load import load_recipe
-from ..engine.redact import require_no_secret
-from ..engine.status import RunStatus
+from ..engine.report.status import RunStatus
 from ..engine.sweep.folder import Sweep
 from ..engine.sweep.points import Point, make_points
 from .options import AsJson, Overrides, Recipe

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from shutil import get_terminal_size
 
-from ..engine.text import printable, printable_lines
+from ..engine.core.text.printable import printable, printable_lines
 
 GAP = "  "
 

@@ -14,7 +14,7 @@ from .options import AsJson
 from .table import echo
 
 if TYPE_CHECKING:
-    from ..engine.data.configs import DocumentSource
+    from ..engine.sources.configs import DocumentSource
 
 
 def train_tokenizer(
@@ -46,7 +46,7 @@ def train_tokenizer(
     as_json: AsJson = False,
 ) -> None:
     """Train a tokenizer; the recipe's [tokenizer] then has name = "bpe" and path = the folder."""
-    from ..engine.data import train_tokenizer as training
+    from ..engine.corpus import train_tokenizer as training
 
     started = time.monotonic()
     tokenizer, read = training.train_tokenizer(
@@ -87,12 +87,12 @@ def document_sources(paths: Sequence[str], field: str) -> list[DocumentSource]:
 
 
 def _sources(path: str, field: str) -> list[DocumentSource]:
-    from ..engine.data.configs import DocumentSource, sources
-    from ..engine.data.kinds import source_kind
-    from ..engine.data.tokenizer import ByteTokenizer
-    from ..engine.errors import RecipeError
-    from ..engine.files import require_path
+    from ..engine.core.errors import RecipeError
+    from ..engine.core.files import require_path
     from ..engine.recipe.load import load_recipe
+    from ..engine.sources.configs import DocumentSource, sources
+    from ..engine.sources.kinds import source_kind
+    from ..engine.tokenizers.tokenizer import ByteTokenizer
 
     require_path(path)
     if path.endswith(".toml"):

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ..engine.errors import ExitCode, Problem, RecipeError
+from ..engine.core.errors import ExitCode, Problem, RecipeError
 from ..engine.recipe.load import load_recipe
 from .options import AsJson, Overrides
 from .table import echo

@@ -38,7 +38,7 @@ CONTEXT.set_forkserver_preload(
         "torch.distributed.tensor.parallel",
         "torch.distributed.checkpoint",
         "torch._dynamo.utils",  # DTensor operations import it
-        "trainer.engine.run",
+        "trainer.engine.run.run",
         "tests.train.plans",
         "numpy",
         "pytest",

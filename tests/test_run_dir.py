@@ -15,16 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from trainer.engine.errors import EnvironmentFault, ExitCode, RunInUse
-from trainer.engine.files import atomic_write
-from trainer.engine.run_dir import RunDirectory
-from trainer.engine.unfinished import Unfinished
+from trainer.engine.core.errors import EnvironmentFault, ExitCode, RunInUse
+from trainer.engine.core.files import atomic_write
+from trainer.engine.core.run_dir import RunDirectory
+from trainer.engine.core.unfinished import Unfinished
 
 ROOT = Path(__file__).resolve().parents[1]
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from trainer.engine.run_dir import RunDirectory
+from trainer.engine.core.run_dir import RunDirectory
 with RunDirectory(Path(sys.argv[1])):
     worker = os.fork() if len(sys.argv) > 2 else -1
     if worker: print(worker, flush=True)
@@ -180,7 +180,7 @@ def test_a_full_disk_keeps_the_old_file(tmp_path: Path) -> None:
     atomic_write(path, "old")
     code = (
         "import resource, signal, sys; from pathlib import Path\n"
-        "from trainer.engine.files import atomic_write\n"
+        "from trainer.engine.core.files import atomic_write\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
         "atomic_write(Path(sys.argv[1]), 'new' * 100)\n"
@@ -202,7 +202,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     atomic_write(path, texts[0])
     code = (
         "import sys; from pathlib import Path\n"
-        "from trainer.engine.files import atomic_write\n"
+        "from trainer.engine.core.files import atomic_write\n"
         "while True:\n"
         "    for letter in 'ab': atomic_write(Path(sys.argv[1]), letter * 100_000)\n"
     )

@@ -13,13 +13,13 @@ import numpy as np
 from turns import Turn
 from workload import Workload, contestant_arguments
 
-from trainer.engine.data.configs import SourceConfig, TokenizerConfig, sources, tokenizers
-from trainer.engine.data.store import TokenStore
-from trainer.engine.data.tokenizer import ByteTokenizer
+from trainer.engine.corpus.store import TokenStore
 from trainer.engine.launch.environment import World
 from trainer.engine.observe.observer import Observer
 from trainer.engine.recipe.load import load_recipe
-from trainer.engine.run import run
+from trainer.engine.run.run import run
+from trainer.engine.sources.configs import SourceConfig, TokenizerConfig, sources, tokenizers
+from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
 
 @tokenizers.register

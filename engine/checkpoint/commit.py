@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import faults
-from ..errors import CheckpointError, LostContact
-from ..files import sync_folder
+from ..core import faults
+from ..core.errors import CheckpointError, LostContact
+from ..core.files import sync_folder
 from . import retention
 from .disk import writing
 from .manifest import FileEntry, Manifest, SaveInfo, check_listing, write_manifest

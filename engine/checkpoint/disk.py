@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import CheckpointError, TrainerError
+from ..core.errors import CheckpointError, TrainerError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import CheckpointError, ExitCode
-from ..files import require_path
-from .hf_folder import listed
+from ..core.errors import CheckpointError, ExitCode
+from ..core.files import require_path
+from ..formats.hf_folder import listed
 from .manifest import MANIFEST, Manifest, check_hashes, check_listing, read_manifest, verify
 from .ranks import Ranks
 from .retention import STEP, step_folders, step_of

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
-from ..errors import CheckpointError
-from ..files import open_regular
+from ..core.errors import CheckpointError
+from ..core.files import open_regular
 from .manifest import Manifest, TensorEntry
 from .tensors import Region
 from .torch_file import read_regions, require_few_objects

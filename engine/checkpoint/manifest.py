@@ -24,8 +24,8 @@ import xxhash
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from ..errors import CheckpointError
-from ..files import open_regular
+from ..core.errors import CheckpointError
+from ..core.files import open_regular
 
 if TYPE_CHECKING:
     from ..recipe.schema import Recipe

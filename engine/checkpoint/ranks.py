@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import CheckpointError, LostContact, TrainerError
+from ..core.errors import CheckpointError, LostContact, TrainerError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from ...model_zoo.layers.moe_config import is_load
-from ..errors import CheckpointError, nearest
-from ..train.state import model_state
+from ..core.errors import CheckpointError, nearest
+from ..formats.hf_folder import MAX_SHOWN, listed
 from .find import find_checkpoint
-from .hf_folder import MAX_SHOWN, listed
 from .manifest import Manifest, TensorEntry
 from .ranks import Ranks
+from .state import model_state
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -18,8 +18,8 @@ import secrets
 from functools import cache
 from pathlib import Path
 
-from ..errors import CheckpointError
-from ..files import delete_folder, sync_folder, undeletable
+from ..core.errors import CheckpointError
+from ..core.files import delete_folder, sync_folder, undeletable
 from .manifest import folder_name, verify
 
 STEP = re.compile(r"step-(\d{8,})")

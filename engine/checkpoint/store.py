@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, EnvironmentFault
+from ..core.errors import CheckpointError, EnvironmentFault
 from . import retention
 from .commit import Staging, commit
 from .disk import free_bytes

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
-from .forms import Formed
+from ..core.errors import CheckpointError
+from ..formats.forms import Formed
 
 if TYPE_CHECKING:
     from ...model_zoo.layout import Part

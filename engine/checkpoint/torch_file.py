@@ -16,8 +16,8 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
-from ..files import open_regular
+from ..core.errors import CheckpointError
+from ..core.files import open_regular
 from .tensors import BLOCK_BYTES, Form, Region, nbytes
 
 ENTRY = b"PK\x01\x02"

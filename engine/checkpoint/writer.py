@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from ..heartbeat import heartbeat
+from ..core.heartbeat import heartbeat
 from .manifest import FileEntry, TensorEntry, hash_file
 from .ranks import Ranks
 

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import DataError
-from .checksums import ALONE, Share, require_intact
-from .configs import DocumentSource, SourceConfig
+from ..core.errors import DataError
+from ..corpus.checksums import ALONE, Share, require_intact
+from ..corpus.prepare import cache_folder
+from ..corpus.store import TokenStore
+from ..sources.configs import DocumentSource, SourceConfig
+from ..tokenizers.tokenizer import Tokenizer
 from .order import TrainingOrder, ValidationOrder, source_key
 from .packing import PACKINGS, Packed
-from .prepare import cache_folder
 from .samples import Samples, TrainingSamples
-from .store import TokenStore
 from .stream import Stream, stream_producer
 from .tables import Data
-from .tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

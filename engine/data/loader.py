@@ -7,7 +7,7 @@ from itertools import count
 
 import numpy as np
 
-from .. import faults
+from ..core import faults
 from .batch import IGNORED, Batch
 from .order import Indices
 from .packing import Rows

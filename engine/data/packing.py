@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..corpus.store import TokenStore
 from .batch import IGNORED, Batch
 from .order import Indices
-from .store import TokenStore
 
 
 class Rows(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DataError
+from ..core.errors import DataError
 from .batch import Batch
 from .order import Indices, TrainingOrder, ValidationOrder
 from .packing import Packed, Rows

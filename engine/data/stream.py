@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from ..errors import DataError, TrainerError
-from .configs import DocumentSource
+from ..core.errors import DataError, TrainerError
+from ..corpus.store import TokenStore
+from ..sources.configs import DocumentSource
+from ..tokenizers.tokenizer import Tokenizer
 from .order import ENDLESS, GOLDEN, Indices, Words, mix, permute
 from .packing import PACKINGS, Packed, Rows
-from .store import TokenStore
 from .stream_child import Child, start_child
 from .tables import Data
-from .tokenizer import Tokenizer
 from .windows import Need, Place, Producer, Start, Window, open_window
 
 # Windows that are made before they are needed, and kept after.

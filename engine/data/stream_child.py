@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import IO
 from weakref import finalize
 
-from ..errors import EnvironmentFault, TrainerError
+from ..core.errors import EnvironmentFault, TrainerError
 from .windows import Need, Producer, Start
 
 

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..config import Count, LocalPath, Table
-from ..registry import Named
-from . import configs
+from ..core.config import Count, LocalPath, Table
+from ..core.registry import Named
+from ..sources import configs
 
 
 class Data(Table):

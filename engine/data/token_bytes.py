@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from .batch import IGNORED
 
 if TYPE_CHECKING:
+    from ..tokenizers.tokenizer import Tokenizer
     from .batch import Batch
-    from .tokenizer import Tokenizer
 
 SPACE = "\u2581"
 """stands for a space in vocabularies of SentencePiece"""

@@ -15,15 +15,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import DataError, EnvironmentFault, TrainerError
-from ..files import read_regular, sync_folder
-from .children import follow_the_parent
-from .configs import Document, DocumentFault, DocumentSource
-from .documents import text_of
-from .manifest import damaged_files, read_manifest
-from .store import StoreWriter, TokenStore
-from .tokenise import tokenise
-from .tokenizer import Tokenizer
+from ..core.children import follow_the_parent
+from ..core.errors import DataError, EnvironmentFault, TrainerError
+from ..core.files import read_regular, sync_folder
+from ..corpus.manifest import damaged_files, read_manifest
+from ..corpus.store import StoreWriter, TokenStore
+from ..corpus.tokenise import tokenise
+from ..sources.configs import Document, DocumentFault, DocumentSource
+from ..sources.documents import text_of
+from ..tokenizers.tokenizer import Tokenizer
 
 # Characters of text. The first windows are small, so that training starts at once; rows are
 # shuffled within a window, so that larger ones mix better.

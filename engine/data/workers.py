@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ..errors import DataError
-from .children import follow_the_parent
+from ..core.children import follow_the_parent
+from ..core.errors import DataError
 from .packing import Rows
 
 POLL_SECONDS = 1.0

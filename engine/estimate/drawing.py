@@ -12,8 +12,8 @@ from html import escape
 from pathlib import Path
 
 from .. import report
-from ..parallel.grid import Span, spans
 from ..parallel.mesh import AXES
+from ..parallel.pipeline.grid import Span, spans
 from .plan import PipelinePlan, RunPlan
 
 WIDTH = 1264

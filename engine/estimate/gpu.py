@@ -13,7 +13,7 @@ from ...kernels.cross_entropy.reference import GPU_ROWS
 from ...model_zoo.layers.norm import RMSNorm
 
 if TYPE_CHECKING:
-    from ..assemble import BuiltModel
+    from ..assemble.assemble import BuiltModel
     from ..recipe.schema import Recipe
 
 

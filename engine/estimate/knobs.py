@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..errors import RecipeError
-from ..recipe.checks import known_degrees
+from ..core.errors import RecipeError
+from ..recipe.checks.checks import known_degrees
 from .memory import Estimate, simulate_all
 
 if TYPE_CHECKING:

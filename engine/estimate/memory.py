@@ -12,20 +12,20 @@ from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
-from ..errors import EnvironmentFault
-from ..recipe.checks import known_degrees
+from ..core.errors import EnvironmentFault
+from ..recipe.checks.checks import known_degrees
 from .margins import margins
 
 if TYPE_CHECKING:
     from ..recipe.schema import Recipe
-    from .simulate import Simulation
+    from .simulate.simulate import Simulation
 
 PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.distributed.pipelining",
     "torch._dynamo.utils",
-    f"{__package__}.simulate",
+    f"{__package__}.simulate.simulate",
 ]
 
 
@@ -146,7 +146,7 @@ def simulate_all(jobs: Sequence[Job]) -> list[Simulation]:
 
 def _between(recipe: Recipe, stages: int, vocab_size: int) -> Iterator[tuple[int, int]]:
     """Yield the first and the last of four or more stages that are alike."""
-    from ..parallel.cut import cut_blocks
+    from ..parallel.pipeline.cut import cut_blocks
 
     table = recipe.parallel.pipelining
     if table.schedule != "1F1B":
@@ -177,6 +177,6 @@ def _on_a_line(first: Simulation, second: Simulation, last: Simulation, steps: i
 
 
 def _simulate(recipe: Recipe, rank: int, ranks: int, vocab_size: int, on_gpu: bool) -> Simulation:
-    from .simulate import simulate
+    from .simulate.simulate import simulate
 
     return simulate(recipe, rank, ranks, vocab_size, on_gpu=on_gpu)

@@ -13,16 +13,16 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..parallel.cut import cut_blocks, num_micro_batches, stage_costs
-from ..parallel.grid import Grid, bubble_fraction, schedule_grid
 from ..parallel.mesh import AXES, EXPERT_AXES, Degrees, expert_grid, resolve_degrees
+from ..parallel.pipeline.cut import cut_blocks, num_micro_batches, stage_costs
+from ..parallel.pipeline.grid import Grid, bubble_fraction, schedule_grid
+from ..parallel.pipeline.schedule_file import read_schedule
 from ..parallel.placement import Placed, placements
-from ..parallel.schedule_file import read_schedule
 from .groups import Group, link_among, link_of, mesh_groups, shown_ranks
 
 if TYPE_CHECKING:
     from ..recipe.schema import Recipe
-    from .count import Counts
+    from .simulate.count import Counts
 
 BYTES = 4
 """of a weight: all are kept in fp32"""
@@ -159,7 +159,7 @@ def make_run_plan(
     Raises:
         RecipeError, DataError: as when the run is assembled.
     """
-    from .scale import RankCounter
+    from .simulate.scale import RankCounter
 
     vocab_size = recipe.vocab_size
     degrees = resolve_degrees(recipe.parallel, ranks)

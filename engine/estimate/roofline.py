@@ -7,10 +7,10 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ..parallel.cut import cut_blocks, num_micro_batches, num_stages, stage_costs
 from ..parallel.data import KEEPS_WEIGHTS
-from ..parallel.grid import Grid, bubble_fraction, parse, schedule_grid
 from ..parallel.mesh import AXES, Degrees, is_sharded
+from ..parallel.pipeline.cut import cut_blocks, num_micro_batches, num_stages, stage_costs
+from ..parallel.pipeline.grid import Grid, bubble_fraction, parse, schedule_grid
 from .devices import Device
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
-from ..errors import RecipeError
+from ..core.errors import RecipeError
 from ..parallel.mesh import Degrees
-from ..recipe.checks import check
+from ..recipe.checks.checks import check
 from .devices import DEVICES
 from .roofline import Candidate, Sizes, changed, estimate
 

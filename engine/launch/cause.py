@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ExitCode
-from ..heartbeat import Beat, furthest_behind
+from ..core.errors import ExitCode
+from ..core.heartbeat import Beat, furthest_behind
 from .watchdog import explain_hang
 
 TAIL_LINES = 30

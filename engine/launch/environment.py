@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..errors import EnvironmentFault
+from ..core.errors import EnvironmentFault
 
 STORE = "TRAINER_STORE"
 ATTEMPT = "TRAINER_ATTEMPT"

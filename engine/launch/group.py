@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from ..errors import EnvironmentFault, LostContact
+from ..core.errors import EnvironmentFault, LostContact
 from . import ending
 from .environment import World
 from .listen import open_listener

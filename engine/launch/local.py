@@ -19,8 +19,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self
 
-from ..errors import EnvironmentFault, ExitCode
-from ..heartbeat import read_beats
+from ..core.errors import EnvironmentFault, ExitCode
+from ..core.heartbeat import read_beats
 from .cause import Cause, RankEnd, find_cause
 from .child import preparation, rank_environment, store_file
 from .environment import ATTEMPT, STORE, TRACEBACK

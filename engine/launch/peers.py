@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from time import sleep
 from typing import TYPE_CHECKING
 
-from ..errors import ExitCode, LostContact
+from ..core.errors import ExitCode, LostContact
 
 if TYPE_CHECKING:
     import torch.distributed as dist

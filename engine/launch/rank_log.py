@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-from ..errors import RunInUse
-from ..heartbeat import heartbeat
-from ..redact import redacted
+from ..core.errors import RunInUse
+from ..core.heartbeat import heartbeat
+from ..core.text.redact import redacted
 
 STACKS_SIGNAL = signal.SIGUSR2
 """makes a rank write the stacks of its threads into its log"""

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ..errors import ExitCode
+from ..core.errors import ExitCode
 from .ending import end_abruptly
 from .peers import TICK_SECONDS, Peers, any_rank
 

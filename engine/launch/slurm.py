@@ -6,8 +6,8 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
-from ..errors import ExitCode, RecipeError
-from ..recipe.shown import shown_value
+from ..core.errors import ExitCode, RecipeError
+from ..core.text.shown import shown_value
 
 SECONDS_TO_SAVE = 300
 SCRIPT = """\

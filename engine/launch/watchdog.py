@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ..errors import EnvironmentFault, ExitCode
-from ..heartbeat import BeatFile, furthest_behind, heartbeat, read_beats
+from ..core.errors import EnvironmentFault, ExitCode
+from ..core.heartbeat import BeatFile, furthest_behind, heartbeat, read_beats
 from .ending import SHOW_CURSOR
 from .environment import World
 from .rank_log import RankLog

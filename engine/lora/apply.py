@@ -6,17 +6,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ...model_zoo.language_model import Constant, LanguageModel, Normal
+from ...model_zoo.layers.adapter import AdaptedLinear
+from ...model_zoo.layers.adapter_names import is_adapter
 from ...model_zoo.layers.linear import Linear
-from ..errors import Problem, RecipeError, nearest
+from ..core.errors import Problem, RecipeError, nearest
 from ..optim.groups import matcher
-from .layer import AdaptedLinear
-from .names import is_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ...model_zoo.layout import Layout
-    from ..parallel.cut import Cut
+    from ..parallel.pipeline.cut import Cut
     from ..recipe.tables import LoRA
 
 Rule = Normal | Constant

@@ -6,7 +6,7 @@ from collections import defaultdict
 from math import prod
 from typing import TYPE_CHECKING
 
-from .names import is_adapter
+from ...model_zoo.layers.adapter_names import is_adapter
 
 if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig

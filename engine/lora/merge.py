@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
+from ...model_zoo.layers.adapter import AdaptedLinear
+from ...model_zoo.layers.adapter_names import DOWN, UP, is_adapter
 from ...model_zoo.layers.linear import Linear
-from ..parallel.local import is_split
-from .layer import AdaptedLinear
-from .names import DOWN, UP, is_adapter
+from ..core.local import is_split
 
 if TYPE_CHECKING:
     from torch import nn

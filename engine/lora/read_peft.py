@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checkpoint.hf_folder import MAX_CONFIG_BYTES, listed, open_tensors, read_json, shown
-from ..checkpoint.huggingface import fill_parameter
+from ...model_zoo.layers.adapter_names import is_adapter
 from ..checkpoint.tensors import Held
-from ..errors import CheckpointError
-from .names import is_adapter
-from .peft import CONFIG, THEIRS, WEIGHTS
+from ..conversion.peft import CONFIG, THEIRS, WEIGHTS
+from ..core.errors import CheckpointError
+from ..formats.hf_folder import MAX_CONFIG_BYTES, listed, open_tensors, read_json, shown
+from ..formats.hf_load import fill_parameter
 
 if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig

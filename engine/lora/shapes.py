@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ...model_zoo.layers.adapter_names import DOWN, UP
 from ..optim.groups import matcher
-from .names import DOWN, UP
 
 if TYPE_CHECKING:
     from ...model_zoo.layout import Layout

@@ -12,7 +12,7 @@ from ..data.batch import IGNORED
 
 if TYPE_CHECKING:
     from ..data.batch import Batch
-    from .configs import LossFunction
+    from .tables import LossFunction
 
 
 class LossRecord:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from ..config import Component
-from ..registry import Registry
+from ..core.config import Component
+from ..core.registry import Registry
 
 
 class Tracker(Protocol):

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..files import open_regular
+from ..core.files import open_regular
 from .metrics import MetricsLog, decode_rows
 
 FILE = "events.jsonl"

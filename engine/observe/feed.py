@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..files import read_regular
+from ..core.files import read_regular
 from .metrics import read
 
 Row = Mapping[str, Any]

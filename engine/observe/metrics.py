@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..files import atomic_write, open_regular
+from ..core.files import atomic_write, open_regular
 
 LARGEST_STEP = 2**53
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

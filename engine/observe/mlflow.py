@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import EnvironmentFault
-from ..recipe.shown import dotted
-from ..recipe.tree import leaves
-from ..redact import redacted
-from ..status import read_recipe
+from ..core.errors import EnvironmentFault
+from ..core.text.redact import redacted
+from ..core.text.shown import dotted
+from ..core.text.tree import leaves
+from ..report.status import read_recipe
 from .feed import Feed, Record, scalars
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import EnvironmentFault, TrainerError
-from ..heartbeat import heartbeat
+from ..core.errors import EnvironmentFault, TrainerError
+from ..core.heartbeat import heartbeat
 from .configs import TensorBoard, Tracker, TrackerConfig
 from .metrics import MetricsLog
 from .phases import Phase
@@ -19,8 +19,8 @@ from .progress import Progress
 from .throughput import Throughput
 
 if TYPE_CHECKING:
+    from ..core.run_dir import RunDirectory
     from ..recipe.tables import Metrics
-    from ..run_dir import RunDirectory
     from .profiler import Profiler
 
 Item = TypeVar("Item")

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..files import atomic_write
+from ..core.files import atomic_write
 
 MAX_OPERATORS = 15
 UNMARKED = "other"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ..files import sync_folder
+from ..core.files import sync_folder
 from ..recipe.tables import Profile
 from .clocks import clock_of
 from .profile_summary import Interval, Summary, operators, peaks, write

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ..text import printable_lines
+from ..core.text.printable import printable_lines
 
 if TYPE_CHECKING:
     from rich.console import Group

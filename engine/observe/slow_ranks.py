@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ..heartbeat import heartbeat
+from ..core.heartbeat import heartbeat
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

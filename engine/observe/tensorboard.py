@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import EnvironmentFault
+from ..core.errors import EnvironmentFault
 
 FLUSH_SECONDS = 10
 

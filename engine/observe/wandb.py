@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import EnvironmentFault
-from ..redact import redacted
-from ..status import read_recipe
+from ..core.errors import EnvironmentFault
+from ..core.text.redact import redacted
+from ..report.status import read_recipe
 from .feed import Feed, Record, scalars
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ..config import Betas, Component, Count, CountOrZero, Fraction, Table
-from ..registry import Registry
+from ..core.config import Betas, Component, Count, CountOrZero, Fraction, Table
+from ..core.registry import Registry
 
 if TYPE_CHECKING:
     import torch

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from fnmatch import translate
 from typing import TYPE_CHECKING, Any
 
-from ..errors import Problem, RecipeError, nearest
-from ..expressions import compile_expression
+from ..core.errors import Problem, RecipeError, nearest
+from ..core.text.expressions import compile_expression
 from .configs import OptimizerConfig
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from ..errors import Problem, RecipeError, nearest
+from ..core.errors import Problem, RecipeError, nearest
 from ..recipe.tables import Compile, Memory
 
 if TYPE_CHECKING:

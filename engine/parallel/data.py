@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ...model_zoo.language_model import LanguageModel
     from ...model_zoo.layout import Layout
-    from .pipeline import Pipeline, Stage
+    from .pipeline.pipeline import Pipeline, Stage
 
 # Strategies that keep the gathered weights between forward and backward (ZeRO-2).
 KEEPS_WEIGHTS = {"shard_grad_op", "hybrid_shard_zero2"}

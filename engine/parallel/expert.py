@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from ...model_zoo.layers.moe import moe_layers
 from .mesh import EXPERT_AXES
-from .weights import lay_out, placement, view
+from .tensor.weights import lay_out, placement, view
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .local import local
+from ..core.local import local
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

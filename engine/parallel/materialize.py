@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...model_zoo.language_model import Constant, Normal
-from .box import Box, held_box
+from ..checkpoint.box import Box, held_box
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import gcd, prod
 from typing import TYPE_CHECKING
 
-from ..errors import Problem, RecipeError
+from ..core.errors import Problem, RecipeError
 from .tables import Parallel
 
 if TYPE_CHECKING:

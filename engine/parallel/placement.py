@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...model_zoo.layers.adapter_names import DOWN, UP, is_adapter
 from ...model_zoo.layout import translate
-from ..errors import Problem, RecipeError
-from ..lora.names import DOWN, UP, is_adapter
+from ..core.errors import Problem, RecipeError
+from ..core.text.shown import dotted
 from ..lora.shapes import with_adapters
-from ..recipe.shown import dotted
 from .mesh import EXPERT_AXES, Degrees, expert_grid, is_sharded
 from .rules import check_rules, deciding_rules
 

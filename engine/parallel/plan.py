@@ -12,8 +12,6 @@ import torch
 from torch import nn
 
 from . import data
-from .async_tensor import overlap
-from .cut import Cut, EndCosts, cut_blocks
 from .data import Parallelized
 from .finish import reducing
 from .mesh import (
@@ -25,9 +23,11 @@ from .mesh import (
     resolve_degrees,
     uses_fsdp,
 )
+from .pipeline.cut import Cut, EndCosts, cut_blocks
+from .pipeline.schedule_file import read_schedule
 from .placement import locate, refuse_misfits
-from .schedule_file import read_schedule
 from .tables import Parallel
+from .tensor.async_tensor import overlap
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
     from ...model_zoo.language_model import LanguageModel
     from ..data.batch import Batch
-    from .context import ContextParallel
-    from .pipeline import Stage
+    from .context.context import ContextParallel
+    from .pipeline.pipeline import Stage
 
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Plan:
         if self.context:
             kernels = self.context.kernels(kernels)
         if self.mesh and self.degrees.tensor > 1:
-            from .tensor import split_vocabulary
+            from .tensor.tensor import split_vocabulary
 
             kernels = split_vocabulary(kernels, config.vocab, self.mesh["tensor"])
         return kernels
@@ -112,7 +112,7 @@ class Plan:
         if self.context:
             self.context.join_counts(model)
         if self.degrees.pipeline > 1:
-            from .pipeline import Stage, prune
+            from .pipeline.pipeline import Stage, prune
 
             place = self.degrees.coordinate(self.rank).pipeline
             cut = cut_blocks(self.table.pipelining, self.degrees.pipeline, config, costs)
@@ -120,7 +120,7 @@ class Plan:
             prune(model, layout, cut, place)
             stages = {n: Stage(model, layout, cut, n) for n in cut.stages_of(place)}
         if self.mesh and self.degrees.tensor > 1:
-            from .tensor import split
+            from .tensor.tensor import split
 
             if self.table.async_tensor:
                 overlap(self.mesh["tensor"].get_group(), self.device)
@@ -174,7 +174,7 @@ class Plan:
         """Let every rank store what no axis cuts, where FSDP would cut it; return their names."""
         names = {name for name, _ in model.named_parameters() if placed[name]["shard"] is None}
         if names:
-            from .weights import keep_whole
+            from .tensor.weights import keep_whole
 
             axes = ("replicate", "shard", "tensor")
             used = tuple(axis for axis in axes if axis == "shard" or mesh[axis].size() > 1)
@@ -206,7 +206,7 @@ class Plan:
         kept = [w for name, w in model.named_parameters() if name in pieces.kept]
         finish = [reducing(whole, kept, self.mesh, self.device)]
         if pieces.cut is not None:
-            from .pipeline import Pipeline
+            from .pipeline.pipeline import Pipeline
 
             group, place = self.mesh.get_group("pipeline"), self.mesh.get_local_rank("pipeline")
             other = pieces.cut.other_end(place)
@@ -265,7 +265,7 @@ def make_plan(table: Parallel, rank: int, ranks: int, device: torch.device) -> P
     if sharded or split:
         mesh = build_mesh(degrees, device.type, sharded=sharded)
     if degrees.context > 1:
-        from .context import ContextParallel
+        from .context.context import ContextParallel
 
         group = context_group(degrees, device.type)
         place, in_ring = degrees.coordinate(rank).context, table.context_exchange == "ring"

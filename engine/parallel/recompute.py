@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ..errors import Problem, RecipeError, nearest
+from ..core.errors import Problem, RecipeError, nearest
 from ..recipe.tables import Memory
 from .operations import GROUPS, HALF, operation_names
 

@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..errors import nearest
-from ..expressions import ExpressionError, compile_expression
-from ..recipe.shown import shown_value
-from ..text import printable
+from ..core.errors import nearest
+from ..core.text.expressions import ExpressionError, compile_expression
+from ..core.text.printable import printable
+from ..core.text.shown import shown_value
 
 if TYPE_CHECKING:
-    from ..recipe.positions import KeyPath
+    from ..core.text.positions import KeyPath
     from .tables import Parallel, Rule
 
 Finding = tuple["KeyPath", str, str]

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ..config import Count, CountOrZero, RecipePath, Table
-from ..recipe.mesh_text import parse_mesh
+from ..core.config import Count, CountOrZero, RecipePath, Table
+from .mesh_text import parse_mesh
 
 Degree = Annotated[int, Field(ge=-1, le=2**20)]
 StageModules = Annotated[list[str], Field(min_length=1, max_length=10_000)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ..errors import nearest
+from ..core.errors import nearest
 from ..optim.groups import matcher
 from ..parallel.placement import CUT_DIMS, shares_heads, used_dim
 from .tables import MX, Float8, Narrow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import EnvironmentFault
+from ..core.errors import EnvironmentFault
 from ..recipe.tables import Precision
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

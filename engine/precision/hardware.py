@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import EnvironmentFault
+from ..core.errors import EnvironmentFault
 from .choose import chosen
 
 if TYPE_CHECKING:

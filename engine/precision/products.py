@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from torch import Tensor
 
 from ...kernels.grouped_gemm_fp8.op import grouped_linear_fp8
-from ..errors import EnvironmentFault
+from ..core.errors import EnvironmentFault
 from .choose import chosen
 from .tables import Float8, Narrow
 

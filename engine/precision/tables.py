@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..config import Table
+from ..core.config import Table
 
 Patterns = Annotated[list[str], Field(max_length=100)]
 

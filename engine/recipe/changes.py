@@ -8,12 +8,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..errors import Problem, RecipeError, nearest
+from ..core.errors import Problem, RecipeError, nearest
+from ..core.text.redact import without_secrets
+from ..core.text.shown import dotted, shown_value
+from ..core.text.tree import leaves
 from ..optim.configs import schedules
-from ..redact import without_secrets
 from .schema import Recipe
-from .shown import dotted, shown_value
-from .tree import leaves
 
 Change = tuple[str, Any, Any]
 """key, value in the checkpoint, value in the recipe given"""

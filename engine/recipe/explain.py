@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..core.text.positions import KeyPath
+from ..core.text.shown import dotted
+from ..core.text.tree import leaves
 from .load import Loaded
-from .positions import KeyPath
-from .shown import dotted
-from .tree import leaves
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ..errors import Problem, RecipeError
-from ..files import address_problem
-from ..text import printable
-from .positions import KeyPath
+from ..core.errors import Problem, RecipeError
+from ..core.files import address_problem
+from ..core.text.positions import KeyPath
+from ..core.text.printable import printable
+from ..core.text.shown import shown_key, shown_value
+from ..core.text.tree import Origin, Tree
 from .read import TomlFile, read_toml
-from .shown import shown_key, shown_value
-from .tree import Origin, Tree
 
 MAX_DEPTH = 16
 MAX_FILES = 64

@@ -10,17 +10,17 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from ..errors import Problem, RecipeError
-from ..files import address_problem, require_path
-from ..registry import import_plugins
-from .checks import check
+from ..core.errors import Problem, RecipeError
+from ..core.files import address_problem, require_path
+from ..core.registry import import_plugins
+from ..core.text.tree import Origin, Tree
+from ..parallel.mesh_text import WORDS, parse_mesh
+from .checks.checks import check
 from .extends import read_layers
-from .mesh_text import WORDS, parse_mesh
 from .messages import problems_of
 from .overrides import SET, apply_override
 from .schema import Recipe
 from .structure import given_tables, slot
-from .tree import Origin, Tree
 
 
 @dataclass(frozen=True)

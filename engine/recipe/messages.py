@@ -8,14 +8,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..errors import Problem, nearest
-from ..text import printable
-from .fsdp1 import replacement
-from .positions import KeyPath
-from .shown import shown_value
+from ..core.errors import Problem, nearest
+from ..core.text.positions import KeyPath
+from ..core.text.printable import printable
+from ..core.text.shown import shown_value
+from ..core.text.tree import Tree
+from .checks.fsdp1 import replacement
+from .checks.unavailable import unavailable
 from .structure import GivenTable, every_table, table_at
-from .tree import Tree
-from .unavailable import unavailable
 
 _EXPECTED = {
     "int_type": "an integer",

@@ -6,13 +6,13 @@ from typing import Any
 
 import tomli
 
-from ..errors import Problem, RecipeError
-from ..text import printable
-from .positions import MAX_DEPTH, KeyPath
+from ..core.errors import Problem, RecipeError
+from ..core.text.positions import MAX_DEPTH, KeyPath
+from ..core.text.printable import printable
+from ..core.text.shown import shorten, shown_key, shown_value
+from ..core.text.tree import Origin, Tree, key_paths
 from .read import unusable_values
-from .shown import shorten, shown_key, shown_value
 from .structure import default_tables
-from .tree import Origin, Tree, key_paths
 
 SET = "--set"
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import tomli
 
-from ..errors import Problem, RecipeError
-from ..files import UnusableFile, open_regular
-from ..redact import MARK
-from ..text import printable
-from .positions import MAX_DEPTH, KeyPath, Positions, SizeError
-from .shown import shown_key
+from ..core.errors import Problem, RecipeError
+from ..core.files import UnusableFile, open_regular
+from ..core.text.positions import MAX_DEPTH, KeyPath, Positions, SizeError
+from ..core.text.printable import printable
+from ..core.text.redact import MARK
+from ..core.text.shown import shown_key
 
 MAX_BYTES = 1_000_000
 MAX_DIGITS = 4000  # a little less than what Python converts

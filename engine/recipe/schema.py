@@ -6,16 +6,16 @@ from typing import Annotated, Any
 
 from ...model_zoo.config import ModelConfig
 from ...model_zoo.llama3.config import Llama3Config
-from ..config import Table
-from ..data import chat_configs, column_configs, tokenizer_configs  # noqa: F401 - registers them
-from ..data.configs import BytesTokenizer, TokenizerConfig, sources, tokenizers
+from ..core.config import Table
+from ..core.models import models
+from ..core.registry import Named, Registry
 from ..data.tables import Data
-from ..loss.configs import CrossEntropy, LossConfig, losses
-from ..models import models
+from ..loss.tables import CrossEntropy, LossConfig, losses
 from ..observe.configs import trackers
 from ..optim.configs import WSD, AdamW, OptimizerConfig, ScheduleConfig, optimizers, schedules
 from ..parallel.tables import Parallel
-from ..registry import Named, Registry
+from ..sources import chat_configs, column_configs  # noqa: F401 - registers them
+from ..sources.configs import BytesTokenizer, TokenizerConfig, sources, tokenizers
 from . import tables
 
 

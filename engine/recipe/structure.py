@@ -10,9 +10,9 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ..config import RelativeToRecipe
-from ..registry import Named, Registry
-from .positions import KeyPath
+from ..core.config import RelativeToRecipe
+from ..core.registry import Named, Registry
+from ..core.text.positions import KeyPath
 from .schema import Recipe
 
 TableClass = type[BaseModel]

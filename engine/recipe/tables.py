@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..config import Count, CountOrZero, Fraction, LocalPath, RecipePath, Table
+from ..core.config import Count, CountOrZero, Fraction, LocalPath, RecipePath, Table
+from ..core.registry import Named
 from ..observe import configs as observe
 from ..precision.tables import MX, Float8, Narrow
-from ..registry import Named
 
 
 class Run(Table):

@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ..redact import without_secrets
-from .positions import KeyPath
+from ..core.text.positions import KeyPath
+from ..core.text.redact import without_secrets
+from ..core.text.shown import quoted_part
 from .schema import Recipe
-from .shown import quoted_part
 
 Comment = Callable[[KeyPath], str]
 """key path -> text of the comment above it, or an empty string"""

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..checkpoint.manifest import Manifest
-from ..run_state import read_state
-from ..status import clock
+from ..core.run_state import read_state
 from .plots import SOURCE
 from .runs import BITS, Run, have_different_tokenizers, lacks_bits_per_byte
+from .status import clock
 from .svg import shown
 
 MAX_SOURCES = 12

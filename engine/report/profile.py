@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import read_regular
-from ..status import number
+from ..core.files import read_regular
+from .status import number
 
 MAX_PHASES = 12
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from ..checkpoint.manifest import Manifest, read_manifest
 from ..checkpoint.retention import step_folders
-from ..errors import CheckpointError
-from ..files import open_regular
+from ..core.errors import CheckpointError
+from ..core.files import open_regular
+from ..core.text.redact import redacted
+from ..core.text.shown import dotted
+from ..core.text.tree import leaves
 from ..observe.metrics import decode_rows
-from ..recipe.shown import dotted
-from ..recipe.tree import leaves
-from ..redact import redacted
-from ..status import RunStatus, examine, number, read_recipe
+from .status import RunStatus, examine, number, read_recipe
 
 Row = dict[str, float]
 BITS = "bits_per_byte"

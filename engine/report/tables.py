@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from ..recipe.shown import shown_value
+from ..core.text.shown import shown_value
 from .facts import Number, facts_of, numbers_of
 from .profile import read_profile
 from .runs import Run, differences, have_different_tokenizers, lacks_bits_per_byte

@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import Problem, RecipeError
-from ..files import read_regular, write_asked
+from ..core.errors import Problem, RecipeError
+from ..core.files import read_regular, write_asked
+from ..core.text.redact import without_secret
+from ..core.text.shown import shown_value
 from ..recipe.changes import compare
 from ..recipe.load import Loaded, load_recipe
-from ..recipe.shown import shown_value
-from ..redact import without_secret
-from ..status import RunStatus, examine, is_run, read_recipe
+from ..report.status import RunStatus, examine, is_run, read_recipe
 from .points import Point
 
 MANIFEST = "sweep.json"

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ..errors import Problem, RecipeError
-from ..recipe.shown import shorten, shown_value
-from ..text import printable
+from ..core.errors import Problem, RecipeError
+from ..core.text.printable import printable
+from ..core.text.shown import shorten, shown_value
 
 MAX_POINTS = 10_000
 LONGEST_NAME = 80

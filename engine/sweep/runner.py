@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ..errors import ExitCode
+from ..core.errors import ExitCode
+from ..core.run_state import record_failure
 from ..launch.child import trainer_command
 from ..launch.local import Signals, launch
 from ..recipe.load import Loaded
-from ..run_state import record_failure
 from .folder import Sweep
 from .points import Point
 

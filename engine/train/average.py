@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..parallel.local import local
+from ..core.local import local
 
 if TYPE_CHECKING:
     from ..recipe.tables import EMA

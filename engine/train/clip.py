@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..parallel.local import num_parts
+from ..core.local import num_parts
 
 
 def global_norm(

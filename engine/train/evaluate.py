@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from .. import faults
+from ..core import faults
+from ..core.heartbeat import heartbeat
 from ..data.batch import Batch
 from ..data.token_bytes import count_bytes
-from ..heartbeat import heartbeat
 from ..launch.signals import StopRequested
 from ..loss.record import count_tokens, forward_loss
 
 if TYPE_CHECKING:
     from ...model_zoo.language_model import LanguageModel
-    from ..assemble import Parts
+    from ..assemble.assemble import Parts
     from ..launch.signals import StopFlag
-    from ..loss.configs import LossFunction
+    from ..loss.tables import LossFunction
     from ..parallel.mesh import Degrees
-    from ..parallel.pipeline import Pipeline
+    from ..parallel.pipeline.pipeline import Pipeline
 
 
 def validate(parts: Parts, stop: StopFlag | None = None) -> dict[str, float]:

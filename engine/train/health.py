@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import Diverged
+from ..core.errors import Diverged
 from ..precision.dtypes import LossScale
 from ..recipe.tables import Resilience
 from .spikes import Spike, SpikeDetector

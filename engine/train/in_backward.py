@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..core.local import local, num_parts
 from ..optim.lean import plain_step
-from ..parallel.local import local, num_parts
 
 
 class UpdateInBackward:

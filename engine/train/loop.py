@@ -6,13 +6,13 @@ import gc
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from .. import faults
-from ..heartbeat import heartbeat
+from ..core import faults
+from ..core.heartbeat import heartbeat
 from ..launch.signals import StopRequested
 from .evaluate import validate
 
 if TYPE_CHECKING:
-    from ..assemble import Parts
+    from ..assemble.assemble import Parts
     from ..data.batch import Batch
     from ..launch.signals import StopFlag
     from ..observe.observer import Number, Observer

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..parallel.local import local, num_parts
+from ..core.local import local, num_parts
 
 if TYPE_CHECKING:
     from ...model_zoo.layout import Layout

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
 
-from .. import faults
+from ..checkpoint import state as train_state
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.reader import load_state
 from ..checkpoint.store import CheckpointStore
-from ..errors import CheckpointError, Diverged
-from ..heartbeat import heartbeat
-from . import state as train_state
+from ..core import faults
+from ..core.errors import CheckpointError, Diverged
+from ..core.heartbeat import heartbeat
 from .best import Best
 from .health import Health
 from .position import Position
@@ -25,7 +25,7 @@ from .position import Position
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..assemble import Parts
+    from ..assemble.assemble import Parts
     from ..checkpoint.manifest import Manifest, SaveInfo
 
 

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..core.local import local
 from ..data.batch import Batch
 from ..loss.record import count_tokens, forward_loss
 from ..observe.observer import Mean
 from ..observe.phases import Phase, no_phase
 from ..optim.lean import plain_step
 from ..parallel.data import Parallelized
-from ..parallel.local import local
 from ..parallel.mesh import Degrees
 from ..precision.dtypes import LossScale
 from .balance import Balance
@@ -24,7 +24,7 @@ from .clip import global_norm
 from .in_backward import UpdateInBackward
 
 if TYPE_CHECKING:
-    from ..loss.configs import LossFunction
+    from ..loss.tables import LossFunction
 
 
 class Gradients(NamedTuple):

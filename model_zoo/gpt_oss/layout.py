@@ -1,13 +1,6 @@
 """gpt-oss's names. Torch-free."""
 
-from ..decoder_layout import (
-    ATTENTION_HF,
-    ENDS_HF,
-    GROUPED_QUERY_KEYS,
-    HF_ALSO,
-    HF_KEYS,
-    YARN_KEYS,
-)
+from ..decoder_layout import ATTENTION_HF, ENDS_HF, GROUPED_QUERY_KEYS, HF_ALSO, HF_KEYS, YARN_KEYS
 from ..layout import Layout
 
 BIASES_HF = {

@@ -2,8 +2,8 @@
 
 import pytest
 
-from trainer.engine.recipe.describe import describe, summary
-from trainer.engine.recipe.reference import tables
+from trainer.engine.recipe.documents.describe import describe, summary
+from trainer.engine.recipe.documents.reference import tables
 from trainer.engine.recipe.schema import REGISTRIES
 
 CONFIGS = {

@@ -20,8 +20,8 @@ GUARDED = {
 EXPRESSIONS = {f"re.{each}" for each in ("compile", "search", "match", "fullmatch", "sub", "split")}
 EXPRESSIONS |= {"re.findall", "re.finditer"}
 OWN_EXPRESSIONS = {
-    "engine/data/fast_bpe.py: pattern",  # escaped texts of special tokens
-    "engine/data/manifest.py: OTHER_FILE",
+    "engine/tokenizers/fast_bpe.py: pattern",  # escaped texts of special tokens
+    "engine/corpus/manifest.py: OTHER_FILE",
     "engine/observe/throughput.py: pattern",  # of a table in the code
     "engine/optim/groups.py: translate(pattern)",  # a glob: matched without going back
 }
@@ -30,22 +30,22 @@ OWN_EXPRESSIONS = {
 OPENS = {
     "engine/checkpoint/tensors.py: os.open",  # a file whose header was read
     "engine/checkpoint/torch_file.py: open",  # what is being written
-    "engine/convert/writing.py: os.open",  # what is being written
-    "engine/data/checksums.py: open",  # a descriptor
-    "engine/data/checksums.py: os.open",  # neither follows links nor waits
-    "engine/data/checksums.py: read_text",  # /proc
-    "engine/data/prepare.py: read_text",  # checked to be a file
-    "engine/data/sources.py: read_text",  # the interpreter's own library
-    "engine/doctor.py: read_text",  # /proc
+    "engine/conversion/writing.py: os.open",  # what is being written
+    "engine/corpus/checksums.py: open",  # a descriptor
+    "engine/corpus/checksums.py: os.open",  # neither follows links nor waits
+    "engine/corpus/checksums.py: read_text",  # /proc
+    "engine/corpus/prepare.py: read_text",  # checked to be a file
+    "engine/sources/files.py: read_text",  # the interpreter's own library
+    "engine/doctor/doctor.py: read_text",  # /proc
     "engine/estimate/drawing.py: read_text",  # ours
-    "engine/files.py: open",  # a descriptor
-    "engine/files.py: os.open",  # the one place
+    "engine/core/files.py: open",  # a descriptor
+    "engine/core/files.py: os.open",  # the one place
     "engine/launch/cause.py: open",  # the log of a rank
-    "engine/locks.py: os.open",  # neither follows links nor waits
+    "engine/core/locks.py: os.open",  # neither follows links nor waits
     "engine/observe/throughput.py: read_text",  # /proc
     "engine/precision/hardware.py: read_text",  # /proc
-    "engine/recipe/pages.py: read_text",  # ours
-    "engine/recipe/starter.py: read_text",  # ours
+    "engine/recipe/documents/pages.py: read_text",  # ours
+    "engine/recipe/documents/starter.py: read_text",  # ours
     "engine/report/page.py: read_text",  # ours
 }
 MACHINE = re.compile(

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainer.engine.checkpoint.huggingface import load_huggingface
-from trainer.engine.errors import CheckpointError
-from trainer.engine.models import models
+from trainer.engine.core.errors import CheckpointError
+from trainer.engine.core.models import models
+from trainer.engine.formats.hf_load import load_huggingface
 from trainer.engine.parallel.materialize import materialize, without_storage
 from trainer.kernels.choose import choose
 from trainer.model_zoo.config import ModelConfig

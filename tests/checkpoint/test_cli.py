@@ -14,8 +14,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from trainer.cli.checkpoint import app
-from trainer.engine.errors import CheckpointError, ExitCode, RecipeError, RunInUse
-from trainer.engine.run_dir import RunDirectory
+from trainer.engine.core.errors import CheckpointError, ExitCode, RecipeError, RunInUse
+from trainer.engine.core.run_dir import RunDirectory
 
 from ..distributed import ROOT
 from .states import open_store, save_steps, state_of

@@ -11,7 +11,7 @@ import pytest
 
 from trainer.engine.checkpoint.find import find_checkpoint
 from trainer.engine.checkpoint.manifest import verify
-from trainer.engine.errors import CheckpointError, ExitCode
+from trainer.engine.core.errors import CheckpointError, ExitCode
 
 from .states import differing, open_store, save_steps
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from trainer.engine.checkpoint.find import find_checkpoint
 from trainer.engine.checkpoint.manifest import SaveInfo
 from trainer.engine.checkpoint.reader import load_state
-from trainer.engine.errors import CheckpointError, ExitCode
+from trainer.engine.core.errors import CheckpointError, ExitCode
 
 from .states import open_store
 

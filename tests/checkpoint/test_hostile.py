@@ -28,14 +28,9 @@ from torch.distributed.checkpoint.metadata import (
 from tests.limits import limited
 from trainer.engine.checkpoint.find import find_checkpoint
 from trainer.engine.checkpoint.guarded import read_contents, read_tensors
-from trainer.engine.checkpoint.manifest import (
-    FileEntry,
-    Manifest,
-    TensorEntry,
-    read_manifest,
-)
+from trainer.engine.checkpoint.manifest import FileEntry, Manifest, TensorEntry, read_manifest
 from trainer.engine.checkpoint.reader import load_state
-from trainer.engine.errors import CheckpointError
+from trainer.engine.core.errors import CheckpointError
 
 from .states import blank, save_steps, state_of
 

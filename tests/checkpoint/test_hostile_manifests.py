@@ -18,7 +18,7 @@ from trainer.engine.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from trainer.engine.errors import CheckpointError
+from trainer.engine.core.errors import CheckpointError
 
 from .states import save_steps
 from .test_hostile import seal

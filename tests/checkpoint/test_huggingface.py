@@ -24,8 +24,8 @@ from tests.checkpoint.hf_folders import (
 from tests.convert.models import transformers_model
 from tests.distributed import run_ranks
 from tests.train import processes
-from trainer.engine.assemble import assemble
-from trainer.engine.checkpoint.huggingface import load_huggingface
+from trainer.engine.assemble.assemble import assemble
+from trainer.engine.formats.hf_load import load_huggingface
 from trainer.engine.launch.environment import World
 from trainer.engine.recipe.schema import Recipe
 

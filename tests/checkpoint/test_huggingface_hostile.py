@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from trainer.engine.checkpoint import hf_folder
-from trainer.engine.checkpoint.huggingface import load_huggingface
-from trainer.engine.errors import CheckpointError
+from trainer.engine.core.errors import CheckpointError
+from trainer.engine.formats import hf_folder
+from trainer.engine.formats.hf_load import load_huggingface
 
 from .hf_folders import INDEX, SINGLE, config_of, empty_model, refusal, weights_of, write_shards
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.engine.checkpoint.huggingface import load_huggingface
+from trainer.engine.formats.hf_load import load_huggingface
 
 from .hf_folders import SCALING, VARIANTS, config_of, empty_model, refusal, weights_of, write
 

@@ -11,7 +11,7 @@ import pytest
 
 from trainer.engine.checkpoint import retention
 from trainer.engine.checkpoint.manifest import SaveInfo
-from trainer.engine.errors import ExitCode
+from trainer.engine.core.errors import ExitCode
 
 from .states import differing, open_store, save_steps, state_of
 from .test_cli import call, parsed

@@ -14,7 +14,7 @@ from trainer.engine.checkpoint.find import find_checkpoint
 from trainer.engine.checkpoint.manifest import SaveInfo
 from trainer.engine.checkpoint.reader import load_state
 from trainer.engine.checkpoint.store import CheckpointStore
-from trainer.engine.errors import CheckpointError, EnvironmentFault
+from trainer.engine.core.errors import CheckpointError, EnvironmentFault
 
 from ..distributed import run_ranks, run_ranks_to_their_ends
 from .states import blank, differing, open_store, save_steps, state_of

@@ -14,7 +14,7 @@ from trainer.engine.checkpoint import retention
 from trainer.engine.checkpoint.find import find_checkpoint
 from trainer.engine.checkpoint.manifest import SaveInfo, read_manifest, verify
 from trainer.engine.checkpoint.reader import load_state, load_weights
-from trainer.engine.errors import CheckpointError, EnvironmentFault, ExitCode
+from trainer.engine.core.errors import CheckpointError, EnvironmentFault, ExitCode
 
 from ..distributed import run_ranks
 from .states import blank, differing, open_store, save_steps, state_of

@@ -11,7 +11,7 @@ import tomli
 
 import trainer
 from trainer.cli import main as cli
-from trainer.engine.errors import CheckpointError, DataError, RunInUse
+from trainer.engine.core.errors import CheckpointError, DataError, RunInUse
 
 RECIPES = Path(trainer.__file__).parent / "recipes"
 UNEXPECTED_HINT = "run the same with --traceback to see where"

@@ -10,9 +10,9 @@ import xxhash
 
 from trainer.cli import generate as generate_command
 from trainer.cli import main as cli
-from trainer.engine.errors import CheckpointError, Problem, RecipeError
+from trainer.engine.core.errors import CheckpointError, Problem, RecipeError
+from trainer.engine.core.text.printable import printable, printable_lines
 from trainer.engine.observe.progress import LineProgress, logged_to
-from trainer.engine.text import printable, printable_lines
 
 ESC = "\x1b]0;owned\x07\x1b[2J"
 HOSTILE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")

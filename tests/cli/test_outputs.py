@@ -9,8 +9,8 @@ import pytest
 
 import trainer
 from trainer.cli import main as cli
-from trainer.engine.errors import EnvironmentFault, RecipeError
-from trainer.engine.files import write_asked
+from trainer.engine.core.errors import EnvironmentFault, RecipeError
+from trainer.engine.core.files import write_asked
 
 DEBUG = str(Path(trainer.__file__).parent / "recipes" / "llama3_debug.toml")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.checkpoint.hf_folders import SCALING, SOFTMAX, config_of
-from trainer.engine.checkpoint.hf_folder import list_tensors, open_tensors
+from trainer.engine.formats.hf_folder import list_tensors, open_tensors
 from trainer.model_zoo.config import ModelConfig
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -19,8 +19,8 @@ from tests.convert.meta_reference import PARAMS, weights
 from tests.convert.meta_reference import write as write_meta
 from tests.convert.models import hf_folder
 from tests.convert.run import convert, refused
-from trainer.engine.convert import writing
-from trainer.engine.convert.convert import WAYS
+from trainer.engine.conversion import writing
+from trainer.engine.conversion.convert import WAYS
 
 Capture = pytest.CaptureFixture[str]
 

@@ -17,7 +17,7 @@ from trainer.engine.checkpoint.guarded import read_contents
 from trainer.engine.checkpoint.manifest import read_manifest
 from trainer.engine.checkpoint.tensors import Held
 from trainer.engine.checkpoint.torch_file import Archive, check_records
-from trainer.engine.convert.writing import Stretch, create, whole, write_all
+from trainer.engine.conversion.writing import Stretch, create, whole, write_all
 
 
 @pytest.fixture(scope="module")

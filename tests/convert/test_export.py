@@ -15,9 +15,9 @@ from torch import nn
 from tests.checkpoint.hf_folders import config_of, empty_model
 from tests.convert.models import VARIANTS, loaded_by_transformers, tensors_of
 from tests.distributed import run_ranks
-from trainer.engine.convert.export import export_huggingface
-from trainer.engine.data.tokenizer import ByteTokenizer
-from trainer.engine.errors import CheckpointError, RecipeError
+from trainer.engine.conversion.export import export_huggingface
+from trainer.engine.core.errors import CheckpointError, RecipeError
+from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
 
 def random_model(**changes: Any) -> Any:
@@ -160,7 +160,7 @@ def test_ranks_write_one_folder_together(tmp_path: Path, world: int, way: str) -
 def export_from_a_rank_that_fails(folder: str) -> str:
     import torch.distributed as dist
 
-    from trainer.engine.convert import export
+    from trainer.engine.conversion import export
 
     model, config = random_model()
     if dist.get_rank() == 1:

@@ -14,10 +14,10 @@ from tests.convert.models import loaded_by_transformers, same_bits, tensors_of
 from tests.convert.run import convert
 from tests.model_zoo.peers import as_theirs
 from trainer import load_recipe, train
-from trainer.engine.convert.opened import hf_parts
-from trainer.engine.errors import CheckpointError
-from trainer.engine.inference import Dtype, open_model
-from trainer.engine.models import models
+from trainer.engine.conversion.opened import hf_parts
+from trainer.engine.core.errors import CheckpointError
+from trainer.engine.core.models import models
+from trainer.engine.inference.open import Dtype, open_model
 from trainer.kernels.cross_entropy.reference import linear_cross_entropy
 from trainer.model_zoo.language_model import LanguageModel
 from trainer.model_zoo.layers.moe import moe_layers

@@ -19,7 +19,7 @@ from tests.convert.meta_reference import write as write_meta
 from tests.convert.run import Bomb, refused
 from tests.limits import limited
 from trainer.engine.checkpoint.torch_file import MAX_PICKLE_BYTES, read_regions
-from trainer.engine.errors import CheckpointError
+from trainer.engine.core.errors import CheckpointError
 
 
 @pytest.mark.parametrize("way", ["torch2dcp", "meta2dcp"])

@@ -17,8 +17,8 @@ from tests.checkpoint.hf_folders import config_of
 from tests.convert.models import hf_folder
 from tests.convert.run import Bomb, convert, refused
 from trainer.engine.checkpoint.manifest import hash_file, read_manifest, write_manifest
-from trainer.engine.errors import CheckpointError
-from trainer.engine.inference import open_model
+from trainer.engine.core.errors import CheckpointError
+from trainer.engine.inference.open import open_model
 
 
 def index_of(folder: Path, file: str) -> None:

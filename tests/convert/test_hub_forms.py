@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint.hf_folders import config_of
 from tests.convert.models import hf_folder, loaded_by_transformers, same_bits, tensors_of
 from tests.convert.run import convert, refused
-from trainer.engine.checkpoint.hf_folder import CONFIG, SINGLE
-from trainer.engine.inference import Dtype, open_model
+from trainer.engine.formats.hf_folder import CONFIG, SINGLE
+from trainer.engine.inference.open import Dtype, open_model
 
 GPT_OSS: dict[str, Any] = {
     "name": "gpt_oss",

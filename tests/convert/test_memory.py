@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.checkpoint.hf_folders import config_of
-from trainer.engine.convert.shards import lay_out
-from trainer.engine.convert.writing import create
+from trainer.engine.conversion.shards import lay_out
+from trainer.engine.conversion.writing import create
 from trainer.engine.parallel.materialize import without_storage
 from trainer.kernels.choose import choose
 from trainer.model_zoo.language_model import LanguageModel

@@ -15,7 +15,7 @@ from tests.convert.models import loaded_by_transformers, tensors_of
 from tests.convert.run import convert, refused
 from trainer.engine.checkpoint import tensors as tensor_module
 from trainer.engine.checkpoint.manifest import read_manifest
-from trainer.engine.inference import Dtype, open_model
+from trainer.engine.inference.open import Dtype, open_model
 from trainer.model_zoo.llama3.config import Llama3Config
 from trainer.model_zoo.llama3.meta import config_from_params
 

@@ -14,9 +14,9 @@ from tests.checkpoint.hf_folders import config_of, empty_model
 from tests.convert.models import hf_folder, tensors_of
 from tests.convert.run import convert, refused
 from trainer.engine.checkpoint.tensors import Held, blocks
-from trainer.engine.convert.export import export_huggingface
-from trainer.engine.data.tokenizer import ByteTokenizer
-from trainer.engine.errors import CheckpointError
+from trainer.engine.conversion.export import export_huggingface
+from trainer.engine.core.errors import CheckpointError
+from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
 THEIRS, OURS = "model.layers.1.mlp.up_proj.weight", "layers.1.mlp.up.weight"
 SAYS = "does not fit float16: its largest number is 123456, and float16 ends at 65504"

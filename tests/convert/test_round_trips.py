@@ -21,9 +21,9 @@ from tests.convert.models import (
     tensors_of,
 )
 from tests.convert.run import convert
-from trainer.engine.assemble import load_initial_weights
+from trainer.engine.assemble.assemble import load_initial_weights
 from trainer.engine.checkpoint.manifest import read_manifest, verify
-from trainer.engine.inference import Dtype, open_model
+from trainer.engine.inference.open import Dtype, open_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

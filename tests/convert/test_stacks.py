@@ -15,9 +15,9 @@ from tests.checkpoint.hf_folders import config_of, empty_model
 from tests.convert.models import hf_folder, same_bits, tensors_of
 from tests.convert.run import convert, refused
 from tests.distributed import run_ranks
-from trainer.engine.checkpoint.hf_folder import CONFIG, SINGLE
-from trainer.engine.checkpoint.huggingface import load_huggingface
 from trainer.engine.checkpoint.tensors import Held, part_of
+from trainer.engine.formats.hf_folder import CONFIG, SINGLE
+from trainer.engine.formats.hf_load import load_huggingface
 from trainer.engine.parallel.materialize import materialize, without_storage
 from trainer.kernels.choose import choose
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer.engine.data.chat import ChatTemplate
-from trainer.engine.data.chat_configs import ChatSource
-from trainer.engine.data.configs import PythonSource
-from trainer.engine.data.train_tokenizer import train_tokenizer
+from trainer.engine.corpus.train_tokenizer import train_tokenizer
+from trainer.engine.sources.chat import ChatTemplate
+from trainer.engine.sources.chat_configs import ChatSource
+from trainer.engine.sources.configs import PythonSource
 
 SPECIAL = [
     "</s>", "<s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>",

@@ -8,17 +8,18 @@ from typing import Any, Literal
 
 import pytest
 
-from trainer.engine.data import parts, sources
-from trainer.engine.data.configs import (
+from trainer.engine.corpus.prepare import Preparation, prepare_folder
+from trainer.engine.corpus.progress import Progress
+from trainer.engine.sources import files as sources
+from trainer.engine.sources import parts
+from trainer.engine.sources.configs import (
     Document,
     DocumentFault,
     DocumentSource,
     JsonlSource,
     MarkedText,
 )
-from trainer.engine.data.prepare import Preparation, prepare_folder
-from trainer.engine.data.progress import Progress
-from trainer.engine.data.tokenizer import ByteTokenizer
+from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
 SMALL = 20_000
 

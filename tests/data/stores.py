@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from trainer.engine.data.store import TokenStore
+from trainer.engine.corpus.store import TokenStore
 
 EOS = 0
 

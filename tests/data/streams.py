@@ -12,13 +12,13 @@ from datasets import Dataset
 from xxhash import xxh3_64_intdigest
 
 from trainer.engine.data.batch import Batch
-from trainer.engine.data.column_configs import HFSource, ParquetSource
-from trainer.engine.data.configs import JsonlSource, SourceConfig, TextSource
 from trainer.engine.data.dataset import OpenedData, open_data
 from trainer.engine.data.loader import Loader
 from trainer.engine.data.order import GOLDEN, mix, permute
 from trainer.engine.data.tables import Data
-from trainer.engine.data.tokenizer import ByteTokenizer
+from trainer.engine.sources.column_configs import HFSource, ParquetSource
+from trainer.engine.sources.configs import JsonlSource, SourceConfig, TextSource
+from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
 SEQ_LEN, WINDOW = 16, 1000
 CHANCE = random.Random(0)

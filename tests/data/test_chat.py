@@ -19,11 +19,11 @@ from tests.data.chats import (
     make_tokenizer,
     template,
 )  # fmt: skip
-from trainer.engine.data.chat import ChatRenderer, find_template, rendering
-from trainer.engine.data.chat_templates import CHATML, LLAMA3, TEMPLATES
-from trainer.engine.data.hf_tokenizer import HuggingFaceTokenizer
-from trainer.engine.data.tokenizer import ByteTokenizer
-from trainer.engine.errors import DataError, RecipeError
+from trainer.engine.core.errors import DataError, RecipeError
+from trainer.engine.sources.chat import ChatRenderer, find_template, rendering
+from trainer.engine.sources.chat_templates import CHATML, LLAMA3, TEMPLATES
+from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer
+from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
 CASES = {
     "chatml": (CHATML, [TALK, SYSTEM]),

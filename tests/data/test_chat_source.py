@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from tests.data.chats import MISTRAL, SYSTEM, TALK, TOOLS, chats, make_tokenizer
+from trainer.engine.core.errors import DataError
 from trainer.engine.data.batch import IGNORED
-from trainer.engine.data.configs import DocumentFault, MarkedText
 from trainer.engine.data.dataset import open_data
-from trainer.engine.data.hf_tokenizer import HuggingFaceTokenizer
 from trainer.engine.data.tables import Data
-from trainer.engine.data.tokenizer import ByteTokenizer
-from trainer.engine.errors import DataError
+from trainer.engine.sources.configs import DocumentFault, MarkedText
+from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer
+from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
 
 def user(text: Any = "hi") -> dict[str, Any]:

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, normalizers
 
-from trainer.engine.data import fast_bpe, hf_tokenizer
-from trainer.engine.data.configs import PythonSource
-from trainer.engine.data.fast_bpe import FastBPE, Unproven
-from trainer.engine.data.hf_tokenizer import HuggingFaceTokenizer, TokenizerFiles
-from trainer.engine.data.train_tokenizer import train_tokenizer
+from trainer.engine.corpus.train_tokenizer import train_tokenizer
+from trainer.engine.sources.configs import PythonSource
+from trainer.engine.tokenizers import fast_bpe, hf_tokenizer
+from trainer.engine.tokenizers.fast_bpe import FastBPE, Unproven
+from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer, TokenizerFiles
 
 SPECIAL = ["<|endoftext|>", "<|im", "<|im_start|>", "xyzzy"]
 SNIPPETS = [

@@ -8,12 +8,12 @@ import pytest
 from datasets import Dataset, DatasetDict
 from pydantic import ValidationError
 
-from trainer.engine.data import hub
-from trainer.engine.data.column_configs import HFSource
-from trainer.engine.data.configs import DocumentFault
-from trainer.engine.data.prepare import open_or_prepare
-from trainer.engine.data.tokenizer import ByteTokenizer
-from trainer.engine.errors import DataError
+from trainer.engine.core.errors import DataError
+from trainer.engine.corpus.prepare import open_or_prepare
+from trainer.engine.sources import hub
+from trainer.engine.sources.column_configs import HFSource
+from trainer.engine.sources.configs import DocumentFault
+from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
 TEXTS = [f"document {number} " + "ä€\n" * (number % 7) for number in range(500)]
 

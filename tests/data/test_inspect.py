@@ -15,9 +15,9 @@ from typer.testing import CliRunner, Result
 
 from tests.data.stores import EOS
 from trainer.cli.data import app
-from trainer.engine.data.inspect import find_duplicates, inspect_store, length_histogram
-from trainer.engine.data.store import TokenStore
-from trainer.engine.errors import DataError, RecipeError, TrainerError
+from trainer.engine.core.errors import DataError, RecipeError, TrainerError
+from trainer.engine.corpus.inspect import find_duplicates, inspect_store, length_histogram
+from trainer.engine.corpus.store import TokenStore
 
 
 def run(*arguments: object, code: int = 0) -> Result:

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from tests.data.test_dataset import opened, rows_of, table
+from trainer.engine.core.errors import DataError
 from trainer.engine.data.loader import Loader
 from trainer.engine.data.packing import PACKINGS, Rows
 from trainer.engine.data.workers import read_ahead
-from trainer.engine.errors import DataError
 
 
 def numbered(step: int) -> Rows:

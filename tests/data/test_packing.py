@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.stores import EOS, random_lengths, store_of
+from trainer.engine.corpus.store import TokenStore
 from trainer.engine.data.batch import IGNORED
 from trainer.engine.data.packing import (
     PACKINGS,
@@ -19,7 +20,6 @@ from trainer.engine.data.packing import (
     best_fit_decreasing,
     cut,
 )
-from trainer.engine.data.store import TokenStore
 
 LENGTHS = st.lists(st.integers(0, 70), min_size=1, max_size=60)
 

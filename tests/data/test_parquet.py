@@ -7,10 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainer.engine.data import parquet
-from trainer.engine.data.column_configs import ParquetSource
-from trainer.engine.data.configs import DocumentFault
-from trainer.engine.errors import DataError, EnvironmentFault
+from trainer.engine.core.errors import DataError, EnvironmentFault
+from trainer.engine.sources import parquet
+from trainer.engine.sources.column_configs import ParquetSource
+from trainer.engine.sources.configs import DocumentFault
 
 TEXTS = [f"document {number} " + "ä€\n" * (number % 7) for number in range(1000)]
 

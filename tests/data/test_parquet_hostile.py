@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.limits import limited
-from trainer.engine.data import parquet, parquet_pages
-from trainer.engine.data.column_configs import ParquetSource
-from trainer.engine.data.configs import Document, DocumentFault
-from trainer.engine.data.parquet_pages import read_header
+from trainer.engine.sources import parquet, parquet_pages
+from trainer.engine.sources.column_configs import ParquetSource
+from trainer.engine.sources.configs import Document, DocumentFault
+from trainer.engine.sources.parquet_pages import read_header
 
 
 def read(path: Path) -> list[Document]:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.engine.data import parts, sources
-from trainer.engine.data.configs import DocumentFault, DocumentSource, JsonlSource, TextSource
+from trainer.engine.sources import files as sources
+from trainer.engine.sources import parts
+from trainer.engine.sources.configs import DocumentFault, DocumentSource, JsonlSource, TextSource
 
 
 @pytest.fixture

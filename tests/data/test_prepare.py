@@ -17,15 +17,15 @@ import pytest
 from xxhash import xxh3_128_hexdigest
 
 from tests.data.stores import read_described, write_described
-from trainer.engine.data.columns import make_chunk
-from trainer.engine.data.configs import JsonlSource, TextSource, TokensSource
-from trainer.engine.data.manifest import Tally
-from trainer.engine.data.prepare import cache_folder, default_cache, open_or_prepare
-from trainer.engine.data.store import StoreWriter, TokenStore
+from trainer.engine.core.errors import DataError, EnvironmentFault, RecipeError
+from trainer.engine.corpus.columns import make_chunk
+from trainer.engine.corpus.manifest import Tally
+from trainer.engine.corpus.prepare import cache_folder, default_cache, open_or_prepare
+from trainer.engine.corpus.store import StoreWriter, TokenStore
+from trainer.engine.corpus.tokenise import Tokenised
 from trainer.engine.data.tables import Data
-from trainer.engine.data.tokenise import Tokenised
-from trainer.engine.data.tokenizer import ByteTokenizer, Ids
-from trainer.engine.errors import DataError, EnvironmentFault, RecipeError
+from trainer.engine.sources.configs import JsonlSource, TextSource, TokensSource
+from trainer.engine.tokenizers.tokenizer import ByteTokenizer, Ids
 
 
 class CountingTokenizer(ByteTokenizer):
@@ -120,10 +120,10 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path, damage: str) -> None:
 PREPARE = """
 import sys, time
 from pathlib import Path
-from trainer.engine.data.configs import JsonlSource
-from trainer.engine.data.prepare import open_or_prepare
+from trainer.engine.sources.configs import JsonlSource
+from trainer.engine.corpus.prepare import open_or_prepare
 from trainer.engine.data import tokenise
-from trainer.engine.data.tokenizer import ByteTokenizer
+from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
 tokenise.BATCH_DOCUMENTS = 1
 class SlowTokenizer(ByteTokenizer):

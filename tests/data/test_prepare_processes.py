@@ -18,19 +18,15 @@ from tests.data.corpora import (
     parts_of,
     small_parts,  # noqa: F401
 )
-from trainer.engine.data import prepare
-from trainer.engine.data.configs import (
-    Document,
-    MarkedText,
-    TextSource,
-)
-from trainer.engine.data.manifest import Tally
-from trainer.engine.data.part_stores import PartStores
-from trainer.engine.data.prepare import Preparation, prepare_folder
-from trainer.engine.data.progress import Progress, describe
-from trainer.engine.data.store import TokenStore
-from trainer.engine.data.tokenizer import ByteTokenizer
-from trainer.engine.errors import DataError, EnvironmentFault, RecipeError, RunInUse
+from trainer.engine.core.errors import DataError, EnvironmentFault, RecipeError, RunInUse
+from trainer.engine.corpus import prepare
+from trainer.engine.corpus.manifest import Tally
+from trainer.engine.corpus.part_stores import PartStores
+from trainer.engine.corpus.prepare import Preparation, prepare_folder
+from trainer.engine.corpus.progress import Progress, describe
+from trainer.engine.corpus.store import TokenStore
+from trainer.engine.sources.configs import Document, MarkedText, TextSource
+from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.usefixtures("small_parts")
 

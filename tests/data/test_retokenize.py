@@ -11,15 +11,15 @@ from typer.testing import CliRunner
 
 from tests.data.stores import read_described, write_described
 from trainer.cli.data import app
-from trainer.engine.data import retokenize
-from trainer.engine.data.columns import make_chunk
-from trainer.engine.data.configs import JsonlSource
-from trainer.engine.data.kept import kept_tokenizer
-from trainer.engine.data.manifest import Tally, read_manifest
-from trainer.engine.data.store import StoreWriter, TokenStore
-from trainer.engine.data.tokenise import Tokenised
-from trainer.engine.data.tokenizer import ByteTokenizer, Tokenizer
-from trainer.engine.errors import DataError, TrainerError
+from trainer.engine.core.errors import DataError, TrainerError
+from trainer.engine.corpus import retokenize
+from trainer.engine.corpus.columns import make_chunk
+from trainer.engine.corpus.kept import kept_tokenizer
+from trainer.engine.corpus.manifest import Tally, read_manifest
+from trainer.engine.corpus.store import StoreWriter, TokenStore
+from trainer.engine.corpus.tokenise import Tokenised
+from trainer.engine.sources.configs import JsonlSource
+from trainer.engine.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 
 TEXTS = [
     f"the {word} sat on the {other}\n" * 9 for word in ("cat", "hat") for other in ("mät", "☃")

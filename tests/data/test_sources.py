@@ -7,8 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.engine.data import sources
-from trainer.engine.data.configs import (
+from trainer.engine.core.errors import DataError
+from trainer.engine.corpus.prepare import open_or_prepare
+from trainer.engine.corpus.store import TokenStore
+from trainer.engine.sources import files as sources
+from trainer.engine.sources.configs import (
     DocumentFault,
     DocumentSource,
     JsonlSource,
@@ -16,10 +19,7 @@ from trainer.engine.data.configs import (
     SyntheticSource,
     TextSource,
 )
-from trainer.engine.data.prepare import open_or_prepare
-from trainer.engine.data.store import TokenStore
-from trainer.engine.data.tokenizer import ByteTokenizer
-from trainer.engine.errors import DataError
+from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
 GOOD = b'{"text": "good"}\n'
 

@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 
 from tests.data.stores import read_described, write_described
-from trainer.engine.data.columns import make_chunk
-from trainer.engine.data.manifest import (
+from trainer.engine.core.errors import DataError
+from trainer.engine.corpus.columns import make_chunk
+from trainer.engine.corpus.manifest import (
     PAGE_TOKENS,
     Manifest,
     Tally,
     damaged_files,
     read_manifest,
 )
+from trainer.engine.corpus.store import StoreWriter, TokenStore
+from trainer.engine.corpus.tokenise import Tokenised
 from trainer.engine.data.packing import PACKINGS
-from trainer.engine.data.store import StoreWriter, TokenStore
-from trainer.engine.data.tokenise import Tokenised
-from trainer.engine.data.tokenizer import ByteTokenizer
-from trainer.engine.errors import DataError
+from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
 SHARDS = 4
 
@@ -184,7 +184,7 @@ def test_a_manifest_that_does_not_fit_its_files_is_refused(tmp_path: Path, chang
 def test_a_manifest_of_many_megabytes_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.engine.data.manifest.MAX_MANIFEST_BYTES", 2**20)
+    monkeypatch.setattr("trainer.engine.corpus.manifest.MAX_MANIFEST_BYTES", 2**20)
     folder = written(tmp_path / "tokens")
     (folder / "tokens.json").write_bytes(b" " * (2**20 + 1))
     with pytest.raises(DataError, match="larger than 1 MiB"):

@@ -21,12 +21,12 @@ from tests.data.streams import (
     steps_of,
     table,
 )
+from trainer.engine.core.errors import DataError, RecipeError
 from trainer.engine.data import stream
-from trainer.engine.data.configs import JsonlSource, SourceConfig, SyntheticSource
 from trainer.engine.data.loader import Loader
 from trainer.engine.data.windows import Place, Reader
-from trainer.engine.errors import DataError, RecipeError
 from trainer.engine.recipe.load import load_recipe
+from trainer.engine.sources.configs import JsonlSource, SourceConfig, SyntheticSource
 
 pytestmark = pytest.mark.usefixtures("small_windows")
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from tiktoken.load import load_tiktoken_bpe
 from transformers import AutoTokenizer
 
-from trainer.engine.data import tiktoken_file
-from trainer.engine.data.hf_tokenizer import HuggingFaceTokenizer
-from trainer.engine.data.patterns import PATTERNS, SPECIAL_TOKENS
-from trainer.engine.data.tiktoken_file import describe, read_ranks
-from trainer.engine.data.tokenizer_configs import TiktokenTokenizer
-from trainer.engine.errors import DataError, RecipeError
+from trainer.engine.core.errors import DataError, RecipeError
+from trainer.engine.tokenizers import tiktoken_file
+from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer
+from trainer.engine.tokenizers.patterns import PATTERNS, SPECIAL_TOKENS
+from trainer.engine.tokenizers.tiktoken_file import describe, read_ranks
+from trainer.engine.tokenizers.tokenizer_configs import TiktokenTokenizer
 
 TEXTS = [
     "", "def f(self):\n    return None", "naïve 東京 🎉", "  \t\r\n x", "<|endoftext|> in <|pad|>",

@@ -17,9 +17,9 @@ from tokenizers import (
 )
 
 from trainer.engine.data.batch import IGNORED, Batch
-from trainer.engine.data.hf_tokenizer import HuggingFaceTokenizer, TokenizerFiles
 from trainer.engine.data.token_bytes import count_bytes
-from trainer.engine.data.tokenizer import ByteTokenizer
+from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer, TokenizerFiles
+from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
 TEXTS = [
     "",

@@ -18,10 +18,10 @@ from tokenizers import (
 )
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from trainer.engine.data.configs import MarkedText
-from trainer.engine.data.hf_tokenizer import HuggingFaceTokenizer
-from trainer.engine.data.tokenizer import ByteTokenizer, byte_characters
-from trainer.engine.errors import DataError
+from trainer.engine.core.errors import DataError
+from trainer.engine.sources.configs import MarkedText
+from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer
+from trainer.engine.tokenizers.tokenizer import ByteTokenizer, byte_characters
 
 TEXTS = [
     "",

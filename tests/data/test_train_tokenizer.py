@@ -12,12 +12,12 @@ from transformers import AutoTokenizer
 
 from tests.limits import limited
 from trainer.cli.train_tokenizer import document_sources
-from trainer.engine.data import train_tokenizer as train_tokenizer_module
-from trainer.engine.data.configs import JsonlSource, PythonSource, TextSource
-from trainer.engine.data.hf_tokenizer import HuggingFaceTokenizer
-from trainer.engine.data.patterns import PATTERNS
-from trainer.engine.data.train_tokenizer import read_interruptibly, train_tokenizer
-from trainer.engine.errors import DataError, EnvironmentFault, RecipeError
+from trainer.engine.core.errors import DataError, EnvironmentFault, RecipeError
+from trainer.engine.corpus import train_tokenizer as train_tokenizer_module
+from trainer.engine.corpus.train_tokenizer import read_interruptibly, train_tokenizer
+from trainer.engine.sources.configs import JsonlSource, PythonSource, TextSource
+from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer
+from trainer.engine.tokenizers.patterns import PATTERNS
 
 SOURCE = PythonSource(max_bytes=300_000)
 TEXTS = [

@@ -8,7 +8,7 @@ import tomli
 
 import trainer.cli.main as cli
 from tests.docs.walk import ROOT
-from trainer.engine.errors import ExitCode
+from trainer.engine.core.errors import ExitCode
 from trainer.engine.recipe.changes import compare
 from trainer.engine.recipe.load import load_recipe
 from trainer.engine.recipe.schema import REGISTRIES, Recipe

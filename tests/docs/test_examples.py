@@ -12,7 +12,7 @@ from tests.docs.blocks import blocks
 from tests.docs.pages import FOLLOWED
 from tests.docs.walk import ROOT, Reading, Walk
 from trainer.cli.main import COMMANDS
-from trainer.engine.errors import RecipeError
+from trainer.engine.core.errors import RecipeError
 from trainer.engine.recipe.load import load_recipe
 
 

@@ -8,8 +8,8 @@ import tomli
 from tests.docs.walk import ROOT
 from trainer.cli.main import COMMANDS, import_command
 from trainer.cli.manual import commands, commands_page
-from trainer.engine.errors import ExitCode
-from trainer.engine.recipe.pages import plain, recipe_pages
+from trainer.engine.core.errors import ExitCode
+from trainer.engine.recipe.documents.pages import plain, recipe_pages
 from trainer.engine.recipe.schema import REGISTRIES, Recipe
 
 FOLDER = ROOT / "docs" / "reference"

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from tests.docs.walk import ROOT
-from trainer.engine.errors import ExitCode, TrainerError
+from trainer.engine.core.errors import ExitCode, TrainerError
 
 PAGE = (ROOT / "docs/troubleshooting.md").read_text("utf-8")
 HEADINGS = re.findall(r"^### (.*)$", PAGE, re.MULTILINE)

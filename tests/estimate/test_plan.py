@@ -10,7 +10,7 @@ from trainer.cli import main as cli
 from trainer.engine.estimate.search import search, variants
 from trainer.engine.estimate.traffic import ring_bytes
 from trainer.engine.parallel.mesh import Degrees
-from trainer.engine.recipe.checks import check
+from trainer.engine.recipe.checks.checks import check
 from trainer.engine.recipe.load import load_recipe
 
 RECIPE = """

@@ -10,11 +10,11 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.cases import quick
 from tests.distributed import run_ranks
-from trainer.engine.assemble import build_model, build_step
-from trainer.engine.estimate.count import count_step
+from trainer.engine.assemble.assemble import build_model, build_step
+from trainer.engine.core.local import local
 from trainer.engine.estimate.plan import store
-from trainer.engine.estimate.scale import RankCounter, step_batches
-from trainer.engine.parallel.local import local
+from trainer.engine.estimate.simulate.count import count_step
+from trainer.engine.estimate.simulate.scale import RankCounter, step_batches
 from trainer.engine.parallel.materialize import materialize
 from trainer.engine.parallel.mesh import resolve_degrees
 from trainer.engine.parallel.placement import placements

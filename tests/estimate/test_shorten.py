@@ -7,10 +7,10 @@ import torch
 
 from tests.cases import quick
 from tests.distributed import run_ranks
-from trainer.engine.assemble import build_model
+from trainer.engine.assemble.assemble import build_model
 from trainer.engine.estimate.memory import _on_a_line
-from trainer.engine.estimate.shorten import are_alike, enough_micro_batches
-from trainer.engine.estimate.simulate import Simulation, simulate
+from trainer.engine.estimate.simulate.shorten import are_alike, enough_micro_batches
+from trainer.engine.estimate.simulate.simulate import Simulation, simulate
 from trainer.engine.parallel.mesh import Degrees
 from trainer.engine.recipe.schema import Recipe
 

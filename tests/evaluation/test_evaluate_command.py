@@ -8,8 +8,8 @@ import torch
 from tests.convert.models import hf_folder
 from tests.train.processes import finish, rows, start, write_recipe
 from trainer.cli.main import main
-from trainer.engine.errors import CheckpointError
-from trainer.engine.inference import Weights, open_model
+from trainer.engine.core.errors import CheckpointError
+from trainer.engine.inference.open import Weights, open_model
 
 TEXT = "def naïve(x):\n    return [x * i for i in range(10)]  # ü\n"
 

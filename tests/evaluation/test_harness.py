@@ -16,9 +16,9 @@ from lm_eval.tasks import TaskManager
 
 from tests.convert.models import hf_folder
 from trainer.cli.main import main
-from trainer.engine.errors import RecipeError
-from trainer.engine.evaluation.harness import HarnessModel, run_tasks
-from trainer.engine.inference import Dtype, open_model
+from trainer.engine.core.errors import RecipeError
+from trainer.engine.inference.harness import HarnessModel, run_tasks
+from trainer.engine.inference.open import Dtype, open_model
 
 SEQ_LEN = 48
 WORDS = ["import", "sys", "return", "class", "yield", "None", "lambda", "print", "range", "while"]

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from tests.convert.models import hf_folder, loaded_by_transformers
-from trainer.engine.data.columns import make_chunk
-from trainer.engine.data.configs import JsonlSource, MarkedText, TextSource, TokensSource
-from trainer.engine.data.manifest import Tally
-from trainer.engine.data.store import StoreWriter
-from trainer.engine.data.tokenise import Tokenised
-from trainer.engine.data.tokenizer import ByteTokenizer, count_bytes
-from trainer.engine.errors import DataError
-from trainer.engine.evaluation.measure import measure_source, measure_validation
-from trainer.engine.evaluation.windows import windows
-from trainer.engine.inference import Dtype, open_model
+from trainer.engine.core.errors import DataError
+from trainer.engine.corpus.columns import make_chunk
+from trainer.engine.corpus.manifest import Tally
+from trainer.engine.corpus.store import StoreWriter
+from trainer.engine.corpus.tokenise import Tokenised
+from trainer.engine.inference.measure import measure_source, measure_validation
+from trainer.engine.inference.open import Dtype, open_model
+from trainer.engine.inference.windows import windows
 from trainer.engine.recipe.schema import Recipe
+from trainer.engine.sources.configs import JsonlSource, MarkedText, TextSource, TokensSource
+from trainer.engine.tokenizers.tokenizer import ByteTokenizer, count_bytes
 
 TEXT = "def naïve(x):\n    return [x * i for i in range(10)]  # ü\n"
 

@@ -12,7 +12,7 @@ from tests.train.processes import complaints, finish, start, wait_for_lines, wri
 from tests.train.test_last_save import hurry
 from tests.train.test_lifecycle import slow_steps
 from trainer.engine.checkpoint.find import find_checkpoint
-from trainer.engine.status import examine
+from trainer.engine.report.status import examine
 
 STEPS = 30
 MODES = ("sync", "async", "async_pinned")

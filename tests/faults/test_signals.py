@@ -9,7 +9,7 @@ import pytest
 
 from tests.train.processes import finish, start, write_recipe
 from tests.train.test_stops import SETTINGS, STEPS, little_patience, stop_at
-from trainer.engine.status import examine
+from trainer.engine.report.status import examine
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # The fault that makes the phase long, and the exit code that follows from what is saved by then.

@@ -2,8 +2,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.engine.errors import RecipeError
-from trainer.engine.kernel_choice import choose_kernels, served
+from trainer.engine.assemble.kernels import choose_kernels, served
+from trainer.engine.core.errors import RecipeError
 from trainer.engine.recipe.tables import Compile
 from trainer.engine.recipe.tables import Kernels as Table
 from trainer.kernels import choose as kernel_choice

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainer.engine.heartbeat import Beat, first_failure, furthest_behind
+from trainer.engine.core.heartbeat import Beat, first_failure, furthest_behind
 from trainer.engine.launch.cause import RankEnd, find_cause
 
 

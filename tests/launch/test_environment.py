@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.engine.errors import EnvironmentFault
+from trainer.engine.core.errors import EnvironmentFault
 from trainer.engine.launch.environment import World, find_world, first_host, tasks_per_node
 
 TORCHRUN = {

@@ -16,8 +16,8 @@ import pytest
 
 from tests.cases import also
 from tests.train.processes import complaints, finish, start, write_recipe
-from trainer.engine.heartbeat import Beat, read_beats
-from trainer.engine.run_state import read_state
+from trainer.engine.core.heartbeat import Beat, read_beats
+from trainer.engine.core.run_state import read_state
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [

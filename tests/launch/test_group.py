@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.engine.errors import EnvironmentFault
+from trainer.engine.core.errors import EnvironmentFault
 from trainer.engine.launch.environment import World
 from trainer.engine.launch.group import process_group
 
@@ -96,7 +96,7 @@ with process_group(world, cpu, 30) as group:
 
 def test_a_rank_that_never_comes_is_an_environment_fault(tmp_path: Path) -> None:
     code = """
-from trainer.engine.errors import EnvironmentFault
+from trainer.engine.core.errors import EnvironmentFault
 if world.rank == 1:
     time.sleep(600)
 try:
@@ -155,7 +155,7 @@ with process_group(world, cpu, 30) as group:
 
 def test_a_lost_rank_is_told_in_a_sentence(tmp_path: Path) -> None:
     code = """
-from trainer.engine.errors import TrainerError
+from trainer.engine.core.errors import TrainerError
 try:
     with process_group(world, cpu, 30) as group:
         total(group)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from trainer.engine.heartbeat import BeatFile, heartbeat, read_beats
+from trainer.engine.core.heartbeat import BeatFile, heartbeat, read_beats
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELUDE = """
 import os, sys, time, threading
 from pathlib import Path
-from trainer.engine.heartbeat import heartbeat
+from trainer.engine.core.heartbeat import heartbeat
 from trainer.engine.launch.environment import World
 from trainer.engine.launch.rank_log import open_rank_log
 from trainer.engine.launch.watchdog import Watchdog

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import trainer
 from tests.docs.blocks import blocks
 from trainer import assemble, load_recipe, train
-from trainer.engine.errors import DataError, RecipeError, TrainerError
+from trainer.engine.core.errors import DataError, RecipeError, TrainerError
 from trainer.engine.launch.environment import ATTEMPT, STORE
 from trainer.engine.observe.metrics import read
 
@@ -136,7 +136,7 @@ def test_importing_loads_no_torch_until_it_is_needed(recipe_file):
 RANKS = """
 import sys
 from trainer import assemble, joined_ranks, load_recipe, train
-from trainer.engine.errors import TrainerError
+from trainer.engine.core.errors import TrainerError
 
 recipe = load_recipe("small.toml", {"run.name": "two", "run.steps": 6})
 try:

@@ -11,7 +11,7 @@ from tests.lora.test_plans import BASE as LORA
 from tests.train.float64 import in_float64
 from tests.train.moe_family import BALANCED, layers_of, moe_recipe
 from tests.train.plans import assembled, by_one_process, recipe_with, train, whole
-from trainer.engine.errors import RecipeError
+from trainer.engine.core.errors import RecipeError
 
 STEPS = 5
 FAMILIES = {

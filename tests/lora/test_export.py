@@ -9,9 +9,9 @@ from tests.model_zoo.peers import our_model
 from trainer.cli.main import _run
 from trainer.engine.checkpoint.manifest import SaveInfo
 from trainer.engine.checkpoint.store import CheckpointStore
-from trainer.engine.errors import EnvironmentFault
+from trainer.engine.conversion.peft import export_adapter, save_adapter
+from trainer.engine.core.errors import EnvironmentFault
 from trainer.engine.lora.apply import add_adapters
-from trainer.engine.lora.peft import export_adapter, save_adapter
 from trainer.engine.recipe.tables import LoRA
 
 Q = "model.layers.0.attention.q"

@@ -8,7 +8,7 @@ import torch
 
 from tests.cases import quick
 from tests.distributed import run_ranks
-from trainer.engine.assemble import assemble
+from trainer.engine.assemble.assemble import assemble
 from trainer.engine.launch.environment import World
 from trainer.engine.lora.merge import merged_weights
 from trainer.engine.recipe.schema import Recipe

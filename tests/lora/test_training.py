@@ -11,15 +11,15 @@ from transformers import AutoModelForCausalLM
 from tests.model_zoo.peers import our_model, their_model
 from trainer import load_recipe, train
 from trainer.cli.main import main
-from trainer.engine.assemble import assemble, build_model
+from trainer.engine.assemble.assemble import assemble, build_model
 from trainer.engine.checkpoint.find import find_checkpoint
 from trainer.engine.checkpoint.tensors import Held
-from trainer.engine.convert.convert import Options, convert
-from trainer.engine.convert.merged import merge_tensors
-from trainer.engine.errors import CheckpointError, RecipeError
-from trainer.engine.inference import Weights, open_model
+from trainer.engine.conversion.convert import Options, convert
+from trainer.engine.conversion.merged import merge_tensors
+from trainer.engine.conversion.peft import export_adapter
+from trainer.engine.core.errors import CheckpointError, RecipeError
+from trainer.engine.inference.open import Weights, open_model
 from trainer.engine.launch.environment import World
-from trainer.engine.lora.peft import export_adapter
 from trainer.engine.recipe.schema import Recipe
 
 RECIPE = """

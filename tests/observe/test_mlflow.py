@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trainer.engine.errors import EnvironmentFault, ExitCode
+from trainer.engine.core.errors import EnvironmentFault, ExitCode
 from trainer.engine.observe.configs import MLflow
 from trainer.engine.observe.metrics import MetricsLog
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.engine.errors import EnvironmentFault, ExitCode
+from trainer.engine.core.errors import EnvironmentFault, ExitCode
 from trainer.engine.observe.configs import TensorBoard
 from trainer.engine.observe.tensorboard import TensorBoardTracker
 

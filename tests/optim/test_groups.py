@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.engine.errors import RecipeError
+from trainer.engine.core.errors import RecipeError
 from trainer.engine.optim.configs import SGD, AdamW, ParameterGroup
 from trainer.engine.optim.groups import parameter_groups
 

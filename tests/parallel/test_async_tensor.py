@@ -11,7 +11,7 @@ import torch._dynamo
 from tests.cases import also
 from tests.distributed import run_ranks
 from tests.train.plans import BASE, assembled, recipe_with
-from trainer.engine.errors import EnvironmentFault
+from trainer.engine.core.errors import EnvironmentFault
 
 GENERATES_CODE = pytest.mark.skipif(
     not os.environ.get("TRAINER_SLOW"), reason="a minute of C++ compilation: set TRAINER_SLOW=1"
@@ -81,7 +81,7 @@ def fused(recipe, folder):
     for name in FUSED:
         library.impl(name, counted(name), "CPU")
     with (
-        patch("trainer.engine.parallel.async_tensor.DEVICES", ("cpu",)),
+        patch("trainer.engine.parallel.tensor.async_tensor.DEVICES", ("cpu",)),
         patch("torch.distributed.is_nccl_available", lambda: True),  # the pass asks for it
         memory._test_mode(),
     ):

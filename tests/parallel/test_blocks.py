@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.engine.errors import RecipeError
+from trainer.engine.core.errors import RecipeError
 from trainer.engine.parallel.blocks import transform_blocks
 from trainer.engine.recipe.tables import Compile, Memory
 from trainer.kernels.choose import choose

@@ -8,7 +8,8 @@ import torch
 
 from tests.distributed import run_ranks
 from tests.train.plans import BASE, assembled, recipe_with
-from trainer.engine.parallel.cut import (
+from trainer.engine.parallel.materialize import without_storage
+from trainer.engine.parallel.pipeline.cut import (
     Cut,
     EndCosts,
     balanced,
@@ -16,8 +17,7 @@ from trainer.engine.parallel.cut import (
     num_stages,
     stage_costs,
 )
-from trainer.engine.parallel.materialize import without_storage
-from trainer.engine.parallel.measure import part_seconds
+from trainer.engine.parallel.pipeline.measure import part_seconds
 from trainer.engine.parallel.tables import Pipelining
 from trainer.kernels.choose import choose
 from trainer.model_zoo.llama3.config import Llama3Config

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from trainer.engine.parallel.grid import (
+from trainer.engine.parallel.pipeline.grid import (
     Action,
     Deadlock,
     bubble_fraction,

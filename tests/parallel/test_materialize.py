@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import run_ranks
-from trainer.engine.estimate.tracker import MemoryTracker
+from trainer.engine.estimate.simulate.tracker import MemoryTracker
 from trainer.engine.parallel import materialize as filling
 from trainer.engine.parallel.materialize import BLOCK, materialize, without_storage
 from trainer.kernels.choose import choose

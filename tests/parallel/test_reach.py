@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from tests.distributed import run_ranks
 from tests.parallel.test_ring import share, some_documents
-from trainer.engine.parallel.context import ContextParallel
+from trainer.engine.parallel.context.context import ContextParallel
 from trainer.kernels.attention.reference import document_mask
 from trainer.kernels.choose import IMPLEMENTATIONS, choose
 

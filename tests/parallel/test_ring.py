@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from tests.distributed import run_ranks
 from trainer.engine.data.batch import Batch
-from trainer.engine.parallel.context import ContextParallel
+from trainer.engine.parallel.context.context import ContextParallel
+from trainer.engine.parallel.context.ring import ring_attention
 from trainer.engine.parallel.plan import make_plan
-from trainer.engine.parallel.ring import ring_attention
 from trainer.engine.parallel.tables import Parallel
 from trainer.kernels.attention import reference
 from trainer.kernels.choose import PARTIAL_ATTENTION, choose

@@ -9,7 +9,7 @@ from tests.cases import quick
 from tests.distributed import run_ranks
 from tests.train.plans import assembled, assert_same, curves, recipe_with, train, weights
 from tests.train.processes import complaints, finish, rows, start, write_recipe
-from trainer.engine.errors import RecipeError
+from trainer.engine.core.errors import RecipeError
 from trainer.engine.parallel.mesh import Degrees
 from trainer.engine.parallel.placement import placements
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.engine.doctor import examine
-from trainer.engine.errors import EnvironmentFault
+from trainer.engine.core.errors import EnvironmentFault
+from trainer.engine.doctor.doctor import examine
 from trainer.engine.precision.hardware import (
     bf16_instructions,
     multiplies_bf16,

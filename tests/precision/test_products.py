@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 
-from trainer.engine.assemble import build_model
-from trainer.engine.errors import EnvironmentFault
+from trainer.engine.assemble.assemble import build_model
+from trainer.engine.core.errors import EnvironmentFault
 from trainer.engine.parallel.plan import make_plan
 from trainer.engine.parallel.tables import Parallel
 from trainer.engine.precision.products import make_product

@@ -10,10 +10,10 @@ from tests.distributed import run_ranks
 from tests.train.moe_family import moe_recipe
 from tests.train.plans import BASE, assembled, recipe_with, train
 from tests.train.processes import newest
-from trainer.engine.errors import RecipeError
+from trainer.engine.core.errors import RecipeError
 from trainer.engine.launch.environment import World
-from trainer.engine.library import load_recipe
-from trainer.engine.run import run
+from trainer.engine.run.library import load_recipe
+from trainer.engine.run.run import run
 
 STEPS = 3
 ROOT = Path(__file__).parents[2]
@@ -132,7 +132,7 @@ def test_recomputed_and_compiled_blocks_compute_the_same(changes, alone):
 
 @pytest.mark.parametrize(("recompute", "products"), [("none", 4), ("full", 6), ("selective", 4)])
 def test_what_experts_multiplied_is_kept_where_products_are(recompute, products, monkeypatch):
-    from trainer.engine.assemble import assemble
+    from trainer.engine.assemble.assemble import assemble
     from trainer.kernels.grouped_gemm_fp8 import reference
 
     only = {"targets": ["*.experts.*"], **ON}
@@ -150,7 +150,7 @@ def test_what_experts_multiplied_is_kept_where_products_are(recompute, products,
 
 def curves_here(recipes):
     """Return the curves of one process, this one."""
-    from trainer.engine.assemble import assemble
+    from trainer.engine.assemble.assemble import assemble
 
     cpu = torch.device("cpu")
     return [train(assemble(each, World(), cpu), STEPS) for each in recipes]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.engine.errors import RecipeError
+from trainer.engine.core.errors import RecipeError
 from trainer.engine.recipe.load import load_recipe
 
 

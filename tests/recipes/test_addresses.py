@@ -6,9 +6,9 @@ import pytest
 from pydantic import ValidationError
 
 from trainer.cli import main as cli
-from trainer.engine.errors import RecipeError
-from trainer.engine.files import address_problem
-from trainer.engine.recipe.reference import sections
+from trainer.engine.core.errors import RecipeError
+from trainer.engine.core.files import address_problem
+from trainer.engine.recipe.documents.reference import sections
 
 ADDRESS = "s3://bucket/name"
 # A key with one of these words in its name holds a path; the others of them are none.

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from trainer.engine.errors import RecipeError
+from trainer.engine.core.errors import RecipeError
 from trainer.engine.recipe.changes import compare, require_unchanged
 
 BASE = "[run]\nsteps = 100\n"

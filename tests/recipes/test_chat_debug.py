@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import trainer
-from trainer.engine.data.chat_configs import ChatSource
-from trainer.engine.data.configs import MarkedText
-from trainer.engine.data.tokenizer import ByteTokenizer
 from trainer.engine.recipe.load import load_recipe
+from trainer.engine.sources.chat_configs import ChatSource
+from trainer.engine.sources.configs import MarkedText
+from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
 RECIPE = Path(trainer.__file__).parent.resolve() / "recipes" / "chat_debug.toml"
 

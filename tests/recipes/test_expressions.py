@@ -8,8 +8,8 @@ import pytest
 
 from tests.docs.walk import ROOT
 from tests.limits import limited
-from trainer.engine.errors import RecipeError
-from trainer.engine.expressions import ExpressionError, compile_expression
+from trainer.engine.core.errors import RecipeError
+from trainer.engine.core.text.expressions import ExpressionError, compile_expression
 from trainer.engine.optim.groups import matcher
 from trainer.engine.recipe.load import load_recipe
 

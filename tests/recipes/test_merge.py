@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from trainer.engine.errors import RecipeError
+from trainer.engine.core.errors import RecipeError
 from trainer.engine.recipe.explain import explain
 from trainer.engine.recipe.load import load_recipe
 

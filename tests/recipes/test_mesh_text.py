@@ -5,11 +5,11 @@ import re
 import pytest
 from pydantic import ValidationError
 
+from trainer.engine.parallel.mesh_text import WORDS
 from trainer.engine.parallel.tables import Parallel
 from trainer.engine.recipe.changes import compare
 from trainer.engine.recipe.explain import explain
 from trainer.engine.recipe.load import load_recipe
-from trainer.engine.recipe.mesh_text import WORDS
 from trainer.engine.recipe.write import to_toml
 
 RUN = "[run]\nsteps = 1\n"

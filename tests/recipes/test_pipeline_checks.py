@@ -4,9 +4,9 @@ from contextlib import suppress
 
 import pytest
 
-from trainer.engine.errors import RecipeError
-from trainer.engine.parallel.grid import schedule_grid
-from trainer.engine.parallel.schedule_file import MAX_BYTES, read_schedule
+from trainer.engine.core.errors import RecipeError
+from trainer.engine.parallel.pipeline.grid import schedule_grid
+from trainer.engine.parallel.pipeline.schedule_file import MAX_BYTES, read_schedule
 
 RECIPE = """
 [run]

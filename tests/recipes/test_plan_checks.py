@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.engine.recipe.plan_checks import check_plan
+from trainer.engine.recipe.checks.plan_checks import check_plan
 from trainer.model_zoo.deepseek_v3.config import DeepSeekV3Config
 from trainer.model_zoo.layout import Layout
 from trainer.model_zoo.llama3.config import Llama3Config

@@ -7,7 +7,7 @@ import string
 import pytest
 import tomli
 
-from trainer.engine.recipe.positions import MAX_DEPTH, Positions, SizeError
+from trainer.engine.core.text.positions import MAX_DEPTH, Positions, SizeError
 
 
 class Writer:

@@ -8,10 +8,10 @@ import pytest
 import tomli
 
 import trainer
+from trainer.engine.recipe.documents.json_schema import schema_text
+from trainer.engine.recipe.documents.starter import shipped_recipes, starter
 from trainer.engine.recipe.extends import read_layers
-from trainer.engine.recipe.json_schema import schema_text
 from trainer.engine.recipe.load import load_recipe
-from trainer.engine.recipe.starter import shipped_recipes, starter
 
 RECIPES = Path(trainer.__file__).parent.resolve() / "recipes"
 SHIPPED = sorted(RECIPES.glob("*.toml"))

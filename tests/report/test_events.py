@@ -5,9 +5,9 @@ from pathlib import Path
 
 from tests.report.folders import hundred_steps, make_run
 from trainer.cli.status import status
+from trainer.engine.core.run_state import RunState, recorded
 from trainer.engine.report.page import write_page
-from trainer.engine.run_state import RunState, recorded
-from trainer.engine.status import examine
+from trainer.engine.report.status import examine
 
 
 def test_events_and_the_warnings_of_the_end_are_told(tmp_path: Path, capsys) -> None:

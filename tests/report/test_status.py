@@ -17,10 +17,10 @@ from tests.report.folders import hundred_steps, make_run, train_row
 from trainer.cli import main as cli
 from trainer.cli.status import sparkline
 from trainer.engine.checkpoint.manifest import Manifest, write_manifest
-from trainer.engine.heartbeat import BeatFile, heartbeat
-from trainer.engine.run_dir import RunDirectory
-from trainer.engine.run_state import RunState, read_state, recorded
-from trainer.engine.status import TAIL_BYTES, examine
+from trainer.engine.core.heartbeat import BeatFile, heartbeat
+from trainer.engine.core.run_dir import RunDirectory
+from trainer.engine.core.run_state import RunState, read_state, recorded
+from trainer.engine.report.status import TAIL_BYTES, examine
 
 ROOT = Path(__file__).resolve().parents[2]
 Command = Callable[..., tuple[int, str, str]]
@@ -154,7 +154,7 @@ def test_rows_that_no_run_writes_do_no_harm(command: Command, tmp_path: Path, ro
 HOLD = """
 import sys, time
 from pathlib import Path
-from trainer.engine.run_dir import RunDirectory
+from trainer.engine.core.run_dir import RunDirectory
 with RunDirectory(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -223,7 +223,7 @@ def test_looking_again_and_again_does_not_keep_a_run_from_starting(tmp_path: Pat
     (run / ".lock").touch()
     code = (
         "import sys; from pathlib import Path\n"
-        "from trainer.engine.run_dir import RunDirectory\n"
+        "from trainer.engine.core.run_dir import RunDirectory\n"
         "print('looking', flush=True)\n"
         "while True: RunDirectory(Path(sys.argv[1])).holder()\n"
     )

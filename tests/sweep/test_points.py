@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from trainer.engine.errors import RecipeError
+from trainer.engine.core.errors import RecipeError
 from trainer.engine.sweep.points import make_points, split_values
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.sweep.commands import GRID, RECIPE, Command, environment
-from trainer.engine.errors import ExitCode
+from trainer.engine.core.errors import ExitCode
 from trainer.engine.sweep import runner
 
 

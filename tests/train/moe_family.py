@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 from unittest.mock import patch
 
 from tests.train.plans import BASE, assembled, recipe_with, train, whole
-from trainer.engine.models import models
+from trainer.engine.core.models import models
 from trainer.model_zoo.decoder import Block, Decoder
 from trainer.model_zoo.decoder_config import GroupedQueryConfig
 from trainer.model_zoo.decoder_layout import ATTENTION_TENSOR, ENDS_TENSOR, MOE_TENSOR

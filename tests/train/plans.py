@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.distributed import run_ranks
-from trainer.engine.assemble import assemble
+from trainer.engine.assemble.assemble import assemble
 from trainer.engine.launch.environment import World
 from trainer.engine.recipe.schema import Recipe
 from trainer.engine.train.evaluate import validate

@@ -11,7 +11,7 @@ import torch
 from tests.distributed import CONTEXT
 from trainer.engine.checkpoint.find import find_checkpoint
 from trainer.engine.checkpoint.reader import load_state
-from trainer.engine.errors import TrainerError
+from trainer.engine.core.errors import TrainerError
 from trainer.engine.launch.environment import ATTEMPT, STORE, find_world
 from trainer.engine.recipe.load import load_recipe
 
@@ -75,7 +75,7 @@ def rank_process(recipe, overrides, environment, allow_changed, before, fault):
     """Run the recipe as `trainer run` does, and end with its exit code."""
     os.environ.update(environment)
     torch.set_num_threads(1)
-    from trainer.engine.run import run
+    from trainer.engine.run.run import run
 
     with (recipe.parent / "stderr.txt").open("a", encoding="utf-8") as errors:
         os.dup2(errors.fileno(), 2)

@@ -11,12 +11,12 @@ from tests.distributed import run_ranks
 from tests.model_zoo import moe_reference
 from tests.train.moe_family import BALANCED, layers_of, moe_recipe, trained
 from tests.train.plans import assembled, by_one_process
-from trainer.engine.assemble import assemble
+from trainer.engine.assemble.assemble import assemble
 from trainer.engine.checkpoint.reader import load_weights
 from trainer.engine.launch.environment import World
 from trainer.engine.observe.metrics import read
 from trainer.engine.parallel.mesh import Degrees
-from trainer.engine.run import run
+from trainer.engine.run.run import run
 from trainer.engine.train.balance import Balance
 
 PLANS = {

@@ -10,12 +10,12 @@ from tests.cases import quick
 from tests.distributed import run_ranks
 from tests.train.plans import recipe_with
 from tests.train.processes import complaints, finish, rows, start, tensors, write_recipe
-from trainer.engine.assemble import assemble
+from trainer.engine.assemble.assemble import assemble
 from trainer.engine.checkpoint.find import find_checkpoint
 from trainer.engine.checkpoint.reader import load_state
+from trainer.engine.checkpoint.state import model_state
 from trainer.engine.launch.environment import World
 from trainer.engine.train.evaluate import evaluate, validate
-from trainer.engine.train.state import model_state
 
 STEPS, DECAY, INTERVAL = 12, 0.8, 2
 

@@ -5,10 +5,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.limits import limited
-from trainer.engine.data.tokenizer import ByteTokenizer
-from trainer.engine.errors import RecipeError
-from trainer.engine.generate import generate, sampling_probabilities
+from trainer.engine.core.errors import RecipeError
+from trainer.engine.inference.generate import generate, sampling_probabilities
 from trainer.engine.parallel.materialize import materialize
+from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 from trainer.kernels.choose import choose
 from trainer.model_zoo.language_model import LanguageModel
 from trainer.model_zoo.llama3.config import Llama3Config
@@ -74,7 +74,7 @@ def test_a_long_prompt_is_computed_in_pieces_and_continued_as_in_one(model, monk
     whole = greedy(model, prompts)
     lengths = []
     hook = model.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
-    monkeypatch.setattr("trainer.engine.generate.PREFILL_TOKENS", 7)
+    monkeypatch.setattr("trainer.engine.inference.generate.PREFILL_TOKENS", 7)
     assert greedy(model, prompts) == whole
     hook.remove()
     assert lengths[:4] == [7, 7, 7, 3]

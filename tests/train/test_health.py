@@ -16,11 +16,11 @@ from tests.train.processes import (
     write_recipe,
 )
 from tests.train.test_lifecycle import slow_steps
-from trainer.engine.errors import Diverged
+from trainer.engine.core.errors import Diverged
 from trainer.engine.observe.events import read_events
 from trainer.engine.precision.dtypes import LossScale
 from trainer.engine.recipe.tables import Resilience
-from trainer.engine.status import examine
+from trainer.engine.report.status import examine
 from trainer.engine.train.health import Health
 from trainer.engine.train.step import Gradients, TrainStep
 

@@ -21,7 +21,7 @@ from tests.train.processes import (
     write_recipe,
 )
 from tests.train.test_lifecycle import poison_step_5, slow_steps
-from trainer.engine.status import examine
+from trainer.engine.report.status import examine
 from trainer.engine.train.saving import Saver
 
 ROOT = Path(trainer.__file__).absolute().parents[1]

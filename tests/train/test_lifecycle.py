@@ -18,7 +18,7 @@ from tests.train.processes import (
     wait_for_lines,
     write_recipe,
 )
-from trainer.engine.status import examine
+from trainer.engine.report.status import examine
 from trainer.engine.train.step import TrainStep
 
 

@@ -14,8 +14,8 @@ from tests.distributed import run_ranks
 from tests.train.plans import BASE, assembled, by_one_process, recipe_with, train, whole
 from tests.train.processes import complaints, finish, rows, start, tensors, write_recipe
 from trainer.engine.data.batch import IGNORED
-from trainer.engine.generate import generate
-from trainer.engine.inference import Dtype, Weights, open_model
+from trainer.engine.inference.generate import generate
+from trainer.engine.inference.open import Dtype, Weights, open_model
 from trainer.engine.launch.environment import World
 from trainer.engine.train.evaluate import validate
 

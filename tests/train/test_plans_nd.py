@@ -16,7 +16,7 @@ from tests.train.plans import (
     weights,
     whole,
 )
-from trainer.engine.convert.export import export_huggingface
+from trainer.engine.conversion.export import export_huggingface
 
 RING = {"context": 2, "context_exchange": "ring"}
 QUICK = {

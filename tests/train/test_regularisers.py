@@ -9,8 +9,8 @@ from tests.train.moe_family import layers_of, moe_recipe
 from tests.train.plans import BASE, assembled, recipe_with
 from trainer import train
 from trainer.engine.data.batch import IGNORED
-from trainer.engine.evaluation.measure import measure_validation
-from trainer.engine.inference import open_model
+from trainer.engine.inference.measure import measure_validation
+from trainer.engine.inference.open import open_model
 from trainer.engine.train.evaluate import validate
 
 Z_LOSS = 0.1

@@ -11,10 +11,10 @@ import torch
 from tests.distributed import run_ranks
 from tests.train.processes import finish, rows, start, write_recipe
 from tests.train.test_health import outlier
-from trainer.engine.errors import CheckpointError, RecipeError
+from trainer.engine.core.errors import CheckpointError, RecipeError
 from trainer.engine.launch.environment import World
 from trainer.engine.recipe.load import load_recipe
-from trainer.engine.replay import replay
+from trainer.engine.run.replay import replay
 from trainer.engine.train.probe import Sums, measure, merge
 
 FP32 = ["precision.compute=fp32", "resilience.spike_window=8"]

@@ -6,10 +6,10 @@ import pytest
 
 import trainer
 from trainer.cli import main as cli
-from trainer.engine.errors import RecipeError
+from trainer.engine.core.errors import RecipeError
+from trainer.engine.core.run_state import RunState, recorded
+from trainer.engine.core.text.redact import redacted, without_secret
 from trainer.engine.observe.configs import MLflow
-from trainer.engine.redact import redacted, without_secret
-from trainer.engine.run_state import RunState, recorded
 
 RECIPE = """
 [run]

@@ -12,11 +12,11 @@ from tests.distributed import run_ranks
 from tests.train.plans import BASE, assembled, recipe_with
 from trainer import train
 from trainer.engine.data.batch import IGNORED
-from trainer.engine.evaluation.measure import measure_validation
-from trainer.engine.inference import open_model
+from trainer.engine.inference.measure import measure_validation
+from trainer.engine.inference.open import open_model
 from trainer.engine.observe.observer import to_floats
 from trainer.engine.recipe.changes import freedom
-from trainer.engine.recipe.checks import check
+from trainer.engine.recipe.checks.checks import check
 from trainer.engine.train.evaluate import validate
 
 LETTERS = {"lower": "abcdefgh", "upper": "ABCDEFGHIJKL"}

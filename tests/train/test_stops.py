@@ -12,10 +12,10 @@ import pytest
 import trainer
 from tests.cases import also
 from tests.train.processes import finish, rows, start, tensors, wait_for_lines, write_recipe
-from trainer.engine.data import parts
+from trainer.engine.core.run_state import read_state
 from trainer.engine.launch import signals
-from trainer.engine.run_state import read_state
-from trainer.engine.status import examine
+from trainer.engine.report.status import examine
+from trainer.engine.sources import parts
 
 ROOT = Path(trainer.__file__).absolute().parents[1]
 STEPS = 6

@@ -1,0 +1,119 @@
+"""What a checkpoint holds besides its manifest: weights, optimizer state, random numbers."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.local import local
+
+Description = Mapping[str, Any]
+"""A tensor's `shape` and `dtype`, as the manifest lists them."""
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and saved buffers by `model.NAME`; a tied weight appears once."""
+    weights = dict(model.named_parameters())
+    every = model.state_dict(keep_vars=True)
+    shared = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(weights)
+    return {f"model.{name}": value.detach() for name, value in every.items() if name not in shared}
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the optimizer's tensors by `optimizer.PARAMETER.KEY`."""
+    return {
+        f"optimizer.{name}.{key}": value
+        for name, weight in model.named_parameters()
+        for key, value in optimizer.state.get(weight, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+@torch.no_grad()
+def non_finite(state: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the tensors in which a number of this rank is NaN or infinite."""
+    parts = {name: local(tensor) for name, tensor in state.items() if tensor.is_floating_point()}
+    parts = {name: part for name, part in parts.items() if part.numel() and part.itemsize > 1}
+    largest = torch._foreach_norm(list(parts.values()), math.inf) if parts else []
+    return [name for name, norm in zip(parts, largest, strict=True) if not norm.isfinite()]
+
+
+def optimizer_numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return the optimizer's plain numbers by `PARAMETER.KEY`, for the manifest."""
+    return {
+        f"{name}.{key}": value
+        for name, weight in model.named_parameters()
+        for key, value in optimizer.state.get(weight, {}).items()
+        if isinstance(value, (int, float))
+    }
+
+
+def prepare_optimizer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    saved: Mapping[str, Description],
+    numbers: Mapping[str, float],
+) -> None:
+    """Give a fresh optimizer the state that a checkpoint will be read into.
+
+    Optimizers create their state at the first step; a resumed one needs it before. A tensor of the
+    parameter's shape is laid out like the parameter, any other one is whole on each rank.
+    """
+    for name, weight in model.named_parameters():
+        prefix = f"optimizer.{name}."
+        for full_name, description in _under(prefix, saved):
+            dtype = getattr(torch, description["dtype"].removeprefix("torch."))
+            if list(description["shape"]) == list(weight.shape):
+                value = torch.empty_like(weight, dtype=dtype, requires_grad=False)
+            else:
+                value = torch.empty(description["shape"], dtype=dtype, device=weight.device)
+            optimizer.state[weight][full_name.removeprefix(prefix)] = value
+        for full_name, number in _under(f"{name}.", numbers):
+            optimizer.state[weight][full_name.removeprefix(f"{name}.")] = number
+
+
+def _under(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    # A state key has no dots, so `a.b.` does not match the parameter `a.b.c`.
+    return (
+        (name, value)
+        for name, value in table.items()
+        if name.startswith(prefix) and "." not in name.removeprefix(prefix)
+    )
+
+
+def random_state(rank: int) -> dict[str, Tensor]:
+    """Return this rank's random number generators by `rng.RANK.KIND`."""
+    version, words, gauss = random.getstate()
+    # The bits of a float: NaN, for none, would not equal itself.
+    left = torch.tensor([float("nan") if gauss is None else gauss], dtype=torch.float64)
+    numbers = torch.cat([torch.tensor([version, *words]), left.view(torch.int64)])
+    state = {
+        f"rng.{rank}.torch": torch.get_rng_state(),
+        f"rng.{rank}.python": numbers,
+    }
+    if torch.cuda.is_available():
+        state[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(rank: int, state: Mapping[str, Tensor]) -> None:
+    """Take over what `random_state` returned."""
+    torch.set_rng_state(state[f"rng.{rank}.torch"])
+    saved = state[f"rng.{rank}.python"]
+    version, *words = saved[:-1].tolist()
+    gauss = saved[-1:].view(torch.float64).item()
+    random.setstate((version, tuple(words), None if gauss != gauss else gauss))
+    if f"rng.{rank}.cuda" in state:
+        torch.cuda.set_rng_state(state[f"rng.{rank}.cuda"])
+
+
+def seed_everything(seed: int, rank: int) -> None:
+    """Seed the generators that models may draw from while training, another stream each rank."""
+    mixed = (seed * 1_000_003 + rank) % 2**63
+    torch.manual_seed(mixed)
+    random.seed(mixed)

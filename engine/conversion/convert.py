@@ -1,0 +1,232 @@
+"""From one checkpoint format to another, a few rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...model_zoo.layers.moe_config import is_load
+from ..checkpoint.tensors import Rows, differing, nbytes
+from ..core.errors import CheckpointError, DataError, RecipeError
+from ..core.files import require_path
+from ..core.unfinished import refuse_existing
+from ..formats.hf_folder import listed
+from ..recipe.load import load_recipe
+from ..recipe.schema import Recipe
+from ..recipe.tables import Run
+from ..sources.configs import BytesTokenizer, HFTokenizer, TokenizerConfig
+from ..tokenizers.tokenizer_configs import TiktokenTokenizer
+from . import targets
+from .meta import open_meta
+from .opened import Opened
+from .shards import CODES
+from .sources import open_huggingface, open_native, open_torch
+from .targets import Job
+from .writing import Advance, Counter, complete_or_absent, parallel
+
+if TYPE_CHECKING:
+    from ..tokenizers.tokenizer import Tokenizer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Open = Callable[[Path, Recipe | None], Opened]
+
+
+@dataclass(frozen=True)
+class Target:
+    """How a format is written, and read back."""
+
+    write: Callable[[Job, Path], None]
+    read: Callable[[Path, Job], dict[str, Rows]]
+
+
+NATIVE = Target(targets.write_checkpoint, targets.read_checkpoint)
+HUGGINGFACE = Target(targets.write_huggingface, targets.read_huggingface)
+TORCH = Target(targets.write_torch, targets.read_torch)
+WAYS: dict[str, tuple[Open, Target]] = {
+    "hf2dcp": (open_huggingface, NATIVE),
+    "dcp2hf": (open_native, HUGGINGFACE),
+    "meta2dcp": (open_meta, NATIVE),
+    "torch2dcp": (open_torch, NATIVE),
+    "dcp2torch": (open_native, TORCH),
+    "hf2hf": (open_huggingface, HUGGINGFACE),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a user may ask for; None keeps what is there.
+
+    Args:
+        section: which weights of one of our checkpoints: "model" or "ema".
+        tokenizer: "bytes", or a tokenizer.json or its folder.
+        verify: read the target back and compare it with the source, bit for bit.
+    """
+
+    dtype: str | None = None
+    shard_bytes: int = 5 * 10**9
+    recipe: Path | None = None
+    tokenizer: str | None = None
+    section: str = "model"
+    verify: bool = False
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written, and what a user should know."""
+
+    tensors: int
+    bytes: int
+    notes: list[str]
+
+
+def convert(
+    way: str,
+    source: Path,
+    target: Path,
+    options: Options,
+    started: Callable[[int], Advance] = lambda _: lambda _: None,
+) -> Converted:
+    """Convert a checkpoint; the target appears when it is complete.
+
+    Args:
+        way: a key of `WAYS`.
+        started: hears how many bytes there will be, and returns what hears of each step.
+
+    Raises:
+        RecipeError: the target exists, or the recipe is wrong.
+        CheckpointError: the source cannot be read or does not fit, or writing failed.
+        DataError: the tokenizer cannot be read.
+    """
+    for path in (source, target, options.tokenizer or ""):
+        require_path(path)
+    _refuse_nesting(source, target)
+    recipe = load_recipe(options.recipe).recipe if options.recipe else None
+    opener, format_ = WAYS[way]
+    if options.section != "model":
+        opener = partial(open_native, section=options.section)
+    opened = opener(source, recipe)
+    if format_ is HUGGINGFACE:
+        opened.tensors = {name: t for name, t in opened.tensors.items() if not is_load(name)}
+    # A Hugging Face folder's own files say what transformers needs.
+    has_own = format_ is HUGGINGFACE and opened.settings is not None
+    job = _job(opened, target, options, wants_tokenizer=not has_own and format_ is not TORCH)
+    rounds = 2 if options.verify else 1
+    with complete_or_absent(target, job.bytes) as temporary:
+        job.advance = Counter(started(job.bytes * rounds))
+        format_.write(job, temporary)
+        if options.verify:
+            _verify(job, format_, temporary)
+    return Converted(len(job.forms), job.bytes, opened.notes)
+
+
+def _refuse_nesting(source: Path, target: Path) -> None:
+    """Check that the target is free, and that neither of the two lies in the other.
+
+    Raises:
+        RecipeError: it is not.
+    """
+    refuse_existing(target)
+    try:
+        source.exists()  # raises where it cannot be a name
+        there, here = source.resolve(), target.resolve()
+    except (OSError, RuntimeError) as error:  # of links in a circle, Python 3.11 raises the latter
+        raise RecipeError(f"{source} or {target} is no usable path: {error}") from error
+    if there == here or there in here.parents:
+        raise RecipeError(f"{target} lies inside of {source}", "name a target outside of it")
+
+
+def _job(opened: Opened, target: Path, options: Options, *, wants_tokenizer: bool) -> Job:
+    odd = [f"{name} is {t.dtype}" for name, t in opened.tensors.items() if t.dtype not in CODES]
+    if odd:
+        raise CheckpointError(listed(f"{opened.place} holds more than plain weights:", odd))
+    config, side = _tokenizer_of(opened, options)
+    tokenizer = _build(config, opened, options) if wants_tokenizer else None
+    if config is None or tokenizer is None:
+        config, side = BytesTokenizer(), opened.side
+    base = opened.recipe or Recipe(run=Run(steps=1))
+    forms = {
+        name: (DTYPES[options.dtype] if options.dtype else tensor.dtype, tensor.shape)
+        for name, tensor in opened.tensors.items()
+    }
+    return Job(
+        opened=opened,
+        target=target,
+        forms=forms,
+        recipe=base.model_copy(update={"model": opened.config, "tokenizer": config}),
+        tokenizer=tokenizer,
+        side=side,
+        shard_bytes=options.shard_bytes,
+        advance=lambda _: None,
+    )
+
+
+def _tokenizer_of(opened: Opened, options: Options) -> tuple[TokenizerConfig | None, Path | None]:
+    """Return the tokenizer's table, and the folder whose files are copied as they are.
+
+    The user's word comes first, then what lies beside the weights, then what was recorded.
+    """
+    if options.tokenizer == "bytes":
+        return BytesTokenizer(), None
+    if options.tokenizer:
+        return HFTokenizer(path=str(Path(options.tokenizer).expanduser().absolute())), None
+    recorded = opened.recipe.tokenizer if opened.recipe else None
+    is_named = options.recipe is not None and not isinstance(recorded, BytesTokenizer)
+    side, vocabulary = opened.side, opened.place / "tokenizer.model"
+    if side is not None and (side / "tokenizer.json").is_file() and not is_named:
+        eos_token = getattr(recorded, "eos_token", None)
+        return HFTokenizer(path=str(side.absolute()), eos_token=eos_token), side
+    if recorded is None and vocabulary.is_file():
+        return TiktokenTokenizer(path=str(vocabulary.absolute()), pattern="llama3"), None
+    return recorded, None
+
+
+def _build(config: TokenizerConfig | None, opened: Opened, options: Options) -> Tokenizer | None:
+    """Return the tokenizer; one that nobody asked for by name is done without, and that is said."""
+    if config is None:
+        opened.notes.append(
+            f"{opened.place} has no tokenizer.json: give the tokenizer with --tokenizer; "
+            "until then text is taken as bytes"
+        )
+        return None
+    try:
+        tokenizer = config.build()
+    except (DataError, RecipeError) as error:
+        if options.tokenizer or options.recipe:
+            raise
+        opened.notes.append(f"the tokenizer cannot be used: {error.message}")
+        return None
+    if tokenizer.vocab_size > opened.config.vocab:
+        raise CheckpointError(
+            f"{opened.config.vocab} rows cannot embed the {tokenizer.vocab_size} tokens of the "
+            "tokenizer",
+            "give the tokenizer that it was trained with by --tokenizer",
+        )
+    return tokenizer
+
+
+def _verify(job: Job, target: Target, temporary: Path) -> None:
+    """Compare what was written with the source.
+
+    Raises:
+        CheckpointError: something differs.
+    """
+    written = target.read(temporary, job)
+
+    def compare(name: str) -> str:
+        dtype, shape = job.forms[name]
+        differs = differing(written[name], job.opened.tensors[name], dtype)
+        job.advance(nbytes(shape, dtype))
+        return name if differs else ""
+
+    wrong = [name for name in parallel([partial(compare, name) for name in job.forms]) if name]
+    if wrong:
+        raise CheckpointError(
+            listed(f"what was written differs from {job.opened.place}:", wrong),
+            "the disk or the memory of this machine may be faulty",
+        )

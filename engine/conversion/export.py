@@ -1,0 +1,257 @@
+"""A trained model as a Hugging Face folder, written by all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.box import held_box, holds_rows
+from ..checkpoint.disk import writing
+from ..checkpoint.ranks import Ranks
+from ..checkpoint.tensors import Held, row_bytes
+from ..core.unfinished import Unfinished
+from ..formats.forms import as_theirs
+from ..formats.hf_folder import CONFIG
+from .hf_files import GENERATION, config_json, generation_json, write_json
+from .opened import hf_parts
+from .shards import Shard, index_of, lay_out, main_dtype
+from .writing import Stretch, create, stretches, sync, write_all
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.tensor import DTensor
+
+    from ...model_zoo.config import ModelConfig
+    from ...model_zoo.layout import Layout, Part
+    from ..tokenizers.tokenizer import Tokenizer
+
+
+def export_huggingface(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = 5 * 10**9,
+    group: ProcessGroup | None = None,
+) -> None:
+    """Write safetensors, config.json and the tokenizer's files; all ranks call it.
+
+    Each rank writes the rows that it holds; what all hold alike is divided between them. The folder
+    appears when it is complete.
+
+    Args:
+        folder: must not exist, and must be seen by all ranks.
+        weights: by our parameter names; plain tensors, or DTensors. Ranks may have different ones;
+            a DTensor is on all ranks of its mesh.
+        config: with its vocabulary settled.
+        dtype: of the files; default: that of each tensor.
+        shard_bytes: no file is larger, unless one tensor is.
+        group: a gloo group of all ranks; None: one process.
+
+    Raises:
+        RecipeError: the folder exists.
+        CheckpointError: the model has no Hugging Face names, or writing failed; nothing is left.
+    """
+    ranks = Ranks(group)
+    table = ranks.reduce(lambda: _listed(weights, config, dtype), partial(_merged, config.layout))
+    forms = {
+        part.name: (entry.dtype, part.shape) for entry in table.values() for part in entry.parts
+    }
+    shards = lay_out(forms, shard_bytes)
+    begun: list[Unfinished] = []  # on rank 0
+    place = ranks.reduce(lambda: None, lambda _: str(_begin(folder, shards, begun)))
+    temporary = Path(place)
+    files = {
+        theirs: (temporary / each.file, at)
+        for each in shards
+        for theirs, at in each.offsets.items()
+    }
+    places = {
+        ours: [_Place(part, *files[part.name], entry.dtype) for part in entry.parts]
+        for ours, entry in table.items()
+        if ours in weights
+    }
+    # What several ranks hold alike is written in turns.
+    turns = {
+        ours: entry.holders[number % len(entry.holders)]
+        for number, (ours, entry) in enumerate(table.items())
+    }
+    mine = {ours for ours, rank in turns.items() if rank == ranks.rank}
+    try:
+        ranks.reduce(lambda: _write_own_rows(weights, places, mine), lambda _: None)
+        failure = _write_gathered(weights, places, mine)
+        ranks.reduce(lambda: _settle(failure), lambda _: None)
+        settings = config_json(config, main_dtype(forms), tokenizer.eos_id)
+        small = index_of(shards, forms)
+        ranks.reduce(lambda: None, lambda _: _finish(begun[0], small, settings, tokenizer))
+    except BaseException:
+        for each in begun:
+            each.discard()
+        raise
+
+
+@dataclass
+class _Entry:
+    """A weight that some rank holds, and the ranks that do."""
+
+    parts: list[Part]
+    dtype: torch.dtype
+    holders: list[int]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a part of a weight is written."""
+
+    part: Part
+    file: Path
+    offset: int
+    dtype: torch.dtype
+
+
+def _listed(
+    weights: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype | None
+) -> dict[str, tuple[list[Part], torch.dtype]]:
+    """Return the tensors there, and their dtype, of this rank's weights."""
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    return {
+        ours: (parts, dtype or weights[ours].dtype)
+        for ours, parts in hf_parts(shapes, config).items()
+    }
+
+
+def _merged(
+    layout: Layout, found: list[dict[str, tuple[list[Part], torch.dtype]]]
+) -> dict[str, _Entry]:
+    """Return the weights of all ranks, in the order of the model."""
+    table: dict[str, _Entry] = {}
+    for rank, mine in enumerate(found):
+        for ours, (parts, dtype) in mine.items():
+            table.setdefault(ours, _Entry(parts, dtype, [])).holders.append(rank)
+
+    def place(name: str) -> tuple[int, int]:
+        block = name.removeprefix(f"{layout.blocks}.").partition(".")[0]
+        if name.startswith(f"{layout.blocks}.") and block.isdecimal():
+            return 1, int(block)
+        return 2 * name.startswith(f"{layout.head}."), 0
+
+    return {name: table[name] for name in sorted(table, key=place)}
+
+
+def _begin(folder: Path, shards: list[Shard], begun: list[Unfinished]) -> Path:
+    """Make an unfinished folder with files of their final sizes; on rank 0."""
+    unfinished = Unfinished(folder)
+    try:
+        with writing(folder.parent, sum(shard.size for shard in shards)):
+            unfinished.path.mkdir()
+            for shard in shards:
+                create(unfinished.path / shard.file, shard.size, shard.head)
+    except BaseException:
+        unfinished.discard()
+        raise
+    begun.append(unfinished)
+    return unfinished.path
+
+
+def _write_own_rows(
+    weights: Mapping[str, Tensor], places: Mapping[str, list[_Place]], mine: Container[str]
+) -> None:
+    """Write the rows that this rank holds, without communication."""
+    todo: list[Stretch] = []
+    for name, parts in places.items():
+        found = _own_rows(weights[name], name in mine)
+        if found is not None:
+            todo += _stretches(parts, *found)
+    _write(todo)
+
+
+def _write_gathered(
+    weights: Mapping[str, Tensor], places: Mapping[str, list[_Place]], mine: Container[str]
+) -> Exception | None:
+    """Write tensors that are cut other than by rows, gathered one at a time, in turns.
+
+    A rank that cannot write goes on gathering, for the others; its failure is returned.
+    """
+    failure: Exception | None = None
+    for name in (name for name in places if _is_cut_otherwise(weights[name])):
+        whole = cast("DTensor", weights[name].detach()).full_tensor()
+        if name not in mine or failure is not None:
+            continue
+        try:
+            _write(list(_stretches(places[name], whole, 0)))
+        except Exception as error:
+            failure = error
+    return failure
+
+
+def _own_rows(tensor: Tensor, is_my_turn: bool) -> tuple[Tensor, int] | None:
+    """Return the rows that are this rank's to write, and the first one's number."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return (tensor, 0) if is_my_turn else None
+    sharded = cast("DTensor", tensor.detach())
+    box, coordinate = held_box(sharded), sharded.device_mesh.get_coordinate()
+    if box is None or coordinate is None or not holds_rows(sharded):
+        return None
+    placed = zip(coordinate, sharded.placements, strict=True)
+    if any(at for at, placement in placed if placement.is_replicate()):
+        return None  # another rank holds the same rows
+    return sharded.to_local(), box.start[0]
+
+
+def _is_cut_otherwise(tensor: Tensor) -> bool:
+    is_plain = type(tensor) in (Tensor, nn.Parameter)
+    return not is_plain and not holds_rows(cast("DTensor", tensor))
+
+
+def _stretches(places: list[_Place], rows: Tensor, first_row: int) -> Iterator[Stretch]:
+    """Yield what a rank that holds some rows of a weight writes to the files of its parts."""
+    for place in places:
+        part, held, start = place.part, rows, first_row
+        if part.form:
+            held = as_theirs(rows, part.form)
+        elif len(part.shape) < rows.dim():  # one of a stack of matrices
+            number, start = part.start[0] - first_row, 0
+            if not 0 <= number < len(rows):
+                continue
+            held = rows[(number, *part.start[1 : -len(part.shape)])]
+        offset = place.offset + start * row_bytes(part.shape, place.dtype)
+        yield from stretches(place.file, offset, Held(held), place.dtype, part.name)
+
+
+def _write(todo: list[Stretch]) -> None:
+    files = sorted({stretch.file for stretch in todo})
+    if files:
+        with writing(files[0].parent, 0):
+            write_all(todo, lambda _: None)
+            sync(files)
+
+
+def _settle(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
+
+
+def _finish(
+    unfinished: Unfinished,
+    small: Mapping[str, str],
+    settings: Mapping[str, Any],
+    tokenizer: Tokenizer,
+) -> None:
+    """Write the small files and publish; on rank 0."""
+    temporary = unfinished.path
+    with writing(unfinished.target.parent, 0):
+        for name, text in small.items():
+            (temporary / name).write_text(text, encoding="utf-8")
+        write_json(temporary / CONFIG, settings)
+        write_json(temporary / GENERATION, generation_json(tokenizer.eos_id))
+        tokenizer.save(temporary)
+        sync(sorted(temporary.iterdir()))
+        unfinished.publish()

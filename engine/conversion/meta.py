@@ -1,0 +1,144 @@
+"""Opens a model in Meta's original format: params.json and consolidated.NN.pth."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from ...model_zoo.layout import translate
+from ...model_zoo.llama3.config import Llama3Config
+from ...model_zoo.llama3.meta import COMPUTED, NAMES, ROTATED, config_from_params
+from ..checkpoint.tensors import Interleaved, Pieces, Region, Rows, differing
+from ..checkpoint.torch_file import check_records
+from ..core.errors import CheckpointError
+from ..formats.hf_folder import read_json
+from ..formats.hf_match import Shape
+from .opened import Opened, config_or_error, parameter_shapes, refuse_misfits
+from .sources import read_state_dict, rows_of
+
+if TYPE_CHECKING:
+    from ..recipe.schema import Recipe
+
+PARAMS = "params.json"
+MAX_PARAMS_BYTES = 2**20
+EMBED, HEAD = "embed.weight", "head.proj.weight"
+
+
+def open_meta(folder: Path, recipe: Recipe | None) -> Opened:
+    """Open a folder; the files are joined, and the rotary order is made ours.
+
+    Raises:
+        CheckpointError: it cannot be read, or does not fit, all misfits listed.
+    """
+    files = _consolidated(folder)
+    params = read_json(folder / PARAMS, MAX_PARAMS_BYTES)
+    parts: list[dict[str, Region]] = [
+        {name: each for name, each in read_state_dict(file, []).items() if name != COMPUTED}
+        for file in files
+    ]
+    first = {name: each.shape for name, each in parts[0].items()}
+    rows = rows_of(first, NAMES[HEAD]) * len(files)
+    make = partial(config_from_params, params, rows)
+    config = cast("Llama3Config", config_or_error(make, folder / PARAMS))
+    if recipe is not None:
+        config = _llama3(recipe).with_vocab(rows)
+    # Each part of a part is there once more in every other file.
+    counted = {
+        f"{at} {name}": each.shape for at, part in enumerate(parts) for name, each in part.items()
+    }
+    shapes = parameter_shapes(config, counted, folder)
+    if config.tie_embeddings and {NAMES[EMBED], NAMES[HEAD]} <= first.keys():
+        ends = [_join(name, shapes[EMBED], parts) for name in (NAMES[EMBED], NAMES[HEAD])]
+        if recipe is None and differing(ends[1], ends[0], ends[0].dtype):
+            config = config.model_copy(update={"tie_embeddings": False})
+            shapes = parameter_shapes(config, counted, folder)
+    elif recipe is None and NAMES[HEAD] not in first:
+        config = config.model_copy(update={"tie_embeddings": True})
+        shapes = parameter_shapes(config, counted, folder)
+    sources = {name: translate(name, NAMES) or name for name in shapes}
+    _refuse_misfits(folder, sources, shapes, parts)
+    tensors = {
+        name: _turned(name, _join(theirs, shapes[name], parts), config)
+        for name, theirs in sources.items()
+    }
+    checks = [partial(check_records, file) for file in files]
+    return Opened(folder, config, tensors, recipe, None, folder, checks=checks)
+
+
+def _consolidated(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder", f"name the folder with {PARAMS}")
+    found = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.is_file() and re.fullmatch(r"consolidated\.\d\d\.pth", path.name)
+    )
+    expected = [f"consolidated.{number:02d}.pth" for number in range(max(1, len(found)))]
+    if found != expected:
+        there = f"; there are {', '.join(found)}" if found else ""
+        raise CheckpointError(
+            f"{folder} does not hold {expected[0]} and those after it{there}",
+            "fetch the whole folder of the model, in Meta's original format",
+        )
+    return [folder / name for name in found]
+
+
+def _llama3(recipe: Recipe) -> Llama3Config:
+    if not isinstance(recipe.model, Llama3Config):
+        raise CheckpointError(f'Meta\'s format holds a llama3, --recipe says "{recipe.model.name}"')
+    return recipe.model
+
+
+def _refuse_misfits(
+    folder: Path,
+    sources: Mapping[str, str],
+    shapes: Mapping[str, Shape],
+    parts: Sequence[Mapping[str, Region]],
+) -> None:
+    for number, part in enumerate(parts):
+        there = {name: each.shape for name, each in part.items()}
+        wanted = {
+            name: _share(parts[0].get(theirs), shapes[name], len(parts))
+            for name, theirs in sources.items()
+        }
+        if NAMES[HEAD] not in sources.values():
+            there.pop(NAMES[HEAD], None)  # equal to the embedding
+        refuse_misfits(folder, sources, wanted, there, f"consolidated.{number:02d}.pth")
+
+
+def _share(first: Region | None, full: Shape, count: int) -> Shape:
+    """Return the shape that every part of a tensor should have: the first's, if that can be."""
+    if first is None or (first.shape != full and _cut(first.shape, full, count) is None):
+        return full
+    return first.shape
+
+
+def _cut(part: Shape, full: Shape, count: int) -> int | None:
+    """Return the dimension along which a tensor was cut into equal parts."""
+    if len(part) != len(full):
+        return None
+    unequal = [dim for dim in range(len(full)) if part[dim] != full[dim]]
+    if len(unequal) != 1 or part[unequal[0]] * count != full[unequal[0]]:
+        return None
+    return unequal[0]
+
+
+def _join(name: str, full: Shape, parts: Sequence[Mapping[str, Region]]) -> Rows:
+    """Return a tensor put together from all files; norms are whole in each of them."""
+    regions = [part[name] for part in parts if name in part]
+    dim = _cut(regions[0].shape, full, len(parts)) if len(regions) == len(parts) else None
+    if dim is None or {each.shape for each in regions} != {regions[0].shape}:
+        return regions[0]
+    width = regions[0].shape[dim]
+    placed = tuple(
+        (tuple(number * width if at == dim else 0 for at in range(len(full))), region)
+        for number, region in enumerate(regions)
+    )
+    return Pieces(regions[0].dtype, full, placed)
+
+
+def _turned(name: str, tensor: Rows, config: Llama3Config) -> Rows:
+    return Interleaved(tensor, config.head_width) if name.endswith(ROTATED) else tensor

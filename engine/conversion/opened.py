@@ -1,0 +1,144 @@
+"""What every source of weights comes to: a model's config, its tensors, its tokenizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...model_zoo.hf_settings import SettingsError
+from ..checkpoint.tensors import Rows
+from ..core.errors import CheckpointError
+from ..formats.hf_folder import listed
+from ..formats.hf_match import Shape, misfits
+
+if TYPE_CHECKING:
+    from ...model_zoo.config import ModelConfig
+    from ...model_zoo.layout import Part
+    from ..recipe.schema import Recipe
+
+
+@dataclass
+class Opened:
+    """A source that fits its model; no tensor is read yet.
+
+    Args:
+        place: where it lies.
+        tensors: by our parameter names; all of the model, and nothing else.
+        recipe: what it was trained with, or what the user gave.
+        settings: its config.json.
+        side: a folder with a tokenizer's files beside the weights.
+        notes: what a user should know.
+        checks: work that finds damage, to be done while tensors are copied.
+    """
+
+    place: Path
+    config: ModelConfig
+    tensors: Mapping[str, Rows]
+    recipe: Recipe | None = None
+    settings: dict[str, Any] | None = None
+    side: Path | None = None
+    notes: list[str] = field(default_factory=list)
+    checks: Sequence[Callable[[], str]] = ()
+
+
+def config_or_error(make: Callable[[], ModelConfig], place: Path) -> ModelConfig:
+    """Return a config, or explain why there can be none.
+
+    Raises:
+        CheckpointError: sizes are missing or impossible, all listed.
+    """
+    try:
+        return make()
+    except SettingsError as error:
+        raise CheckpointError(
+            listed(f"{place} describes no model that can be built:", error.problems),
+            "where the file is right and incomplete, describe the model with --recipe",
+        ) from error
+
+
+def parameter_shapes(
+    config: ModelConfig, found: Mapping[str, Shape], place: Path
+) -> dict[str, Shape]:
+    """Return the shape of each parameter of a model, and of buffers that are there or must be.
+
+    Args:
+        config: with its vocabulary settled.
+        found: what is there: a file that lies about its sizes shall not fill the memory.
+
+    Raises:
+        CheckpointError: a size is larger than all tensors together.
+    """
+    from ...kernels.choose import choose
+    from ..parallel.materialize import without_storage
+
+    elements = sum(math.prod(shape) for shape in found.values())
+    keys = [key for key in config.layout.hf_keys.values() if not key.startswith("rope_scaling.")]
+    problems = [
+        f"{key} = {value}, but there are {elements} numbers in all"
+        for key in keys
+        if isinstance(value := _value(config, key), int) and value > elements
+    ]
+    blocks = getattr(config, "n_layers", 0)
+    start = f"{config.layout.blocks}.0."
+    one = config.model_copy(update={"n_layers": 1}).parameter_shapes()
+    a_block = sum(name.startswith(start) for name in one)
+    if blocks * max(2, a_block) > 2 * len(found):  # where half is missing, names tell more
+        problems.append(f"n_layers = {blocks}, but there are {len(found)} tensors in all")
+    if problems:
+        raise CheckpointError(listed(f"{place} does not fit its own sizes:", problems))
+    with without_storage():
+        model = config.build(choose({}, "cpu", 64))
+    saved, to_hf = model.saved_buffers().items(), config.layout.to_hf
+    buffers = [(name, each) for name, each in saved if to_hf(name) or name in found]
+    return {name: tuple(each.shape) for name, each in [*model.named_parameters(), *buffers]}
+
+
+def _value(config: ModelConfig, key: str) -> Any:
+    """Return what a config, or a table in it, has under a dotted key; None: there is no such."""
+    found: Any = config
+    for part in key.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def refuse_misfits(
+    place: Path,
+    sources: Mapping[str, str],
+    shapes: Mapping[str, Shape],
+    found: Mapping[str, Shape],
+    word: str,
+    hint: str = "",
+) -> None:
+    """Check that a place holds all of a model, and nothing else.
+
+    Raises:
+        CheckpointError: everything that does not fit.
+    """
+    problems = misfits(sources, shapes, found, word)
+    if problems:
+        raise CheckpointError(listed(f"{place} does not fit the model:", problems), hint)
+
+
+def hf_parts(shapes: Mapping[str, Shape], config: ModelConfig) -> dict[str, list[Part]]:
+    """Return the tensors in which Hugging Face stores each of a model's.
+
+    Raises:
+        CheckpointError: the table of the model has no name for some, or there is no such model.
+    """
+    try:
+        config.require_hf()
+    except ValueError as error:
+        sentence = f'no Hugging Face model is what this "{config.name}" is: {error}'
+        raise CheckpointError(sentence, "convert it by dcp2torch") from error
+    found = {name: config.layout.hf_parts(name, shape) for name, shape in shapes.items()}
+    nameless = [
+        f'{name}: model "{config.name}" has no Hugging Face name for it'
+        for name, parts in found.items()
+        if not parts
+    ]
+    if nameless:
+        raise CheckpointError(listed("the model cannot be exported:", nameless))
+    return found

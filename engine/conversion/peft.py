@@ -1,0 +1,165 @@
+"""Adapters as Hugging Face's PEFT stores them, so that it loads them beside the base model.
+
+Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ...model_zoo.layers.adapter_names import DOWN, UP, is_adapter
+from ..checkpoint.find import find_checkpoint
+from ..checkpoint.manifest import recipe_of
+from ..checkpoint.ranks import Ranks
+from ..checkpoint.tensors import row_count
+from ..core.errors import CheckpointError
+from .hf_files import write_json
+from .writing import complete_or_absent, sync
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ...model_zoo.config import ModelConfig
+    from ...model_zoo.language_model import LanguageModel
+    from ...model_zoo.layout import Layout
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+THEIRS = {DOWN: "lora_A", UP: "lora_B"}
+
+
+def save_adapter(
+    folder: Path,
+    model: LanguageModel,
+    config: ModelConfig,
+    *,
+    base: str = "",
+    group: ProcessGroup | None = None,
+) -> None:
+    """Write a model's adapters to a new folder that `peft.PeftModel.from_pretrained` loads.
+
+    All ranks of a sharded model call it; the first one writes. The folder appears only when it is
+    complete.
+
+    Args:
+        folder: must not exist yet.
+        model: with adapters, plain or sharded.
+        config: what the model was built from.
+        base: name or folder of the base model, for whoever loads the adapter.
+        group: a gloo group of all ranks; None: one process.
+
+    Raises:
+        RecipeError: the folder exists.
+        CheckpointError: there are no adapters, Hugging Face has no names for them, or writing
+            failed.
+    """
+    from ...model_zoo.layers.adapter import AdaptedLinear
+
+    adapters = {}
+    for name, value in model.named_parameters():
+        if is_adapter(name):
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            adapters[name] = whole.detach().cpu()
+    alphas = [each.alpha for each in model.modules() if isinstance(each, AdaptedLinear)]
+    if not alphas:
+        raise CheckpointError("the model has no adapters", "set lora.rank")
+    names = [name for name, _ in model.named_parameters()]
+    Ranks(group).reduce(
+        lambda: None, lambda _: _write(folder, adapters, names, config.layout, alphas[0], base)
+    )
+
+
+def export_adapter(checkpoint: Path, folder: Path, *, base: str | None = None) -> int:
+    """Write the adapters of a checkpoint to a new folder that PEFT loads; reads no other tensor.
+
+    Returns:
+        how many tensors there are.
+
+    Args:
+        checkpoint: a checkpoint, or a run directory, whose newest intact checkpoint is taken.
+        folder: must not exist yet.
+        base: name or folder of the base model; default: the run's `run.init_from`.
+
+    Raises:
+        RecipeError: the folder exists.
+        CheckpointError: the checkpoint is damaged or has no adapters, or writing failed.
+    """
+    from .merged import merge_tensors
+    from .native import read_section
+
+    found = find_checkpoint(checkpoint)
+    recipe = recipe_of(found.path, found.manifest)
+    saved = read_section(found.path, found.manifest, "model")
+    merge_tensors(found.path, saved, recipe.lora.alpha)  # refuses what does not fit
+    adapters = {
+        name: rows.read(0, row_count(rows.shape))
+        for name, rows in saved.items()
+        if is_adapter(name)
+    }
+    if not adapters:
+        raise CheckpointError(f"{found.path} has no adapters", "it was trained without [lora]")
+    base = recipe.run.init_from if base is None else base
+    _write(folder, adapters, saved, recipe.model.layout, recipe.lora.alpha, base)
+    return len(adapters)
+
+
+def _write(
+    folder: Path,
+    adapters: Mapping[str, Tensor],
+    names: Collection[str],
+    layout: Layout,
+    alpha: float,
+    base: str,
+) -> None:
+    """Write a PEFT folder, complete or not at all; `names` are those of all parameters."""
+    from safetensors.torch import save_file
+
+    tensors, modules = {}, set()
+    for name, value in adapters.items():
+        path, _, leaf = name.rpartition(".")
+        theirs = layout.to_hf(f"{path}.weight")
+        if theirs is None:
+            raise CheckpointError(f"Hugging Face has no name for {path}.weight")
+        module = theirs.removesuffix(".weight")
+        modules.add(module)
+        tensors[f"base_model.model.{module}.{THEIRS[leaf]}.weight"] = value.contiguous()
+    every = {layout.to_hf(name) for name in names} - {None}
+    rank = max(len(value) for name, value in adapters.items() if name.endswith(DOWN))
+    settings = _settings(rank, alpha, _targets(modules, every), base)
+    with complete_or_absent(folder, sum(value.nbytes for value in tensors.values())) as temporary:
+        temporary.mkdir()
+        save_file(tensors, temporary / WEIGHTS, {"format": "pt"})
+        write_json(temporary / CONFIG, settings)
+        sync([temporary / WEIGHTS, temporary / CONFIG])
+
+
+def _targets(modules: set[str], weights: Collection[str | None]) -> list[str]:
+    """Return what PEFT shall match: `q_proj` if every layer's has an adapter, else whole paths."""
+    targets = set()
+    for module in modules:
+        short = module.rpartition(".")[2]
+        alike = {str(name).removesuffix(".weight") for name in weights}
+        alike = {name for name in alike if name.endswith(f".{short}")}
+        targets.add(short if alike <= modules else module)
+    return sorted(targets)
+
+
+def _settings(rank: int, alpha: float, targets: list[str], base: str) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base or None,
+        "r": rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "target_modules": targets,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "use_rslora": False,
+    }

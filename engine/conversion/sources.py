@@ -1,0 +1,230 @@
+"""Opens what is converted, each format in its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...model_zoo.layers.adapter_names import is_adapter
+from ..checkpoint.find import candidates
+from ..checkpoint.manifest import (
+    DATA_SUFFIXES,
+    Manifest,
+    check_hashes,
+    check_listing,
+    read_manifest,
+    recipe_of,
+)
+from ..checkpoint.tensors import Region, Rows
+from ..checkpoint.torch_file import check_records, read_regions
+from ..core.errors import CheckpointError
+from ..core.models import family_of
+from ..formats.hf_folder import CONFIG, StoredTensor, list_tensors, listed, read_config, shown
+from ..formats.hf_match import Match, Shape, differing_ends, match
+from ..recipe.tables import LoRA
+from .merged import merge_tensors
+from .opened import Opened, config_or_error, parameter_shapes, refuse_misfits
+from .shards import CODES
+
+if TYPE_CHECKING:
+    from ...model_zoo.config import ModelConfig
+    from ..recipe.schema import Recipe
+
+WRAPPERS = ("module.", "_orig_mod.")
+INNER = ("model", "state_dict", "model_state_dict", "module")
+
+
+def open_huggingface(folder: Path, recipe: Recipe | None) -> Opened:
+    """Open a Hugging Face folder; its config.json gives the sizes, unless a recipe does.
+
+    Raises:
+        CheckpointError: it cannot be read, or does not fit, all misfits listed.
+    """
+    stored, settings = list_tensors(folder), read_config(folder)
+    found = {name: tensor.shape for name, tensor in stored.items()}
+    if recipe is not None:
+        rows = rows_of(found, recipe.model.layout.to_hf(f"{recipe.model.layout.embed}.weight"))
+        config = recipe.model.with_vocab(rows)
+    elif settings is not None:
+        family = family_of(settings, folder)
+        config = config_or_error(partial(family.from_hf_config, settings), folder / CONFIG)
+    else:
+        raise CheckpointError(f"{folder} has no {CONFIG}", "describe the model with --recipe")
+    shapes = parameter_shapes(config, found, folder)
+    fit = _matched(folder, "the folder", stored, shapes, config, settings)
+    tensors = fit.rows(shapes, stored)
+    return Opened(folder, config, tensors, recipe, settings, folder, fit.notes)
+
+
+def _matched(
+    place: Path,
+    word: str,
+    stored: Mapping[str, StoredTensor],
+    shapes: Mapping[str, Shape],
+    config: ModelConfig,
+    settings: Mapping[str, Any] | None,
+) -> Match:
+    """Compare tensors of Hugging Face's names with a model.
+
+    Raises:
+        CheckpointError: they do not fit, all misfits listed.
+    """
+    fit = match(stored, shapes, config, settings, word)
+    if not fit.problems:
+        fit.problems = differing_ends(stored, fit, config.layout)
+        fit.hint = "describe it with --recipe, and model.tie_embeddings = false"
+    if fit.problems:
+        raise CheckpointError(listed(f"{place} does not fit the model:", fit.problems), fit.hint)
+    return fit
+
+
+def open_native(path: Path, recipe: Recipe | None, section: str = "model") -> Opened:
+    """Open one of our checkpoints, or the newest complete one of a run directory.
+
+    Its hashes are compared later, while tensors are copied.
+
+    Args:
+        section: "model", or "ema" for the averaged weights.
+
+    Raises:
+        CheckpointError: there is none, or it does not fit its recipe.
+    """
+    from .native import read_section
+
+    folder, manifest = _newest(path)
+    saved = recipe_of(folder, manifest) if recipe is None else recipe
+    tensors = read_section(folder, manifest, section)
+    if tensors and section != "model":  # weights that were frozen have no average
+        tensors = read_section(folder, manifest, "model") | tensors
+    if not tensors:
+        sections = sorted({name.partition(".")[0] for name in manifest.tensors})
+        raise CheckpointError(
+            f'{folder} holds no weights of the section "{section}"',
+            f"it holds: {', '.join(sections)}",
+        )
+    if any(map(is_adapter, tensors)):  # of frozen weights there is no average
+        tensors = read_section(folder, manifest, "model") | tensors
+        alpha = LoRA.model_validate(manifest.recipe.get("lora", {})).alpha
+        tensors = merge_tensors(folder, tensors, alpha)
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    config = saved.model.with_vocab(rows_of(found, f"{saved.model.layout.embed}.weight"))
+    shapes = parameter_shapes(config, found, folder)
+    refuse_misfits(folder, {name: name for name in shapes}, shapes, found, "the checkpoint")
+    ordered = {name: tensors[name] for name in shapes}
+    checks = [
+        partial(_check_file, folder, manifest, name)
+        for name in manifest.files
+        if name.endswith(DATA_SUFFIXES)
+    ]
+    return Opened(folder, config, ordered, saved, None, folder, [], checks)
+
+
+def open_torch(file: Path, recipe: Recipe | None) -> Opened:
+    """Open a state dict that `torch.save` wrote, by our parameter names or Hugging Face's.
+
+    Raises:
+        CheckpointError: it is not read, or does not fit, all misfits listed.
+    """
+    notes: list[str] = []
+    tensors = read_state_dict(file, notes)
+    config, settings = (recipe.model, None) if recipe else _config_beside(file)
+    embed = f"{config.layout.embed}.weight"
+    their_embed = config.layout.to_hf(embed)
+    if not {embed, their_embed} & tensors.keys():  # a model within one of the user's own
+        tensors = _without("model.", tensors)
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    is_ours = their_embed not in found
+    if recipe:
+        config = config.with_vocab(rows_of(found, embed if is_ours else their_embed))
+    shapes = parameter_shapes(config, found, file)
+    if is_ours:
+        refuse_misfits(file, {name: name for name in shapes}, shapes, found, "the file")
+        rows: dict[str, Rows] = {name: tensors[name] for name in shapes}
+    else:
+        stored = {
+            name: StoredTensor(
+                file, CODES.get(each.dtype, str(each.dtype)), each.shape, each.offset
+            )
+            for name, each in tensors.items()
+        }
+        fit = _matched(file, "the file", stored, shapes, config, settings)
+        rows = fit.rows(shapes, stored)
+        notes += fit.notes
+    checks = [partial(check_records, file)]
+    return Opened(file, config, rows, recipe, settings, file.parent, notes, checks)
+
+
+def read_state_dict(file: Path, notes: list[str]) -> dict[str, Region]:
+    """Return the tensors of a state dict by name, without what wrappers put before the names.
+
+    Raises:
+        CheckpointError: it is not read.
+    """
+    if not file.is_file():
+        raise CheckpointError(f"{file} is not a file", "name the file that torch.save wrote")
+    content = read_regions(file)
+    if isinstance(content, Mapping):
+        inner = next((key for key in INNER if isinstance(content.get(key), Mapping)), None)
+        if inner is not None:
+            left = [shown(str(key)) for key in content if key != inner]
+            notes += [f'"{inner}" is taken from {file}; left there: {", ".join(left)}'] * bool(left)
+            content = content[inner]
+    tensors = content if isinstance(content, Mapping) else {}
+    tensors = {str(name): each for name, each in tensors.items() if isinstance(each, Region)}
+    if not tensors:
+        raise CheckpointError(f"{file} holds no dictionary of tensors")
+    for prefix in WRAPPERS:
+        tensors = _without(prefix, tensors)
+    return tensors
+
+
+def _without(prefix: str, tensors: dict[str, Region]) -> dict[str, Region]:
+    """Take a prefix away, if all names have it."""
+    if not all(name.startswith(prefix) for name in tensors):
+        return tensors
+    return {name.removeprefix(prefix): each for name, each in tensors.items()}
+
+
+def _config_beside(file: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    settings = read_config(file.parent)
+    if settings is None:
+        raise CheckpointError(
+            f"{file} does not say what model it is of, and has no {CONFIG} beside it",
+            "describe the model with --recipe",
+        )
+    family, place = family_of(settings, file.parent), file.parent / CONFIG
+    return config_or_error(partial(family.from_hf_config, settings), place), settings
+
+
+def _newest(path: Path) -> tuple[Path, Manifest]:
+    """Return the newest checkpoint whose names and sizes are right."""
+    reasons = []
+    for folder in candidates(path) if path.is_dir() else []:
+        try:
+            manifest = read_manifest(folder)
+        except CheckpointError as error:
+            reasons.append(error.message)
+            continue
+        problems = check_listing(folder, manifest)
+        if not problems:
+            return folder, manifest
+        reasons += [f"{folder.name}: {problem}" for problem in problems]
+    raise CheckpointError(
+        listed(f"no checkpoint in {path} is complete:", reasons)
+        if reasons
+        else f"no checkpoint in {path}" + ("" if path.exists() else ": no such folder")
+    )
+
+
+def _check_file(folder: Path, manifest: Manifest, name: str) -> str:
+    for problem in check_hashes(folder, {name: manifest.files[name]}):
+        raise CheckpointError(f"{folder}: {problem}", "restore it from a copy")
+    return ""
+
+
+def rows_of(found: Mapping[str, Shape], name: str | None) -> int:
+    """Return the rows of a tensor: of the embedding, they are the vocabulary."""
+    shape = found.get(name or "", ())
+    return max(1, shape[0]) if shape else 1

@@ -1,0 +1,199 @@
+"""Writes what was opened, each format in its own way, into a temporary place."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+
+from ... import __version__
+from ..checkpoint.manifest import SaveInfo
+from ..checkpoint.tensors import Form, Rows, nbytes, part_of
+from ..checkpoint.torch_file import complete, descriptor, read_regions, reserve
+from ..core.text.redact import without_secrets
+from ..formats.hf_folder import CONFIG, MAX_CONFIG_BYTES, list_tensors, read_json
+from ..formats.hf_match import region_of, stored_rows
+from ..sources.configs import HFTokenizer
+from .hf_files import GENERATION, config_json, generation_json, side_files, write_json
+from .opened import Opened, hf_parts
+from .shards import index_of, lay_out, main_dtype
+from .writing import Advance, Stretch, create, stretches, sync, whole, write_all
+
+if TYPE_CHECKING:
+    from ...model_zoo.layout import Part
+    from ..recipe.schema import Recipe
+    from ..tokenizers.tokenizer import Tokenizer
+
+
+@dataclass
+class Job:
+    """What is written, and how.
+
+    Args:
+        target: the name that it gets at the end.
+        forms: the dtype and shape of each tensor, by our names.
+        recipe: what a checkpoint of ours says it was made by.
+        tokenizer: None where nothing is known of it.
+        side: a folder whose tokenizer files are copied as they are; None: the tokenizer writes its
+            own.
+        advance: hears of every byte.
+    """
+
+    opened: Opened
+    target: Path
+    forms: Mapping[str, Form]
+    recipe: Recipe
+    tokenizer: Tokenizer | None
+    side: Path | None
+    shard_bytes: int
+    advance: Advance
+
+    @cached_property
+    def hf_parts(self) -> dict[str, list[Part]]:
+        """Hugging Face's tensors of each of ours."""
+        return hf_parts(
+            {name: shape for name, (_, shape) in self.forms.items()}, self.opened.config
+        )
+
+    @property
+    def bytes(self) -> int:
+        """The size of all tensors."""
+        return sum(nbytes(shape, dtype) for dtype, shape in self.forms.values())
+
+
+def write_checkpoint(job: Job, temporary: Path) -> None:
+    """Write one of our checkpoints, with the tokenizer's files beside the weights."""
+    from .native import write_native
+
+    temporary.mkdir()
+    recipe = without_secrets(job.recipe.model_dump(mode="json"))
+    if job.tokenizer is not None and job.recipe.tokenizer.name != "bytes":
+        _tokenizer_files(job, temporary)
+        eos_token = getattr(job.tokenizer, "eos_token", None)
+        own = HFTokenizer(path=str(job.target.absolute()), eos_token=eos_token)
+        recipe["tokenizer"] = own.model_dump(mode="json")
+    step = re.fullmatch(r"step-(\d{1,18})", job.target.name)
+    info = SaveInfo(
+        step=int(step[1]) if step else 0,
+        recipe=recipe,
+        recipe_hash=xxhash.xxh3_128_hexdigest(json.dumps(recipe, sort_keys=True).encode()),
+        tokenizer=job.tokenizer.fingerprint if job.tokenizer else "bytes",
+        versions={
+            "trainer": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        extra={"converted_from": job.opened.place.name},
+    )
+    tensors = {f"model.{name}": job.opened.tensors[name] for name in job.forms}
+    forms = {f"model.{name}": form for name, form in job.forms.items()}
+    write_native(temporary, tensors, forms, info, job.advance, job.opened.checks)
+
+
+def write_huggingface(job: Job, temporary: Path) -> None:
+    """Write a Hugging Face folder: weights, index, configuration, tokenizer."""
+    opened = job.opened
+    generation = _generation(job)
+    forms = {
+        part.name: (job.forms[name][0], part.shape)
+        for name, parts in job.hf_parts.items()
+        for part in parts
+    }
+    shards = lay_out(forms, job.shard_bytes)
+    temporary.mkdir()
+    todo: list[Stretch] = []
+    places = {theirs: shard for shard in shards for theirs in shard.offsets}
+    for shard in shards:
+        create(temporary / shard.file, shard.size, shard.head)
+    for ours, parts in job.hf_parts.items():
+        for part in parts:
+            shard, tensor = places[part.name], part_of(opened.tensors[ours], part)
+            file, offset = temporary / shard.file, shard.offsets[part.name]
+            todo += stretches(file, offset, tensor, forms[part.name][0], part.name)
+    write_all(todo, job.advance, opened.checks)
+    for name, text in index_of(shards, forms).items():
+        (temporary / name).write_text(text, encoding="utf-8")
+    _tokenizer_files(job, temporary)
+    if not (temporary / GENERATION).exists():
+        write_json(temporary / GENERATION, generation)
+    settings = _settings(job, main_dtype(forms), generation)
+    write_json(temporary / CONFIG, settings)
+    sync(sorted(temporary.iterdir()))
+
+
+def write_torch(job: Job, temporary: Path) -> None:
+    """Write a dictionary of tensors by our names, as `torch.save` does."""
+    todo = [
+        # In one piece: the CRC-32 that follows is of all.
+        Stretch(temporary, region.offset, [whole(tensor, region.dtype, name), descriptor])
+        for name, region in reserve(temporary, job.forms).items()
+        if nbytes(region.shape, region.dtype)
+        for tensor in [job.opened.tensors[name]]
+    ]
+    write_all(todo, job.advance, job.opened.checks)
+    complete(temporary)
+    sync([temporary])
+
+
+def read_checkpoint(folder: Path, _: Job) -> dict[str, Rows]:
+    """Return what was written to a checkpoint of ours, by our names."""
+    from ..checkpoint.manifest import read_manifest
+    from .native import read_section
+
+    return read_section(folder, read_manifest(folder), "model")
+
+
+def read_huggingface(folder: Path, job: Job) -> dict[str, Rows]:
+    """Return what was written to a Hugging Face folder, by our names."""
+    regions = {name: region_of(each) for name, each in list_tensors(folder).items()}
+    return {
+        ours: stored_rows(parts, job.forms[ours][1], regions)
+        for ours, parts in job.hf_parts.items()
+    }
+
+
+def read_torch(file: Path, _: Job) -> dict[str, Rows]:
+    """Return what was written by `write_torch`."""
+    found: dict[str, Rows] = read_regions(file)
+    return found
+
+
+def _tokenizer_files(job: Job, folder: Path) -> None:
+    """Copy the tokenizer's files, or have it write them."""
+    for file in side_files(job.side) if job.side else []:
+        shutil.copyfile(file, folder / file.name)
+    if job.tokenizer is not None and not (folder / "tokenizer.json").exists():
+        job.tokenizer.save(folder)
+
+
+def _generation(job: Job) -> dict[str, Any]:
+    """Return generation_config.json: the one that is copied, else ours."""
+    found = [file for file in side_files(job.side) if file.name == GENERATION] if job.side else []
+    return read_json(found[0], MAX_CONFIG_BYTES) if found else generation_json(_eos_id(job))
+
+
+def _settings(job: Job, dtype: str, generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json: the source's own where it has one, else ours."""
+    settings = job.opened.settings
+    if settings is not None:
+        kept = {k: v for k, v in settings.items() if k not in ("dtype", "torch_dtype")}
+        return {**kept, "dtype": dtype, "torch_dtype": dtype}
+    ids = {
+        key: generation[key]
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+        if generation.get(key) is not None
+    }
+    return {**config_json(job.opened.config, dtype, _eos_id(job)), **ids}
+
+
+def _eos_id(job: Job) -> int | None:
+    return job.tokenizer.eos_id if job.tokenizer else None

@@ -1,0 +1,185 @@
+"""Writes files at places known beforehand, in several threads, and publishes them at once."""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import xxhash
+
+from ..checkpoint.disk import writing
+from ..checkpoint.tensors import Rows, as_bytes, blocks, row_bytes, row_count
+from ..core.unfinished import Unfinished
+
+PIECE_BYTES = 2**26
+"""Larger tensors are written by several threads, where no checksum needs their order."""
+
+Advance = Callable[[int], None]
+"""takes note of bytes that were written"""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows `first` to `last` of a tensor, to be written in a dtype."""
+
+    tensor: Rows
+    dtype: torch.dtype
+    first: int
+    last: int
+    name: str
+    """for messages"""
+
+    @property
+    def bytes(self) -> int:
+        """The size once written."""
+        return (self.last - self.first) * row_bytes(self.tensor.shape, self.dtype)
+
+
+Content = bytes | Piece | Callable[[int], bytes]
+"""bytes; or a piece of a tensor; or what follows one, from the CRC-32 of its bytes"""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Contents that follow each other in a file."""
+
+    file: Path
+    offset: int
+    content: Sequence[Content]
+
+
+def whole(tensor: Rows, dtype: torch.dtype, name: str) -> Piece:
+    """Return a tensor as one piece."""
+    return Piece(tensor, dtype, 0, row_count(tensor.shape), name)
+
+
+def stretches(
+    file: Path, offset: int, tensor: Rows, dtype: torch.dtype, name: str
+) -> Iterator[Stretch]:
+    """Yield a tensor in pieces that several threads can write."""
+    row = row_bytes(tensor.shape, dtype)
+    step = max(1, PIECE_BYTES // max(1, row))
+    rows = row_count(tensor.shape)
+    for first in range(0, rows, step):
+        piece = Piece(tensor, dtype, first, min(first + step, rows), name)
+        yield Stretch(file, offset + first * row, [piece])
+
+
+def write_all(
+    work: Sequence[Stretch], advance: Advance, checks: Sequence[Callable[[], str]] = ()
+) -> list[str]:
+    """Write stretches to files that exist, on all cores; return the XXH3-128 of each.
+
+    Only the hash of a stretch that is a whole file is of use.
+
+    Args:
+        checks: other work that must succeed, done beside it.
+    """
+    writes = [partial(_write, each, advance) for each in work]
+    return parallel([*checks, *writes])[len(checks) :]
+
+
+def parallel(work: Sequence[Callable[[], str]]) -> list[str]:
+    """Do work in as many threads as there are cores; the first failure ends it all."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "convert") as pool:
+        running = [pool.submit(each) for each in work]
+        try:
+            return [each.result() for each in running]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _write(stretch: Stretch, advance: Advance) -> str:
+    digest, position, checksum = xxhash.xxh3_128(), stretch.offset, 0
+    needs_checksum = any(map(callable, stretch.content))
+    descriptor = os.open(stretch.file, os.O_WRONLY)
+    try:
+        for content in stretch.content:
+            if callable(content):
+                content, checksum = content(checksum), 0
+            for block in [content] if isinstance(content, bytes) else _blocks(content):
+                digest.update(block)
+                if needs_checksum and isinstance(content, Piece):
+                    checksum = zlib.crc32(block, checksum)
+                position = _write_at(descriptor, position, memoryview(block))
+                advance(len(block))
+    finally:
+        os.close(descriptor)
+    return digest.hexdigest()
+
+
+def _blocks(piece: Piece) -> Iterator[memoryview]:
+    for block in blocks(piece.tensor, piece.dtype, piece.first, piece.last, piece.name):
+        yield as_bytes(block)
+
+
+def _write_at(descriptor: int, position: int, block: memoryview) -> int:
+    while block:
+        count = os.pwrite(descriptor, block, position)
+        block, position = block[count:], position + count
+    return position
+
+
+def sync(files: Sequence[Path]) -> None:
+    """Make the contents of files survive a power failure."""
+    parallel([partial(_sync, file) for file in files])
+
+
+def _sync(file: Path) -> str:
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return ""
+
+
+def create(file: Path, size: int, head: bytes = b"") -> None:
+    """Make a file of a size, with its first bytes."""
+    with open(file, "xb") as opened:
+        opened.write(head)
+        opened.truncate(size)
+
+
+@contextmanager
+def complete_or_absent(target: Path, needed: int) -> Iterator[Path]:
+    """Give a name to write a file or a folder under; it gets the target's when the block ends well.
+
+    Args:
+        target: what must not exist yet.
+        needed: bytes that will be written.
+
+    Raises:
+        RecipeError: the target exists.
+        CheckpointError: there is no space, or writing is refused.
+    """
+    unfinished = Unfinished(target)
+    try:
+        with writing(target.parent, needed):
+            yield unfinished.path
+            unfinished.publish()
+    except BaseException:
+        unfinished.discard()
+        raise
+
+
+class Counter:
+    """Adds up the bytes that threads report, and tells one listener."""
+
+    def __init__(self, listener: Advance) -> None:
+        self._listener = listener
+        self._lock = threading.Lock()
+
+    def __call__(self, count: int) -> None:
+        """Add some."""
+        with self._lock:
+            self._listener(count)

@@ -1,0 +1,125 @@
+"""state.json: what an attempt at a run says of itself, at its start and at its end. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from ..launch.signals import Stopped
+from .files import atomic_write, read_regular
+from .text.redact import redacted
+
+FILE = "state.json"
+LONGEST_REASON = 500
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+@dataclass(kw_only=True)
+class RunState:
+    """One attempt; the file holds the newest."""
+
+    total_steps: Count
+    """where the run is to end; 0 if it failed before that was known"""
+    start_step: Count = 0
+    """where this attempt went on from"""
+    attempt: Count = 0
+    world: Count = 1
+    device: str = ""
+    started_at: str = ""
+    ended_at: str = ""
+    outcome: str = ""
+    """"finished", "stopped" or "failed"; empty while it runs, and for good if it was killed"""
+    reason: str = ""
+    """of a failure"""
+    warnings: list[str] = field(default_factory=list)
+    """what is wrong with a run that ended well otherwise"""
+
+
+_TYPE = TypeAdapter(RunState)
+
+
+@contextmanager
+def recorded(state: RunState, folder: Path | None) -> Iterator[RunState]:
+    """Keep state.json up to date around a training loop that sets `state.outcome`.
+
+    Args:
+        folder: the run directory; None on all ranks but one.
+    """
+    state.started_at = _now()
+    _write(state, folder)
+    try:
+        yield state
+    except Stopped:
+        state.outcome = "stopped"
+        raise
+    except BaseException as error:
+        _fail(state, error)
+        raise
+    finally:
+        state.ended_at = _now()
+        _write(state, folder)
+
+
+@contextmanager
+def early_failure_recorded(folder: Path) -> Iterator[None]:
+    """Write state.json for a run that ends before it trains, unless one is there."""
+    try:
+        yield
+    except (Exception, Stopped) as error:
+        if not (folder / FILE).exists():
+            state = RunState(total_steps=0, started_at=_now(), ended_at=_now(), outcome="stopped")
+            if not isinstance(error, Stopped):
+                _fail(state, error)
+            _write(state, folder)
+        raise
+
+
+def record_failure(folder: Path, reason: str) -> None:
+    """Write why the newest attempt failed, told by who outlived it or knows better.
+
+    An attempt that says that it finished or saved did so.
+    """
+    state = read_state(folder) or RunState(total_steps=0, started_at=_now())
+    if state.outcome in ("", "failed"):
+        state.outcome, state.reason = "failed", reason[:LONGEST_REASON]
+        state.ended_at = state.ended_at or _now()
+        _write(state, folder)
+
+
+def record_stop(folder: Path) -> None:
+    """Write that the newest attempt was stopped, unless it said already how it ended."""
+    state = read_state(folder)
+    if state is not None and not state.outcome:
+        state.outcome, state.ended_at = "stopped", _now()
+        _write(state, folder)
+
+
+def _fail(state: RunState, error: BaseException) -> None:
+    state.outcome = "failed"
+    state.reason = redacted(f"{type(error).__name__}: {error}")[:LONGEST_REASON]
+
+
+def read_state(folder: Path) -> RunState | None:
+    """Return what the newest attempt said; None: nothing that can be read."""
+    try:
+        return _TYPE.validate_json(read_regular(folder / FILE))
+    except (OSError, ValidationError):
+        return None
+
+
+def _write(state: RunState, folder: Path | None) -> None:
+    """Write the file; a full disk must not end a run for it."""
+    if folder is not None:
+        with suppress(OSError):
+            atomic_write(folder / FILE, json.dumps(asdict(state), indent=1) + "\n")
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")

@@ -1,0 +1,140 @@
+"""Compares the files of a token store with their checksums, once for each state of a file.
+
+What has been compared is written down beside the tokens, or in the user's cache folder where the
+store is read-only: a file's name, size, times and checksum, a line each. A file that was touched
+since is compared again. Lines are only ever added, so that processes need no lock; one that was cut
+short by another writer fits no file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from xxhash import xxh3_128_hexdigest
+
+from ..core.errors import DataError, EnvironmentFault
+from .manifest import FileEntry, hash_file, read_manifest
+
+RECORD = ".compared"
+MAX_RECORD_BYTES = 2**26
+THREADS = 8
+# How /proc names file systems that several machines see.
+SHARED = {"nfs", "nfs4", "lustre", "gpfs", "ceph", "beegfs", "cifs", "smb3", "9p", "afs", "wekafs"}
+AFRESH = (
+    "restore it from a copy, or delete the folder and prepare it again; "
+    "of its cache a run does that by itself"
+)
+
+log = logging.getLogger(__name__)
+
+
+class Share(NamedTuple):
+    """Which of the files a process compares: every `ranks`-th from `rank` on."""
+
+    rank: int = 0
+    ranks: int = 1
+    local_rank: int = 0
+    local_ranks: int = 1
+
+    def of(self, folder: Path, files: Sequence[str]) -> Sequence[str]:
+        """Return this process's files; machines divide only what they are known to share."""
+        if is_shared(folder):
+            return files[self.rank :: self.ranks]
+        return files[self.local_rank :: self.local_ranks]
+
+
+ALONE = Share()
+
+
+def require_intact(folder: Path, cache: Path, share: Share = ALONE) -> None:
+    """Compare the files of a store that were never compared, or changed since.
+
+    Args:
+        folder: of the store.
+        cache: takes the record if the folder cannot be written.
+        share: the processes that divide the work.
+
+    Raises:
+        DataError: a file does not hold what was written.
+        EnvironmentFault: a file cannot be read.
+    """
+    manifest = read_manifest(folder)
+    elsewhere = xxh3_128_hexdigest(os.fsencode(folder.resolve())) + RECORD
+    records = (folder / RECORD, cache / elsewhere)
+    known = {line for record in records for line in _lines(record)}
+    files = manifest.all_files
+    lines = {name: _line(folder, name, files[name]) for name in share.of(folder, sorted(files))}
+    new = [name for name, line in lines.items() if line not in known]
+    if not new:
+        return
+    size = sum(files[name].bytes for name in new) / 1e9
+    log.info("%s: comparing %d files (%.2f GB) with their checksums, once", folder, len(new), size)
+    for name, found in zip(new, _hash_files([folder / name for name in new]), strict=True):
+        if found != files[name]:
+            raise DataError(f"{folder / name}: does not hold what was written", AFRESH)
+        _add(records, lines[name])
+
+
+def _hash_files(files: Sequence[Path]) -> Iterator[FileEntry]:
+    pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1, len(files)))
+    try:
+        yield from pool.map(hash_file, files)
+    except OSError as error:
+        raise EnvironmentFault(f"{error.filename}: {error.strerror}") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _line(folder: Path, name: str, entry: FileEntry) -> str:
+    try:
+        status = (folder / name).stat()
+    except OSError as error:
+        raise EnvironmentFault(f"{folder / name}: {error.strerror}") from error
+    # The time of the last change of the inode cannot be set: a copy never looks like the original.
+    times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
+    return f"{name} {status.st_size} {times} {entry.xxh3}"
+
+
+def _lines(record: Path) -> list[str]:
+    """Return what was compared before; nothing where that cannot be read."""
+    try:
+        descriptor = os.open(record, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            return file.read(MAX_RECORD_BYTES).decode(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _add(records: Sequence[Path], line: str) -> None:
+    """Write a line to the first record that takes it; else the file is compared again next time."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    for record in records:
+        try:
+            record.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(record, flags, 0o644)
+            try:
+                os.write(descriptor, f"{line}\n".encode())
+            finally:
+                os.close(descriptor)
+            return
+        except OSError as error:
+            log.debug("%s: %s", record, error.strerror)
+
+
+def is_shared(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Return whether other machines are known to see the same files under a folder."""
+    try:
+        device = os.stat(folder).st_dev
+        number = f"{os.major(device)}:{os.minor(device)}"
+        for line in mounts.read_text(errors="replace").splitlines():
+            mount, _, kind = line.partition(" - ")
+            if mount.split(" ")[2:3] == [number]:
+                return kind.split(" ")[0].removeprefix("fuse.") in SHARED
+    except OSError:
+        pass
+    return False

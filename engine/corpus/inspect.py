@@ -1,0 +1,184 @@
+"""What a corpus of tokens holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_128_digest
+
+from ..core.errors import DataError
+from ..tokenizers.tokenizer import Tokenizer
+from .kept import kept_tokenizer
+from .manifest import OFFSETS, damaged_files, read_manifest, without_checksums
+from .store import TokenStore
+
+SAMPLE_TOKENS = 200
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """Documents that are equal, token by token, to one before them."""
+
+    documents: int
+    tokens: int
+    most_frequent: int
+    """number of the document that is there most often"""
+    times: int
+    """how often that is"""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Documents of similar length."""
+
+    shortest: int
+    longest: int
+    documents: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a corpus of tokens holds.
+
+    Lengths count a document's tokens without the one that ends it.
+    """
+
+    place: str
+    tokens: int
+    documents: int
+    learned_tokens: int
+    empty: int
+    """documents without tokens, stored or left out when they were read"""
+    skipped: int
+    """documents that could not be read"""
+    faults: list[str]
+    text_bytes: int | None
+    """None: not known"""
+    tokenizer: str
+    mean_length: float
+    quantiles: dict[str, int]
+    histogram: list[Bar]
+    duplicates: Duplicates
+    damaged: list[str]
+    """files whose bytes are not those that were written"""
+    unchecked: list[str]
+    """files without checksums: an older version wrote them"""
+    samples: dict[int, str]
+    """by number of the document"""
+
+
+def inspect_folder(folder: Path, samples: int, tokenizer: Tokenizer | None = None) -> Inspection:
+    """Inspect a folder of tokens, all bytes of it.
+
+    Args:
+        folder: of the store.
+        samples: how many documents to decode.
+        tokenizer: that made it; None: the one that is kept there.
+
+    Raises:
+        DataError: it is incomplete.
+    """
+    manifest, store = read_manifest(folder), TokenStore.open(folder, None)
+    damaged = list(damaged_files(folder, manifest))
+    if not damaged and (np.diff(store.offsets) < 1).any():
+        damaged = [OFFSETS]
+    if manifest.tokenizer_name and not damaged and not tokenizer:
+        tokenizer = kept_tokenizer(folder)
+    found = inspect_store(store, None if damaged else tokenizer, samples)
+    return replace(
+        found,
+        tokenizer=manifest.tokenizer_name,
+        text_bytes=manifest.text_bytes or None,
+        empty=found.empty + manifest.empty,
+        damaged=damaged,
+        unchecked=without_checksums(manifest),
+    )
+
+
+def inspect_store(store: TokenStore, tokenizer: Tokenizer | None, samples: int = 0) -> Inspection:
+    """Inspect opened tokens.
+
+    Args:
+        store: the tokens.
+        tokenizer: decodes samples; None: there are none.
+        samples: how many documents to decode.
+
+    Raises:
+        DataError: there is no document.
+    """
+    if not store.num_documents:
+        raise DataError(f"{store.place}: holds no documents")
+    lengths = np.maximum(np.diff(store.offsets) - 1, 0)
+    levels = {"shortest": 0.0, "median": 0.5, "p90": 0.9, "p99": 0.99, "longest": 1.0}
+    found = np.quantile(lengths, list(levels.values()), method="nearest")
+    return Inspection(
+        place=store.place,
+        tokens=store.num_tokens,
+        documents=store.num_documents,
+        learned_tokens=(
+            store.num_tokens if store.learned is None else int(np.count_nonzero(store.learned))
+        ),
+        empty=int((lengths == 0).sum()),
+        skipped=store.skipped,
+        faults=[str(fault) for fault in store.faults],
+        text_bytes=None,
+        tokenizer="",
+        mean_length=float(lengths.mean()),
+        quantiles=dict(zip(levels, found.tolist(), strict=True)),
+        histogram=length_histogram(lengths),
+        duplicates=find_duplicates(store, lengths),
+        damaged=[],
+        unchecked=[],
+        samples=_samples(store, tokenizer, samples) if tokenizer else {},
+    )
+
+
+def length_histogram(lengths: NDArray[np.int64]) -> list[Bar]:
+    """Count documents by the power of two at or below their length; 0 is alone."""
+    kind = np.frexp(lengths.astype(np.float64))[1]  # 0, then 1, 2..3, 4..7, ...
+    counts = np.bincount(kind)
+    first = int(np.flatnonzero(counts)[0])
+    return [
+        Bar(2 ** (power - 1) if power else 0, 2**power - 1, int(counts[power]))
+        for power in range(first, len(counts))
+    ]
+
+
+def find_duplicates(store: TokenStore, lengths: NDArray[np.int64]) -> Duplicates:
+    """Find equal documents by a 128-bit hash of their tokens; empty ones are not compared."""
+    numbers = np.flatnonzero(lengths)
+    if not numbers.size:
+        return Duplicates(0, 0, 0, 0)
+    tokens, starts = store.tokens, store.offsets[numbers]
+    stops = starts + lengths[numbers]
+    digests = b"".join(
+        xxh3_128_digest(tokens[start:stop].data)
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+    )
+    halves = np.frombuffer(digests, dtype=np.uint64).reshape(-1, 2)
+    order = np.lexsort(halves.T)  # stable: the first of equals comes first
+    ordered = halves[order]
+    begins = np.append(True, (ordered[1:] != ordered[:-1]).any(axis=1))
+    runs = np.diff(np.append(np.flatnonzero(begins), len(order)))
+    longest = int(runs.argmax())
+    repeated = numbers[order[~begins]]
+    return Duplicates(
+        documents=len(repeated),
+        tokens=int(lengths[repeated].sum()),
+        most_frequent=int(numbers[order[np.flatnonzero(begins)[longest]]]),
+        times=int(runs[longest]),
+    )
+
+
+def _samples(store: TokenStore, tokenizer: Tokenizer, count: int) -> dict[int, str]:
+    """Decode the beginning of documents that are spread over the corpus."""
+    numbers = np.unique(np.linspace(0, store.num_documents - 1, count).round().astype(int))
+    found = {}
+    for number in numbers.tolist():
+        start, stop = store.offsets[number : number + 2].tolist()
+        ids = store.tokens[start : min(stop - 1, start + SAMPLE_TOKENS)]
+        found[number] = tokenizer.decode(ids.tolist())
+    return found

@@ -1,0 +1,214 @@
+"""`tokens.json`: what a folder of tokens holds, and whether its files are as it says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, ValidationError, model_validator
+from xxhash import xxh3_128, xxh3_128_hexdigest
+
+from ..core.config import Count, CountOrZero, Table
+from ..core.errors import DataError, EnvironmentFault
+from ..core.files import open_regular
+from ..sources.configs import DocumentFault
+
+FORMAT: Final = 3
+INDEX, OFFSETS = "tokens.json", "offsets.npy"
+TOKENS, LEARNED = "tokens", "learned"
+# A shard's bytes are a multiple of every machine's page size, so that shards can be mapped end to
+# end; a token of the narrowest column takes one byte.
+PAGE_TOKENS: Final = 2**16
+# A hundred bytes a file: 10 TB in files of 128 MiB need 16 MB, and read they take 10 times that.
+MAX_MANIFEST_BYTES = 2**24
+READ_BYTES = 2**22
+OTHER_FILE = r"(tokenizer/)?[A-Za-z0-9_][\w.-]*"
+
+
+@dataclass
+class Tally:
+    """What was met while documents were read."""
+
+    text_bytes: int = 0
+    """bytes of text that became tokens"""
+    empty: int = 0
+    """documents left out because they hold nothing"""
+    skipped: int = 0
+    """documents left out because they cannot be read"""
+    faults: list[str | DocumentFault] = field(default_factory=list)
+    """what was wrong with the first of them"""
+
+    def add(self, other: Tally, faults_kept: int = 20) -> None:
+        """Count what came after it."""
+        self.text_bytes += other.text_bytes
+        self.empty += other.empty
+        self.skipped += other.skipped
+        self.faults += other.faults[: max(faults_kept - len(self.faults), 0)]
+
+
+class FileEntry(Table):
+    """One file of a store."""
+
+    bytes: CountOrZero
+    xxh3: str
+
+
+class Manifest(Table):
+    """`tokens.json`."""
+
+    format: Literal[1, 2, 3]
+    """before 3, neither `tokens.json` nor `others` had checksums"""
+    dtype: Literal["uint16", "uint32"]
+    num_tokens: CountOrZero
+    num_documents: CountOrZero
+    shard_tokens: Annotated[int, Field(ge=PAGE_TOKENS, le=2**53, multiple_of=PAGE_TOKENS)] = 2**53
+    """tokens a file; the last has fewer"""
+    learned: bool = False
+    """whether files say which tokens are learned from"""
+    fingerprint: str = ""
+    """xxh3-128 of all tokens; what a resumed run must find unchanged"""
+    tokenizer: str
+    """the tokenizer's fingerprint"""
+    tokenizer_name: str = ""
+    """what a recipe calls it; its files are in the folder `tokenizer`"""
+    vocab_size: Count
+    eos_id: CountOrZero
+    files: Annotated[dict[str, FileEntry], Field(max_length=2**20)]
+    others: Annotated[dict[str, FileEntry], Field(max_length=100)] = {}
+    """files beside the tokens, such as the tokenizer's"""
+    text_bytes: CountOrZero = 0
+    empty: CountOrZero = 0
+    skipped: CountOrZero
+    faults: Annotated[list[str | DocumentFault], Field(max_length=100)]
+    sources: list[dict[str, Any]] = []
+    """the sources' tables, as a recipe has them"""
+    inputs: str = ""
+    """a hash of all that it was made from"""
+
+    @model_validator(mode="after")
+    def _names_its_own_files(self) -> Manifest:
+        """Refuse files that the counts do not ask for: names come from nowhere else."""
+        if len(self.files) != 1 + self.num_shards * (1 + self.learned):
+            raise ValueError(f"files: {len(self.files)}; not for {self.num_tokens} tokens")
+        sizes = {OFFSETS: self.files[OFFSETS].bytes if OFFSETS in self.files else None}
+        for column, width in self.columns():
+            for number in range(self.num_shards):
+                tokens = min(self.num_tokens - number * self.shard_tokens, self.shard_tokens)
+                sizes[shard_name(column, number)] = tokens * width
+        if sizes != {name: entry.bytes for name, entry in self.files.items()}:
+            raise ValueError(f"files: not those of {self.num_tokens} tokens")
+        for name in self.others:
+            if name in (INDEX, *self.files) or not re.fullmatch(OTHER_FILE, name, re.ASCII):
+                raise ValueError(f"others: {name!r} is not a file of the tokenizer's")
+        return self
+
+    @property
+    def all_files(self) -> dict[str, FileEntry]:
+        """Return every file that has a checksum, by its path in the folder."""
+        return {**self.files, **self.others}
+
+    @property
+    def num_shards(self) -> int:
+        """How many files a column has."""
+        return -(-self.num_tokens // self.shard_tokens)
+
+    def columns(self) -> list[tuple[str, int]]:
+        """Return each column's name and its bytes a token."""
+        tokens = (TOKENS, 2 if self.dtype == "uint16" else 4)
+        return [tokens, (LEARNED, 1)] if self.learned else [tokens]
+
+    def shards(self, column: str) -> list[str]:
+        """Return the names of a column's files, in order."""
+        return [shard_name(column, number) for number in range(self.num_shards)]
+
+
+def shard_name(column: str, number: int) -> str:
+    """Return what a file of a column is called."""
+    return f"{column}-{number:05d}.bin"
+
+
+def sealed(manifest: Manifest) -> bytes:
+    """Return the content of `tokens.json`; its first line is the XXH3-128 of all after it."""
+    body = manifest.model_dump_json(indent=1).encode().removeprefix(b"{\n")
+    return _first_line(body) + body
+
+
+def _first_line(body: bytes) -> bytes:
+    return b'{"xxh3": "%s",\n' % xxh3_128_hexdigest(body).encode()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return what `tokens.json` says, when every file that it names has its size.
+
+    Raises:
+        DataError: something is missing, malformed or of another size.
+        EnvironmentFault: it cannot be read.
+    """
+    file = folder / INDEX
+    try:
+        with open_regular(file) as opened:
+            content = opened.read(MAX_MANIFEST_BYTES + 1)
+        if len(content) > MAX_MANIFEST_BYTES:
+            raise DataError(f"{file}: larger than {MAX_MANIFEST_BYTES >> 20} MiB")
+        manifest = _parse(file, content)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DataError(f"{file}: {error.strerror}", "a folder of tokens holds it") from error
+    except OSError as error:
+        raise EnvironmentFault(f"{file}: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        said = first["msg"].removeprefix("Value error, ")
+        raise DataError(": ".join(filter(None, (str(file), key, said))), AGAIN) from error
+    for name, entry in manifest.all_files.items():
+        size = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if size != entry.bytes:
+            found = "missing" if size is None else f"{size} bytes"
+            raise DataError(f"{folder / name}: {found}; {INDEX} says {entry.bytes} bytes", AGAIN)
+    return manifest
+
+
+def _parse(file: Path, content: bytes) -> Manifest:
+    seal, _, body = content.partition(b"\n")
+    if not seal.startswith(b'{"xxh3"'):
+        manifest = Manifest.model_validate_json(content)
+        if manifest.format == FORMAT:
+            raise DataError(f"{file}: its first line is not its checksum", AGAIN)
+        return manifest
+    if seal + b"\n" != _first_line(body):
+        raise DataError(f"{file}: its checksum differs", AGAIN)
+    return Manifest.model_validate_json(b"{" + body)
+
+
+AGAIN = "prepare it again"
+
+
+def damaged_files(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """Read every file; yield those whose bytes are not what was written, or cannot be read."""
+    for name, entry in manifest.all_files.items():
+        try:
+            if hash_file(folder / name) != entry:
+                yield name
+        except OSError:
+            yield name
+
+
+def without_checksums(manifest: Manifest) -> list[str]:
+    """Return the files of which nothing says what was written."""
+    if manifest.format == FORMAT:
+        return []
+    return [INDEX, "tokenizer/"] if manifest.tokenizer_name else [INDEX]
+
+
+def hash_file(file: Path) -> FileEntry:
+    """Return a file's size and checksum."""
+    hashed, size = xxh3_128(), 0
+    with open_regular(file) as opened:
+        buffer = memoryview(bytearray(READ_BYTES))
+        while count := opened.readinto(buffer):
+            hashed.update(buffer[:count])
+            size += count
+    return FileEntry(bytes=size, xxh3=hashed.hexdigest())

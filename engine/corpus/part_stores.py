@@ -1,0 +1,140 @@
+"""Parts of a corpus tokenised by processes side by side.
+
+Each part becomes a token store of its own, committed by a rename. An interrupted preparation goes
+on with those that are whole.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from ..core.children import follow_the_parent
+from ..core.errors import DataError, EnvironmentFault
+from ..core.files import sync_folder
+from ..sources.configs import SourcePart
+from ..tokenizers.tokenizer import PARALLELISM, Tokenizer
+from .columns import Chunk
+from .manifest import Tally, damaged_files, read_manifest
+from .store import StoreWriter, TokenStore
+from .tokenise import Tokenised, tokenise
+
+AHEAD = 4096
+
+
+@dataclass(frozen=True)
+class PartStores:
+    """The parts of a corpus and where they are kept.
+
+    Args:
+        folder: holds a store for each part that is done.
+        parts: in order.
+        tokenizer: makes them.
+    """
+
+    folder: Path
+    parts: Sequence[SourcePart]
+    tokenizer: Tokenizer
+
+    def make(self, number: int) -> bool:
+        """Tokenise a part, unless it is there and its bytes are what was written; say which."""
+        folder = self.place(number)
+        with suppress(DataError):
+            manifest = read_manifest(folder)
+            if not any(damaged_files(folder, manifest)):
+                return False
+        unfinished = folder.with_suffix(".unfinished")
+        for leftover in (folder, unfinished):
+            shutil.rmtree(leftover, ignore_errors=True)
+        with StoreWriter(unfinished, self.tokenizer) as writer:
+            source, part = self.parts[number]
+            for piece in tokenise(source.read(part), source.on_error, self.tokenizer):
+                writer.write(piece)
+            writer.finish()
+        unfinished.rename(folder)
+        sync_folder(self.folder)
+        return True
+
+    def read(self, number: int) -> Tokenised:
+        """Return a part that is done."""
+        folder = self.place(number)
+        manifest, store = read_manifest(folder), TokenStore.open(folder, self.tokenizer)
+        tally = Tally(manifest.text_bytes, manifest.empty, manifest.skipped, manifest.faults)
+        if not store.num_tokens:
+            return Tokenised(None, tally)
+        return Tokenised(Chunk(store.tokens, np.diff(store.offsets), store.learned), tally)
+
+    def place(self, number: int) -> Path:
+        """Return the folder of a part."""
+        return self.folder / f"{number:07d}"
+
+    def make_all(self, workers: int) -> Iterator[bool]:
+        """Make every part; yield in order, as each is done, whether it was not there before.
+
+        Raises:
+            DataError: a document cannot be read and `on_error` is "stop".
+            EnvironmentFault: a process was killed.
+            OSError: a part cannot be written.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.tokenizer.prepare_bulk()
+        with _processes(self, min(workers, len(self.parts))) as pool:
+            made: deque[Future[bool]] = deque()
+            waiting = iter(range(len(self.parts)))
+            while True:
+                made.extend(pool.submit(_make, n) for n in islice(waiting, AHEAD - len(made)))
+                if not made:
+                    return
+                try:
+                    yield made.popleft().result()
+                except BrokenProcessPool as error:
+                    raise EnvironmentFault(
+                        "a process that tokenises was killed",
+                        "out of memory? fewer workers need less; "
+                        "the same command goes on where it stopped",
+                    ) from error
+
+
+@contextmanager
+def _processes(stores: PartStores, workers: int) -> Iterator[ProcessPoolExecutor]:
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(
+        workers,
+        # Forked: they start at once, and a script that trains needs no `if __name__` guard.
+        mp_context=multiprocessing.get_context("fork"),
+        initializer=_begin,
+        initargs=(stores, os.getpid()),
+    )
+    try:
+        yield pool
+    except BaseException:
+        for process in set(multiprocessing.active_children()) - others:
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_stores: PartStores
+
+
+def _begin(stores: PartStores, parent: int) -> None:
+    global _stores
+    _stores = stores
+    follow_the_parent(parent)
+    os.environ[PARALLELISM] = "false"  # the processes are the parallelism
+
+
+def _make(number: int) -> bool:
+    return _stores.make(number)

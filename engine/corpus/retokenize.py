@@ -1,0 +1,84 @@
+"""Tokens back to text, for another tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+from pydantic import PrivateAttr
+from xxhash import xxh3_128_hexdigest
+
+from ..core.errors import DataError
+from ..sources.configs import Document, DocumentFault, DocumentSource
+from ..tokenizers.tokenizer import Tokenizer
+from .checksums import require_intact
+from .kept import kept_tokenizer
+from .prepare import default_cache
+from .store import TokenStore
+
+PART_TOKENS = 2**24
+BATCH_DOCUMENTS = 1024
+
+
+class StoredDocuments(DocumentSource):
+    """The documents of a folder of tokens, decoded.
+
+    A document is taken only if its text gives the same tokens again; else text was lost when it was
+    tokenised, or it held the text of special tokens, and it is a fault.
+    """
+
+    name: Literal["tokens"] = "tokens"
+    path: str
+    """the folder with `tokens.json`"""
+    _store: TokenStore = PrivateAttr()
+    _tokenizer: Tokenizer = PrivateAttr()
+
+    @classmethod
+    def of(cls, folder: Path, on_error: str) -> Self:
+        """Open a folder.
+
+        Raises:
+            DataError: it is damaged, does not hold its tokenizer, or marks tokens as learned.
+        """
+        source = cls.model_validate({"path": str(folder), "on_error": on_error})
+        source._store = TokenStore.open(folder, None)
+        require_intact(folder, default_cache())
+        source._tokenizer = kept_tokenizer(folder)
+        if source._store.learned is not None:
+            raise DataError(
+                f"{folder}: says which tokens are learned from, and text cannot say it",
+                "prepare the conversations again with the other tokenizer",
+            )
+        return source
+
+    def parts(self) -> Sequence[Any]:
+        """Return runs of documents."""
+        offsets = self._store.offsets
+        targets = np.arange(0, self._store.num_tokens, PART_TOKENS)
+        starts = np.unique(np.searchsorted(offsets[:-1], targets))
+        return list(zip(starts.tolist(), [*starts[1:].tolist(), len(offsets) - 1], strict=True))
+
+    def read(self, part: Any) -> Iterator[Document]:
+        """Yield one text a document."""
+        first, stop = part
+        for start in range(first, stop, BATCH_DOCUMENTS):
+            yield from self._decode(range(start, min(start + BATCH_DOCUMENTS, stop)))
+
+    def _decode(self, numbers: range) -> Iterator[Document]:
+        store, offsets = self._store, self._store.offsets
+        documents = [store.tokens[offsets[number] : offsets[number + 1] - 1] for number in numbers]
+        texts = [self._tokenizer.decode(ids.tolist()) for ids in documents]
+        for number, ids, text, again in zip(
+            numbers, documents, texts, self._tokenizer.encode_batch(texts), strict=True
+        ):
+            if np.array_equal(ids, again):
+                yield text
+            else:
+                place = f"{store.place}: document {number}"
+                yield DocumentFault(place, "its text does not give the same tokens again")
+
+    def fingerprint(self) -> str:
+        """Return a hash of the tokens and of the documents' borders."""
+        return f"{self._store.fingerprint} {xxh3_128_hexdigest(self._store.offsets.data)}"

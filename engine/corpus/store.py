@@ -1,0 +1,232 @@
+"""A corpus as one long array of tokens on disk, memory-mapped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.errors import DataError, EnvironmentFault
+from ..core.files import require_regular, sync_folder
+from ..sources.configs import DocumentFault
+from ..tokenizers.tokenizer import Tokenizer
+from .columns import Chunk, Column, Learned, sync, token_type
+from .manifest import (
+    AGAIN,
+    FORMAT,
+    INDEX,
+    LEARNED,
+    OFFSETS,
+    TOKENS,
+    Manifest,
+    Tally,
+    hash_file,
+    read_manifest,
+    sealed,
+    shard_name,
+)
+from .mapping import map_files
+from .tokenise import Tokenised
+
+SHARD_TOKENS = 2**28
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """Documents as tokens.
+
+    Attributes:
+        tokens: [num_tokens] uint16 or uint32; each document is followed by the eos token.
+        offsets: [num_documents + 1] int64; where each document starts.
+        eos_id: the end-of-document token.
+        fingerprint: xxh3-128 of the tokens' bytes.
+        skipped: documents left out because they could not be read.
+        faults: what was wrong with the first of them.
+        place: what to call it in messages.
+        learned: [num_tokens]; which tokens count in the loss when they are labels. None: all.
+        folder: that holds them as files; None: they are in memory alone.
+    """
+
+    tokens: NDArray[Any]
+    offsets: NDArray[np.int64]
+    eos_id: int
+    fingerprint: str
+    skipped: int = 0
+    faults: Sequence[str | DocumentFault] = ()
+    place: str = "tokens"
+    learned: Learned | None = None
+    folder: Path | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens there are, eos tokens included."""
+        return len(self.tokens)
+
+    @property
+    def num_documents(self) -> int:
+        """How many documents there are."""
+        return len(self.offsets) - 1
+
+    @staticmethod
+    def open(folder: Path, tokenizer: Tokenizer | None) -> TokenStore:
+        """Memory-map a folder written by `StoreWriter`.
+
+        Args:
+            folder: with `tokens.json`.
+            tokenizer: must have made it; None: whichever did.
+
+        Raises:
+            DataError: it is missing, incomplete, or made with another tokenizer.
+            EnvironmentFault: it cannot be read.
+        """
+        manifest = read_manifest(folder)
+        if tokenizer is not None and manifest.tokenizer != tokenizer.fingerprint:
+            raise DataError(
+                f"{folder}: made with another tokenizer (vocabulary of {manifest.vocab_size}; "
+                f"the recipe's has {tokenizer.vocab_size})",
+                "prepare it again with the recipe's tokenizer, or name the one it was made with",
+            )
+
+        def column(name: str, dtype: str) -> NDArray[Any]:
+            paths = [folder / shard for shard in manifest.shards(name)]
+            return map_files(paths, np.dtype(dtype))
+
+        try:
+            return TokenStore(
+                tokens=column(TOKENS, manifest.dtype),
+                offsets=_read_offsets(folder / OFFSETS, manifest),
+                eos_id=tokenizer.eos_id if tokenizer else manifest.eos_id,
+                fingerprint=manifest.fingerprint or manifest.files[shard_name(TOKENS, 0)].xxh3,
+                skipped=manifest.skipped,
+                faults=manifest.faults,
+                place=str(folder),
+                learned=column(LEARNED, "bool") if manifest.learned else None,
+                folder=folder,
+            )
+        except OSError as error:
+            raise EnvironmentFault(f"{folder}: {error.strerror}") from error
+
+
+def _read_offsets(file: Path, manifest: Manifest) -> NDArray[np.int64]:
+    try:
+        require_regular(file)
+        offsets = np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
+        fits = (
+            offsets.dtype == np.int64
+            and offsets.shape == (manifest.num_documents + 1,)
+            and offsets[0] == 0
+            and offsets[-1] == manifest.num_tokens
+        )
+    except (ValueError, EOFError, SyntaxError):
+        fits = False
+    if not fits:
+        documents, tokens = manifest.num_documents, manifest.num_tokens
+        raise DataError(f"{file}: not the offsets of {documents} documents, {tokens} tokens", AGAIN)
+    return offsets
+
+
+class StoreWriter:
+    """Writes a token store into a new folder; complete once `finish` has returned.
+
+    Args:
+        folder: is created.
+        tokenizer: its vocabulary bounds the ids and sets their width.
+        shard_tokens: tokens a file, a multiple of `PAGE_TOKENS`.
+    """
+
+    def __init__(
+        self, folder: Path, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS
+    ) -> None:
+        self.folder = folder
+        self.tokenizer = tokenizer
+        self.shard_tokens = shard_tokens
+        self.tally = Tally()
+        self.num_tokens = 0
+        self.num_documents = 0
+        self._lengths: list[NDArray[np.int64]] = []
+        self._tokens = Column(folder, TOKENS, shard_tokens)
+        self._learned: Column | None = None
+
+    def __enter__(self) -> StoreWriter:
+        self.folder.mkdir(parents=True)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for column in (self._tokens, self._learned):
+            if column:
+                column.close()
+
+    def write(self, piece: Tokenised) -> None:
+        """Add documents, and count what was left out of them."""
+        self.tally.add(piece.tally)
+        if piece.chunk:
+            self._write(piece.chunk)
+
+    def _write(self, chunk: Chunk) -> None:
+        if chunk.learned is not None and self._learned is None:
+            self._learned = Column(self.folder, LEARNED, self.shard_tokens)
+            for start in range(0, self.num_tokens, 2**20):
+                self._learned.write(np.ones(min(2**20, self.num_tokens - start), dtype=bool))
+        self._tokens.write(chunk.tokens)
+        if self._learned:
+            all_of_them = np.ones(len(chunk.tokens), dtype=bool)
+            self._learned.write(all_of_them if chunk.learned is None else chunk.learned)
+        self._lengths.append(chunk.lengths)
+        self.num_tokens += len(chunk.tokens)
+        self.num_documents += len(chunk.lengths)
+
+    def finish(self, **described: Any) -> None:
+        """Write the offsets and then the manifest, and sync everything to disk.
+
+        Files that were put beside the tokens get checksums too.
+
+        Args:
+            described: further keys of the manifest.
+        """
+        columns = [column for column in (self._tokens, self._learned) if column]
+        for column in columns:
+            column.end_file()
+        files = {name: entry for column in columns for name, entry in column.files.items()}
+        fingerprint = columns[0].hash
+        if self._learned:
+            fingerprint.update(self._learned.hash.digest())
+        self._write_offsets()
+        files[OFFSETS] = hash_file(self.folder / OFFSETS)
+        paths = [path for path in sorted(self.folder.rglob("*")) if path.is_file()]
+        names = [path.relative_to(self.folder).as_posix() for path in paths]
+        manifest = Manifest(
+            format=FORMAT,
+            dtype="uint16" if token_type(self.tokenizer) == np.uint16 else "uint32",
+            num_tokens=self.num_tokens,
+            num_documents=self.num_documents,
+            shard_tokens=self.shard_tokens,
+            learned=self._learned is not None,
+            fingerprint=fingerprint.hexdigest(),
+            tokenizer=self.tokenizer.fingerprint,
+            vocab_size=self.tokenizer.vocab_size,
+            eos_id=self.tokenizer.eos_id,
+            files=files,
+            others={name: hash_file(self.folder / name) for name in names if name not in files},
+            **vars(self.tally),
+            **described,
+        )
+        with open(self.folder / INDEX, "xb") as file:
+            file.write(sealed(manifest))
+            sync(file)
+        sync_folder(self.folder)
+
+    def _write_offsets(self) -> None:
+        lengths = np.concatenate([np.zeros(1, dtype=np.int64), *self._lengths])
+        with open(self.folder / OFFSETS, "xb") as file:
+            np.save(file, np.cumsum(lengths), allow_pickle=False)
+            sync(file)

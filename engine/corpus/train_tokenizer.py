@@ -1,0 +1,208 @@
+"""Trains a byte-level BPE tokenizer on documents."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..core.errors import DataError, EnvironmentFault, RecipeError
+from ..core.files import sync_folder
+from ..sources.configs import DocumentFault, DocumentSource
+from ..sources.documents import text_of
+from ..tokenizers.patterns import pattern_named
+from ..tokenizers.tokenizer import byte_characters
+from .tokenise import batches
+
+if TYPE_CHECKING:
+    from ..tokenizers.hf_tokenizer import HuggingFaceTokenizer
+
+NUM_BYTES = 256
+# Merging the pairs of a piece takes time that grows with the square of its length. No published
+# vocabulary has a token of more than a quarter of this.
+LONGEST_PIECE = 1024
+LAST_SECONDS = 2.0
+
+
+@dataclass
+class Read:
+    """How much a tokenizer was trained on.
+
+    Attributes:
+        documents: with text in them.
+        bytes: of their text.
+        skipped: those that could not be read.
+    """
+
+    documents: int = 0
+    bytes: int = 0
+    skipped: int = 0
+
+
+def train_tokenizer(
+    sources: Sequence[DocumentSource],
+    out: Path,
+    *,
+    vocab_size: int,
+    special_tokens: Sequence[str] = ("<|endoftext|>",),
+    min_frequency: int = 2,
+    pattern: str = "llama3",
+    max_bytes: int = 0,
+) -> tuple[HuggingFaceTokenizer, Read]:
+    """Write a folder in Hugging Face's format; the same documents give the same bytes.
+
+    Args:
+        sources: whose documents it is trained on.
+        out: is created; absent if anything goes wrong.
+        vocab_size: tokens in all: 256 bytes, the special tokens, and what is learned.
+        special_tokens: get the ids from 0 on; the first ends a document.
+        min_frequency: pairs that are rarer are not merged.
+        pattern: name of the regular expression that cuts text before pairs are counted.
+        max_bytes: documents after so many bytes of text are not read; 0: all are.
+
+    Raises:
+        RecipeError: `out` is taken, or the sizes do not fit.
+        DataError: a document cannot be read, or there are none.
+        EnvironmentFault: `tokenizers` is not installed, or `out` cannot be written.
+    """
+    _check(out, vocab_size, special_tokens)
+    read = Read()
+    texts = _texts(sources, max_bytes, read)
+    content = _train(texts, vocab_size, special_tokens, min_frequency, pattern_named(pattern))
+    if not read.documents:
+        raise DataError(f"the sources hold no text ({read.skipped} documents skipped)")
+    return _write(content, out, special_tokens[0]), read
+
+
+def _check(out: Path, vocab_size: int, special_tokens: Sequence[str]) -> None:
+    if not special_tokens or not all(special_tokens):
+        raise RecipeError("a tokenizer needs special tokens, none of them empty")
+    if len(set(special_tokens)) < len(special_tokens):
+        raise RecipeError(f"a special token is given twice: {', '.join(special_tokens)}")
+    fewest = NUM_BYTES + len(special_tokens)
+    if vocab_size < fewest:
+        raise RecipeError(
+            f"a vocabulary of {vocab_size} has no room for {NUM_BYTES} bytes and "
+            f"{len(special_tokens)} special tokens",
+            f"give it {fewest} or more",
+        )
+    for token in special_tokens:
+        if token in byte_characters() or not token.isprintable():  # the first stand for bytes
+            raise RecipeError(
+                f"special token {token!r}: expected more than one character, all printable",
+                "give it a text that no document holds, such as <|endoftext|>",
+            )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RecipeError(f"{out}: is there already", "name a new folder")
+
+
+def _texts(sources: Sequence[DocumentSource], max_bytes: int, read: Read) -> Iterator[str]:
+    """Yield texts, and count them."""
+    for text in _documents(sources, read):
+        size = len(text.encode())
+        if max_bytes and read.bytes + size > max_bytes:
+            break
+        read.documents += 1
+        read.bytes += size
+        yield text
+
+
+def _documents(sources: Sequence[DocumentSource], read: Read) -> Iterator[str]:
+    for source in sources:
+        for document in source.documents():
+            if isinstance(document, DocumentFault):
+                if source.on_error == "stop":
+                    raise DataError(f"{document.place}: {document.reason}", "repair it")
+                read.skipped += 1
+            elif text := text_of(document):
+                yield text
+
+
+def _train(
+    texts: Iterable[str],
+    vocab_size: int,
+    special_tokens: Sequence[str],
+    min_frequency: int,
+    pattern: str,
+) -> str:
+    """Return the `tokenizer.json`."""
+    from ..tokenizers.hf_tokenizer import library
+
+    library()
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    def cut_by(expression: str) -> pre_tokenizers.Sequence:
+        return pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(expression), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+
+    native = Tokenizer(models.BPE())
+    # Our patterns have no other stars and pluses than those that repeat.
+    at_most = pattern.replace("+", f"{{1,{LONGEST_PIECE}}}")
+    native.pre_tokenizer = cut_by(at_most.replace("*", f"{{0,{LONGEST_PIECE}}}"))
+    native.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=list(special_tokens),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    read_interruptibly(batches(texts), lambda read: native.train_from_iterator(read, trainer))
+    native.pre_tokenizer = cut_by(pattern)
+    return str(native.to_str(pretty=True))
+
+
+def read_interruptibly(items: Iterable[Any], read: Callable[[Iterator[Any]], object]) -> None:
+    """Let a function that hears no signals read items in a thread, so that this one hears them.
+
+    Raises:
+        BaseException: of the function, or of a signal's handler.
+    """
+    failures: list[BaseException] = []
+    interrupted = threading.Event()
+
+    def run() -> None:
+        try:
+            read(itertools.takewhile(lambda _: not interrupted.is_set(), items))
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)  # whose end the interpreter does not await
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(0.1)
+    except BaseException:
+        interrupted.set()
+        thread.join(LAST_SECONDS)  # then it reads no more, and needs the interpreter no more
+        raise
+    if failures:
+        raise failures[0]
+
+
+def _write(content: str, out: Path, eos_token: str) -> HuggingFaceTokenizer:
+    """Write the folder under another name and give it its own once everything is on disk."""
+    from ..tokenizers.hf_tokenizer import HuggingFaceTokenizer, TokenizerFiles
+
+    files = TokenizerFiles(str(out), content.encode(), {"eos_token": eos_token})
+    tokenizer = HuggingFaceTokenizer(files, eos_token)
+    unfinished = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.mkdir()
+        tokenizer.save(unfinished)
+        unfinished.rename(out)
+        sync_folder(out.parent)
+    except OSError as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise EnvironmentFault(f"{out}: cannot be written: {error.strerror}") from error
+    return tokenizer

@@ -1,0 +1,258 @@
+"""What a Hugging Face folder holds, read without trusting it. Imports no torch by itself.
+
+Only safetensors and JSON are ever opened, so nothing in a folder can run code. Formats:
+https://huggingface.co/docs/safetensors and, for the index, transformers' `save_pretrained`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import CheckpointError
+from ..core.files import open_regular, require_regular
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+MAX_HEADER_BYTES = 16 * 2**20
+MAX_INDEX_BYTES = 64 * 2**20
+MAX_CONFIG_BYTES = 2**20
+MAX_SHOWN = 20
+TEXT = "language_model."
+"""of a model that sees images too"""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies, and what it is; the dtype is spelled as in the file ("BF16")."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int = 0
+    """of its first byte in the file"""
+    scales: StoredTensor | None = None
+    """of a tensor in MXFP4, which counts as the BF16 that it is read as"""
+
+
+def list_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of `model.safetensors`, or else of every file that the index names.
+
+    Every file is opened and found whole. What is packed in MXFP4 appears under its own name. Of a
+    model that sees images too, the language model's tensors alone are there.
+
+    Raises:
+        CheckpointError: there is nothing to read, or a file is damaged, missing or hostile.
+    """
+    found = _unpacked(_list_files(folder))
+    words = {name.removeprefix(TEXT): each for name, each in found.items() if name.startswith(TEXT)}
+    return words or found
+
+
+def _unpacked(found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    tensors = dict(found)
+    for name, blocks in found.items():
+        whole = name.removesuffix("_blocks")
+        scales = found.get(f"{whole}_scales")
+        is_packed = whole != name and blocks.dtype == "U8" and blocks.shape[3:] == (16,)
+        if is_packed and scales and (scales.dtype, scales.shape) == ("U8", blocks.shape[:3]):
+            del tensors[name], tensors[f"{whole}_scales"]
+            experts, columns, groups, _ = blocks.shape
+            shape = (experts, 32 * groups, columns)
+            tensors[whole] = replace(blocks, dtype="BF16", shape=shape, scales=scales)
+    return tensors
+
+
+def _list_files(folder: Path) -> dict[str, StoredTensor]:
+    regular = _regular_files(folder)
+    if SINGLE in regular:
+        return _read_header(folder / SINGLE)
+    if INDEX not in regular:
+        raise _nothing_to_read(folder, regular)
+    weight_map = _read_index(folder / INDEX)
+    problems = _misnamed_files(weight_map, regular)
+    if problems:
+        raise CheckpointError(listed(f"{folder / INDEX} cannot be followed:", problems))
+    tensors: dict[str, StoredTensor] = {}
+    for file in sorted(set(weight_map.values())):
+        header = _read_header(folder / file)
+        problems += [f"{shown(name)} is in {file} too" for name in header if name in tensors]
+        tensors |= header
+    for name, file in weight_map.items():
+        if name not in tensors or tensors[name].file.name != file:
+            problems.append(f"{shown(name)} is not in {file}, as the index says")
+    if problems:
+        raise CheckpointError(listed(f"{folder}: index and files disagree:", problems))
+    return tensors
+
+
+def read_config(folder: Path) -> dict[str, Any] | None:
+    """Return what `config.json` says of the language model, or None if there is none.
+
+    Nothing is said of MXFP4: `list_tensors` reads it.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        return None
+    settings = read_json(path, MAX_CONFIG_BYTES)
+    if settings.get("model_type") == "llama4" and isinstance(settings.get("text_config"), dict):
+        settings = settings["text_config"]
+    quantization = settings.get("quantization_config")
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
+        del settings["quantization_config"]
+    return settings
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """Open a file of tensors; see safetensors' `safe_open`.
+
+    Raises:
+        CheckpointError: it cannot be read, on opening or later.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        require_regular(path)
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        why = shown(str(error))
+        raise CheckpointError(f"{path} cannot be read: {why}", "fetch it once more") from error
+
+
+def listed(heading: str, problems: list[str]) -> str:
+    """Return a heading with the first problems below it."""
+    some = problems[:MAX_SHOWN]
+    if len(problems) > len(some):
+        some.append(f"and {len(problems) - len(some)} more")
+    return "\n  ".join([heading, *some])
+
+
+def shown(name: str) -> str:
+    """Return a foreign name as it may be printed."""
+    return name if name.isprintable() and 0 < len(name) <= 200 else repr(name[:200])
+
+
+def _regular_files(folder: Path) -> set[str]:
+    # Links count as what they point to: Hugging Face's cache is made of them.
+    try:
+        return {entry.name for entry in folder.iterdir() if entry.is_file()}
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be read: {error.strerror}",
+            f"name a folder with one of our checkpoints, or with {SINGLE} or {INDEX}",
+        ) from error
+
+
+def _nothing_to_read(folder: Path, regular: set[str]) -> CheckpointError:
+    pickles = sorted(name for name in regular if name.endswith(PICKLES))
+    if pickles:
+        return CheckpointError(
+            f"{folder} holds pickled weights ({shown(pickles[0])}), which can run code: not read",
+            "convert them to safetensors where that is safe: "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)",
+        )
+    others = sorted(name for name in regular if name.endswith(".safetensors"))
+    found = f"; there is {shown(others[0])}" if others else ""
+    return CheckpointError(
+        f"{folder} holds neither a checkpoint of ours nor {SINGLE} or {INDEX}{found}",
+        "fetch the whole folder of the model",
+    )
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    weight_map = read_json(path, MAX_INDEX_BYTES).get("weight_map")
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(file, str) for file in weight_map.values())
+    ):
+        raise CheckpointError(f"{path}: weight_map must give a file name for every tensor")
+    return weight_map
+
+
+def _misnamed_files(weight_map: dict[str, str], regular: set[str]) -> list[str]:
+    problems = []
+    for file in sorted(set(weight_map.values())):
+        if file != Path(file).name or not file.endswith(".safetensors"):
+            problems.append(f"{shown(file)} is not the plain name of a .safetensors file")
+        elif file not in regular:
+            problems.append(f"{shown(file)} is not in the folder")
+    return problems
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file, after the checks that safetensors does not make."""
+    try:
+        with open_regular(path) as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > MAX_HEADER_BYTES:
+                raise CheckpointError(
+                    f"{path}: a header of {length} bytes; at most {MAX_HEADER_BYTES} are read"
+                )
+            text = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    header = _parse(text, path)
+    with open_tensors(path) as opened:
+        entries = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        return {
+            name: StoredTensor(
+                path,
+                entry.get_dtype(),
+                tuple(entry.get_shape()),
+                8 + length + header[name]["data_offsets"][0],
+            )
+            for name, entry in entries.items()
+        }
+
+
+def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        CheckpointError: it is too large, damaged, or no object.
+    """
+    try:
+        with open_regular(path) as file:
+            text = file.read(max_bytes + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if len(text) > max_bytes:
+        raise CheckpointError(f"{path} has more than {max_bytes} bytes: not read")
+    return _parse(text, path)
+
+
+def _parse(text: bytes, path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(
+            text, object_pairs_hook=_without_duplicates, parse_constant=_not_a_number
+        )
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}", "fetch it once more") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} is damaged: a JSON object was expected")
+    return values
+
+
+def _not_a_number(word: str) -> float:
+    raise ValueError(f"{word} is not a number of JSON")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ValueError(f"{shown(key)} is given twice")
+        values[key] = value
+    return values

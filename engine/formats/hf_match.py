@@ -1,0 +1,209 @@
+"""Whether a Hugging Face folder is of a model: names, shapes and settings, all misfits at once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...model_zoo.hf_settings import flat, impossible, inconsistent
+from ...model_zoo.hf_settings import shown as text
+from ..checkpoint.tensors import DTYPES, Pieces, Region, Rows, differing
+from ..core.errors import nearest
+from .forms import Formed
+from .hf_folder import CONFIG, MAX_SHOWN, StoredTensor, shown
+from .mxfp4 import Mxfp4
+
+if TYPE_CHECKING:
+    from ...model_zoo.config import ModelConfig
+    from ...model_zoo.layout import Layout, Part
+
+COMPUTED = ".rotary_emb.inv_freq"
+"""Old versions of transformers saved these; every model computes them."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass
+class Match:
+    """Our parameter name -> the tensors that it is stored in, and what does not fit."""
+
+    sources: dict[str, list[Part]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    hint: str = ""
+
+    @property
+    def parts(self) -> list[Part]:
+        """All tensors there."""
+        return [part for parts in self.sources.values() for part in parts]
+
+    def rows(
+        self, shapes: Mapping[str, Shape], stored: Mapping[str, StoredTensor]
+    ) -> dict[str, Rows]:
+        """Return our parameters of these shapes as they are stored, by our names."""
+        regions = {part.name: region_of(stored[part.name]) for part in self.parts}
+        return {
+            name: stored_rows(parts, tuple(shapes[name]), regions)
+            for name, parts in self.sources.items()
+            if name in shapes
+        }
+
+
+def match(
+    stored: Mapping[str, StoredTensor],
+    shapes: Mapping[str, Shape],
+    config: ModelConfig,
+    settings: Mapping[str, Any] | None,
+    place: str = "the folder",
+) -> Match:
+    """Compare tensors and config.json with a model's parameters and their shapes.
+
+    Args:
+        place: where the tensors are, as it is called in the sentences.
+    """
+    layout, match = config.layout, Match()
+    if not layout.hf_names:
+        match.problems.append(f'model "{config.name}" has no table of Hugging Face names')
+        return match
+    if settings is not None:
+        match.problems, match.hint = _compare_settings(settings, config)
+    embed, head = _ends(layout)
+    # Without config.json's word, a missing projection is taken for a tied one.
+    tied_there = (settings or {}).get("tie_word_embeddings", True)
+    for name, shape in shapes.items():
+        parts = layout.hf_parts(name, tuple(shape), stored)
+        if not parts:
+            match.problems.append(f'{name}: model "{config.name}" has no Hugging Face name for it')
+            continue
+        if parts[0].name == head and head not in stored and embed in stored and tied_there:
+            match.notes.append(f"{head} is not in {place}: {name} starts as the embedding")
+            parts = [replace(parts[0], name=embed)]
+        match.sources[name] = parts
+    passed_over = (COMPUTED, *layout.hf_copies)
+    extra = {head, *(name for name in stored if name.endswith(passed_over))}
+    found = {name: tensor.shape for name, tensor in stored.items()}
+    names = {part.ours: part.name for part in match.parts}
+    wanted = {part.ours: part.shape for part in match.parts}
+    match.problems += misfits(names, wanted, found, place, extra)
+    match.problems += _misstored(match.sources, stored)
+    return match
+
+
+def _misstored(sources: Mapping[str, list[Part]], stored: Mapping[str, StoredTensor]) -> list[str]:
+    """Return the tensors of a dtype that is not read, or not that of the others beside them."""
+    problems = []
+    for name, parts in sources.items():
+        there = [part.name for part in parts if part.name in stored]
+        odd = [theirs for theirs in there if stored[theirs].dtype not in DTYPES]
+        problems += [
+            f"{theirs} is stored as {stored[theirs].dtype}: quantized weights are not read"
+            for theirs in odd
+        ]
+        dtypes = {stored[theirs].dtype for theirs in there}
+        if not odd and len(dtypes) > 1:
+            problems.append(f"{name} is stored in several dtypes: {', '.join(sorted(dtypes))}")
+    return problems
+
+
+def misfits(
+    sources: Mapping[str, str],
+    shapes: Mapping[str, Shape],
+    found: Mapping[str, Shape],
+    place: str,
+    extra: Collection[str] = (),
+) -> list[str]:
+    """Return all that is missing, unexpected or of another shape in a place.
+
+    Args:
+        sources: our parameter name -> the name there.
+        shapes: of our parameters.
+        found: name there -> shape.
+        place: "the folder", as it is called in the sentences.
+        extra: names that may be there too.
+    """
+    problems: list[str] = []
+    known = {*sources.values(), *extra}
+    unexpected = [name for name in found if name not in known]
+    for name, theirs in sources.items():
+        also = f" ({name} here)" if theirs != name else ""
+        if theirs not in found:
+            near = nearest(theirs, unexpected) if len(problems) < MAX_SHOWN else ""
+            sentence = f"{shown(theirs)}{also} is not in {place}"
+            problems.append(f"{sentence}; {near}" if near else sentence)
+        elif tuple(found[theirs]) != tuple(shapes[name]):
+            there, here = list(found[theirs]), list(shapes[name])
+            ours = f" ({name})" if also else ""
+            problems.append(f"{shown(theirs)} is {there} there and {here} here{ours}")
+    return problems + [f"{shown(n)} is in {place} but not in the model" for n in unexpected]
+
+
+def _compare_settings(settings: Mapping[str, Any], config: ModelConfig) -> tuple[list[str], str]:
+    """Return how config.json differs from a model, and what to set to make them agree."""
+    layout = config.layout
+    there, here = flat(settings), flat(config.hf_config())
+    not_done = impossible(there, config.name, layout)
+    differing = [
+        (ours, here.get(key), there[key])
+        for key, ours in layout.hf_keys.items()
+        if there.get(key) is not None and there[key] != here.get(key)
+    ]
+    problems = not_done + [
+        f"model.{ours} is {'not set' if own is None else text(own)}, {CONFIG} says {text(value)}"
+        for ours, own, value in differing
+    ]
+    if not_done or not differing:
+        return problems or inconsistent(settings, config), ""
+    wanted = ", ".join(f"{ours} = {text(value)}" for ours, _, value in differing)
+    return problems, f"set in [model]: {wanted}"
+
+
+def _ends(layout: Layout) -> tuple[str, str]:
+    """Return Hugging Face's names of the embedding's weight and the projection's."""
+    embed = layout.to_hf(f"{layout.embed}.weight")
+    head = layout.to_hf(f"{layout.head}.proj.weight")
+    return embed or "", head or ""
+
+
+def differing_ends(stored: Mapping[str, StoredTensor], match: Match, layout: Layout) -> list[str]:
+    """Compare a projection that is there with the embedding, if the model has one for both."""
+    embed, head = _ends(layout)
+    if head not in stored or any(part.name == head for part in match.parts):
+        return []
+    one, other = stored[embed], stored[head]
+    dtype = DTYPES.get(other.dtype)
+    if dtype and not differing(region_of(other), region_of(one), dtype):
+        return []
+    return [f"{head} is there and differs from {embed}; the model has one weight for both"]
+
+
+def stored_rows(parts: Sequence[Part], shape: Shape, stored: Mapping[str, Region | Mxfp4]) -> Rows:
+    """Return a parameter as it is stored, in one or several tensors of one dtype.
+
+    Args:
+        parts: see `Layout.hf_parts`.
+        shape: of the parameter.
+        stored: tensors by their names there.
+    """
+    regions, part = [stored[part.name] for part in parts], parts[0]
+    if part.form:
+        return Formed(regions[0], part.form, shape, is_theirs=True)
+    if len(part.shape) == len(shape):
+        return regions[0]
+    # A matrix of a stack lies as a box of the stack does.
+    ones = (1,) * (len(shape) - len(part.shape))
+    boxes = [replace(region, shape=(*ones, *region.shape)) for region in regions]
+    starts = [part.start for part in parts]
+    return Pieces(regions[0].dtype, shape, tuple(zip(starts, boxes, strict=True)))
+
+
+def region_of(stored: StoredTensor) -> Region | Mxfp4:
+    """Return a tensor as one that can be read; its dtype is one of `DTYPES`."""
+    scales = stored.scales
+    if scales is None:
+        return Region(stored.file, stored.offset, DTYPES[stored.dtype], stored.shape)
+    packed = Region(stored.file, stored.offset, torch.uint8, (*scales.shape, 16))
+    powers = Region(scales.file, scales.offset, torch.uint8, scales.shape)
+    return Mxfp4(packed, powers, stored.shape)

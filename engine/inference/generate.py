@@ -1,0 +1,218 @@
+"""Text from a model, one token at a time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+from torch import Tensor
+
+from ...model_zoo.layers.cache import KVCache
+from ..core.errors import RecipeError
+
+if TYPE_CHECKING:
+    from ...model_zoo.language_model import LanguageModel
+    from ..tokenizers.tokenizer import Tokenizer
+
+
+PREFILL_TOKENS = 512
+"""of a prompt that are computed at once, so that memory grows with its length and not the square"""
+
+
+def generate(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    until: Sequence[str] = (),
+    longest: int | None = None,
+    truncate: bool = False,
+) -> list[str]:
+    """Continue each prompt until the end of the document or for `max_new_tokens`.
+
+    Prompts are computed together, and sampled apart: what follows one depends on the seed and on
+    that prompt alone.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: of the model.
+        prompts: texts to continue; an empty one begins a document.
+        max_new_tokens: at most so many are added.
+        temperature: logits are divided by it; 0 takes the likeliest token.
+        top_k: only this many of the likeliest tokens are drawn from; 0: all.
+        top_p: only the likeliest tokens that together have this probability are drawn from
+            (nucleus sampling, arXiv:1904.09751).
+        seed: of the draws.
+        until: a text ends before the first of these; empty: only with the document.
+        longest: how many tokens a prompt may have; None: any number.
+        truncate: keep the end of a longer one, and leave room for new tokens.
+
+    Returns:
+        The new text of each prompt.
+
+    Raises:
+        RecipeError: a prompt is longer, and is not to be truncated.
+    """
+    rows = [tokenizer.encode(prompt).tolist() for prompt in prompts]
+    if longest is not None and (most := max(map(len, rows))) > longest:
+        if not truncate:
+            raise RecipeError(
+                f"a prompt has {most:,} tokens; the model reads {longest:,} (model.max_seq_len)",
+                "--truncate keeps its end",
+            )
+        kept = longest - min(max_new_tokens, longest // 2)
+        rows = [row if len(row) <= longest else row[-kept:] for row in rows]
+    return continue_rows(
+        model,
+        tokenizer,
+        rows,
+        _generators(prompts, seed),
+        lambda logits: sampling_probabilities(logits, temperature, top_k, top_p),
+        max_new_tokens,
+        until,
+    )
+
+
+@torch.inference_mode()
+def continue_rows(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    generators: Sequence[torch.Generator],
+    probabilities_of: Callable[[Tensor], Tensor],
+    max_new_tokens: int,
+    until: Sequence[str] = (),
+) -> list[str]:
+    """Continue prompts that are tokens; see `generate`.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: of the model.
+        prompts: tokens of each; none begin a document.
+        generators: one a prompt.
+        probabilities_of: from logits, [B, V], to what is drawn from.
+        max_new_tokens: at most so many are added.
+        until: a text ends before the first of these.
+    """
+    tokens, positions, document_ids = _left_padded(model, tokenizer, prompts)
+    columns = {"positions": positions}
+    if document_ids is not None:
+        columns["document_ids"] = document_ids
+        columns |= {"padding_mask": document_ids == 0} if model.takes_padding else {}
+    cache = KVCache(tokens.shape[1] + max_new_tokens)
+    stops = [tokenizer.encode(word).tolist() for word in until]
+    texts: list[list[int]] = [[] for _ in prompts]
+    finished = [False] * len(prompts)
+    for _ in range(max_new_tokens):
+        logits = _last_logits(model, tokens, columns, cache)
+        probabilities = probabilities_of(logits[:, -1].cpu())
+        chosen = [
+            int(torch.multinomial(row, 1, generator=generator))
+            for row, generator in zip(probabilities, generators, strict=True)
+        ]
+        for row, token in enumerate(chosen):
+            finished[row] |= token == tokenizer.eos_id
+            if not finished[row]:
+                texts[row].append(token)
+                finished[row] = _ends(tokenizer, texts[row], until, stops)
+        if all(finished):
+            break
+        tokens = tokens.new_tensor(chosen).unsqueeze(1)
+        columns.pop("padding_mask", None)
+        columns = {name: column[:, -1:] for name, column in columns.items()}
+        columns["positions"] = columns["positions"] + 1
+    return [_cut(tokenizer.decode(text), until) for text in texts]
+
+
+def _last_logits(
+    model: LanguageModel, tokens: Tensor, columns: Mapping[str, Tensor], cache: KVCache
+) -> Tensor:
+    """Return logits, [B, S, V], of the last of the pieces in which tokens are computed.
+
+    Args:
+        model: in evaluation mode.
+        tokens: [B, S].
+        columns: what else the model is told of each of them, [B, S].
+        cache: of the positions before them; extended.
+    """
+    for start in range(0, tokens.shape[1], PREFILL_TOKENS):
+        piece = slice(start, start + PREFILL_TOKENS)
+        told = {name: column[:, piece] for name, column in columns.items()}
+        logits: Tensor = model(tokens[:, piece], cache=cache, **told)
+    return logits
+
+
+def _ends(
+    tokenizer: Tokenizer, text: list[int], until: Sequence[str], stops: Sequence[list[int]]
+) -> bool:
+    """Return whether a word that ends texts has come, as its own tokens or within others."""
+    for ids in stops:
+        if text[-len(ids) :] == ids:  # special tokens, which decoding leaves out, are found so
+            del text[-len(ids) :]
+            return True
+    return bool(until) and any(word in tokenizer.decode(text) for word in until)
+
+
+def _cut(text: str, until: Sequence[str]) -> str:
+    return text[: min([len(text), *(text.index(word) for word in until if word in text)])]
+
+
+def _left_padded(
+    model: LanguageModel, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return tokens, positions and document ids, [B, S], with the prompts' ends aligned.
+
+    The padding is a document of its own, so that nothing attends to it; without padding there are
+    no document ids.
+    """
+    rows = [list(prompt) or [tokenizer.eos_id] for prompt in prompts]
+    width = max(map(len, rows))
+    padding = [width - len(row) for row in rows]
+    device = next(model.parameters()).device
+    tokens = torch.tensor(
+        [[tokenizer.eos_id] * pad + row for pad, row in zip(padding, rows, strict=True)],
+        device=device,
+    )
+    positions = torch.arange(width, device=device) - tokens.new_tensor(padding).unsqueeze(1)
+    document_ids = (positions >= 0).int() if any(padding) else None
+    return tokens, positions.clamp(min=0), document_ids
+
+
+def _generators(prompts: Sequence[str], seed: int) -> list[torch.Generator]:
+    """Return a generator a prompt; equal prompts get different ones."""
+    seen: Counter[str] = Counter()
+    generators = []
+    for prompt in prompts:
+        key = f"{seed}:{seen[prompt]}:{prompt}"
+        seen[prompt] += 1
+        digest = xxhash.xxh3_64_intdigest(key.encode())
+        generators.append(torch.Generator().manual_seed(digest >> 1))
+    return generators
+
+
+def sampling_probabilities(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """Return what is drawn from, [B, V], in fp32."""
+    if temperature == 0:
+        return torch.zeros_like(logits).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
+    if 0 < top_k < logits.shape[1]:
+        lowest = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < lowest, float("-inf"))
+    largest = logits.amax(-1, keepdim=True)
+    smallest = torch.finfo(logits.dtype).tiny  # less would be rounded to 0
+    probabilities = ((logits - largest) / max(temperature, smallest)).softmax(-1)
+    if top_p < 1:
+        ordered, order = probabilities.sort(descending=True, stable=True)
+        before = ordered.cumsum(-1) - ordered
+        dropped = before >= top_p
+        dropped[:, 0] = False  # the likeliest stays, whatever top_p is
+        ordered = ordered.masked_fill(dropped, 0.0)
+        probabilities = torch.zeros_like(probabilities).scatter_(1, order, ordered)
+    return probabilities

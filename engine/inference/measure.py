@@ -1,0 +1,231 @@
+"""Loss and perplexity of a model on texts, per token, per byte and per word."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.errors import DataError
+from ..data.batch import IGNORED
+from ..sources.configs import DocumentFault, DocumentSource, MarkedText
+from ..tokenizers.tokenizer import count_bytes
+from ..train.evaluate import perplexity
+from .scorer import score_batch, score_windows
+from .windows import Window, windows
+
+if TYPE_CHECKING:
+    from ..sources.configs import SourceConfig
+    from ..tokenizers.tokenizer import Tokenizer
+    from .open import OpenedModel
+
+
+@dataclass
+class Measured:
+    """Sums over texts. Words are what white space separates."""
+
+    name: str
+    nll: float = 0.0
+    """sum of the negative log-probabilities of the tokens, in nats"""
+    texts: int = 0
+    """documents; of a validation split, rows"""
+    tokens: int = 0
+    bytes: int = 0
+    words: int = 0
+    skipped: int = 0
+    """documents that could not be read"""
+    sources: list[Measured] = field(default_factory=list)
+    """the same of each source, where there are several"""
+
+    def count_text(self, text: str, num_bytes: int) -> None:
+        """Count bytes and words."""
+        self.bytes += num_bytes
+        self.words += len(text.split())
+
+    def count_tokens(self, tokenizer: Tokenizer, ids: Sequence[int]) -> None:
+        """Count bytes and words of the text that tokens stand for."""
+        text = tokenizer.decode(ids)
+        self.count_text(text, count_bytes(tokenizer, ids, text))
+
+    def per(self, unit: str) -> dict[str, float]:
+        """Return count, loss (nats), bits and perplexity a token, byte or word."""
+        count = getattr(self, f"{unit}s")
+        loss = self.nll / count if count else math.nan
+        return {
+            "count": count,
+            "loss": loss,
+            "bits": loss / math.log(2),
+            "perplexity": perplexity(loss),
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """Return everything, for `--json`."""
+        return {
+            "name": self.name,
+            "texts": self.texts,
+            "skipped": self.skipped,
+            **{unit: self.per(unit) for unit in ("token", "byte", "word")},
+        }
+
+
+class Encoded:
+    """A document as tokens: `[end-of-document, tokens...]`, and what is counted of it.
+
+    Args:
+        ids: of the document.
+        text: the part of it that is counted.
+        counted: which ids are; None: all.
+        num_bytes: of the text; None: it is UTF-8.
+    """
+
+    def __init__(
+        self,
+        ids: NDArray[Any],
+        text: str,
+        counted: NDArray[np.bool_] | None,
+        eos_id: int,
+        num_bytes: int | None = None,
+    ) -> None:
+        self.tokens = np.concatenate([[eos_id], ids]).astype(np.int64)
+        self.text = text
+        self.num_bytes = len(text.encode()) if num_bytes is None else num_bytes
+        self.counted = None if counted is None else np.concatenate([[False], counted])
+
+
+def measure_source(
+    opened: OpenedModel,
+    source: SourceConfig,
+    *,
+    name: str,
+    seq_len: int,
+    stride: int,
+    batch_size: int,
+    limit: int = 0,
+) -> Measured:
+    """Score whole documents, each token once; the first follows the end-of-document token.
+
+    Args:
+        opened: the model.
+        source: of documents.
+        name: to call it.
+        seq_len: most inputs a row.
+        stride: see `windows`.
+        batch_size: rows computed together.
+        limit: only so many documents; 0: all.
+
+    Raises:
+        DataError: a document cannot be read, or there is none.
+    """
+    measured = Measured(name)
+    documents = islice(_encode(source, opened.tokenizer, measured), limit or None)
+
+    def rows() -> Iterator[Window]:
+        for document in documents:
+            measured.texts += 1
+            measured.count_text(document.text, document.num_bytes)
+            yield from windows(document.tokens, seq_len, stride, counted=document.counted)
+
+    for _, score in score_windows(opened.model, rows(), batch_size):
+        measured.nll += score.nll
+        measured.tokens += score.num_tokens
+    if not measured.tokens:
+        raise DataError(f"{name}: holds no text")
+    return measured
+
+
+def measure_validation(opened: OpenedModel, *, batch_size: int, limit: int = 0) -> Measured:
+    """Score the rows of the recipe's validation split, as the evaluations of the run do.
+
+    Args:
+        opened: the model, from a checkpoint of ours.
+        batch_size: rows computed together.
+        limit: only so many rows; 0: all.
+
+    Raises:
+        DataError: nothing is held out.
+    """
+    from ..data.dataset import open_data
+    from ..data.loader import validation_batches
+
+    recipe = opened.recipe
+    split = open_data(recipe.data, opened.tokenizer, recipe.run.seed).validation
+    if split is None:
+        raise DataError(
+            "the recipe holds nothing out for validation", "name texts with --data or --source"
+        )
+    count = min(limit or split.rows_per_epoch, split.rows_per_epoch)
+    batch_size = min(batch_size, count)
+    table = recipe.data.model_copy(update={"micro_batch": batch_size, "global_batch": batch_size})
+    names = split.separate_labels or ("",)
+    sources = [Measured(f"validation split, {name}") for name in names]
+    left, ids = count, [np.empty(0, np.int64)] * len(sources)
+    for batch in validation_batches(split, table, -(-count // batch_size), 0, 1):
+        batch.labels[left:] = IGNORED
+        which = [0] * len(batch.labels) if batch.sources is None else batch.sources.tolist()
+        rows = zip(which, batch.labels, score_batch(opened.model, batch), strict=True)
+        for source, labels, score in islice(rows, left):
+            sources[source].nll += score.nll
+            sources[source].tokens += score.num_tokens
+            sources[source].texts += 1
+            row = np.concatenate([ids[source], labels[labels != IGNORED].numpy()])
+            ends = np.flatnonzero(row == opened.tokenizer.eos_id) + 1
+            *documents, ids[source] = np.split(row, ends)
+            for document in documents:
+                sources[source].count_tokens(opened.tokenizer, document.tolist())
+        left = max(0, left - len(batch.labels))
+    for source, rest in enumerate(ids):
+        sources[source].count_tokens(opened.tokenizer, rest.tolist())
+    return _together("validation split", sources)
+
+
+def _together(name: str, sources: list[Measured]) -> Measured:
+    """Return the sums over sources."""
+    return Measured(
+        name,
+        nll=sum(each.nll for each in sources),
+        texts=sum(each.texts for each in sources),
+        tokens=sum(each.tokens for each in sources),
+        bytes=sum(each.bytes for each in sources),
+        words=sum(each.words for each in sources),
+        sources=sources if len(sources) > 1 else [],
+    )
+
+
+def _encode(source: SourceConfig, tokenizer: Tokenizer, measured: Measured) -> Iterator[Encoded]:
+    if not isinstance(source, DocumentSource):
+        yield from _stored(source, tokenizer)
+        return
+    source = source.for_tokenizer(tokenizer)
+    for document in chain.from_iterable(map(source.read, source.parts())):
+        if isinstance(document, DocumentFault):
+            if source.on_error == "stop":
+                raise DataError(
+                    str(document), 'leave such documents out with --set on_error="skip"'
+                )
+            measured.skipped += 1
+        elif isinstance(document, MarkedText):
+            ((ids, counted),) = tokenizer.encode_marked([document])
+            text = "".join(document.text[start:stop] for start, stop in document.learned)
+            yield Encoded(ids, text, counted, tokenizer.eos_id)
+        elif document:
+            yield Encoded(tokenizer.encode(document), document, None, tokenizer.eos_id)
+
+
+def _stored(source: SourceConfig, tokenizer: Tokenizer) -> Iterator[Encoded]:
+    """Yield documents that are stored as tokens; their ends are not scored."""
+    from ..corpus.prepare import default_cache
+
+    store = source.open(tokenizer, default_cache())
+    for number in range(store.num_documents):
+        start, stop = int(store.offsets[number]), int(store.offsets[number + 1]) - 1
+        ids = np.asarray(store.tokens[start:stop])
+        counted = None if store.learned is None else np.asarray(store.learned[start:stop])
+        shown = ids if counted is None else ids[counted]
+        text = tokenizer.decode(shown.tolist())
+        num_bytes = count_bytes(tokenizer, shown.tolist(), text)
+        yield Encoded(ids, text, counted, store.eos_id, num_bytes)

@@ -1,0 +1,122 @@
+"""Context parallelism: each sequence is split over ranks.
+
+Rank r of C holds pieces r and 2C - 1 - r of the 2C pieces of a sequence, so that causal attention
+is the same work on each. Keys and values are gathered (Grattafiori et al. 2024, arXiv:2407.21783,
+section 3.3.2), or go around in a ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ....kernels.choose import Kernels
+from ....model_zoo.layers.moe import moe_layers
+from ...data.batch import Batch
+from ..collectives import gather, summed
+from .ring import ring_attention
+
+if TYPE_CHECKING:
+    from ....model_zoo.language_model import LanguageModel
+
+Attention = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class ContextParallel:
+    """This rank's place among those that share its sequences.
+
+    Args:
+        group: these ranks.
+        rank: which of them this is.
+        ranks: how many they are; twice as many divide every sequence.
+        in_ring: keys and values go around, instead of being gathered.
+    """
+
+    group: ProcessGroup
+    rank: int
+    ranks: int
+    in_ring: bool = False
+
+    @property
+    def pieces(self) -> tuple[int, int]:
+        """Which pieces of a sequence this rank holds."""
+        return self.rank, 2 * self.ranks - 1 - self.rank
+
+    def take(self, batch: Batch) -> Batch:
+        """Return this rank's part of full rows, [B, S / C], but ids and padding whole."""
+        positions = batch.positions
+        if positions is None:
+            positions = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
+        columns = (batch.tokens, batch.labels, positions)
+        mine = (torch.cat(self._mine(column), dim=1) for column in columns)
+        tokens, labels, positions = mine
+        return replace(batch, tokens=tokens, labels=labels, positions=positions)
+
+    def kernels(self, kernels: Kernels) -> Kernels:
+        """Return kernels whose attention sees the keys and values of all ranks."""
+        if self.in_ring:
+            attention = partial(ring_attention, kernel=kernels.partial_attention, group=self.group)
+            return replace(kernels, attention=attention, attention_mask=self._documents)
+        return replace(
+            kernels,
+            attention=partial(self._attend, kernels.attention),
+            attention_mask=partial(self._mask, kernels.attention_mask),
+        )
+
+    def join_counts(self, model: LanguageModel) -> None:
+        """Let routers count a sequence's choices of experts on all ranks that have a part of it."""
+        model.own_positions = lambda whole: torch.cat(self._mine(whole), dim=1)
+        for layer in moe_layers(model).values():
+            layer.router.sum_of_sequence = partial(summed, group=self.group)
+
+    def _mine(self, x: Tensor, dim: int = 1) -> list[Tensor]:
+        pieces = x.chunk(2 * self.ranks, dim)
+        return [pieces[number] for number in self.pieces]
+
+    def _documents(self, _queries: Tensor, keys: Tensor) -> Tensor:
+        """Return [B, C, S / C], each rank's part of document ids of whole sequences."""
+        pieces = keys.view(len(keys), 2 * self.ranks, -1)
+        first, second = pieces.chunk(2, dim=1)
+        return torch.cat([first, second.flip(1)], dim=2)
+
+    def _mask(self, base: Attention, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return [B, 1, S / C, S] from document ids of whole sequences."""
+        return torch.cat(self._mine(base(queries, keys), dim=2), dim=2)
+
+    def _attend(
+        self,
+        base: Attention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        **reach: Any,
+    ) -> Tensor:
+        """Attend from this rank's queries, [B, S / C, H, K], to all keys before them."""
+        found = gather(torch.cat([key, value], -1), 1, self.group)
+        widths = [key.shape[-1], value.shape[-1]]
+        key, value = map(self._in_order, torch.split(found, widths, -1))
+        length = query.shape[1] // 2
+        masks: Sequence[Tensor | None] = (
+            (None, None) if mask is None else torch.split(mask, length, 2)
+        )
+        outs = []
+        for number, part, seen in zip(
+            self.pieces, torch.split(query, length, 1), masks, strict=True
+        ):
+            end = (number + 1) * length
+            seen = None if seen is None else seen[..., :end]
+            outs.append(base(part, key[:, :end], value[:, :end], seen, **reach))
+        return torch.cat(outs, dim=1)
+
+    def _in_order(self, found: Tensor) -> Tensor:
+        """Return [B, S, G, K], gathered rank by rank, in the order of the sequence."""
+        pieces = found.chunk(2 * self.ranks, dim=1)
+        return torch.cat([*pieces[::2], *pieces[::-2]], dim=1)

@@ -1,0 +1,298 @@
+"""Pipeline parallelism: each rank holds some of the blocks, and micro batches pass from stage to
+stage (schedules of torch.distributed.pipelining).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _Action,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
+
+from ...core.heartbeat import heartbeat
+from ...data.batch import Batch
+from ...loss.record import LossRecord
+from .cut import Cut
+from .schedule_file import ScheduleFile
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ....model_zoo.language_model import LanguageModel
+    from ....model_zoo.layout import Layout
+    from ...loss.tables import LossFunction
+
+
+def prune(model: LanguageModel, layout: Layout, cut: Cut, rank: int) -> None:
+    """Remove from a model (still on `meta`) what no stage of a rank computes, in place.
+
+    What is left keeps its names.
+    """
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    buffers = {name: tuple(buffer.shape) for name, buffer in model.saved_buffers().items()}
+    stages = cut.stages_of(rank)
+    kept = {str(number) for stage in stages for number in cut.blocks(stage)}
+    blocks = model.get_submodule(layout.blocks)
+    for name in list(blocks._modules):
+        if name not in kept:
+            del blocks._modules[name]
+    if not any(map(cut.has_embedding, stages)):
+        _remove(model, layout.embed)
+    if cut.stages - 1 not in stages:
+        _remove(model, layout.head)
+    for name, _ in model.named_parameters():
+        del shapes[name]
+    for name in model.saved_buffers():
+        del buffers[name]
+    model.elsewhere, model.buffers_elsewhere = shapes, buffers
+
+
+def _remove(model: nn.Module, path: str) -> None:
+    parent, _, name = path.rpartition(".")
+    model.get_submodule(parent)._modules[name] = None
+
+
+class Stage(nn.Module):
+    """Consecutive blocks of a model, with the embedding or the head at its ends.
+
+    Args:
+        model: pruned; its forward computes the blocks that it is told.
+        layout: its names.
+        cut: into stages.
+        number: of this one.
+    """
+
+    def __init__(self, model: LanguageModel, layout: Layout, cut: Cut, number: int) -> None:
+        super().__init__()
+        self.is_first, self.is_last = number == 0, number == cut.stages - 1
+        blocks = cut.blocks(number)
+        self.numbers = range(blocks.start, blocks.stop + self.is_last)
+        self._borrowed: list[nn.Module] = []
+        self._uncalled: list[nn.Module] = []
+        self.loss: LossFunction | None = None
+        self.num_sources = 0
+        self.sums: list[Tensor] = []
+        """of each forward pass that computed the loss: see `LossRecord.sums`"""
+        # The modules are the model's own: FSDP and the schedule look for them here.
+        self.parts = nn.ModuleList(
+            model.get_submodule(f"{layout.blocks}.{number}") for number in blocks
+        )
+        if cut.has_embedding(number):
+            embedding = model.get_submodule(layout.embed)
+            if self.is_first:
+                self.parts.append(embedding)
+            elif cut.rank_of(0) == cut.rank_of(number):  # FSDP takes a module for one stage alone
+                self._borrowed = [embedding]
+            else:
+                self.parts.append(embedding)
+                self._uncalled = [embedding]
+        if self.is_last:
+            self.parts.append(model.get_submodule(layout.head))
+        self._model = [model]  # in a list, so that nothing is registered twice
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Yield the weights whose gradients the schedule computes, also one of another stage."""
+        yield from super().parameters(recurse)
+        for module in self._borrowed:
+            yield from module.parameters()
+
+    def forward(self, x: Tensor, *, sources: Tensor | None = None, **columns: Any) -> Tensor:
+        """Map tokens [B, S] or hidden states [B, S, D] to hidden states, the loss [1] or logits."""
+        heartbeat.touch()
+        for module in self._uncalled:
+            if gather := getattr(module, "unshard", None):
+                gather()  # FSDP does so by itself where a module is called
+        is_loss = self.is_last and "labels" in columns
+        record = LossRecord(self.loss) if is_loss and self.loss else None
+        out: Tensor = self._model[0](
+            x if self.is_first else None,
+            hidden=None if self.is_first else x,
+            blocks=self.numbers,
+            loss=record,
+            **columns,
+        )
+        if record:
+            self.sums.append(record.sums(out, sources, self.num_sources))
+        return out if out.ndim else torch.stack([out])
+
+
+@dataclass
+class Pipeline:
+    """Runs micro batches through the stages of all ranks.
+
+    Args:
+        stages: of this rank, by number.
+        cut: into stages.
+        group: the ranks of a pipeline, in order.
+        device: of this rank.
+        schedule: a name of torch.distributed.pipelining, or what a file says.
+        micro_batches: into how many the rows of a step are cut.
+        hidden: [1, S, D], on `meta`: what passes between stages, of one row.
+    """
+
+    stages: dict[int, Stage]
+    cut: Cut
+    group: ProcessGroup
+    device: torch.device
+    schedule: str | ScheduleFile
+    micro_batches: int
+    hidden: Tensor
+    _factor: Tensor | None = field(default=None, init=False)
+    _built: Any = field(default=None, init=False)
+
+    @property
+    def has_end(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.cut.stages - 1 in self.stages
+
+    def forward_backward(
+        self, batches: Sequence[Batch], loss: LossFunction, factor: Tensor, num_sources: int = 0
+    ) -> Tensor:
+        """Add the gradients of `factor` times the loss of a step's rows, all in one batch.
+
+        Returns:
+            What `LossRecord.sums` makes of all rows where the last stage is, zeros elsewhere.
+        """
+        (batch,) = batches
+        self._factor = factor
+        self._set_loss(loss, num_sources)
+        self._built = self._built or self._build(batch)
+        args = (batch.tokens,) if 0 in self.stages else ()
+        target = torch.zeros(len(batch.tokens), device=self.device) if self.has_end else None
+        self._built.step(
+            *args, target=target, return_outputs=False, **self._columns(batch, self.has_end)
+        )
+        return self._take_sums(num_sources)
+
+    def _set_loss(self, loss: LossFunction, num_sources: int) -> None:
+        for stage in self.stages.values():
+            stage.loss, stage.num_sources = loss, num_sources
+
+    def _build(self, batch: Batch) -> Any:
+        rows = len(batch.tokens) // self.micro_batches
+        hidden = self.hidden.expand(rows, -1, -1).contiguous().requires_grad_()
+        stages = []
+        for number, stage in self.stages.items():
+            stages.append(
+                PipelineStage(
+                    stage,
+                    number,
+                    self.cut.stages,
+                    self.device,
+                    # Known sizes spare the first step a trial run on `meta`.
+                    input_args=batch.tokens[:rows].to("meta") if stage.is_first else hidden,
+                    output_args=torch.empty(1, device="meta") if stage.is_last else hidden,
+                    group=self.group,
+                )
+            )
+        options: Any = {"loss_fn": self._scaled, "scale_grads": False}
+        if isinstance(self.schedule, ScheduleFile):
+            kind: Any = _PipelineScheduleRuntime
+            runtime = kind(stages, self.micro_batches, **options)
+            runtime.pipeline_order = {
+                rank: [_Action.from_str(str(action)) for action in row]
+                for rank, row in enumerate(self.schedule.rows)
+            }
+            runtime._prepare_schedule_with_comms(runtime.pipeline_order)
+            return runtime
+        kind = get_schedule_class(self.schedule)
+        which: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+        return kind(which, self.micro_batches, **options)
+
+    def _scaled(self, loss: Tensor, target: Tensor) -> Tensor:
+        assert self._factor is not None, "set before the schedule runs"
+        return (loss * self._factor).sum()
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, loss: LossFunction, num_sources: int = 0) -> Tensor:
+        """Return what `LossRecord.sums` makes of a batch where the last stage is, else zeros."""
+        self._set_loss(loss, num_sources)
+        hidden = self.hidden.expand(len(batch.tokens), -1, -1)
+        self._through(
+            batch.tokens, hidden, lambda number: self._columns(batch, self.stages[number].is_last)
+        )
+        return self._take_sums(num_sources)
+
+    def _take_sums(self, num_sources: int) -> Tensor:
+        """Return the sums of the passes since the last call: zeros where the last stage is not."""
+        if not self.has_end:
+            return torch.zeros(2 + num_sources, device=self.device)
+        found = self.stages[self.cut.stages - 1].sums
+        sums = torch.stack(found, 1).sum(1)
+        found.clear()
+        return sums
+
+    @torch.no_grad()
+    def next_logits(
+        self, tokens: Tensor, columns: Callable[[int], Mapping[str, Any]], vocab: int
+    ) -> Tensor:
+        """Return the logits of the last position, [B, 1, V], on all ranks.
+
+        Args:
+            tokens: [B, S], the same on all ranks; neither positions nor heads are split.
+            columns: what else a stage gets, by its number.
+            vocab: how many logits there are.
+        """
+        hidden = self.hidden.new_empty(*tokens.shape, self.hidden.shape[-1])
+        found = self._through(tokens, hidden, columns)
+        if found is None:
+            logits = torch.empty(len(tokens), 1, vocab, device=self.device)
+        else:
+            logits = found[:, -1:].contiguous()
+        dist.broadcast(logits, group=self.group, group_src=self.cut.holders[-1])
+        return logits
+
+    def _through(
+        self, x: Tensor, hidden: Tensor, columns: Callable[[int], Mapping[str, Any]]
+    ) -> Tensor | None:
+        """Return what the last stage makes of tokens, on the rank that has it.
+
+        Args:
+            x: [B, S] tokens.
+            hidden: like what passes between stages.
+            columns: what else a stage gets, by its number.
+        """
+        for number, stage in self.stages.items():
+            if number:
+                x = self._receive(x, hidden, self.cut.rank_of(number - 1))
+            x = stage(x, **columns(number))
+            if not stage.is_last:
+                self._send(x, self.cut.rank_of(number + 1))
+        return x if self.has_end else None
+
+    def _receive(self, x: Tensor, like: Tensor, rank: int) -> Tensor:
+        if rank == self.group.rank():
+            return x
+        x = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+        dist.recv(x, group=self.group, group_src=rank)
+        return x
+
+    def _send(self, x: Tensor, rank: int) -> None:
+        if rank != self.group.rank():
+            dist.send(x.contiguous(), group=self.group, group_dst=rank)
+
+    @staticmethod
+    def _columns(batch: Batch, with_labels: bool) -> dict[str, Tensor]:
+        """Return what stages get besides tokens or hidden states."""
+        positions = batch.positions
+        if positions is None:
+            length = batch.tokens.shape[1]
+            positions = torch.arange(length, device=batch.tokens.device).expand_as(batch.tokens)
+        columns = {
+            "positions": positions,
+            "document_ids": batch.document_ids,
+            "padding_mask": batch.padding_mask,
+        }
+        if with_labels:
+            columns |= {"labels": batch.labels, "sources": batch.sources}
+        return {name: column for name, column in columns.items() if column is not None}

@@ -1,0 +1,198 @@
+"""Tensor and sequence parallelism (arXiv:1909.08053, arXiv:2205.05198): matrices are split over
+ranks, and between them the residual stream is, along the sequence.
+
+Modules keep computing on plain tensors, see `weights`. Collectives stand where the stream enters
+(after a norm) and leaves (after a sum).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ....kernels.choose import Kernels
+from ....kernels.cross_entropy import reference
+from ....kernels.cross_entropy.reference import IGNORED
+from ....model_zoo.layers.moe import moe_layers
+from ..collectives import gather, gathered, scatter, summed
+from ..placement import CUT_DIMS, used_dim
+from .weights import Use, Weights, adopt, lay_out, placement, used
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ....model_zoo.config import ModelConfig
+    from ....model_zoo.language_model import LanguageModel
+
+SEQUENCE, WIDTH = 1, 2
+
+
+def split(
+    model: LanguageModel, config: ModelConfig, mesh: DeviceMesh, stored: Mapping[str, int | None]
+) -> set[str]:
+    """Split the weights of a model (still on `meta`) over the ranks of a mesh, in place.
+
+    Args:
+        model: whose layout has a style for each of its modules that holds weights.
+        config: its sizes.
+        mesh: of one axis.
+        stored: parameter name -> the dim of which each rank stores a piece; None: it stores all;
+            others are left alone.
+
+    Returns:
+        names of the weights that every rank holds whole. Their gradients are to be summed over the
+        mesh after the backward pass: each rank has seen a part of the sequence or of the heads.
+    """
+    whole = set()
+    layers = moe_layers(model).values()
+    # A mixture of experts works on its rank's part of the sequence.
+    model.own_positions = partial(_own_part, model.own_positions, mesh=mesh)
+    inside = {layer.norm for layer in layers}
+    for layer in layers:
+        count, group = layer.router.sum_of_sequence, mesh.get_group()
+        layer.router.sum_of_sequence = partial(_counted, count, group=group)
+    for path, module in list(model.named_modules()):
+        uses, style = {}, ""
+        for key, weight in list(module.named_parameters(recurse=False)):
+            name = f"{path}.{key}"
+            if name not in stored:
+                continue
+            style, used = used_dim(name, config, mesh.size())
+            uses[key] = _use(tuple(weight.shape), key, style, stored[name], used, config, mesh)
+            lay_out(module, key, mesh, [placement(stored[name])])
+            if stored[name] is None:
+                whole.add(name)
+        if uses:
+            _adapt(module, "whole" if module in inside else style, uses, mesh)
+    if head := dict(model.named_modules()).get(config.layout.head):  # not in a pipeline's middle
+        joined = partial(_join_logits, vocab_size=config.vocab, group=mesh.get_group())
+        head.register_forward_hook(joined)
+    return whole
+
+
+def _own_part(own: Callable[[Tensor], Tensor], whole: Tensor, mesh: DeviceMesh) -> Tensor:
+    return own(whole).chunk(mesh.size(), SEQUENCE)[mesh.get_local_rank()]
+
+
+def _counted(count: Callable[[Tensor], Tensor], chosen: Tensor, group: ProcessGroup) -> Tensor:
+    return summed(count(chosen), group)
+
+
+def _use(
+    shape: tuple[int, ...],
+    key: str,
+    style: str,
+    stored: int | None,
+    used: int | None,
+    config: ModelConfig,
+    mesh: DeviceMesh,
+) -> Use:
+    group, ranks, rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
+    joined = stored if stored != used else None
+    if style == "key_value" and used is None and key in CUT_DIMS[style]:
+        # Fewer heads than ranks: several ranks compute the same one.
+        heads = int(config.n_kv_heads)  # type: ignore[attr-defined]
+        width = shape[0] // heads
+        return Use(group, joined, (0, rank * heads // ranks * width, width))
+    if used is None or used == stored:
+        return Use(group, joined)
+    rows = rows_a_rank(shape[used], ranks)
+    start = min(rows * rank, shape[used])
+    return Use(group, joined, (used, start, min(rows, shape[used] - start)))
+
+
+def _adapt(module: nn.Module, style: str, uses: dict[str, Use], mesh: DeviceMesh) -> None:
+    """Let a module see its pieces, and give it the collective of its style."""
+    if style == "vocabulary":
+        rows = rows_a_rank(len(cast(Tensor, module._parameters["weight"])), mesh.size())
+        adopt(module, uses, _SplitEmbedding)
+        cast(_SplitEmbedding, module).first_row = rows * mesh.get_local_rank()
+    else:
+        adopt(module, uses)
+    if hook := HOOKS.get(style):
+        module.register_forward_hook(partial(hook, group=mesh.get_group()))
+
+
+def _enter(_module: nn.Module, _args: Any, out: Tensor, group: ProcessGroup) -> Tensor:
+    return gather(out, SEQUENCE, group)
+
+
+def _leave(_module: nn.Module, _args: Any, out: Tensor, group: ProcessGroup) -> Tensor:
+    return scatter(out, SEQUENCE, group)
+
+
+HOOKS: dict[str, Callable[..., Tensor]] = {"norm": _enter, "rows": _leave, "vocabulary": _leave}
+"""word of `Layout.tensor` -> what is done with a module's output"""
+
+
+def _join_logits(
+    _module: nn.Module, _args: Any, out: Tensor, vocab_size: int, group: ProcessGroup
+) -> Tensor:
+    if not out.ndim:  # the loss
+        return out
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "logits of a split vocabulary have no gradient: let the model compute the loss"
+        )
+    missing = rows_a_rank(vocab_size, group.size()) - out.shape[-1]
+    return gathered(F.pad(out, (0, missing)), WIDTH, group)[..., :vocab_size]
+
+
+class _SplitEmbedding(Weights):
+    """Looks up the tokens whose rows this rank holds; the others become zero."""
+
+    first_row: int
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight = used(self, "weight")
+        row = tokens - self.first_row
+        is_here = (row >= 0) & (row < len(weight))
+        return F.embedding(row.where(is_here, 0), weight) * is_here.unsqueeze(-1)
+
+
+def rows_a_rank(rows: int, ranks: int) -> int:
+    """Return how many rows each rank holds; the last ones may hold fewer, as torch.chunk cuts."""
+    return -(-rows // ranks)
+
+
+def split_vocabulary(kernels: Kernels, vocab_size: int, mesh: DeviceMesh) -> Kernels:
+    """Return kernels whose cross entropy takes this rank's rows of the head's weight."""
+    first = rows_a_rank(vocab_size, mesh.size()) * mesh.get_local_rank()
+    inner = partial(_replace_by_gradient, first=first, group=mesh.get_group())
+    loss = partial(reference.linear_cross_entropy, inner=inner, is_split=True)
+    reasons = {**kernels.reasons, "linear_cross_entropy": "torch: the vocabulary is split"}
+    return replace(kernels, linear_cross_entropy=loss, reasons=reasons)
+
+
+def _replace_by_gradient(
+    logits: Tensor, labels: Tensor, z_loss: float, first: int, group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Return what the reference does, from logits of the tokens `first`, `first + 1`, ... alone."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    counted = (labels != IGNORED).to(wide.dtype)
+    largest = wide.amax(-1)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    powers = (wide - largest.unsqueeze(1)).exp_()
+    label = labels - first
+    is_here = (label >= 0) & (label < logits.shape[1])
+    label = label.where(is_here, 0).unsqueeze(1)
+    chosen = wide.gather(1, label).squeeze(1) * is_here
+    sums = torch.stack([powers.sum(-1), chosen])
+    dist.all_reduce(sums, group=group)
+    total, chosen = sums
+    log_partition = largest + total.log()
+    losses = (log_partition - chosen) * counted
+    penalties = z_loss * log_partition.square() * counted
+    scale = counted * (1 + 2 * z_loss * log_partition)
+    gradient = powers.mul_((scale / total).unsqueeze(1))
+    gradient.scatter_add_(1, label, -(counted * is_here).unsqueeze(1))
+    logits.copy_(gradient)
+    return losses, penalties

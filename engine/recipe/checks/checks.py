@@ -1,0 +1,193 @@
+"""What no table of a recipe can see alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from math import prod
+
+from ...core.text.expressions import ExpressionError, compile_expression
+from ...core.text.positions import KeyPath
+from ...core.text.printable import printable
+from ...core.text.shown import shown_value
+from ..schema import Recipe
+from .memory_checks import check_memory
+from .plan_checks import check_plan
+from .precision_checks import check_precision
+
+Finding = tuple[KeyPath, str, str]
+"""key, message, hint"""
+
+AXES = ("replicate", "shard", "context", "tensor", "pipeline")
+
+
+def check(recipe: Recipe, world: int | None = None) -> list[Finding]:
+    """Return everything that does not fit together.
+
+    Args:
+        recipe: tables that are each valid alone.
+        world: number of ranks; without it, what depends on it is not checked.
+    """
+    parts = (_run, _lengths, _data, _streams, _groups, _targets, _degrees, _timeouts)
+    findings = [finding for part in parts for finding in part(recipe)]
+    if not any(path[:1] == ("precision",) for path, _, _ in findings):  # patterns are usable
+        findings += check_precision(recipe, known_degrees(recipe, world))
+    return findings + list(_ranks(recipe, world))
+
+
+def known_degrees(recipe: Recipe, world: int | None) -> dict[str, int]:
+    """Return the degree of each axis, but of one that takes what is left of an unknown number."""
+    degrees = {axis: getattr(recipe.parallel, axis) for axis in AXES}
+    open_axes = [axis for axis, degree in degrees.items() if degree == -1]
+    for axis in open_axes:
+        del degrees[axis]
+    if len(open_axes) == 1 and world is not None:
+        degrees[open_axes[0]] = world // max(1, prod(degrees.values()))
+    return degrees
+
+
+def data_ranks(recipe: Recipe, world: int | None) -> int | None:
+    """Return over how many ranks the batch is split, or None while that is open."""
+    degrees = known_degrees(recipe, world)
+    if {"replicate", "shard"} <= degrees.keys():
+        return degrees["replicate"] * degrees["shard"]
+    return None
+
+
+def _run(recipe: Recipe) -> Iterator[Finding]:
+    run = recipe.run
+    if run.steps is None and run.epochs is None:
+        yield ("run", "steps"), "is missing: how long to train", "give steps or epochs"
+    if run.steps is not None and run.epochs is not None:
+        message = f"steps ({run.steps}) and epochs ({run.epochs:g}) are both given"
+        yield ("run", "epochs"), message, "keep one of them"
+    if not re.fullmatch(r"\w[\w.-]{0,99}", run.name):
+        message = f"{shown_value(run.name)} cannot name the run's folder"
+        hint = "use up to 100 letters, digits, `.`, `_` and `-`, the first a letter or digit"
+        yield ("run", "name"), message, hint
+    if re.fullmatch(r"\w*", run.resume) and run.resume not in ("auto", "never"):
+        message = f'expected "auto", "never" or a checkpoint\'s path, got {shown_value(run.resume)}'
+        yield ("run", "resume"), message, ""
+
+
+def _timeouts(recipe: Recipe) -> Iterator[Finding]:
+    table = recipe.resilience
+    if table.hang_seconds >= table.collective_timeout_seconds:
+        message = (
+            f"{table.hang_seconds:g} s is not less than resilience.collective_timeout_seconds "
+            f"({table.collective_timeout_seconds:g})"
+        )
+        hint = "a hang must be noticed before the other ranks give up; leave it out for the half"
+        yield ("resilience", "hang_timeout_seconds"), message, hint
+
+
+def _lengths(recipe: Recipe) -> Iterator[Finding]:
+    longest = getattr(recipe.model, "max_seq_len", None)
+    if longest is not None and recipe.data.seq_len > longest:
+        message = f"seq_len ({recipe.data.seq_len}) is over model.max_seq_len ({longest})"
+        yield ("data", "seq_len"), message, ""
+    warmup, steps = recipe.schedule.warmup_steps, recipe.run.steps
+    if steps is not None and warmup > steps:
+        message = f"warmup_steps ({warmup}) is more than run.steps ({steps})"
+        yield ("schedule", "warmup_steps"), message, ""
+
+
+def _data(recipe: Recipe) -> Iterator[Finding]:
+    if all(source.split == "validation" for source in recipe.data.sources):
+        yield ("data", "sources"), 'no source has split = "train"', ""
+    first: dict[tuple[str, str], int] = {}
+    for index, (source, label) in enumerate(
+        zip(recipe.data.sources, recipe.data.labels, strict=True)
+    ):
+        before = first.setdefault((source.split, label), index)
+        if before != index:
+            message = f'source {before} of the "{source.split}" split has the label "{label}" too'
+            yield ("data", "sources", index, "label"), message, "give each a label of its own"
+
+
+def _streams(recipe: Recipe) -> Iterator[Finding]:
+    for index, source in enumerate(recipe.data.sources):
+        if not getattr(source, "streaming", False):
+            continue
+        path = ("data", "sources", index, "streaming")
+        if source.split == "validation":
+            yield path, "a validation source is read whole", "leave streaming out"
+        if recipe.run.epochs is not None:
+            message = "nobody knows how many rows an epoch of a stream has"
+            yield path, message, "give run.steps instead of run.epochs"
+        if recipe.data.workers:
+            message = f"data.workers ({recipe.data.workers}) do not read streams"
+            yield path, message, "a process of its own tokenises each stream: set data.workers = 0"
+
+
+def _groups(recipe: Recipe) -> Iterator[Finding]:
+    optimizer = recipe.optimizer
+    for index, group in enumerate(optimizer.groups):
+        path = ("optimizer", "groups", index)
+        for key in sorted(set(group.overrides()) - optimizer.group_keys):
+            known = ", ".join(sorted(optimizer.group_keys))
+            message = f'"{optimizer.name}" has no {key} for a group of parameters'
+            yield (*path, key), message, f"known: {known}"
+        yield from _pattern((*path, "match"), group.match)
+
+
+def _targets(recipe: Recipe) -> Iterator[Finding]:
+    lists: dict[KeyPath, list[str]] = {("lora", "targets"): recipe.lora.targets}
+    for word, table in (("float8", recipe.precision.float8), ("mx", recipe.precision.mx)):
+        lists["precision", word, "targets"] = table.targets
+        lists["precision", word, "exclude"] = table.exclude
+    for path, patterns in lists.items():
+        for index, pattern in enumerate(patterns):
+            yield from _pattern((*path, index), pattern)
+
+
+def _pattern(path: KeyPath, pattern: str) -> Iterator[Finding]:
+    if not pattern.startswith("re:"):
+        return
+    try:
+        compile_expression(pattern.removeprefix("re:"))
+    except ExpressionError as error:
+        message = f"{shown_value(pattern)} is no regular expression: {error}"
+        yield path, printable(message), ""
+
+
+def _degrees(recipe: Recipe) -> Iterator[Finding]:
+    parallel = recipe.parallel
+    for axis in AXES:
+        if getattr(parallel, axis) == 0:
+            yield ("parallel", axis), "expected at least 1, or -1 for what is left over, got 0", ""
+    open_axes = [axis for axis in AXES if getattr(parallel, axis) == -1]
+    for axis in open_axes[1:]:
+        message = f"{axis} and {open_axes[0]} are both -1"
+        yield ("parallel", axis), message, "give all degrees but one"
+    if parallel.fsdp.strategy.startswith("hybrid") and parallel.replicate == 1:
+        message = f'"{parallel.fsdp.strategy}" replicates over parallel.replicate, which is 1'
+        yield ("parallel", "fsdp", "strategy"), message, "set parallel.replicate"
+
+
+def _ranks(recipe: Recipe, world: int | None) -> Iterator[Finding]:
+    """Yield what does not fit the number of ranks."""
+    degrees = [getattr(recipe.parallel, axis) for axis in AXES]
+    fixed = prod(degree for degree in degrees if degree > 0)
+    if world is not None:
+        is_open = -1 in degrees
+        if world % fixed if is_open else world != fixed:
+            relation = "does not divide" if is_open else "is not"
+            message = f"the product of the degrees ({fixed}) {relation} the world size ({world})"
+            yield ("parallel",), message, "one degree may be -1: what is left over"
+            return
+    yield from check_plan(recipe, known_degrees(recipe, world))
+    yield from check_memory(recipe, known_degrees(recipe, world))
+    ranks = data_ranks(recipe, world)
+    data = recipe.data
+    if ranks is None or ranks < 1:
+        return
+    if data.global_batch % ranks:
+        message = f"global_batch ({data.global_batch}) does not divide over {ranks} data ranks"
+        yield ("data", "global_batch"), message, f"give a multiple of {ranks}"
+    elif data.global_batch // ranks % min(data.micro_batch, data.global_batch // ranks):
+        message = (
+            f"{data.global_batch // ranks} sequences a rank (global_batch {data.global_batch} over "
+            f"{ranks}) are no multiple of micro_batch ({data.micro_batch})"
+        )
+        yield ("data", "micro_batch"), message, ""

@@ -1,0 +1,101 @@
+"""Whether what a recipe saves memory with fits the rest of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ...core.errors import nearest
+from ...core.text.positions import KeyPath
+from ...parallel.mesh import EXPERT_AXES, Degrees, uses_fsdp
+from ...parallel.operations import FULL_NAME, WORDS
+from ...parallel.pipeline.cut import SPLIT_BACKWARD
+from ..schema import Recipe
+
+Finding = tuple[KeyPath, str, str]
+"""key, message, hint"""
+
+PARTITIONS = ("inductor", "aot_eager", "aot_eager_decomp_partition")
+"""backends that decide what a compiled block keeps for its backward pass"""
+
+
+def check_memory(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
+    """Yield everything that does not fit.
+
+    Args:
+        recipe: tables that are each valid alone.
+        degrees: those that are known, by axis.
+    """
+    yield from _recompute(recipe, degrees)
+    if recipe.parallel.fsdp.reduce_every == "micro_batch" and degrees.get("pipeline", 1) > 1:
+        message = "the schedules of pipelines reduce gradients once a step"
+        hint = 'keep "step", or parallel.pipeline = 1'
+        yield ("parallel", "fsdp", "reduce_every"), message, hint
+    if recipe.memory.optimizer_in_backward:
+        path = ("memory", "optimizer_in_backward")
+        for message, hint in _optimizer_in_backward(recipe, degrees):
+            yield path, message, hint
+
+
+def _recompute(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
+    memory, compile_ = recipe.memory, recipe.compile
+    path: KeyPath = ("memory", "recompute")
+    for index, word in enumerate(memory.recompute_keep):
+        if word not in WORDS and not FULL_NAME.fullmatch(word):
+            hint = nearest(word, WORDS) or f"known: {', '.join(WORDS)}, or as aten.mm.default"
+            yield ("memory", "recompute_keep", index), f'no operations are called "{word}"', hint
+    if memory.recompute == "selective" and degrees.get("pipeline", 1) > 1:
+        schedule = recipe.parallel.pipelining.schedule
+        if schedule in SPLIT_BACKWARD:
+            message = f'"{schedule}" goes back twice, and what "selective" keeps is used once'
+            yield path, message, 'take "full" or "every_n", or the schedule "Interleaved1F1B"'
+    if memory.recompute != "budget":
+        return
+    if not compile_.enabled:
+        message = 'it is torch.compile that keeps to a "budget"'
+        yield path, message, 'set compile.enabled = true, or take "selective"'
+    elif compile_.backend not in PARTITIONS:
+        message = f'the backend "{compile_.backend}" does not choose what is kept'
+        yield path, message, 'take compile.backend = "inductor"'
+    if degrees.get("tensor", 1) > 1:
+        message = 'torch finds no "budget" for blocks whose weights are split'
+        yield path, message, 'take "selective", or keep parallel.tensor = 1'
+
+
+def _optimizer_in_backward(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Yield reason and way out."""
+    if recipe.optimizer.clip_norm:
+        yield (
+            "weights change before the norm of all gradients is known, by which they are clipped",
+            "set optimizer.clip_norm = 0",
+        )
+    for key, other in {"non_finite": "stop", "spike": "warn"}.items():
+        if getattr(recipe.resilience, key) == "skip":
+            yield (
+                f'a step that has changed weights cannot be skipped (resilience.{key} = "skip")',
+                f'take "rollback" or "{other}"',
+            )
+    if recipe.precision.compute == "fp16":
+        yield "steps that overflow in fp16 are skipped", 'take precision.compute = "bf16"'
+    if degrees.get("pipeline", 1) > 1:
+        yield (
+            "the micro batches of a pipeline add to a gradient one after the other",
+            "keep parallel.pipeline = 1",
+        )
+    yield from _copies(recipe, degrees)
+
+
+def _copies(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    if not {"replicate", "shard"} <= degrees.keys():
+        return
+    samples = degrees["replicate"] * degrees["shard"]
+    copies = samples * degrees.get("context", 1)
+    strategy = recipe.parallel.fsdp.strategy
+    among = {axis: getattr(recipe.parallel, axis) for axis in EXPERT_AXES}
+    if copies > 1 and not uses_fsdp(recipe.parallel, Degrees(**degrees, **among)):
+        hint = "raise parallel.shard" if strategy != "no_shard" else 'take "full_shard"'
+        yield "copies (DDP) hold whole gradients until all are reduced", hint
+    share = recipe.data.global_batch // max(1, samples)
+    if share > recipe.data.micro_batch and degrees.get("pipeline", 1) == 1:
+        count = -(-share // recipe.data.micro_batch)
+        message = f"each rank adds up the gradients of {count} micro batches"
+        yield message, f"set data.micro_batch = {share}"

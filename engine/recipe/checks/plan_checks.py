@@ -1,0 +1,157 @@
+"""Whether a model and its data can be split as `[parallel]` says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+from ...core.text.positions import KeyPath
+from ...lora.shapes import with_adapters
+from ...parallel.mesh import EXPERT_AXES
+from ...parallel.placement import used_dim
+from ...parallel.rules import check_rules, deciding_rules
+from ..schema import Recipe
+from .pipeline_checks import check_pipeline
+
+Finding = tuple[KeyPath, str, str]
+"""key, message, hint"""
+
+OPEN_VOCABULARY = 2**20
+"""stands for one that the tokenizer will settle: any even cut of it works out"""
+
+
+def check_plan(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
+    """Yield everything that does not fit the degrees.
+
+    Args:
+        recipe: tables that are each valid alone.
+        degrees: those that are known, by axis.
+    """
+    tensor, context = degrees.get("tensor", 1), degrees.get("context", 1)
+    yield from _overlap(recipe)
+    yield from _unsplittable(recipe, degrees)
+    if tensor > 1:
+        yield from _tensor(recipe, tensor)
+    yield from _sequence(recipe, tensor, context)
+    if context > 1:
+        yield from _context(recipe)
+    if degrees.get("pipeline", 1) > 1:
+        if recipe.model.layout.pipeline:
+            yield from check_pipeline(recipe, degrees)
+        else:
+            yield _no_plan(recipe, "pipeline")
+    if recipe.parallel.expert > 1 or recipe.parallel.expert_tensor > 1:
+        yield from _expert(recipe, degrees)
+    if recipe.parallel.rules:
+        yield from _rules(recipe, degrees)
+
+
+def _expert(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
+    given = {axis: getattr(recipe.parallel, axis) for axis in EXPERT_AXES}
+    given = {axis: ranks for axis, ranks in given.items() if ranks != 1}
+    moe: Any = getattr(recipe.model, "moe", None)
+    axes, ranks = " x ".join(given), prod(given.values())
+    path: KeyPath = ("parallel", next(iter(given)))
+    if not recipe.model.layout.experts or moe is None:
+        name = recipe.model.name
+        yield path, f'the model "{name}" has no experts that ranks could share', "keep 1"
+        return
+    for axis, key in zip(EXPERT_AXES, ("num_experts", "expert_ffn_dim"), strict=True):
+        count, degree = getattr(moe, key), given.get(axis, 1)
+        if degree > 1 and count % degree:
+            message = f"{degree} ranks cannot share model.moe.{key} = {count} evenly"
+            yield ("parallel", axis), message, _nearest(count, degree)
+    stage = ("replicate", "shard", "context", "tensor")
+    if all(axis in degrees for axis in stage):
+        around = prod(degrees[axis] for axis in stage)
+        if around % ranks:
+            message = f"the {around} ranks of a stage are no multiple of {axes} ({ranks})"
+            yield path, message, _nearest(around, ranks)
+    if recipe.compile.enabled:
+        message = "torch.compile cannot trace how many rows ranks send each other"
+        yield path, message, f"set compile.enabled = false, or keep {path[1]} = 1"
+    for index, rule in enumerate(recipe.parallel.rules):
+        names = recipe.model.with_vocab(OPEN_VOCABULARY).parameter_shapes()
+        decided = deciding_rules(filter(recipe.model.layout.is_expert, names), [rule])
+        if decided:
+            message = f"{next(iter(decided))} is placed by parallel.{path[1]}, not by a rule"
+            yield ("parallel", "rules", index, "match"), message, "match other parameters"
+
+
+def _context(recipe: Recipe) -> Iterator[Finding]:
+    layout = recipe.model.layout
+    if not layout.context:
+        yield _no_plan(recipe, "context")
+    elif not layout.ring and recipe.parallel.context_exchange == "ring":
+        name = recipe.model.name
+        message = f'the model "{name}" has windows or sinks, which no ring attends with'
+        yield ("parallel", "context_exchange"), message, 'take "gather"'
+
+
+def _no_plan(recipe: Recipe, axis: str) -> Finding:
+    message = f'the model "{recipe.model.name}" has no plan for this axis'
+    return ("parallel", axis), message, f"keep parallel.{axis} = 1, and raise parallel.shard"
+
+
+def _unsplittable(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
+    for axis, degree in degrees.items():
+        if degree > 1 and (why := recipe.model.unsplittable(axis)):
+            yield ("parallel", axis), why, f"keep parallel.{axis} = 1"
+
+
+def _tensor(recipe: Recipe, tensor: int) -> Iterator[Finding]:
+    path: KeyPath = ("parallel", "tensor")
+    if not recipe.model.layout.tensor:
+        yield _no_plan(recipe, "tensor")
+        return
+    sizes: Any = recipe.model
+    for key in ("n_heads", "ffn_dim"):
+        count = getattr(sizes, key, tensor)
+        if count % tensor:
+            yield (
+                path,
+                f"{tensor} ranks cannot share model.{key} = {count} evenly",
+                _nearest(count, tensor),
+            )
+    groups = getattr(sizes, "n_kv_heads", tensor)
+    if groups % tensor and tensor % groups:
+        message = f"{tensor} ranks cannot share model.n_kv_heads = {groups} evenly"
+        yield path, message, f"give a divisor or a multiple of {groups}"
+
+
+def _overlap(recipe: Recipe) -> Iterator[Finding]:
+    compiler = recipe.compile
+    if recipe.parallel.async_tensor and not (compiler.enabled and compiler.backend == "inductor"):
+        message = "inductor overlaps products and collectives, and does not compile this run"
+        hint = "set compile.enabled = true, or leave async_tensor out"
+        yield ("parallel", "async_tensor"), message, hint
+
+
+def _nearest(count: int, degree: int) -> str:
+    works = [n for n in range(1, 2 * degree) if count % n == 0]
+    return f"nearest degree that works: {min(works, key=lambda n: abs(n - degree))}"
+
+
+def _sequence(recipe: Recipe, tensor: int, context: int) -> Iterator[Finding]:
+    """Context parallelism cuts a sequence into 2 pieces a rank, tensor parallelism these again."""
+    seq_len = recipe.data.seq_len
+    unit = tensor * context * (2 if context > 1 else 1)
+    if seq_len % unit:
+        axes = " and ".join(n for n, d in (("context", context), ("tensor", tensor)) if d > 1)
+        message = f"seq_len ({seq_len}) is no multiple of {unit}, into which {axes} cut it"
+        below, above = seq_len // unit * unit, (seq_len // unit + 1) * unit
+        yield ("data", "seq_len"), message, f"{f'{below} or ' if below else ''}{above} would do"
+
+
+def _rules(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
+    config, tensor = recipe.model.with_vocab(OPEN_VOCABULARY), degrees.get("tensor", 1)
+    shapes = with_adapters(config.parameter_shapes(), config.layout, recipe.lora)
+    shard = degrees.get("shard", 1) * degrees.get("context", 1)
+    if recipe.parallel.fsdp.strategy == "no_shard":
+        shard = 1
+    has_plan = tensor > 1 and config.layout.tensor
+    ranks = tensor if has_plan else 1
+    yield from check_rules(
+        shapes, recipe.parallel, lambda name: used_dim(name, config, ranks)[1], ranks, shard
+    )

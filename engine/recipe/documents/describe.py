@@ -1,0 +1,103 @@
+"""The fields of a table in words: type, default and description."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from ...core.config import Component
+from ...core.registry import Named
+from ...core.text.shown import shown_value
+
+_WORDS = {bool: "true or false", int: "integer", float: "number", str: "string"}
+_BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+@dataclass(frozen=True)
+class FieldDescription:
+    """One key of a table."""
+
+    key: str
+    type: str
+    default: str
+    """as TOML writes it; `required`, or `none`"""
+    description: str
+
+
+def summary(config: type[BaseModel]) -> str:
+    """Return the first paragraph of a config class's docstring, in one line."""
+    return " ".join((config.__doc__ or "").split("\n\n")[0].split())
+
+
+def describe(config: type[BaseModel]) -> list[FieldDescription]:
+    """Return the keys of a table, in the order of its class."""
+    return [
+        FieldDescription(
+            key,
+            _type(field.annotation, field.metadata),
+            _default(field),
+            " ".join((field.description or "").split()),
+        )
+        for key, field in config.model_fields.items()
+    ]
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    default = field.get_default(call_default_factory=True)
+    if default is None:
+        return "none"
+    if isinstance(default, BaseModel):
+        return "see there"
+    if isinstance(default, list):
+        return f"[{', '.join(map(_item, default))}]"
+    return "{}" if default == {} else shown_value(default)
+
+
+def _item(value: Any) -> str:
+    """Return an item of a default list; of a component's table, its name."""
+    return f'{{ name = "{value.name}" }}' if isinstance(value, Component) else shown_value(value)
+
+
+def _type(annotation: Any, metadata: list[Any]) -> str:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *more = get_args(annotation)
+        return _type(inner, [*metadata, *more])
+    named = next((item for item in metadata if isinstance(item, Named)), None)
+    if named:
+        return f"table ({named.registry.kind})"
+    if origin in (Union, UnionType):
+        options = [each for each in get_args(annotation) if each is not NoneType]
+        return " or ".join(_type(option, metadata) for option in options)
+    if origin is Literal:
+        return " | ".join(shown_value(word) for word in get_args(annotation))
+    if origin is list:
+        item = _type(get_args(annotation)[0], [])
+        return f"list of {item.replace('table', 'tables').replace('string', 'strings')}"
+    if origin in (dict, Mapping):
+        return "table"
+    if origin is tuple:
+        first, *more = get_args(annotation)
+        return f"list of {1 + len(more)}: {_type(first, [])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "table"
+    bounds = ", ".join(_bounds(metadata))
+    return f"{_WORDS.get(annotation, 'value')} {bounds}".strip()
+
+
+def _bounds(metadata: list[Any]) -> Iterator[str]:
+    for item in metadata:
+        if isinstance(item, FieldInfo):
+            yield from _bounds(item.metadata)
+        for name, sign in _BOUNDS.items():
+            bound = getattr(item, name, None)
+            # Bounds that only keep arithmetic from overflowing say nothing to a reader.
+            if bound is not None and bound < 1e6:
+                yield f"{sign} {bound:g}"

@@ -1,0 +1,54 @@
+"""Starter recipes: those that are shipped, flattened and commented."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...core.errors import RecipeError, nearest
+from ...core.text.positions import KeyPath
+from ..extends import read_layers
+from ..schema import Recipe
+from ..structure import given_tables
+from ..write import format_toml
+from .describe import summary
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+
+
+def shipped_recipes() -> dict[str, str]:
+    """Return the names of the shipped recipes, each with its first comment."""
+    return {
+        path.stem: _first_comment(path.read_text("utf-8"))
+        for path in sorted(RECIPES.glob("*.toml"))
+    }
+
+
+def starter(name: str) -> str:
+    """Return a shipped recipe as one file: what it extends laid in, every key explained.
+
+    Raises:
+        RecipeError: no recipe of that name is shipped.
+    """
+    known = shipped_recipes()
+    if name not in known:
+        hint = nearest(name, known) or f"known: {', '.join(known)}"
+        raise RecipeError(f"no shipped recipe is named {name!r}", hint)
+    written = read_layers(RECIPES / f"{name}.toml").values
+    written["run"].pop("name", None)
+    values = {key: written[key] for key in Recipe.model_fields if key in written}
+    comments: dict[KeyPath, str] = {}
+    for table in given_tables(values):
+        if table.path:
+            comments[_without_index(table.path)] = summary(table.config)
+        for key, field in table.config.model_fields.items():
+            comments.setdefault((*_without_index(table.path), key), field.description or "")
+    text = format_toml(values, lambda path: comments.get(path, ""))
+    return f"# {known[name]}\n#:schema {RECIPES / 'schema.json'}\n\n{text}"
+
+
+def _first_comment(text: str) -> str:
+    return text.partition("\n")[0].lstrip("# ")
+
+
+def _without_index(path: KeyPath) -> KeyPath:
+    return tuple(part for part in path if isinstance(part, str))

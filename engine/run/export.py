@@ -1,0 +1,121 @@
+"""A finished run's weights as folders that Hugging Face's libraries load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...model_zoo.layers.adapter_names import is_adapter
+from ..checkpoint.ranks import Ranks
+from ..checkpoint.reader import load_state
+from ..checkpoint.state import model_state
+from ..conversion.export import export_huggingface
+from ..conversion.opened import hf_parts
+from ..conversion.peft import save_adapter
+from ..core import faults
+from ..core.files import atomic_write, read_regular
+from ..core.run_dir import EXPORTS
+from ..lora.merge import merged_weights
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ..assemble.assemble import Parts
+    from ..checkpoint.find import Found
+
+FINAL, AVERAGE, ADAPTER = EXPORTS
+RECORD = "exported.json"
+
+
+def require_exportable(parts: Parts) -> None:
+    """Check before training that the weights have names there.
+
+    Raises:
+        CheckpointError: some have none.
+    """
+    weights = parts.model.named_parameters()
+    shapes = {name: tuple(weight.shape) for name, weight in weights if not is_adapter(name)}
+    hf_parts(shapes, parts.model_config)
+
+
+def export_run(
+    parts: Parts,
+    run: Path,
+    step: int,
+    group: ProcessGroup | None,
+    found: Found | None = None,
+) -> list[Path]:
+    """Write the weights after the run's last step, unless that is done; all ranks call it.
+
+    `hf` gets the weights, adapters merged; `hf-ema` their average, `adapter` the adapters alone,
+    where there are such. Folders of an earlier end of the run are replaced.
+
+    Args:
+        parts: the model, and its average.
+        run: the run directory.
+        step: the last one.
+        group: a gloo group of all ranks; None: one process.
+        found: the last checkpoint, to read first; None: the weights are in place.
+
+    Returns:
+        the folders written.
+
+    Raises:
+        CheckpointError: writing failed; nothing incomplete is left.
+    """
+    ranks = Ranks(group)
+    if ranks.reduce(lambda: None, lambda _: _is_done(run, step)):
+        return []
+    if found is not None:
+        tensors = model_state(parts.model)
+        tensors |= parts.average.prepare(found.manifest.tensors) if parts.average else {}
+        load_state(found.path, found.manifest, tensors, group, parts.model.saved_elsewhere)
+    names = [FINAL]
+    names += [AVERAGE] * (parts.average is not None and parts.average.begun)
+    names += [ADAPTER] * (parts.recipe.lora.rank > 0)
+    ranks.reduce(lambda: None, lambda _: _clear(run))
+    faults.point("train.export", ranks.rank, step)
+    for name in names:
+        if name == ADAPTER:
+            base = parts.recipe.run.init_from
+            save_adapter(run / ADAPTER, parts.model, parts.model_config, base=base, group=group)
+        elif name == AVERAGE and parts.average is not None:
+            with parts.average.in_place():
+                _export(parts, run / AVERAGE, group)
+        else:
+            _export(parts, run / FINAL, group)
+    record = json.dumps({"step": step, "folders": names}) + "\n"
+    ranks.reduce(lambda: None, lambda _: atomic_write(run / RECORD, record))
+    return [run / name for name in names]
+
+
+def _export(parts: Parts, folder: Path, group: ProcessGroup | None) -> None:
+    for module in parts.model.modules():
+        if reshard := getattr(module, "reshard", None):
+            reshard()  # FSDP may still hold weights that it has gathered, in another dtype
+    weights = merged_weights(parts.model)
+    saved = parts.model.saved_buffers()
+    to_hf = parts.model_config.layout.to_hf
+    weights |= {name: buffer for name, buffer in saved.items() if to_hf(name)}
+    copies = set(map(id, parts.parallelized.counted_elsewhere))
+    for name, weight in parts.model.named_parameters():
+        if id(weight) in copies:
+            del weights[name]
+    export_huggingface(folder, weights, parts.model_config, parts.tokenizer, group=group)
+
+
+def _is_done(run: Path, step: int) -> bool:
+    try:
+        recorded = json.loads(read_regular(run / RECORD))
+        made = all((run / name).is_dir() for name in recorded["folders"])
+        return made and bool(recorded["step"] == step)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _clear(run: Path) -> None:
+    (run / RECORD).unlink(missing_ok=True)
+    for name in (FINAL, AVERAGE, ADAPTER):
+        shutil.rmtree(run / name, ignore_errors=True)

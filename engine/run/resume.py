@@ -1,0 +1,125 @@
+"""What a run finds before it trains: may it go on from a checkpoint, is anything left to do."""
+
+from __future__ import annotations
+
+import json
+import platform
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+
+from ... import __version__
+from ..checkpoint.manifest import SaveInfo
+from ..core.errors import Problem, RecipeError
+from ..core.text.redact import without_secrets
+from ..train.best import Best
+
+if TYPE_CHECKING:
+    from ..assemble.assemble import Parts
+    from ..checkpoint.find import Found
+    from ..checkpoint.manifest import Manifest
+
+
+def refuse_other_data(saved: Manifest, parts: Parts, allowed: Sequence[str]) -> None:
+    """Check that tokenizer and tokens are those that the checkpoint was trained on.
+
+    Raises:
+        RecipeError: they are not, and `--allow-changed` does not name them.
+    """
+    found = {
+        "tokenizer": (saved.tokenizer, parts.tokenizer.fingerprint),
+        "data": (saved.data, parts.data.fingerprint),
+    }
+    problems = [
+        Problem(
+            f"the content changed since the checkpoint of step {saved.step}: was {old}, is {new}",
+            key=key,
+            hint=f"`--allow-changed {key}` goes on all the same",
+        )
+        for key, (old, new) in found.items()
+        if old != new and key not in allowed
+    ]
+    if problems:
+        raise RecipeError(problems)
+
+
+def identify(parts: Parts, found: Found | None) -> SaveInfo:
+    """Return what each checkpoint of this attempt says of the run.
+
+    Args:
+        found: the checkpoint that the attempt starts from.
+    """
+    values = without_secrets(parts.recipe.model_dump(mode="json"))
+    return SaveInfo(
+        step=0,
+        world=parts.world.world_size,
+        mesh=asdict(parts.degrees),
+        recipe=values,
+        recipe_hash=xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode()),
+        tokenizer=parts.tokenizer.fingerprint,
+        data=parts.data.fingerprint,
+        versions={
+            "trainer": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        run_id=found.manifest.run_id if found else uuid.uuid4().hex,
+        attempt=found.manifest.attempt + 1 if found else 0,
+    )
+
+
+def ending(saved: Manifest, parts: Parts) -> str:
+    """Return why nothing is left to do after a checkpoint; empty: the run goes on."""
+    if saved.extra.get("unevaluated"):
+        return ""
+    best = Best.restored(saved.extra)
+    if saved.step >= parts.total_steps:
+        return "finished before"
+    if best.is_exhausted(parts.recipe.evaluate):
+        return f"stopped early before, {best.told()}"
+    return ""
+
+
+def ignored_settings(parts: Parts) -> list[str]:
+    """Return a sentence for each setting that can have no effect in this run."""
+    recipe = parts.recipe
+    ignored = []
+    loss = recipe.kernels.linear_cross_entropy
+    if parts.degrees.tensor > 1 and loss not in ("auto", "torch"):
+        why = "parallel.tensor splits the vocabulary, which torch's alone knows"
+        ignored.append(f'kernels.linear_cross_entropy = "{loss}" has no effect: {why}')
+    if parts.validation:
+        return ignored
+    given = {
+        "checkpoint.keep_best": recipe.checkpoint.keep_best,
+        "evaluate.patience": recipe.evaluate.patience,
+    }
+    why = "evaluate.interval is 0" if not recipe.evaluate.interval else "nothing is held out"
+    without = f"has no effect without evaluations: {why}"
+    return ignored + [f"{key} {without}" for key in given if given[key]]
+
+
+def describe(parts: Parts) -> list[str]:
+    """Return what a run would do, a line each."""
+    recipe, data = parts.recipe, parts.recipe.data
+    elsewhere = sum(map(prod, parts.model.elsewhere.values()))
+    parameters = elsewhere + sum(weight.numel() for weight in parts.model.parameters())
+    frozen = sum(each.numel() for each in parts.model.parameters() if not each.requires_grad)
+    of_them = f", {parameters - frozen:,} of them trained" if frozen else ""
+    degrees, share = parts.degrees, data.global_batch // parts.degrees.data
+    micro = min(data.micro_batch, share)
+    return [
+        *parts.notes,
+        f"model: {recipe.model.name}, {parameters:,} parameters{of_them}",
+        f"ranks: {parts.world.world_size} on {parts.device.type}",
+        "plan: " + " x ".join(f"{axis} {degree}" for axis, degree in asdict(degrees).items()),
+        f"steps: {parts.total_steps:,} of {data.global_batch * data.seq_len:,} tokens",
+        f"a rank's step: {-(-share // micro)} x {micro} rows of {data.seq_len} tokens",
+        f"validation: {len(parts.validation)} batches a rank",
+        "dry run: nothing was trained or written",
+    ]

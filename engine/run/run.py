@@ -1,0 +1,294 @@
+"""The life of a run: join the ranks, lock the directory, resume or start, train, leave."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..assemble.assemble import Parts, assemble
+from ..checkpoint.find import Found, code_before_training, find_checkpoint
+from ..checkpoint.state import seed_everything
+from ..checkpoint.store import CheckpointStore
+from ..core.errors import ExitCode, LostContact, Problem, RecipeError, TrainerError
+from ..core.files import atomic_write
+from ..core.heartbeat import heartbeat
+from ..core.run_dir import RunDirectory
+from ..core.run_state import RunState, record_stop, recorded
+from ..launch import ending as process_ending
+from ..launch.device import pick_device
+from ..launch.group import group_of_its_own, process_group
+from ..launch.signals import StopFlag, Stopped
+from ..observe.progress import Progress, logged_to, open_progress
+from ..recipe.changes import require_unchanged
+from ..recipe.write import to_toml
+from ..train.events import EventRecorder
+from ..train.garbage import paced_garbage_collection
+from ..train.health import Health
+from ..train.loop import Outcome, train
+from ..train.position import Position
+from ..train.saving import Saver
+from .observation import open_observer
+from .resume import describe, ending, identify, ignored_settings, refuse_other_data
+from .watched import watched
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from ..launch.environment import World
+    from ..recipe.schema import Recipe
+
+
+def run(
+    recipe: Recipe,
+    world: World,
+    *,
+    allow_changed: Sequence[str] = (),
+    dry_run: bool = False,
+    parts: Parts | None = None,
+    stop: StopFlag | None = None,
+) -> ExitCode:
+    """Train what a recipe describes, from its newest checkpoint or from the start.
+
+    Args:
+        recipe: what to train, validated.
+        world: this process's place among the ranks.
+        allow_changed: keys that may differ from those in the checkpoint.
+        dry_run: assemble and describe, but train and write nothing.
+        parts: of this recipe, assembled already.
+        stop: listens to signals already.
+
+    Returns:
+        DONE, or after a signal STOPPED_AND_SAVED, or INTERRUPTED before there was anything to save.
+    """
+    with ExitStack() as stack:
+        if stop is None:
+            stop = StopFlag()
+            if threading.current_thread() is threading.main_thread():  # Python's rule for handlers
+                stack.enter_context(stop)
+        try:
+            folder = Path(recipe.run.dir) / recipe.run.name
+            answer = partial(code_before_training, folder, recipe.run.resume)
+            if dry_run:
+                stop.end_at_once()
+            else:
+                record = partial(record_stop, folder) if world.rank == 0 else None
+                stop.end_at_once(answer, record)
+            with stop.following():
+                return _run(recipe, world, stop, allow_changed, dry_run=dry_run, parts=parts)
+        except Stopped as stopped:
+            stop.leave_job(stopped.exit_code)
+            process_ending.skip_teardown()
+            is_saved = stopped.exit_code == ExitCode.STOPPED_AND_SAVED
+            text = "run again to resume" if is_saved else "nothing was saved"
+            open_progress(world.rank).note(f"stopped at once; {text}")
+            return stopped.exit_code
+
+
+def _run(
+    recipe: Recipe,
+    world: World,
+    stop: StopFlag,
+    allow_changed: Sequence[str],
+    *,
+    dry_run: bool,
+    parts: Parts | None,
+) -> ExitCode:
+    """Join the other ranks, lock the directory and train."""
+    device = pick_device(world)
+    directory = RunDirectory(Path(recipe.run.dir) / recipe.run.name)
+    with ExitStack() as stack:
+        if not dry_run:
+            stack.enter_context(watched(directory, world, recipe.resilience.hang_seconds))
+        timeout_seconds = recipe.resilience.collective_timeout_seconds
+        stop.group = stack.enter_context(process_group(world, device, timeout_seconds, stop))
+        progress = open_progress(world.rank)
+        stack.callback(progress.close)
+        stack.enter_context(logged_to(progress))
+        if dry_run:
+            for line in describe(assemble(recipe, world, device)):
+                progress.note(line)
+            stop.finish()
+            return ExitCode.DONE
+        session = Session(recipe, world, device, directory, stop, progress)
+        with stop.following():
+            return session.train(allow_changed, parts)
+
+
+@dataclass
+class Session:
+    """One attempt at a run, in a locked run directory."""
+
+    recipe: Recipe
+    world: World
+    device: torch.device
+    directory: RunDirectory
+    stop: StopFlag
+    progress: Progress
+
+    def train(self, allow_changed: Sequence[str], parts: Parts | None = None) -> ExitCode:
+        """Resume or start, and train to the end or to a signal."""
+        recipe = self.recipe
+        store = self._open_store()
+        found = self._find_start(store)
+        if found is not None:
+            require_unchanged(found.manifest.recipe, recipe.model_dump(), allow_changed)
+        seed_everything(recipe.run.seed, self.world.rank)
+        parts = parts or assemble(recipe, self.world, self.device, fresh=found is None)
+        self._tell_parts(parts)
+        position = Position()
+        identity = identify(parts, found)
+        recorder, health = self._watch(parts, identity.attempt)
+        saver = Saver(store, parts, health, identity, self.progress.warn)
+        if found is not None:
+            refuse_other_data(found.manifest, parts, allow_changed)
+            if why := ending(found.manifest, parts):
+                self.progress.note(f"{why}: {found.path} is the last checkpoint")
+                health.restore(found.manifest.extra.get("health", {}))
+                self._end_again(parts, health, found, store.group)
+                return ExitCode.DONE
+            saver.restore(found.path, found.manifest, position)
+            self.progress.note(f"resumed from {found.path} (step {position.step})")
+        if recipe.checkpoint.export != "none":
+            from .export import require_exportable
+
+            require_exportable(parts)
+        if self.world.rank == 0:
+            atomic_write(self.directory.recipe, to_toml(recipe))
+        state = self._state(parts, position.step, identity.attempt)
+        with self._recorded(state), recorder.opened(position.step):
+            outcome = self._train(parts, position, saver, health)
+            state.warnings = health.conclude()
+            if outcome == "stopped":
+                state.outcome = outcome
+                self.stop.finish()
+                self.progress.note(f"stopped after step {position.step}, saved; run again to go on")
+                return ExitCode.STOPPED_AND_SAVED
+            self._tell_end(outcome, position, state.warnings)
+            self._export(parts, position.step, store.group)
+            state.outcome = "finished"
+            self.stop.finish()
+        return ExitCode.DONE
+
+    def _end_again(
+        self, parts: Parts, health: Health, found: Found, group: ProcessGroup | None
+    ) -> None:
+        """Do what is left to do at the end of a run that has no more steps."""
+        state = self._state(parts, found.manifest.step, found.manifest.attempt)
+        with self._recorded(state):
+            state.warnings = health.conclude()
+            self._export(parts, found.manifest.step, group, found)
+            state.outcome = "finished"
+            self.stop.finish()
+
+    def _train(self, parts: Parts, position: Position, saver: Saver, health: Health) -> Outcome:
+        """Train and save the last state; an export that a signal would interrupt is left out."""
+        with (
+            self.stop.following(),
+            closing(
+                open_observer(parts, self.directory, self.progress, self.stop.group)
+            ) as observer,
+            paced_garbage_collection(self.recipe.run.gc_interval),
+        ):
+            try:
+                outcome = train(parts, position, saver, health, observer, self.stop)
+                # LostContact here: a rank died in its last save, and this is not the end of a run.
+                is_asked = self.stop.agree()
+            except LostContact:
+                raise
+            except TrainerError:
+                saver.finish()  # a good state may still be on its way to the disk
+                raise
+            if outcome == "stopped" or (is_asked and self.recipe.checkpoint.export != "none"):
+                return "stopped"
+            # All is saved: closing trackers and exporting can be done again.
+            if not is_asked:
+                self.stop.end_at_once(lambda: ExitCode.STOPPED_AND_SAVED)
+            return outcome
+
+    def _recorded(self, state: RunState) -> AbstractContextManager[RunState]:
+        return recorded(state, self.directory.path if self.world.rank == 0 else None)
+
+    def _open_store(self) -> CheckpointStore:
+        heartbeat.enter("resume")
+        checkpoint, resilience = self.recipe.checkpoint, self.recipe.resilience
+        store = CheckpointStore(
+            self.directory.checkpoints,
+            mode=checkpoint.mode,
+            keep=checkpoint.keep,
+            group=group_of_its_own(self.world, resilience.collective_timeout_seconds),
+        )
+        store.probe()
+        return store
+
+    def _watch(self, parts: Parts, attempt: int) -> tuple[EventRecorder, Health]:
+        """Return what examines each step, and what writes down the events that it finds."""
+        folder = self.directory.path if self.world.rank == 0 else None
+        recipe, warn = self.recipe, self.progress.warn
+        samples, batch = parts.data.train, recipe.data.global_batch
+        recorder = EventRecorder(folder, samples, batch, attempt, warn)
+        scale = parts.step.scale
+        return recorder, Health(recipe.resilience, self.device, scale, warn, recorder.record)
+
+    def _tell_parts(self, parts: Parts) -> None:
+        for note in parts.notes:
+            self.progress.note(note)
+        for text in ignored_settings(parts):
+            self.progress.warn(text)
+
+    def _tell_end(self, outcome: str, position: Position, warnings: Sequence[str]) -> None:
+        for text in warnings:
+            self.progress.warn(text)
+        early = f"{outcome}, {position.best.told()}" if outcome == "stopped early" else outcome
+        self.progress.note(f"{early}: {position.step} steps in {self.directory.path}")
+
+    def _export(
+        self, parts: Parts, step: int, group: ProcessGroup | None, found: Found | None = None
+    ) -> None:
+        """Write what `checkpoint.export` asks for, unless it is there."""
+        if self.recipe.checkpoint.export != "none":
+            from .export import export_run
+
+            heartbeat.enter("export")
+            for folder in export_run(parts, self.directory.path, step, group, found):
+                self.progress.note(f"exported {folder}")
+
+    def _find_start(self, store: CheckpointStore) -> Found | None:
+        """Return the checkpoint to go on from, as `run.resume` says."""
+        resume = self.recipe.run.resume
+        if resume not in ("auto", "never"):
+            return find_checkpoint(Path(resume), store.group)
+        found = store.latest()
+        if found is None:
+            return None
+        if resume == "never":
+            message = f"{store.folder} already has checkpoints, the newest of step"
+            raise RecipeError(
+                [
+                    Problem(
+                        f'{message} {found.manifest.step}, and "never" would mix two runs',
+                        key="run.resume",
+                        hint="give another run.name, or remove the old run",
+                    )
+                ]
+            )
+        for reason in found.skipped:
+            self.progress.warn(f"skipped {reason}")
+        return found
+
+    def _state(self, parts: Parts, start_step: int, attempt: int) -> RunState:
+        """Return what `trainer status` reads of this attempt."""
+        cuda = self.device.type == "cuda"
+        return RunState(
+            total_steps=parts.total_steps,
+            start_step=start_step,
+            attempt=attempt,
+            world=self.world.world_size,
+            device=torch.cuda.get_device_name(self.device) if cuda else "cpu",
+        )

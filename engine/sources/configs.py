@@ -1,0 +1,285 @@
+"""Tokenizers and data sources: their recipe tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from ..core.config import Component, Count, CountOrZero, RecipePath
+from ..core.registry import Registry
+from .documents import Document as Document
+from .documents import DocumentFault as DocumentFault
+from .documents import MarkedText as MarkedText
+
+if TYPE_CHECKING:
+    from ..corpus.store import TokenStore
+    from ..tokenizers.tokenizer import Tokenizer
+
+
+class TokenizerConfig(Component):
+    """Base of every tokenizer's table."""
+
+    def build(self) -> Tokenizer:
+        """Return the tokenizer.
+
+        Raises:
+            DataError: its files are missing or not what they should be.
+        """
+        raise NotImplementedError
+
+
+tokenizers: Registry[TokenizerConfig] = Registry("tokenizer", default="bytes")
+
+
+@tokenizers.register
+class BytesTokenizer(TokenizerConfig):
+    """UTF-8 bytes, one token each, and an end-of-document token; needs no files."""
+
+    name: Literal["bytes"] = "bytes"
+
+    def build(self) -> Tokenizer:
+        """Return the byte tokenizer."""
+        from ..tokenizers.tokenizer import ByteTokenizer
+
+        return ByteTokenizer()
+
+
+@tokenizers.register
+class HFTokenizer(TokenizerConfig):
+    """A Hugging Face `tokenizer.json` (extra `[hf]`)."""
+
+    name: Literal["hf"] = "hf"
+    path: RecipePath
+    """the file, or the folder that holds `tokenizer.json`; relative to the recipe"""
+    eos_token: str | None = None
+    """end-of-document token; default: what `tokenizer_config.json` beside it says"""
+
+    def build(self) -> Tokenizer:
+        """Return the tokenizer read from the file."""
+        from ..tokenizers.hf_tokenizer import HuggingFaceTokenizer
+
+        return HuggingFaceTokenizer(Path(self.path), self.eos_token)
+
+
+class SourceConfig(Component):
+    """Base of every data source's table."""
+
+    label: Annotated[str, Field(pattern=r"^([A-Za-z0-9_][A-Za-z0-9_.-]{0,63})?$")] = ""
+    """what metrics call this source, such as "books": its loss is `loss/books`; default: its number
+    and name, such as "0.jsonl" """
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """share of the samples that come from this source, relative to the other sources"""
+    split: Literal["train", "validation"] = "train"
+    """what this source is used for; with no validation source, `data.validation_fraction` of
+    each training source is held out"""
+
+    def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:
+        """Return the source's documents as tokens, memory-mapped.
+
+        Raises:
+            DataError: with file and line.
+        """
+        raise NotImplementedError
+
+
+sources: Registry[SourceConfig] = Registry("source", default="text")
+
+
+class DocumentSource(SourceConfig):
+    """Base of sources of text documents. They are tokenised once, into a cache on disk."""
+
+    on_error: Literal["stop", "skip"] = "stop"
+    """a document that cannot be read: "stop" with its file and line, or "skip" and count it"""
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether it is tokenised while training rather than before."""
+        return bool(getattr(self, "streaming", False))
+
+    def documents(self) -> Iterator[Document]:
+        """Yield the documents in an order that depends on the source alone.
+
+        A document that cannot be read is yielded as a `DocumentFault`. A subclass has either this
+        method, or `parts` and `read`.
+        """
+        for part in self.parts():
+            yield from self.read(part)
+
+    def for_tokenizer(self, tokenizer: Tokenizer) -> DocumentSource:
+        """Return the source with what it takes from the tokenizer, such as a chat template.
+
+        Called before anything else of it is used: `parts`, `read`, `documents`, `fingerprint`.
+        """
+        return self
+
+    def parts(self) -> Sequence[Any]:
+        """Return pieces for `read` that can be pickled: in order, together every document once.
+
+        Where they are cut depends on the source alone. About 16 MB each is a good size: processes
+        tokenise parts side by side, and what is interrupted goes on after the last finished ones.
+        """
+        return [None]
+
+    def read(self, part: Any) -> Iterator[Document]:
+        """Yield the documents of a part."""
+        return self.documents()
+
+    def read_from(self, part: Any, first: int) -> Iterator[Document]:
+        """Yield the documents of a part from number `first` on."""
+        return islice(self.read(part), first, None)
+
+    def fingerprint(self) -> str:
+        """Return a text that changes whenever the documents may have changed."""
+        raise NotImplementedError
+
+    def content_fingerprint(self) -> str:
+        """Return a text that a stream's documents have wherever and whenever they are read."""
+        return self.fingerprint()
+
+    def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:
+        """Return the cached tokens, written first if they are not there yet."""
+        from ..corpus.prepare import open_or_prepare
+
+        return open_or_prepare(self.for_tokenizer(tokenizer), tokenizer, cache)
+
+
+SourcePart = tuple[DocumentSource, Any]
+"""one of the source's `parts`"""
+
+
+@sources.register
+class PythonSource(DocumentSource):
+    """The interpreter's own standard library, one document a file: text every machine has."""
+
+    name: Literal["python"] = "python"
+    max_bytes: CountOrZero = 0
+    """stop after this many bytes of text; 0 takes all"""
+
+    def documents(self) -> Iterator[Document]:
+        """Yield the library's modules, in a fixed scattered order."""
+        from .files import python_documents
+
+        return python_documents(self.max_bytes)
+
+    def fingerprint(self) -> str:
+        """Return the interpreter's version and the files' sizes and times."""
+        from .files import python_fingerprint
+
+        return python_fingerprint(self.max_bytes)
+
+
+class FileSource(DocumentSource):
+    """Base of sources that read files from disk."""
+
+    path: RecipePath
+    """a file, a folder or a glob; relative to the recipe"""
+    streaming: bool = False
+    """tokenise while training, a window of documents at a time, and keep no tokens; for what is
+    too large to prepare, or to start at once"""
+    suffix: ClassVar[str] = ""
+
+    def fingerprint(self) -> str:
+        """Return the files' names, sizes and times, and the settings."""
+        from .files import files_fingerprint
+
+        return files_fingerprint(self.path, self.suffix) + self.settings()
+
+    def content_fingerprint(self) -> str:
+        """Return the files' names below their folder, sizes, first and last bytes, and settings."""
+        from .files import content_fingerprint
+
+        return content_fingerprint(self.path, self.suffix) + self.settings()
+
+    def settings(self) -> str:
+        """Return what else the documents depend on, after a space."""
+        return ""
+
+
+@sources.register
+class TextSource(FileSource):
+    """Text files in UTF-8, one document a file."""
+
+    name: Literal["text"] = "text"
+
+    def parts(self) -> Sequence[Any]:
+        """Return runs of files in the order of their names, and pieces of large ones."""
+        from .files import text_parts
+
+        return text_parts(self.path, self.suffix)
+
+    def read(self, part: Any) -> Iterator[Document]:
+        """Yield one document a file."""
+        from .files import read_text
+
+        return read_text(part)
+
+
+@sources.register
+class JsonlSource(FileSource):
+    """JSON lines, one document a line."""
+
+    name: Literal["jsonl"] = "jsonl"
+    field: str = "text"
+    """the key that holds the text"""
+    suffix: ClassVar[str] = ".jsonl"
+
+    def parts(self) -> Sequence[Any]:
+        """Return runs of files in the order of their names, and whole lines of large ones."""
+        from .files import line_parts
+
+        return line_parts(self.path, self.suffix)
+
+    def read(self, part: Any) -> Iterator[Document]:
+        """Yield one document a line."""
+        from .files import read_jsonl
+
+        return read_jsonl(part, self.field)
+
+    def settings(self) -> str:
+        """Return the field."""
+        return f" {self.field}"
+
+
+@sources.register
+class TokensSource(SourceConfig):
+    """Token shards made by `trainer data prepare`, memory-mapped."""
+
+    name: Literal["tokens"] = "tokens"
+    path: RecipePath
+    """the folder with `tokens.json`; relative to the recipe"""
+    verify: Literal["first", "never"] = "first"
+    """"first": a run that reads files which no run has read before, or which were touched since,
+    compares them with their checksums; "never": `trainer data inspect` alone does"""
+
+    def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:
+        """Return the folder's tokens.
+
+        Raises:
+            DataError: it is incomplete, or another tokenizer made it.
+        """
+        from ..corpus.store import TokenStore
+
+        return TokenStore.open(Path(self.path), tokenizer)
+
+
+@sources.register
+class SyntheticSource(SourceConfig):
+    """Random tokens with a learnable pattern: for benchmarks and tests."""
+
+    name: Literal["synthetic"] = "synthetic"
+    num_documents: Count = 4096
+    """documents before the source repeats"""
+    document_tokens: Count = 512
+    """mean tokens a document; lengths vary by half of it"""
+    seed: CountOrZero = 0
+    """other seeds give other documents"""
+
+    def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:
+        """Return the generated tokens."""
+        from ..corpus.synthetic import synthetic_store
+
+        return synthetic_store(self, tokenizer)

@@ -1,0 +1,273 @@
+"""Where documents come from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sysconfig
+from collections.abc import Callable, Iterator
+from glob import glob, has_magic
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_128_hexdigest
+
+from ..core.errors import DataError
+from ..core.files import open_regular
+from .configs import Document, DocumentFault, MarkedText
+from .documents import text_of
+from .parts import PART_BYTES, Part, Span, file_parts, skip_line
+
+# Larger text files become several documents; a longer line of JSON is a fault.
+MAX_DOCUMENT_BYTES = 2**26
+FINGERPRINT_BYTES = 2**14
+
+# Installed packages, tests full of deliberately odd text, and a module that differs by machine.
+PYTHON_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+PYTHON_LEFT_OUT_PREFIX = "_sysconfigdata"
+
+
+def python_files() -> list[tuple[str, os.stat_result]]:
+    """Return path and status of each module of the standard library, in a scattered fixed order.
+
+    The order follows a hash of the path within the library, so that any stretch of it, such as the
+    held-out tail, is a random sample of the modules.
+
+    Raises:
+        DataError: the library is not in a folder.
+    """
+    root = sysconfig.get_path("stdlib")
+    if not os.path.isdir(root):
+        raise DataError(
+            f"{root}: this interpreter's standard library is not there as files",
+            'use another source, such as "text"',
+        )
+    found: list[tuple[bytes, str, os.stat_result]] = []
+    folders = [root]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.name in PYTHON_LEFT_OUT or entry.name.startswith(PYTHON_LEFT_OUT_PREFIX):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                elif entry.name.endswith(".py"):
+                    inside = Path(entry.path).relative_to(root).as_posix()
+                    found.append((blake2b(inside.encode()).digest(), entry.path, entry.stat()))
+    return [(path, status) for _, path, status in sorted(found, key=lambda file: file[0])]
+
+
+def python_documents(max_bytes: int) -> Iterator[Document]:
+    """Yield the standard library's modules, at most `max_bytes` of them (0: all)."""
+    total = 0
+    for path, status in python_files():
+        total += status.st_size
+        if max_bytes and total > max_bytes:
+            return
+        try:
+            yield Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue  # the user chose no file here and could repair none
+
+
+def python_fingerprint(max_bytes: int) -> str:
+    """Return the interpreter's version and the modules' sizes and times."""
+    states = [(path, status.st_size, status.st_mtime_ns) for path, status in python_files()]
+    hashed = xxh3_128_hexdigest(repr(states).encode())
+    return f"python {platform.python_version()} {max_bytes} {hashed}"
+
+
+def matching_files(pattern: str, suffix: str) -> list[Path]:
+    """Return the files that a path, a folder or a glob means, sorted by name.
+
+    Args:
+        pattern: the path; of a folder all files below it that are not hidden.
+        suffix: what a folder's files must end with.
+
+    Raises:
+        DataError: there is none.
+    """
+    path = Path(pattern).expanduser()
+    if path.is_dir():
+        files = [
+            file
+            for file in path.rglob(f"*{suffix}")
+            if not any(part.startswith(".") for part in file.relative_to(path).parts)
+        ]
+    elif path.exists() or not has_magic(pattern):
+        files = [path]
+    else:
+        files = [Path(found) for found in glob(str(path), recursive=True)]
+    files = sorted(file for file in files if file.is_file())
+    if not files:
+        what = "no such file"
+        if path.exists():
+            what = f"no {suffix or 'files'} in this folder" if path.is_dir() else "not a plain file"
+        raise DataError(f"{pattern}: {what}", "data.sources.path is a file, a folder or a glob")
+    return files
+
+
+def files_fingerprint(pattern: str, suffix: str) -> str:
+    """Return a hash of the files' names, sizes and times."""
+    states = []
+    for file in matching_files(pattern, suffix):
+        try:
+            status = file.stat()
+        except OSError as error:
+            raise DataError(f"{file}: {error.strerror}") from error
+        states.append((str(file), status.st_size, status.st_mtime_ns))
+    return xxh3_128_hexdigest(repr(states).encode())
+
+
+def content_fingerprint(pattern: str, suffix: str) -> str:
+    """Return a hash of the files' names, sizes, and first and last bytes, wherever they are."""
+    files = matching_files(pattern, suffix)
+    root = os.path.commonpath([file.parent for file in files])
+    states = []
+    for file in files:
+        try:
+            with open_regular(file) as opened:
+                size = os.fstat(opened.fileno()).st_size
+                ends = opened.read(FINGERPRINT_BYTES)
+                opened.seek(max(size - FINGERPRINT_BYTES, 0))
+                ends += opened.read(FINGERPRINT_BYTES)
+        except OSError as error:
+            raise DataError(f"{file}: {error.strerror}") from error
+        states.append((os.path.relpath(file, root), size, xxh3_128_hexdigest(ends)))
+    return xxh3_128_hexdigest(repr(states).encode())
+
+
+def text_parts(pattern: str, suffix: str) -> list[Part]:
+    """Return parts whose spans are documents: a file each, and those over 64 MiB cut at lines."""
+    return file_parts(matching_files(pattern, suffix), MAX_DOCUMENT_BYTES)
+
+
+def line_parts(pattern: str, suffix: str) -> list[Part]:
+    """Return parts of whole lines."""
+    return file_parts(matching_files(pattern, suffix), PART_BYTES)
+
+
+def read_text(part: Part) -> Iterator[Document]:
+    """Yield a document a span; more of one that is large for want of lines to cut it at."""
+    for file, start, stop in part:
+        while True:
+            try:
+                with open_regular(file) as opened:
+                    opened.seek(start)
+                    block = opened.read(min(stop - start, 2 * MAX_DOCUMENT_BYTES))
+            except OSError as error:
+                yield DocumentFault(file, str(error.strerror))
+                break
+            if start + len(block) < stop:
+                block = _whole_characters(block)
+            if not block:
+                break
+            yield decode(block, file, 1, start)
+            start += len(block)
+
+
+def _whole_characters(block: bytes) -> bytes:
+    """Return the block without the last character, which may go on after it."""
+    end = len(block) - 1
+    while end > len(block) - 4 and block[end] & 0xC0 == 0x80:  # 10xxxxxx continues a character
+        end -= 1
+    return block[: max(end, 0)]
+
+
+def decode(block: bytes, file: str, line: int, start: int) -> str | DocumentFault:
+    """Return UTF-8 text without a byte-order mark, or where it stops being UTF-8.
+
+    The block begins with line `line`, counted from byte `start` of the file on.
+    """
+    try:
+        return block.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line += block.count(b"\n", 0, error.start)
+        found = f"byte 0x{block[error.start]:02x} is not UTF-8 ({error.reason})"
+        return DocumentFault(file, found, line, start)
+
+
+def read_jsonl(part: Part, field: str) -> Iterator[Document]:
+    """Yield one field of each line."""
+    return read_objects(part, lambda value: _text_of(value, field))
+
+
+def read_objects(
+    part: Part, document: Callable[[dict[str, Any]], str | MarkedText]
+) -> Iterator[Document]:
+    """Yield a document a line of JSON; blank lines are passed over.
+
+    Args:
+        part: whole lines of files.
+        document: makes the document of a line's object; a ValueError says what is wrong with it.
+    """
+    for span in part:
+        for number, line in _lines(span):
+            if isinstance(line, DocumentFault):
+                yield line
+                continue
+            try:
+                made = document(_json_object(line))
+                text_of(made).encode()
+            except UnicodeEncodeError:
+                found = "its text holds half of a surrogate pair (\\ud800-\\udfff)"
+                yield DocumentFault(span.file, found, number, span.start)
+            except ValueError as error:
+                yield DocumentFault(span.file, str(error), number, span.start)
+            else:
+                yield made
+
+
+def _lines(span: Span) -> Iterator[tuple[int, str | DocumentFault]]:
+    """Yield each line that is not blank, with its number in the span."""
+    number = 0
+    try:
+        with open_regular(span.file) as file:
+            file.seek(span.start)
+            left = span.stop - span.start
+            while left > 0 and (line := file.readline(MAX_DOCUMENT_BYTES)):
+                number += 1
+                left -= len(line)
+                if len(line) == MAX_DOCUMENT_BYTES and not line.endswith(b"\n"):
+                    left -= skip_line(file)
+                    found = f"line longer than {MAX_DOCUMENT_BYTES >> 20} MiB"
+                    yield number, DocumentFault(span.file, found, number, span.start)
+                elif not line.isspace():
+                    yield number, decode(line, span.file, number, span.start)
+    except OSError as error:
+        yield number, DocumentFault(span.file, str(error.strerror), number + 1, span.start)
+
+
+def _json_object(line: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, found {json_kind(value)}")
+    return value
+
+
+def _text_of(value: dict[str, Any], field: str) -> str:
+    if field not in value:
+        known = ", ".join(sorted(value)[:10])
+        raise ValueError(f'no field "{field}"; the line has: {known}'[:300])
+    document = value[field]
+    if not isinstance(document, str):
+        raise ValueError(f'"{field}" is {json_kind(document)}, expected a string')
+    return document
+
+
+def json_kind(value: object) -> str:
+    """Return what JSON calls a value, with its article."""
+    if value is None:
+        return "null"
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, (int, float)):
+        return "a number"
+    return "an array" if isinstance(value, list) else "a string"

@@ -1,0 +1,220 @@
+"""Documents from a column of text in Parquet files, and from Arrow arrays in general."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..core.errors import EnvironmentFault, nearest
+from ..core.files import require_regular
+from .configs import Document, DocumentFault
+from .files import MAX_DOCUMENT_BYTES, matching_files
+from .parquet_pages import measure_pages
+from .parts import PART_BYTES
+
+# Rows that are unpacked at once. A few bytes of a file may stand for a large value many times over.
+BATCH_BYTES, BATCH_ROWS = 2**28, 16
+# The most text that is read of a row group, and of each of its bytes: a repeated value takes no
+# room in the file.
+TEXT_BESIDE, TEXT_A_BYTE = 2**30, 1000
+
+
+class RowGroups(NamedTuple):
+    """Consecutive row groups of a file; none: the file could not be opened."""
+
+    file: str
+    start: int = 0
+    stop: int = 0
+    first_row: int = 0
+
+
+def parquet() -> Any:
+    """Return `pyarrow.parquet`.
+
+    Raises:
+        EnvironmentFault: it is not installed.
+    """
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise EnvironmentFault(
+            'the "parquet" source needs the pyarrow package', 'pip install "trainer[data]"'
+        ) from error
+    return pyarrow.parquet
+
+
+def parquet_parts(pattern: str, suffix: str, field: str) -> list[RowGroups]:
+    """Return runs of row groups that hold about 64 MB of the column."""
+    parts: list[RowGroups] = []
+    for path in matching_files(pattern, suffix):
+        opened = _open(path)
+        if isinstance(opened, str):
+            parts.append(RowGroups(str(path)))
+            continue
+        with opened as file:
+            column = _column(file.schema_arrow, field)
+            metadata = file.metadata
+            start = row = first_row = size = 0
+            for group in range(metadata.num_row_groups):
+                row += metadata.row_group(group).num_rows
+                size += _column_bytes(metadata.row_group(group), column)
+                if size >= PART_BYTES or group + 1 == metadata.num_row_groups:
+                    parts.append(RowGroups(str(path), start, group + 1, first_row))
+                    start, first_row, size = group + 1, row, 0
+    return parts
+
+
+def read_parquet(part: RowGroups, field: str, first: int = 0) -> Iterator[Document]:
+    """Yield a document a row, from row `first` of the part on; one row group's batch at a time.
+
+    A row that cannot be read is a fault, so that rows and documents have the same numbers. A file
+    that cannot be opened is one fault.
+    """
+    opened = _open(Path(part.file))
+    if isinstance(opened, str):
+        if not first:
+            yield DocumentFault(part.file, opened)
+        return
+    with opened as file:
+        column = _column(file.schema_arrow, field)
+        row = part.first_row
+        first += row
+        for group in range(part.start, part.stop or file.num_row_groups):
+            end = row + file.metadata.row_group(group).num_rows
+            if end > first:
+                yield from _read_group(file, group, column, row, max(first - row, 0), part.file)
+            row = end
+
+
+def _read_group(
+    file: Any, group: int, column: str | ValueError, row: int, skipped: int, name: str
+) -> Iterator[Document]:
+    metadata = file.metadata.row_group(group)
+    end = row + metadata.num_rows
+    try:
+        if isinstance(column, ValueError):
+            raise column
+        left = TEXT_BESIDE + TEXT_A_BYTE * measure_pages(name, metadata, column)
+        largest = max(_column_bytes(metadata, column), 1)  # one value may be all of them
+        rows = min(max(BATCH_BYTES // largest, 1), BATCH_ROWS)
+        batches = file.iter_batches(rows, row_groups=[group], columns=[column], use_threads=False)
+        for batch in batches:
+            values = leaf(batch, column)
+            unread = values.slice(skipped)
+            row += len(values) - len(unread)
+            skipped -= len(values) - len(unread)
+            if (left := left - _text_bytes(unread)) < 0:
+                raise ValueError("its row group repeats its values: too much text for its size")
+            for document in texts(unread, column, name, row):
+                yield document
+                row += 1
+        if row < end:  # a damaged page may say that it holds fewer
+            raise ValueError(f"its row group has {end - row} rows less than the file says")
+    except (ValueError, OSError) as error:  # pyarrow's own derive from these
+        reason = first_line(error)
+        for number in range(row + skipped, end):
+            yield DocumentFault(f"{name}, row {number + 1}", reason)
+
+
+def texts(values: Any, field: str, name: str, row: int) -> Iterator[Document]:
+    """Yield the text of each value of an Arrow array.
+
+    Args:
+        values: strings, or bytes in UTF-8.
+        field: what the column is called.
+        name: of the file.
+        row: number of the first value, from 0.
+
+    Raises:
+        ValueError: the array holds something else.
+    """
+    import pyarrow as pa
+
+    kind = values.type
+    if is_dictionary := pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if kind not in _text_types():
+        raise ValueError(f'"{field}" is {kind}, expected strings')
+    for number, each in enumerate(values, row + 1):
+        value = each.value if is_dictionary else each
+        try:
+            if not value.is_valid:
+                raise ValueError(f'"{field}" is null, expected a string')
+            content = value.as_buffer()
+            if content.size > MAX_DOCUMENT_BYTES:
+                raise ValueError(f'"{field}" is larger than {MAX_DOCUMENT_BYTES >> 20} MiB')
+            yield str(content, "utf-8")
+        except ValueError as error:
+            yield DocumentFault(f"{name}, row {number}", str(error))
+
+
+@lru_cache
+def _text_types() -> set[Any]:
+    import pyarrow as pa
+
+    names = ["null", "string", "large_string", "binary", "large_binary"]
+    names += ["string_view", "binary_view"]  # not in pyarrow 15
+    return {getattr(pa, name)() for name in names if hasattr(pa, name)}
+
+
+def first_line(error: Exception) -> str:
+    """Return what a library says in its first line, or the error's class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def _open(path: Path) -> Any | str:
+    """Return the file, or what is wrong with it."""
+    try:
+        require_regular(path)
+        # Read in small pieces: a row group may be larger than the memory.
+        return parquet().ParquetFile(path, buffer_size=2**20, pre_buffer=False)
+    except (ValueError, OSError) as error:
+        return f"not a Parquet file: {first_line(error)}"
+
+
+def _column(schema: Any, field: str) -> str | ValueError:
+    """Return the column's path; a name with dots is a column, or a field within structs."""
+    if field in schema.names:
+        return field
+    known = list(schema.names)
+    kind: Any = None
+    for name in field.split("."):
+        if name not in known:
+            has = ", ".join(sorted(known)[:10]) or "no fields"
+            hint = nearest(name, known)
+            found = f'no field "{field}"; there is: {has}' + (f"; {hint}" if hint else "")
+            return ValueError(found[:300])
+        kind = schema.field(name).type if kind is None else kind.field(name).type
+        known = [kind.field(index).name for index in range(kind.num_fields)]
+    return field
+
+
+def leaf(rows: Any, column: str) -> Any:
+    """Return a column of an Arrow table or batch, or the field within structs that it names."""
+    if column in rows.schema.names:
+        return rows.column(column)
+    import pyarrow.compute as pc
+
+    first, *more = column.split(".")
+    return pc.struct_field(rows.column(first), more)
+
+
+def _column_bytes(row_group: Any, column: str | ValueError) -> int:
+    """Return the decompressed bytes of a column; those of all where there is no such column."""
+    for index in range(row_group.num_columns):
+        if row_group.column(index).path_in_schema == column:
+            return int(row_group.column(index).total_uncompressed_size)
+    return int(row_group.total_byte_size)
+
+
+def _text_bytes(values: Any) -> int:
+    """Return the bytes of an Arrow array, each of its values counted as often as it is there."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if not pa.types.is_dictionary(values.type) or values.type.value_type not in _text_types():
+        return int(values.nbytes)
+    lengths = pc.take(pc.binary_length(values.dictionary), values.indices)
+    return pc.sum(lengths).as_py() or 0

@@ -1,0 +1,195 @@
+"""Vocabularies in tiktoken's format, as the `tokenizer.json` that gives the same ids.
+
+A line is the bytes of a token in base64, and its rank, which is its id too. tiktoken merges the
+pair whose union has the lowest rank, and takes a piece that is a token as it is. So does the model
+written here: it has a rule for every way of making a token of two, in the order of ranks, and
+`ignore_merges`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import DataError, RecipeError
+from .hf_tokenizer import MAX_VOCABULARY, USUAL_EOS, TokenizerFiles, library, read_limited
+from .patterns import PATTERNS, SPECIAL_TOKENS, pattern_named
+from .tokenizer import byte_characters
+
+MAX_FILE_BYTES = 2**26
+MAX_TOKENS = 2**20
+MAX_TOKEN_BYTES = 2**10
+# Of all rules' tokens. Published vocabularies need less than a tenth.
+MAX_RULES_BYTES = 2**26
+
+SpecialTokens = Sequence[str] | Mapping[str, int]
+
+
+def read_tiktoken(
+    path: Path, pattern: str, special_tokens: SpecialTokens, eos_token: str | None
+) -> tuple[TokenizerFiles, str]:
+    """Return what rebuilds the tokenizer, and its end-of-document token.
+
+    Args:
+        path: the file of ranks.
+        pattern: the name of one of `PATTERNS`, or a regular expression.
+        special_tokens: with their ids, or numbered on from the largest rank; none: those of the
+            model that the pattern is named for.
+        eos_token: which of them ends a document; None: one of the usual names.
+
+    Raises:
+        DataError: the file is not what it should be.
+        RecipeError: the pattern or the special tokens do not fit.
+    """
+    ranks = read_ranks(path.expanduser())
+    special = _special_tokens(path, ranks, pattern, special_tokens)
+    eos_token = eos_token or next((name for name in USUAL_EOS if name in special), None)
+    if eos_token is None:
+        raise DataError(
+            f"{path}: nothing says which token ends a document", "set tokenizer.eos_token"
+        )
+    is_name = pattern in PATTERNS or pattern.isalnum()
+    expression = pattern_named(pattern) if is_name else _valid(pattern)
+    content = json.dumps(describe(path, ranks, expression, special), ensure_ascii=False)
+    return TokenizerFiles(str(path), content.encode()), eos_token
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """Return the rank of each token.
+
+    Raises:
+        DataError: with the line; or a byte has no token, so that some text could not be written.
+    """
+    content = read_limited(path, MAX_FILE_BYTES, "tokenizer.path is a file in tiktoken's format")
+    ranks: dict[bytes, int] = {}
+    seen: dict[int, int] = {}
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = _parse(line)
+            if token in ranks:
+                raise ValueError(f"{token!r} is there twice")
+            if rank in seen:
+                raise ValueError(f"rank {rank} is there twice: the first time in line {seen[rank]}")
+        except ValueError as error:
+            raise DataError(f"{path}:{number}: {error}"[:300]) from error
+        ranks[token], seen[rank] = rank, number
+        if len(ranks) > MAX_TOKENS:
+            raise DataError(f"{path}:{number}: more than {MAX_TOKENS} tokens")
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing:
+        raise DataError(
+            f"{path}: no token for {len(missing)} of the 256 bytes, such as 0x{missing[0]:02x}",
+            "it is not a vocabulary of bytes in tiktoken's format",
+        )
+    return ranks
+
+
+def _parse(line: bytes) -> tuple[bytes, int]:
+    words = line.split()
+    if len(words) != 2 or not words[1].isdigit() or len(words[1]) > 9:
+        raise ValueError("expected base64, a space and a rank")
+    if len(words[0]) > 2 * MAX_TOKEN_BYTES:
+        raise ValueError(f"a token of more than {MAX_TOKEN_BYTES} bytes")
+    try:
+        token = base64.b64decode(words[0], validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"not base64: {error}") from error
+    rank = int(words[1])
+    if not token or len(token) > MAX_TOKEN_BYTES:
+        raise ValueError(f"a token of {len(token)} bytes; 1 to {MAX_TOKEN_BYTES} are possible")
+    if rank >= MAX_VOCABULARY:
+        raise ValueError(f"rank {rank}; {MAX_VOCABULARY - 1} is the largest possible")
+    return token, rank
+
+
+def _special_tokens(
+    path: Path, ranks: Mapping[bytes, int], pattern: str, given: SpecialTokens
+) -> dict[str, int]:
+    after = max(ranks.values()) + 1
+    if not given:
+        size, given = SPECIAL_TOKENS.get(pattern, (after, ()))
+        if not given or size != after:
+            known = f'; those of "{pattern}" follow {size} others' if given else ""
+            raise RecipeError(
+                f"{path}: {after} tokens, and special ones are not in such a file{known}",
+                'name them: tokenizer.special_tokens = ["<|endoftext|>"], or a table of ids',
+            )
+    if not isinstance(given, Mapping):
+        given = {name: after + index for index, name in enumerate(given)}
+    for name in given:
+        if name.encode(errors="replace") in ranks:
+            raise RecipeError(f"tokenizer.special_tokens: {name!r} is in {path} already")
+    taken = {*ranks.values()} & {*given.values()}
+    if taken or len({*given.values()}) < len(given) or "" in given:
+        raise RecipeError(
+            f"tokenizer.special_tokens: two tokens have id {min(taken)}"
+            if taken
+            else "tokenizer.special_tokens: an id is given twice, or a name is empty",
+            f"ids from {after} on are free",
+        )
+    return dict(given)
+
+
+def _valid(pattern: str) -> str:
+    regex = library().Regex
+    try:
+        regex(pattern)
+    except Exception as error:  # the library raises bare Exception
+        raise RecipeError(f"tokenizer.pattern: not a regular expression: {error}") from error
+    return pattern
+
+
+def describe(
+    path: Path, ranks: Mapping[bytes, int], pattern: str, special_tokens: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return the `tokenizer.json`.
+
+    Raises:
+        DataError: it would be too large.
+    """
+    characters = byte_characters()
+    names = {token: "".join(characters[byte] for byte in token) for token in ranks}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    ordered = sorted(ranks, key=ranks.__getitem__)
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": number, "content": name, "special": True, **flags}
+            for name, number in sorted(special_tokens.items(), key=lambda item: item[1])
+        ],
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [{**split, "invert": False}, {**byte_level, "use_regex": False}],
+        },
+        "decoder": {**byte_level, "use_regex": False},
+        "model": {
+            "type": "BPE",
+            "ignore_merges": True,
+            # Added tokens that are not in here too would get other ids.
+            "vocab": {names[token]: ranks[token] for token in ordered} | dict(special_tokens),
+            "merges": [[names[left], names[right]] for left, right in _rules(path, ordered, ranks)],
+        },
+    }
+
+
+def _rules(
+    path: Path, tokens: Sequence[bytes], ranks: Mapping[bytes, int]
+) -> Iterator[tuple[bytes, bytes]]:
+    """Yield every two tokens that make another, in the order of what they make."""
+    size = 0
+    for token in tokens:
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in ranks and right in ranks:
+                size += len(token)
+                if size > MAX_RULES_BYTES:
+                    raise DataError(f"{path}: too many of its tokens are made of others")
+                yield left, right
