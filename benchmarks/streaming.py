@@ -21,10 +21,11 @@ import psutil
 import results
 import torch
 
-from trainer.engine.assemble.assemble import Parts, assemble
+from trainer.engine.assemble.assemble import assemble
 from trainer.engine.data.stream import Stream
 from trainer.engine.launch.environment import find_world
 from trainer.engine.recipe.load import load_recipe
+from trainer.engine.train.parts import Parts
 
 RECIPE = """
 [run]

@@ -32,7 +32,7 @@ def prepared_text(row: Mapping[str, Any]) -> str:
 
 def recipe_lines(jobs: Mapping[Path, Preparation]) -> str:
     """Return the tables with which a recipe reads the folders."""
-    from ..engine.sources.configs import tokenizers
+    from ..engine.tokenizers.configs import tokenizers
 
     folder, job = next(iter(jobs.items()))
     lines = ["[tokenizer]", f'name = "{job.tokenizer_name}"']

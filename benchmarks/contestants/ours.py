@@ -18,7 +18,8 @@ from trainer.engine.launch.environment import World
 from trainer.engine.observe.observer import Observer
 from trainer.engine.recipe.load import load_recipe
 from trainer.engine.run.run import run
-from trainer.engine.sources.configs import SourceConfig, TokenizerConfig, sources, tokenizers
+from trainer.engine.sources.configs import SourceConfig, sources
+from trainer.engine.tokenizers.configs import TokenizerConfig, tokenizers
 from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
 

@@ -22,9 +22,7 @@ from ..lora.apply import add_adapters, require_adapters
 from ..optim.groups import parameter_groups
 from ..optim.lean import spare_compiler
 from ..parallel.blocks import transform_blocks
-from ..parallel.data import Parallelized
 from ..parallel.materialize import materialize, without_storage
-from ..parallel.mesh import Degrees
 from ..parallel.pipeline.cut import num_micro_batches
 from ..parallel.pipeline.measure import measure_costs
 from ..parallel.plan import Pieces, Plan, make_plan
@@ -33,6 +31,7 @@ from ..precision.hardware import require_formats
 from ..train.average import WeightAverage
 from ..train.balance import Balance, warn_of_capacity
 from ..train.in_backward import UpdateInBackward
+from ..train.parts import Parts
 from ..train.step import TrainStep
 from .kernels import choose_kernels, served
 
@@ -43,35 +42,8 @@ if TYPE_CHECKING:
     from ..data.tables import Data
     from ..launch.environment import World
     from ..recipe.schema import Recipe
-    from ..tokenizers.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Everything that a training loop needs, built and in place."""
-
-    recipe: Recipe
-    model_config: ModelConfig
-    tokenizer: Tokenizer
-    data: OpenedData
-    degrees: Degrees
-    parallelized: Parallelized
-    optimizer: torch.optim.Optimizer
-    average: WeightAverage | None
-    step: TrainStep
-    loader: Loader
-    validation: list[Batch]
-    total_steps: int
-    device: torch.device
-    world: World
-    notes: list[str]
-
-    @property
-    def model(self) -> LanguageModel:
-        """The bare module."""
-        return self.parallelized.model
 
 
 def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool = True) -> Parts:

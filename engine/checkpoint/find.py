@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..core.errors import CheckpointError, ExitCode
 from ..core.files import require_path
-from ..formats.hf_folder import listed
+from ..core.text.listed import listed
 from .manifest import MANIFEST, Manifest, check_hashes, check_listing, read_manifest, verify
 from .ranks import Ranks
 from .retention import STEP, step_folders, step_of

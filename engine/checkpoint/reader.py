@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...model_zoo.layers.moe_config import is_load
 from ..core.errors import CheckpointError, nearest
-from ..formats.hf_folder import MAX_SHOWN, listed
+from ..core.text.listed import MAX_SHOWN, listed
 from .find import find_checkpoint
 from .manifest import Manifest, TensorEntry
 from .ranks import Ranks

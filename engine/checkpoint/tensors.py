@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import CheckpointError
-from ..formats.forms import Formed
+from .forms import Formed
 
 if TYPE_CHECKING:
     from ...model_zoo.layout import Part

@@ -14,12 +14,12 @@ from ...model_zoo.layers.moe_config import is_load
 from ..checkpoint.tensors import Rows, differing, nbytes
 from ..core.errors import CheckpointError, DataError, RecipeError
 from ..core.files import require_path
+from ..core.text.listed import listed
 from ..core.unfinished import refuse_existing
-from ..formats.hf_folder import listed
 from ..recipe.load import load_recipe
 from ..recipe.schema import Recipe
 from ..recipe.tables import Run
-from ..sources.configs import BytesTokenizer, HFTokenizer, TokenizerConfig
+from ..tokenizers.configs import BytesTokenizer, HFTokenizer, TokenizerConfig
 from ..tokenizers.tokenizer_configs import TiktokenTokenizer
 from . import targets
 from .meta import open_meta

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from ..checkpoint.box import held_box, holds_rows
 from ..checkpoint.disk import writing
+from ..checkpoint.forms import as_theirs
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.tensors import Held, row_bytes
 from ..core.unfinished import Unfinished
-from ..formats.forms import as_theirs
 from ..formats.hf_folder import CONFIG
 from .hf_files import GENERATION, config_json, generation_json, write_json
 from .opened import hf_parts

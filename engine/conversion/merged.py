@@ -12,7 +12,7 @@ from torch import Tensor
 from ...model_zoo.layers.adapter_names import DOWN, UP, is_adapter
 from ..checkpoint.tensors import Changed, Rows
 from ..core.errors import CheckpointError
-from ..formats.hf_folder import listed
+from ..core.text.listed import listed
 from ..lora.merge import merge
 
 BLOCK_ROWS = 64

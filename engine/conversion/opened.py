@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...model_zoo.hf_settings import SettingsError
 from ..checkpoint.tensors import Rows
 from ..core.errors import CheckpointError
-from ..formats.hf_folder import listed
+from ..core.text.listed import listed
 from ..formats.hf_match import Shape, misfits
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ...model_zoo.layers.adapter_names import DOWN, UP, is_adapter
 from ..checkpoint.find import find_checkpoint
-from ..checkpoint.manifest import recipe_of
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.tensors import row_count
 from ..core.errors import CheckpointError
+from ..recipe.saved import recipe_of
 from .hf_files import write_json
 from .writing import complete_or_absent, sync
 

@@ -15,15 +15,16 @@ from ..checkpoint.manifest import (
     check_hashes,
     check_listing,
     read_manifest,
-    recipe_of,
 )
 from ..checkpoint.tensors import Region, Rows
 from ..checkpoint.torch_file import check_records, read_regions
 from ..core.errors import CheckpointError
 from ..core.models import family_of
-from ..formats.hf_folder import CONFIG, StoredTensor, list_tensors, listed, read_config, shown
+from ..core.text.listed import listed, shown
+from ..formats.hf_folder import CONFIG, StoredTensor, list_tensors, read_config
 from ..formats.hf_match import Match, Shape, differing_ends, match
-from ..recipe.tables import LoRA
+from ..lora.tables import LoRA
+from ..recipe.saved import recipe_of
 from .merged import merge_tensors
 from .opened import Opened, config_or_error, parameter_shapes, refuse_misfits
 from .shards import CODES

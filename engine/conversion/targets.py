@@ -22,7 +22,7 @@ from ..checkpoint.torch_file import complete, descriptor, read_regions, reserve
 from ..core.text.redact import without_secrets
 from ..formats.hf_folder import CONFIG, MAX_CONFIG_BYTES, list_tensors, read_json
 from ..formats.hf_match import region_of, stored_rows
-from ..sources.configs import HFTokenizer
+from ..tokenizers.configs import HFTokenizer
 from .hf_files import GENERATION, config_json, generation_json, side_files, write_json
 from .opened import Opened, hf_parts
 from .shards import index_of, lay_out, main_dtype

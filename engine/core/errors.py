@@ -143,3 +143,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """Return `did you mean "x"?` for the closest known spelling, or an empty string."""
     close = get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f'did you mean "{close[0]}"?' if close else ""
+
+
+class Stopped(SystemExit):
+    """Raised in the main thread to end this process at once, because nothing can be lost."""
+
+    def __init__(self, code: ExitCode) -> None:
+        super().__init__(int(code))
+        self.exit_code = code

@@ -12,10 +12,12 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
+
+import tomli
 
 from .errors import EnvironmentFault, RunInUse
-from .files import atomic_write, read_regular
+from .files import atomic_write, open_regular, read_regular
 from .locks import is_locked, is_unsupported, lock_file, lock_folder, unlock
 from .unfinished import clear_unfinished
 
@@ -161,3 +163,15 @@ def _holder(path: Path) -> str:
         return f"process {holder['pid']} on {holder['host']}, started {holder['start']}"
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "another process"
+
+
+LARGEST_RECIPE = 2**22
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """Return the resolved recipe as plain tables; empty if it cannot be read."""
+    try:
+        with open_regular(path / "recipe.toml") as file:
+            return tomli.loads(file.read(LARGEST_RECIPE).decode())
+    except (OSError, ValueError, RecursionError):
+        return {}

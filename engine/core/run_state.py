@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from ..launch.signals import Stopped
+from .errors import Stopped
 from .files import atomic_write, read_regular
 from .text.redact import redacted
 

@@ -14,7 +14,7 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 from ..core.config import Count, CountOrZero, Table
 from ..core.errors import DataError, EnvironmentFault
 from ..core.files import open_regular
-from ..sources.configs import DocumentFault
+from ..sources.documents import DocumentFault
 
 FORMAT: Final = 3
 INDEX, OFFSETS = "tokens.json", "offsets.npy"

@@ -11,7 +11,8 @@ from pydantic import PrivateAttr
 from xxhash import xxh3_128_hexdigest
 
 from ..core.errors import DataError
-from ..sources.configs import Document, DocumentFault, DocumentSource
+from ..sources.configs import DocumentSource
+from ..sources.documents import Document, DocumentFault
 from ..tokenizers.tokenizer import Tokenizer
 from .checksums import require_intact
 from .kept import kept_tokenizer

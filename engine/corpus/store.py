@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..core.errors import DataError, EnvironmentFault
 from ..core.files import require_regular, sync_folder
-from ..sources.configs import DocumentFault
+from ..sources.documents import DocumentFault
 from ..tokenizers.tokenizer import Tokenizer
 from .columns import Chunk, Column, Learned, sync, token_type
 from .manifest import (

@@ -8,7 +8,7 @@ import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from ..core.errors import DataError
-from ..data.order import GOLDEN, mix
+from ..core.hashing import GOLDEN, mix
 from .store import TokenStore
 
 if TYPE_CHECKING:

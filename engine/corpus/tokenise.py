@@ -9,8 +9,8 @@ import numpy as np
 
 from ..core import faults
 from ..core.errors import DataError
-from ..sources.configs import Document, DocumentFault, MarkedText
-from ..sources.documents import text_of
+from ..sources.documents import Document, DocumentFault, text_of
+from ..tokenizers.marked_text import MarkedText
 from ..tokenizers.tokenizer import Tokenizer
 from .columns import Chunk, make_chunk
 from .manifest import Tally

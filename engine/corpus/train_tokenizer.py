@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import DataError, EnvironmentFault, RecipeError
 from ..core.files import sync_folder
-from ..sources.configs import DocumentFault, DocumentSource
-from ..sources.documents import text_of
+from ..sources.configs import DocumentSource
+from ..sources.documents import DocumentFault, text_of
 from ..tokenizers.patterns import pattern_named
 from ..tokenizers.tokenizer import byte_characters
 from .tokenise import batches

@@ -13,24 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
+from ..core.hashing import GOLDEN, Words, mix
+
 MIXTURE_PERIOD = 65536
 ENDLESS = 2**62
 """rows of a stream, which has an order of its own"""
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 ROUND_KEYS = [np.uint64(number * 0x9E3779B97F4A7C15 % 2**64) for number in range(6)]
 
-Words = NDArray[np.uint64]
 Indices = NDArray[np.int64]
-
-
-def mix(words: Words) -> Words:
-    """Return a well mixed hash of each 64-bit word, a bijection.
-
-    Source: the finaliser of SplitMix64 (Steele, Lea, Flood 2014), variant 13 of D. Stafford.
-    """
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
 
 
 def permute(index: Words, size: int, key: Words) -> Words:

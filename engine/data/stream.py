@@ -18,10 +18,11 @@ import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from ..core.errors import DataError, TrainerError
+from ..core.hashing import GOLDEN, Words, mix
 from ..corpus.store import TokenStore
 from ..sources.configs import DocumentSource
 from ..tokenizers.tokenizer import Tokenizer
-from .order import ENDLESS, GOLDEN, Indices, Words, mix, permute
+from .order import ENDLESS, Indices, permute
 from .packing import PACKINGS, Packed, Rows
 from .stream_child import Child, start_child
 from .tables import Data

@@ -21,8 +21,8 @@ from ..core.files import read_regular, sync_folder
 from ..corpus.manifest import damaged_files, read_manifest
 from ..corpus.store import StoreWriter, TokenStore
 from ..corpus.tokenise import tokenise
-from ..sources.configs import Document, DocumentFault, DocumentSource
-from ..sources.documents import text_of
+from ..sources.configs import DocumentSource
+from ..sources.documents import Document, DocumentFault, text_of
 from ..tokenizers.tokenizer import Tokenizer
 
 # Characters of text. The first windows are small, so that training starts at once; rows are

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..core.errors import CheckpointError
 from ..core.files import open_regular, require_regular
+from ..core.text.listed import listed, shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -23,7 +24,6 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_INDEX_BYTES = 64 * 2**20
 MAX_CONFIG_BYTES = 2**20
-MAX_SHOWN = 20
 TEXT = "language_model."
 """of a model that sees images too"""
 
@@ -128,19 +128,6 @@ def open_tensors(path: Path) -> Iterator[Any]:
     except (SafetensorError, OSError) as error:
         why = shown(str(error))
         raise CheckpointError(f"{path} cannot be read: {why}", "fetch it once more") from error
-
-
-def listed(heading: str, problems: list[str]) -> str:
-    """Return a heading with the first problems below it."""
-    some = problems[:MAX_SHOWN]
-    if len(problems) > len(some):
-        some.append(f"and {len(problems) - len(some)} more")
-    return "\n  ".join([heading, *some])
-
-
-def shown(name: str) -> str:
-    """Return a foreign name as it may be printed."""
-    return name if name.isprintable() and 0 < len(name) <= 200 else repr(name[:200])
 
 
 def _regular_files(folder: Path) -> set[str]:

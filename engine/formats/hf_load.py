@@ -13,7 +13,8 @@ from ...model_zoo.layers.adapter_names import is_adapter
 from ..checkpoint.box import held_box
 from ..checkpoint.tensors import BLOCK_BYTES, Rows, row_bytes, row_count
 from ..core.errors import CheckpointError
-from .hf_folder import CONFIG, list_tensors, listed, read_config
+from ..core.text.listed import listed
+from .hf_folder import CONFIG, list_tensors, read_config
 from .hf_match import differing_ends, match
 
 if TYPE_CHECKING:

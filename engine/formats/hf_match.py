@@ -10,10 +10,11 @@ import torch
 
 from ...model_zoo.hf_settings import flat, impossible, inconsistent
 from ...model_zoo.hf_settings import shown as text
+from ..checkpoint.forms import Formed
 from ..checkpoint.tensors import DTYPES, Pieces, Region, Rows, differing
 from ..core.errors import nearest
-from .forms import Formed
-from .hf_folder import CONFIG, MAX_SHOWN, StoredTensor, shown
+from ..core.text.listed import MAX_SHOWN, shown
+from .hf_folder import CONFIG, StoredTensor
 from .mxfp4 import Mxfp4
 
 if TYPE_CHECKING:

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from ..core.errors import DataError
 from ..data.batch import IGNORED
-from ..sources.configs import DocumentFault, DocumentSource, MarkedText
+from ..sources.configs import DocumentSource
+from ..sources.documents import DocumentFault
+from ..tokenizers.marked_text import MarkedText
 from ..tokenizers.tokenizer import count_bytes
 from ..train.evaluate import perplexity
 from .scorer import score_batch, score_windows

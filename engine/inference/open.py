@@ -98,8 +98,8 @@ def open_model(
         RecipeError: a plugin cannot be imported, or there are more ranks than blocks.
     """
     from ..checkpoint.find import candidates, find_checkpoint
-    from ..checkpoint.manifest import recipe_of
     from ..formats.hf_folder import read_config
+    from ..recipe.saved import recipe_of
 
     require_plugins(plugins)
     settings = None if not path.is_dir() or candidates(path) else read_config(path)
@@ -182,9 +182,8 @@ def _empty_model(
 
 def _in_stages(recipe: Recipe, ranks: int) -> Recipe:
     """Return a recipe whose model's blocks are split over ranks, and nothing else."""
-    from ..parallel.tables import Parallel
+    from ..parallel.tables import Compile, Memory, Parallel
     from ..precision.tables import MX, Float8
-    from ..recipe.tables import Compile, Memory
 
     blocks = getattr(recipe.model, "n_layers", 0)
     if not recipe.model.layout.pipeline or blocks < ranks:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ..core.errors import ExitCode
+from ..core.errors import ExitCode, Stopped
 from .ending import end_abruptly
 from .peers import TICK_SECONDS, Peers, any_rank
 
@@ -27,14 +27,6 @@ STOP_SIGNALS = (*URGENT, signal.SIGUSR1)
 ECHO_SECONDS = 0.1
 GRACE_SECONDS = 20.0
 """how long the main thread may sit in C++ before the process is ended from outside of it"""
-
-
-class Stopped(SystemExit):
-    """Raised in the main thread to end this process at once, because nothing can be lost."""
-
-    def __init__(self, code: ExitCode) -> None:
-        super().__init__(int(code))
-        self.exit_code = code
 
 
 class StopRequested(BaseException):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ...model_zoo.layout import Layout
     from ..parallel.pipeline.cut import Cut
-    from ..recipe.tables import LoRA
+    from .tables import LoRA
 
 Rule = Normal | Constant
 

@@ -12,13 +12,14 @@ from ...model_zoo.layers.adapter_names import is_adapter
 from ..checkpoint.tensors import Held
 from ..conversion.peft import CONFIG, THEIRS, WEIGHTS
 from ..core.errors import CheckpointError
-from ..formats.hf_folder import MAX_CONFIG_BYTES, listed, open_tensors, read_json, shown
+from ..core.text.listed import listed, shown
+from ..formats.hf_folder import MAX_CONFIG_BYTES, open_tensors, read_json
 from ..formats.hf_load import fill_parameter
 
 if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
     from ...model_zoo.language_model import LanguageModel
-    from ..recipe.tables import LoRA
+    from .tables import LoRA
 
 PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),

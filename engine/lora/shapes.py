@@ -10,7 +10,7 @@ from ..optim.groups import matcher
 
 if TYPE_CHECKING:
     from ...model_zoo.layout import Layout
-    from ..recipe.tables import LoRA
+    from .tables import LoRA
 
 
 def with_adapters(

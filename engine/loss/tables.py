@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -11,14 +10,8 @@ from ..core.config import Component
 from ..core.registry import Registry
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ...kernels.choose import Kernels
-
-    LossFunction = Callable[..., Tensor]
-    """(hidden [T, D], head weight [V, D], labels [T], -100 ignored) -> the sum over tokens that is
-    minimised, fp32. Given a list as `token_losses`, it appends the task's loss of each token to it,
-    without regularisers and without gradient: [T], in one piece or several."""
+    from ...model_zoo.loss import LossFunction
 
 
 class LossConfig(Component):

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import EnvironmentFault
+from ..core.run_dir import read_recipe
 from ..core.text.redact import redacted
 from ..core.text.shown import dotted
 from ..core.text.tree import leaves
-from ..report.status import read_recipe
 from .feed import Feed, Record, scalars
 
 if TYPE_CHECKING:

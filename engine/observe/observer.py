@@ -20,8 +20,8 @@ from .throughput import Throughput
 
 if TYPE_CHECKING:
     from ..core.run_dir import RunDirectory
-    from ..recipe.tables import Metrics
     from .profiler import Profiler
+    from .tables import Metrics
 
 Item = TypeVar("Item")
 

@@ -12,9 +12,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ..core.files import sync_folder
-from ..recipe.tables import Profile
 from .clocks import clock_of
 from .profile_summary import Interval, Summary, operators, peaks, write
+from .tables import Profile
 
 SNAPSHOT_EVENTS = 200_000
 

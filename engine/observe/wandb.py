@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import EnvironmentFault
+from ..core.run_dir import read_recipe
 from ..core.text.redact import redacted
-from ..report.status import read_recipe
 from .feed import Feed, Record, scalars
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..core.errors import Problem, RecipeError, nearest
-from ..recipe.tables import Compile, Memory
+from .tables import Compile, Memory
 
 if TYPE_CHECKING:
     from ...model_zoo.language_model import LanguageModel

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import (
 )
 
 from ..core.errors import Problem, RecipeError, nearest
-from ..recipe.tables import Memory
 from .operations import GROUPS, HALF, operation_names
+from .tables import Memory
 
 
 def recompute(block: nn.Module, number: int, memory: Memory, contexts: Contexts | None) -> None:

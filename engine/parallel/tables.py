@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ..core.config import Count, CountOrZero, RecipePath, Table
+from ..core.config import Count, CountOrZero, Fraction, RecipePath, Table
 from .mesh_text import parse_mesh
 
 Degree = Annotated[int, Field(ge=-1, le=2**20)]
@@ -131,3 +131,31 @@ class Parallel(Table):
         if faults:
             raise ValueError(faults[0][0])
         return degrees | given
+
+
+class Memory(Table):
+    """What is traded for memory."""
+
+    recompute: Literal["none", "full", "every_n", "selective", "budget"] = "none"
+    """activation checkpointing: "none" keeps all activations, "full" recomputes each block,
+    "every_n" one block in N, "selective" all but some operations, "budget" what torch.compile finds
+    cheapest"""
+    recompute_interval: Annotated[int, Field(ge=2, le=10_000)] = 2
+    """"every_n": one block in so many is recomputed"""
+    recompute_keep: Annotated[list[str], Field(max_length=100)] = ["mm", "attention", "collectives"]
+    """"selective": operations whose results are kept: "mm", "half_mm" (every second one), "bmm",
+    "attention", "norm", "all_gather", "reduce_scatter", "collectives", or torch's names such as
+    "aten.mm.default" """
+    recompute_budget: Fraction = 0.5
+    """"budget": share of the activations' memory that may be kept"""
+    optimizer_in_backward: bool = False
+    """update each weight as soon as its gradient is complete, and free the gradient"""
+
+
+class Compile(Table):
+    """torch.compile, block by block."""
+
+    enabled: bool = False
+    """compile each block; pays off after a minute or so of warmup"""
+    backend: str = "inductor"
+    """torch.compile backend"""

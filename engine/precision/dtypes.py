@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..core.errors import EnvironmentFault
-from ..recipe.tables import Precision
+from .tables import Precision
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

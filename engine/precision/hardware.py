@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...model_zoo.config import ModelConfig
-    from ..recipe.tables import Precision
+    from .tables import Precision
 
 # What Linux calls the instructions: x86 lists `flags`, Arm lists `Features` (Linux: cpuinfo).
 _CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")

@@ -43,3 +43,22 @@ class MX(Narrow):
 
     recipe: Literal["mxfp8_rceil", "mxfp8_rceil_wgrad_with_hp"] = "mxfp8_rceil"
     """scales are rounded up; "mxfp8_rceil_wgrad_with_hp": gradients of weights are not in MXFP8"""
+
+
+class Precision(Table):
+    """In which dtypes a step computes."""
+
+    compute: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """"auto": bf16 where the device multiplies it in hardware, else fp32"""
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    """dtype of gradient reduction between ranks"""
+    float8: Float8 = Float8()
+    """products in float8"""
+    mx: MX = MX()
+    """products in MXFP8"""
+
+    @property
+    def narrow(self) -> dict[str, Narrow]:
+        """The tables of narrow formats that are enabled, by their word."""
+        tables: dict[str, Narrow] = {"float8": self.float8, "mx": self.mx}
+        return {word: table for word, table in tables.items() if table.enabled}

@@ -6,23 +6,30 @@ from typing import Annotated, Any
 
 from ...model_zoo.config import ModelConfig
 from ...model_zoo.llama3.config import Llama3Config
+from ..assemble.tables import Kernels
+from ..checkpoint.tables import Checkpoint
 from ..core.config import Table
 from ..core.models import models
 from ..core.registry import Named, Registry
 from ..data.tables import Data
+from ..lora.tables import LoRA
 from ..loss.tables import CrossEntropy, LossConfig, losses
 from ..observe.configs import trackers
+from ..observe.tables import Metrics, Profile
 from ..optim.configs import WSD, AdamW, OptimizerConfig, ScheduleConfig, optimizers, schedules
-from ..parallel.tables import Parallel
+from ..parallel.tables import Compile, Memory, Parallel
+from ..precision.tables import Precision
 from ..sources import chat_configs, column_configs  # noqa: F401 - registers them
-from ..sources.configs import BytesTokenizer, TokenizerConfig, sources, tokenizers
-from . import tables
+from ..sources.configs import sources
+from ..tokenizers.configs import BytesTokenizer, TokenizerConfig, tokenizers
+from ..train.tables import EMA, Evaluate, Resilience
+from .tables import Plugins, Run
 
 
 class Recipe(Table):
     """One training run, as one TOML file describes it."""
 
-    run: tables.Run = tables.Run()
+    run: Run = Run()
     model: Annotated[ModelConfig, Named(models)] = Llama3Config()
     tokenizer: Annotated[TokenizerConfig, Named(tokenizers)] = BytesTokenizer()
     data: Data = Data()
@@ -30,18 +37,18 @@ class Recipe(Table):
     schedule: Annotated[ScheduleConfig, Named(schedules)] = WSD()
     loss: Annotated[LossConfig, Named(losses)] = CrossEntropy()
     parallel: Parallel = Parallel()
-    precision: tables.Precision = tables.Precision()
-    memory: tables.Memory = tables.Memory()
-    compile: tables.Compile = tables.Compile()
-    kernels: tables.Kernels = tables.Kernels()
-    checkpoint: tables.Checkpoint = tables.Checkpoint()
-    evaluate: tables.Evaluate = tables.Evaluate()
-    ema: tables.EMA = tables.EMA()
-    lora: tables.LoRA = tables.LoRA()
-    metrics: tables.Metrics = tables.Metrics()
-    profile: tables.Profile = tables.Profile()
-    resilience: tables.Resilience = tables.Resilience()
-    plugins: tables.Plugins = tables.Plugins()
+    precision: Precision = Precision()
+    memory: Memory = Memory()
+    compile: Compile = Compile()
+    kernels: Kernels = Kernels()
+    checkpoint: Checkpoint = Checkpoint()
+    evaluate: Evaluate = Evaluate()
+    ema: EMA = EMA()
+    lora: LoRA = LoRA()
+    metrics: Metrics = Metrics()
+    profile: Profile = Profile()
+    resilience: Resilience = Resilience()
+    plugins: Plugins = Plugins()
 
     @property
     def vocab_size(self) -> int:

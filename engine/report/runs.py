@@ -13,11 +13,12 @@ from ..checkpoint.manifest import Manifest, read_manifest
 from ..checkpoint.retention import step_folders
 from ..core.errors import CheckpointError
 from ..core.files import open_regular
+from ..core.run_dir import read_recipe
 from ..core.text.redact import redacted
 from ..core.text.shown import dotted
 from ..core.text.tree import leaves
 from ..observe.metrics import decode_rows
-from .status import RunStatus, examine, number, read_recipe
+from .status import RunStatus, examine, number
 
 Row = dict[str, float]
 BITS = "bits_per_byte"

@@ -13,21 +13,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-import tomli
-
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.retention import step_folders, step_of
 from ..core.errors import RecipeError, nearest
 from ..core.files import open_regular
 from ..core.heartbeat import furthest_behind, read_beats
-from ..core.run_dir import RunDirectory
+from ..core.run_dir import RunDirectory, read_recipe
 from ..core.run_state import RunState, read_state
 from ..core.text.printable import printable
 from ..observe.events import read_events
 from ..observe.metrics import LARGEST_STEP, decode_rows
 
 TAIL_BYTES = 2**18
-LARGEST_RECIPE = 2**22
 HUNG_SECONDS = 60.0
 HUNG_ROWS = 10
 """a run is called hung when nothing came for this many times its usual distance between rows"""
@@ -149,15 +146,6 @@ def newest_rows(path: Path) -> Iterator[dict[str, Any]]:
     except OSError:
         return
     yield from decode_rows(text[text.find("\n") + 1 :] if start else text)
-
-
-def read_recipe(path: Path) -> dict[str, Any]:
-    """Return the resolved recipe as plain tables; empty if it cannot be read."""
-    try:
-        with open_regular(path / "recipe.toml") as file:
-            return tomli.loads(file.read(LARGEST_RECIPE).decode())
-    except (OSError, ValueError, RecursionError):
-        return {}
 
 
 def number(value: Any) -> float | None:

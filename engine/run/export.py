@@ -22,8 +22,8 @@ from ..lora.merge import merged_weights
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ..assemble.assemble import Parts
     from ..checkpoint.find import Found
+    from ..train.parts import Parts
 
 FINAL, AVERAGE, ADAPTER = EXPORTS
 RECORD = "exported.json"

@@ -15,7 +15,7 @@ from ..recipe.schema import Recipe
 from ..recipe.write import toml_value
 
 if TYPE_CHECKING:
-    from ..assemble.assemble import Parts
+    from ..train.parts import Parts
 
 
 @dataclass(frozen=True)

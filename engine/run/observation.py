@@ -13,10 +13,10 @@ from ..precision.dtypes import dtype_name
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ..assemble.assemble import Parts
     from ..core.run_dir import RunDirectory
     from ..observe.profiler import Profiler
     from ..observe.progress import Progress
+    from ..train.parts import Parts
 
 
 def open_observer(

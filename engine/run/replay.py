@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..assemble.assemble import Parts, assemble
+from ..assemble.assemble import assemble
 from ..checkpoint.find import Found, find_checkpoint, newest_intact
 from ..checkpoint.manifest import SaveInfo
 from ..checkpoint.ranks import Ranks
@@ -22,6 +22,7 @@ from ..observe.events import read_events
 from ..recipe.changes import require_unchanged
 from ..report.status import newest_rows, number
 from ..train.health import Health
+from ..train.parts import Parts
 from ..train.position import Position
 from ..train.probe import LayerSums, Probe, merge
 from ..train.saving import Saver

@@ -20,9 +20,9 @@ from ..core.text.redact import without_secrets
 from ..train.best import Best
 
 if TYPE_CHECKING:
-    from ..assemble.assemble import Parts
     from ..checkpoint.find import Found
     from ..checkpoint.manifest import Manifest
+    from ..train.parts import Parts
 
 
 def refuse_other_data(saved: Manifest, parts: Parts, allowed: Sequence[str]) -> None:

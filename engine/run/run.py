@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..assemble.assemble import Parts, assemble
+from ..assemble.assemble import assemble
 from ..checkpoint.find import Found, code_before_training, find_checkpoint
 from ..checkpoint.state import seed_everything
 from ..checkpoint.store import CheckpointStore
-from ..core.errors import ExitCode, LostContact, Problem, RecipeError, TrainerError
+from ..core.errors import ExitCode, LostContact, Problem, RecipeError, Stopped, TrainerError
 from ..core.files import atomic_write
 from ..core.heartbeat import heartbeat
 from ..core.run_dir import RunDirectory
@@ -24,7 +24,7 @@ from ..core.run_state import RunState, record_stop, recorded
 from ..launch import ending as process_ending
 from ..launch.device import pick_device
 from ..launch.group import group_of_its_own, process_group
-from ..launch.signals import StopFlag, Stopped
+from ..launch.signals import StopFlag
 from ..observe.progress import Progress, logged_to, open_progress
 from ..recipe.changes import require_unchanged
 from ..recipe.write import to_toml
@@ -32,6 +32,7 @@ from ..train.events import EventRecorder
 from ..train.garbage import paced_garbage_collection
 from ..train.health import Health
 from ..train.loop import Outcome, train
+from ..train.parts import Parts
 from ..train.position import Position
 from ..train.saving import Saver
 from .observation import open_observer

@@ -17,9 +17,10 @@ from xxhash import xxh3_128_hexdigest
 
 from ..core.errors import DataError, EnvironmentFault, RecipeError
 from ..tokenizers.hf_tokenizer import decoded, read_limited
+from ..tokenizers.marked_text import MarkedText
 from .chat_templates import TEMPLATES
-from .configs import Document, MarkedText
 from .conversations import conversation
+from .documents import Document
 from .files import read_objects
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, PrivateAttr, model_validator
 
 from ..core.config import RecipePath
-from .configs import Document, DocumentSource, FileSource, sources
+from .configs import DocumentSource, FileSource, sources
+from .documents import Document
 
 if TYPE_CHECKING:
     from ..tokenizers.tokenizer import Tokenizer

@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from ..core.config import RecipePath
-from .configs import Document, DocumentSource, FileSource, sources
+from .configs import DocumentSource, FileSource, sources
+from .documents import Document
 
 
 @sources.register

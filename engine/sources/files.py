@@ -16,8 +16,8 @@ from xxhash import xxh3_128_hexdigest
 
 from ..core.errors import DataError
 from ..core.files import open_regular
-from .configs import Document, DocumentFault, MarkedText
-from .documents import text_of
+from ..tokenizers.marked_text import MarkedText
+from .documents import Document, DocumentFault, text_of
 from .parts import PART_BYTES, Part, Span, file_parts, skip_line
 
 # Larger text files become several documents; a longer line of JSON is a fault.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.errors import DataError, EnvironmentFault, nearest
 from ..core.files import read_regular
-from .configs import Document, DocumentFault
+from .documents import Document, DocumentFault
 from .kinds import SAVED_SPLIT, SAVED_SPLITS
 from .parquet import first_line, leaf, texts
 from .parts import PART_BYTES

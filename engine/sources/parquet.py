@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..core.errors import EnvironmentFault, nearest
 from ..core.files import require_regular
-from .configs import Document, DocumentFault
+from .documents import Document, DocumentFault
 from .files import MAX_DOCUMENT_BYTES, matching_files
 from .parquet_pages import measure_pages
 from .parts import PART_BYTES

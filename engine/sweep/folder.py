@@ -11,11 +11,12 @@ from typing import Any
 
 from ..core.errors import Problem, RecipeError
 from ..core.files import read_regular, write_asked
+from ..core.run_dir import read_recipe
 from ..core.text.redact import without_secret
 from ..core.text.shown import shown_value
 from ..recipe.changes import compare
 from ..recipe.load import Loaded, load_recipe
-from ..report.status import RunStatus, examine, is_run, read_recipe
+from ..report.status import RunStatus, examine, is_run
 from .points import Point
 
 MANIFEST = "sweep.json"

@@ -16,12 +16,12 @@ from xxhash import xxh3_128_hexdigest
 
 from ..core.errors import DataError, EnvironmentFault, nearest
 from ..core.files import open_regular
-from ..data.token_bytes import vocabulary_bytes
 from .fast_bpe import FastBPE, Unproven
+from .token_bytes import vocabulary_bytes
 from .tokenizer import Ids, learned_tokens, write_files
 
 if TYPE_CHECKING:
-    from ..sources.configs import MarkedText
+    from .marked_text import MarkedText
 
 # The largest known are 35 MB, with ids below 300,000.
 MAX_FILE_BYTES = 2**27

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..core.files import atomic_write
 
 if TYPE_CHECKING:
-    from ..sources.configs import MarkedText
+    from .marked_text import MarkedText
 
 Ids = NDArray[Any]
 PARALLELISM = "TOKENIZERS_PARALLELISM"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ..core.config import CountOrZero, RecipePath
-from ..sources.configs import HFTokenizer, TokenizerConfig, tokenizers
+from .configs import HFTokenizer, TokenizerConfig, tokenizers
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer

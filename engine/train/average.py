@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..core.local import local
 
 if TYPE_CHECKING:
-    from ..recipe.tables import EMA
+    from .tables import EMA
 
 
 class WeightAverage:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..recipe.tables import Evaluate
+    from .tables import Evaluate
 
 
 @dataclass

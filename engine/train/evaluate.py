@@ -19,11 +19,11 @@ from ..loss.record import count_tokens, forward_loss
 
 if TYPE_CHECKING:
     from ...model_zoo.language_model import LanguageModel
-    from ..assemble.assemble import Parts
+    from ...model_zoo.loss import LossFunction
     from ..launch.signals import StopFlag
-    from ..loss.tables import LossFunction
     from ..parallel.mesh import Degrees
     from ..parallel.pipeline.pipeline import Pipeline
+    from .parts import Parts
 
 
 def validate(parts: Parts, stop: StopFlag | None = None) -> dict[str, float]:

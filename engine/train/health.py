@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..core.errors import Diverged
 from ..precision.dtypes import LossScale
-from ..recipe.tables import Resilience
 from .spikes import Spike, SpikeDetector
+from .tables import Resilience
 
 if TYPE_CHECKING:
     from .step import Gradients

@@ -12,11 +12,11 @@ from ..launch.signals import StopRequested
 from .evaluate import validate
 
 if TYPE_CHECKING:
-    from ..assemble.assemble import Parts
     from ..data.batch import Batch
     from ..launch.signals import StopFlag
     from ..observe.observer import Number, Observer
     from .health import Health
+    from .parts import Parts
     from .position import Position
     from .saving import Saver
     from .step import Gradients

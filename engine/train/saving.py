@@ -25,8 +25,8 @@ from .position import Position
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..assemble.assemble import Parts
     from ..checkpoint.manifest import Manifest, SaveInfo
+    from .parts import Parts
 
 
 class Saver:

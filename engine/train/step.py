@@ -24,7 +24,7 @@ from .clip import global_norm
 from .in_backward import UpdateInBackward
 
 if TYPE_CHECKING:
-    from ..loss.tables import LossFunction
+    from ...model_zoo.loss import LossFunction
 
 
 class Gradients(NamedTuple):

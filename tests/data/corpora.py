@@ -12,13 +12,9 @@ from trainer.engine.corpus.prepare import Preparation, prepare_folder
 from trainer.engine.corpus.progress import Progress
 from trainer.engine.sources import files as sources
 from trainer.engine.sources import parts
-from trainer.engine.sources.configs import (
-    Document,
-    DocumentFault,
-    DocumentSource,
-    JsonlSource,
-    MarkedText,
-)
+from trainer.engine.sources.configs import DocumentSource, JsonlSource
+from trainer.engine.sources.documents import Document, DocumentFault
+from trainer.engine.tokenizers.marked_text import MarkedText
 from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
 SMALL = 20_000

@@ -11,10 +11,11 @@ import pyarrow.parquet as pq
 from datasets import Dataset
 from xxhash import xxh3_64_intdigest
 
+from trainer.engine.core.hashing import GOLDEN, mix
 from trainer.engine.data.batch import Batch
 from trainer.engine.data.dataset import OpenedData, open_data
 from trainer.engine.data.loader import Loader
-from trainer.engine.data.order import GOLDEN, mix, permute
+from trainer.engine.data.order import permute
 from trainer.engine.data.tables import Data
 from trainer.engine.sources.column_configs import HFSource, ParquetSource
 from trainer.engine.sources.configs import JsonlSource, SourceConfig, TextSource

@@ -13,8 +13,9 @@ from trainer.engine.core.errors import DataError
 from trainer.engine.data.batch import IGNORED
 from trainer.engine.data.dataset import open_data
 from trainer.engine.data.tables import Data
-from trainer.engine.sources.configs import DocumentFault, MarkedText
+from trainer.engine.sources.documents import DocumentFault
 from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer
+from trainer.engine.tokenizers.marked_text import MarkedText
 from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
 

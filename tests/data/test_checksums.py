@@ -20,7 +20,8 @@ from trainer.engine.data.dataset import open_data
 from trainer.engine.data.tables import Data
 from trainer.engine.data.windows import open_window, window_folder
 from trainer.engine.sources.chat_configs import ChatSource
-from trainer.engine.sources.configs import HFTokenizer, JsonlSource, TokensSource
+from trainer.engine.sources.configs import JsonlSource, TokensSource
+from trainer.engine.tokenizers.configs import HFTokenizer
 
 FLIPS = 60
 

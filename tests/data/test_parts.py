@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from trainer.engine.sources import files as sources
 from trainer.engine.sources import parts
-from trainer.engine.sources.configs import DocumentFault, DocumentSource, JsonlSource, TextSource
+from trainer.engine.sources.configs import DocumentSource, JsonlSource, TextSource
+from trainer.engine.sources.documents import DocumentFault
 
 
 @pytest.fixture

@@ -25,7 +25,9 @@ from trainer.engine.corpus.part_stores import PartStores
 from trainer.engine.corpus.prepare import Preparation, prepare_folder
 from trainer.engine.corpus.progress import Progress, describe
 from trainer.engine.corpus.store import TokenStore
-from trainer.engine.sources.configs import Document, MarkedText, TextSource
+from trainer.engine.sources.configs import TextSource
+from trainer.engine.sources.documents import Document
+from trainer.engine.tokenizers.marked_text import MarkedText
 from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.usefixtures("small_parts")

@@ -12,13 +12,13 @@ from trainer.engine.corpus.prepare import open_or_prepare
 from trainer.engine.corpus.store import TokenStore
 from trainer.engine.sources import files as sources
 from trainer.engine.sources.configs import (
-    DocumentFault,
     DocumentSource,
     JsonlSource,
     PythonSource,
     SyntheticSource,
     TextSource,
 )
+from trainer.engine.sources.documents import DocumentFault
 from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
 GOOD = b'{"text": "good"}\n'

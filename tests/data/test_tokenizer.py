@@ -19,8 +19,8 @@ from tokenizers import (
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trainer.engine.core.errors import DataError
-from trainer.engine.sources.configs import MarkedText
 from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer
+from trainer.engine.tokenizers.marked_text import MarkedText
 from trainer.engine.tokenizers.tokenizer import ByteTokenizer, byte_characters
 
 TEXTS = [

@@ -18,7 +18,8 @@ from trainer.engine.inference.measure import measure_source, measure_validation
 from trainer.engine.inference.open import Dtype, open_model
 from trainer.engine.inference.windows import windows
 from trainer.engine.recipe.schema import Recipe
-from trainer.engine.sources.configs import JsonlSource, MarkedText, TextSource, TokensSource
+from trainer.engine.sources.configs import JsonlSource, TextSource, TokensSource
+from trainer.engine.tokenizers.marked_text import MarkedText
 from trainer.engine.tokenizers.tokenizer import ByteTokenizer, count_bytes
 
 TEXT = "def naïve(x):\n    return [x * i for i in range(10)]  # ü\n"

@@ -12,7 +12,7 @@ from trainer.engine.checkpoint.store import CheckpointStore
 from trainer.engine.conversion.peft import export_adapter, save_adapter
 from trainer.engine.core.errors import EnvironmentFault
 from trainer.engine.lora.apply import add_adapters
-from trainer.engine.recipe.tables import LoRA
+from trainer.engine.lora.tables import LoRA
 
 Q = "model.layers.0.attention.q"
 RECIPE = {"run": {"steps": 1}, "model": {"name": "llama3"}, "lora": {"rank": 4, "alpha": 8.0}}

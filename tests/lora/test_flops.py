@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.model_zoo.peers import our_model
 from trainer.engine.lora.apply import add_adapters
 from trainer.engine.lora.flops import flops_per_token
-from trainer.engine.recipe.tables import LoRA
+from trainer.engine.lora.tables import LoRA
 from trainer.kernels.choose import choose
 
 LOSS = choose({}, "cpu", 16).linear_cross_entropy

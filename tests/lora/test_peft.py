@@ -12,7 +12,7 @@ from trainer.engine.conversion.peft import save_adapter
 from trainer.engine.core.errors import CheckpointError, RecipeError
 from trainer.engine.lora.apply import add_adapters
 from trainer.engine.lora.merge import merge_adapters, merged_weights
-from trainer.engine.recipe.tables import LoRA
+from trainer.engine.lora.tables import LoRA
 from trainer.kernels.choose import choose
 
 LOSS = choose({}, "cpu", 16).linear_cross_entropy

@@ -20,9 +20,9 @@ from tests.model_zoo.peers import (
     tokens,
     twin,
 )
-from trainer.engine.loss.record import LossRecord
 from trainer.kernels.cross_entropy.reference import linear_cross_entropy
 from trainer.model_zoo.deepseek_v3.config import DeepSeekV3Config
+from trainer.model_zoo.loss import LossRecord
 
 SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "ffn_dim": 48, "vocab_size": VOCAB}
 LATENTS = {

@@ -14,8 +14,8 @@ from trainer.engine.observe.configs import TensorBoard
 from trainer.engine.observe.metrics import read
 from trainer.engine.observe.observer import Observer, to_floats
 from trainer.engine.observe.progress import Progress
+from trainer.engine.observe.tables import Metrics
 from trainer.engine.observe.throughput import Throughput
-from trainer.engine.recipe.tables import Metrics
 
 
 class Screen(Progress):

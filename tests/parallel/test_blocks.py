@@ -4,7 +4,7 @@ import pytest
 
 from trainer.engine.core.errors import RecipeError
 from trainer.engine.parallel.blocks import transform_blocks
-from trainer.engine.recipe.tables import Compile, Memory
+from trainer.engine.parallel.tables import Compile, Memory
 from trainer.kernels.choose import choose
 from trainer.model_zoo.llama3.config import Llama3Config
 

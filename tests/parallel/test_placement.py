@@ -8,10 +8,10 @@ import pytest
 from tests.train.plans import recipe_with
 from trainer.engine.lora.apply import add_adapters
 from trainer.engine.lora.shapes import with_adapters
+from trainer.engine.lora.tables import LoRA
 from trainer.engine.parallel.materialize import without_storage
 from trainer.engine.parallel.mesh import Degrees
 from trainer.engine.parallel.placement import placements
-from trainer.engine.recipe.tables import LoRA
 from trainer.kernels.choose import choose
 from trainer.model_zoo.llama3.config import Llama3Config
 

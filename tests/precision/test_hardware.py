@@ -15,8 +15,7 @@ from trainer.engine.precision.hardware import (
     multiplies_narrow,
     require_formats,
 )
-from trainer.engine.precision.tables import MX, Float8
-from trainer.engine.recipe.tables import Precision
+from trainer.engine.precision.tables import MX, Float8, Precision
 from trainer.model_zoo.llama3.config import Llama3Config
 from trainer.model_zoo.qwen3.config import Qwen3Config
 

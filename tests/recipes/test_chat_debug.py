@@ -11,7 +11,7 @@ import pytest
 import trainer
 from trainer.engine.recipe.load import load_recipe
 from trainer.engine.sources.chat_configs import ChatSource
-from trainer.engine.sources.configs import MarkedText
+from trainer.engine.tokenizers.marked_text import MarkedText
 from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
 RECIPE = Path(trainer.__file__).parent.resolve() / "recipes" / "chat_debug.toml"

@@ -19,10 +19,10 @@ from tests.train.test_lifecycle import slow_steps
 from trainer.engine.core.errors import Diverged
 from trainer.engine.observe.events import read_events
 from trainer.engine.precision.dtypes import LossScale
-from trainer.engine.recipe.tables import Resilience
 from trainer.engine.report.status import examine
 from trainer.engine.train.health import Health
 from trainer.engine.train.step import Gradients, TrainStep
+from trainer.engine.train.tables import Resilience
 
 LOSSES = [4.0 + 0.1 * (step % 3) for step in range(40)]
 

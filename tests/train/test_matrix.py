@@ -11,9 +11,8 @@ import torch
 
 from tests.distributed import run_ranks
 from tests.train.plans import BASE, assembled, by_one_process, recipe_with, train, whole
-from trainer.engine.parallel.tables import FSDP, Pipelining
+from trainer.engine.parallel.tables import FSDP, Memory, Pipelining
 from trainer.engine.recipe.checks.checks import check
-from trainer.engine.recipe.tables import Memory
 
 pytestmark = pytest.mark.matrix
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...optim.groups import matcher
 from ...parallel.blocks import transform_blocks
 from ...parallel.pipeline.cut import cut_blocks, num_stages
-from ...recipe.tables import Compile
+from ...parallel.tables import Compile
 from .tracker import Peak
 
 if TYPE_CHECKING:

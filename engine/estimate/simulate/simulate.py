@@ -25,8 +25,8 @@ from ...parallel.materialize import materialize
 from ...parallel.mesh import is_sharded, resolve_degrees, uses_fsdp
 from ...parallel.pipeline.cut import SPLIT_BACKWARD, cut_blocks, num_micro_batches
 from ...parallel.plan import Plan, make_plan
+from ...parallel.tables import Compile
 from ...precision.dtypes import DTYPES
-from ...recipe.tables import Compile
 from ..gpu import for_gpu, with_gpu_kernels, with_torch_kernels
 from .shorten import (
     SHORTEST,

@@ -29,7 +29,7 @@ from .tracker import (
 
 if TYPE_CHECKING:
     from ....model_zoo.language_model import LanguageModel
-    from ...loss.tables import LossFunction
+    from ....model_zoo.loss import LossFunction
     from ...recipe.schema import Recipe
     from ...train.step import TrainStep
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ....kernels.choose import Kernels
     from ....model_zoo.config import ModelConfig
     from ....model_zoo.language_model import LanguageModel
+    from ....model_zoo.loss import LossFunction
     from ...data.tables import Data
-    from ...loss.tables import LossFunction
     from ..plan import Plan
 
 WARMUP, REPEATS = 3, 5

@@ -19,9 +19,9 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
+from ....model_zoo.loss import LossRecord
 from ...core.heartbeat import heartbeat
 from ...data.batch import Batch
-from ...loss.record import LossRecord
 from .cut import Cut
 from .schedule_file import ScheduleFile
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from ....model_zoo.language_model import LanguageModel
     from ....model_zoo.layout import Layout
-    from ...loss.tables import LossFunction
+    from ....model_zoo.loss import LossFunction
 
 
 def prune(model: LanguageModel, layout: Layout, cut: Cut, rank: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ..checkpoint.tensors import Rows
+    from .tensors import Rows
 
 
 def as_theirs(rows: Tensor, form: Sequence[str]) -> Tensor:

@@ -1,0 +1,25 @@
+"""The recipe's `[lora]` table. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from ..core.config import CountOrZero, RecipePath, Table
+
+
+class LoRA(Table):
+    """Low-rank adapters: the weights are frozen, and small matrices beside them are trained."""
+
+    rank: CountOrZero = 0
+    """width of the adapters; 0: none, all weights are trained"""
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    """the adapters' output is scaled by alpha / rank"""
+    targets: Annotated[list[str], Field(min_length=1, max_length=100)] = [
+        "*.attention.[qkvo].weight",
+        "*.mlp.*.weight",
+    ]
+    """which weights get one: globs over parameter names, or "re:..." for a regular expression"""
+    init_from: RecipePath = ""
+    """folder of a PEFT adapter to go on from; by default adapters start at zero; resume wins"""

@@ -1,0 +1,48 @@
+"""Everything that a training loop works with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...model_zoo.config import ModelConfig
+    from ...model_zoo.language_model import LanguageModel
+    from ..data.batch import Batch
+    from ..data.dataset import OpenedData
+    from ..data.loader import Loader
+    from ..launch.environment import World
+    from ..parallel.data import Parallelized
+    from ..parallel.mesh import Degrees
+    from ..recipe.schema import Recipe
+    from ..tokenizers.tokenizer import Tokenizer
+    from .average import WeightAverage
+    from .step import TrainStep
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything that a training loop needs, built and in place."""
+
+    recipe: Recipe
+    model_config: ModelConfig
+    tokenizer: Tokenizer
+    data: OpenedData
+    degrees: Degrees
+    parallelized: Parallelized
+    optimizer: torch.optim.Optimizer
+    average: WeightAverage | None
+    step: TrainStep
+    loader: Loader
+    validation: list[Batch]
+    total_steps: int
+    device: torch.device
+    world: World
+    notes: list[str]
+
+    @property
+    def model(self) -> LanguageModel:
+        """The bare module."""
+        return self.parallelized.model
