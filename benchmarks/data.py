@@ -22,6 +22,7 @@ import results
 import torch
 
 from trainer.engine.corpus.columns import make_chunk
+from trainer.engine.corpus.configs import TokensSource
 from trainer.engine.corpus.manifest import TOKENS, Tally, shard_name
 from trainer.engine.corpus.store import StoreWriter
 from trainer.engine.corpus.tokenise import Tokenised
@@ -30,7 +31,6 @@ from trainer.engine.data.dataset import open_data
 from trainer.engine.data.loader import Loader
 from trainer.engine.data.packing import PACKINGS
 from trainer.engine.data.tables import Data
-from trainer.engine.sources.configs import TokensSource
 from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
 PROMISED = 40

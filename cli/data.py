@@ -250,19 +250,19 @@ def _run(jobs: dict[Path, Preparation], as_json: bool) -> None:
 
 def _inspect_recipe(path: Path, samples: int) -> list[Inspection]:
     from ..engine.corpus.inspect import inspect_folder, inspect_store
-    from ..engine.corpus.prepare import cache_folder
+    from ..engine.corpus.prepare import cache_folder, open_source
     from ..engine.sources.configs import DocumentSource
 
     recipe = _load(path, [])
     tokenizer = recipe.tokenizer.build()
     table = recipe.data
-    cache = cache_folder(table)
+    cache = cache_folder(table.cache_dir)
     found = []
     for source in table.sources:
         if isinstance(source, DocumentSource) and getattr(source, "streaming", False):
             echo(f"note: the streaming source {source.name} is left out", err=True)
             continue
-        store = source.open(tokenizer, cache)
+        store = open_source(source, tokenizer, cache)
         if store.folder:
             each = inspect_folder(store.folder, samples, tokenizer)
         else:

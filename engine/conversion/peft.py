@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ...model_zoo.layers.adapter_names import DOWN, UP, is_adapter
+from ...model_zoo.layers.adapter_names import DOWN, is_adapter
 from ..checkpoint.find import find_checkpoint
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.tensors import row_count
 from ..core.errors import CheckpointError
+from ..lora.read_peft import CONFIG, THEIRS, WEIGHTS
 from ..recipe.saved import recipe_of
 from .hf_files import write_json
 from .writing import complete_or_absent, sync
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
     from ...model_zoo.language_model import LanguageModel
     from ...model_zoo.layout import Layout
-
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
-THEIRS = {DOWN: "lora_A", UP: "lora_B"}
 
 
 def save_adapter(

@@ -18,7 +18,7 @@ from xxhash import xxh3_128_hexdigest
 from ..core.errors import DataError, EnvironmentFault, Problem, RecipeError, RunInUse
 from ..core.files import atomic_write, sync_folder
 from ..core.text.redact import without_secrets
-from ..sources.configs import DocumentSource, SourcePart
+from ..sources.configs import DocumentSource, SourceConfig, SourcePart
 from ..tokenizers.tokenizer import Tokenizer
 from .kept import FOLDER
 from .manifest import read_manifest
@@ -27,7 +27,7 @@ from .store import SHARD_TOKENS, StoreWriter, TokenStore
 from .tokenise import Tokenised, tokenise
 
 if TYPE_CHECKING:
-    from ..data.tables import Data
+    pass
 
 # Part of the names in the cache: another number makes every source be tokenised again.
 CACHE_VERSION = 1
@@ -74,13 +74,33 @@ def default_cache() -> Path:
     return base / "trainer" / "tokens"
 
 
-def cache_folder(table: Data) -> Path:
-    """Return where a recipe keeps tokenised sources."""
+def cache_folder(folder: str) -> Path:
+    """Return where tokenised sources are kept.
+
+    Args:
+        folder: `data.cache_dir` of the recipe; empty: in the user's cache.
+    """
     try:
-        return Path(table.cache_dir).expanduser() if table.cache_dir else default_cache()
+        return Path(folder).expanduser() if folder else default_cache()
     except RuntimeError as error:
-        problem = Problem(f"no home folder for {table.cache_dir!r}", key="data.cache_dir")
+        problem = Problem(f"no home folder for {folder!r}", key="data.cache_dir")
         raise RecipeError([problem]) from error
+
+
+def open_source(source: SourceConfig, tokenizer: Tokenizer, cache: Path) -> TokenStore:
+    """Return a source's documents as tokens, memory-mapped.
+
+    Args:
+        cache: folder of tokenised documents; those of a `DocumentSource` are written to it first
+            if they are not there yet.
+
+    Raises:
+        DataError: with file and line.
+    """
+    if isinstance(source, DocumentSource):
+        return open_or_prepare(source.for_tokenizer(tokenizer), tokenizer, cache)
+    store: TokenStore = source.open(tokenizer, cache)  # type: ignore[attr-defined] # a plugin's need not be a TokenSource
+    return store
 
 
 def open_or_prepare(source: DocumentSource, tokenizer: Tokenizer, cache: Path) -> TokenStore:

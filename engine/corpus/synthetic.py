@@ -12,8 +12,8 @@ from ..core.hashing import GOLDEN, mix
 from .store import TokenStore
 
 if TYPE_CHECKING:
-    from ..sources.configs import SyntheticSource
     from ..tokenizers.tokenizer import Tokenizer
+    from .configs import SyntheticSource
 
 MAX_SYNTHETIC_TOKENS = 2**32
 

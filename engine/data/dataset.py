@@ -10,7 +10,7 @@ import numpy as np
 
 from ..core.errors import DataError
 from ..corpus.checksums import ALONE, Share, require_intact
-from ..corpus.prepare import cache_folder
+from ..corpus.prepare import cache_folder, open_source
 from ..corpus.store import TokenStore
 from ..sources.configs import DocumentSource, SourceConfig
 from ..tokenizers.tokenizer import Tokenizer
@@ -72,7 +72,7 @@ def open_data(
         DataError: a source cannot be read, is damaged, or is too short for one row.
         EnvironmentFault: the cache cannot be written.
     """
-    cache = cache_folder(table)
+    cache = cache_folder(table.cache_dir)
     held_out = any(source.split == "validation" for source in table.sources)
     fraction = 0.0 if held_out else table.validation_fraction
     opening = _Opening()
@@ -85,7 +85,7 @@ def open_data(
             opening.fingerprint[name] = {"stream": stream.fingerprint}
             opening.notes.append(f"{label}: a stream, tokenised while training")
         else:
-            store = source.open(tokenizer, cache)
+            store = open_source(source, tokenizer, cache)
             if store.folder and getattr(source, "verify", "first") == "first":
                 require_intact(store.folder, cache, share)
             _split(opening, table, source, label, store, fraction)

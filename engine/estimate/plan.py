@@ -17,7 +17,8 @@ from ..parallel.mesh import AXES, EXPERT_AXES, Degrees, expert_grid, resolve_deg
 from ..parallel.pipeline.cut import cut_blocks, num_micro_batches, stage_costs
 from ..parallel.pipeline.grid import Grid, bubble_fraction, schedule_grid
 from ..parallel.pipeline.schedule_file import read_schedule
-from ..parallel.placement import Placed, placements
+from ..parallel.placement import Placed
+from ..recipe.placements import placements
 from .groups import Group, link_among, link_of, mesh_groups, shown_ranks
 
 if TYPE_CHECKING:

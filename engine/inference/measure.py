@@ -220,9 +220,9 @@ def _encode(source: SourceConfig, tokenizer: Tokenizer, measured: Measured) -> I
 
 def _stored(source: SourceConfig, tokenizer: Tokenizer) -> Iterator[Encoded]:
     """Yield documents that are stored as tokens; their ends are not scored."""
-    from ..corpus.prepare import default_cache
+    from ..corpus.prepare import default_cache, open_source
 
-    store = source.open(tokenizer, default_cache())
+    store = open_source(source, tokenizer, default_cache())
     for number in range(store.num_documents):
         start, stop = int(store.offsets[number]), int(store.offsets[number + 1]) - 1
         ids = np.asarray(store.tokens[start:stop])

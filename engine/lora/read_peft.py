@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...model_zoo.layers.adapter_names import is_adapter
+from ...model_zoo.layers.adapter_names import DOWN, UP, is_adapter
 from ..checkpoint.tensors import Held
-from ..conversion.peft import CONFIG, THEIRS, WEIGHTS
 from ..core.errors import CheckpointError
 from ..core.text.listed import listed, shown
 from ..formats.hf_folder import MAX_CONFIG_BYTES, open_tensors, read_json
@@ -20,6 +19,11 @@ if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
     from ...model_zoo.language_model import LanguageModel
     from .tables import LoRA
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+THEIRS = {DOWN: "lora_A", UP: "lora_B"}
+
 
 PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),

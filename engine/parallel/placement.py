@@ -10,13 +10,11 @@ from ...model_zoo.layers.adapter_names import DOWN, UP, is_adapter
 from ...model_zoo.layout import translate
 from ..core.errors import Problem, RecipeError
 from ..core.text.shown import dotted
-from ..lora.shapes import with_adapters
 from .mesh import EXPERT_AXES, Degrees, expert_grid, is_sharded
 from .rules import check_rules, deciding_rules
 
 if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
-    from ..recipe.schema import Recipe
     from .tables import Parallel
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -53,21 +51,6 @@ class Placed:
     shape: tuple[int, ...]
     place: dict[str, int | None]
     decided_by: str
-
-
-def placements(recipe: Recipe, degrees: Degrees, vocab_size: int) -> list[Placed]:
-    """Return where every parameter of a recipe's model lies, in the model's order.
-
-    Empty for a model whose config does not know its parameters.
-
-    Args:
-        recipe: validated for these degrees.
-        degrees: with -1 settled.
-        vocab_size: of the tokenizer.
-    """
-    config = recipe.model.with_vocab(vocab_size)
-    shapes = with_adapters(config.parameter_shapes(), config.layout, recipe.lora)
-    return locate(shapes, config, recipe.parallel, degrees)
 
 
 def locate(shapes: Shapes, config: ModelConfig, table: Parallel, degrees: Degrees) -> list[Placed]:

@@ -11,6 +11,7 @@ from ..checkpoint.tables import Checkpoint
 from ..core.config import Table
 from ..core.models import models
 from ..core.registry import Named, Registry
+from ..corpus import configs  # noqa: F401 - registers them
 from ..data.tables import Data
 from ..lora.tables import LoRA
 from ..loss.tables import CrossEntropy, LossConfig, losses

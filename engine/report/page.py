@@ -1,14 +1,10 @@
 """The report: one HTML file that needs nothing else and asks nobody. Torch-free.
 
-Everything that comes from files is escaped. The policy in its head lets only this page's own style
-and script run, both named by their hashes, and lets nothing be loaded.
+Everything that comes from files is escaped.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from html import escape
@@ -16,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from ..drawing.page import render_page
 from .facts import numbers_of
 from .plots import Plot, Series, plots_of
 from .runs import Run, names_of, read_run
@@ -36,13 +33,7 @@ def write_page(paths: Sequence[Path], title: str = "") -> str:
     runs = [read_run(path, name) for path, name in zip(paths, names, strict=True)]
     title = title or (names[0] if len(runs) == 1 else f"{len(runs)} runs compared")
     plots = plots_of(runs)
-    folder = Path(__file__).parent
-    style, script = ((folder / name).read_text("utf-8") for name in ("page.css", "page.js"))
     data = {"runs": names, "plots": [_plot_data(plot, series) for plot, series in plots]}
-    policy = (
-        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
     body = "".join(
         [
             _header(runs, title),
@@ -56,26 +47,7 @@ def write_page(paths: Sequence[Path], title: str = "") -> str:
             whole_recipe(runs[0]) if len(runs) == 1 else "",
         ]
     )
-    page = (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n{body}\n"
-        f'<script type="application/json" id="data">{_json(data)}</script>\n'
-        f"<script>{script}</script>\n</body>\n</html>\n"
-    )
-    return page.encode(errors="replace").decode()  # names of files may hold what no text can
-
-
-def _hash(text: str) -> str:
-    digest = hashlib.sha256(text.encode()).digest()
-    return f"sha256-{base64.b64encode(digest).decode()}"
-
-
-def _json(data: Any) -> str:
-    """Return JSON that cannot end the element it stands in."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c")
+    return render_page(title, body, data=data)
 
 
 def _plot_data(plot: Plot, series: Sequence[Series]) -> dict[str, Any]:

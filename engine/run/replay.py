@@ -22,8 +22,7 @@ from ..observe.events import read_events
 from ..recipe.changes import require_unchanged
 from ..report.status import newest_rows, number
 from ..train.health import Health
-from ..train.parts import Parts
-from ..train.position import Position
+from ..train.parts import Parts, Position
 from ..train.probe import LayerSums, Probe, merge
 from ..train.saving import Saver
 from .resume import refuse_other_data

@@ -32,8 +32,7 @@ from ..train.events import EventRecorder
 from ..train.garbage import paced_garbage_collection
 from ..train.health import Health
 from ..train.loop import Outcome, train
-from ..train.parts import Parts
-from ..train.position import Position
+from ..train.parts import Parts, Position
 from ..train.saving import Saver
 from .observation import open_observer
 from .resume import describe, ending, identify, ignored_settings, refuse_other_data

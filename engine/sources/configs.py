@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ..core.config import Component, Count, CountOrZero, RecipePath
+from ..core.config import Component, CountOrZero, RecipePath
 from ..core.registry import Registry
 from ..tokenizers.marked_text import MarkedText as MarkedText
 from .documents import Document as Document
 from .documents import DocumentFault as DocumentFault
 
 if TYPE_CHECKING:
-    from ..corpus.store import TokenStore
     from ..tokenizers.tokenizer import Tokenizer
 
 
@@ -31,14 +29,6 @@ class SourceConfig(Component):
     split: Literal["train", "validation"] = "train"
     """what this source is used for; with no validation source, `data.validation_fraction` of
     each training source is held out"""
-
-    def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:
-        """Return the source's documents as tokens, memory-mapped.
-
-        Raises:
-            DataError: with file and line.
-        """
-        raise NotImplementedError
 
 
 sources: Registry[SourceConfig] = Registry("source", default="text")
@@ -94,12 +84,6 @@ class DocumentSource(SourceConfig):
     def content_fingerprint(self) -> str:
         """Return a text that a stream's documents have wherever and whenever they are read."""
         return self.fingerprint()
-
-    def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:
-        """Return the cached tokens, written first if they are not there yet."""
-        from ..corpus.prepare import open_or_prepare
-
-        return open_or_prepare(self.for_tokenizer(tokenizer), tokenizer, cache)
 
 
 SourcePart = tuple[DocumentSource, Any]
@@ -197,44 +181,3 @@ class JsonlSource(FileSource):
     def settings(self) -> str:
         """Return the field."""
         return f" {self.field}"
-
-
-@sources.register
-class TokensSource(SourceConfig):
-    """Token shards made by `trainer data prepare`, memory-mapped."""
-
-    name: Literal["tokens"] = "tokens"
-    path: RecipePath
-    """the folder with `tokens.json`; relative to the recipe"""
-    verify: Literal["first", "never"] = "first"
-    """"first": a run that reads files which no run has read before, or which were touched since,
-    compares them with their checksums; "never": `trainer data inspect` alone does"""
-
-    def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:
-        """Return the folder's tokens.
-
-        Raises:
-            DataError: it is incomplete, or another tokenizer made it.
-        """
-        from ..corpus.store import TokenStore
-
-        return TokenStore.open(Path(self.path), tokenizer)
-
-
-@sources.register
-class SyntheticSource(SourceConfig):
-    """Random tokens with a learnable pattern: for benchmarks and tests."""
-
-    name: Literal["synthetic"] = "synthetic"
-    num_documents: Count = 4096
-    """documents before the source repeats"""
-    document_tokens: Count = 512
-    """mean tokens a document; lengths vary by half of it"""
-    seed: CountOrZero = 0
-    """other seeds give other documents"""
-
-    def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:
-        """Return the generated tokens."""
-        from ..corpus.synthetic import synthetic_store
-
-        return synthetic_store(self, tokenizer)

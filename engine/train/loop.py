@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from ..launch.signals import StopFlag
     from ..observe.observer import Number, Observer
     from .health import Health
-    from .parts import Parts
-    from .position import Position
+    from .parts import Parts, Position
     from .saving import Saver
     from .step import Gradients
 

@@ -20,7 +20,7 @@ from ..core.errors import CheckpointError, Diverged
 from ..core.heartbeat import heartbeat
 from .best import Best
 from .health import Health
-from .position import Position
+from .parts import Position
 
 if TYPE_CHECKING:
     from torch import Tensor

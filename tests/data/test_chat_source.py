@@ -10,6 +10,7 @@ import pytest
 
 from tests.data.chats import MISTRAL, SYSTEM, TALK, TOOLS, chats, make_tokenizer
 from trainer.engine.core.errors import DataError
+from trainer.engine.corpus.prepare import open_source
 from trainer.engine.data.batch import IGNORED
 from trainer.engine.data.dataset import open_data
 from trainer.engine.data.tables import Data
@@ -145,7 +146,7 @@ def test_a_document_that_its_template_ends_has_one_end(tmp_path: Path) -> None:
     tokenizer = HuggingFaceTokenizer(folder)
     file = write(tmp_path / "a.jsonl", {"messages": [user(), answer()]})
     source = chats(file, template="tokenizer")
-    store = source.open(tokenizer, tmp_path / "cache")
+    store = open_source(source, tokenizer, tmp_path / "cache")
     text = "<s>[INST] hi [/INST]ho</s>"
     assert store.tokens.tolist() == tokenizer.encode(text).tolist()
     assert store.learned is not None
@@ -171,6 +172,6 @@ def test_the_fingerprint_follows_the_template_and_what_is_learned(tmp_path: Path
 def test_a_damaged_line_stops_the_preparation_or_is_skipped(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"messages": TALK}, {"messages": [user()]})
     with pytest.raises(DataError, match=r"a\.jsonl:2: no message is the assistant's"):
-        chats(file).open(ByteTokenizer(), tmp_path / "cache")
-    store = chats(file, on_error="skip").open(ByteTokenizer(), tmp_path / "cache")
+        open_source(chats(file), ByteTokenizer(), tmp_path / "cache")
+    store = open_source(chats(file, on_error="skip"), ByteTokenizer(), tmp_path / "cache")
     assert (store.num_documents, store.skipped) == (1, 1)

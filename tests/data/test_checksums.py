@@ -14,13 +14,14 @@ from trainer.cli.data import app
 from trainer.engine.core.errors import DataError, EnvironmentFault
 from trainer.engine.corpus import checksums
 from trainer.engine.corpus.checksums import RECORD, Share, is_shared, require_intact
+from trainer.engine.corpus.configs import TokensSource
 from trainer.engine.corpus.prepare import Preparation, prepare_folder
 from trainer.engine.corpus.train_tokenizer import train_tokenizer
 from trainer.engine.data.dataset import open_data
 from trainer.engine.data.tables import Data
 from trainer.engine.data.windows import open_window, window_folder
 from trainer.engine.sources.chat_configs import ChatSource
-from trainer.engine.sources.configs import JsonlSource, TokensSource
+from trainer.engine.sources.configs import JsonlSource
 from trainer.engine.tokenizers.configs import HFTokenizer
 
 FLIPS = 60

@@ -9,6 +9,7 @@ import torch
 
 from tests.data.stores import random_lengths, store_of
 from trainer.engine.core.errors import DataError
+from trainer.engine.corpus.configs import SyntheticSource
 from trainer.engine.corpus.store import TokenStore
 from trainer.engine.data.batch import IGNORED, Batch
 from trainer.engine.data.dataset import OpenedData, Samples, open_data, split_point
@@ -16,7 +17,7 @@ from trainer.engine.data.loader import Loader, validation_batches
 from trainer.engine.data.order import TrainingOrder
 from trainer.engine.data.packing import PACKINGS, ConcatRows
 from trainer.engine.data.tables import Data
-from trainer.engine.sources.configs import SourceConfig, SyntheticSource, TextSource
+from trainer.engine.sources.configs import SourceConfig, TextSource
 from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
 TWO_SOURCES: list[SourceConfig] = [

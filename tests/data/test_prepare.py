@@ -19,12 +19,12 @@ from xxhash import xxh3_128_hexdigest
 from tests.data.stores import read_described, write_described
 from trainer.engine.core.errors import DataError, EnvironmentFault, RecipeError
 from trainer.engine.corpus.columns import make_chunk
+from trainer.engine.corpus.configs import TokensSource
 from trainer.engine.corpus.manifest import Tally
-from trainer.engine.corpus.prepare import cache_folder, default_cache, open_or_prepare
+from trainer.engine.corpus.prepare import cache_folder, default_cache, open_or_prepare, open_source
 from trainer.engine.corpus.store import StoreWriter, TokenStore
 from trainer.engine.corpus.tokenise import Tokenised
-from trainer.engine.data.tables import Data
-from trainer.engine.sources.configs import JsonlSource, TextSource, TokensSource
+from trainer.engine.sources.configs import JsonlSource, TextSource
 from trainer.engine.tokenizers.tokenizer import ByteTokenizer, Ids
 
 
@@ -239,7 +239,7 @@ def written(folder: Path) -> Path:
 
 def test_a_folder_of_tokens_is_a_source(tmp_path: Path) -> None:
     source = TokensSource(path=str(written(tmp_path / "tokens")))
-    store = source.open(ByteTokenizer(), tmp_path)
+    store = open_source(source, ByteTokenizer(), tmp_path)
     assert store.tokens.tolist() == [*b"one", 256, *b"two", 256]
     assert store.num_documents == 2
 
@@ -284,4 +284,4 @@ def test_a_truncated_file_is_named_with_both_sizes(tmp_path: Path) -> None:
 
 def test_the_folder_of_an_unknown_user_is_no_cache() -> None:
     with pytest.raises(RecipeError, match="no home folder for '~nosuch-user/x'"):
-        cache_folder(Data(cache_dir="~nosuch-user/x"))
+        cache_folder("~nosuch-user/x")

@@ -16,6 +16,7 @@ from trainer.engine.corpus import retokenize
 from trainer.engine.corpus.columns import make_chunk
 from trainer.engine.corpus.kept import kept_tokenizer
 from trainer.engine.corpus.manifest import Tally, read_manifest
+from trainer.engine.corpus.prepare import open_source
 from trainer.engine.corpus.store import StoreWriter, TokenStore
 from trainer.engine.corpus.tokenise import Tokenised
 from trainer.engine.sources.configs import JsonlSource
@@ -153,5 +154,5 @@ def test_the_tokens_train_as_the_text_does(folder: Path, tmp_path: Path) -> None
     """The folder's tokens are those of the source in the cache."""
     tokenizer = kept_tokenizer(folder / "tokens")
     source = JsonlSource(path=str(folder / "corpus.jsonl"))
-    cached = source.open(tokenizer, tmp_path)
+    cached = open_source(source, tokenizer, tmp_path)
     assert cached.fingerprint == TokenStore.open(folder / "tokens", tokenizer).fingerprint

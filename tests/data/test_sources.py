@@ -8,16 +8,11 @@ import numpy as np
 import pytest
 
 from trainer.engine.core.errors import DataError
-from trainer.engine.corpus.prepare import open_or_prepare
+from trainer.engine.corpus.configs import SyntheticSource
+from trainer.engine.corpus.prepare import open_or_prepare, open_source
 from trainer.engine.corpus.store import TokenStore
 from trainer.engine.sources import files as sources
-from trainer.engine.sources.configs import (
-    DocumentSource,
-    JsonlSource,
-    PythonSource,
-    SyntheticSource,
-    TextSource,
-)
+from trainer.engine.sources.configs import DocumentSource, JsonlSource, PythonSource, TextSource
 from trainer.engine.sources.documents import DocumentFault
 from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
@@ -199,7 +194,7 @@ def test_the_python_source_holds_the_library_in_a_scattered_order(tmp_path: Path
 def test_synthetic_documents_depend_on_their_seed_alone_and_can_be_learned() -> None:
     source = SyntheticSource(num_documents=50, document_tokens=100)
     store, again, other = (
-        config.open(ByteTokenizer(), Path())
+        open_source(config, ByteTokenizer(), Path())
         for config in (source, source, source.model_copy(update={"seed": 1}))
     )
     assert store.fingerprint == again.fingerprint != other.fingerprint

@@ -17,10 +17,10 @@ from tests.data.streams import (
     steps_of,
     table,
 )
+from trainer.engine.corpus.configs import SyntheticSource
 from trainer.engine.data.loader import Loader
 from trainer.engine.sources.chat_configs import ChatSource
 from trainer.engine.sources.column_configs import ParquetSource
-from trainer.engine.sources.configs import SyntheticSource
 
 pytestmark = pytest.mark.usefixtures("small_windows")
 

@@ -22,11 +22,12 @@ from tests.data.streams import (
     table,
 )
 from trainer.engine.core.errors import DataError, RecipeError
+from trainer.engine.corpus.configs import SyntheticSource
 from trainer.engine.data import stream
 from trainer.engine.data.loader import Loader
 from trainer.engine.data.windows import Place, Reader
 from trainer.engine.recipe.load import load_recipe
-from trainer.engine.sources.configs import JsonlSource, SourceConfig, SyntheticSource
+from trainer.engine.sources.configs import JsonlSource, SourceConfig
 
 pytestmark = pytest.mark.usefixtures("small_windows")
 

@@ -17,8 +17,8 @@ from trainer.engine.estimate.simulate.count import count_step
 from trainer.engine.estimate.simulate.scale import RankCounter, step_batches
 from trainer.engine.parallel.materialize import materialize
 from trainer.engine.parallel.mesh import resolve_degrees
-from trainer.engine.parallel.placement import placements
 from trainer.engine.parallel.plan import make_plan
+from trainer.engine.recipe.placements import placements
 from trainer.engine.recipe.schema import Recipe
 
 BASE = {

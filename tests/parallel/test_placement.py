@@ -11,7 +11,7 @@ from trainer.engine.lora.shapes import with_adapters
 from trainer.engine.lora.tables import LoRA
 from trainer.engine.parallel.materialize import without_storage
 from trainer.engine.parallel.mesh import Degrees
-from trainer.engine.parallel.placement import placements
+from trainer.engine.recipe.placements import placements
 from trainer.kernels.choose import choose
 from trainer.model_zoo.llama3.config import Llama3Config
 

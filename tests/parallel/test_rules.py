@@ -11,7 +11,7 @@ from tests.train.plans import assembled, assert_same, curves, recipe_with, train
 from tests.train.processes import complaints, finish, rows, start, write_recipe
 from trainer.engine.core.errors import RecipeError
 from trainer.engine.parallel.mesh import Degrees
-from trainer.engine.parallel.placement import placements
+from trainer.engine.recipe.placements import placements
 
 UP, DOWN = r".*\.mlp\.up\.weight", r".*\.mlp\.down\.weight"
 

@@ -18,7 +18,7 @@ import torch
 from ...optim.groups import matcher
 from ...parallel.mesh import AXES, Degrees, resolve_degrees
 from ...parallel.pipeline.cut import cut_blocks, num_micro_batches, stage_holders
-from ...parallel.placement import placements
+from ...recipe.placements import placements
 from ..traffic import ALL_REDUCE, Route
 from .count import Counts, count_step
 from .simulate import simulated_step

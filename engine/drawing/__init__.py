@@ -1,0 +1,1 @@
+"""What pages of reports and plans are drawn with. Torch-free."""
