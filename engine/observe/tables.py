@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ..core.config import Count, CountOrZero, Table
 from ..core.registry import Named
-from .configs import TrackerConfig, trackers
+from . import configs
 
 
 class Profile(Table):
@@ -31,5 +31,5 @@ class Metrics(Table):
     """optimizer steps between rows of metrics.jsonl"""
     tensorboard: bool = False
     """also write TensorBoard event files (extra `[tensorboard]`)"""
-    trackers: list[Annotated[TrackerConfig, Named(trackers)]] = []
+    trackers: list[Annotated[configs.TrackerConfig, Named(configs.trackers)]] = []
     """more places that get every row"""

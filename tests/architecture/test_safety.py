@@ -37,7 +37,7 @@ OPENS = {
     "engine/corpus/prepare.py: read_text",  # checked to be a file
     "engine/sources/files.py: read_text",  # the interpreter's own library
     "engine/doctor/doctor.py: read_text",  # /proc
-    "engine/estimate/drawing.py: read_text",  # ours
+    "engine/drawing/page.py: read_text",  # ours
     "engine/core/files.py: open",  # a descriptor
     "engine/core/files.py: os.open",  # the one place
     "engine/launch/cause.py: open",  # the log of a rank
@@ -46,7 +46,6 @@ OPENS = {
     "engine/precision/hardware.py: read_text",  # /proc
     "engine/recipe/documents/pages.py: read_text",  # ours
     "engine/recipe/documents/starter.py: read_text",  # ours
-    "engine/report/page.py: read_text",  # ours
 }
 MACHINE = re.compile(
     r"(?<![\w.~/])/(?:(?:root|work|mnt|opt|Users|data|scratch|srv|nfs)/|home/(?!me\b|someone\b))[\w.-]+"

@@ -234,7 +234,7 @@ def test_verify_finds_what_was_written_wrongly(
 def test_a_kill_leaves_nothing_under_the_target(sources: dict[str, Path], tmp_path: Path) -> None:
     script = (
         "import sys, time\n"
-        "from trainer.engine.convert import writing\n"
+        "from trainer.engine.conversion import writing\n"
         "write_at = writing._write_at\n"
         "def slow(*words):\n"
         "    print('writing', flush=True); time.sleep(0.2); return write_at(*words)\n"

@@ -122,7 +122,7 @@ import sys, time
 from pathlib import Path
 from trainer.engine.sources.configs import JsonlSource
 from trainer.engine.corpus.prepare import open_or_prepare
-from trainer.engine.data import tokenise
+from trainer.engine.corpus import tokenise
 from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
 tokenise.BATCH_DOCUMENTS = 1

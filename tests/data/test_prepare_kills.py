@@ -19,9 +19,9 @@ pytestmark = pytest.mark.usefixtures("small_parts")
 
 COMMAND = f"""
 import sys
-from trainer.engine.data import parts, sources
+from trainer.engine.sources import files, parts
 from trainer.cli.main import main
-parts.PART_BYTES = sources.PART_BYTES = {SMALL}
+parts.PART_BYTES = files.PART_BYTES = {SMALL}
 main(sys.argv[1:])
 """
 
