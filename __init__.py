@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .engine.run.library import Result, assemble, joined_ranks, load_recipe, train
+    from .engine.core.errors import TrainerError
+    from .engine.inference.open import open_model
+    from .engine.run.library import (
+        Result,
+        assemble,
+        convert,
+        evaluate,
+        generate,
+        joined_ranks,
+        load_recipe,
+        train,
+    )
 
 __version__ = "0.1.0"
-__all__ = ["Result", "__version__", "assemble", "joined_ranks", "load_recipe", "train"]
+__all__ = [
+    "Result",
+    "TrainerError",
+    "__version__",
+    "assemble",
+    "convert",
+    "evaluate",
+    "generate",
+    "joined_ranks",
+    "load_recipe",
+    "open_model",
+    "train",
+]
+_HOMES = {"TrainerError": "core.errors", "open_model": "inference.open"}
 
 
 def __getattr__(name: str) -> Any:
     # Lazy: `import trainer` loads nothing else, and nothing here loads torch before it is needed.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .engine.run import library
-
-    return getattr(library, name)
+    home = import_module(f".engine.{_HOMES.get(name, 'run.library')}", __name__)
+    return getattr(home, name)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
@@ -73,11 +73,11 @@ def meeting(world: World) -> Iterator[None]:
 
 
 def open_model(
-    path: Path,
+    path: str | Path,
     plugins: Sequence[str] = (),
     *,
-    weights: Weights = Weights.MODEL,
-    dtype: Dtype | None = None,
+    weights: Weights | Literal["model", "ema"] = Weights.MODEL,
+    dtype: Dtype | Literal["fp32", "bf16", "fp16"] | None = None,
     world: World | None = None,
 ) -> OpenedModel:
     """Return the model and the tokenizer of a checkpoint.
@@ -101,6 +101,7 @@ def open_model(
     from ..formats.hf_folder import read_config
     from ..recipe.saved import recipe_of
 
+    path, weights, dtype = Path(path), Weights(weights), Dtype(dtype) if dtype else None
     require_plugins(plugins)
     settings = None if not path.is_dir() or candidates(path) else read_config(path)
     if settings is None:

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import ExitCode, TrainerError
+from ..core.errors import ExitCode, RecipeError, TrainerError, nearest
 from ..launch.environment import World, find_world
 from ..recipe import load
 from ..recipe.schema import Recipe
 from ..recipe.write import toml_value
 
 if TYPE_CHECKING:
+    from ..conversion.convert import Converted
+    from ..inference.open import OpenedModel
     from ..train.parts import Parts
 
 
@@ -110,6 +112,83 @@ def train(what: Recipe | Parts, *, allow_changed: Sequence[str] = ()) -> Result:
     recipe = what if isinstance(what, Recipe) else what.recipe
     code = run(recipe, find_world(), allow_changed=allow_changed, parts=parts)
     return Result(Path(recipe.run.dir) / recipe.run.name, finished=code == ExitCode.DONE)
+
+
+def generate(opened: OpenedModel, prompts: Sequence[str], **sampling: Any) -> list[str]:
+    """Return the text that follows each prompt.
+
+    Args:
+        opened: what `open_model` returned.
+        prompts: texts to continue; an empty one begins a document.
+        sampling: `max_new_tokens` (required), `temperature`, `top_k`, `top_p`, `seed`, `until` and
+            `truncate`, as of `trainer generate`.
+
+    Raises:
+        RecipeError: a prompt is longer than the model's context, and `truncate` is not given.
+    """
+    from ..inference.generate import generate as sample
+
+    longest = getattr(opened.recipe.model, "max_seq_len", None)
+    return sample(opened.model, opened.tokenizer, prompts, longest=longest, **sampling)
+
+
+def evaluate(
+    opened: OpenedModel,
+    data: str | Path | None = None,
+    *,
+    seq_len: int | None = None,
+    stride: int | None = None,
+    batch_size: int = 8,
+    limit: int = 0,
+) -> dict[str, Any]:
+    """Return loss, perplexity and bits per byte, as `trainer evaluate --json` prints them.
+
+    Args:
+        opened: what `open_model` returned.
+        data: file, folder or glob of text, .jsonl or .parquet; None: the validation split.
+        seq_len: tokens a row of `data`; None: as in training.
+        stride: tokens scored by each row of a long document; None: all of them.
+        batch_size: rows computed together.
+        limit: only so many documents or rows; 0: all.
+
+    Raises:
+        RecipeError: there is no validation split.
+        DataError: the data cannot be read.
+    """
+    from ..inference.measure import measure_source, measure_validation
+    from ..inference.text_sources import source_of_path
+
+    if data is None:
+        if opened.step is None:
+            raise RecipeError("a Hugging Face folder has no validation split", "name data")
+        return measure_validation(opened, batch_size=batch_size, limit=limit).summary()
+    length = seq_len or opened.recipe.data.seq_len
+    source = source_of_path(str(data))
+    return measure_source(
+        opened, source, name=str(data), seq_len=length, stride=stride or length,
+        batch_size=batch_size, limit=limit,
+    ).summary()  # fmt: skip
+
+
+def convert(direction: str, source: str | Path, target: str | Path, **options: Any) -> Converted:
+    """Convert a checkpoint; the target appears when it is complete.
+
+    Args:
+        direction: such as "hf2dcp" or "dcp2hf": see `trainer convert-ckpt --help`.
+        source: a checkpoint, or a run directory, whose newest intact checkpoint is taken.
+        target: must not exist.
+        options: fields of `engine.conversion.convert.Options`.
+
+    Raises:
+        RecipeError: the direction is unknown, or the target exists.
+        CheckpointError: the source cannot be read or does not fit, or writing failed.
+    """
+    from ..conversion.convert import WAYS, Options
+    from ..conversion.convert import convert as run_conversion
+
+    if direction not in WAYS:
+        raise RecipeError(f"no conversion is named {direction!r}", nearest(direction, WAYS) or "")
+    return run_conversion(direction, Path(source), Path(target), Options(**options))
 
 
 def _as_texts(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

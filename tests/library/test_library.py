@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import trainer
 from tests.docs.blocks import blocks
-from trainer import assemble, load_recipe, train
+from trainer import assemble, convert, evaluate, generate, load_recipe, open_model, train
 from trainer.engine.core.errors import DataError, RecipeError, TrainerError
 from trainer.engine.launch.environment import ATTEMPT, STORE
 from trainer.engine.observe.metrics import read
@@ -55,6 +55,25 @@ def test_the_guides_own_loop_has_the_losses_of_a_run_bit_for_bit(recipe_file):
     ).model.named_parameters()
     assert all(torch.equal(weights.pop(name), weight) for name, weight in trained)
     assert not weights
+
+
+WHOLE = {"evaluate.interval": 20, "evaluate.steps": 1000}  # all of the validation split
+
+
+def test_a_trained_model_is_evaluated_sampled_and_converted(recipe_file, capsys):
+    result = train(load_recipe(recipe_file, {"run.name": "from-python", **WHOLE}))
+    capsys.readouterr()
+    example = run_example("use_it.py")
+    loss, text = train_losses(result, "eval")[-1], capsys.readouterr().out
+    assert evaluate(example["opened"])["token"]["loss"] == pytest.approx(loss, rel=1e-5)
+    assert text.startswith(str(evaluate(example["opened"])["byte"]["bits"]))
+    again = generate(open_model("from-python-hf"), ["import "], max_new_tokens=8, temperature=0.0)
+    assert len(again) == 1
+    corpus = recipe_file.with_name("corpus.txt")
+    corpus.write_text("def f(x): return x\n" * 9)
+    assert evaluate(example["opened"], corpus)["texts"] == 1
+    with pytest.raises(RecipeError, match="no conversion is named 'dcp2hff'"):
+        convert("dcp2hff", "runs/from-python", "other")
 
 
 def test_the_guides_other_modules_run(recipe_file, capsys):

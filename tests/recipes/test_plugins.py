@@ -177,3 +177,29 @@ def test_a_run_trains_resumes_and_samples_with_a_plugin_s_parts(command, install
     done = command("generate", "runs/recipe", "--prompt", "0 1", "--max-new-tokens", "4")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("0 1")
+
+
+def test_names_that_older_plugins_import_work_with_a_warning():
+    """Those that docs/guide/plugins.md named before `trainer.plugins` existed."""
+    code = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from trainer.engine.config import Count, LocalPath, RecipePath, Table
+    from trainer.engine.data.configs import DocumentSource, TokenizerConfig, sources, tokenizers
+    from trainer.engine.data.documents import Document, DocumentFault, MarkedText
+    from trainer.engine.errors import DataError, RecipeError
+    from trainer.engine.loss.configs import LossConfig, losses
+    from trainer.engine.models import models
+from trainer import plugins
+assert sources is plugins.sources and models is plugins.models
+assert {w.category for w in caught} == {FutureWarning}, caught
+assert len(caught) == 6 and "import from trainer.plugins" in str(caught[0].message)
+import sys
+assert "torch" not in sys.modules
+"""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, env=environ
+    )
+    assert done.returncode == 0, done.stderr

@@ -10,13 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
-from trainer.engine.core.config import Count
-from trainer.engine.core.models import models
-from trainer.engine.observe.configs import TrackerConfig, trackers
-from trainer.engine.optim.configs import OptimizerConfig, optimizers
-from trainer.engine.sources.configs import DocumentSource, sources
-from trainer.model_zoo.config import ModelConfig, Size
+from trainer.model_zoo.config import Size
 from trainer.model_zoo.layout import Layout
+from trainer.plugins import (
+    Count,
+    DocumentSource,
+    ModelConfig,
+    OptimizerConfig,
+    TrackerConfig,
+    models,
+    optimizers,
+    sources,
+    trackers,
+)
 
 
 @optimizers.register

@@ -1,0 +1,64 @@
+"""What a plugin builds on: each registry, and the base class of the tables registered in it.
+
+These names stay where they are; other modules may move between versions. Torch-free.
+"""
+
+from __future__ import annotations
+
+from .engine.core.config import Component, Count, CountOrZero, LocalPath, RecipePath, Table
+from .engine.core.errors import (
+    CheckpointError,
+    DataError,
+    EnvironmentFault,
+    Problem,
+    RecipeError,
+    TrainerError,
+)
+from .engine.core.models import models
+from .engine.core.registry import Registry
+from .engine.corpus.configs import TokenSource
+from .engine.loss.tables import LossConfig, losses
+from .engine.observe.configs import Tracker, TrackerConfig, trackers
+from .engine.optim.configs import OptimizerConfig, ScheduleConfig, optimizers, schedules
+from .engine.sources.configs import DocumentSource, FileSource, SourceConfig, sources
+from .engine.sources.documents import Document, DocumentFault
+from .engine.tokenizers.configs import TokenizerConfig, tokenizers
+from .engine.tokenizers.marked_text import MarkedText
+from .model_zoo.config import ModelConfig
+
+__all__ = [
+    "CheckpointError",
+    "Component",
+    "Count",
+    "CountOrZero",
+    "DataError",
+    "Document",
+    "DocumentFault",
+    "DocumentSource",
+    "EnvironmentFault",
+    "FileSource",
+    "LocalPath",
+    "LossConfig",
+    "MarkedText",
+    "ModelConfig",
+    "OptimizerConfig",
+    "Problem",
+    "RecipeError",
+    "RecipePath",
+    "Registry",
+    "ScheduleConfig",
+    "SourceConfig",
+    "Table",
+    "TokenSource",
+    "TokenizerConfig",
+    "Tracker",
+    "TrackerConfig",
+    "TrainerError",
+    "losses",
+    "models",
+    "optimizers",
+    "schedules",
+    "sources",
+    "tokenizers",
+    "trackers",
+]
