@@ -46,7 +46,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool = True) -> Parts:
+@dataclass(frozen=True)
+class Assembled(Parts):
+    """The parts of a run, and the recipe that they were built from."""
+
+    recipe: Recipe
+
+
+def assemble(
+    recipe: Recipe, world: World, device: torch.device, *, fresh: bool = True
+) -> Assembled:
     """Build the parts of a run on this rank.
 
     Args:
@@ -85,7 +94,7 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
     step = build_step(recipe, built, plan, data.train.separate_labels)
     take, rows = partial(plan.take, model=model), loaded_rows(recipe, plan)
     warn_of_capacity(built.config, recipe.data, plan.degrees)
-    return Parts(
+    return Assembled(
         recipe=recipe,
         model_config=built.config,
         tokenizer=tokenizer,
@@ -100,6 +109,13 @@ def assemble(recipe: Recipe, world: World, device: torch.device, *, fresh: bool 
         total_steps=total_steps(recipe, data),
         device=device,
         world=world,
+        schedule=recipe.schedule,
+        peak_lr=recipe.optimizer.lr,
+        global_batch=recipe.data.global_batch,
+        gc_interval=recipe.run.gc_interval,
+        evaluate=recipe.evaluate,
+        checkpoint=recipe.checkpoint,
+        resilience=recipe.resilience,
         notes=notes,
     )
 

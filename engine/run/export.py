@@ -22,14 +22,14 @@ from ..lora.merge import merged_weights
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from ..assemble.assemble import Assembled
     from ..checkpoint.find import Found
-    from ..train.parts import Parts
 
 FINAL, AVERAGE, ADAPTER = EXPORTS
 RECORD = "exported.json"
 
 
-def require_exportable(parts: Parts) -> None:
+def require_exportable(parts: Assembled) -> None:
     """Check before training that the weights have names there.
 
     Raises:
@@ -41,7 +41,7 @@ def require_exportable(parts: Parts) -> None:
 
 
 def export_run(
-    parts: Parts,
+    parts: Assembled,
     run: Path,
     step: int,
     group: ProcessGroup | None,
@@ -91,7 +91,7 @@ def export_run(
     return [run / name for name in names]
 
 
-def _export(parts: Parts, folder: Path, group: ProcessGroup | None) -> None:
+def _export(parts: Assembled, folder: Path, group: ProcessGroup | None) -> None:
     for module in parts.model.modules():
         if reshard := getattr(module, "reshard", None):
             reshard()  # FSDP may still hold weights that it has gathered, in another dtype

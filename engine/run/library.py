@@ -15,9 +15,9 @@ from ..recipe.schema import Recipe
 from ..recipe.write import toml_value
 
 if TYPE_CHECKING:
+    from ..assemble.assemble import Assembled
     from ..conversion.convert import Converted
     from ..inference.open import OpenedModel
-    from ..train.parts import Parts
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def joined_ranks(recipe: Recipe) -> Iterator[World]:
         yield world
 
 
-def assemble(recipe: Recipe) -> Parts:
+def assemble(recipe: Recipe) -> Assembled:
     """Build what a training loop needs, on this process's device and place among the ranks.
 
     Torch's and Python's generators are seeded with `run.seed`. Weights are initial ones, or those
@@ -94,7 +94,7 @@ def assemble(recipe: Recipe) -> Parts:
     return build(recipe, world, pick_device(world))
 
 
-def train(what: Recipe | Parts, *, allow_changed: Sequence[str] = ()) -> Result:
+def train(what: Recipe | Assembled, *, allow_changed: Sequence[str] = ()) -> Result:
     """Train as `trainer run` does: resume or start, evaluate, save, write metrics.
 
     Signals ask it to stop only where Python allows handlers: in the main thread.

@@ -13,14 +13,14 @@ from ..precision.dtypes import dtype_name
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from ..assemble.assemble import Assembled
     from ..core.run_dir import RunDirectory
     from ..observe.profiler import Profiler
     from ..observe.progress import Progress
-    from ..train.parts import Parts
 
 
 def open_observer(
-    parts: Parts, directory: RunDirectory, progress: Progress, group: ProcessGroup | None
+    parts: Assembled, directory: RunDirectory, progress: Progress, group: ProcessGroup | None
 ) -> Observer:
     """Return what watches the run on this rank; its phases are those of the training step.
 
@@ -51,7 +51,7 @@ def open_observer(
 
 
 def _profiler(
-    parts: Parts, directory: RunDirectory, progress: Progress, flops_per_token: float
+    parts: Assembled, directory: RunDirectory, progress: Progress, flops_per_token: float
 ) -> Profiler | None:
     """Return this rank's profiler, if the recipe wants one."""
     table, data, world = parts.recipe.profile, parts.recipe.data, parts.world

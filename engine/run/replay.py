@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..assemble.assemble import assemble
+from ..assemble.assemble import Assembled, assemble
 from ..checkpoint.find import Found, find_checkpoint, newest_intact
 from ..checkpoint.manifest import SaveInfo
 from ..checkpoint.ranks import Ranks
@@ -22,7 +22,7 @@ from ..observe.events import read_events
 from ..recipe.changes import require_unchanged
 from ..report.status import newest_rows, number
 from ..train.health import Health
-from ..train.parts import Parts, Position
+from ..train.parts import Position
 from ..train.probe import LayerSums, Probe, merge
 from ..train.saving import Saver
 from .resume import refuse_other_data
@@ -153,7 +153,7 @@ def _for_replay(recipe: Recipe) -> Recipe:
 
 
 def _compute(
-    parts: Parts,
+    parts: Assembled,
     found: Found | None,
     target: Target,
     group: ProcessGroup | None,

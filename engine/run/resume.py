@@ -20,12 +20,12 @@ from ..core.text.redact import without_secrets
 from ..train.best import Best
 
 if TYPE_CHECKING:
+    from ..assemble.assemble import Assembled
     from ..checkpoint.find import Found
     from ..checkpoint.manifest import Manifest
-    from ..train.parts import Parts
 
 
-def refuse_other_data(saved: Manifest, parts: Parts, allowed: Sequence[str]) -> None:
+def refuse_other_data(saved: Manifest, parts: Assembled, allowed: Sequence[str]) -> None:
     """Check that tokenizer and tokens are those that the checkpoint was trained on.
 
     Raises:
@@ -48,7 +48,7 @@ def refuse_other_data(saved: Manifest, parts: Parts, allowed: Sequence[str]) -> 
         raise RecipeError(problems)
 
 
-def identify(parts: Parts, found: Found | None) -> SaveInfo:
+def identify(parts: Assembled, found: Found | None) -> SaveInfo:
     """Return what each checkpoint of this attempt says of the run.
 
     Args:
@@ -73,7 +73,7 @@ def identify(parts: Parts, found: Found | None) -> SaveInfo:
     )
 
 
-def ending(saved: Manifest, parts: Parts) -> str:
+def ending(saved: Manifest, parts: Assembled) -> str:
     """Return why nothing is left to do after a checkpoint; empty: the run goes on."""
     if saved.extra.get("unevaluated"):
         return ""
@@ -85,7 +85,7 @@ def ending(saved: Manifest, parts: Parts) -> str:
     return ""
 
 
-def ignored_settings(parts: Parts) -> list[str]:
+def ignored_settings(parts: Assembled) -> list[str]:
     """Return a sentence for each setting that can have no effect in this run."""
     recipe = parts.recipe
     ignored = []
@@ -104,7 +104,7 @@ def ignored_settings(parts: Parts) -> list[str]:
     return ignored + [f"{key} {without}" for key in given if given[key]]
 
 
-def describe(parts: Parts) -> list[str]:
+def describe(parts: Assembled) -> list[str]:
     """Return what a run would do, a line each."""
     recipe, data = parts.recipe, parts.recipe.data
     elsewhere = sum(map(prod, parts.model.elsewhere.values()))

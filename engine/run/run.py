@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..assemble.assemble import assemble
+from ..assemble.assemble import Assembled, assemble
 from ..checkpoint.find import Found, code_before_training, find_checkpoint
 from ..checkpoint.state import seed_everything
 from ..checkpoint.store import CheckpointStore
@@ -32,7 +32,7 @@ from ..train.events import EventRecorder
 from ..train.garbage import paced_garbage_collection
 from ..train.health import Health
 from ..train.loop import Outcome, train
-from ..train.parts import Parts, Position
+from ..train.parts import Position
 from ..train.saving import Saver
 from .observation import open_observer
 from .resume import describe, ending, identify, ignored_settings, refuse_other_data
@@ -51,7 +51,7 @@ def run(
     *,
     allow_changed: Sequence[str] = (),
     dry_run: bool = False,
-    parts: Parts | None = None,
+    parts: Assembled | None = None,
     stop: StopFlag | None = None,
 ) -> ExitCode:
     """Train what a recipe describes, from its newest checkpoint or from the start.
@@ -98,7 +98,7 @@ def _run(
     allow_changed: Sequence[str],
     *,
     dry_run: bool,
-    parts: Parts | None,
+    parts: Assembled | None,
 ) -> ExitCode:
     """Join the other ranks, lock the directory and train."""
     device = pick_device(world)
@@ -132,7 +132,7 @@ class Session:
     stop: StopFlag
     progress: Progress
 
-    def train(self, allow_changed: Sequence[str], parts: Parts | None = None) -> ExitCode:
+    def train(self, allow_changed: Sequence[str], parts: Assembled | None = None) -> ExitCode:
         """Resume or start, and train to the end or to a signal."""
         recipe = self.recipe
         store = self._open_store()
@@ -177,7 +177,7 @@ class Session:
         return ExitCode.DONE
 
     def _end_again(
-        self, parts: Parts, health: Health, found: Found, group: ProcessGroup | None
+        self, parts: Assembled, health: Health, found: Found, group: ProcessGroup | None
     ) -> None:
         """Do what is left to do at the end of a run that has no more steps."""
         state = self._state(parts, found.manifest.step, found.manifest.attempt)
@@ -187,7 +187,7 @@ class Session:
             state.outcome = "finished"
             self.stop.finish()
 
-    def _train(self, parts: Parts, position: Position, saver: Saver, health: Health) -> Outcome:
+    def _train(self, parts: Assembled, position: Position, saver: Saver, health: Health) -> Outcome:
         """Train and save the last state; an export that a signal would interrupt is left out."""
         with (
             self.stop.following(),
@@ -227,7 +227,7 @@ class Session:
         store.probe()
         return store
 
-    def _watch(self, parts: Parts, attempt: int) -> tuple[EventRecorder, Health]:
+    def _watch(self, parts: Assembled, attempt: int) -> tuple[EventRecorder, Health]:
         """Return what examines each step, and what writes down the events that it finds."""
         folder = self.directory.path if self.world.rank == 0 else None
         recipe, warn = self.recipe, self.progress.warn
@@ -236,7 +236,7 @@ class Session:
         scale = parts.step.scale
         return recorder, Health(recipe.resilience, self.device, scale, warn, recorder.record)
 
-    def _tell_parts(self, parts: Parts) -> None:
+    def _tell_parts(self, parts: Assembled) -> None:
         for note in parts.notes:
             self.progress.note(note)
         for text in ignored_settings(parts):
@@ -249,7 +249,7 @@ class Session:
         self.progress.note(f"{early}: {position.step} steps in {self.directory.path}")
 
     def _export(
-        self, parts: Parts, step: int, group: ProcessGroup | None, found: Found | None = None
+        self, parts: Assembled, step: int, group: ProcessGroup | None, found: Found | None = None
     ) -> None:
         """Write what `checkpoint.export` asks for, unless it is there."""
         if self.recipe.checkpoint.export != "none":
@@ -282,7 +282,7 @@ class Session:
             self.progress.warn(f"skipped {reason}")
         return found
 
-    def _state(self, parts: Parts, start_step: int, attempt: int) -> RunState:
+    def _state(self, parts: Assembled, start_step: int, attempt: int) -> RunState:
         """Return what `trainer status` reads of this attempt."""
         cuda = self.device.type == "cuda"
         return RunState(

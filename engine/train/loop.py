@@ -41,7 +41,7 @@ def train(
         CheckpointError: a checkpoint could not be written.
         Stopped: by a signal, while nothing can be lost.
     """
-    recipe, step, total = parts.recipe, parts.step, parts.total_steps
+    step, total = parts.step, parts.total_steps
     batches = observer.timed(parts.loader.steps(position.batch))
     observer.start(position.step, int(position.tokens), is_evaluated=not position.unevaluated)
     outcome: Outcome | None = None
@@ -52,12 +52,12 @@ def train(
         batch = _fetch(batches, stop)
         if stop.agree() or batch is None:
             return _save_and_stop(parts, position, saver, observer)
-        lr_factor = recipe.schedule.factor(position.step, total)
+        lr_factor = parts.schedule.factor(position.step, total)
         step.set_rate(lr_factor)
         faults.point("train.step", parts.world.rank, position.step + 1)
         gradients = step.accumulate(batch)
         position.batch += 1
-        lr = recipe.optimizer.lr * lr_factor
+        lr = parts.peak_lr * lr_factor
         if health.admits(gradients, position.step + 1, position.batch, lr):
             step.update(lr_factor)
         step.clear()
@@ -75,7 +75,7 @@ def train(
             values |= step.measures(gradients)
         observer.on_step(position.step, values, position.tokens)
         outcome = _evaluate_and_save(parts, position, saver, observer, health, stop)
-        _collect_garbage(position.step, recipe.run.gc_interval)
+        _collect_garbage(position.step, parts.gc_interval)
     return outcome or "finished"
 
 
@@ -112,8 +112,8 @@ def _evaluate_and_save(
     stop: StopFlag,
 ) -> Outcome | None:
     """Do what is due after a step; return how the run ends, if it ends here."""
-    recipe, step, total = parts.recipe, position.step, parts.total_steps
-    due = _is_due(step, recipe.evaluate.interval, total) and parts.validation
+    step, total = position.step, parts.total_steps
+    due = _is_due(step, parts.evaluate.interval, total) and parts.validation
     position.unevaluated = False
     try:
         improved = bool(due) and _evaluate(parts, position, observer, health, stop)
@@ -121,15 +121,15 @@ def _evaluate_and_save(
         parts.model.train()
         position.unevaluated = True
         return _save_and_stop(parts, position, saver, observer)
-    exhausted = position.best.is_exhausted(recipe.evaluate)
+    exhausted = position.best.is_exhausted(parts.evaluate)
     saver.poll()
     last = exhausted or step == total
-    best = improved and recipe.checkpoint.keep_best
-    if last or best or _is_due(step, recipe.checkpoint.interval, total):
+    best = improved and parts.checkpoint.keep_best
+    if last or best or _is_due(step, parts.checkpoint.interval, total):
         observer.sync()
         with observer.paused(), parts.step.phase("checkpoint"):
             if last:
-                saver.save_last(position, recipe.checkpoint.last)
+                saver.save_last(position, parts.checkpoint.last)
             else:
                 saver.save(position)
     return "stopped early" if exhausted else None
@@ -158,7 +158,7 @@ def _evaluate(
         values = validate(parts, stop)
     observer.on_evaluation(position.step, values)
     health.take_evaluation(position.step, values["loss"])
-    return position.best.take(parts.recipe.evaluate, position.step, values)
+    return position.best.take(parts.evaluate, position.step, values)
 
 
 def _is_due(step: int, interval: int, total: int) -> bool:

@@ -14,23 +14,31 @@ if TYPE_CHECKING:
 
     from ...model_zoo.config import ModelConfig
     from ...model_zoo.language_model import LanguageModel
+    from ..checkpoint.tables import Checkpoint
     from ..data.batch import Batch
     from ..data.dataset import OpenedData
     from ..data.loader import Loader
     from ..launch.environment import World
+    from ..optim.configs import ScheduleConfig
     from ..parallel.data import Parallelized
     from ..parallel.mesh import Degrees
-    from ..recipe.schema import Recipe
     from ..tokenizers.tokenizer import Tokenizer
     from .average import WeightAverage
     from .step import TrainStep
+    from .tables import Evaluate, Resilience
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything that a training loop needs, built and in place."""
+    """Everything that a training loop needs, built and in place.
 
-    recipe: Recipe
+    Attributes:
+        peak_lr: learning rate that the schedule's factor multiplies, for the log.
+        global_batch: samples of one optimizer step.
+        gc_interval: optimizer steps between collections of Python's garbage; 0: left to Python.
+        notes: what the log says before the first step.
+    """
+
     model_config: ModelConfig
     tokenizer: Tokenizer
     data: OpenedData
@@ -44,6 +52,13 @@ class Parts:
     total_steps: int
     device: torch.device
     world: World
+    schedule: ScheduleConfig
+    peak_lr: float
+    global_batch: int
+    gc_interval: int
+    evaluate: Evaluate
+    checkpoint: Checkpoint
+    resilience: Resilience
     notes: list[str]
 
     @property

@@ -113,7 +113,7 @@ class Saver:
         """Start a save, or do it, as the mode or `sync` says."""
         self._health.verify()
         parts = self._parts
-        table = parts.recipe.checkpoint
+        table = parts.checkpoint
         tensors = train_state.model_state(parts.model)
         tensors |= parts.average.state() if parts.average else {}
         if contents == "full":
@@ -124,13 +124,13 @@ class Saver:
         info = replace(
             self._identity,
             step=position.step,
-            samples=position.batch * parts.recipe.data.global_batch,
+            samples=position.batch * parts.global_batch,
             contents=contents,
             extra={
                 "tokens": int(position.tokens),
                 "loss_scale": parts.step.scale.state(),
                 "optimizer_numbers": self._optimizer_numbers(),
-                "streams": parts.data.train.state(position.batch * parts.recipe.data.global_batch),
+                "streams": parts.data.train.state(position.batch * parts.global_batch),
                 "best": position.best.state(),
                 "health": self._health.state(),
                 "unevaluated": position.unevaluated,
@@ -154,7 +154,7 @@ class Saver:
             return False
         what = f"step {step}: {names[0]} is not finite after the update"
         what += f", and {len(names) - 1} more" if len(names) > 1 else ""
-        if must_save or self._parts.recipe.resilience.non_finite != "rollback":
+        if must_save or self._parts.resilience.non_finite != "rollback":
             raise Diverged(what, "lower optimizer.lr")
         self._report(f"{what}: not saved")
         return True
@@ -226,13 +226,13 @@ class Saver:
         if generators:
             train_state.restore_random_state(rank, generators)
         position.step = manifest.step
-        position.batch = manifest.samples // parts.recipe.data.global_batch
+        position.batch = manifest.samples // parts.global_batch
         position.tokens = manifest.extra["tokens"]
         parts.data.train.restore(manifest.extra.get("streams", {}))
         position.best = Best.restored(manifest.extra)
         self._health.restore(manifest.extra.get("health", {}))
         position.unevaluated = manifest.extra.get("unevaluated", False)
-        if parts.recipe.checkpoint.keep_best:
+        if parts.checkpoint.keep_best:
             self._store.settle_best(position.best.step, position.step)
         parts.step.scale.restore(manifest.extra["loss_scale"])
         self._saved_step = -1 if position.unevaluated else manifest.step
