@@ -4,12 +4,14 @@ import ast
 
 import pytest
 
+from tests.architecture.measure import count_statements
 from tests.architecture.sources import PACKAGES, modules, name, tree
 
 LARGEST_FILE = 300
 LARGEST_FUNCTION = 40
-# Raised only on purpose: in a commit of its own that says what the lines are for.
-BUDGET = 47_600
+# Statements, so that documentation costs nothing. Raised only on purpose: in a commit of its own
+# that says what the statements are for and what was simplified for them.
+BUDGET = 24_600
 
 
 def statements(function: ast.AST) -> int:
@@ -38,5 +40,5 @@ def test_functions_are_short(folder):
 
 
 def test_the_whole_stays_within_its_budget():
-    lines = sum(len(path.read_text().splitlines()) for path in modules(*PACKAGES))
-    assert lines <= BUDGET, f"{lines:,} lines of source; see CONTRIBUTING.md, The house in short"
+    found = count_statements()
+    assert found <= BUDGET, f"{found:,} statements; see CONTRIBUTING.md, The house in short"
