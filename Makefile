@@ -20,7 +20,7 @@ run: $(TO_RUN) ## train recipes/quickstart.toml, then let it write
 test: $(TO_DEVELOP) ## run the test suite: every behaviour once, 8 minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-all: test ## run every test: `test`, then all parts of tests/parts.toml (hours)
+test-all: test ## run every test: `test`, then all parts of tests/parts.toml (an hour)
 	$(BIN)/python -m tests.rotation run all
 
 test-part: $(TO_DEVELOP) ## run parts of `test-all`: make test-part PART=3 (without PART: list them)
