@@ -19,8 +19,7 @@ from ..core.unfinished import refuse_existing
 from ..recipe.load import load_recipe
 from ..recipe.schema import Recipe
 from ..recipe.tables import Run
-from ..tokenizers.configs import BytesTokenizer, HFTokenizer, TokenizerConfig
-from ..tokenizers.tokenizer_configs import TiktokenTokenizer
+from ..tokenizers.configs import BytesTokenizer, HFTokenizer, TiktokenTokenizer, TokenizerConfig
 from . import targets
 from .meta import open_meta
 from .opened import Opened

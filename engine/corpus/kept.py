@@ -7,7 +7,6 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from ..core.errors import DataError, nearest
-from ..tokenizers import tokenizer_configs  # noqa: F401 - registers them
 from ..tokenizers.configs import tokenizers
 from ..tokenizers.tokenizer import Tokenizer
 from .manifest import read_manifest

@@ -17,10 +17,10 @@ from transformers import AutoTokenizer
 
 from trainer.engine.core.errors import DataError, RecipeError
 from trainer.engine.tokenizers import tiktoken_file
+from trainer.engine.tokenizers.configs import TiktokenTokenizer
 from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer
 from trainer.engine.tokenizers.patterns import PATTERNS, SPECIAL_TOKENS
 from trainer.engine.tokenizers.tiktoken_file import describe, read_ranks
-from trainer.engine.tokenizers.tokenizer_configs import TiktokenTokenizer
 
 TEXTS = [
     "", "def f(self):\n    return None", "naïve 東京 🎉", "  \t\r\n x", "<|endoftext|> in <|pad|>",
