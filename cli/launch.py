@@ -41,7 +41,9 @@ def slurm(
     ] = "",
     partition: Annotated[str, typer.Option(help="where to run; several by commas")] = "",
     account: Annotated[str, typer.Option(help="who pays")] = "",
-    requeue: Annotated[bool, typer.Option(help="go on in a new turn when the time is over")] = True,
+    requeue: Annotated[
+        bool, typer.Option(help="submit the job again when its time is over, to resume")
+    ] = True,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="write it here, and say so")
     ] = None,
@@ -116,7 +118,7 @@ def _require_resume(recipe: RecipeModel) -> None:
 
 
 def _notes(requeue: bool) -> list[str]:
-    then = "is queued again, to go on from there" if requeue else "ends with exit code 75"
+    then = "is queued again, to resume from there" if requeue else "ends with exit code 75"
     return [
         "What your cluster wants besides goes here or on the command line of sbatch.",
         f"SIGTERM comes {SECONDS_TO_SAVE} s before the time limit: the run saves, and {then}.",

@@ -35,7 +35,7 @@ class Lazy(NamedTuple):
 
 
 COMMANDS = {
-    "run": Lazy("run:run", "Train what a recipe describes, or go on where it stopped."),
+    "run": Lazy("run:run", "Train what a recipe describes, or resume where it stopped."),
     "validate": Lazy("validate:validate", "Check recipes."),
     "explain": Lazy(
         "explain:explain", "Show a recipe with every default, and where it comes from."

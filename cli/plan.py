@@ -132,8 +132,8 @@ def _placement_rows(found: RunPlan) -> Iterator[list[str]]:
 
 def _print_pipeline(pipeline: PipelinePlan) -> None:
     print(
-        f"Pipeline: {pipeline.schedule}, {pipeline.micro_batches} micro batches, ranks wait "
-        f"{pipeline.bubble_fraction:.1%} of their time (communication left out)"
+        f"Pipeline: {pipeline.schedule}, {pipeline.micro_batches} micro batches, bubble "
+        f"{pipeline.bubble_fraction:.1%} (communication left out)"
     )
     rows = [["STAGE", "PLACE", "BLOCKS", "COST IN BLOCKS"]]
     for number, stage in enumerate(pipeline.stages):

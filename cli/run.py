@@ -48,7 +48,7 @@ def run(
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, of --replay")] = False,
 ) -> None:
-    """Train; run the same command again to go on after a stop."""
+    """Train; run the same command again to resume after a stop."""
     from ..engine.checkpoint.find import code_before_training
     from ..engine.core import faults
     from ..engine.core.errors import RecipeError

@@ -102,9 +102,9 @@ def _state(one: RunStatus) -> str:
     if one.state == "running":
         return f"running: {one.holder}"
     if one.state == "died":
-        return "died: it was killed, or its machine went down; run it again to go on"
+        return "died: it was killed, or its machine went down; run it again to resume"
     if one.state == "stopped":
-        return "stopped, saved; run it again to go on"
+        return "stopped, saved; run it again to resume"
     return f"failed: {one.reason}" if one.state == "failed" else one.state
 
 

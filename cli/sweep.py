@@ -56,7 +56,7 @@ def sweep(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a recipe at each point of a grid; the same command again goes on after a stop."""
+    """Run a recipe at each point of a grid; the same command again resumes after a stop."""
     points = make_points(grid or [], zips or [])
     base = load_base(recipe, overrides or [])
     planned = Sweep(recipe, tuple(overrides or []), points, folder or base)

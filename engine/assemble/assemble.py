@@ -25,7 +25,7 @@ from ..parallel.blocks import transform_blocks
 from ..parallel.materialize import materialize, without_storage
 from ..parallel.pipeline.cut import num_micro_batches
 from ..parallel.pipeline.measure import measure_costs
-from ..parallel.plan import Pieces, Plan, make_plan
+from ..parallel.plan import LocalParts, Plan, make_plan
 from ..precision.dtypes import DTYPES, LossScale, compute_dtype, dtype_name
 from ..precision.hardware import require_formats
 from ..train.average import WeightAverage
@@ -100,7 +100,7 @@ def assemble(
         tokenizer=tokenizer,
         data=data,
         degrees=plan.degrees,
-        parallelized=step.parallelized,
+        parallel_model=step.parallel_model,
         optimizer=step.optimizer,
         average=WeightAverage(model, recipe.ema) if recipe.ema.decay else None,
         step=step,
@@ -132,7 +132,7 @@ class BuiltModel:
     config: ModelConfig
     kernels: Kernels
     notes: list[str]
-    pieces: Pieces
+    pieces: LocalParts
 
 
 def build_model(
@@ -170,7 +170,7 @@ def build_model(
         notes += narrow(model, config, recipe.precision.narrow)
     notes += served(kernels)
     model.compute_dtype = dtype
-    pieces = Pieces()
+    pieces = LocalParts()
     if plan:
         is_split = plan.degrees.tensor > 1
         transform_blocks(model, config.layout, recipe.memory, recipe.compile, is_split=is_split)
@@ -186,7 +186,7 @@ def build_step(
     """Return the step that trains a model whose weights are in memory; see it for `sources`."""
     model, table = built.model, recipe.data
     share = table.global_batch // plan.degrees.data
-    parallelized = plan.parallelize(
+    parallel_model = plan.parallelize(
         model,
         built.pieces,
         DTYPES[recipe.precision.reduce],
@@ -198,10 +198,10 @@ def build_step(
     optimizer = recipe.optimizer.build(groups, plan.device)
     in_backward = None
     if recipe.memory.optimizer_in_backward:
-        late, ranks = parallelized.late, plan.degrees.world
+        late, ranks = parallel_model.manually_reduced, plan.degrees.world
         in_backward = UpdateInBackward(optimizer, late, ranks, plan.device)
     return TrainStep(
-        parallelized,
+        parallel_model,
         optimizer,
         recipe.loss.build(built.kernels),
         recipe.optimizer.clip_norm,

@@ -114,7 +114,7 @@ def _check_fit(
 ) -> None:
     if manifest.contents == "weights" and any(_section(name) == "optimizer" for name in state):
         raise CheckpointError(
-            f"{path} holds weights only: it has no optimizer state to go on from",
+            f"{path} holds weights only: it has no optimizer state to resume from",
             "start another run from its weights with run.init_from",
         )
     problems = misfits(state, manifest, elsewhere)

@@ -102,7 +102,7 @@ class PartStores:
                     raise EnvironmentFault(
                         "a process that tokenises was killed",
                         "out of memory? fewer workers need less; "
-                        "the same command goes on where it stopped",
+                        "the same command resumes where it stopped",
                     ) from error
 
 

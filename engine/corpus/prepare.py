@@ -155,7 +155,7 @@ def prepare_folder(job: Preparation, folder: Path, watch: Watch) -> bool:
     except OSError as error:
         raise EnvironmentFault(
             f"cannot write tokens to {folder}: {error.strerror}",
-            "once it is writable and has room, the same command goes on where it stopped",
+            "once it is writable and has room, the same command resumes where it stopped",
         ) from error
 
 

@@ -80,9 +80,9 @@ def trace(recipe: Recipe, ranks: int, vocab_size: int) -> list[Traced]:
             cut = recipe.data.model_copy(update={"seq_len": length})
             (batch,) = empty_batches(recipe.model_copy(update={"data": cut}), rows, rows)
             step.set_rate(1.0)
-            step.accumulate([plan.take(batch, step.parallelized.model)])
+            step.accumulate([plan.take(batch, step.parallel_model.model)])
             step.clear()
-            if step.parallelized.pipeline:  # whose stages know one length
+            if step.parallel_model.pipeline:  # whose stages know one length
                 break
             tracer.is_other_length = True
     return tracer.distinct()

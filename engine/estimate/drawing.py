@@ -47,7 +47,7 @@ def _parts(found: RunPlan) -> Iterator[str]:
         yield f"<h2>Ranks by place along {axis}, a row a node</h2>" + _wide(_mesh(found, axis))
     if found.pipeline:
         pipeline = found.pipeline
-        waits = f"ranks wait {pipeline.bubble_fraction:.1%} of their time"
+        waits = f"bubble {pipeline.bubble_fraction:.1%}"
         yield f"<h2>Pipeline: {escape(pipeline.schedule)}, {waits}</h2>"
         yield _wide(_timeline(pipeline))
         rows = [

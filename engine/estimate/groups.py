@@ -18,7 +18,7 @@ ALL_SHOWN = 32
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that talk along axes of the mesh.
+    """A process group of one or more mesh axes.
 
     Attributes:
         axes: along which they differ.

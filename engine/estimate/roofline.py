@@ -181,7 +181,7 @@ def estimate(
         gathers = passes * (1 if recipe.parallel.fsdp.strategy in KEEPS_WEIGHTS else 2)
         gathered = (2 * gathers + 4) * weights * (pieces - 1) / pieces
         exposed += max(0.0, links.seconds(("shard", "context"), gathered) - compute)
-    replicas = degrees.copies // pieces
+    replicas = degrees.dp_cp // pieces
     ring = 2 * (replicas - 1) / replicas * 4 * weights / pieces
     along = ("replicate",) if pieces > 1 else ("replicate", "shard", "context")
     exposed += max(0.0, links.seconds(along, ring) - compute / passes * 2 / 3)

@@ -22,4 +22,4 @@ class LoRA(Table):
     ]
     """which weights get one: globs over parameter names, or "re:..." for a regular expression"""
     init_from: RecipePath = ""
-    """folder of a PEFT adapter to go on from; by default adapters start at zero; resume wins"""
+    """folder of a PEFT adapter to start from; by default adapters start at zero; resume wins"""

@@ -1,4 +1,4 @@
-"""Collectives along a dim of a tensor that gradients pass through."""
+"""Collectives along one dimension of a tensor, with and without gradients."""
 
 from __future__ import annotations
 
@@ -17,61 +17,61 @@ _reduce_scatter = (
 
 
 fusing = False
-"""whether compiled graphs hold each gather in the one form that inductor fuses with products"""
+"""whether compiled graphs contain all-gathers in the form that inductor fuses with matmuls"""
 
 
-def gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Return the pieces of all ranks, joined along `dim`; gradients are summed over the ranks."""
-    return cast(Tensor, _Gather.apply(x, dim, group))  # type: ignore[no-untyped-call]
+def all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Concatenate the shards of all ranks along `dim`; the backward pass is a reduce-scatter."""
+    return cast(Tensor, _AllGather.apply(x, dim, group))  # type: ignore[no-untyped-call]
 
 
-def scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Return this rank's piece along `dim` of the sum over ranks; gradients are gathered."""
-    return cast(Tensor, _Scatter.apply(x, dim, group))  # type: ignore[no-untyped-call]
+def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Sum over ranks and return this rank's shard along `dim`; the backward is an all-gather."""
+    return cast(Tensor, _ReduceScatter.apply(x, dim, group))  # type: ignore[no-untyped-call]
 
 
-def gathered(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Return the pieces of all ranks, joined along `dim`, without a gradient."""
+def all_gather_no_grad(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Concatenate the shards of all ranks along `dim`, without a gradient."""
     if fusing and torch.compiler.is_compiling():
         pieces = _all_gather(x.contiguous(), 0, group)
         return torch.cat(pieces.chunk(group.size()), dim)  # torch has views for single rows
-    return _waited(_all_gather(x.contiguous(), dim, group))
+    return _wait(_all_gather(x.contiguous(), dim, group))
 
 
-def scattered(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """Return this rank's piece along `dim` of the sum over ranks, without a gradient."""
-    return _waited(_reduce_scatter(x.contiguous(), "sum", dim, group))
+def reduce_scatter_no_grad(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """Sum over ranks and return this rank's shard along `dim`, without a gradient."""
+    return _wait(_reduce_scatter(x.contiguous(), "sum", dim, group))
 
 
-def summed(x: Tensor, group: ProcessGroup) -> Tensor:
+def all_reduce_no_grad(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum over ranks, without a gradient."""
-    return _waited(functional.all_reduce(x, "sum", group))
+    return _wait(functional.all_reduce(x, "sum", group))
 
 
-def _waited(x: Tensor) -> Tensor:
+def _wait(x: Tensor) -> Tensor:
     # A compiled graph waits by itself, and fuses collectives only where nothing else does.
     if torch.compiler.is_compiling():
         return x
     return cast(Tensor, functional.wait_tensor(x))  # type: ignore[no-untyped-call]
 
 
-class _Gather(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return gathered(x, dim, group)
+        return all_gather_no_grad(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return scattered(grad, ctx.dim, ctx.group), None, None
+        return reduce_scatter_no_grad(grad, ctx.dim, ctx.group), None, None
 
 
-class _Scatter(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return scattered(x, dim, group)
+        return reduce_scatter_no_grad(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return gathered(grad, ctx.dim, ctx.group), None, None
+        return all_gather_no_grad(grad, ctx.dim, ctx.group), None, None

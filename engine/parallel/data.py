@@ -27,38 +27,44 @@ KEEPS_WEIGHTS = {"shard_grad_op", "hybrid_shard_zero2"}
 
 
 @dataclass(frozen=True)
-class Parallelized:
-    """A model that runs on all ranks as one would on one.
+class ParallelModel:
+    """A model wrapped for distributed training, with the hooks that a training step needs.
 
-    Args:
-        model: the bare module: parameter names, evaluation, state.
-        forward: what a training step calls.
-        reduce_gradients: True before the last backward of a step, False before the others.
-        finish_gradients: called, in order, after the last backward of a step.
-        late: weights whose gradients are complete only then.
-        pipeline: runs forward and backward, where ranks hold some of the blocks each.
-        counted_elsewhere: weights of which another rank holds a copy that counts and is exported.
-        keeps_gradients: their memory belongs to who reduces them, and is used again.
+    Attributes:
+        model: the unwrapped module. Parameter names, state dicts and evaluation use it.
+        forward: the wrapped forward pass: of DDP, of FSDP2, or of the module itself.
+        set_gradient_sync: called with True before the backward pass of the last micro batch and
+            with False before the others, so that gradients are reduced once per step.
+        post_backward_reductions: called in order after the last backward pass, for gradients that
+            neither DDP nor FSDP reduces (tied embeddings, parameters replicated over the tensor
+            axis).
+        manually_reduced: the parameters whose gradients are final only after these reductions.
+        pipeline: runs the forward and backward passes of a model that is split into pipeline
+            stages; None without pipeline parallelism.
+        duplicate_parameters: parameters of which another rank owns the canonical copy, such as a
+            tied embedding on the last stage. Gradient norms and exports leave them out.
+        owns_gradient_buffers: whether the wrapper uses gradient memory again in the next step (DDP
+            buckets), so that gradients are zeroed in place instead of being set to None.
     """
 
     model: LanguageModel
     forward: Callable[..., Tensor]
-    reduce_gradients: Callable[[bool], None]
-    finish_gradients: Sequence[Callable[[], None]] = ()
-    late: Collection[nn.Parameter] = ()
+    set_gradient_sync: Callable[[bool], None]
+    post_backward_reductions: Sequence[Callable[[], None]] = ()
+    manually_reduced: Collection[nn.Parameter] = ()
     pipeline: Pipeline | None = None
-    counted_elsewhere: tuple[nn.Parameter, ...] = ()
-    keeps_gradients: bool = False
+    duplicate_parameters: tuple[nn.Parameter, ...] = ()
+    owns_gradient_buffers: bool = False
 
 
 @dataclass(frozen=True)
-class Experts:
-    """Modules that are sharded over ranks of their own.
+class ExpertSharding:
+    """The modules of experts, which FSDP shards over a mesh of their own.
 
     Attributes:
-        mesh: see `build_expert_mesh`.
-        modules: each a unit.
-        placement: of a weight, along the shard axis.
+        mesh: the mesh that `build_expert_mesh` returned.
+        modules: each becomes an FSDP unit.
+        placement: maps a parameter to its placement on the shard axis.
     """
 
     mesh: DeviceMesh
@@ -66,15 +72,15 @@ class Experts:
     placement: Callable[[nn.Parameter], Any]
 
 
-def placing(
+def fsdp_placement_arguments(
     model: nn.Module, placed: Mapping[str, Mapping[str, int | None]], kept: Collection[str]
 ) -> dict[str, Any]:
-    """Return arguments of `fully_shard` that cut parameters where rules say.
+    """Build the keyword arguments that make `fully_shard` follow the recipe's partition rules.
 
     Args:
-        model: still whole along the shard axis.
-        placed: parameter name -> "shard" -> the dim to cut.
-        kept: names of what is to be ignored.
+        model: the model on the meta device, before it is sharded.
+        placed: for each parameter name, the tensor dimension that the axis "shard" splits.
+        kept: names of parameters that FSDP ignores, because every rank stores them whole.
     """
     from torch.distributed.tensor import Shard
 
@@ -86,7 +92,7 @@ def placing(
     }
 
 
-def shard(
+def apply_fsdp(
     model: LanguageModel,
     layout: Layout,
     table: Parallel,
@@ -95,19 +101,26 @@ def shard(
     compute: torch.dtype,
     reduce: torch.dtype,
     stages: Collection[Stage] = (),
-    placing: Mapping[str, Any] | None = None,
-    experts: Experts | None = None,
+    placement_arguments: Mapping[str, Any] | None = None,
+    experts: ExpertSharding | None = None,
 ) -> None:
-    """Split the parameters of a model (still on `meta`) over the shard axis, in place.
+    """Apply FSDP2 to a model on the meta device, in place; HSDP if the replicate axis is above 1.
 
-    Each block is one unit, so is the head unless its weight is the embedding's; the rest is the
-    root's. With `replicate` above 1 this is HSDP.
+    Each block is an FSDP unit, and so is the head unless it is tied to the embedding. The root unit
+    has the remaining parameters.
 
     Args:
-        mesh: see `build_mesh`.
-        stages: of a pipeline, in place of the whole model.
-        placing: see there; default: dim 0 of all is cut.
-        experts: modules with a mesh of their own.
+        model: the model, or this rank's part of it.
+        layout: names of its embedding, blocks and head.
+        table: the recipe's `[parallel]`.
+        mesh: the mesh that `build_mesh` returned.
+        device: the device of this rank.
+        compute: dtype of gathered parameters.
+        reduce: dtype of gradient reduction.
+        stages: this rank's pipeline stages, which become the root units.
+        placement_arguments: what `fsdp_placement_arguments` returned; default: dimension 0 of every
+            parameter is split.
+        experts: modules that are sharded over a mesh of their own.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from torch.distributed.fsdp import fully_shard as fully
@@ -117,17 +130,19 @@ def shard(
     policy = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False
     )
-    # A pipeline would gather them again for each micro batch.
+    # A pipeline would otherwise gather the parameters again for each micro batch.
     keep = table.fsdp.strategy in KEEPS_WEIGHTS or bool(stages)
 
-    def wrap(module: nn.Module, reshard: bool, mesh: DeviceMesh = mesh, **placing: Any) -> None:
+    def wrap(
+        module: nn.Module, reshard: bool, mesh: DeviceMesh = mesh, **placement_arguments: Any
+    ) -> None:
         fully(
             module,
             mesh=mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"],
             reshard_after_forward=reshard,
             mp_policy=policy,
             offload_policy=offload,
-            **placing,
+            **placement_arguments,
         )
 
     if experts:
@@ -136,16 +151,16 @@ def shard(
         for module in experts.modules:
             wrap(module, not keep, experts.mesh, shard_placement_fn=experts.placement)
             hooks_outside(module)
-    placing = placing or {}
+    placement_arguments = placement_arguments or {}
     blocks = list(cast(nn.ModuleList, model.get_submodule(layout.blocks)))
     for block in blocks:
-        wrap(block, not keep, **placing)
+        wrap(block, not keep, **placement_arguments)
     if stages:
         modules = dict(model.named_modules())
         for end in {layout.embed, layout.head} & modules.keys():
-            wrap(modules[end], False, **placing)
+            wrap(modules[end], False, **placement_arguments)
         for stage in stages:
-            wrap(stage, False, **placing)
+            wrap(stage, False, **placement_arguments)
             _prefetch(stage, [part for part in blocks if part in stage.parts], table.fsdp.prefetch)
         return
     head = model.get_submodule(layout.head)
@@ -153,14 +168,14 @@ def shard(
     units = blocks
     if embedding.isdisjoint(head.parameters()):
         # Backward needs the head at once: freeing it after forward would only gather it again.
-        wrap(head, False, **placing)
+        wrap(head, False, **placement_arguments)
         units = [*blocks, head]
-    wrap(model, False, **placing)
+    wrap(model, False, **placement_arguments)
     _prefetch(model, units, table.fsdp.prefetch)
 
 
 def _prefetch(root: nn.Module, units: Sequence[nn.Module], depth: int) -> None:
-    """Let each unit gather the weights of the next ones; 0 leaves it to torch."""
+    """Let each unit prefetch the parameters of the next `depth` ones; 0: as PyTorch does."""
     if not depth:
         return
     wrapped = cast("list[FSDPModule]", units)
@@ -176,8 +191,8 @@ def parallelize(
     degrees: Degrees,
     device: torch.device,
     reduce: torch.dtype,
-) -> Parallelized:
-    """Return the model ready for training, its parameters in place on `device`."""
+) -> ParallelModel:
+    """Wrap a model whose parameters are on `device` for data parallelism: FSDP2, DDP or nothing."""
     if uses_fsdp(table, degrees):
         fsdp = cast("FSDPModule", model)
         always = table.fsdp.reduce_every == "micro_batch"
@@ -187,13 +202,13 @@ def parallelize(
             fsdp.set_requires_all_reduce(last)
             fsdp.set_is_last_backward(last or always)
 
-        return Parallelized(model, model, synchronize)
-    if degrees.copies > 1:
+        return ParallelModel(model, model, synchronize)
+    if degrees.dp_cp > 1:
         return _replicate(model, device, reduce)
-    return Parallelized(model, model, lambda last: None)
+    return ParallelModel(model, model, lambda last: None)
 
 
-def _replicate(model: LanguageModel, device: torch.device, reduce: torch.dtype) -> Parallelized:
+def _replicate(model: LanguageModel, device: torch.device, reduce: torch.dtype) -> ParallelModel:
     from torch.nn.parallel import DistributedDataParallel
 
     # Torch 2.13 gave it another name, and warns of the old one.
@@ -213,7 +228,7 @@ def _replicate(model: LanguageModel, device: torch.device, reduce: torch.dtype) 
     def synchronize(last: bool) -> None:
         ddp.require_backward_grad_sync = last
 
-    return Parallelized(model, ddp, synchronize, keeps_gradients=True)
+    return ParallelModel(model, ddp, synchronize, owns_gradient_buffers=True)
 
 
 # Torch looks at the annotations of a hook, and takes none that are texts.

@@ -1,14 +1,14 @@
-"""Expert parallelism: ranks hold some of the experts each, and send each other the rows for them
-(GShard, arXiv:2006.16668).
+"""Expert parallelism: each rank holds some of the experts, and an all-to-all sends every token to
+the ranks of its experts (GShard, arXiv:2006.16668).
 
-The ranks of a stage of the pipeline lie in a grid of their own for experts: `expert` of them share
-the experts of a layer, `expert_tensor` neighbours share each of these experts, and what is left
-shards or replicates each share, as FSDP does with other weights. All of these ranks see different
-tokens: along the tensor axis, a mixture works on its rank's part of the sequence.
+The ranks of a pipeline stage form a mesh of their own for experts. Its `expert` axis divides the
+experts of a layer, its `expert_tensor` axis divides the width of each expert, and the other axes
+shard or replicate the result as FSDP does with other parameters. All of these ranks see different
+tokens: along the tensor axis, a mixture of experts computes its rank's part of the sequence.
 
-A row goes to the ranks of its expert in two steps: to the one that is as far along `expert_tensor`
-as the row's own rank, and from there to that one's neighbours. Each of them computes with a piece
-of the expert's width, and what they make of a row is summed on the way back.
+A token travels in two steps: an all-to-all over the expert axis, to the rank with the same
+coordinate on `expert_tensor`, and an all-gather over `expert_tensor`. Each of those ranks computes
+with a slice of the expert's width, and a reduce-scatter sums their outputs on the way back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from ...model_zoo.layers.moe import moe_layers
 from .mesh import EXPERT_AXES
-from .tensor.weights import lay_out, placement, view
+from .tensor.weights import distribute_parameter, placement, property_from
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
@@ -37,35 +37,36 @@ if TYPE_CHECKING:
     from .mesh import Degrees
 
 
-def share_experts(
+def shard_experts(
     model: nn.Module,
     mesh: DeviceMesh,
     degrees: Degrees,
     placed: Mapping[str, Mapping[str, int | None]],
 ) -> list[nn.Module]:
-    """Let ranks hold parts of the experts, in place, and return their modules.
+    """Distribute the experts of a model over an expert mesh, in place, and return their modules.
 
     Args:
-        model: still on `meta`.
-        mesh: see `build_expert_mesh`.
-        degrees: of all axes.
-        placed: parameter name -> axis -> the dim that it cuts.
+        model: the model on the meta device.
+        mesh: the mesh that `build_expert_mesh` returned.
+        degrees: sizes of all axes.
+        placed: for each parameter name, the tensor dimension that each mesh axis splits.
     """
-    # FSDP averages over the ranks that hold the same parts, and the loss is scaled for an average
-    # over all copies.
+    # FSDP averages gradients over the ranks that hold the same experts, but the loss was scaled for
+    # an average over all data-parallel and context ranks.
     factor = degrees.tensor / degrees.expert_ranks
     found: list[nn.Module] = []
     for path, layer in moe_layers(model).items():
         experts, factors = layer.experts, {}
         for key in list(experts._parameters):
             dims = [placed[f"{path}.experts.{key}"][axis] for axis in EXPERT_AXES]
-            lay_out(experts, key, mesh[EXPERT_AXES], list(map(placement, dims)))
-            # What neighbours hold alike, each adds to its own part of a row's sum.
+            distribute_parameter(experts, key, mesh[EXPERT_AXES], list(map(placement, dims)))
+            # A parameter that every rank of the expert-tensor group holds whole (a bias) would be
+            # added to a token once per rank.
             factors[key] = 1.0 if dims[1] is not None else 1 / degrees.expert_tensor, factor
         kind = cast("Hashable", type(experts))
         experts.__class__ = _shared(kind, frozenset(experts._parameters))
-        shared = cast(_SharedExperts, experts)
-        shared.group, shared.neighbours = map(mesh.get_group, EXPERT_AXES)
+        shared = cast(_DistributedExperts, experts)
+        shared.expert_group, shared.expert_tensor_group = map(mesh.get_group, EXPERT_AXES)
         shared.factors, shared.permutation = factors, layer.permute
         found.append(experts)
     return found
@@ -73,24 +74,25 @@ def share_experts(
 
 @cache
 def _shared(base: Any, keys: frozenset[str]) -> Any:
-    """Return the class of experts that others hold too; one for all layers of a kind."""
-    views = {key: view(_SharedExperts.view_of, key) for key in keys}
-    return type(base.__name__, (_SharedExperts, base), views)
+    """Return the class of distributed experts. One class serves all layers of a kind, so that
+    compiled blocks share their code."""
+    views = {key: property_from(_DistributedExperts.view_of, key) for key in keys}
+    return type(base.__name__, (_DistributedExperts, base), views)
 
 
-class _SharedExperts:
-    """Computes rows of all experts, of which this rank holds some."""
+class _DistributedExperts:
+    """Experts that are divided over ranks: tokens are sent to the ranks that hold their experts."""
 
-    group: ProcessGroup
-    """with which it shares the experts of the layer"""
-    neighbours: ProcessGroup
-    """with which it shares each of its own"""
+    expert_group: ProcessGroup
+    """process group over which the experts of this layer are divided"""
+    expert_tensor_group: ProcessGroup
+    """process group over which the width of each expert is divided"""
     factors: dict[str, tuple[float, float]]
-    """of each parameter where it is used, and of what is then its gradient"""
+    """for each parameter name, the factors of its value in the forward pass and of its gradient"""
     permutation: Any
 
     def view_of(self, key: str) -> Tensor:
-        """Return this rank's part of a parameter."""
+        """Return this rank's shard of a parameter as a plain tensor."""
         parameter = cast(nn.Module, self)._parameters[key]
         placed = cast(DTensor, parameter)
         # Outside of a forward pass FSDP asks for what it has sharded, over a mesh of more axes.
@@ -98,46 +100,58 @@ class _SharedExperts:
             return placed
         return _scaled(placed.to_local(), *self.factors[key])
 
-    def begin(self, rows: Tensor, weight: Tensor, offs: Tensor) -> tuple[Any, ...]:
-        """Send rows to the ranks of their experts, and return without waiting for those that come.
+    def dispatch(self, rows: Tensor, weight: Tensor, offs: Tensor) -> tuple[Any, ...]:
+        """Start the all-to-all that sends tokens to the ranks of their experts, without waiting.
 
-        What is computed before `forward` takes as long as they travel, and its gradients as long
-        as theirs.
+        Work issued between `dispatch` and `forward`, such as the shared expert, overlaps with the
+        exchange, in the backward pass too.
+
+        Args:
+            rows: token activations sorted by expert, [T, D].
+            weight: the router's weight of each token, [T].
+            offs: exclusive end of each expert's tokens in `rows`, int32 [E].
+
+        Returns:
+            The arguments of `forward`.
         """
-        ranks, neighbours = self.group.size(), self.neighbours.size()
+        ranks, neighbours = self.expert_group.size(), self.expert_tensor_group.size()
         leaving = torch.diff(offs, prepend=offs.new_zeros(1))
         even = [len(leaving) // ranks] * ranks
-        coming = _wait(_start(leaving, Splits(even, even), self.group)).view(ranks, -1)
-        coming = shown(coming, [ranks] * neighbours, self.neighbours)
+        coming = _wait(_start(leaving, Splits(even, even), self.expert_group)).view(ranks, -1)
+        coming = all_gather_rows(coming, [ranks] * neighbours, self.expert_tensor_group)
         mine = coming.view(neighbours, ranks, -1)
         counts = row_counts(leaving.view(ranks, -1).sum(1), mine.sum(2), len(rows))
-        place, (sent, *received) = dist.get_rank(self.neighbours), counts
+        place, (sent, *received) = dist.get_rank(self.expert_tensor_group), counts
         total, under_way = sum(sent), []
         for x in (rows, weight):
-            sending = Sending(Splits(sent, received[place]), self.group)
-            under_way.append((send(x[:total], sending), sending))
+            exchange = RowExchange(Splits(sent, received[place]), self.expert_group)
+            under_way.append((send_rows(x[:total], exchange), exchange))
         return *under_way, coming, list(map(sum, received)), len(rows)
 
     def forward(
         self,
-        rows: tuple[Tensor, Sending],
-        weight: tuple[Tensor, Sending],
+        rows: tuple[Tensor, RowExchange],
+        weight: tuple[Tensor, RowExchange],
         coming: Tensor,
         received: list[int],
         count: int,
     ) -> Tensor:
-        """Do what the experts' own `forward` does, wherever they are.
+        """Wait for the tokens, compute this rank's experts and return the outputs to their ranks.
 
         Args:
-            rows: under way.
-            weight: of each; under way.
-            coming: int [ranks, experts here], how many rows come from each rank for each expert,
-                by way of each neighbour.
-            received: how many come to each neighbour.
-            count: of this rank's own rows, with those that are for no expert.
+            rows: the pending exchange of activations.
+            weight: the pending exchange of the router's weights.
+            coming: int [expert-tensor ranks x expert ranks, local experts], the number of tokens
+                from each rank for each expert.
+            received: the number of tokens that each rank of the expert-tensor group received.
+            count: the number of this rank's tokens, dropped ones included.
+
+        Returns:
+            The experts' outputs for this rank's tokens, [count, D]; zero for dropped tokens.
         """
         there, there_weight = (
-            shown(arrived(*each), received, self.neighbours) for each in (rows, weight)
+            all_gather_rows(wait_for_rows(*each), received, self.expert_tensor_group)
+            for each in (rows, weight)
         )
         experts = torch.arange(coming.shape[1], device=coming.device).repeat(len(coming))
         chosen = experts.repeat_interleave(coming.flatten(), output_size=len(there))
@@ -145,40 +159,43 @@ class _SharedExperts:
         sorted_rows = self.permutation.gather(there, plan)
         sorted_weight = self.permutation.gather(there_weight.unsqueeze(1), plan).squeeze(1)
         made = super().forward(sorted_rows, sorted_weight, plan.offs)  # type: ignore[misc]
-        whole = joined(self.permutation.combine(made, plan), received, self.neighbours)
-        back = Sending(rows[1].splits.turned(), self.group)
-        mine = arrived(send(whole, back), back)
+        whole = reduce_scatter_rows(
+            self.permutation.combine(made, plan), received, self.expert_tensor_group
+        )
+        back = RowExchange(rows[1].splits.reversed(), self.expert_group)
+        mine = wait_for_rows(send_rows(whole, back), back)
         return F.pad(mine, (0, 0, 0, count - len(mine)))
 
 
 class Splits(NamedTuple):
-    """How many rows go to each of some ranks, and how many come from each."""
+    """The numbers of rows that a rank sends to and receives from each rank of a group."""
 
     sent: list[int]
     received: list[int]
 
-    def turned(self) -> Splits:
-        """Return those of the way back."""
+    def reversed(self) -> Splits:
+        """Return the splits of the opposite direction."""
         return Splits(self.received, self.sent)
 
 
 @dataclass
-class Sending:
-    """Rows between ranks."""
+class RowExchange:
+    """An all-to-all of rows, and its backward pass."""
 
     splits: Splits
     group: ProcessGroup
     gradient: Tensor | None = None
-    """what is under way back"""
+    """the pending all-to-all of the gradient, from `wait_for_rows` to `send_rows`"""
 
 
 def row_counts(sent: Tensor, received: Tensor, rows: int) -> list[list[int]]:
-    """Return how many rows go to each rank, and come to each neighbour; the host waits for it.
+    """Return the splits of the all-to-all as Python numbers, which synchronizes with the device.
 
     Args:
-        sent: int [ranks].
-        received: int [neighbours, ranks].
-        rows: of this rank, for who cannot look into tensors.
+        sent: rows for each rank of the expert group, int [ranks].
+        received: rows from each of them to each rank of the expert-tensor group,
+            int [expert-tensor ranks, ranks].
+        rows: number of this rank's rows; simulations, which cannot read tensors, use it.
     """
     del rows
     counts: list[list[int]] = torch.cat([sent.unsqueeze(0), received]).tolist()
@@ -186,55 +203,55 @@ def row_counts(sent: Tensor, received: Tensor, rows: int) -> list[list[int]]:
 
 
 def balanced_counts(sent: Tensor, received: Tensor, rows: int) -> list[list[int]]:
-    """Return what `row_counts` would if all experts had the same load."""
+    """Return what `row_counts` returns where all experts have the same load."""
     each, more = divmod(rows, len(sent))
     counts = [each + (rank < more) for rank in range(len(sent))]
     return [counts] * (1 + len(received))
 
 
-def shown(x: Tensor, lengths: list[int], group: ProcessGroup) -> Tensor:
-    """Return the rows of all ranks of a group; gradients are summed.
+def all_gather_rows(x: Tensor, lengths: list[int], group: ProcessGroup) -> Tensor:
+    """Concatenate the rows of all ranks of a group; the backward pass sums gradients over ranks.
 
     Args:
-        x: [rows, ...] of this rank.
-        lengths: of each rank's rows.
-        group: the ranks.
+        x: this rank's rows, [N, ...].
+        lengths: the number of rows of each rank, which may differ.
+        group: the process group.
     """
     ranks = group.size()
     if ranks == 1:
         return x
-    sending = Sending(Splits([len(x)] * ranks, lengths), group)
-    return arrived(send(x.expand(ranks, *x.shape).flatten(0, 1), sending), sending)
+    exchange = RowExchange(Splits([len(x)] * ranks, lengths), group)
+    return wait_for_rows(send_rows(x.expand(ranks, *x.shape).flatten(0, 1), exchange), exchange)
 
 
-def joined(x: Tensor, lengths: list[int], group: ProcessGroup) -> Tensor:
-    """Return the sum of what all ranks of a group made of this rank's rows.
+def reduce_scatter_rows(x: Tensor, lengths: list[int], group: ProcessGroup) -> Tensor:
+    """Sum the outputs of all ranks of a group and return this rank's rows of the sum.
 
     Args:
-        x: [rows of all ranks, ...], what this rank made.
-        lengths: of each rank's rows.
-        group: the ranks.
+        x: this rank's outputs for the rows of all ranks, [sum(lengths), ...].
+        lengths: the number of rows of each rank.
+        group: the process group.
     """
     ranks, mine = group.size(), lengths[dist.get_rank(group)]
     if ranks == 1:
         return x
-    sending = Sending(Splits(lengths, [mine] * ranks), group)
-    return arrived(send(x, sending), sending).view(ranks, mine, *x.shape[1:]).sum(0)
+    exchange = RowExchange(Splits(lengths, [mine] * ranks), group)
+    return wait_for_rows(send_rows(x, exchange), exchange).view(ranks, mine, *x.shape[1:]).sum(0)
 
 
-def send(x: Tensor, sending: Sending) -> Tensor:
-    """Return a tensor for the rows that all ranks send to this one: for `arrived`, nothing else.
+def send_rows(x: Tensor, exchange: RowExchange) -> Tensor:
+    """Start an all-to-all and return its pending result, which only `wait_for_rows` may read.
 
     Args:
-        x: [rows, ...], those for each rank together.
-        sending: of these rows alone.
+        x: rows sorted by the rank that they go to, [N, ...].
+        exchange: the splits and the group; one object per call.
     """
-    return cast(Tensor, _Sent.apply(x, sending))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _SendRows.apply(x, exchange))  # type: ignore[no-untyped-call]
 
 
-def arrived(x: Tensor, sending: Sending) -> Tensor:
-    """Wait for what `send` returned for the same `sending`."""
-    return cast(Tensor, _Arrived.apply(x, sending))  # type: ignore[no-untyped-call]
+def wait_for_rows(x: Tensor, exchange: RowExchange) -> Tensor:
+    """Wait for the all-to-all that `send_rows` started with the same `exchange`."""
+    return cast(Tensor, _WaitForRows.apply(x, exchange))  # type: ignore[no-untyped-call]
 
 
 def _start(x: Tensor, splits: Splits, group: ProcessGroup) -> Tensor:
@@ -246,29 +263,29 @@ def _wait(x: Tensor) -> Tensor:
     return cast(Tensor, torch.ops._c10d_functional.wait_tensor(x))
 
 
-class _Sent(torch.autograd.Function):
+class _SendRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sending: Sending) -> Tensor:
-        ctx.sending = sending
-        return _start(x, sending.splits, sending.group)
+    def forward(ctx: Any, x: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        return _start(x, exchange.splits, exchange.group)
 
     @staticmethod
     def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor, None]:
-        sending = ctx.sending
-        gradient, sending.gradient = sending.gradient, None  # others hold `sending` for longer
+        exchange = ctx.exchange
+        gradient, exchange.gradient = exchange.gradient, None  # others hold `exchange` for longer
         return _wait(gradient), None
 
 
-class _Arrived(torch.autograd.Function):
+class _WaitForRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sending: Sending) -> Tensor:
-        ctx.sending = sending
+    def forward(ctx: Any, x: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
         return _wait(x).view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        sending = ctx.sending
-        sending.gradient = _start(grad, sending.splits.turned(), sending.group)
+        exchange = ctx.exchange
+        exchange.gradient = _start(grad, exchange.splits.reversed(), exchange.group)
         return grad, None
 
 

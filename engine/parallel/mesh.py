@@ -1,4 +1,4 @@
-"""From degrees to device meshes."""
+"""Sizes of the parallel axes, and the device meshes that they make."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
-"""Axes of the ranks' grid; neighbours in rank differ in the last one first."""
+"""Axes of the device mesh; ranks next to each other differ in the last axis."""
 EXPERT_AXES = ("expert", "expert_tensor")
-"""Axes of the grid that experts are placed on, and attention is not."""
+"""Axes of the mesh over which experts are placed; other parameters have no such axis."""
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many ranks lie along each axis."""
+    """The size of each axis of the mesh."""
 
     pipeline: int = 1
     replicate: int = 1
@@ -29,9 +29,9 @@ class Degrees:
     context: int = 1
     tensor: int = 1
     expert: int = 1
-    """ranks, among those of a stage, that share the experts of a layer"""
+    """ranks of a pipeline stage over which the experts of a layer are divided"""
     expert_tensor: int = 1
-    """ranks, among those of a stage, that share each of these experts; neighbours"""
+    """ranks of a pipeline stage over which the width of each expert is divided"""
 
     @property
     def data(self) -> int:
@@ -39,22 +39,22 @@ class Degrees:
         return self.replicate * self.shard
 
     @property
-    def copies(self) -> int:
-        """Ranks over which the gradients of a parameter's piece are summed."""
+    def dp_cp(self) -> int:
+        """Ranks over which gradients are reduced: data parallel times context parallel."""
         return self.data * self.context
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks that hold all experts of a layer together."""
+        """Ranks over which the experts of a layer are divided."""
         return self.expert * self.expert_tensor
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """The world size."""
         return prod(getattr(self, axis) for axis in AXES)
 
     def coordinate(self, rank: int) -> Degrees:
-        """Return a rank's place along each axis, from 0."""
+        """Return the coordinate of a rank on each axis."""
         among = rank % self.expert_ranks
         place = dict(zip(EXPERT_AXES, divmod(among, self.expert_tensor), strict=True))
         for axis in reversed(AXES):
@@ -62,7 +62,7 @@ class Degrees:
         return Degrees(**place)
 
     def data_rank(self, rank: int) -> int:
-        """Return which of the `data` ranks a rank is."""
+        """Return the data-parallel rank of a global rank."""
         at = self.coordinate(rank)
         return at.replicate * self.shard + at.shard
 
@@ -104,7 +104,7 @@ def uses_fsdp(table: Parallel, degrees: Degrees) -> bool:
     It does so also for mere replicas of weights that tensor parallelism has split, of a pipeline's
     stages, and beside experts that ranks share: DDP does not know them.
     """
-    also = degrees.copies > 1 and (degrees.tensor > 1 or degrees.pipeline > 1)
+    also = degrees.dp_cp > 1 and (degrees.tensor > 1 or degrees.pipeline > 1)
     return is_sharded(table, degrees) or also or degrees.expert_ranks > 1
 
 
@@ -131,7 +131,7 @@ def expert_grid(degrees: Degrees, *, sharded: bool) -> tuple[int, int]:
     """Return how many ranks replicate, and how many shard, each share of the experts."""
     inner = degrees.shard * degrees.context * degrees.tensor if sharded else 1
     shard = inner // gcd(inner, degrees.expert_ranks)
-    return degrees.copies * degrees.tensor // degrees.expert_ranks // shard, shard
+    return degrees.dp_cp * degrees.tensor // degrees.expert_ranks // shard, shard
 
 
 def build_expert_mesh(degrees: Degrees, device_type: str, *, sharded: bool) -> DeviceMesh:

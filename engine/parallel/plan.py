@@ -1,4 +1,4 @@
-"""One rank's view of how all of them share a run."""
+"""The parallelism plan: which ranks hold and compute which part of a model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from . import data
-from .data import Parallelized
-from .finish import reducing
+from .data import ParallelModel
+from .gradient_reduction import make_replicated_reduction, make_tied_reduction
 from .mesh import (
     Degrees,
     build_expert_mesh,
@@ -45,15 +45,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Plan:
-    """How the ranks share a run, and this rank's place in it.
+    """The parallelism plan of a run, from the view of one rank.
 
     Attributes:
         table: the recipe's `[parallel]`.
-        degrees: with -1 settled.
-        rank: this one.
-        device: of this rank.
-        mesh: on which parameters are placed; None where each rank holds them whole.
-        context: how sequences are split; None where they are not.
+        degrees: the size of each axis, with -1 replaced.
+        rank: this rank.
+        device: the device of this rank.
+        mesh: the mesh over which parameters are placed; None: every rank holds them whole.
+        context: splits sequences over the context axis; None without context parallelism.
     """
 
     table: Parallel
@@ -96,15 +96,15 @@ class Plan:
         compute: torch.dtype,
         reduce: torch.dtype,
         costs: EndCosts | None = None,
-    ) -> Pieces:
-        """Split a model (still on `meta`) over ranks, in place; its parameters keep their names.
+    ) -> LocalParts:
+        """Split a model on the meta device over ranks, in place; parameters keep their names.
 
         Args:
-            model: whole.
-            config: its.
-            compute: dtype of gathered weights.
-            reduce: dtype of the reduction of gradients.
-            costs: by which a pipeline's stages are balanced; None: estimated.
+            model: the whole model.
+            config: the model's config.
+            compute: dtype of gathered parameters.
+            reduce: dtype of gradient reduction.
+            costs: measured costs by which pipeline stages are balanced; None: estimated ones.
         """
         layout, stages, cut, width, whole = config.layout, {}, None, 0, set[str]()
         kept = set[str]()
@@ -128,11 +128,13 @@ class Plan:
             whole = split(model, config, self.mesh["tensor"], stored)
         if self.mesh and uses_fsdp(self.table, self.degrees):
             units, sharded = stages.values(), is_sharded(self.table, self.degrees)
-            experts = self._share_experts(model, placed, sharded)
+            experts = self._shard_experts(model, placed, sharded)
             if sharded:
-                kept = self._keep_whole(model, placed, self.mesh)
-            placing = data.placing(model, placed, kept) if self.table.rules else {}
-            data.shard(
+                kept = self._replicate_parameters(model, placed, self.mesh)
+            placement_arguments = (
+                data.fsdp_placement_arguments(model, placed, kept) if self.table.rules else {}
+            )
+            data.apply_fsdp(
                 model,
                 layout,
                 self.table,
@@ -141,21 +143,23 @@ class Plan:
                 compute,
                 reduce,
                 units,
-                placing,
+                placement_arguments,
                 experts,
             )
-        return Pieces(whole, stages, cut, width, kept, layout.embed)
+        return LocalParts(whole, stages, cut, width, kept, layout.embed)
 
-    def _share_experts(
+    def _shard_experts(
         self, model: nn.Module, placed: Mapping[str, Mapping[str, int | None]], sharded: bool
-    ) -> data.Experts | None:
+    ) -> data.ExpertSharding | None:
         if self.degrees.expert_ranks == 1:
             return None
-        from .expert import share_experts
+        from .expert import shard_experts
 
         mesh = build_expert_mesh(self.degrees, self.device.type, sharded=sharded)
-        modules = share_experts(model, mesh, self.degrees, placed)
-        return data.Experts(mesh, modules, data.placing(model, placed, ())["shard_placement_fn"])
+        modules = shard_experts(model, mesh, self.degrees, placed)
+        return data.ExpertSharding(
+            mesh, modules, data.fsdp_placement_arguments(model, placed, ())["shard_placement_fn"]
+        )
 
     def _place(self, model: LanguageModel, config: ModelConfig) -> dict[str, dict[str, int | None]]:
         """Return the dims that are cut of each parameter of a model that is whole as yet.
@@ -168,79 +172,79 @@ class Plan:
         found = locate(shapes, config, self.table, self.degrees)
         return {each.name: each.place for each in found}
 
-    def _keep_whole(
+    def _replicate_parameters(
         self, model: nn.Module, placed: Mapping[str, Mapping[str, int | None]], mesh: DeviceMesh
     ) -> set[str]:
         """Let every rank store what no axis cuts, where FSDP would cut it; return their names."""
         names = {name for name, _ in model.named_parameters() if placed[name]["shard"] is None}
         if names:
-            from .tensor.weights import keep_whole
+            from .tensor.weights import replicate_parameters
 
             axes = ("replicate", "shard", "tensor")
             used = tuple(axis for axis in axes if axis == "shard" or mesh[axis].size() > 1)
-            keep_whole(model, names, mesh[used])
+            replicate_parameters(model, names, mesh[used])
         return names
 
     def parallelize(
         self,
         model: LanguageModel,
-        pieces: Pieces,
+        parts: LocalParts,
         reduce: torch.dtype,
         *,
         seq_len: int,
         micro_batches: int,
-    ) -> Parallelized:
-        """Return the model ready for training, its parameters in place on the device.
+    ) -> ParallelModel:
+        """Wrap a split model for training, once its parameters are on the device.
 
         Args:
-            model: split already.
-            pieces: how.
-            reduce: dtype of the reduction of gradients.
-            seq_len: of the data.
-            micro_batches: into how many a pipeline cuts the rows of a step.
+            model: the model that `split` was applied to.
+            parts: what `split` returned.
+            reduce: dtype of gradient reduction.
+            seq_len: tokens per row of the data.
+            micro_batches: micro batches of one optimizer step in a pipeline.
         """
         found = data.parallelize(model, self.table, self.degrees, self.device, reduce)
         if self.mesh is None:
             return found
-        whole = [w for name, w in model.named_parameters() if name in pieces.whole]
-        kept = [w for name, w in model.named_parameters() if name in pieces.kept]
-        finish = [reducing(whole, kept, self.mesh, self.device)]
-        if pieces.cut is not None:
+        whole = [w for name, w in model.named_parameters() if name in parts.whole]
+        kept = [w for name, w in model.named_parameters() if name in parts.kept]
+        finish = [make_replicated_reduction(whole, kept, self.mesh, self.device)]
+        if parts.cut is not None:
             from .pipeline.pipeline import Pipeline
 
             group, place = self.mesh.get_group("pipeline"), self.mesh.get_local_rank("pipeline")
-            other = pieces.cut.other_end(place)
+            other = parts.cut.other_end(place)
             if other is not None:
-                from .tied import summing_with
-
-                tied = tuple(model.get_submodule(pieces.embed).parameters())
-                finish.append(summing_with(other, tied, group, self.device))
-                found = replace(found, counted_elsewhere=tied if other < place else ())
+                tied = tuple(model.get_submodule(parts.embed).parameters())
+                finish.append(make_tied_reduction(other, tied, group, self.device))
+                found = replace(found, duplicate_parameters=tied if other < place else ())
             table = self.table.pipelining
             length = seq_len // self.degrees.context // self.degrees.tensor
             pipeline = Pipeline(
-                pieces.stages,
-                pieces.cut,
+                parts.stages,
+                parts.cut,
                 group,
                 self.device,
                 read_schedule(Path(table.csv)) if table.csv else table.schedule,
                 micro_batches,
-                torch.empty(1, length, pieces.width, dtype=model.compute_dtype, device="meta"),
+                torch.empty(1, length, parts.width, dtype=model.compute_dtype, device="meta"),
             )
             found = replace(found, pipeline=pipeline)
-        return replace(found, finish_gradients=finish, late={*whole, *kept})
+        return replace(found, post_backward_reductions=finish, manually_reduced={*whole, *kept})
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """What a rank has of a model.
+class LocalParts:
+    """What this rank holds of a model.
 
     Attributes:
-        whole: weights whose gradients are to be summed over the tensor axis.
-        stages: of the pipeline, by number.
-        cut: into stages; None without a pipeline.
-        width: of the hidden states that pass between them.
-        kept: weights that FSDP ignores: their gradients are to be averaged over the data axes.
+        whole: names of parameters that are replicated over the tensor axis, whose gradients must be
+            summed over it.
+        stages: this rank's pipeline stages by number.
+        cut: how blocks are divided into stages; None without pipeline parallelism.
+        width: size of the hidden states that stages send each other.
+        kept: names of parameters that FSDP ignores, whose gradients must be averaged over the data
+            axes.
         embed: path of the embedding.
     """
 

@@ -1,4 +1,4 @@
-"""What a resumed run may change about its recipe, and what needs a word."""
+"""Which recipe keys may change when a run resumes, and which need `--allow-changed`."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def require_unchanged(
         keys = ",".join(key for key, _, _ in changes)
         problems.append(
             Problem(
-                "the recipe would train something else than the checkpoint that it resumes",
-                hint=f"to go on all the same, add --allow-changed {keys}",
+                "this recipe differs from the checkpoint's in keys that change training",
+                hint=f"to resume anyway, add --allow-changed {keys}",
             )
         )
         raise RecipeError(problems)

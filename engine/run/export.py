@@ -99,7 +99,7 @@ def _export(parts: Assembled, folder: Path, group: ProcessGroup | None) -> None:
     saved = parts.model.saved_buffers()
     to_hf = parts.model_config.layout.to_hf
     weights |= {name: buffer for name, buffer in saved.items() if to_hf(name)}
-    copies = set(map(id, parts.parallelized.counted_elsewhere))
+    copies = set(map(id, parts.parallel_model.duplicate_parameters))
     for name, weight in parts.model.named_parameters():
         if id(weight) in copies:
             del weights[name]

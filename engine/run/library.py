@@ -27,7 +27,7 @@ class Result:
     directory: Path
     """`recipe.toml`, `metrics.jsonl`, `checkpoints/`"""
     finished: bool
-    """False: a signal asked it to stop; it saved, and training again goes on"""
+    """False: a signal asked it to stop; it saved, and training again resumes"""
 
     @property
     def rows(self) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ def refuse_other_data(saved: Manifest, parts: Assembled, allowed: Sequence[str])
         Problem(
             f"the content changed since the checkpoint of step {saved.step}: was {old}, is {new}",
             key=key,
-            hint=f"`--allow-changed {key}` goes on all the same",
+            hint=f"`--allow-changed {key}` resumes anyway",
         )
         for key, (old, new) in found.items()
         if old != new and key not in allowed

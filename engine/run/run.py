@@ -168,7 +168,9 @@ class Session:
             if outcome == "stopped":
                 state.outcome = outcome
                 self.stop.finish()
-                self.progress.note(f"stopped after step {position.step}, saved; run again to go on")
+                self.progress.note(
+                    f"stopped after step {position.step}, saved; run again to resume"
+                )
                 return ExitCode.STOPPED_AND_SAVED
             self._tell_end(outcome, position, state.warnings)
             self._export(parts, position.step, store.group)
@@ -260,7 +262,7 @@ class Session:
                 self.progress.note(f"exported {folder}")
 
     def _find_start(self, store: CheckpointStore) -> Found | None:
-        """Return the checkpoint to go on from, as `run.resume` says."""
+        """Return the checkpoint to resume from, as `run.resume` says."""
         resume = self.recipe.run.resume
         if resume not in ("auto", "never"):
             return find_checkpoint(Path(resume), store.group)

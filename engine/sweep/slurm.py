@@ -37,7 +37,7 @@ def array_script(
             "What your cluster wants besides goes here or on the command line of sbatch, such as",
             f"  sbatch --partition=gpu --gpus-per-task=1 --time=04:00:00 {script}",
             f"SIGTERM comes {SECONDS_TO_SAVE} s before the time limit: the run saves and ends with",
-            "75, and goes on from there when its element starts again.",
+            "75, and resumes from there when its element starts again.",
         ],
         job="${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}",
     )

@@ -64,7 +64,7 @@ class Balance:
         self._rows, self._same = rows, degrees.world // degrees.data
         # DDP and FSDP average over copies, and ranks that share a sequence have a mean each.
         self._shares = rows * degrees.context * degrees.tensor
-        self._factor = degrees.copies / self._shares
+        self._factor = degrees.dp_cp / self._shares
 
     @property
     def exists(self) -> bool:

@@ -43,7 +43,7 @@ def validate(parts: Parts, stop: StopFlag | None = None) -> dict[str, float]:
             parts.step.loss,
             parts.device,
             parts.degrees,
-            parts.parallelized.pipeline,
+            parts.parallel_model.pipeline,
             sources,
             count_bytes(parts.validation, parts.tokenizer),
         )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..data.loader import Loader
     from ..launch.environment import World
     from ..optim.configs import ScheduleConfig
-    from ..parallel.data import Parallelized
+    from ..parallel.data import ParallelModel
     from ..parallel.mesh import Degrees
     from ..tokenizers.tokenizer import Tokenizer
     from .average import WeightAverage
@@ -43,7 +43,7 @@ class Parts:
     tokenizer: Tokenizer
     data: OpenedData
     degrees: Degrees
-    parallelized: Parallelized
+    parallel_model: ParallelModel
     optimizer: torch.optim.Optimizer
     average: WeightAverage | None
     step: TrainStep
@@ -64,7 +64,7 @@ class Parts:
     @property
     def model(self) -> LanguageModel:
         """The bare module."""
-        return self.parallelized.model
+        return self.parallel_model.model
 
 
 @dataclass

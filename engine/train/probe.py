@@ -109,10 +109,10 @@ class Probe:
 
     def __init__(self, step: TrainStep, layout: Layout) -> None:
         self._step = step
-        self._layers = layers_of(step.parallelized.model, layout)
+        self._layers = layers_of(step.parallel_model.model, layout)
         self.found = {name: LayerSums() for name in self._layers}
         # Gradients are of the loss times these: see `TrainStep.accumulate`.
-        self._unscale = 1 / (step.scale.value * step.degrees.copies)
+        self._unscale = 1 / (step.scale.value * step.degrees.dp_cp)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -143,10 +143,10 @@ class Probe:
         self.found[name].gradients.add(measure(gradient * self._unscale))
 
     def _take_weights(self) -> None:
-        parallelized, degrees = self._step.parallelized, self._step.degrees
+        parallel_model, degrees = self._step.parallel_model, self._step.degrees
         holders = degrees.world // degrees.pipeline
-        elsewhere = set(map(id, parallelized.counted_elsewhere))
-        for name, weight in parallelized.model.named_parameters():
+        elsewhere = set(map(id, parallel_model.duplicate_parameters))
+        for name, weight in parallel_model.model.named_parameters():
             if weight.grad is not None and id(weight) not in elsewhere:
                 layer = owner_of(name, self.found)
                 sums = measure(weight.grad, num_parts(weight.grad) / holders)

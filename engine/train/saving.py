@@ -208,7 +208,7 @@ class Saver:
         heartbeat.enter("resume")
         if manifest.contents != "full":
             raise CheckpointError(
-                f"{path} holds weights only: a run cannot go on from it",
+                f"{path} holds weights only: a run cannot resume from it",
                 "start a new run with run.init_from",
             )
         parts, rank = self._parts, self._parts.world.rank

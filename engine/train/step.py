@@ -16,7 +16,7 @@ from ..loss.record import count_tokens, forward_loss
 from ..observe.observer import Mean
 from ..observe.phases import Phase, no_phase
 from ..optim.lean import plain_step
-from ..parallel.data import Parallelized
+from ..parallel.data import ParallelModel
 from ..parallel.mesh import Degrees
 from ..precision.dtypes import LossScale
 from .balance import Balance
@@ -55,7 +55,7 @@ class TrainStep:
     divided by the count over all ranks.
     """
 
-    parallelized: Parallelized
+    parallel_model: ParallelModel
     optimizer: torch.optim.Optimizer
     loss: LossFunction
     clip_norm: float
@@ -90,13 +90,15 @@ class TrainStep:
         batches = [batch.to(self.device) for batch in batches]
         num_sources = len(self.sources)
         counts = torch.stack([count_tokens(batch, num_sources) for batch in batches]).sum(0)
-        self._sum_over_ranks(counts, self.degrees.world // self.degrees.copies)
+        self._sum_over_ranks(counts, self.degrees.world // self.degrees.dp_cp)
         tokens, *source_tokens = counts.unbind()
-        # DDP and FSDP average over ranks; we want the sum.
-        factor = self.scale.value * self.degrees.copies / tokens.clamp(min=1)
+        # Each loss is a sum over valid tokens, of which micro batches and ranks hold unequal
+        # numbers: it is divided by the global count. DDP and FSDP also divide gradients by the
+        # number of ranks that they reduce over, which is undone here and nowhere else.
+        factor = self.scale.value * self.degrees.dp_cp / tokens.clamp(min=1)
         masks = [batch.padding_mask for batch in batches]
         self.balance.start(self.scale.value, masks, self._sum_over_ranks)
-        if pipeline := self.parallelized.pipeline:
+        if pipeline := self.parallel_model.pipeline:
             with self.phase("pipeline"):
                 sums = pipeline.forward_backward(batches, self.loss, factor, num_sources)
         else:
@@ -105,7 +107,7 @@ class TrainStep:
         if self.balance.exists:
             self.balance.collect(self._sum_over_ranks)
         with self.phase("clip"):
-            for finish in self.parallelized.finish_gradients:
+            for finish in self.parallel_model.post_backward_reductions:
                 finish()
             norm = self.in_backward.finish() if self.in_backward else self._clip()
         total = sums[0] / tokens.clamp(min=1)
@@ -117,9 +119,9 @@ class TrainStep:
         num_sources = len(self.sources)
         sums = torch.zeros(2 + num_sources, device=self.device)
         for number, batch in enumerate(batches, 1):
-            self.parallelized.reduce_gradients(number == len(batches))
+            self.parallel_model.set_gradient_sync(number == len(batches))
             with self.phase("forward"):
-                forward = self.parallelized.forward
+                forward = self.parallel_model.forward
                 loss, parts = forward_loss(forward, batch, self.loss, num_sources)
             if self.in_backward:
                 self.before_update()
@@ -144,7 +146,7 @@ class TrainStep:
         parts = [local(weight.grad) for weight in weights]
         if self.scale.dynamic:
             torch._foreach_mul_(parts, 1 / self.scale.value)
-        elsewhere = set(map(id, self.parallelized.counted_elsewhere))
+        elsewhere = set(map(id, self.parallel_model.duplicate_parameters))
         counted = [
             (weight.grad, part)
             for weight, part in zip(weights, parts, strict=True)
@@ -181,4 +183,4 @@ class TrainStep:
 
     def clear(self) -> None:
         """Drop the gradients, or make them zero where they have a place of their own."""
-        self.optimizer.zero_grad(set_to_none=not self.parallelized.keeps_gradients)
+        self.optimizer.zero_grad(set_to_none=not self.parallel_model.owns_gradient_buffers)

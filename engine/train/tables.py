@@ -40,7 +40,7 @@ class Resilience(Table):
 
     non_finite: Literal["stop", "skip", "rollback"] = "stop"
     """a NaN or infinite loss or gradient: "stop" the run, "skip" the step, or "rollback" to the
-    newest checkpoint and go on after the data that led there"""
+    newest checkpoint and resume after the data that led there"""
     spike: Literal["off", "warn", "skip", "rollback"] = "warn"
     """a loss or gradient norm far above those of the steps before: do nothing, "warn", "skip" the
     step, or "rollback" to the newest checkpoint and resume after the data that led there"""

@@ -38,7 +38,7 @@ class Experts(nn.Module):
         self.product = kernels.grouped_gemm
         self.activation = kernels.swiglu
 
-    def begin(self, rows: Tensor, weight: Tensor, offs: Tensor) -> tuple[Any, ...]:
+    def dispatch(self, rows: Tensor, weight: Tensor, offs: Tensor) -> tuple[Any, ...]:
         """Return what `forward` is called with; where ranks share experts, rows leave for theirs.
 
         Args:
@@ -140,7 +140,7 @@ class MoE(nn.Module):
         # cleared before it is copied to rows, and after they are summed.
         x_TD = _cleared(x_BSD.flatten(0, 1), is_padding_T1)
         rows_MD, weight_M = self._sorted(x_TD, _cleared(weight_TA, is_padding_T1), plan)
-        leaving = self.experts.begin(rows_MD, weight_M, plan.offs)
+        leaving = self.experts.dispatch(rows_MD, weight_M, plan.offs)
         shared_BSD = None if self.shared is None else self.shared(x_BSD)  # while rows travel
         out_TD = self._combined(self.experts(*leaving), plan)
         out_BSD = _cleared(out_TD, is_padding_T1).view_as(x_BSD)

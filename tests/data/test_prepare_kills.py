@@ -80,7 +80,7 @@ def test_a_full_disk_is_named_and_the_same_command_goes_on(tmp_path: Path) -> No
     _, errors = process.communicate()
     assert process.returncode == 3, errors
     assert f"cannot write tokens to {tmp_path / 'out'}: File too large" in errors
-    assert "the same command goes on" in errors
+    assert "the same command resumes" in errors
     assert parts_of(tmp_path / "out")
     process = command(*arguments)
     assert process.wait() == 0

@@ -102,7 +102,7 @@ def recorded(recipe):
         step.accumulate(batches)
         step.update(1.0)
         step.clear()
-    model = step.parallelized.model
+    model = step.parallel_model.model
     state = [value for held in step.optimizer.state.values() for value in held.values()]
     tensors = [*model.parameters(), *model.buffers(), *state]
     if step.degrees.data > 1:  # DDP's buckets, whose views the gradients are, stay

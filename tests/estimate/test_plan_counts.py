@@ -74,7 +74,7 @@ def counted(name):
 
 
 def model_of(step):
-    return step.parallelized.model.named_parameters()
+    return step.parallel_model.model.named_parameters()
 
 
 def torch_counts(step, recipe, plan, name):

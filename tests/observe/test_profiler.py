@@ -105,7 +105,7 @@ def test_time_is_found_in_the_phase_where_it_passes(recipe, monkeypatch):
     clock = Ticking()
     monkeypatch.setattr(HostClock, "mark", lambda self: clock.mark())
     parts = assemble(recipe())
-    step, loader, head = parts.step, parts.loader, parts.step.parallelized.model.head
+    step, loader, head = parts.step, parts.loader, parts.step.parallel_model.model.head
     loader.step = clock.slow(loader.step, 0.03)
     head.forward = clock.slow(head.forward, 0.01)
     step._apply = clock.slow(step._apply, 0.05)

@@ -134,7 +134,7 @@ def test_what_a_part_costs_is_measured():
 
 def measured_ends(recipe):
     parts = assembled(recipe)
-    return parts.parallelized.pipeline.cut.ends, parts.notes
+    return parts.parallel_model.pipeline.cut.ends, parts.notes
 
 
 def test_all_ranks_cut_where_rank_0_measured():

@@ -6,7 +6,7 @@ import torch
 from tests.cases import also
 from tests.distributed import run_ranks
 from tests.model_zoo.peers import SIZES
-from trainer.engine.parallel.data import shard
+from trainer.engine.parallel.data import apply_fsdp
 from trainer.engine.parallel.materialize import materialize, without_storage
 from trainer.engine.parallel.mesh import Degrees, build_mesh
 from trainer.engine.parallel.tables import Parallel
@@ -25,7 +25,7 @@ def loss_and_gradients(world, tied, compute):
     model.compute_dtype = compute
     if world > 1:
         mesh = build_mesh(Degrees(shard=world), "cpu", sharded=True)
-        shard(model, config.layout, Parallel(), mesh, CPU, compute, torch.float32)
+        apply_fsdp(model, config.layout, Parallel(), mesh, CPU, compute, torch.float32)
     materialize(model, CPU, seed=3)
     for step in range(2):
         x = torch.randint(0, 61, (2, 17), generator=torch.Generator().manual_seed(step))

@@ -82,8 +82,8 @@ def test_the_refusal_lists_old_and_new_and_the_word_that_allows_it(dump):
     assert caught.value.render() == (
         "error: data.seq_len: is 64, and 256 in the checkpoint\n"
         "error: run.seed: is 3, and 0 in the checkpoint\n"
-        "error: the recipe would train something else than the checkpoint that it resumes; "
-        "to go on all the same, add --allow-changed data.seq_len,run.seed"
+        "error: this recipe differs from the checkpoint's in keys that change training; "
+        "to resume anyway, add --allow-changed data.seq_len,run.seed"
     )
 
 

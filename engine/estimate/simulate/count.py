@@ -68,7 +68,7 @@ def count_step(step: TrainStep, batches: Sequence[Batch], rank: int) -> Counts:
         batches: what it computes.
         rank: this one.
     """
-    model = step.parallelized.model
+    model = step.parallel_model.model
     counter = StepCounter(Listener(step.degrees, rank))
     with counter:
         step.set_rate(1.0)

@@ -138,14 +138,14 @@ class RankCounter:
             plan,
         ):
             counts = count_step(step, step_batches(simulated, step, plan), rank)
-            if plan.mesh is None and self.degrees.copies > 1:
+            if plan.mesh is None and self.degrees.dp_cp > 1:
                 _add_ddp(counts, simulated, step)
         return counts
 
 
 def step_batches(recipe: Recipe, step: TrainStep, plan: Plan) -> list[Batch]:
     """Return what a rank computes in a step, of no content."""
-    model = step.parallelized.model
+    model = step.parallel_model.model
     return [plan.take(each, model) for each in empty_batches(recipe, *rows_of(recipe, step))]
 
 
@@ -177,7 +177,7 @@ def _add_ddp(counts: Counts, recipe: Recipe, step: TrainStep) -> None:
     width = torch.bfloat16.itemsize if recipe.precision.reduce == "bf16" else None
     size = sum(
         each.numel() * (width or each.dtype.itemsize)
-        for each in step.parallelized.model.parameters()
+        for each in step.parallel_model.model.parameters()
         if each.requires_grad
     )
     axes = tuple(axis for axis in AXES if getattr(step.degrees, axis) > 1)

@@ -20,7 +20,7 @@ from ...assemble.assemble import build_model, build_step
 from ...core.errors import RecipeError
 from ...core.local import local
 from ...parallel import data, expert
-from ...parallel.data import Parallelized
+from ...parallel.data import ParallelModel
 from ...parallel.materialize import materialize
 from ...parallel.mesh import is_sharded, resolve_degrees, uses_fsdp
 from ...parallel.pipeline.cut import SPLIT_BACKWARD, cut_blocks, num_micro_batches
@@ -173,7 +173,7 @@ class _Shortened:
                 recipe,
                 step,
                 plan.take,
-                keeps_gradients=plan.degrees.copies > 1 and plan.mesh is None,
+                owns_gradient_buffers=plan.degrees.dp_cp > 1 and plan.mesh is None,
                 on_gpu=self.on_gpu,
                 left=left * self.rows,
             )
@@ -187,7 +187,7 @@ class _Shortened:
 
 
 def _gathered_bytes(recipe: Recipe, step: TrainStep) -> int:
-    model, degrees = step.parallelized.model, step.degrees
+    model, degrees = step.parallel_model.model, step.degrees
     blocks = model.get_submodule(recipe.model.layout.blocks).children()
     local_counts = [sum(local(each).numel() for each in block.parameters()) for block in blocks]
     sharded = degrees.shard * degrees.context if is_sharded(recipe.parallel, degrees) else 1
@@ -238,10 +238,10 @@ def simulated_step(
             yield recipe, build_step(recipe, built, plan), plan
 
 
-def _without_ddp(model: LanguageModel, device: torch.device, reduce: torch.dtype) -> Parallelized:
+def _without_ddp(model: LanguageModel, device: torch.device, reduce: torch.dtype) -> ParallelModel:
     """Return what DDP would, without its reducer, which looks into tensors."""
     del device, reduce
-    return Parallelized(model, model, lambda last: None)
+    return ParallelModel(model, model, lambda last: None)
 
 
 @contextmanager

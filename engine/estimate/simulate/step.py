@@ -40,7 +40,7 @@ def track(
     take: Callable[[Batch, LanguageModel], Batch],
     *,
     steps: int = 1,
-    keeps_gradients: bool = False,
+    owns_gradient_buffers: bool = False,
     on_gpu: bool = False,
     left: int = 0,
 ) -> MemoryTracker:
@@ -51,19 +51,19 @@ def track(
         step: of this rank.
         take: what this rank computes of the rows that its group reads; see `Plan.take`.
         steps: how many; before a single one the optimizer gets its state.
-        keeps_gradients: memory for gradients is never given back, as under DDP.
+        owns_gradient_buffers: memory for gradients is never given back, as under DDP.
         on_gpu: what is offloaded does not count.
         left: rows that the step is lacking: they are held, but not computed.
     """
     watched = _Watched(recipe, step, on_gpu)
     share, rows = rows_of(recipe, step)
-    model = step.parallelized.model
+    model = step.parallel_model.model
     with MemoryTracker() as tracker:
         watched.begin(tracker)
         if steps == 1:
             watched.prime(tracker)
         for _ in range(steps):
-            if keeps_gradients:
+            if owns_gradient_buffers:
                 watched.make_gradients(tracker)
             with tracker.labelled(BATCH):
                 every = (empty_batches(recipe, many, rows) for many in (share, left))
@@ -79,7 +79,7 @@ class _Watched:
     """A step whose parts and blocks tell a tracker where they begin."""
 
     def __init__(self, recipe: Recipe, step: TrainStep, on_gpu: bool) -> None:
-        self.step, self.model = step, step.parallelized.model
+        self.step, self.model = step, step.parallel_model.model
         self.offloaded = on_gpu and recipe.parallel.fsdp.offload
         self.weights = [each for each in self.model.parameters() if each.requires_grad]
         self.average = WeightAverage(self.model, recipe.ema) if recipe.ema.decay else None
@@ -129,7 +129,7 @@ class _Watched:
         self.step.clear()
 
     def _watch_blocks(self, tracker: MemoryTracker) -> None:
-        pipeline = self.step.parallelized.pipeline
+        pipeline = self.step.parallel_model.pipeline
         blocks = dict(self.model.get_submodule(self.blocks).named_children())
         stages = (
             {
@@ -193,7 +193,7 @@ def _labelled(loss: LossFunction, tracker: MemoryTracker) -> LossFunction:
 def rows_of(recipe: Recipe, step: TrainStep) -> tuple[int, int]:
     """Return a rank's rows of a step, and how many a batch has: a pipeline cuts one of all."""
     share = recipe.data.global_batch // step.degrees.data
-    return share, share if step.parallelized.pipeline else min(recipe.data.micro_batch, share)
+    return share, share if step.parallel_model.pipeline else min(recipe.data.micro_batch, share)
 
 
 def empty_batches(recipe: Recipe, share: int, rows: int) -> list[Batch]:

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from ....kernels.choose import Kernels
 from ....model_zoo.layers.moe import moe_layers
 from ...data.batch import Batch
-from ..collectives import gather, summed
+from ..collectives import all_gather, all_reduce_no_grad
 from .ring import ring_attention
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class ContextParallel:
         """Let routers count a sequence's choices of experts on all ranks that have a part of it."""
         model.own_positions = lambda whole: torch.cat(self._mine(whole), dim=1)
         for layer in moe_layers(model).values():
-            layer.router.sum_of_sequence = partial(summed, group=self.group)
+            layer.router.sum_of_sequence = partial(all_reduce_no_grad, group=self.group)
 
     def _mine(self, x: Tensor, dim: int = 1) -> list[Tensor]:
         pieces = x.chunk(2 * self.ranks, dim)
@@ -100,7 +100,7 @@ class ContextParallel:
         **reach: Any,
     ) -> Tensor:
         """Attend from this rank's queries, [B, S / C, H, K], to all keys before them."""
-        found = gather(torch.cat([key, value], -1), 1, self.group)
+        found = all_gather(torch.cat([key, value], -1), 1, self.group)
         widths = [key.shape[-1], value.shape[-1]]
         key, value = map(self._in_order, torch.split(found, widths, -1))
         length = query.shape[1] // 2

@@ -1,8 +1,8 @@
 """Tensor and sequence parallelism (arXiv:1909.08053, arXiv:2205.05198): matrices are split over
 ranks, and between them the residual stream is, along the sequence.
 
-Modules keep computing on plain tensors, see `weights`. Collectives stand where the stream enters
-(after a norm) and leaves (after a sum).
+Modules keep computing with plain tensors, see `weights`. The sequence is all-gathered after a norm
+and reduce-scattered after a matmul whose weight is split by rows.
 """
 
 from __future__ import annotations
@@ -21,9 +21,21 @@ from ....kernels.choose import Kernels
 from ....kernels.cross_entropy import reference
 from ....kernels.cross_entropy.reference import IGNORED
 from ....model_zoo.layers.moe import moe_layers
-from ..collectives import gather, gathered, scatter, summed
+from ..collectives import (
+    all_gather,
+    all_gather_no_grad,
+    all_reduce_no_grad,
+    reduce_scatter,
+)
 from ..placement import CUT_DIMS, used_dim
-from .weights import Use, Weights, adopt, lay_out, placement, used
+from .weights import (
+    LocalView,
+    LocalViews,
+    distribute_parameter,
+    install_local_views,
+    local_parameter,
+    placement,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -54,39 +66,43 @@ def split(
     whole = set()
     layers = moe_layers(model).values()
     # A mixture of experts works on its rank's part of the sequence.
-    model.own_positions = partial(_own_part, model.own_positions, mesh=mesh)
+    model.own_positions = partial(_slice_sequence, model.own_positions, mesh=mesh)
     inside = {layer.norm for layer in layers}
     for layer in layers:
         count, group = layer.router.sum_of_sequence, mesh.get_group()
-        layer.router.sum_of_sequence = partial(_counted, count, group=group)
+        layer.router.sum_of_sequence = partial(_count_over_ranks, count, group=group)
     for path, module in list(model.named_modules()):
-        uses, style = {}, ""
+        local_views, style = {}, ""
         for key, weight in list(module.named_parameters(recurse=False)):
             name = f"{path}.{key}"
             if name not in stored:
                 continue
             style, used = used_dim(name, config, mesh.size())
-            uses[key] = _use(tuple(weight.shape), key, style, stored[name], used, config, mesh)
-            lay_out(module, key, mesh, [placement(stored[name])])
+            local_views[key] = _local_view(
+                tuple(weight.shape), key, style, stored[name], used, config, mesh
+            )
+            distribute_parameter(module, key, mesh, [placement(stored[name])])
             if stored[name] is None:
                 whole.add(name)
-        if uses:
-            _adapt(module, "whole" if module in inside else style, uses, mesh)
+        if local_views:
+            _wrap_module(module, "whole" if module in inside else style, local_views, mesh)
     if head := dict(model.named_modules()).get(config.layout.head):  # not in a pipeline's middle
-        joined = partial(_join_logits, vocab_size=config.vocab, group=mesh.get_group())
+        joined = partial(_gather_logits, vocab_size=config.vocab, group=mesh.get_group())
         head.register_forward_hook(joined)
     return whole
 
 
-def _own_part(own: Callable[[Tensor], Tensor], whole: Tensor, mesh: DeviceMesh) -> Tensor:
+def _slice_sequence(own: Callable[[Tensor], Tensor], whole: Tensor, mesh: DeviceMesh) -> Tensor:
     return own(whole).chunk(mesh.size(), SEQUENCE)[mesh.get_local_rank()]
 
 
-def _counted(count: Callable[[Tensor], Tensor], chosen: Tensor, group: ProcessGroup) -> Tensor:
-    return summed(count(chosen), group)
+def _count_over_ranks(
+    count: Callable[[Tensor], Tensor], chosen: Tensor, group: ProcessGroup
+) -> Tensor:
+    return all_reduce_no_grad(count(chosen), group)
 
 
-def _use(
+def _local_view(
     shape: tuple[int, ...],
     key: str,
     style: str,
@@ -94,46 +110,56 @@ def _use(
     used: int | None,
     config: ModelConfig,
     mesh: DeviceMesh,
-) -> Use:
+) -> LocalView:
     group, ranks, rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
     joined = stored if stored != used else None
     if style == "key_value" and used is None and key in CUT_DIMS[style]:
         # Fewer heads than ranks: several ranks compute the same one.
         heads = int(config.n_kv_heads)  # type: ignore[attr-defined]
         width = shape[0] // heads
-        return Use(group, joined, (0, rank * heads // ranks * width, width))
+        return LocalView(group, joined, (0, rank * heads // ranks * width, width))
     if used is None or used == stored:
-        return Use(group, joined)
-    rows = rows_a_rank(shape[used], ranks)
+        return LocalView(group, joined)
+    rows = rows_per_rank(shape[used], ranks)
     start = min(rows * rank, shape[used])
-    return Use(group, joined, (used, start, min(rows, shape[used] - start)))
+    return LocalView(group, joined, (used, start, min(rows, shape[used] - start)))
 
 
-def _adapt(module: nn.Module, style: str, uses: dict[str, Use], mesh: DeviceMesh) -> None:
-    """Let a module see its pieces, and give it the collective of its style."""
+def _wrap_module(
+    module: nn.Module, style: str, local_views: dict[str, LocalView], mesh: DeviceMesh
+) -> None:
+    """Let a module compute with its local shards, and add the collective of its style."""
     if style == "vocabulary":
-        rows = rows_a_rank(len(cast(Tensor, module._parameters["weight"])), mesh.size())
-        adopt(module, uses, _SplitEmbedding)
+        rows = rows_per_rank(len(cast(Tensor, module._parameters["weight"])), mesh.size())
+        install_local_views(module, local_views, _SplitEmbedding)
         cast(_SplitEmbedding, module).first_row = rows * mesh.get_local_rank()
     else:
-        adopt(module, uses)
+        install_local_views(module, local_views)
     if hook := HOOKS.get(style):
         module.register_forward_hook(partial(hook, group=mesh.get_group()))
 
 
-def _enter(_module: nn.Module, _args: Any, out: Tensor, group: ProcessGroup) -> Tensor:
-    return gather(out, SEQUENCE, group)
+def _all_gather_sequence(
+    _module: nn.Module, _args: Any, out: Tensor, group: ProcessGroup
+) -> Tensor:
+    return all_gather(out, SEQUENCE, group)
 
 
-def _leave(_module: nn.Module, _args: Any, out: Tensor, group: ProcessGroup) -> Tensor:
-    return scatter(out, SEQUENCE, group)
+def _reduce_scatter_sequence(
+    _module: nn.Module, _args: Any, out: Tensor, group: ProcessGroup
+) -> Tensor:
+    return reduce_scatter(out, SEQUENCE, group)
 
 
-HOOKS: dict[str, Callable[..., Tensor]] = {"norm": _enter, "rows": _leave, "vocabulary": _leave}
+HOOKS: dict[str, Callable[..., Tensor]] = {
+    "norm": _all_gather_sequence,
+    "rows": _reduce_scatter_sequence,
+    "vocabulary": _reduce_scatter_sequence,
+}
 """word of `Layout.tensor` -> what is done with a module's output"""
 
 
-def _join_logits(
+def _gather_logits(
     _module: nn.Module, _args: Any, out: Tensor, vocab_size: int, group: ProcessGroup
 ) -> Tensor:
     if not out.ndim:  # the loss
@@ -142,30 +168,30 @@ def _join_logits(
         raise RuntimeError(
             "logits of a split vocabulary have no gradient: let the model compute the loss"
         )
-    missing = rows_a_rank(vocab_size, group.size()) - out.shape[-1]
-    return gathered(F.pad(out, (0, missing)), WIDTH, group)[..., :vocab_size]
+    missing = rows_per_rank(vocab_size, group.size()) - out.shape[-1]
+    return all_gather_no_grad(F.pad(out, (0, missing)), WIDTH, group)[..., :vocab_size]
 
 
-class _SplitEmbedding(Weights):
+class _SplitEmbedding(LocalViews):
     """Looks up the tokens whose rows this rank holds; the others become zero."""
 
     first_row: int
 
     def forward(self, tokens: Tensor) -> Tensor:
-        weight = used(self, "weight")
+        weight = local_parameter(self, "weight")
         row = tokens - self.first_row
         is_here = (row >= 0) & (row < len(weight))
         return F.embedding(row.where(is_here, 0), weight) * is_here.unsqueeze(-1)
 
 
-def rows_a_rank(rows: int, ranks: int) -> int:
+def rows_per_rank(rows: int, ranks: int) -> int:
     """Return how many rows each rank holds; the last ones may hold fewer, as torch.chunk cuts."""
     return -(-rows // ranks)
 
 
 def split_vocabulary(kernels: Kernels, vocab_size: int, mesh: DeviceMesh) -> Kernels:
     """Return kernels whose cross entropy takes this rank's rows of the head's weight."""
-    first = rows_a_rank(vocab_size, mesh.size()) * mesh.get_local_rank()
+    first = rows_per_rank(vocab_size, mesh.size()) * mesh.get_local_rank()
     inner = partial(_replace_by_gradient, first=first, group=mesh.get_group())
     loss = partial(reference.linear_cross_entropy, inner=inner, is_split=True)
     reasons = {**kernels.reasons, "linear_cross_entropy": "torch: the vocabulary is split"}

@@ -1,5 +1,7 @@
-"""Modules that compute on plain tensors while their weights are DTensors: a class with properties
-hands out the piece that the module needs, whatever its rank stores.
+"""Modules that compute with plain tensors while their parameters are DTensors.
+
+A module's class is replaced by a subclass in which a property of the parameter's name returns the
+local tensor that the module computes with.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from ..collectives import gather
+from ..collectives import all_gather
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -23,83 +25,90 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Use:
-    """How a module gets from what its rank stores of a parameter to what it computes with.
+class LocalView:
+    """Maps a parameter's local shard to the plain tensor that its module computes with.
 
-    Gradients take the same way back. Where a rank uses a piece of what it stores whole, the
-    gradient is zero outside of it.
+    The backward pass is the inverse: an all-gather becomes a reduce-scatter, and a slice becomes
+    zero padding.
 
     Attributes:
-        group: the ranks of the tensor axis; None: every rank of all axes stores the whole.
-        joined: dim along which the group's pieces are gathered; None: they are not.
-        piece: dim, start and length of what is used then; None: all.
+        group: process group of the tensor axis; None: the parameter is replicated over all axes.
+        gather_dim: dimension along which the group's shards are concatenated first, or None.
+        slice: dimension, start and length of the part that this rank uses then; None: all of it.
     """
 
     group: ProcessGroup | None = None
-    joined: int | None = None
-    piece: tuple[int, int, int] | None = None
+    gather_dim: int | None = None
+    slice: tuple[int, int, int] | None = None
 
 
-class Weights:
-    """Gives a module what it uses of its parameters, by properties of their names."""
+class LocalViews:
+    """A module whose parameters are seen through a `LocalView` each."""
 
-    uses: dict[str, Use]
+    local_views: dict[str, LocalView]
 
 
-def used(owner: Weights, key: str) -> Tensor:
-    """Return the part of a parameter that is used."""
+def local_parameter(owner: LocalViews, key: str) -> Tensor:
+    """Return the tensor that a module computes with in place of one of its parameters."""
     parameter = cast(Tensor, cast(nn.Module, owner)._parameters[key])
-    use = owner.uses.get(key)
-    if use is None:
+    local_view = owner.local_views.get(key)
+    if local_view is None:
         return parameter
     placed = cast(DTensor, parameter)
-    # Outside of a forward pass FSDP asks for what it has sharded, over a mesh of more axes.
-    if use.group is not None and placed.device_mesh.ndim > 1:
+    # Outside of the forward pass FSDP asks for the parameter that it sharded, on a larger mesh.
+    if local_view.group is not None and placed.device_mesh.ndim > 1:
         return placed
     stored = placed.to_local()
-    if use.joined is not None:
-        assert use.group is not None, "pieces belong to a group"
-        stored = gather(stored, use.joined, use.group)
-    return stored if use.piece is None else stored.narrow(*use.piece)
+    if local_view.gather_dim is not None:
+        assert local_view.group is not None, "shards are gathered over a group"
+        stored = all_gather(stored, local_view.gather_dim, local_view.group)
+    return stored if local_view.slice is None else stored.narrow(*local_view.slice)
 
 
-def adopt(module: nn.Module, uses: dict[str, Use], trait: type[Weights] = Weights) -> None:
-    """Let a module see its parameters as `uses` says; later calls add to what earlier ones said."""
+def install_local_views(
+    module: nn.Module, local_views: dict[str, LocalView], trait: type[LocalViews] = LocalViews
+) -> None:
+    """Let a module see its parameters through local views; later calls add views."""
     kind = type(module)
-    if not (isinstance(module, trait) and all(hasattr(kind, key) for key in uses)):
+    if not (isinstance(module, trait) and all(hasattr(kind, key) for key in local_views)):
         # One class for all modules of a kind: compiled blocks share their code by it.
         module.__class__ = _with_trait(
-            cast("Hashable", kind), cast("Hashable", trait), frozenset(uses)
+            cast("Hashable", kind), cast("Hashable", trait), frozenset(local_views)
         )
-    module.uses = {**module.__dict__.get("uses", {}), **uses}  # type: ignore[assignment]
+    module.local_views = {**module.__dict__.get("local_views", {}), **local_views}  # type: ignore[assignment]
 
 
 @cache
 def _with_trait(base: Any, trait: Any, keys: frozenset[str]) -> Any:
-    return type(base.__name__, (trait, base), {key: view(used, key) for key in keys})
+    return type(
+        base.__name__, (trait, base), {key: property_from(local_parameter, key) for key in keys}
+    )
 
 
-def view(function: Callable[[Any, str], Tensor], key: str) -> property:
-    """Return a property that gives what a function says of a module and a parameter's name."""
+def property_from(function: Callable[[Any, str], Tensor], key: str) -> property:
+    """Return a property whose value is `function(module, key)`."""
     return property(lambda module: function(module, key))
 
 
 def placement(dim: int | None) -> Placement:
-    """Return that of ranks that hold pieces along a dim, or the same (None)."""
+    """Return the DTensor placement of a tensor that is split along `dim`, or replicated (None)."""
     return Replicate() if dim is None else Shard(dim)
 
 
-def lay_out(module: nn.Module, key: str, mesh: DeviceMesh, placements: list[Placement]) -> None:
-    """Make a parameter (still on `meta`) a DTensor."""
+def distribute_parameter(
+    module: nn.Module, key: str, mesh: DeviceMesh, placements: list[Placement]
+) -> None:
+    """Replace a parameter on the meta device by a DTensor."""
     weight = cast(nn.Parameter, module._parameters[key])
     placed = distribute_tensor(weight.data, mesh, placements, src_data_rank=None)
     module._parameters[key] = nn.Parameter(placed, requires_grad=weight.requires_grad)
 
 
-def keep_whole(model: nn.Module, names: Collection[str], mesh: DeviceMesh) -> None:
-    """Let every rank of a mesh store some parameters (still on `meta`) whole.
+def replicate_parameters(model: nn.Module, names: Collection[str], mesh: DeviceMesh) -> None:
+    """Replicate some parameters on the meta device over all ranks of a mesh.
 
-    FSDP is to ignore them. They are DTensors all the same, as those beside which they are updated.
+    FSDP ignores them. They become DTensors because an optimizer cannot update plain tensors and
+    DTensors in one operation.
     """
     for name in names:
         path, _, key = name.rpartition(".")
@@ -107,6 +116,6 @@ def keep_whole(model: nn.Module, names: Collection[str], mesh: DeviceMesh) -> No
         weight = cast(nn.Parameter, module._parameters[key])
         plain = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         module._parameters[key] = nn.Parameter(plain, requires_grad=weight.requires_grad)
-        lay_out(module, key, mesh, [Replicate()] * mesh.ndim)
-        piece = module.uses[key].piece if isinstance(module, Weights) else None
-        adopt(module, {key: Use(piece=piece)})
+        distribute_parameter(module, key, mesh, [Replicate()] * mesh.ndim)
+        used = module.local_views[key].slice if isinstance(module, LocalViews) else None
+        install_local_views(module, {key: LocalView(slice=used)})
