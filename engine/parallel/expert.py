@@ -101,7 +101,7 @@ class _DistributedExperts:
         return _scaled(placed.to_local(), *self.factors[key])
 
     def dispatch(self, rows: Tensor, weight: Tensor, offs: Tensor) -> tuple[Any, ...]:
-        """Start the all-to-all that sends tokens to the ranks of their experts, without waiting.
+        """Start sending tokens to the ranks of their experts; return the arguments of `forward`.
 
         Work issued between `dispatch` and `forward`, such as the shared expert, overlaps with the
         exchange, in the backward pass too.
@@ -110,9 +110,6 @@ class _DistributedExperts:
             rows: token activations sorted by expert, [T, D].
             weight: the router's weight of each token, [T].
             offs: exclusive end of each expert's tokens in `rows`, int32 [E].
-
-        Returns:
-            The arguments of `forward`.
         """
         ranks, neighbours = self.expert_group.size(), self.expert_tensor_group.size()
         leaving = torch.diff(offs, prepend=offs.new_zeros(1))
@@ -136,7 +133,7 @@ class _DistributedExperts:
         received: list[int],
         count: int,
     ) -> Tensor:
-        """Wait for the tokens, compute this rank's experts and return the outputs to their ranks.
+        """Wait for the tokens, compute this rank's experts and send the outputs back, [count, D].
 
         Args:
             rows: the pending exchange of activations.
@@ -144,10 +141,7 @@ class _DistributedExperts:
             coming: int [expert-tensor ranks x expert ranks, local experts], the number of tokens
                 from each rank for each expert.
             received: the number of tokens that each rank of the expert-tensor group received.
-            count: the number of this rank's tokens, dropped ones included.
-
-        Returns:
-            The experts' outputs for this rank's tokens, [count, D]; zero for dropped tokens.
+            count: the number of this rank's tokens; those that were dropped get zeros.
         """
         there, there_weight = (
             all_gather_rows(wait_for_rows(*each), received, self.expert_tensor_group)
