@@ -37,9 +37,9 @@ def follow(document, walk):
                 pytest.fail(f"{block.place}\n{error}", pytrace=False)
 
 
-def test_the_readme_shows_every_command():
+def test_the_tour_shows_every_command():
     commands = " ".join(
-        command for block in blocks(ROOT / "README.md") for command, _ in block.commands()
+        command for block in blocks(ROOT / "docs/tour.md") for command, _ in block.commands()
     )
     assert [name for name in COMMANDS if f"trainer {name}" not in commands] == []
 
