@@ -34,7 +34,7 @@ class DType(StrEnum):
     FP16 = "fp16"
 
 
-class Weights(StrEnum):
+class WeightsOption(StrEnum):
     """Which weights of a checkpoint of ours."""
 
     MODEL = "model"
@@ -54,7 +54,9 @@ Verify = Annotated[
     bool, typer.Option("--verify", help="read the target back and compare it bit for bit")
 ]
 ShardSize = Annotated[str, typer.Option(help="largest file, such as 5GB or 500MB")]
-Which = Annotated[Weights, typer.Option("--weights", help="trained weights, or their average")]
+Which = Annotated[
+    WeightsOption, typer.Option("--weights", help="trained weights, or their average")
+]
 Plugin = Annotated[
     list[str] | None, typer.Option(help="Python module that registers the model or tokenizer")
 ]
@@ -81,7 +83,7 @@ def dcp2hf(
     target: Destination,
     dtype: Dtype = None,
     shard_size: ShardSize = "5GB",
-    weights: Which = Weights.MODEL,
+    weights: Which = WeightsOption.MODEL,
     recipe: RecipeFile = None,
     tokenizer: TokenizerPath = None,
     verify: Verify = False,
@@ -129,7 +131,7 @@ def dcp2torch(
     source: Source,
     target: Destination,
     dtype: Dtype = None,
-    weights: Which = Weights.MODEL,
+    weights: Which = WeightsOption.MODEL,
     recipe: RecipeFile = None,
     verify: Verify = False,
     plugin: Plugin = None,
@@ -186,7 +188,7 @@ def _convert(
     plugin: list[str] | None,
     as_json: bool,
     shard_size: str = "5GB",
-    weights: Weights = Weights.MODEL,
+    weights: WeightsOption = WeightsOption.MODEL,
 ) -> None:
     shard_bytes = _bytes(shard_size)
     from ..engine.conversion.convert import Options, convert

@@ -7,7 +7,7 @@ from typing import Literal
 from ..core.config import Table
 
 
-class Kernels(Table):
+class KernelChoices(Table):
     """Operation -> implementation; "auto" picks by device and shape."""
 
     attention: Literal["auto", "matmul", "sdpa"] = "auto"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .tensors import Rows
+    from .tensors import TensorRows
 
 
 def as_theirs(rows: Tensor, form: Sequence[str]) -> Tensor:
@@ -43,7 +43,7 @@ class Formed:
         is_theirs: whether the source is.
     """
 
-    source: Rows
+    source: TensorRows
     form: tuple[str, ...]
     shape: tuple[int, ...]
     is_theirs: bool = False

@@ -34,7 +34,7 @@ Form = tuple[torch.dtype, tuple[int, ...]]
 """dtype and shape"""
 
 
-class Rows(Protocol):
+class TensorRows(Protocol):
     """A tensor whose rows can be read; a scalar counts as one row."""
 
     @property
@@ -65,7 +65,7 @@ def nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def blocks(
-    tensor: Rows, dtype: torch.dtype, first: int, last: int, name: str = ""
+    tensor: TensorRows, dtype: torch.dtype, first: int, last: int, name: str = ""
 ) -> Iterator[Tensor]:
     """Yield the rows from `first` to `last` as flat pieces of `BLOCK_BYTES` in a dtype.
 
@@ -83,13 +83,13 @@ def blocks(
         yield written.reshape(-1)
 
 
-def _steps(tensor: Rows, first: int, last: int) -> Iterator[tuple[int, int]]:
+def _steps(tensor: TensorRows, first: int, last: int) -> Iterator[tuple[int, int]]:
     step = max(1, BLOCK_BYTES // max(1, row_bytes(tensor.shape, tensor.dtype)))
     for start in range(first, last, step):
         yield start, min(start + step, last)
 
 
-def _too_large(tensor: Rows, dtype: torch.dtype, name: str) -> CheckpointError:
+def _too_large(tensor: TensorRows, dtype: torch.dtype, name: str) -> CheckpointError:
     largest = 0.0
     for start, end in _steps(tensor, 0, row_count(tensor.shape)):
         rows = tensor.read(start, end)
@@ -108,7 +108,7 @@ def as_bytes(flat: Tensor) -> memoryview:
     return memoryview(memory)
 
 
-def differing(written: Rows, expected: Rows, dtype: torch.dtype) -> bool:
+def differing(written: TensorRows, expected: TensorRows, dtype: torch.dtype) -> bool:
     """Return whether a tensor read back is not, bit for bit, what was to be written."""
     if written.shape != expected.shape or written.dtype != dtype:
         return True
@@ -160,7 +160,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Held:
+class InMemoryTensor:
     """A tensor in memory, on any device."""
 
     tensor: Tensor
@@ -182,7 +182,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class ConcatenatedTensor:
     """A tensor put together from boxes of it that lie apart.
 
     Args:
@@ -191,7 +191,7 @@ class Pieces:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[tuple[tuple[int, ...], Rows], ...]
+    parts: tuple[tuple[tuple[int, ...], TensorRows], ...]
 
     def read(self, first: int, last: int) -> Tensor:
         """Return some rows."""
@@ -214,7 +214,7 @@ class Pieces:
 class Matrix:
     """One of the matrices [rows, columns] that a tensor [E, ..., rows, columns] is a stack of."""
 
-    source: Rows
+    source: TensorRows
     place: tuple[int, ...]
     shape: tuple[int, ...]
 
@@ -229,7 +229,7 @@ class Matrix:
         return self.source.read(number, number + 1)[(0, *inside)][first:last]
 
 
-def part_of(tensor: Rows, part: Part) -> Rows:
+def part_of(tensor: TensorRows, part: Part) -> TensorRows:
     """Return what is to be stored as a part of a tensor."""
     if part.form:
         return Formed(tensor, part.form, part.shape)
@@ -249,7 +249,7 @@ def part_of(tensor: Rows, part: Part) -> Rows:
 class Changed:
     """A tensor with other numbers than its source, of the same dtype and shape."""
 
-    source: Rows
+    source: TensorRows
 
     @property
     def dtype(self) -> torch.dtype:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...model_zoo.layers.moe_config import is_load
-from ..checkpoint.tensors import Rows, differing, nbytes
+from ..checkpoint.tensors import TensorRows, differing, nbytes
 from ..core.errors import CheckpointError, DataError, RecipeError
 from ..core.files import require_path
 from ..core.text.listed import listed
@@ -41,7 +41,7 @@ class Target:
     """How a format is written, and read back."""
 
     write: Callable[[Job, Path], None]
-    read: Callable[[Path, Job], dict[str, Rows]]
+    read: Callable[[Path, Job], dict[str, TensorRows]]
 
 
 NATIVE = Target(targets.write_checkpoint, targets.read_checkpoint)

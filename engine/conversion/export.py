@@ -15,7 +15,7 @@ from ..checkpoint.box import held_box, holds_rows
 from ..checkpoint.disk import writing
 from ..checkpoint.forms import as_theirs
 from ..checkpoint.ranks import Ranks
-from ..checkpoint.tensors import Held, row_bytes
+from ..checkpoint.tensors import InMemoryTensor, row_bytes
 from ..core.unfinished import Unfinished
 from ..formats.hf_folder import CONFIG
 from .hf_files import GENERATION, config_json, generation_json, write_json
@@ -223,7 +223,7 @@ def _stretches(places: list[_Place], rows: Tensor, first_row: int) -> Iterator[S
                 continue
             held = rows[(number, *part.start[1 : -len(part.shape)])]
         offset = place.offset + start * row_bytes(part.shape, place.dtype)
-        yield from stretches(place.file, offset, Held(held), place.dtype, part.name)
+        yield from stretches(place.file, offset, InMemoryTensor(held), place.dtype, part.name)
 
 
 def _write(todo: list[Stretch]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...model_zoo.layers.adapter_names import DOWN, UP, is_adapter
-from ..checkpoint.tensors import Changed, Rows
+from ..checkpoint.tensors import Changed, TensorRows
 from ..core.errors import CheckpointError
 from ..core.text.listed import listed
 from ..lora.merge import merge
@@ -39,7 +39,9 @@ class Merged(Changed):
         return torch.cat(blocks)[first - low : last - low]
 
 
-def merge_tensors(place: Path, tensors: Mapping[str, Rows], alpha: float) -> dict[str, Rows]:
+def merge_tensors(
+    place: Path, tensors: Mapping[str, TensorRows], alpha: float
+) -> dict[str, TensorRows]:
     """Return a checkpoint's weights by name, each adapter merged into the weight beside it.
 
     Args:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from ...model_zoo.layout import translate
 from ...model_zoo.llama3.config import Llama3Config
 from ...model_zoo.llama3.meta import COMPUTED, NAMES, ROTATED, config_from_params
-from ..checkpoint.tensors import Interleaved, Pieces, Region, Rows, differing
+from ..checkpoint.tensors import ConcatenatedTensor, Interleaved, Region, TensorRows, differing
 from ..checkpoint.torch_file import check_records
 from ..core.errors import CheckpointError
 from ..formats.hf_folder import read_json
@@ -126,7 +126,7 @@ def _cut(part: Shape, full: Shape, count: int) -> int | None:
     return unequal[0]
 
 
-def _join(name: str, full: Shape, parts: Sequence[Mapping[str, Region]]) -> Rows:
+def _join(name: str, full: Shape, parts: Sequence[Mapping[str, Region]]) -> TensorRows:
     """Return a tensor put together from all files; norms are whole in each of them."""
     regions = [part[name] for part in parts if name in part]
     dim = _cut(regions[0].shape, full, len(parts)) if len(regions) == len(parts) else None
@@ -137,8 +137,8 @@ def _join(name: str, full: Shape, parts: Sequence[Mapping[str, Region]]) -> Rows
         (tuple(number * width if at == dim else 0 for at in range(len(full))), region)
         for number, region in enumerate(regions)
     )
-    return Pieces(regions[0].dtype, full, placed)
+    return ConcatenatedTensor(regions[0].dtype, full, placed)
 
 
-def _turned(name: str, tensor: Rows, config: Llama3Config) -> Rows:
+def _turned(name: str, tensor: TensorRows, config: Llama3Config) -> TensorRows:
     return Interleaved(tensor, config.head_width) if name.endswith(ROTATED) else tensor

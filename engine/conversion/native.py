@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ..checkpoint.guarded import CONTENTS, read_contents, readable, region_of
 from ..checkpoint.manifest import FileEntry, Manifest, SaveInfo, check_listing, write_manifest
-from ..checkpoint.tensors import Form, Pieces, Rows, nbytes
+from ..checkpoint.tensors import ConcatenatedTensor, Form, TensorRows, nbytes
 from ..checkpoint.torch_file import Archive
 from ..checkpoint.writer import dtype_name, file_entry
 from ..core.errors import CheckpointError
@@ -32,7 +32,7 @@ FILE_BYTES = 2**28
 MAX_FILES = 64
 
 
-def read_section(folder: Path, manifest: Manifest, section: str) -> dict[str, Rows]:
+def read_section(folder: Path, manifest: Manifest, section: str) -> dict[str, TensorRows]:
     """Return the tensors `SECTION.NAME` of a checkpoint by NAME.
 
     Raises:
@@ -48,7 +48,9 @@ def read_section(folder: Path, manifest: Manifest, section: str) -> dict[str, Ro
         }
 
 
-def _tensor(folder: Path, name: str, entry: TensorStorageMetadata, contents: Metadata) -> Rows:
+def _tensor(
+    folder: Path, name: str, entry: TensorStorageMetadata, contents: Metadata
+) -> TensorRows:
     dtype, shape = entry.properties.dtype, tuple(entry.size)
     parts = [
         (tuple(chunk.offsets), region_of(folder, contents, name, number))
@@ -58,7 +60,7 @@ def _tensor(folder: Path, name: str, entry: TensorStorageMetadata, contents: Met
         raise CheckpointError(f"{folder}: the parts of {name} do not make it up")
     if len(parts) == 1:
         return parts[0][1]
-    return Pieces(dtype, shape, tuple(sorted(parts, key=lambda part: part[0])))
+    return ConcatenatedTensor(dtype, shape, tuple(sorted(parts, key=lambda part: part[0])))
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -92,7 +94,7 @@ def _overlap(one: Box, other: Box) -> bool:
 
 def write_native(
     folder: Path,
-    tensors: Mapping[str, Rows],
+    tensors: Mapping[str, TensorRows],
     forms: Mapping[str, Form],
     info: SaveInfo,
     advance: Advance,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...model_zoo.hf_settings import SettingsError
-from ..checkpoint.tensors import Rows
+from ..checkpoint.tensors import TensorRows
 from ..core.errors import CheckpointError
 from ..core.text.listed import listed
 from ..formats.hf_match import Shape, misfits
@@ -36,7 +36,7 @@ class Opened:
 
     place: Path
     config: ModelConfig
-    tensors: Mapping[str, Rows]
+    tensors: Mapping[str, TensorRows]
     recipe: Recipe | None = None
     settings: dict[str, Any] | None = None
     side: Path | None = None

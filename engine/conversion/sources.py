@@ -16,7 +16,7 @@ from ..checkpoint.manifest import (
     check_listing,
     read_manifest,
 )
-from ..checkpoint.tensors import Region, Rows
+from ..checkpoint.tensors import Region, TensorRows
 from ..checkpoint.torch_file import check_records, read_regions
 from ..core.errors import CheckpointError
 from ..core.models import family_of
@@ -142,7 +142,7 @@ def open_torch(file: Path, recipe: Recipe | None) -> Opened:
     shapes = parameter_shapes(config, found, file)
     if is_ours:
         refuse_misfits(file, {name: name for name in shapes}, shapes, found, "the file")
-        rows: dict[str, Rows] = {name: tensors[name] for name in shapes}
+        rows: dict[str, TensorRows] = {name: tensors[name] for name in shapes}
     else:
         stored = {
             name: StoredTensor(

@@ -17,7 +17,7 @@ import xxhash
 
 from ... import __version__
 from ..checkpoint.manifest import SaveInfo
-from ..checkpoint.tensors import Form, Rows, nbytes, part_of
+from ..checkpoint.tensors import Form, TensorRows, nbytes, part_of
 from ..checkpoint.torch_file import complete, descriptor, read_regions, reserve
 from ..core.text.redact import without_secrets
 from ..formats.hf_folder import CONFIG, MAX_CONFIG_BYTES, list_tensors, read_json
@@ -144,7 +144,7 @@ def write_torch(job: Job, temporary: Path) -> None:
     sync([temporary])
 
 
-def read_checkpoint(folder: Path, _: Job) -> dict[str, Rows]:
+def read_checkpoint(folder: Path, _: Job) -> dict[str, TensorRows]:
     """Return what was written to a checkpoint of ours, by our names."""
     from ..checkpoint.manifest import read_manifest
     from .native import read_section
@@ -152,7 +152,7 @@ def read_checkpoint(folder: Path, _: Job) -> dict[str, Rows]:
     return read_section(folder, read_manifest(folder), "model")
 
 
-def read_huggingface(folder: Path, job: Job) -> dict[str, Rows]:
+def read_huggingface(folder: Path, job: Job) -> dict[str, TensorRows]:
     """Return what was written to a Hugging Face folder, by our names."""
     regions = {name: region_of(each) for name, each in list_tensors(folder).items()}
     return {
@@ -161,9 +161,9 @@ def read_huggingface(folder: Path, job: Job) -> dict[str, Rows]:
     }
 
 
-def read_torch(file: Path, _: Job) -> dict[str, Rows]:
+def read_torch(file: Path, _: Job) -> dict[str, TensorRows]:
     """Return what was written by `write_torch`."""
-    found: dict[str, Rows] = read_regions(file)
+    found: dict[str, TensorRows] = read_regions(file)
     return found
 
 

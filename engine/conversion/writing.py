@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from ..checkpoint.disk import writing
-from ..checkpoint.tensors import Rows, as_bytes, blocks, row_bytes, row_count
+from ..checkpoint.tensors import TensorRows, as_bytes, blocks, row_bytes, row_count
 from ..core.unfinished import Unfinished
 
 PIECE_BYTES = 2**26
@@ -27,10 +27,10 @@ Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Piece:
+class FileSlice:
     """Rows `first` to `last` of a tensor, to be written in a dtype."""
 
-    tensor: Rows
+    tensor: TensorRows
     dtype: torch.dtype
     first: int
     last: int
@@ -43,7 +43,7 @@ class Piece:
         return (self.last - self.first) * row_bytes(self.tensor.shape, self.dtype)
 
 
-Content = bytes | Piece | Callable[[int], bytes]
+Content = bytes | FileSlice | Callable[[int], bytes]
 """bytes; or a piece of a tensor; or what follows one, from the CRC-32 of its bytes"""
 
 
@@ -56,20 +56,20 @@ class Stretch:
     content: Sequence[Content]
 
 
-def whole(tensor: Rows, dtype: torch.dtype, name: str) -> Piece:
+def whole(tensor: TensorRows, dtype: torch.dtype, name: str) -> FileSlice:
     """Return a tensor as one piece."""
-    return Piece(tensor, dtype, 0, row_count(tensor.shape), name)
+    return FileSlice(tensor, dtype, 0, row_count(tensor.shape), name)
 
 
 def stretches(
-    file: Path, offset: int, tensor: Rows, dtype: torch.dtype, name: str
+    file: Path, offset: int, tensor: TensorRows, dtype: torch.dtype, name: str
 ) -> Iterator[Stretch]:
     """Yield a tensor in pieces that several threads can write."""
     row = row_bytes(tensor.shape, dtype)
     step = max(1, PIECE_BYTES // max(1, row))
     rows = row_count(tensor.shape)
     for first in range(0, rows, step):
-        piece = Piece(tensor, dtype, first, min(first + step, rows), name)
+        piece = FileSlice(tensor, dtype, first, min(first + step, rows), name)
         yield Stretch(file, offset + first * row, [piece])
 
 
@@ -108,7 +108,7 @@ def _write(stretch: Stretch, advance: Advance) -> str:
                 content, checksum = content(checksum), 0
             for block in [content] if isinstance(content, bytes) else _blocks(content):
                 digest.update(block)
-                if needs_checksum and isinstance(content, Piece):
+                if needs_checksum and isinstance(content, FileSlice):
                     checksum = zlib.crc32(block, checksum)
                 position = _write_at(descriptor, position, memoryview(block))
                 advance(len(block))
@@ -117,7 +117,7 @@ def _write(stretch: Stretch, advance: Advance) -> str:
     return digest.hexdigest()
 
 
-def _blocks(piece: Piece) -> Iterator[memoryview]:
+def _blocks(piece: FileSlice) -> Iterator[memoryview]:
     for block in blocks(piece.tensor, piece.dtype, piece.first, piece.last, piece.name):
         yield as_bytes(block)
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from xxhash import xxh3_128_hexdigest
 
 from ..core.errors import DataError, EnvironmentFault
-from .manifest import FileEntry, hash_file, read_manifest
+from .manifest import TokenFileEntry, hash_file, read_manifest
 
 RECORD = ".compared"
 MAX_RECORD_BYTES = 2**26
@@ -80,7 +80,7 @@ def require_intact(folder: Path, cache: Path, share: Share = ALONE) -> None:
         _add(records, lines[name])
 
 
-def _hash_files(files: Sequence[Path]) -> Iterator[FileEntry]:
+def _hash_files(files: Sequence[Path]) -> Iterator[TokenFileEntry]:
     pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1, len(files)))
     try:
         yield from pool.map(hash_file, files)
@@ -90,7 +90,7 @@ def _hash_files(files: Sequence[Path]) -> Iterator[FileEntry]:
         pool.shutdown(cancel_futures=True)
 
 
-def _line(folder: Path, name: str, entry: FileEntry) -> str:
+def _line(folder: Path, name: str, entry: TokenFileEntry) -> str:
     try:
         status = (folder / name).stat()
     except OSError as error:

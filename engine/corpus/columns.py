@@ -13,7 +13,7 @@ from xxhash import xxh3_128
 
 from ..core.errors import DataError
 from ..tokenizers.tokenizer import Ids, Tokenizer
-from .manifest import FileEntry, shard_name
+from .manifest import TokenFileEntry, shard_name
 
 Learned = NDArray[np.bool_]
 
@@ -67,7 +67,7 @@ class Column:
         self.folder = folder
         self.name = name
         self.shard_tokens = shard_tokens
-        self.files: dict[str, FileEntry] = {}
+        self.files: dict[str, TokenFileEntry] = {}
         self.hash = xxh3_128()
         self._file: IO[bytes] | None = None
         self._file_hash = xxh3_128()
@@ -94,7 +94,7 @@ class Column:
         if self._file:
             sync(self._file)
             size = self._file.tell()
-            self.files[Path(self._file.name).name] = FileEntry(
+            self.files[Path(self._file.name).name] = TokenFileEntry(
                 bytes=size, xxh3=self._file_hash.hexdigest()
             )
             self.close()

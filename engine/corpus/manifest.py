@@ -49,14 +49,14 @@ class Tally:
         self.faults += other.faults[: max(faults_kept - len(self.faults), 0)]
 
 
-class FileEntry(Table):
+class TokenFileEntry(Table):
     """One file of a store."""
 
     bytes: CountOrZero
     xxh3: str
 
 
-class Manifest(Table):
+class CorpusManifest(Table):
     """`tokens.json`."""
 
     format: Literal[1, 2, 3]
@@ -76,8 +76,8 @@ class Manifest(Table):
     """what a recipe calls it; its files are in the folder `tokenizer`"""
     vocab_size: Count
     eos_id: CountOrZero
-    files: Annotated[dict[str, FileEntry], Field(max_length=2**20)]
-    others: Annotated[dict[str, FileEntry], Field(max_length=100)] = {}
+    files: Annotated[dict[str, TokenFileEntry], Field(max_length=2**20)]
+    others: Annotated[dict[str, TokenFileEntry], Field(max_length=100)] = {}
     """files beside the tokens, such as the tokenizer's"""
     text_bytes: CountOrZero = 0
     empty: CountOrZero = 0
@@ -89,7 +89,7 @@ class Manifest(Table):
     """a hash of all that it was made from"""
 
     @model_validator(mode="after")
-    def _names_its_own_files(self) -> Manifest:
+    def _names_its_own_files(self) -> CorpusManifest:
         """Refuse files that the counts do not ask for: names come from nowhere else."""
         if len(self.files) != 1 + self.num_shards * (1 + self.learned):
             raise ValueError(f"files: {len(self.files)}; not for {self.num_tokens} tokens")
@@ -106,7 +106,7 @@ class Manifest(Table):
         return self
 
     @property
-    def all_files(self) -> dict[str, FileEntry]:
+    def all_files(self) -> dict[str, TokenFileEntry]:
         """Return every file that has a checksum, by its path in the folder."""
         return {**self.files, **self.others}
 
@@ -130,7 +130,7 @@ def shard_name(column: str, number: int) -> str:
     return f"{column}-{number:05d}.bin"
 
 
-def sealed(manifest: Manifest) -> bytes:
+def sealed(manifest: CorpusManifest) -> bytes:
     """Return the content of `tokens.json`; its first line is the XXH3-128 of all after it."""
     body = manifest.model_dump_json(indent=1).encode().removeprefix(b"{\n")
     return _first_line(body) + body
@@ -140,7 +140,7 @@ def _first_line(body: bytes) -> bytes:
     return b'{"xxh3": "%s",\n' % xxh3_128_hexdigest(body).encode()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> CorpusManifest:
     """Return what `tokens.json` says, when every file that it names has its size.
 
     Raises:
@@ -171,22 +171,22 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _parse(file: Path, content: bytes) -> Manifest:
+def _parse(file: Path, content: bytes) -> CorpusManifest:
     seal, _, body = content.partition(b"\n")
     if not seal.startswith(b'{"xxh3"'):
-        manifest = Manifest.model_validate_json(content)
+        manifest = CorpusManifest.model_validate_json(content)
         if manifest.format == FORMAT:
             raise DataError(f"{file}: its first line is not its checksum", AGAIN)
         return manifest
     if seal + b"\n" != _first_line(body):
         raise DataError(f"{file}: its checksum differs", AGAIN)
-    return Manifest.model_validate_json(b"{" + body)
+    return CorpusManifest.model_validate_json(b"{" + body)
 
 
 AGAIN = "prepare it again"
 
 
-def damaged_files(folder: Path, manifest: Manifest) -> Iterator[str]:
+def damaged_files(folder: Path, manifest: CorpusManifest) -> Iterator[str]:
     """Read every file; yield those whose bytes are not what was written, or cannot be read."""
     for name, entry in manifest.all_files.items():
         try:
@@ -196,14 +196,14 @@ def damaged_files(folder: Path, manifest: Manifest) -> Iterator[str]:
             yield name
 
 
-def without_checksums(manifest: Manifest) -> list[str]:
+def without_checksums(manifest: CorpusManifest) -> list[str]:
     """Return the files of which nothing says what was written."""
     if manifest.format == FORMAT:
         return []
     return [INDEX, "tokenizer/"] if manifest.tokenizer_name else [INDEX]
 
 
-def hash_file(file: Path) -> FileEntry:
+def hash_file(file: Path) -> TokenFileEntry:
     """Return a file's size and checksum."""
     hashed, size = xxh3_128(), 0
     with open_regular(file) as opened:
@@ -211,4 +211,4 @@ def hash_file(file: Path) -> FileEntry:
         while count := opened.readinto(buffer):
             hashed.update(buffer[:count])
             size += count
-    return FileEntry(bytes=size, xxh3=hashed.hexdigest())
+    return TokenFileEntry(bytes=size, xxh3=hashed.hexdigest())

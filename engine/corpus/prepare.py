@@ -22,7 +22,7 @@ from ..sources.configs import DocumentSource, SourceConfig, SourcePart
 from ..tokenizers.tokenizer import Tokenizer
 from .kept import FOLDER
 from .manifest import read_manifest
-from .progress import Progress, Watch, log_now_and_then
+from .progress import TokenisingProgress, Watch, log_now_and_then
 from .store import SHARD_TOKENS, StoreWriter, TokenStore
 from .tokenise import Tokenised, tokenise
 
@@ -239,7 +239,7 @@ def prepare(job: Preparation, folder: Path, watch: Watch) -> None:
             "choose a folder outside of the source's folder",
         )
     shutil.rmtree(work / "store", ignore_errors=True)
-    progress = Progress(len(parts))
+    progress = TokenisingProgress(len(parts))
     with StoreWriter(work / "store", job.tokenizer, job.shard_tokens) as writer:
         for piece in _tokenised(job, parts, work / "parts", progress):
             writer.write(piece)
@@ -276,7 +276,7 @@ def _keep_what_fits(work: Path, inputs: str) -> None:
 
 
 def _tokenised(
-    job: Preparation, parts: Sequence[SourcePart], folder: Path, progress: Progress
+    job: Preparation, parts: Sequence[SourcePart], folder: Path, progress: TokenisingProgress
 ) -> Iterator[Tokenised]:
     """Yield the documents of all parts in order."""
     if len(parts) == 1:  # not worth a process

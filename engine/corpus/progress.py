@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Progress:
+class TokenisingProgress:
     """How far a preparation has come.
 
     Attributes:
@@ -60,7 +60,7 @@ class Progress:
         return self.seconds / made * (self.parts - self.parts_done) if made else None
 
 
-Watch = Callable[[Progress], None]
+Watch = Callable[[TokenisingProgress], None]
 
 
 def log_now_and_then(name: str) -> Watch:
@@ -83,7 +83,7 @@ def shown_progress() -> Iterator[Watch]:
     with Bars(*columns, console=Console(stderr=True), auto_refresh=False) as bars:
         bar = bars.add_task("reading", total=None)
 
-        def watch(progress: Progress) -> None:
+        def watch(progress: TokenisingProgress) -> None:
             total = progress.parts if progress.parts > 1 else None
             bars.update(
                 bar, total=total, completed=progress.parts_done, description=describe(progress)
@@ -93,7 +93,7 @@ def shown_progress() -> Iterator[Watch]:
         yield watch
 
 
-def describe(progress: Progress) -> str:
+def describe(progress: TokenisingProgress) -> str:
     """Return documents, speeds and the time left, in a line."""
     seconds = max(progress.seconds, 1e-3)
     cells = [
@@ -111,7 +111,7 @@ def describe(progress: Progress) -> str:
 def _now_and_then(show: Callable[[str], None]) -> Watch:
     noted = time.monotonic()
 
-    def watch(progress: Progress) -> None:
+    def watch(progress: TokenisingProgress) -> None:
         nonlocal noted
         if time.monotonic() - noted > NOTE_SECONDS:
             noted = time.monotonic()

@@ -23,7 +23,7 @@ from .manifest import (
     LEARNED,
     OFFSETS,
     TOKENS,
-    Manifest,
+    CorpusManifest,
     Tally,
     hash_file,
     read_manifest,
@@ -112,7 +112,7 @@ class TokenStore:
             raise EnvironmentFault(f"{folder}: {error.strerror}") from error
 
 
-def _read_offsets(file: Path, manifest: Manifest) -> NDArray[np.int64]:
+def _read_offsets(file: Path, manifest: CorpusManifest) -> NDArray[np.int64]:
     try:
         require_regular(file)
         offsets = np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
@@ -204,7 +204,7 @@ class StoreWriter:
         files[OFFSETS] = hash_file(self.folder / OFFSETS)
         paths = [path for path in sorted(self.folder.rglob("*")) if path.is_file()]
         names = [path.relative_to(self.folder).as_posix() for path in paths]
-        manifest = Manifest(
+        manifest = CorpusManifest(
             format=FORMAT,
             dtype="uint16" if token_type(self.tokenizer) == np.uint16 else "uint32",
             num_tokens=self.num_tokens,

@@ -10,7 +10,7 @@ import numpy as np
 from ..core import faults
 from .batch import IGNORED, Batch
 from .order import Indices
-from .packing import Rows
+from .packing import PackedRows
 from .samples import Samples
 from .tables import Data
 
@@ -51,7 +51,7 @@ class Loader:
         Raises:
             DataError: a token is outside the vocabulary, or a worker process failed.
         """
-        steps: Iterator[Rows]
+        steps: Iterator[PackedRows]
         if self.table.workers:
             from .workers import read_ahead
 
@@ -62,7 +62,7 @@ class Loader:
         for rows in steps:
             yield [self.take(batch) for batch in rows.to_batch().split(self.micro_batch)]
 
-    def step(self, step: int) -> Rows:
+    def step(self, step: int) -> PackedRows:
         """Return this rank's rows of one optimizer step."""
         first = step * self.table.global_batch
         faults.point("data.read", self.rank, step + 1)

@@ -19,7 +19,7 @@ from .batch import IGNORED, Batch
 from .order import Indices
 
 
-class Rows(NamedTuple):
+class PackedRows(NamedTuple):
     """A batch as arrays; see `Batch`."""
 
     tokens: Indices
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
         return Batch(*columns)
 
     @classmethod
-    def joined(cls, parts: Iterable[Rows]) -> Rows:
+    def joined(cls, parts: Iterable[PackedRows]) -> PackedRows:
         """Return the rows of several, one after the other."""
         return cls._make(
             None if columns[0] is None else np.concatenate(columns)
@@ -52,7 +52,7 @@ class Packed(Protocol):
     def store(self) -> TokenStore:
         """Where its tokens are."""
 
-    def gather(self, rows: Indices) -> Rows:
+    def gather(self, rows: Indices) -> PackedRows:
         """Return the rows of these numbers, [B]."""
 
 
@@ -75,7 +75,7 @@ class ConcatRows:
             writeable=False,
         )
 
-    def gather(self, rows: Indices) -> Rows:
+    def gather(self, rows: Indices) -> PackedRows:
         """Return the rows of these numbers, [B]."""
         windows = self.windows[rows]
         columns = np.empty((2, len(rows), self.seq_len), dtype=np.int64)
@@ -83,10 +83,10 @@ class ConcatRows:
         columns[1] = windows[:, 1:]
         if self.learned is not None:
             np.copyto(columns[1], IGNORED, where=~self.learned[rows][:, 1:])
-        return Rows(columns[0], columns[1])
+        return PackedRows(columns[0], columns[1])
 
 
-class Pieces(NamedTuple):
+class DocumentSlices(NamedTuple):
     """Runs of inputs inside one document, at most `seq_len` long, in the order of the documents."""
 
     starts: Indices
@@ -95,7 +95,7 @@ class Pieces(NamedTuple):
     """[P]; the label of the last input is the token after the piece"""
 
 
-def cut(store: TokenStore, start: int, stop: int, seq_len: int) -> Pieces:
+def cut(store: TokenStore, start: int, stop: int, seq_len: int) -> DocumentSlices:
     """Cut the documents of tokens `[start, stop)` into pieces.
 
     A document of L tokens, its end-of-document token included, has L - 1 predictions; each is in
@@ -109,7 +109,7 @@ def cut(store: TokenStore, start: int, stop: int, seq_len: int) -> Pieces:
     document = np.repeat(np.arange(len(inputs)), counts)
     number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
     begin = number * seq_len
-    return Pieces(borders[document] + begin, np.minimum(inputs[document] - begin, seq_len))
+    return DocumentSlices(borders[document] + begin, np.minimum(inputs[document] - begin, seq_len))
 
 
 class PaddedRows:
@@ -124,7 +124,7 @@ class PaddedRows:
         self.store = store
         self.place = np.arange(seq_len + 1)
 
-    def gather(self, rows: Indices) -> Rows:
+    def gather(self, rows: Indices) -> PackedRows:
         """Return the rows of these numbers, [B]."""
         index = self.pieces.starts[rows][:, None] + self.place
         windows = self.store.tokens.take(index, mode="clip")
@@ -137,7 +137,7 @@ class PaddedRows:
         padding = self.place[:-1] >= self.pieces.lengths[rows][:, None]
         np.copyto(columns[0], self.store.eos_id, where=padding)
         np.copyto(columns[1], IGNORED, where=padding)
-        return Rows(columns[0], columns[1], padding_mask=padding)
+        return PackedRows(columns[0], columns[1], padding_mask=padding)
 
 
 class DocumentRows:
@@ -160,7 +160,7 @@ class DocumentRows:
         self.store = store
         self.seq_len = seq_len
 
-    def gather(self, rows: Indices) -> Rows:
+    def gather(self, rows: Indices) -> PackedRows:
         """Return the rows of these numbers, [B]."""
         shape = (len(rows), self.seq_len)
         counts = self.counts[rows]
@@ -182,7 +182,7 @@ class DocumentRows:
         columns[1, padded] = IGNORED
         padding_mask = np.zeros(len(index), dtype=np.bool_)
         padding_mask[padded] = True
-        return Rows(
+        return PackedRows(
             columns[0].reshape(shape),
             columns[1].reshape(shape),
             positions.reshape(shape),

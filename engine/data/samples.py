@@ -10,7 +10,7 @@ import numpy as np
 from ..core.errors import DataError
 from .batch import Batch
 from .order import Indices, TrainingOrder, ValidationOrder
-from .packing import Packed, Rows
+from .packing import Packed, PackedRows
 from .stream import Stream
 
 LOCATE_AHEAD = 4096
@@ -54,7 +54,7 @@ class Samples:
         self.reach(first, first + count)
         return self.gather(np.arange(first, first + count)).to_batch()
 
-    def gather(self, samples: Indices) -> Rows:
+    def gather(self, samples: Indices) -> PackedRows:
         """Return the samples of these numbers, [B], ascending.
 
         Raises:
@@ -76,7 +76,7 @@ class Samples:
             self._located_from = known = first
         return self._located[0][samples - known], self._located[1][samples - known]
 
-    def _check_vocabulary(self, rows: Rows, source: Indices) -> None:
+    def _check_vocabulary(self, rows: PackedRows, source: Indices) -> None:
         largest = max(rows.tokens.max(), rows.labels.max())
         if largest >= self.vocab_size:
             outside = np.maximum(rows.tokens, rows.labels).max(axis=1) >= self.vocab_size
@@ -87,16 +87,16 @@ class Samples:
                 "the files are damaged: delete them and prepare them again",
             )
 
-    def _merge(self, source: Indices, row: Indices) -> Rows:
+    def _merge(self, source: Indices, row: Indices) -> PackedRows:
         """Gather each source's rows in one call and put them where they belong."""
         order = np.argsort(source, kind="stable")
         which, starts = np.unique(source[order], return_index=True)
         groups = np.split(row[order], starts[1:])
-        rows = Rows.joined(
+        rows = PackedRows.joined(
             self.sources[index].gather(group) for index, group in zip(which, groups, strict=True)
         )
         place = np.argsort(order)
-        return Rows._make(None if column is None else column[place] for column in rows)
+        return PackedRows._make(None if column is None else column[place] for column in rows)
 
 
 class TrainingSamples(Samples):

@@ -23,10 +23,10 @@ from ..corpus.store import TokenStore
 from ..sources.configs import DocumentSource
 from ..tokenizers.tokenizer import Tokenizer
 from .order import ENDLESS, Indices, permute
-from .packing import PACKINGS, Packed, Rows
+from .packing import PACKINGS, Packed, PackedRows
 from .stream_child import Child, start_child
 from .tables import Data
-from .windows import Need, Place, Producer, Start, Window, open_window
+from .windows import Cursor, PrefetchRange, Producer, Start, Window, open_window
 
 # Windows that are made before they are needed, and kept after.
 AHEAD, BEHIND = 2, 2
@@ -50,8 +50,8 @@ class OpenWindow:
 
     number: int
     first_row: int
-    start: Place
-    end: Place
+    start: Cursor
+    end: Cursor
     packed: Packed
 
     @property
@@ -72,7 +72,7 @@ class Next(NamedTuple):
 
     number: int = 0
     row: int = 0
-    place: Place = Place()
+    place: Cursor = Cursor()
     tokens: str = ""
 
 
@@ -131,7 +131,7 @@ class Stream:
         """Go on where `state` was taken; what has been read already is left as it is."""
         if not self.windows:
             known = state["tokens"] if state["source"] == self.fingerprint else ""
-            self.next = Next(state["window"], state["row"], Place(*state["place"]), known)
+            self.next = Next(state["window"], state["row"], Cursor(*state["place"]), known)
 
     def reach(self, first: int, stop: int) -> None:
         """Make rows `first` to `stop - 1` ready; those before `first` are not needed any more.
@@ -145,21 +145,21 @@ class Stream:
         oldest = self.windows[0].number if self.windows else self.next.number
         while not self.windows or self.windows[-1].end_row < stop:
             # Ranks reach the same rows, if not at the same moment: none must find a window gone.
-            self._open_next(Need(max(oldest - BEHIND, 0), self.next.number + AHEAD))
+            self._open_next(PrefetchRange(max(oldest - BEHIND, 0), self.next.number + AHEAD))
             self._forget(first)
         self._forget(first)
 
-    def gather(self, rows: Indices) -> Rows:
+    def gather(self, rows: Indices) -> PackedRows:
         """Return the rows of these numbers, [B], ascending, which have been reached."""
         starts = [window.first_row for window in self.windows]
         which = np.searchsorted(starts, rows, side="right") - 1
         if which[0] == which[-1]:
             return self._gather(self.windows[which[0]], rows)
-        return Rows.joined(
+        return PackedRows.joined(
             self._gather(self.windows[index], rows[which == index]) for index in np.unique(which)
         )
 
-    def _gather(self, window: OpenWindow, rows: Indices) -> Rows:
+    def _gather(self, window: OpenWindow, rows: Indices) -> PackedRows:
         row = rows - window.first_row
         if self.table.shuffle:
             key: Words = mix(self.key + np.array([window.number], np.uint64) * GOLDEN)
@@ -173,7 +173,7 @@ class Stream:
         while len(self.windows) > 1 and self.windows[0].end_row <= first:
             self.windows.pop(0)
 
-    def _open_next(self, need: Need) -> None:
+    def _open_next(self, need: PrefetchRange) -> None:
         at = self.next
         window = self._wait(at, need)
         store = window.store
@@ -198,7 +198,7 @@ class Stream:
         self.windows.append(opened)
         self.next = Next(at.number + 1, opened.end_row, window.end)
 
-    def _wait(self, at: Next, need: Need) -> Window:
+    def _wait(self, at: Next, need: PrefetchRange) -> Window:
         """Return a window when it is there; make sure that somebody makes it.
 
         Raises:

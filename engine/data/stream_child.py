@@ -12,7 +12,7 @@ from typing import IO
 from weakref import finalize
 
 from ..core.errors import EnvironmentFault, TrainerError
-from .windows import Need, Producer, Start
+from .windows import PrefetchRange, Producer, Start
 
 
 class Child:
@@ -35,10 +35,10 @@ class Child:
         self._lock = lock
         self.failure: TrainerError | None = None
         self._started = False
-        self._need: Need | None = None
+        self._need: PrefetchRange | None = None
         self._end = finalize(self, _end, self.pid, self._pipe, lock)
 
-    def tell(self, start: Start, need: Need) -> None:
+    def tell(self, start: Start, need: PrefetchRange) -> None:
         """Say what training needs."""
         with suppress(OSError):  # it may have ended: `wait` says why
             if not self._started:

@@ -33,30 +33,31 @@ MAX_DOCUMENTS = 2**17
 PLACE = "place.json"
 
 
-class Place(NamedTuple):
-    """Before which document of a source a window begins."""
+class Cursor(NamedTuple):
+    """A position in a source, between two documents."""
 
     turn: int = 0
-    """how often the source was read to its end"""
+    """completed passes over the source"""
     part: int = 0
+    """index among the source's `parts`"""
     document: int = 0
-    """number within the part, unreadable ones counted"""
+    """index within the part, counting documents that could not be read"""
 
 
 class Start(NamedTuple):
-    """From which window on to go."""
+    """The first window to prepare, and where it begins in the source."""
 
     window: int = 0
-    place: Place = Place()
+    place: Cursor = Cursor()
 
 
-class Need(NamedTuple):
-    """What training has asked for."""
+class PrefetchRange(NamedTuple):
+    """The windows that training needs now."""
 
     oldest: int
-    """windows before it may go"""
+    """windows before this one can be deleted"""
     newest: int
-    """windows up to it should be there soon"""
+    """windows up to and including this one should be tokenised soon"""
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ class Window:
         store: its tokens.
     """
 
-    start: Place
-    end: Place
+    start: Cursor
+    end: Cursor
     store: TokenStore
 
 
@@ -83,7 +84,7 @@ def window_size(number: int, seq_len: int) -> int:
 class Reader:
     """Reads a source window by window, turn after turn, from a place on."""
 
-    def __init__(self, source: DocumentSource, place: Place) -> None:
+    def __init__(self, source: DocumentSource, place: Cursor) -> None:
         self.source = source
         self.place = place
         self.parts = source.parts()
@@ -95,16 +96,16 @@ class Reader:
         while characters < size and documents < MAX_DOCUMENTS:
             turn, part, number = self.place
             if part >= len(self.parts):
-                self.place = Place(turn + 1)
+                self.place = Cursor(turn + 1)
                 return
             if self._documents is None:
                 self._documents = self.source.read_from(self.parts[part], number)
             document = next(self._documents, None)
             if document is None:
-                self.place = Place(turn, part + 1)
+                self.place = Cursor(turn, part + 1)
                 self._documents = None
                 continue
-            self.place = Place(turn, part, number + 1)
+            self.place = Cursor(turn, part, number + 1)
             documents += 1
             if not isinstance(document, DocumentFault):
                 characters += len(text_of(document))
@@ -124,7 +125,7 @@ def open_window(folder: Path, number: int, tokenizer: Tokenizer) -> Window | Non
         if not any(damaged_files(place, manifest)):
             ends = json.loads(read_regular(place / PLACE))
             store = TokenStore.open(place, tokenizer)
-            return Window(Place(*ends["start"]), Place(*ends["end"]), store)
+            return Window(Cursor(*ends["start"]), Cursor(*ends["end"]), store)
     return None
 
 
@@ -145,7 +146,7 @@ class Producer:
     seq_len: int
 
     def serve(self, training: Connection, parent: int) -> None:
-        """Be the process: take a `Start` and then any number of `Need`s; an error is sent back."""
+        """Run the process: receive a `Start`, then `PrefetchRange`s, and send back any error."""
         follow_the_parent(parent)
         try:
             self._serve(training)
@@ -163,7 +164,7 @@ class Producer:
 
     def _serve(self, training: Connection) -> None:
         start: Start = training.recv()
-        need: Need = training.recv()
+        need: PrefetchRange = training.recv()
         number = start.window
         self._remove_all_but(number, need)
         reader = Reader(self.source, start.place)
@@ -199,7 +200,7 @@ class Producer:
         unfinished.rename(folder)
         sync_folder(self.folder)
 
-    def _remove_all_but(self, number: int, need: Need) -> None:
+    def _remove_all_but(self, number: int, need: PrefetchRange) -> None:
         """Remove the windows that training has left behind, and what others left unfinished."""
         for folder in self.folder.iterdir():
             if folder.is_dir() and not (

@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ..core.children import follow_the_parent
 from ..core.errors import DataError
-from .packing import Rows
+from .packing import PackedRows
 
 POLL_SECONDS = 1.0
 
@@ -25,13 +25,13 @@ POLL_SECONDS = 1.0
 class Steps:
     """Rows by step, for a worker: an error is returned rather than raised."""
 
-    def __init__(self, read: Callable[[int], Rows]) -> None:
+    def __init__(self, read: Callable[[int], PackedRows]) -> None:
         self.read = read
 
     def __len__(self) -> int:
         return sys.maxsize
 
-    def __getitem__(self, step: int) -> Rows | str:
+    def __getitem__(self, step: int) -> PackedRows | str:
         try:
             return self.read(step)
         except Exception as error:  # whatever it is, it must reach the training process
@@ -39,8 +39,8 @@ class Steps:
 
 
 def read_ahead(
-    read: Callable[[int], Rows], first_step: int, workers: int, timeout_seconds: float
-) -> Iterator[Rows]:
+    read: Callable[[int], PackedRows], first_step: int, workers: int, timeout_seconds: float
+) -> Iterator[PackedRows]:
     """Yield `read(step)` for each step from `first_step` on, computed by worker processes.
 
     Worker `i` reads every `workers`-th step; the order is that of the steps.
@@ -88,12 +88,12 @@ def read_ahead(
         atexit.unregister(end)
 
 
-def _next(batches: Iterator[Any], timeout_seconds: float, step: int, worker: int) -> Rows:
+def _next(batches: Iterator[Any], timeout_seconds: float, step: int, worker: int) -> PackedRows:
     """Return the next batch, waiting in short turns so that a dead worker is noticed soon."""
     started, who = time.monotonic(), f"step {step}: data worker {worker}"
     while True:
         try:
-            batch: Rows | str = next(batches)
+            batch: PackedRows | str = next(batches)
             break
         except RuntimeError as error:
             waited = time.monotonic() - started
@@ -113,5 +113,5 @@ def _next(batches: Iterator[Any], timeout_seconds: float, step: int, worker: int
     return batch
 
 
-def _as_they_are(rows: Rows | str) -> Rows | str:
+def _as_they_are(rows: PackedRows | str) -> PackedRows | str:
     return rows

@@ -23,7 +23,7 @@ from .groups import Group, link_among, link_of, mesh_groups, shown_ranks
 
 if TYPE_CHECKING:
     from ..recipe.schema import Recipe
-    from .simulate.count import Counts
+    from .simulate.count import StepCounts
 
 BYTES = 4
 """of a weight: all are kept in fp32"""
@@ -259,7 +259,7 @@ def plan_pipeline(recipe: Recipe, degrees: Degrees, vocab_size: int) -> Pipeline
     return PipelinePlan(name, micro_batches, stages, bubble_fraction(grid, costs), grid)
 
 
-def needs_of(counts: Counts, place: int, degrees: Degrees, gpus_per_node: int) -> Needs:
+def needs_of(counts: StepCounts, place: int, degrees: Degrees, gpus_per_node: int) -> Needs:
     """Return what the first rank of a place needs, from what was counted."""
     from .traffic import ring_bytes
 

@@ -94,7 +94,7 @@ def changed(recipe: Recipe, degrees: dict[str, int], recompute: str, micro_batch
 
 
 @dataclass(frozen=True)
-class Sizes:
+class StepSizes:
     """Sizes that the formulas take.
 
     Attributes:
@@ -113,7 +113,7 @@ class Sizes:
     whole: int
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Sizes:
+    def of(cls, recipe: Recipe) -> StepSizes:
         """Return a recipe's; see Korthikanti et al. 2022, arXiv:2205.05198, section 4."""
         config: Any = recipe.model.with_vocab(recipe.vocab_size)
         shapes = config.parameter_shapes()
@@ -148,7 +148,7 @@ def _state_bytes(recipe: Recipe) -> float:
 
 
 def estimate(
-    recipe: Recipe, degrees: Degrees, model: Sizes, device: Device, gpus_per_node: int
+    recipe: Recipe, degrees: Degrees, model: StepSizes, device: Device, gpus_per_node: int
 ) -> Candidate:
     """Return how long a step takes and how much memory, by formulas: a quick first answer."""
     data = recipe.data
@@ -200,7 +200,7 @@ def estimate(
 
 
 def _tokens_seconds(
-    tokens: int, model: Sizes, degrees: Degrees, links: _Links, times: float
+    tokens: int, model: StepSizes, degrees: Degrees, links: _Links, times: float
 ) -> float:
     """Return the time of a block's collectives along tensor and context, forward and backward."""
     tensor, context, config = degrees.tensor, degrees.context, model.config
@@ -215,7 +215,7 @@ def _tokens_seconds(
 def _memory(
     recipe: Recipe,
     degrees: Degrees,
-    model: Sizes,
+    model: StepSizes,
     weights: float,
     live_blocks: int,
     tokens: int,

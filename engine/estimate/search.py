@@ -14,7 +14,7 @@ from ..core.errors import RecipeError
 from ..parallel.mesh import Degrees
 from ..recipe.checks.checks import check
 from .devices import DEVICES
-from .roofline import Candidate, Sizes, changed, estimate
+from .roofline import Candidate, StepSizes, changed, estimate
 
 if TYPE_CHECKING:
     from ..recipe.schema import Recipe
@@ -48,7 +48,7 @@ def search(
     """
     from .memory import estimate_memory
 
-    model = Sizes.of(recipe)
+    model = StepSizes.of(recipe)
     found = [
         estimate(one, Degrees(**degrees), model, DEVICES[gpu], gpus_per_node)
         for one, degrees in variants(recipe, ranks, gpus_per_node)

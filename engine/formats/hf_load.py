@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...model_zoo.layers.adapter_names import is_adapter
 from ..checkpoint.box import held_box
-from ..checkpoint.tensors import BLOCK_BYTES, Rows, row_bytes, row_count
+from ..checkpoint.tensors import BLOCK_BYTES, TensorRows, row_bytes, row_count
 from ..core.errors import CheckpointError
 from ..core.text.listed import listed
 from .hf_folder import CONFIG, list_tensors, read_config
@@ -69,7 +69,7 @@ def load_huggingface(folder: Path, model: LanguageModel, config: ModelConfig) ->
     return found.notes
 
 
-def fill_parameter(parameter: Tensor, stored: Rows) -> None:
+def fill_parameter(parameter: Tensor, stored: TensorRows) -> None:
     """Fill a parameter, or this rank's part of a sharded one, from a stored tensor."""
     if type(parameter) in (nn.Parameter, Tensor):
         _fill_rows(parameter, stored, 0)
@@ -89,7 +89,7 @@ def fill_parameter(parameter: Tensor, stored: Rows) -> None:
 
 def _fill_rows(
     target: Tensor,
-    stored: Rows,
+    stored: TensorRows,
     first: int,
     columns: Callable[[Tensor], Tensor] = lambda rows: rows,
 ) -> None:

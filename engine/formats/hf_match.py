@@ -11,7 +11,7 @@ import torch
 from ...model_zoo.hf_settings import flat, impossible, inconsistent
 from ...model_zoo.hf_settings import shown as text
 from ..checkpoint.forms import Formed
-from ..checkpoint.tensors import DTYPES, Pieces, Region, Rows, differing
+from ..checkpoint.tensors import DTYPES, ConcatenatedTensor, Region, TensorRows, differing
 from ..core.errors import nearest
 from ..core.text.listed import MAX_SHOWN, shown
 from .hf_folder import CONFIG, StoredTensor
@@ -43,7 +43,7 @@ class Match:
 
     def rows(
         self, shapes: Mapping[str, Shape], stored: Mapping[str, StoredTensor]
-    ) -> dict[str, Rows]:
+    ) -> dict[str, TensorRows]:
         """Return our parameters of these shapes as they are stored, by our names."""
         regions = {part.name: region_of(stored[part.name]) for part in self.parts}
         return {
@@ -180,7 +180,9 @@ def differing_ends(stored: Mapping[str, StoredTensor], match: Match, layout: Lay
     return [f"{head} is there and differs from {embed}; the model has one weight for both"]
 
 
-def stored_rows(parts: Sequence[Part], shape: Shape, stored: Mapping[str, Region | Mxfp4]) -> Rows:
+def stored_rows(
+    parts: Sequence[Part], shape: Shape, stored: Mapping[str, Region | Mxfp4]
+) -> TensorRows:
     """Return a parameter as it is stored, in one or several tensors of one dtype.
 
     Args:
@@ -197,7 +199,7 @@ def stored_rows(parts: Sequence[Part], shape: Shape, stored: Mapping[str, Region
     ones = (1,) * (len(shape) - len(part.shape))
     boxes = [replace(region, shape=(*ones, *region.shape)) for region in regions]
     starts = [part.start for part in parts]
-    return Pieces(regions[0].dtype, shape, tuple(zip(starts, boxes, strict=True)))
+    return ConcatenatedTensor(regions[0].dtype, shape, tuple(zip(starts, boxes, strict=True)))
 
 
 def region_of(stored: StoredTensor) -> Region | Mxfp4:

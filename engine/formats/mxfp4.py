@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ..checkpoint.tensors import Rows
+    from ..checkpoint.tensors import TensorRows
 
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 BIAS = 127
@@ -25,8 +25,8 @@ class Mxfp4:
         shape: of what is read.
     """
 
-    blocks: Rows
-    scales: Rows
+    blocks: TensorRows
+    scales: TensorRows
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.bfloat16
 

@@ -22,7 +22,7 @@ from ..data.batch import IGNORED
 from .generate import continue_rows, sampling_probabilities
 from .open import OpenedModel
 from .scorer import score_windows
-from .windows import Window, windows
+from .windows import ScoredWindow, windows
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]
@@ -89,7 +89,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers
 
-    def _pair(self, number: int, context: list[int], continuation: list[int]) -> Window:
+    def _pair(self, number: int, context: list[int], continuation: list[int]) -> ScoredWindow:
         """Return the row whose last labels are the continuation; too long a context is cut."""
         if len(continuation) > self.max_length:
             raise RecipeError(
@@ -99,7 +99,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         tokens = np.array([*context, *continuation])[-(self.max_length + 1) :]
         labels = tokens[1:].copy()
         labels[: len(labels) - len(continuation)] = IGNORED
-        return Window(tokens[:-1], labels, number)
+        return ScoredWindow(tokens[:-1], labels, number)
 
     def _score(self, rows: Any) -> Any:
         return score_windows(self._opened.model, rows, self.batch_size)

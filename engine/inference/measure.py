@@ -19,7 +19,7 @@ from ..tokenizers.marked_text import MarkedText
 from ..tokenizers.tokenizer import count_bytes
 from ..train.evaluate import perplexity
 from .scorer import score_batch, score_windows
-from .windows import Window, windows
+from .windows import ScoredWindow, windows
 
 if TYPE_CHECKING:
     from ..sources.configs import SourceConfig
@@ -126,7 +126,7 @@ def measure_source(
     measured = Measured(name)
     documents = islice(_encode(source, opened.tokenizer, measured), limit or None)
 
-    def rows() -> Iterator[Window]:
+    def rows() -> Iterator[ScoredWindow]:
         for document in documents:
             measured.texts += 1
             measured.count_text(document.text, document.num_bytes)

@@ -15,7 +15,7 @@ from ..data.batch import IGNORED, Batch
 
 if TYPE_CHECKING:
     from ...model_zoo.language_model import LanguageModel
-    from .windows import Window
+    from .windows import ScoredWindow
 
 MAX_LOGITS = 2**24
 SORTED_BATCHES = 32
@@ -82,8 +82,8 @@ def score_batch(model: LanguageModel, batch: Batch) -> list[Score]:
 
 
 def score_windows(
-    model: LanguageModel, rows: Iterable[Window], batch_size: int
-) -> Iterator[tuple[Window, Score]]:
+    model: LanguageModel, rows: Iterable[ScoredWindow], batch_size: int
+) -> Iterator[tuple[ScoredWindow, Score]]:
     """Yield each row with its score; rows of like length are computed together, and reordered."""
     waiting = iter(rows)
     while some := list(islice(waiting, batch_size * SORTED_BATCHES)):
@@ -93,7 +93,7 @@ def score_windows(
             yield from zip(batch, score_batch(model, _padded(batch)), strict=True)
 
 
-def _padded(rows: Sequence[Window]) -> Batch:
+def _padded(rows: Sequence[ScoredWindow]) -> Batch:
     """Return the rows padded at the right, which no token before it sees."""
     shape = len(rows), max(len(row.inputs) for row in rows)
     tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ..data.batch import IGNORED
 
 
-class Window(NamedTuple):
+class ScoredWindow(NamedTuple):
     """One row: inputs, and the token that follows each, or -100 where it only is context."""
 
     inputs: NDArray[np.int64]
@@ -27,7 +27,7 @@ def windows(
     *,
     counted: NDArray[np.bool_] | None = None,
     document: int = 0,
-) -> Iterator[Window]:
+) -> Iterator[ScoredWindow]:
     """Yield rows of at most `seq_len` inputs that predict every token but the first.
 
     The first row predicts `seq_len` tokens, each later one the next `stride` (at least that many
@@ -49,5 +49,5 @@ def windows(
         start = max(0, stop - seq_len)
         row = labels[start + 1 : stop + 1].copy()
         row[: done - start] = IGNORED
-        yield Window(tokens[start:stop], row, document)
+        yield ScoredWindow(tokens[start:stop], row, document)
         done = stop

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...model_zoo.layers.adapter_names import DOWN, UP, is_adapter
-from ..checkpoint.tensors import Held
+from ..checkpoint.tensors import InMemoryTensor
 from ..core.errors import CheckpointError
 from ..core.text.listed import listed, shown
 from ..formats.hf_folder import MAX_CONFIG_BYTES, open_tensors, read_json
@@ -73,7 +73,7 @@ def load_adapter(folder: Path, model: LanguageModel, config: ModelConfig, table:
         if problems:
             raise CheckpointError(listed(f"{folder} does not fit the adapters:", problems))
         for ours, theirs in names.items():
-            fill_parameter(adapters[ours], Held(file.get_tensor(theirs)))
+            fill_parameter(adapters[ours], InMemoryTensor(file.get_tensor(theirs)))
     return f"adapters from {folder}"
 
 

@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class Peak:
+class PeakFlops:
     """Dense matrix peaks of one device in TFLOP/s."""
 
     half: float
@@ -31,42 +31,42 @@ class Peak:
 
 # Device name patterns, first match wins. Vendors' data sheets; where they print the rate with
 # structured sparsity, half of it. GeForce cards: white papers, the rate with fp32 accumulation.
-_PEAKS: tuple[tuple[str, Peak], ...] = (
+_PEAKS: tuple[tuple[str, PeakFlops], ...] = (
     # NVIDIA Blackwell: HGX B200/B300 and GB200/GB300 NVL72 data sheets (per GPU)
-    (r"\bGB[23]00\b", Peak(2500.0, 80.0)),
-    (r"\bB[23]00\b", Peak(2250.0, 75.0)),
+    (r"\bGB[23]00\b", PeakFlops(2500.0, 80.0)),
+    (r"\bB[23]00\b", PeakFlops(2250.0, 75.0)),
     # NVIDIA Hopper: H100, H200, GH200 data sheets; H20 and H800 are the export variants
-    (r"\bH200 NVL\b", Peak(835.5, 60.0)),
-    (r"\bH100 NVL\b", Peak(835.5, 60.0)),
-    (r"\bH[18]00 PCIe\b", Peak(756.0, 51.0)),
-    (r"\b(H100|H200|H800|GH200)\b", Peak(989.4, 67.0)),
-    (r"\bH20\b", Peak(148.0, 44.0)),
+    (r"\bH200 NVL\b", PeakFlops(835.5, 60.0)),
+    (r"\bH100 NVL\b", PeakFlops(835.5, 60.0)),
+    (r"\bH[18]00 PCIe\b", PeakFlops(756.0, 51.0)),
+    (r"\b(H100|H200|H800|GH200)\b", PeakFlops(989.4, 67.0)),
+    (r"\bH20\b", PeakFlops(148.0, 44.0)),
     # NVIDIA Ampere and Ada: A100, A30, A40, A10, L4, L40, L40S data sheets
-    (r"\bA[18]00\b", Peak(312.0, 19.5)),
-    (r"\bA30\b", Peak(165.0, 10.3)),
-    (r"\bA40\b", Peak(149.7, 37.4)),
-    (r"\bA10G\b", Peak(70.0, 31.5)),
-    (r"\bA10\b", Peak(125.0, 31.2)),
-    (r"\bL40S\b", Peak(362.0, 91.6)),
-    (r"\bL40\b", Peak(181.0, 90.5)),
-    (r"\bL4\b", Peak(121.0, 30.3)),
-    (r"\bRTX 6000 Ada\b", Peak(364.2, 91.1)),
-    (r"\bRTX A6000\b", Peak(154.8, 38.7)),
+    (r"\bA[18]00\b", PeakFlops(312.0, 19.5)),
+    (r"\bA30\b", PeakFlops(165.0, 10.3)),
+    (r"\bA40\b", PeakFlops(149.7, 37.4)),
+    (r"\bA10G\b", PeakFlops(70.0, 31.5)),
+    (r"\bA10\b", PeakFlops(125.0, 31.2)),
+    (r"\bL40S\b", PeakFlops(362.0, 91.6)),
+    (r"\bL40\b", PeakFlops(181.0, 90.5)),
+    (r"\bL4\b", PeakFlops(121.0, 30.3)),
+    (r"\bRTX 6000 Ada\b", PeakFlops(364.2, 91.1)),
+    (r"\bRTX A6000\b", PeakFlops(154.8, 38.7)),
     # NVIDIA GeForce: Ampere GA102, Ada and RTX Blackwell architecture white papers
-    (r"\bRTX 5090\b(?! (D|Laptop))", Peak(209.5, 104.8)),
-    (r"\bRTX 4090\b(?! (D|Laptop))", Peak(165.2, 82.6)),
-    (r"\bRTX 3090\b(?! (Ti|Laptop))", Peak(71.0, 35.6)),
+    (r"\bRTX 5090\b(?! (D|Laptop))", PeakFlops(209.5, 104.8)),
+    (r"\bRTX 4090\b(?! (D|Laptop))", PeakFlops(165.2, 82.6)),
+    (r"\bRTX 3090\b(?! (Ti|Laptop))", PeakFlops(71.0, 35.6)),
     # NVIDIA Volta and Turing: V100 and T4 data sheets
-    (r"\bV100-SXM", Peak(125.0, 15.7, has_bf16=False)),
-    (r"\bV100-PCIE", Peak(112.0, 14.0, has_bf16=False)),
-    (r"\bT4\b", Peak(65.0, 8.1, has_bf16=False)),
+    (r"\bV100-SXM", PeakFlops(125.0, 15.7, has_bf16=False)),
+    (r"\bV100-PCIE", PeakFlops(112.0, 14.0, has_bf16=False)),
+    (r"\bT4\b", PeakFlops(65.0, 8.1, has_bf16=False)),
     # AMD Instinct data sheets, matrix cores; MI250 and MI250X show each die as a device
-    (r"\bMI355X\b", Peak(2516.6, 157.3)),
-    (r"\bMI350X\b", Peak(2306.9, 144.2)),
-    (r"\bMI3(00|25)X\b", Peak(1307.4, 163.4)),
-    (r"\bMI250X\b", Peak(191.5, 47.9)),
-    (r"\bMI250\b", Peak(181.0, 45.3)),
-    (r"\bMI210\b", Peak(181.0, 45.3)),
+    (r"\bMI355X\b", PeakFlops(2516.6, 157.3)),
+    (r"\bMI350X\b", PeakFlops(2306.9, 144.2)),
+    (r"\bMI3(00|25)X\b", PeakFlops(1307.4, 163.4)),
+    (r"\bMI250X\b", PeakFlops(191.5, 47.9)),
+    (r"\bMI250\b", PeakFlops(181.0, 45.3)),
+    (r"\bMI210\b", PeakFlops(181.0, 45.3)),
 )
 
 

@@ -217,7 +217,7 @@ class Cosine(ScheduleConfig):
 
 
 @schedules.register
-class Linear(ScheduleConfig):
+class LinearSchedule(ScheduleConfig):
     """A straight line from the peak to `min_lr_ratio`."""
 
     name: Literal["linear"] = "linear"
@@ -231,7 +231,7 @@ class Linear(ScheduleConfig):
 
 
 @schedules.register
-class Constant(ScheduleConfig):
+class ConstantSchedule(ScheduleConfig):
     """The peak rate all the way after the warmup."""
 
     depends_on_total = False

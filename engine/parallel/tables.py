@@ -60,7 +60,7 @@ class Pipelining(Table):
     block and head on rank 0 before the run starts"""
 
 
-class Place(Table):
+class RulePlacement(Table):
     """Which dim of a parameter each axis of ranks cuts; empty: every rank holds all of it."""
 
     tensor: Annotated[int, Field(ge=0, le=7)] | None = None
@@ -71,7 +71,7 @@ class Place(Table):
     @property
     def shard_dim(self) -> int | None:
         """The dim that FSDP cuts; None where every rank holds all."""
-        return None if self == Place() else self.shard or 0
+        return None if self == RulePlacement() else self.shard or 0
 
 
 class Rule(Table):
@@ -79,7 +79,7 @@ class Rule(Table):
 
     match: Annotated[str, Field(max_length=1000)]
     """regular expression that a whole parameter name must match"""
-    place: Place
+    place: RulePlacement
     """mesh axis -> dim that it cuts, such as { tensor = 0 }; {} keeps them whole on every rank"""
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from ...model_zoo.config import ModelConfig
 from ...model_zoo.llama3.config import Llama3Config
-from ..assemble.tables import Kernels
+from ..assemble.tables import KernelChoices
 from ..checkpoint.tables import Checkpoint
 from ..core.config import Table
 from ..core.models import models
@@ -41,7 +41,7 @@ class Recipe(Table):
     precision: Precision = Precision()
     memory: Memory = Memory()
     compile: Compile = Compile()
-    kernels: Kernels = Kernels()
+    kernels: KernelChoices = KernelChoices()
     checkpoint: Checkpoint = Checkpoint()
     evaluate: Evaluate = Evaluate()
     ema: EMA = EMA()

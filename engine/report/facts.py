@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ..checkpoint.manifest import Manifest
 from ..core.run_state import read_state
 from .plots import SOURCE
-from .runs import BITS, Run, have_different_tokenizers, lacks_bits_per_byte
+from .runs import BITS, RunData, have_different_tokenizers, lacks_bits_per_byte
 from .status import clock
 from .svg import shown
 
@@ -22,7 +22,7 @@ class Number:
     """A column of the table of numbers."""
 
     title: str
-    value: Callable[[Run], float | None]
+    value: Callable[[RunData], float | None]
     show: Callable[[float], str] = shown
     best: Callable[[Sequence[float]], float] | None = None
     """which of the runs' values is the best, where one is"""
@@ -32,27 +32,27 @@ class Number:
     """whether they can"""
 
 
-def _perplexity(run: Run) -> float | None:
+def _perplexity(run: RunData) -> float | None:
     best = run.best_eval()
     return math.exp(best["loss"]) if best and best["loss"] < 700 else None
 
 
-def _best_loss(run: Run) -> float | None:
+def _best_loss(run: RunData) -> float | None:
     best = run.best_eval()
     return best["loss"] if best else None
 
 
-def _best_bits(run: Run) -> float | None:
+def _best_bits(run: RunData) -> float | None:
     column = [bits for bits in run.column("eval", BITS) if math.isfinite(bits)]
     return min(column, default=None)
 
 
-def _memory(run: Run) -> float | None:
+def _memory(run: RunData) -> float | None:
     column = run.column("train", "memory_bytes")
     return max(column) / 2**30 if column else None
 
 
-def _seconds(run: Run) -> float | None:
+def _seconds(run: RunData) -> float | None:
     return run.last("train", "seconds")
 
 
@@ -81,7 +81,7 @@ def _of_source(key: str) -> Number:
     return Number(title, lambda run: run.last("eval", key), _loss_text, min, True)
 
 
-def numbers_of(runs: Sequence[Run]) -> list[tuple[Number, list[float | None]]]:
+def numbers_of(runs: Sequence[RunData]) -> list[tuple[Number, list[float | None]]]:
     """Return the columns that any run has a value for, with each run's.
 
     No run is the best by what a token of its own tokenizer means, nor by bits per byte that another
@@ -100,7 +100,7 @@ def numbers_of(runs: Sequence[Run]) -> list[tuple[Number, list[float | None]]]:
     return [(number, values) for number, values in table if any(v is not None for v in values)]
 
 
-def facts_of(run: Run) -> dict[str, str]:
+def facts_of(run: RunData) -> dict[str, str]:
     """Return what is known of how a run was made."""
     manifest, record, status = run.manifest, read_state(run.path), run.status
     facts = {"State": status.state + (f": {status.reason}" if status.reason else "")}

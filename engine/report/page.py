@@ -15,7 +15,7 @@ from typing import Any
 from ..drawing.page import render_page
 from .facts import numbers_of
 from .plots import Plot, Series, plots_of
-from .runs import Run, names_of, read_run
+from .runs import RunData, names_of, read_run
 from .svg import draw
 from .tables import facts, numbers, profiles, recipe_differences, swatch, times, whole_recipe
 
@@ -59,7 +59,7 @@ def _plot_data(plot: Plot, series: Sequence[Series]) -> dict[str, Any]:
     }
 
 
-def _header(runs: Sequence[Run], title: str) -> str:
+def _header(runs: Sequence[RunData], title: str) -> str:
     now = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M")
     states: list[str] = [run.status.state for run in runs]
     badges = "".join(
@@ -72,7 +72,7 @@ def _header(runs: Sequence[Run], title: str) -> str:
     )
 
 
-def _cards(runs: Sequence[Run]) -> str:
+def _cards(runs: Sequence[RunData]) -> str:
     cards = "".join(
         f"<div><dt>{escape(number.title)}</dt><dd>{escape(number.show(value))}</dd></div>"
         for number, values in numbers_of(runs)
@@ -81,7 +81,7 @@ def _cards(runs: Sequence[Run]) -> str:
     return f'<dl class="cards">{cards}</dl>'
 
 
-def _controls(runs: Sequence[Run]) -> str:
+def _controls(runs: Sequence[RunData]) -> str:
     axes = "".join(
         f'<label><input type="radio" name="axis" value="{index}"{" checked" * (index == 0)}>'
         f"<span>{name}</span></label>"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .runs import Row, Run
+from .runs import Row, RunData
 
 MAX_POINTS = 40_000
 """over all series of a page: some 1.5 MB"""
@@ -88,7 +88,7 @@ _SHOWN = {(curve.kind, curve.key) for plot in _PLOTS for curve in plot.curves}
 _AXES = {"step", "tokens", "seconds", "time", "perplexity"}
 
 
-def plots_of(runs: Sequence[Run]) -> list[tuple[Plot, list[Series]]]:
+def plots_of(runs: Sequence[RunData]) -> list[tuple[Plot, list[Series]]]:
     """Return the plots that have points, and one for each further number of metrics.jsonl."""
     further = dict.fromkeys(
         (kind, key)
@@ -118,12 +118,12 @@ def plots_of(runs: Sequence[Run]) -> list[tuple[Plot, list[Series]]]:
     return [(plot, _series(runs, plot, limit)) for plot in used]
 
 
-def _has_points(runs: Sequence[Run], plot: Plot) -> bool:
+def _has_points(runs: Sequence[RunData], plot: Plot) -> bool:
     return any(curve.key in row for run in runs for curve in plot.curves
                for row in run.rows.get(curve.kind, []))  # fmt: skip
 
 
-def _series(runs: Sequence[Run], plot: Plot, limit: int) -> list[Series]:
+def _series(runs: Sequence[RunData], plot: Plot, limit: int) -> list[Series]:
     found = []
     for number, run in enumerate(runs):
         for curve in plot.curves:

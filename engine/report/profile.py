@@ -15,7 +15,7 @@ MAX_PHASES = 12
 
 
 @dataclass(frozen=True)
-class Profile:
+class ProfileSummary:
     """Mean seconds of the steps that were looked at."""
 
     step_seconds: float
@@ -23,7 +23,7 @@ class Profile:
     operators: dict[str, float]
 
 
-def read_profile(run: Path) -> Profile | None:
+def read_profile(run: Path) -> ProfileSummary | None:
     """Return a run's profile; None: it has none that can be read."""
     try:
         content = json.loads(read_regular(run / "profiles" / "summary.json"))
@@ -31,7 +31,7 @@ def read_profile(run: Path) -> Profile | None:
         operators = {str(each["name"]): each["seconds"] for each in content["operators"]}
         if whole is None or not 0 < whole < math.inf:
             return None
-        return Profile(whole, _numbers(content["phase_seconds"]), _numbers(operators))
+        return ProfileSummary(whole, _numbers(content["phase_seconds"]), _numbers(operators))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 

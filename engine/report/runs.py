@@ -27,7 +27,7 @@ MAX_KEYS = 200
 
 
 @dataclass(frozen=True)
-class Run:
+class RunData:
     """What the files of a run hold."""
 
     name: str
@@ -78,10 +78,10 @@ class Run:
         return busy, min(waiting, busy), max(0.0, whole - busy)
 
 
-def read_run(path: Path, name: str) -> Run:
+def read_run(path: Path, name: str) -> RunData:
     """Read a run directory, live or dead; what is missing or damaged there is left out."""
     folders = step_folders(path / "checkpoints")
-    return Run(
+    return RunData(
         name=name,
         path=path,
         status=examine(path),
@@ -92,7 +92,7 @@ def read_run(path: Path, name: str) -> Run:
     )
 
 
-def have_different_tokenizers(runs: Sequence[Run]) -> bool:
+def have_different_tokenizers(runs: Sequence[RunData]) -> bool:
     """Return whether a token of one run is not a token of another.
 
     Checkpoints know what tokenizers are; without one, the recipes say what they are called.
@@ -106,7 +106,7 @@ def have_different_tokenizers(runs: Sequence[Run]) -> bool:
     return len(set(known)) > 1
 
 
-def lacks_bits_per_byte(runs: Sequence[Run]) -> list[Run]:
+def lacks_bits_per_byte(runs: Sequence[RunData]) -> list[RunData]:
     """Return the runs whose evaluations have no bits per byte, such as those of older versions."""
     return [run for run in runs if not run.column("eval", BITS)]
 
@@ -120,7 +120,7 @@ def names_of(paths: Sequence[Path]) -> list[str]:
     ]
 
 
-def differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
+def differences(runs: Sequence[RunData]) -> list[tuple[str, list[Any]]]:
     """Return the keys whose values differ between the recipes that are there, with each run's."""
     known = [run.recipe for run in runs if run.recipe]
     keys = dict.fromkeys(key for recipe in known for key in recipe)

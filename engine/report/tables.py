@@ -10,13 +10,13 @@ from typing import Any
 from ..core.text.shown import shown_value
 from .facts import Number, facts_of, numbers_of
 from .profile import read_profile
-from .runs import Run, differences, have_different_tokenizers, lacks_bits_per_byte
+from .runs import RunData, differences, have_different_tokenizers, lacks_bits_per_byte
 from .svg import NUM_COLOURS, shown
 
 NOTHING = "&ndash;"
 
 
-def numbers(runs: Sequence[Run]) -> str:
+def numbers(runs: Sequence[RunData]) -> str:
     """Return the final numbers, a row a run."""
     columns = numbers_of(runs)
     head = "".join(f"<th>{escape(number.title)}</th>" for number, _ in columns)
@@ -33,7 +33,7 @@ def numbers(runs: Sequence[Run]) -> str:
     )
 
 
-def _comparability(runs: Sequence[Run]) -> str:
+def _comparability(runs: Sequence[RunData]) -> str:
     """Return what to know about losses of runs with different tokenizers."""
     if not have_different_tokenizers(runs):
         return ""
@@ -66,7 +66,7 @@ def swatch(index: int) -> str:
     )
 
 
-def times(runs: Sequence[Run]) -> str:
+def times(runs: Sequence[RunData]) -> str:
     """Return how each run's time was spent, as far as metrics.jsonl tells."""
     bars = []
     for run in runs:
@@ -100,7 +100,7 @@ def times(runs: Sequence[Run]) -> str:
     )
 
 
-def recipe_differences(runs: Sequence[Run]) -> str:
+def recipe_differences(runs: Sequence[RunData]) -> str:
     """Return the keys whose values differ."""
     found = differences(runs)
     if not found:
@@ -117,7 +117,7 @@ def _value(value: Any) -> str:
     return NOTHING if value is None else f"<code>{escape(shown_value(value))}</code>"
 
 
-def facts(runs: Sequence[Run]) -> str:
+def facts(runs: Sequence[RunData]) -> str:
     """Return how the runs were made."""
     facts = [facts_of(run) for run in runs]
     keys = dict.fromkeys(key for each in facts for key in each)
@@ -127,7 +127,7 @@ def facts(runs: Sequence[Run]) -> str:
     return _table("Facts", runs, rows)
 
 
-def _table(title: str, runs: Sequence[Run], rows: Sequence[tuple[str, list[str]]]) -> str:
+def _table(title: str, runs: Sequence[RunData], rows: Sequence[tuple[str, list[str]]]) -> str:
     """Return a table with a column a run; its cells are HTML already."""
     head = "".join(
         f'<th scope="col">{swatch(index)}{escape(run.name)}</th>' for index, run in enumerate(runs)
@@ -143,7 +143,7 @@ def _table(title: str, runs: Sequence[Run], rows: Sequence[tuple[str, list[str]]
     )
 
 
-def whole_recipe(run: Run) -> str:
+def whole_recipe(run: RunData) -> str:
     """Return every key of a run's recipe."""
     if not run.recipe:
         return ""
@@ -157,7 +157,7 @@ def whole_recipe(run: Run) -> str:
     )
 
 
-def profiles(runs: Sequence[Run]) -> str:
+def profiles(runs: Sequence[RunData]) -> str:
     """Return what `[profile]` found out about steps, for the runs that have it."""
     found = [(run, profile) for run in runs if (profile := read_profile(run.path))]
     if not found:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Target:
+class ReplayTarget:
     """The step that is to be computed.
 
     Attributes:
@@ -63,7 +63,7 @@ class Replay:
         layers: by name, in the order of the model.
     """
 
-    target: Target
+    target: ReplayTarget
     start: str
     start_step: int
     loss: float
@@ -107,7 +107,7 @@ def replay(recipe: Recipe, world: World, word: str, allow_changed: Sequence[str]
     return Replay(target, start, found.manifest.step if found else 0, loss, norm, layers)
 
 
-def find_target(folder: Path, word: str) -> Target:
+def find_target(folder: Path, word: str) -> ReplayTarget:
     """Return the step that a word names.
 
     Raises:
@@ -129,7 +129,7 @@ def find_target(folder: Path, word: str) -> Target:
             hint = f"events of this run: {printable(known)}; or step:N"
         raise RecipeError(f"{folder} has no event {printable(word)!r}", hint)
     recorded = {key: number(row.get(key)) for key in ("loss", "grad_norm")}
-    return Target(word, step, batch if isinstance(batch, int) else None, recorded)
+    return ReplayTarget(word, step, batch if isinstance(batch, int) else None, recorded)
 
 
 def _for_replay(recipe: Recipe) -> Recipe:
@@ -155,7 +155,7 @@ def _for_replay(recipe: Recipe) -> Recipe:
 def _compute(
     parts: Assembled,
     found: Found | None,
-    target: Target,
+    target: ReplayTarget,
     group: ProcessGroup | None,
     allow_changed: Sequence[str],
 ) -> tuple[float, float, dict[str, LayerSums]]:
@@ -188,7 +188,7 @@ def _compute(
     return loss.item(), gradients.norm.item(), probe.found
 
 
-def _skip_what_was_rolled_back(position: Position, target: Target) -> None:
+def _skip_what_was_rolled_back(position: Position, target: ReplayTarget) -> None:
     """Set the global batch from which `target` is reached without a rollback.
 
     Raises:

@@ -18,7 +18,7 @@ from ..core.errors import DataError
 from ..core.files import open_regular
 from ..tokenizers.marked_text import MarkedText
 from .documents import Document, DocumentFault, text_of
-from .parts import PART_BYTES, Part, Span, file_parts, skip_line
+from .parts import PART_BYTES, ByteSpan, Part, file_parts, skip_line
 
 # Larger text files become several documents; a longer line of JSON is a fault.
 MAX_DOCUMENT_BYTES = 2**26
@@ -220,7 +220,7 @@ def read_objects(
                 yield made
 
 
-def _lines(span: Span) -> Iterator[tuple[int, str | DocumentFault]]:
+def _lines(span: ByteSpan) -> Iterator[tuple[int, str | DocumentFault]]:
     """Yield each line that is not blank, with its number in the span."""
     number = 0
     try:

@@ -23,7 +23,7 @@ HUB_SECONDS = 20.0
 BATCH_ROWS, STREAMED_ROWS = 4096, 256
 
 
-class Piece(NamedTuple):
+class DatasetShard(NamedTuple):
     """Rows of a dataset, or one of its shards where `stop` is 0."""
 
     start: int
@@ -152,16 +152,19 @@ def _split(source: HFSource, splits: Any) -> str:
     return source.split_name
 
 
-def hub_parts(source: HFSource) -> list[Piece]:
+def hub_parts(source: HFSource) -> list[DatasetShard]:
     """Return runs of rows of about 64 MB; of what the library streams, its shards."""
     dataset = open_dataset(source)
     if not hasattr(dataset, "__len__"):
-        return [Piece(index) for index in range(dataset.num_shards)]
+        return [DatasetShard(index) for index in range(dataset.num_shards)]
     rows = max(len(dataset) * PART_BYTES // max(dataset.data.nbytes, 1), 1)
-    return [Piece(start, min(start + rows, len(dataset))) for start in range(0, len(dataset), rows)]
+    return [
+        DatasetShard(start, min(start + rows, len(dataset)))
+        for start in range(0, len(dataset), rows)
+    ]
 
 
-def read_hub(source: HFSource, piece: Piece, first: int = 0) -> Iterator[Document]:
+def read_hub(source: HFSource, piece: DatasetShard, first: int = 0) -> Iterator[Document]:
     """Yield a document a row, from row `first` of the piece on."""
     name, row = place(source), piece.start if piece.stop else 0
     skipped = first
@@ -183,7 +186,7 @@ def read_hub(source: HFSource, piece: Piece, first: int = 0) -> Iterator[Documen
             yield DocumentFault(f"{where}, row {row + 1}", first_line(error))
 
 
-def _tables(dataset: Any, piece: Piece) -> Iterator[Any]:
+def _tables(dataset: Any, piece: DatasetShard) -> Iterator[Any]:
     if not piece.stop:
         shard = dataset.shard(num_shards=dataset.num_shards, index=piece.start)
         yield from shard.iter(batch_size=STREAMED_ROWS)

@@ -15,7 +15,7 @@ from ..core.files import open_regular
 PART_BYTES, PART_FILES = 2**24, 2**14
 
 
-class Span(NamedTuple):
+class ByteSpan(NamedTuple):
     """Bytes of a file that begin and end with a line."""
 
     file: str
@@ -23,13 +23,13 @@ class Span(NamedTuple):
     stop: int
 
 
-Part = tuple[Span, ...]
+Part = tuple[ByteSpan, ...]
 
 
 def file_parts(files: Iterable[Path], length: int) -> list[Part]:
     """Return runs of files; of those larger than `length` bytes, pieces that end with a line."""
     parts: list[Part] = []
-    part: list[Span] = []
+    part: list[ByteSpan] = []
     total = 0
     for span in _spans(files, length):
         part.append(span)
@@ -40,7 +40,7 @@ def file_parts(files: Iterable[Path], length: int) -> list[Part]:
     return [*parts, tuple(part)] if part else parts
 
 
-def _spans(files: Iterable[Path], length: int) -> Iterator[Span]:
+def _spans(files: Iterable[Path], length: int) -> Iterator[ByteSpan]:
     for path in files:
         start = size = 0
         with suppress(OSError), open_regular(path) as file:  # its reader says where and why
@@ -48,10 +48,10 @@ def _spans(files: Iterable[Path], length: int) -> Iterator[Span]:
             while start + length < size:
                 file.seek(start + length)
                 stop = start + length + skip_line(file)
-                yield Span(str(path), start, stop)
+                yield ByteSpan(str(path), start, stop)
                 start = stop
         if start < size or not start:
-            yield Span(str(path), start, size)
+            yield ByteSpan(str(path), start, size)
 
 
 def skip_line(file: BinaryIO) -> int:

@@ -49,7 +49,7 @@ class Event:
 
 
 @dataclass
-class Counts:
+class SkipCounts:
     """What has happened so far; a rollback does not undo it."""
 
     in_a_row: int = 0
@@ -108,7 +108,7 @@ class Health:
         self._last_spike = 0
         self._has_learned: bool | None = None
         self._bad_evaluation = ""
-        self.counts = Counts()
+        self.counts = SkipCounts()
         self.wants_rollback = False
 
     def admits(self, gradients: Gradients, step: int, batch: int, lr: float) -> bool:
@@ -258,7 +258,7 @@ class Health:
         self._last_spike = state.get("last_spike", 0)
         self._has_learned = state.get("has_learned")
         self._bad_evaluation = state.get("bad_evaluation", "")
-        self.counts = Counts(**state.get("counts", {}))
+        self.counts = SkipCounts(**state.get("counts", {}))
 
 
 def _compare(loss: float, norm: float, spike: Spike) -> str:

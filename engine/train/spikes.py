@@ -51,7 +51,7 @@ class Spike:
 
 
 @dataclass(frozen=True)
-class Best:
+class BestLoss:
     """The lowest median loss so far, with the step at which the window had it."""
 
     median: float
@@ -91,7 +91,7 @@ class SpikeDetector:
         self._least = min(window, max(8, window // 4))
         self._steps: deque[tuple[float, float]] = deque(maxlen=window)
         self._first: float | None = None
-        self._best: Best | None = None
+        self._best: BestLoss | None = None
         self._is_drifting = False
 
     def judge(self, loss: float, norm: float) -> Spike | None:
@@ -119,7 +119,7 @@ class SpikeDetector:
             return False
         level = loss_level([each for each, _ in self._steps], self._threshold)
         if self._best is None or level.median < self._best.median:
-            self._best = Best(level.median, level.limit, step)
+            self._best = BestLoss(level.median, level.limit, step)
         was, limit = self._is_drifting, self.loss_limit()
         self._is_drifting = level.median > limit
         return self._is_drifting and not was
@@ -156,5 +156,5 @@ class SpikeDetector:
         self._steps.clear()
         self._steps.extend((loss, norm) for loss, norm in state.get("steps", []))
         self._first = state.get("first")
-        self._best = Best(**best) if (best := state.get("best")) else None
+        self._best = BestLoss(**best) if (best := state.get("best")) else None
         self._is_drifting = state.get("is_drifting", False)

@@ -15,7 +15,7 @@ from tests.convert.models import hf_folder, tensors_of
 from tests.convert.run import convert, refused
 from trainer.engine.checkpoint.guarded import read_contents
 from trainer.engine.checkpoint.manifest import read_manifest
-from trainer.engine.checkpoint.tensors import Held
+from trainer.engine.checkpoint.tensors import InMemoryTensor
 from trainer.engine.checkpoint.torch_file import Archive, check_records
 from trainer.engine.conversion.writing import Stretch, create, whole, write_all
 
@@ -58,7 +58,7 @@ def test_an_archive_of_any_size_is_whole(tmp_path: Path, shape: tuple[int, ...])
     tensor, file = torch.randn(shape), tmp_path / "tensor.pt"
     archive = Archive((torch.float32, shape))
     create(file, archive.bytes)
-    content = [archive.head, whole(Held(tensor), torch.float32, "tensor"), archive.tail]
+    content = [archive.head, whole(InMemoryTensor(tensor), torch.float32, "tensor"), archive.tail]
     write_all([Stretch(file, 0, content)], lambda _: None)
     with zipfile.ZipFile(file) as opened:
         assert opened.testzip() is None

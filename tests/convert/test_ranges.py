@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint.hf_folders import config_of, empty_model
 from tests.convert.models import hf_folder, tensors_of
 from tests.convert.run import convert, refused
-from trainer.engine.checkpoint.tensors import Held, blocks
+from trainer.engine.checkpoint.tensors import InMemoryTensor, blocks
 from trainer.engine.conversion.export import export_huggingface
 from trainer.engine.core.errors import CheckpointError
 from trainer.engine.tokenizers.tokenizer import ByteTokenizer
@@ -98,7 +98,7 @@ def test_a_number_beyond_is_refused_and_one_within_is_written(
     source: torch.dtype, target: torch.dtype, number: float
 ) -> None:
     def written(value: float) -> Callable[[], list[torch.Tensor]]:
-        tensor = Held(torch.tensor([0.0, value], dtype=source))
+        tensor = InMemoryTensor(torch.tensor([0.0, value], dtype=source))
         return lambda: list(blocks(tensor, target, 0, 2, "weight"))
 
     with pytest.raises(CheckpointError, match="weight does not fit"):

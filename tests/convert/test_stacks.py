@@ -15,7 +15,7 @@ from tests.checkpoint.hf_folders import config_of, empty_model
 from tests.convert.models import hf_folder, same_bits, tensors_of
 from tests.convert.run import convert, refused
 from tests.distributed import run_ranks
-from trainer.engine.checkpoint.tensors import Held, part_of
+from trainer.engine.checkpoint.tensors import InMemoryTensor, part_of
 from trainer.engine.formats.hf_folder import CONFIG, SINGLE
 from trainer.engine.formats.hf_load import load_huggingface
 from trainer.engine.parallel.materialize import materialize, without_storage
@@ -132,7 +132,7 @@ def test_a_part_reads_the_rows_of_one_matrix() -> None:
         "model.layers.7.mlp.experts.1.up_proj.weight",
     ]
     for number, part in enumerate(parts):
-        rows = part_of(Held(stack), part)
+        rows = part_of(InMemoryTensor(stack), part)
         assert rows.shape == (3, 5)
         expected = stack[number // 2, number % 2]
         assert torch.equal(rows.read(1, 3), expected[1:])

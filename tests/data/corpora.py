@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from trainer.engine.corpus.prepare import Preparation, prepare_folder
-from trainer.engine.corpus.progress import Progress
+from trainer.engine.corpus.progress import TokenisingProgress
 from trainer.engine.sources import files as sources
 from trainer.engine.sources import parts
 from trainer.engine.sources.configs import DocumentSource, JsonlSource
@@ -61,7 +61,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def made(folder: Path, *documents: DocumentSource, workers: int = 2, shard: int = 2**16) -> Path:
-    seen: list[Progress] = []
+    seen: list[TokenisingProgress] = []
     job = Preparation(documents, ByteTokenizer(), "bytes", shard, workers)
     assert prepare_folder(job, folder, seen.append)
     assert seen[-1].parts_done == len(job.parts())

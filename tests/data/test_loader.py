@@ -16,18 +16,18 @@ import torch
 from tests.data.test_dataset import opened, rows_of, table
 from trainer.engine.core.errors import DataError
 from trainer.engine.data.loader import Loader
-from trainer.engine.data.packing import PACKINGS, Rows
+from trainer.engine.data.packing import PACKINGS, PackedRows
 from trainer.engine.data.workers import read_ahead
 
 
-def numbered(step: int) -> Rows:
+def numbered(step: int) -> PackedRows:
     tokens = np.full((1, 4), step)
-    return Rows(tokens, tokens)
+    return PackedRows(tokens, tokens)
 
 
-def pids_of(step: int) -> Rows:
+def pids_of(step: int) -> PackedRows:
     tokens = np.full((1, 1), os.getpid())
-    return Rows(tokens, tokens)
+    return PackedRows(tokens, tokens)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -50,7 +50,7 @@ def test_workers_leave_the_random_state_alone() -> None:
 
 
 def test_an_error_in_a_worker_names_worker_and_step() -> None:
-    def fails_at_seven(step: int) -> Rows:
+    def fails_at_seven(step: int) -> PackedRows:
         if step == 7:
             raise ValueError("bad row")
         return numbered(step)
@@ -63,7 +63,7 @@ def test_an_error_in_a_worker_names_worker_and_step() -> None:
 
 
 def test_a_killed_worker_is_an_error_and_not_a_hang() -> None:
-    def dies_at_six(step: int) -> Rows:
+    def dies_at_six(step: int) -> PackedRows:
         if step == 6:
             os.kill(os.getpid(), signal.SIGKILL)
         return numbered(step)
@@ -80,7 +80,7 @@ def test_a_killed_worker_is_an_error_and_not_a_hang() -> None:
 def test_a_hung_worker_is_an_error_after_the_timeout_and_is_ended() -> None:
     workers = []
 
-    def hangs_at_one(step: int) -> Rows:
+    def hangs_at_one(step: int) -> PackedRows:
         if step == 1:
             time.sleep(1000)
         return pids_of(step)

@@ -23,7 +23,7 @@ from trainer.engine.corpus import prepare
 from trainer.engine.corpus.manifest import Tally
 from trainer.engine.corpus.part_stores import PartStores
 from trainer.engine.corpus.prepare import Preparation, prepare_folder
-from trainer.engine.corpus.progress import Progress, describe
+from trainer.engine.corpus.progress import TokenisingProgress, describe
 from trainer.engine.corpus.store import TokenStore
 from trainer.engine.sources.configs import TextSource
 from trainer.engine.sources.documents import Document
@@ -191,7 +191,7 @@ def test_of_two_at_once_the_second_is_refused(
     monkeypatch.setattr(prepare, "DYING_SECONDS", 0.0)
     job = Preparation([corpus(tmp_path)], ByteTokenizer())
 
-    def second(_: Progress) -> None:
+    def second(_: TokenisingProgress) -> None:
         with pytest.raises(RunInUse):
             prepare_folder(job, tmp_path / "out", lambda _: None)
 
@@ -241,14 +241,14 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_progress_counts_what_was_made_and_what_is_left() -> None:
-    progress = Progress(parts=10, parts_done=4, parts_found=2)
+    progress = TokenisingProgress(parts=10, parts_done=4, parts_found=2)
     progress.started -= 6.0
     assert progress.seconds_left == pytest.approx(18.0, rel=0.1)
-    assert Progress(parts=10).seconds_left is None
+    assert TokenisingProgress(parts=10).seconds_left is None
 
 
 def test_speeds_are_those_of_what_this_call_made() -> None:
-    progress = Progress(10, 4, 2, documents=1234, tokens=9 * 10**6)
+    progress = TokenisingProgress(10, 4, 2, documents=1234, tokens=9 * 10**6)
     progress.new_tokens, progress.new_bytes = 6 * 10**6, 24 * 10**6
     progress.started -= 3.0
     assert describe(progress) == (

@@ -15,7 +15,7 @@ from trainer.engine.core.errors import DataError
 from trainer.engine.corpus.columns import make_chunk
 from trainer.engine.corpus.manifest import (
     PAGE_TOKENS,
-    Manifest,
+    CorpusManifest,
     Tally,
     damaged_files,
     read_manifest,
@@ -215,5 +215,7 @@ def test_shards_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     offsets = described["files"]["offsets.npy"]
     files = {name: {"bytes": 2 * PAGE_TOKENS, "xxh3": ""} for name in names}
     described |= {"num_tokens": shards * PAGE_TOKENS, "shard_tokens": PAGE_TOKENS}
-    manifest = Manifest.model_validate({**described, "files": {**files, "offsets.npy": offsets}})
+    manifest = CorpusManifest.model_validate(
+        {**described, "files": {**files, "offsets.npy": offsets}}
+    )
     assert manifest.shards("tokens") == names

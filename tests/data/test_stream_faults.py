@@ -25,7 +25,7 @@ from trainer.engine.core.errors import DataError, RecipeError
 from trainer.engine.corpus.configs import SyntheticSource
 from trainer.engine.data import stream
 from trainer.engine.data.loader import Loader
-from trainer.engine.data.windows import Place, Reader
+from trainer.engine.data.windows import Cursor, Reader
 from trainer.engine.recipe.load import load_recipe
 from trainer.engine.sources.configs import JsonlSource, SourceConfig
 
@@ -199,7 +199,7 @@ def test_abandoned_streams_are_removed_and_live_ones_are_not(
 
 def test_a_reader_started_anywhere_reads_the_rest(tmp_path: Path) -> None:
     source = source_of("parquet", tmp_path / "corpus")
-    reader = Reader(source, Place())
+    reader = Reader(source, Cursor())
     places, found = [], []
     for _ in range(40):
         places.append(reader.place)

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from trainer.engine.assemble.kernels import choose_kernels, served
-from trainer.engine.assemble.tables import Kernels as Table
+from trainer.engine.assemble.tables import KernelChoices as Table
 from trainer.engine.core.errors import RecipeError
 from trainer.engine.parallel.tables import Compile
 from trainer.kernels import choose as kernel_choice

@@ -13,7 +13,7 @@ from trainer import load_recipe, train
 from trainer.cli.main import main
 from trainer.engine.assemble.assemble import assemble, build_model
 from trainer.engine.checkpoint.find import find_checkpoint
-from trainer.engine.checkpoint.tensors import Held
+from trainer.engine.checkpoint.tensors import InMemoryTensor
 from trainer.engine.conversion.convert import Options, convert
 from trainer.engine.conversion.merged import merge_tensors
 from trainer.engine.conversion.peft import export_adapter
@@ -179,7 +179,7 @@ def test_the_average_of_adapters_is_merged_too(folder, tmp_path):
 
 def test_an_adapter_that_does_not_fit_its_weight_is_refused():
     weights = {"a.weight": (4, 6), "a.lora_a": (2, 5), "a.lora_b": (4, 2), "b.lora_a": (2, 6)}
-    tensors = {name: Held(torch.zeros(shape)) for name, shape in weights.items()}
+    tensors = {name: InMemoryTensor(torch.zeros(shape)) for name, shape in weights.items()}
     with pytest.raises(CheckpointError, match=r"(?s)a: weight.*\(2, 5\).*b: weight.*None"):
         merge_tensors(Path("x"), tensors, 8.0)
 
@@ -189,7 +189,11 @@ def test_rows_are_merged_to_the_same_bits_however_they_are_cut():
     weight, down, up = (
         torch.randn(shape, generator=generator) for shape in ((200, 96), (8, 96), (200, 8))
     )
-    tensors = {"a.weight": Held(weight), "a.lora_a": Held(down), "a.lora_b": Held(up)}
+    tensors = {
+        "a.weight": InMemoryTensor(weight),
+        "a.lora_a": InMemoryTensor(down),
+        "a.lora_b": InMemoryTensor(up),
+    }
     rows = merge_tensors(Path("x"), tensors, 4.0)["a.weight"]
     whole = rows.read(0, 200)
     torch.testing.assert_close(whole, weight + up @ down * 0.5)

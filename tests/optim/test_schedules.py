@@ -6,11 +6,11 @@ from transformers.optimization import get_inverse_sqrt_schedule, get_wsd_schedul
 
 from trainer.engine.optim.configs import (
     WSD,
-    Constant,
+    ConstantSchedule,
     Cosine,
     Exponential,
     InverseSqrt,
-    Linear,
+    LinearSchedule,
     Polynomial,
     schedules,
 )
@@ -41,7 +41,7 @@ def of_torch(make, total=TOTAL):
             lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, TOTAL, eta_min=0.1),
         ),
         (
-            Linear(min_lr_ratio=0.2),
+            LinearSchedule(min_lr_ratio=0.2),
             lambda o: torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.2, TOTAL),
         ),
         (
@@ -52,7 +52,7 @@ def of_torch(make, total=TOTAL):
             Polynomial(power=3.0),
             lambda o: torch.optim.lr_scheduler.PolynomialLR(o, TOTAL, power=3.0),
         ),
-        (Constant(), lambda o: torch.optim.lr_scheduler.ConstantLR(o, 1.0)),
+        (ConstantSchedule(), lambda o: torch.optim.lr_scheduler.ConstantLR(o, 1.0)),
         (
             InverseSqrt(timescale=7),
             lambda o: get_inverse_sqrt_schedule(o, num_warmup_steps=0, timescale=7),

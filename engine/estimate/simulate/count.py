@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Counts:
+class StepCounts:
     """What one rank's step needs.
 
     Attributes:
@@ -40,11 +40,11 @@ class Counts:
 
 
 class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fills in `Counts` from all operations that run meanwhile."""
+    """Fills in `StepCounts` from all operations that run meanwhile."""
 
     def __init__(self, listener: Listener) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.counts = Counts()
+        self.counts = StepCounts()
         self._listener = listener
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,7 +60,7 @@ class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
 
-def count_step(step: TrainStep, batches: Sequence[Batch], rank: int) -> Counts:
+def count_step(step: TrainStep, batches: Sequence[Batch], rank: int) -> StepCounts:
     """Run a step, and return what it needed.
 
     Args:

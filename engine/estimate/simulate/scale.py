@@ -20,7 +20,7 @@ from ...parallel.mesh import AXES, Degrees, resolve_degrees
 from ...parallel.pipeline.cut import cut_blocks, num_micro_batches, stage_holders
 from ...recipe.placements import placements
 from ..traffic import ALL_REDUCE, Route
-from .count import Counts, count_step
+from .count import StepCounts, count_step
 from .simulate import simulated_step
 from .step import empty_batches, rows_of
 
@@ -79,7 +79,7 @@ class RankCounter:
         self._layers = int(getattr(recipe.model, "n_layers", 0))
         self._sizes = self._small_sizes()
 
-    def count(self, place: int) -> Counts:
+    def count(self, place: int) -> StepCounts:
         """Return what the first rank of a place in the pipeline needs in one step."""
         pipeline, blocks, micro_batches = self._sizes
         place_there = place
@@ -128,7 +128,7 @@ class RankCounter:
         alike = bool(found) and len({tuple(block) for block in found.values()}) == 1
         return alike and self._recipe.memory.recompute in ALIKE
 
-    def _simulate(self, place: int, size: _Size, *, on_gpu: bool) -> Counts:
+    def _simulate(self, place: int, size: _Size, *, on_gpu: bool) -> StepCounts:
         recipe = _resized(self._recipe, self.degrees, self._stages_a_rank, size)
         inner = self._ranks // self.degrees.pipeline
         rank, ranks = place * inner, size.pipeline * inner
@@ -172,7 +172,7 @@ def _resized(recipe: Recipe, degrees: Degrees, stages_a_rank: int, size: _Size) 
     return recipe.model_copy(update={"parallel": parallel, "data": data, "model": model})
 
 
-def _add_ddp(counts: Counts, recipe: Recipe, step: TrainStep) -> None:
+def _add_ddp(counts: StepCounts, recipe: Recipe, step: TrainStep) -> None:
     """Add the reduction of gradients by DDP, for which a simulation has a stand-in."""
     width = torch.bfloat16.itemsize if recipe.precision.reduce == "bf16" else None
     size = sum(
@@ -185,16 +185,16 @@ def _add_ddp(counts: Counts, recipe: Recipe, step: TrainStep) -> None:
     counts.calls[Route(axes, ALL_REDUCE)] += -(-size // DDP_BUCKET)
 
 
-def _on_line(samples: Sequence[Counts], xs: Sequence[int], x: int) -> Counts:
+def _on_line(samples: Sequence[StepCounts], xs: Sequence[int], x: int) -> StepCounts:
     """Return the counts at `x` of lines through those at one or two `xs`."""
     if not xs:
         (only,) = samples
         return only
     (x0, x1), (low, high) = xs, samples
     found: dict[str, Any] = {}
-    for field in fields(Counts):
+    for field in fields(StepCounts):
         a, b = getattr(low, field.name), getattr(high, field.name)
         found[field.name] = Counter(
             {key: a[key] + (b[key] - a[key]) * (x - x0) // (x1 - x0) for key in {*a, *b}}
         )
-    return Counts(**found)
+    return StepCounts(**found)

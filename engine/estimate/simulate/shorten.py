@@ -15,7 +15,7 @@ from ...optim.groups import matcher
 from ...parallel.blocks import transform_blocks
 from ...parallel.pipeline.cut import cut_blocks, num_stages
 from ...parallel.tables import Compile
-from .tracker import Peak
+from .tracker import MemoryPeak
 
 if TYPE_CHECKING:
     from ...assemble.assemble import BuiltModel
@@ -29,7 +29,7 @@ ACCUMULATED = 3
 
 
 @dataclass(frozen=True)
-class Place:
+class StageCoordinate:
     """A part of a step: the forward or backward pass of a block and what follows it.
 
     Attributes:
@@ -55,7 +55,9 @@ class Place:
             yield "from end", self.what, self.stage, self.number, end
 
 
-def extrapolate(longer: Mapping[Any, Peak], shorter: Mapping[Any, Peak], steps: int) -> Peak:
+def extrapolate(
+    longer: Mapping[Any, MemoryPeak], shorter: Mapping[Any, MemoryPeak], steps: int
+) -> MemoryPeak:
     """Return the peak of a run that has more blocks.
 
     At a given moment of a step, counted in blocks from where its stage starts or ends, each
@@ -69,7 +71,7 @@ def extrapolate(longer: Mapping[Any, Peak], shorter: Mapping[Any, Peak], steps: 
     """
     ends = _aligned(longer), _aligned(shorter)
     found = [
-        Peak(
+        MemoryPeak(
             peak.total + steps * (peak.total - ends[1][moment].total),
             _line(peak.kinds, ends[1][moment].kinds, steps),
         )
@@ -78,10 +80,10 @@ def extrapolate(longer: Mapping[Any, Peak], shorter: Mapping[Any, Peak], steps: 
     return max(found, key=lambda peak: peak.total)
 
 
-def _aligned(peaks: Mapping[Any, Peak]) -> dict[Hashable, Peak]:
-    found: dict[Hashable, Peak] = {}
+def _aligned(peaks: Mapping[Any, MemoryPeak]) -> dict[Hashable, MemoryPeak]:
+    found: dict[Hashable, MemoryPeak] = {}
     for segment, peak in peaks.items():
-        moments = segment.aligned() if isinstance(segment, Place) else (segment,)
+        moments = segment.aligned() if isinstance(segment, StageCoordinate) else (segment,)
         found |= dict.fromkeys(moments, peak)
     return found
 

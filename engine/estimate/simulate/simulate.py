@@ -38,7 +38,7 @@ from .shorten import (
     with_micro_batches,
 )
 from .step import track
-from .tracker import COMMUNICATION, RECEIVED, Peak
+from .tracker import COMMUNICATION, RECEIVED, MemoryPeak
 
 if TYPE_CHECKING:
     from ....model_zoo.language_model import LanguageModel
@@ -114,12 +114,12 @@ class _Shortened:
         self.rows, self.count = rows, share // rows
         self.block_bytes = 0
 
-    def peak(self) -> Peak:
+    def peak(self) -> MemoryPeak:
         """Return the peak of the whole run."""
         peaks = self._peaks(self.recipe, 0)
         return max(peaks.values(), key=lambda peak: peak.total)
 
-    def shortened(self) -> Peak:
+    def shortened(self) -> MemoryPeak:
         """Return the same, found out faster where that is possible."""
         count = enough_micro_batches(self.recipe, self.degrees, self.rank, self.count)
         recipe, left = self.recipe, self.count - count
@@ -162,7 +162,7 @@ class _Shortened:
     def _are_alike(self, recipes: Sequence[Recipe]) -> bool:
         return are_alike(self.recipe, [build_model(r, self.vocab_size, CPU) for r in recipes])
 
-    def _peaks(self, recipe: Recipe, left: int) -> dict[Any, Peak]:
+    def _peaks(self, recipe: Recipe, left: int) -> dict[Any, MemoryPeak]:
         """Return the peak of each part of a step that is shorter by `left` micro batches."""
         with simulated_step(recipe, self.rank, self.ranks, self.vocab_size, on_gpu=self.on_gpu) as (
             recipe,

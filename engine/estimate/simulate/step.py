@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ...data.batch import Batch
 from ...optim.lean import plain_step
 from ...train.average import WeightAverage
-from .shorten import Place
+from .shorten import StageCoordinate
 from .tracker import (
     BATCH,
     GRADIENTS,
@@ -144,11 +144,11 @@ class _Watched:
                 _watch(
                     blocks[name],
                     tracker,
-                    partial(Place, stage=stage, block=place, blocks=len(names)),
+                    partial(StageCoordinate, stage=stage, block=place, blocks=len(names)),
                 )
 
 
-def _watch(block: nn.Module, tracker: MemoryTracker, place: Callable[..., Place]) -> None:
+def _watch(block: nn.Module, tracker: MemoryTracker, place: Callable[..., StageCoordinate]) -> None:
     """Tell a tracker when a block's passes begin, and when its forward pass ends."""
     number = 0
 

@@ -29,7 +29,7 @@ IN_CPU_MEMORY = "in CPU memory"
 
 
 @dataclass(slots=True)
-class Held:
+class HeldMemory:
     """Memory that a storage holds. Its kind may turn out later: a gradient is made as any other."""
 
     kind: str
@@ -37,7 +37,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Peak:
+class MemoryPeak:
     """The most that is held at a moment, and by what."""
 
     total: int = 0
@@ -60,9 +60,9 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.kind = ACTIVATIONS
         self._forced = ""
-        self._events: list[tuple[Held, int]] = []
+        self._events: list[tuple[HeldMemory, int]] = []
         self._segments: list[tuple[int, Hashable]] = [(0, "")]
-        self._live: dict[int, tuple[Held, weakref.ref[Any]]] = {}
+        self._live: dict[int, tuple[HeldMemory, weakref.ref[Any]]] = {}
         self._paused = 0
         self._fake = active_fake_mode()
 
@@ -70,11 +70,11 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Begin a part of the run whose peak is asked for; it may be entered again."""
         self._segments.append((len(self._events), segment))
 
-    def peak(self) -> Peak:
+    def peak(self) -> MemoryPeak:
         """Return the peak of the whole run."""
         return max(self.peaks().values(), key=lambda peak: peak.total)
 
-    def peaks(self) -> dict[Hashable, Peak]:
+    def peaks(self) -> dict[Hashable, MemoryPeak]:
         """Return the peak of each segment, with what was held when it began."""
         highest: dict[Hashable, tuple[int, int]] = {}
         total, starts = 0, [*self._segments, (len(self._events), "")]
@@ -91,7 +91,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             highest[segment] = best, moment
         return self._split(highest)
 
-    def _split(self, highest: dict[Hashable, tuple[int, int]]) -> dict[Hashable, Peak]:
+    def _split(self, highest: dict[Hashable, tuple[int, int]]) -> dict[Hashable, MemoryPeak]:
         wanted = {moment for _, moment in highest.values()}
         kinds: Counter[str] = Counter()
         found = {0: Counter[str]()}
@@ -99,7 +99,10 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kinds[held.kind] += delta
             if place in wanted:
                 found[place] = Counter({k: n for k, n in kinds.items() if k != IN_CPU_MEMORY})
-        return {segment: Peak(total, found[moment]) for segment, (total, moment) in highest.items()}
+        return {
+            segment: MemoryPeak(total, found[moment])
+            for segment, (total, moment) in highest.items()
+        }
 
     def live(self, kind: str) -> int:
         """Return the bytes of a kind that are held now."""
@@ -145,7 +148,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if relabel:
                 self._live[key][0].kind = kind
             return
-        held = Held(kind, _size(storage))
+        held = HeldMemory(kind, _size(storage))
         self._live[key] = held, weakref.ref(storage, lambda _: self._forget(key))
         self._events.append((held, held.size))
 
