@@ -41,4 +41,4 @@ def test_functions_are_short(folder):
 
 def test_the_whole_stays_within_its_budget():
     found = count_statements()
-    assert found <= BUDGET, f"{found:,} statements; see CONTRIBUTING.md, The house in short"
+    assert found <= BUDGET, f"{found:,} statements; see CONTRIBUTING.md, The rules in short"
