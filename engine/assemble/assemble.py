@@ -1,4 +1,4 @@
-"""From a recipe to the parts of a run. Only this module and the CLI see a whole recipe."""
+"""Builds the parts of a run from its recipe, and gives each part its own table."""
 
 from __future__ import annotations
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from ..core.local import is_split, local
+
 ELEMENTWISE = (Adam, AdamW, SGD)
 """the optimizers that update each element of a parameter without looking at the others"""
 
@@ -55,18 +57,21 @@ def local_shards(optimizer: Optimizer) -> Iterator[None]:
     DTensors laid out like their parameters when the context ends.
     """
     weights = [group["params"] for group in optimizer.param_groups]
-    if not any(_is_dtensor(weight) for group in weights for weight in group):
+    if not any(is_split(weight) for group in weights for weight in group):
         yield
         return
     state, optimizer.state = optimizer.state, defaultdict(dict)
     pairs: list[tuple[Tensor, Tensor]] = []
     for group in optimizer.param_groups:
-        shards = [_shard(weight) for weight in group["params"]]
+        # Another tensor on the same memory: the gradient set on it must not outlive the step.
+        shards = [local(weight).detach() for weight in group["params"]]
         for weight, shard in zip(group["params"], shards, strict=True):
-            shard.grad = None if weight.grad is None else _shard(weight.grad)
+            shard.grad = None if weight.grad is None else local(weight.grad)
             if weight in state:
-                held = state[weight].items()
-                optimizer.state[shard] = {key: _shard(value) for key, value in held}
+                optimizer.state[shard] = {
+                    key: local(value) if isinstance(value, Tensor) else value
+                    for key, value in state[weight].items()
+                }
             pairs.append((weight, shard))
         group["params"] = shards
     try:
@@ -82,18 +87,8 @@ def local_shards(optimizer: Optimizer) -> Iterator[None]:
                     state[weight][key] = _laid_out_like(weight, shard, value)
 
 
-def _is_dtensor(value: Any) -> bool:
-    return hasattr(value, "to_local")  # asked in this way, no import of DTensor is paid
-
-
-def _shard(value: Any) -> Any:
-    part = value.to_local() if _is_dtensor(value) else value
-    # Another tensor on the same memory: the gradient set on it must not outlive the step.
-    return part.detach() if isinstance(part, Tensor) else part
-
-
 def _laid_out_like(weight: Any, shard: Tensor, value: Any) -> Any:
-    if not (_is_dtensor(weight) and isinstance(value, Tensor) and value.shape == shard.shape):
+    if not (is_split(weight) and isinstance(value, Tensor) and value.shape == shard.shape):
         return value
     return type(weight.detach()).from_local(
         value,

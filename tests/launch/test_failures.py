@@ -232,7 +232,7 @@ def test_a_job_that_fails_again_and_again_ends_with_the_cause(tmp_path: Path) ->
         command(recipe, "--max-restarts=2", "--set=checkpoint.mode=sync", TRAINER_FAULT=fault)
     )
     assert code == 1
-    # The first attempt saved after step 3, the two restarts saved nothing more.
+    # Only the first attempt saved a checkpoint (step 3), so both restarts count against the limit.
     assert errors.count("starting the ranks again") == 2
     ended = "trainer: rank 1 ended with exit code 1, last seen in step 5, forward: RuntimeError: "
     assert errors.count(ended) == 3
