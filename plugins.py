@@ -18,7 +18,7 @@ from .engine.core.models import models
 from .engine.core.registry import Registry
 from .engine.corpus.configs import TokenSource
 from .engine.loss.tables import LossConfig, losses
-from .engine.observe.configs import Tracker, TrackerConfig, trackers
+from .engine.observe.tables import Tracker, TrackerConfig, trackers
 from .engine.optim.configs import OptimizerConfig, ScheduleConfig, optimizers, schedules
 from .engine.sources.configs import DocumentSource, FileSource, SourceConfig, sources
 from .engine.sources.documents import Document, DocumentFault

@@ -15,8 +15,13 @@ from ..engine.core.errors import RecipeError
 from ..engine.core.files import write_asked
 from ..engine.core.text.redact import require_no_secret
 from ..engine.core.text.shown import shown_value
-from ..engine.launch.slurm import SECONDS_TO_SAVE, batch_script, require_one_line, require_time
-from ..engine.launch.torchrun import torchrun_commands
+from ..engine.launch.cluster import (
+    SECONDS_TO_SAVE,
+    batch_script,
+    require_one_line,
+    require_time,
+    torchrun_commands,
+)
 from ..engine.recipe.load import load_recipe
 from ..engine.recipe.schema import Recipe as RecipeModel
 from .options import Force, Overrides, Recipe

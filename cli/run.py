@@ -126,8 +126,8 @@ def _launch(
     from ..engine.core.run_dir import RunDirectory
     from ..engine.core.run_state import record_failure
     from ..engine.launch.child import trainer_command
+    from ..engine.launch.failure import Restarts
     from ..engine.launch.local import Signals, launch
-    from ..engine.launch.restarts import Restarts
 
     directory = RunDirectory(Path(recipe.run.dir) / recipe.run.name)
     if not dry_run:

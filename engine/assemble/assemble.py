@@ -30,9 +30,9 @@ from ..precision.dtypes import DTYPES, LossScale, compute_dtype, dtype_name
 from ..precision.hardware import require_formats
 from ..train.average import WeightAverage
 from ..train.balance import Balance, warn_of_capacity
-from ..train.in_backward import UpdateInBackward
 from ..train.parts import Parts
 from ..train.step import TrainStep
+from ..train.update import UpdateInBackward
 from .kernels import choose_kernels, served
 
 if TYPE_CHECKING:

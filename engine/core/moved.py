@@ -20,6 +20,7 @@ MOVED = {
     "trainer.engine.errors",
     "trainer.engine.loss.configs",
     "trainer.engine.models",
+    "trainer.engine.observe.configs",
     "trainer.engine.registry",
 }
 

@@ -65,8 +65,7 @@ def meeting(world: World) -> Iterator[None]:
     if world.world_size == 1:
         yield
         return
-    from ..launch.device import pick_device
-    from ..launch.group import process_group
+    from ..launch.group import pick_device, process_group
 
     with process_group(world, pick_device(world), TIMEOUT_SECONDS):
         yield
@@ -154,8 +153,8 @@ def _empty_model(
 ) -> tuple[LanguageModel, Callable[[], LanguageModel]]:
     """Return a model to fill, or this rank's part of it, and what then makes it ready."""
     from ..assemble.assemble import build_model
-    from ..launch.device import pick_device
     from ..launch.environment import World
+    from ..launch.group import pick_device
     from ..parallel.materialize import materialize
 
     device, plan = pick_device(world or World()), None

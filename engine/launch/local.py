@@ -21,11 +21,10 @@ from typing import Any, Literal, Self
 
 from ..core.errors import EnvironmentFault, ExitCode
 from ..core.heartbeat import read_beats
-from .cause import Cause, RankEnd, find_cause
 from .child import preparation, rank_environment, store_file
 from .environment import ATTEMPT, STORE, TRACEBACK
+from .failure import Cause, RankEnd, Restarts, find_cause
 from .rank_log import STACKS_SIGNAL
-from .restarts import Restarts
 from .signals import ECHO_SECONDS, STOP_SIGNALS, URGENT
 
 SETTLE_SECONDS = 1.0

@@ -1,4 +1,7 @@
-"""metrics.jsonl: one JSON object a line, each step once however often a run was resumed.
+"""The logs of a run, with one JSON object a line.
+
+metrics.jsonl has each step once, however often the run was resumed. events.jsonl has the steps
+that are worth a look.
 
 JSON has no NaN or infinity: they are written as the strings "NaN", "Infinity" and "-Infinity"
 (the mapping of protocol buffers), and `read` turns them back into floats. Torch-free.
@@ -9,13 +12,18 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..core.files import atomic_write, open_regular
 
 LARGEST_STEP = 2**53
+EVENTS_FILE = "events.jsonl"
+MAX_EVENTS_BYTES = 2**26
+"""bytes of events.jsonl that are read"""
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -113,3 +121,38 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
+
+
+class EventLog:
+    """Appends events. What a resumed run does again it also records again: no event is there twice.
+
+    Args:
+        folder: the run directory.
+        resume_step: the step the run resumes after; events of later steps are dropped.
+    """
+
+    def __init__(self, folder: Path, resume_step: int) -> None:
+        self._log = MetricsLog(folder / EVENTS_FILE, resume_step)
+
+    def write(self, event: dict[str, Any]) -> None:
+        """Write an event so that it survives a power cut; it has `kind`, `step` and `batch`.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        step, batch = event["step"], event["batch"]
+        name = f"{event['kind']}-{step}" + (f"-batch-{batch}" if batch != step else "")
+        self._log.write({"id": name, **event, "time": round(time.time(), 3)})
+        self._log.sync()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._log.close()
+
+
+def read_events(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a run directory, oldest first; a line that is no event is left out."""
+    with suppress(OSError), open_regular(folder / EVENTS_FILE) as file:
+        for row in decode_rows(file.read(MAX_EVENTS_BYTES).decode("utf-8", errors="replace")):
+            if isinstance(row.get("id"), str) and isinstance(row.get("kind"), str):
+                yield row

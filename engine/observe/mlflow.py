@@ -15,7 +15,7 @@ from ..core.text.tree import leaves
 from .feed import Feed, Record, scalars
 
 if TYPE_CHECKING:
-    from .configs import MLflow
+    from .tables import MLflow
 
 BATCH = 100
 LONGEST_VALUE = 500

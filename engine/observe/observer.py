@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..core.errors import EnvironmentFault, TrainerError
 from ..core.heartbeat import heartbeat
-from .configs import TensorBoard, Tracker, TrackerConfig
 from .metrics import MetricsLog
 from .phases import Phase
 from .progress import Progress
+from .tables import TensorBoard, Tracker, TrackerConfig
 from .throughput import Throughput
 
 if TYPE_CHECKING:

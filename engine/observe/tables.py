@@ -1,14 +1,98 @@
-"""The recipe's `[metrics]` and `[profile]` tables. Torch-free."""
+"""The recipe's `[metrics]` and `[profile]` tables, and the registry of trackers. Torch-free."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field
 
-from ..core.config import Count, CountOrZero, Table
-from ..core.registry import Named
-from . import configs
+from ..core.config import Component, Count, CountOrZero, Table
+from ..core.registry import Named, Registry
+
+
+class Tracker(Protocol):
+    """A sink of metric rows, used on one process only."""
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Take one row of metrics.jsonl (`kind`, `step` and numbers)."""
+
+    def close(self) -> None:
+        """Flush what is buffered."""
+
+
+class TrackerConfig(Component):
+    """Base of every tracker's table."""
+
+    def build(self, run_dir: Path, resume_step: int) -> Tracker:
+        """Return the tracker; rows after `resume_step` that an earlier attempt wrote are void.
+
+        The resolved recipe is in the run directory already: `status.read_recipe(run_dir)`.
+        """
+        raise NotImplementedError
+
+
+trackers: Registry[TrackerConfig] = Registry("tracker", default="tensorboard")
+
+
+@trackers.register
+class TensorBoard(TrackerConfig):
+    """Scalars for TensorBoard in the run directory's `tensorboard/` (extra `[tensorboard]`)."""
+
+    name: Literal["tensorboard"] = "tensorboard"
+
+    def build(self, run_dir: Path, resume_step: int) -> Tracker:
+        """Return a writer of event files."""
+        from .tensorboard import TensorBoardTracker
+
+        return TensorBoardTracker(run_dir / "tensorboard", resume_step)
+
+
+@trackers.register
+class WandB(TrackerConfig):
+    """Weights & Biases, one run there for all attempts (extra `[wandb]`)."""
+
+    name: Literal["wandb"] = "wandb"
+    project: str = "trainer"
+    """where the run appears"""
+    entity: str = ""
+    """user or team; default: that of the login"""
+    run_name: str = ""
+    """default: the name of the run directory"""
+    group: str = ""
+    """what the run is a part of, such as a sweep"""
+    tags: list[str] = []
+    """words to find it by"""
+    mode: Literal["auto", "online", "offline"] = "auto"
+    """"auto": what WANDB_MODE says, else online; "offline" keeps it for `wandb sync`"""
+
+    def build(self, run_dir: Path, resume_step: int) -> Tracker:
+        """Return a sender to one run of W&B."""
+        from .wandb import WandBTracker
+
+        return WandBTracker(self, run_dir)
+
+
+@trackers.register
+class MLflow(TrackerConfig):
+    """MLflow, one run there for all attempts (extra `[mlflow]`)."""
+
+    name: Literal["mlflow"] = "mlflow"
+    tracking_uri: str = ""
+    """a server or a folder; default: MLFLOW_TRACKING_URI, else {run.dir}/mlruns"""
+    experiment: str = "trainer"
+    """where the run appears; made if it is not there"""
+    run_name: str = ""
+    """default: the name of the run directory"""
+    tags: list[str] = []
+    """`key=value` or plain words"""
+
+    def build(self, run_dir: Path, resume_step: int) -> Tracker:
+        """Return a sender to one run of MLflow."""
+        from .mlflow import MLflowTracker
+
+        return MLflowTracker(self, run_dir)
 
 
 class Profile(Table):
@@ -24,6 +108,10 @@ class Profile(Table):
     """which ranks write traces to {dir}/{name}/profiles"""
 
 
+AnyTracker = Annotated[TrackerConfig, Named(trackers)]
+"""outside `Metrics`, whose field has the registry's name"""
+
+
 class Metrics(Table):
     """What is measured and where it goes."""
 
@@ -31,5 +119,5 @@ class Metrics(Table):
     """optimizer steps between rows of metrics.jsonl"""
     tensorboard: bool = False
     """also write TensorBoard event files (extra `[tensorboard]`)"""
-    trackers: list[Annotated[configs.TrackerConfig, Named(configs.trackers)]] = []
+    trackers: list[AnyTracker] = []
     """more places that get every row"""

@@ -13,7 +13,7 @@ from ..core.text.redact import redacted
 from .feed import Feed, Record, scalars
 
 if TYPE_CHECKING:
-    from .configs import WandB
+    from .tables import WandB
 
 
 class WandBTracker:

@@ -15,8 +15,7 @@ from ..corpus import configs  # noqa: F401 - registers them
 from ..data.tables import Data
 from ..lora.tables import LoRA
 from ..loss.tables import CrossEntropy, LossConfig, losses
-from ..observe.configs import trackers
-from ..observe.tables import Metrics, Profile
+from ..observe.tables import Metrics, Profile, trackers
 from ..optim.configs import WSD, AdamW, OptimizerConfig, ScheduleConfig, optimizers, schedules
 from ..parallel.tables import Compile, Memory, Parallel
 from ..precision.tables import Precision

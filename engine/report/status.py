@@ -21,8 +21,7 @@ from ..core.heartbeat import furthest_behind, read_beats
 from ..core.run_dir import RunDirectory, read_recipe
 from ..core.run_state import RunState, read_state
 from ..core.text.printable import printable
-from ..observe.events import read_events
-from ..observe.metrics import LARGEST_STEP, decode_rows
+from ..observe.metrics import LARGEST_STEP, decode_rows, read_events
 
 TAIL_BYTES = 2**18
 HUNG_SECONDS = 60.0

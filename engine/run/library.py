@@ -64,8 +64,7 @@ def joined_ranks(recipe: Recipe) -> Iterator[World]:
     Raises:
         EnvironmentFault: they could not meet.
     """
-    from ..launch.device import pick_device
-    from ..launch.group import process_group
+    from ..launch.group import pick_device, process_group
 
     world = find_world()
     with process_group(world, pick_device(world), recipe.resilience.collective_timeout_seconds):
@@ -85,7 +84,7 @@ def assemble(recipe: Recipe) -> Assembled:
     """
     from ..assemble.assemble import assemble as build
     from ..checkpoint.state import seed_everything
-    from ..launch.device import pick_device
+    from ..launch.group import pick_device
 
     world = find_world()
     if world.world_size > 1:

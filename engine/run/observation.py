@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..lora.flops import flops_per_token
 from ..observe.observer import Observer
-from ..observe.slow_ranks import SlowRanks
-from ..observe.throughput import Throughput, device_peak_flops, peak_memory_bytes
+from ..observe.throughput import SlowRanks, Throughput, device_peak_flops, peak_memory_bytes
 from ..precision.dtypes import dtype_name
 
 if TYPE_CHECKING:

@@ -16,9 +16,8 @@ from ..checkpoint.state import seed_everything
 from ..checkpoint.store import CheckpointStore
 from ..core.errors import CheckpointError, RecipeError, nearest
 from ..core.text.printable import printable
-from ..launch.device import pick_device
-from ..launch.group import group_of_its_own, process_group
-from ..observe.events import read_events
+from ..launch.group import group_of_its_own, pick_device, process_group
+from ..observe.metrics import read_events
 from ..recipe.changes import require_unchanged
 from ..report.status import newest_rows, number
 from ..train.health import Health

@@ -17,7 +17,7 @@ from ... import __version__
 from ..checkpoint.manifest import SaveInfo
 from ..core.errors import Problem, RecipeError
 from ..core.text.redact import without_secrets
-from ..train.best import Best
+from ..train.parts import Best
 
 if TYPE_CHECKING:
     from ..assemble.assemble import Assembled

@@ -22,16 +22,14 @@ from ..core.heartbeat import heartbeat
 from ..core.run_dir import RunDirectory
 from ..core.run_state import RunState, record_stop, recorded
 from ..launch import ending as process_ending
-from ..launch.device import pick_device
-from ..launch.group import group_of_its_own, process_group
+from ..launch.group import group_of_its_own, pick_device, process_group
 from ..launch.signals import StopFlag
 from ..observe.progress import Progress, logged_to, open_progress
 from ..recipe.changes import require_unchanged
 from ..recipe.write import to_toml
 from ..train.events import EventRecorder
-from ..train.garbage import paced_garbage_collection
 from ..train.health import Health
-from ..train.loop import Outcome, train
+from ..train.loop import Outcome, paced_garbage_collection, train
 from ..train.parts import Position
 from ..train.saving import Saver
 from .observation import open_observer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from ..launch.slurm import SECONDS_TO_SAVE, batch_script
+from ..launch.cluster import SECONDS_TO_SAVE, batch_script
 
 
 def array_script(

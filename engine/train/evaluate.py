@@ -15,7 +15,7 @@ from ..core.heartbeat import heartbeat
 from ..data.batch import Batch
 from ..data.token_bytes import count_bytes
 from ..launch.signals import StopRequested
-from ..loss.record import count_tokens, forward_loss
+from .step import count_tokens, forward_loss
 
 if TYPE_CHECKING:
     from ...model_zoo.language_model import LanguageModel

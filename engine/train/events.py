@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..data.samples import TrainingSamples
-from ..observe.events import EventLog
+from ..observe.metrics import EventLog
 
 if TYPE_CHECKING:
     from .health import Event

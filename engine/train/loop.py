@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 from ..core import faults
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from .parts import Parts, Position
     from .saving import Saver
     from .step import Gradients
+
 
 Outcome = Literal["finished", "stopped early", "stopped"]
 
@@ -163,3 +165,21 @@ def _evaluate(
 
 def _is_due(step: int, interval: int, total: int) -> bool:
     return step == total or (interval > 0 and step % interval == 0)
+
+
+@contextmanager
+def paced_garbage_collection(interval: int) -> Iterator[None]:
+    """Leave Python's garbage collection to the training loop, if `interval` is not 0.
+
+    Ranks that collect at different steps wait for each other.
+    """
+    if not interval:
+        yield
+        return
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()

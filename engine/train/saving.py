@@ -18,9 +18,8 @@ from ..checkpoint.store import CheckpointStore
 from ..core import faults
 from ..core.errors import CheckpointError, Diverged
 from ..core.heartbeat import heartbeat
-from .best import Best
 from .health import Health
-from .parts import Position
+from .parts import Best, Position
 
 if TYPE_CHECKING:
     from torch import Tensor

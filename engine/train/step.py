@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...model_zoo.loss import LossRecord, sum_by_source
 from ..core.local import local
-from ..data.batch import Batch
-from ..loss.record import count_tokens, forward_loss
+from ..data.batch import IGNORED, Batch
 from ..observe.observer import Mean
 from ..observe.phases import Phase, no_phase
 from ..optim.lean import plain_step
@@ -20,11 +20,42 @@ from ..parallel.data import ParallelModel
 from ..parallel.mesh import Degrees
 from ..precision.dtypes import LossScale
 from .balance import Balance
-from .clip import global_norm
-from .in_backward import UpdateInBackward
+from .update import UpdateInBackward, global_norm
 
 if TYPE_CHECKING:
     from ...model_zoo.loss import LossFunction
+
+
+def count_tokens(batch: Batch, num_sources: int = 0) -> Tensor:
+    """Return how many labels count, in all and by source, int64 [1 + num_sources]."""
+    rows = (batch.labels != IGNORED).sum(1)
+    tokens = rows.sum().view(1)
+    if batch.sources is None or not num_sources:
+        return tokens
+    return torch.cat([tokens, sum_by_source(rows, batch.sources, num_sources)])
+
+
+def forward_loss(
+    forward: Callable[..., Tensor], batch: Batch, loss: LossFunction, num_sources: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return the summed loss of a batch that is minimised, and what `LossRecord.sums` makes of it.
+
+    Args:
+        forward: the model, or what wraps it.
+        batch: on the model's device.
+        loss: of the recipe.
+        num_sources: see `LossRecord.sums`.
+    """
+    record = LossRecord(loss)
+    total = forward(
+        batch.tokens,
+        labels=batch.labels,
+        loss=record,
+        positions=batch.positions,
+        document_ids=batch.document_ids,
+        **({} if batch.padding_mask is None else {"padding_mask": batch.padding_mask}),
+    )
+    return total, record.sums(total, batch.sources, num_sources)
 
 
 class Gradients(NamedTuple):

@@ -40,7 +40,7 @@ OPENS = {
     "engine/drawing/page.py: read_text",  # ours
     "engine/core/files.py: open",  # a descriptor
     "engine/core/files.py: os.open",  # the one place
-    "engine/launch/cause.py: open",  # the log of a rank
+    "engine/launch/failure.py: open",  # the log of a rank
     "engine/core/locks.py: os.open",  # neither follows links nor waits
     "engine/observe/throughput.py: read_text",  # /proc
     "engine/precision/hardware.py: read_text",  # /proc

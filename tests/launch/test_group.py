@@ -22,7 +22,7 @@ PARENT = """
 import sys
 from pathlib import Path
 from trainer.engine.launch.local import launch
-from trainer.engine.launch.restarts import Restarts
+from trainer.engine.launch.failure import Restarts
 command = [sys.executable, "-P", "-c", sys.argv[1]]
 sys.exit(launch(command, 2, log_dir=Path(sys.argv[2]), restarts=Restarts(int(sys.argv[3]))))
 """

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from trainer.engine.launch import group, listen
+from trainer.engine.launch import group
 from trainer.engine.launch.environment import World
-from trainer.engine.launch.listen import open_listener
+from trainer.engine.launch.group import open_listener
 
 ANYWHERE = ("::", "0.0.0.0")
 
@@ -47,7 +47,7 @@ def test_a_name_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
         (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))
         for address in ("127.0.1.1", "127.0.0.1")
     ]
-    monkeypatch.setattr(listen.socket, "getaddrinfo", lambda *_, **__: found)
+    monkeypatch.setattr(group.socket, "getaddrinfo", lambda *_, **__: found)
     with open_listener("node-0", free_port(), has_other_nodes=False) as listener:
         assert listener.getsockname()[0] == "127.0.1.1"
 

@@ -21,7 +21,7 @@ PARENT = """
 import sys
 from pathlib import Path
 from trainer.engine.launch.local import launch
-from trainer.engine.launch.restarts import Restarts
+from trainer.engine.launch.failure import Restarts
 nproc, stop, restarts, folder, code, mark = sys.argv[1:]
 command = [sys.executable, "-S", "-E", "-c", code, folder, mark]
 sys.exit(launch(command, int(nproc), log_dir=Path(folder) / "logs",

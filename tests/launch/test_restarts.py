@@ -1,6 +1,6 @@
 """When a job that failed is started again."""
 
-from trainer.engine.launch.restarts import Restarts
+from trainer.engine.launch.failure import Restarts
 
 
 def test_restarts_are_counted_since_the_last_checkpoint() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from trainer.engine.core.errors import EnvironmentFault, ExitCode
-from trainer.engine.observe.configs import MLflow
 from trainer.engine.observe.metrics import MetricsLog
+from trainer.engine.observe.tables import MLflow
 
 RECIPE = '[run]\nsteps = 6\n[a]\npassword = "canary-word"\n[[a.list]]\nplain = "x"\n'
 

@@ -10,11 +10,10 @@ import torch
 
 from trainer.engine.core.errors import EnvironmentFault
 from trainer.engine.core.run_dir import RunDirectory
-from trainer.engine.observe.configs import TensorBoard
 from trainer.engine.observe.metrics import read
 from trainer.engine.observe.observer import Observer, to_floats
 from trainer.engine.observe.progress import Progress
-from trainer.engine.observe.tables import Metrics
+from trainer.engine.observe.tables import Metrics, TensorBoard
 from trainer.engine.observe.throughput import Throughput
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.train.processes import complaints, finish, rows, start, write_recipe
-from trainer.engine.observe.slow_ranks import SlowRanks
+from trainer.engine.observe.throughput import SlowRanks
 
 DELAY = 0.2
 ROWS = ["run.steps=5", "evaluate.interval=0", "checkpoint.interval=0"]

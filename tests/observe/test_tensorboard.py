@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainer.engine.core.errors import EnvironmentFault, ExitCode
-from trainer.engine.observe.configs import TensorBoard
+from trainer.engine.observe.tables import TensorBoard
 from trainer.engine.observe.tensorboard import TensorBoardTracker
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from trainer.engine.core.errors import EnvironmentFault, ExitCode
-from trainer.engine.observe.configs import WandB
 from trainer.engine.observe.metrics import MetricsLog
+from trainer.engine.observe.tables import WandB
 
 RECIPE = '[run]\nsteps = 9\n[a]\napi_key = "canary-key"\nplain = 3\n'
 

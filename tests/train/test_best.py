@@ -16,7 +16,7 @@ from trainer.engine.checkpoint.manifest import verify
 from trainer.engine.launch.environment import World
 from trainer.engine.recipe.load import load_recipe
 from trainer.engine.run.run import run
-from trainer.engine.train.best import Best
+from trainer.engine.train.parts import Best
 from trainer.engine.train.tables import Evaluate
 
 STEPS, PATIENCE = 15, 6

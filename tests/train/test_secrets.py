@@ -9,7 +9,7 @@ from trainer.cli import main as cli
 from trainer.engine.core.errors import RecipeError
 from trainer.engine.core.run_state import RunState, recorded
 from trainer.engine.core.text.redact import redacted, without_secret
-from trainer.engine.observe.configs import MLflow
+from trainer.engine.observe.tables import MLflow
 
 RECIPE = """
 [run]

@@ -1,10 +1,10 @@
-"""Which rank ended a job, from how all of them ended and what they last reported. Torch-free."""
+"""Which rank made a job fail, and whether the job is started again. Torch-free."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,3 +124,44 @@ def _tail(end: RankEnd, *, whole_tail: bool) -> list[str]:
         return []
     messages = [index for index, line in enumerate(lines) if line.startswith("error: ")]
     return lines[messages[-1] :] if messages and not whole_tail and end.code > 0 else lines
+
+
+class Restarts:
+    """How often a job is started again, counted since its last progress.
+
+    Args:
+        limit: how many restarts without progress are allowed.
+        newest_step: returns the step of the newest complete checkpoint, None if there is none.
+        resume_arguments: added to the command once the job has saved a checkpoint, so that it
+            resumes from that whatever the recipe says.
+
+    Attributes:
+        count: restarts since the last progress.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        newest_step: Callable[[], int | None] = lambda: None,
+        resume_arguments: Sequence[str] = (),
+    ) -> None:
+        self.limit = limit
+        self.count = 0
+        self._newest_step = newest_step
+        self._resume_arguments = resume_arguments
+        self._step = newest_step()
+        self._has_saved = False
+
+    def arguments(self) -> list[str]:
+        """Return what to add to the command of the next attempt."""
+        return list(self._resume_arguments) if self._has_saved else []
+
+    def allow(self) -> bool:
+        """Return whether a job that just failed may be started again, and count that."""
+        step = self._newest_step()
+        if step != self._step:
+            self._step, self._has_saved, self.count = step, True, 0
+        if self.count >= self.limit:
+            return False
+        self.count += 1
+        return True

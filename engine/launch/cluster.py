@@ -1,4 +1,4 @@
-"""Batch scripts of SLURM: runs save before the time is over, and are queued again. Torch-free."""
+"""How a cluster starts a run: command lines of torchrun, batch scripts of SLURM. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,6 +8,29 @@ from collections.abc import Mapping, Sequence
 
 from ..core.errors import ExitCode, RecipeError
 from ..core.text.shown import shown_value
+
+
+def torchrun_commands(
+    nodes: int, processes: int, host: str, port: int, arguments: Sequence[str]
+) -> list[str]:
+    """Return what each machine runs, the first one first.
+
+    Args:
+        nodes: machines.
+        processes: ranks on each.
+        host: the first machine, as the others reach it.
+        port: free there.
+        arguments: of `trainer`.
+
+    Source: torch.distributed.run.
+    """
+    words = ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={processes}"]
+    run = ["--no-python", "trainer", *arguments]
+    if nodes == 1:
+        return [shlex.join([*words, "--standalone", *run])]
+    meeting = [f"--master-addr={host}", f"--master-port={port}"]
+    return [shlex.join([*words, f"--node-rank={node}", *meeting, *run]) for node in range(nodes)]
+
 
 SECONDS_TO_SAVE = 300
 SCRIPT = """\

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainer.engine.core.heartbeat import Beat, first_failure, furthest_behind
-from trainer.engine.launch.cause import RankEnd, find_cause
+from trainer.engine.launch.failure import RankEnd, find_cause
 
 
 def beat(rank: int, **values: Any) -> Beat:
