@@ -75,7 +75,7 @@ OUTSIDE = ("CUDA context", "NCCL")
 
 def simulated_peak(file: Path, world: int, whose: str, changes: Sequence[str]) -> dict[str, float]:
     """Return GiB of tensors and of what torch reserves, in a process that simulates one rank."""
-    from trainer.engine.estimate.margins import margins
+    from trainer.engine.estimate.devices import margins
     from trainer.engine.estimate.simulate import simulate
     from trainer.engine.recipe.load import load_recipe
 

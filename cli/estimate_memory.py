@@ -14,8 +14,8 @@ from .options import AsJson, Overrides, Recipe
 from .table import print_table
 
 if TYPE_CHECKING:
-    from ..engine.estimate.knobs import Knob
     from ..engine.estimate.memory import Estimate
+    from ..engine.estimate.suggestions import Knob
 
 GIB = 2**30
 KINDS = (
@@ -45,7 +45,7 @@ def estimate_memory(
     NCCL and the allocator hold besides tensors is added from published figures. Where a plan does
     not fit a GPU, it also says which changes would save most.
     """
-    from ..engine.estimate.margins import GPU_MIB
+    from ..engine.estimate.devices import GPU_MIB
     from ..engine.estimate.memory import estimate_memory
     from ..engine.recipe.load import load_recipe
 
@@ -62,7 +62,7 @@ def estimate_memory(
     left = None if memory is None else memory - max(each.total_bytes for each in found)
     best: list[Knob] | None = None
     if knobs or (left is not None and left < 0):
-        from ..engine.estimate.knobs import best_knobs
+        from ..engine.estimate.suggestions import best_knobs
 
         def load(changes: Sequence[str], ranks: int) -> Any:
             return load_recipe(recipe, [*given, *changes], ranks).recipe

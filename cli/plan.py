@@ -59,7 +59,7 @@ def plan(
         require_free(html)  # not after minutes of work
     found = make_run_plan(loaded, world, gpus_per_node, on_gpu=not cpu)
     if html:
-        from ..engine.estimate.drawing import draw_plan
+        from ..engine.estimate.plan_page import draw_plan
 
         page = draw_plan(found, loaded.run.name)
         write_asked(html, page, replace=force, hint="give another file with --html")
@@ -214,8 +214,7 @@ def _size(count: int) -> str:
 def _search(
     recipe: Path, overrides: list[str], world: int, gpu: str, gpus_per_node: int, as_json: bool
 ) -> None:
-    from ..engine.estimate.devices import DEVICES
-    from ..engine.estimate.margins import GPU_MIB
+    from ..engine.estimate.devices import DEVICES, GPU_MIB
     from ..engine.estimate.search import search
     from ..engine.recipe.load import load_recipe
 

@@ -122,7 +122,7 @@ def _write_array(
     planned: Sweep, grid: list[str], zips: list[str], nproc: int, as_json: bool
 ) -> None:
     from ..engine.launch.child import trainer_command
-    from ..engine.sweep.slurm import array_script
+    from ..engine.sweep.runner import array_script
 
     require_no_secret([*planned.overrides, *grid, *zips])
     planned.write_manifest()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.engine.doctor.doctor import write_speed
+from trainer.engine.doctor.machine import write_speed
 
 ROOT = Path(__file__).resolve().parents[1]
 

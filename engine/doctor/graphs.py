@@ -13,8 +13,8 @@ import torch
 from torch._dynamo.utils import counters, graph_break_reasons
 
 from ...kernels.cross_entropy import compiled as compiled_loss
+from ..estimate.simulate.instrumented import empty_batches, rows_of
 from ..estimate.simulate.simulate import simulated_step
-from ..estimate.simulate.step import empty_batches, rows_of
 
 if TYPE_CHECKING:
     from ..recipe.schema import Recipe

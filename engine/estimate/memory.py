@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import EnvironmentFault
 from ..recipe.checks.checks import known_degrees
-from .margins import margins
+from .devices import margins
 
 if TYPE_CHECKING:
     from ..recipe.schema import Recipe

@@ -261,7 +261,7 @@ def plan_pipeline(recipe: Recipe, degrees: Degrees, vocab_size: int) -> Pipeline
 
 def needs_of(counts: StepCounts, place: int, degrees: Degrees, gpus_per_node: int) -> Needs:
     """Return what the first rank of a place needs, from what was counted."""
-    from .traffic import ring_bytes
+    from .simulate.collectives import ring_bytes
 
     rank = place * (degrees.world // degrees.pipeline)
     flows = []

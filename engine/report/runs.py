@@ -1,7 +1,8 @@
-"""A run directory as the report sees it: numbers alone, secrets taken out. Torch-free."""
+"""Reads a run directory for the report: metrics, recipe without secrets, profile. Torch-free."""
 
 from __future__ import annotations
 
+import json
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 from ..checkpoint.manifest import Manifest, read_manifest
 from ..checkpoint.retention import step_folders
 from ..core.errors import CheckpointError
-from ..core.files import open_regular
+from ..core.files import open_regular, read_regular
 from ..core.run_dir import read_recipe
 from ..core.text.redact import redacted
 from ..core.text.shown import dotted
@@ -207,3 +208,36 @@ def _between(train: Sequence[Row], index: int, step: float, key: str) -> float:
 
 def _finite(value: float | None) -> float:
     return value if value is not None and math.isfinite(value) else 0.0
+
+
+MAX_PHASES = 12
+
+
+@dataclass(frozen=True)
+class ProfileSummary:
+    """Mean seconds of the steps that were looked at."""
+
+    step_seconds: float
+    phases: dict[str, float]
+    operators: dict[str, float]
+
+
+def read_profile(run: Path) -> ProfileSummary | None:
+    """Return a run's profile; None: it has none that can be read."""
+    try:
+        content = json.loads(read_regular(run / "profiles" / "summary.json"))
+        whole = number(content["step_seconds"])
+        operators = {str(each["name"]): each["seconds"] for each in content["operators"]}
+        if whole is None or not 0 < whole < math.inf:
+            return None
+        return ProfileSummary(
+            whole, _finite_times(content["phase_seconds"]), _finite_times(operators)
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def _finite_times(values: dict[str, Any]) -> dict[str, float]:
+    found = ((name, number(value)) for name, value in values.items())
+    finite = {name: value for name, value in found if value is not None and abs(value) < math.inf}
+    return dict(list(finite.items())[:MAX_PHASES])

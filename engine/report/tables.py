@@ -9,8 +9,7 @@ from typing import Any
 
 from ..core.text.shown import shown_value
 from .facts import Number, facts_of, numbers_of
-from .profile import read_profile
-from .runs import RunData, differences, have_different_tokenizers, lacks_bits_per_byte
+from .runs import RunData, differences, have_different_tokenizers, lacks_bits_per_byte, read_profile
 from .svg import NUM_COLOURS, shown
 
 NOTHING = "&ndash;"

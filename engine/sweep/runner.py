@@ -1,13 +1,15 @@
-"""Runs the points of a sweep, one after another, each as processes of its own. Torch-free."""
+"""Runs the points of a sweep one after another, or writes a SLURM job array. Torch-free."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from ..core.errors import ExitCode
 from ..core.run_state import record_failure
 from ..launch.child import trainer_command
+from ..launch.cluster import SECONDS_TO_SAVE, batch_script
 from ..launch.local import Signals, launch
 from ..recipe.load import Loaded
 from .folder import Sweep
@@ -71,4 +73,39 @@ def _run_point(sweep: Sweep, point: Point, loaded: Loaded, nproc: int, signals: 
         on_failure=partial(record_failure, sweep.run_folder(point)),
         stop_timeout_seconds=loaded.recipe.resilience.stop_timeout_seconds,
         signals=signals,
+    )
+
+
+def array_script(
+    name: str, points: int, nproc: int, workdir: str, folder: str, command: Sequence[str]
+) -> str:
+    """Return the text of a batch script.
+
+    Args:
+        points: how many elements the array has.
+        nproc: tasks of each.
+        workdir: where relative paths start.
+        folder: of the sweep.
+        command: runs the point that a further `--index N` names.
+
+    Raises:
+        RecipeError: a value cannot stand in a script.
+    """
+    script = shlex.quote(f"{folder}/sweep.sbatch")
+    return batch_script(
+        {
+            "job-name": name,
+            "array": f"0-{points - 1}",
+            "ntasks": nproc,
+            "chdir": workdir,
+            "output": folder.replace("%", "%%") + "/logs/%A_%a.out",
+        },
+        f'{shlex.join(command)} --index "$SLURM_ARRAY_TASK_ID"',
+        [
+            "What your cluster wants besides goes here or on the command line of sbatch, such as",
+            f"  sbatch --partition=gpu --gpus-per-task=1 --time=04:00:00 {script}",
+            f"SIGTERM comes {SECONDS_TO_SAVE} s before the time limit: the run saves and ends with",
+            "75, and resumes from there when its element starts again.",
+        ],
+        job="${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}",
     )

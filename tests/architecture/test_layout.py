@@ -19,7 +19,7 @@ SEE_A_WHOLE_RECIPE = {
     "engine/doctor/graphs.py",
     "engine/estimate/gpu.py",
     "engine/estimate/groups.py",
-    "engine/estimate/knobs.py",
+    "engine/estimate/suggestions.py",
     "engine/estimate/memory.py",
     "engine/estimate/plan.py",
     "engine/estimate/roofline.py",
@@ -27,7 +27,7 @@ SEE_A_WHOLE_RECIPE = {
     "engine/estimate/simulate/scale.py",
     "engine/estimate/simulate/shorten.py",
     "engine/estimate/simulate/simulate.py",
-    "engine/estimate/simulate/step.py",
+    "engine/estimate/simulate/instrumented.py",
     "engine/inference/open.py",
     "engine/inference/text_sources.py",
 }

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from trainer.cli import main as cli
-from trainer.engine.estimate.margins import FRAGMENTATION
+from trainer.engine.estimate.devices import FRAGMENTATION
 
 RECIPE = """
 [run]

@@ -9,8 +9,8 @@ from torch.profiler import ProfilerActivity, profile
 from tests.cases import also, quick
 from tests.distributed import run_ranks
 from trainer.engine.assemble.assemble import build_model, build_step
+from trainer.engine.estimate.simulate.instrumented import empty_batches, track
 from trainer.engine.estimate.simulate.simulate import simulate
-from trainer.engine.estimate.simulate.step import empty_batches, track
 from trainer.engine.parallel.materialize import materialize
 from trainer.engine.parallel.plan import make_plan
 from trainer.engine.recipe.schema import Recipe

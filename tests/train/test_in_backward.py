@@ -8,7 +8,7 @@ from tests.distributed import run_ranks
 from tests.train.outcomes import assert_equal, few_steps
 from tests.train.plans import BASE, assembled, recipe_with
 from tests.train.processes import complaints, finish, rows, start, tensors, write_recipe
-from trainer.engine.estimate.simulate.step import track
+from trainer.engine.estimate.simulate.instrumented import track
 from trainer.engine.train.step import TrainStep
 
 DATA = BASE["data"] | {"packing": "documents"}

@@ -11,7 +11,7 @@ from tests.distributed import run_ranks
 from tests.train.outcomes import assert_equal
 from tests.train.plans import BASE, assembled, recipe_with
 from tests.train.processes import complaints, finish, start, tensors, write_recipe
-from trainer.engine.estimate.simulate.step import track
+from trainer.engine.estimate.simulate.instrumented import track
 
 SELECTIVE = {"recompute": "selective"}
 MODES = {

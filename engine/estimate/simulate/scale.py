@@ -19,10 +19,10 @@ from ...optim.groups import matcher
 from ...parallel.mesh import AXES, Degrees, resolve_degrees
 from ...parallel.pipeline.cut import cut_blocks, num_micro_batches, stage_holders
 from ...recipe.placements import placements
-from ..traffic import ALL_REDUCE, Route
+from .collectives import ALL_REDUCE, Route
 from .count import StepCounts, count_step
+from .instrumented import empty_batches, rows_of
 from .simulate import simulated_step
-from .step import empty_batches, rows_of
 
 if TYPE_CHECKING:
     from ...data.batch import Batch

@@ -28,6 +28,7 @@ from ...parallel.plan import Plan, make_plan
 from ...parallel.tables import Compile
 from ...precision.dtypes import DTYPES
 from ..gpu import for_gpu, with_gpu_kernels, with_torch_kernels
+from .instrumented import track
 from .shorten import (
     SHORTEST,
     are_alike,
@@ -37,7 +38,6 @@ from .shorten import (
     with_blocks,
     with_micro_batches,
 )
-from .step import track
 from .tracker import COMMUNICATION, RECEIVED, MemoryPeak
 
 if TYPE_CHECKING:

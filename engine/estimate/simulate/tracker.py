@@ -165,7 +165,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events.append((held, -held.size))
 
     def __enter__(self) -> MemoryTracker:
-        from .patches import watched
+        from .torch_internals import watched
 
         self._patches: list[Any] = [patch.object(*each) for each in watched(self)]
         for each in self._patches:

@@ -14,6 +14,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 if TYPE_CHECKING:
     from .tracker import MemoryTracker
 
+
 Replaced = tuple[Any, str, Any]
 """an object, its attribute, and what takes its place"""
 

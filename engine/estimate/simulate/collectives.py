@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
-from ..parallel.mesh import AXES, Degrees
+from ...parallel.mesh import AXES, Degrees
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 ALL_TO_ALL, BROADCAST = "all-to-all", "broadcast"
