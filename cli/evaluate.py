@@ -149,7 +149,7 @@ def _harness() -> Any:
 
 
 def _about(opened: OpenedModel, weights: Weights) -> dict[str, Any]:
-    from ..engine.precision.dtypes import dtype_name
+    from ..engine.precision.hardware import dtype_name
 
     return {
         "checkpoint": str(opened.path),

@@ -26,8 +26,7 @@ from ..parallel.materialize import materialize, without_storage
 from ..parallel.pipeline.cut import num_micro_batches
 from ..parallel.pipeline.measure import measure_costs
 from ..parallel.plan import LocalParts, Plan, make_plan
-from ..precision.dtypes import DTYPES, LossScale, compute_dtype, dtype_name
-from ..precision.hardware import require_formats
+from ..precision.hardware import DTYPES, LossScale, compute_dtype, dtype_name, require_formats
 from ..train.average import WeightAverage
 from ..train.balance import Balance, warn_of_capacity
 from ..train.parts import Parts
@@ -88,7 +87,7 @@ def assemble(
     if fresh and recipe.run.init_from:
         notes += load_initial_weights(model, built.config, Path(recipe.run.init_from))
     if fresh and recipe.lora.rank and recipe.lora.init_from:
-        from ..lora.read_peft import load_adapter
+        from ..lora.adapter_weights import load_adapter
 
         notes.append(load_adapter(Path(recipe.lora.init_from), model, built.config, recipe.lora))
     step = build_step(recipe, built, plan, data.train.separate_labels)

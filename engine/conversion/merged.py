@@ -13,7 +13,7 @@ from ...model_zoo.layers.adapter_names import DOWN, UP, is_adapter
 from ..checkpoint.tensors import Changed, TensorRows
 from ..core.errors import CheckpointError
 from ..core.text.listed import listed
-from ..lora.merge import merge
+from ..lora.adapter_weights import merge
 
 BLOCK_ROWS = 64
 """Rows are merged by whole blocks: other shapes of a product may round another way"""

@@ -16,7 +16,7 @@ from ..checkpoint.find import find_checkpoint
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.tensors import row_count
 from ..core.errors import CheckpointError
-from ..lora.read_peft import CONFIG, THEIRS, WEIGHTS
+from ..lora.adapter_weights import CONFIG, THEIRS, WEIGHTS
 from ..recipe.saved import recipe_of
 from .hf_files import write_json
 from .writing import complete_or_absent, sync

@@ -199,7 +199,7 @@ def _in_stages(recipe: Recipe, ranks: int) -> Recipe:
 
 
 def _settled(model: LanguageModel) -> LanguageModel:
-    from ..lora.merge import merge_adapters
+    from ..lora.adapter_weights import merge_adapters
 
     merge_adapters(model)
     for parameter in model.parameters():  # once, instead of for every token

@@ -1,16 +1,27 @@
-"""What is applied to each repeated block: recomputation and compilation."""
+"""What is applied to each repeated block: activation recomputation (Chen et al. 2016,
+arXiv:1604.06174) and torch.compile.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from ..core.errors import Problem, RecipeError, nearest
-from .tables import Compile, Memory
+from .tables import GROUPS, HALF, Compile, Memory, operation_names
 
 if TYPE_CHECKING:
     from ...model_zoo.language_model import LanguageModel
@@ -42,9 +53,7 @@ def transform_blocks(
     backend = _backend(memory, compile_) if compile_.enabled else None
     contexts = None
     if memory.recompute == "selective":
-        from .recompute import kept
-
-        contexts = kept(memory.recompute_keep)
+        contexts = selective_contexts(memory.recompute_keep)
     # Torch cannot trace the recomputation of a block whose weights are DTensors: it goes around the
     # compiled block, but for a selective one, which must see its operations.
     outside = is_split and contexts is None
@@ -53,8 +62,6 @@ def transform_blocks(
         if compiled and outside:
             block.forward = compiled(block.forward)
         if memory.recompute in ("full", "every_n", "selective"):
-            from .recompute import recompute
-
             recompute(block, number, memory, contexts)
         if compiled and not outside:
             block.forward = compiled(block.forward)
@@ -84,3 +91,104 @@ def _require_backend(name: str) -> None:
     if name not in known:
         hint = nearest(name, known) or f"known: {', '.join(known)}"
         raise RecipeError([Problem(f"torch.compile has no {name!r}", "compile.backend", hint=hint)])
+
+
+def recompute(block: nn.Module, number: int, memory: Memory, contexts: Contexts | None) -> None:
+    """Make a block recompute its activations, if it is one of those that shall, in place.
+
+    Args:
+        block: whose `forward` is replaced.
+        number: of the block in the model.
+        memory: the recipe's table.
+        contexts: what `selective_contexts` returned, for "selective".
+    """
+    if memory.recompute == "every_n" and number % memory.recompute_interval:
+        return
+    forward = block.forward
+    options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+    block.forward = recomputed
+
+
+def hooks_outside(module: nn.Module) -> None:
+    """Let the hooks of a module inside of a block run unseen by what keeps results, in place.
+
+    What FSDP does there is not the same when a block runs again.
+    """
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in hooks.items():
+            hooks[key] = _unseen(hook)
+
+
+def _unseen(hook: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        mode = _get_current_dispatch_mode()
+        is_keeping = isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
+        with _pop_mode_temporarily() if is_keeping else nullcontext():
+            return hook(*args, **kwargs)
+
+    return run
+
+
+Contexts = Callable[[], Any]
+"""Returns the contexts of a block's forward pass, and of its recomputation."""
+
+
+def selective_contexts(words: list[str]) -> Contexts:
+    """Return contexts that keep the results of some operations and recompute the others.
+
+    Args:
+        words: of `tables.WORDS`, or full names such as "aten.mm.default".
+
+    Raises:
+        RecipeError: torch has no such operation.
+    """
+    operations = frozenset(
+        operation for word in words for operation in _operations(word, optional=word in GROUPS)
+    )
+    halved = frozenset(_operations("mm", optional=True)) if HALF in words else frozenset()
+
+    def contexts() -> Any:
+        seen = {False: 0, True: 0}  # by whether it is computed again
+
+        def policy(context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+            keep = operation in operations
+            if operation in halved:
+                seen[context.is_recompute] += 1
+                keep = keep or seen[context.is_recompute] % 2 == 1
+            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+
+    return contexts
+
+
+def _operations(word: str, optional: bool) -> list[Any]:
+    """Return torch's objects; a group also names what some versions of torch do not have."""
+    found = []
+    for name in operation_names([word]):
+        operation: Any = torch.ops
+        try:
+            for part in name.split("."):
+                operation = getattr(operation, part)
+        except AttributeError:
+            if optional:
+                continue
+            raise RecipeError([_unknown(name)]) from None
+        if isinstance(operation, torch._ops.OpOverloadPacket):
+            overloads: list[str] = operation.overloads()  # type: ignore[no-untyped-call]
+            found += [getattr(operation, overload) for overload in overloads]
+        else:
+            found.append(operation)
+    return found
+
+
+def _unknown(name: str) -> Problem:
+    known = [each.replace("::", ".") for each in torch._C._dispatch_get_all_op_names()]
+    known = [each if each.count(".") > 1 else f"{each}.default" for each in known]
+    return Problem(
+        f'torch has no operation "{name}"', "memory.recompute_keep", hint=nearest(name, known)
+    )

@@ -1,13 +1,16 @@
-"""Collectives along one dimension of a tensor, with and without gradients."""
+"""Collectives on tensors, with and without gradients, and how inductor fuses them with matmuls."""
 
 from __future__ import annotations
 
 from typing import Any, cast
+from warnings import catch_warnings
 
 import torch
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from ..core.errors import EnvironmentFault
 
 # torch 2.13 renamed them and warns of the old names.
 _all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
@@ -16,7 +19,7 @@ _reduce_scatter = (
 )
 
 
-fusing = False
+_fuses_with_matmuls = False
 """whether compiled graphs contain all-gathers in the form that inductor fuses with matmuls"""
 
 
@@ -32,7 +35,7 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 def all_gather_no_grad(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Concatenate the shards of all ranks along `dim`, without a gradient."""
-    if fusing and torch.compiler.is_compiling():
+    if _fuses_with_matmuls and torch.compiler.is_compiling():
         pieces = _all_gather(x.contiguous(), 0, group)
         return torch.cat(pieces.chunk(group.size()), dim)  # torch has views for single rows
     return _wait(_all_gather(x.contiguous(), dim, group))
@@ -75,3 +78,33 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return all_gather_no_grad(grad, ctx.dim, ctx.group), None, None
+
+
+SYMMETRIC_MEMORY_DEVICES = ("cuda",)
+
+
+def fuse_with_matmuls(group: ProcessGroup, device: torch.device) -> None:
+    """Let inductor fuse matmuls with a group's collectives in the blocks that are compiled later.
+
+    Inductor's micro-pipeline pass replaces an all-gather before matmuls, and a reduce-scatter after
+    one, by operations on symmetric memory, which pass pieces between GPUs as they are needed (Wang
+    et al. 2023, "Overlap Communication with Dependent Computation via Decomposition in Large Deep
+    Learning Models", ASPLOS).
+
+    Raises:
+        EnvironmentFault: the device has no symmetric memory.
+    """
+    global _fuses_with_matmuls
+    if device.type not in SYMMETRIC_MEMORY_DEVICES:
+        raise EnvironmentFault(
+            f"parallel.async_tensor needs GPUs, and this rank computes on {device.type}",
+            "set parallel.async_tensor = false",
+        )
+    from torch._inductor import config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    with catch_warnings(action="ignore", category=FutureWarning):
+        # Symmetric memory no longer needs it; the pass still asks whether it was called.
+        enable_symm_mem_for_group(group.group_name)
+    config._micro_pipeline_tp = True
+    _fuses_with_matmuls = True

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .blocks import hooks_outside
 from .mesh import Degrees, uses_fsdp
 from .tables import Parallel
 
@@ -146,8 +147,6 @@ def apply_fsdp(
         )
 
     if experts:
-        from .recompute import hooks_outside
-
         for module in experts.modules:
             wrap(module, not keep, experts.mesh, shard_placement_fn=experts.placement)
             hooks_outside(module)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from ...model_zoo.layers.moe import moe_layers
 from .mesh import EXPERT_AXES
-from .tensor.weights import distribute_parameter, placement, property_from
+from .tensor.local_views import distribute_parameter, placement, property_from
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping

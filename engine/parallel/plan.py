@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from . import data
+from .collectives import fuse_with_matmuls
 from .data import ParallelModel
 from .gradient_reduction import make_replicated_reduction, make_tied_reduction
 from .mesh import (
@@ -27,7 +28,6 @@ from .pipeline.cut import Cut, EndCosts, cut_blocks
 from .pipeline.schedule_file import read_schedule
 from .placement import locate, refuse_misfits
 from .tables import Parallel
-from .tensor.async_tensor import overlap
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -123,7 +123,7 @@ class Plan:
             from .tensor.tensor import split
 
             if self.table.async_tensor:
-                overlap(self.mesh["tensor"].get_group(), self.device)
+                fuse_with_matmuls(self.mesh["tensor"].get_group(), self.device)
             stored = {n: dims["tensor"] for n, dims in placed.items() if "expert" not in dims}
             whole = split(model, config, self.mesh["tensor"], stored)
         if self.mesh and uses_fsdp(self.table, self.degrees):
@@ -178,7 +178,7 @@ class Plan:
         """Let every rank store what no axis cuts, where FSDP would cut it; return their names."""
         names = {name for name, _ in model.named_parameters() if placed[name]["shard"] is None}
         if names:
-            from .tensor.weights import replicate_parameters
+            from .tensor.local_views import replicate_parameters
 
             axes = ("replicate", "shard", "tensor")
             used = tuple(axis for axis in axes if axis == "shard" or mesh[axis].size() > 1)

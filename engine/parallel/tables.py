@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from ..core.config import Count, CountOrZero, Fraction, RecipePath, Table
-from .mesh_text import parse_mesh
+from .axes import parse_mesh
 
 Degree = Annotated[int, Field(ge=-1, le=2**20)]
 StageModules = Annotated[list[str], Field(min_length=1, max_length=10_000)]
@@ -159,3 +161,50 @@ class Compile(Table):
     """compile each block; pays off after a minute or so of warmup"""
     backend: str = "inductor"
     """torch.compile backend"""
+
+
+_GATHERS = ("_c10d_functional.all_gather_into_tensor.default",)
+_SUMS = (
+    "_c10d_functional.reduce_scatter_tensor.default",
+    "_c10d_functional.all_reduce.default",
+)
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "mm": (
+        "aten.mm.default",
+        "aten.addmm.default",
+        "aten._scaled_mm.default",
+        "aten._grouped_mm.default",
+        "trainer.grouped_mm_fp8.default",
+    ),
+    "bmm": ("aten.bmm.default", "aten.baddbmm.default"),
+    "attention": (
+        "aten._scaled_dot_product_flash_attention.default",
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
+        "aten._scaled_dot_product_efficient_attention.default",
+        "aten._scaled_dot_product_cudnn_attention.default",
+        "higher_order.flex_attention",
+    ),
+    "norm": ("aten._fused_rms_norm.default", "aten.rsqrt.default"),
+    "all_gather": _GATHERS,
+    "reduce_scatter": _SUMS,
+    "collectives": (
+        *_GATHERS,
+        *_SUMS,
+        "_c10d_functional.all_to_all_single.default",
+        "_c10d_functional.wait_tensor.default",
+    ),
+}
+"""Word of `memory.recompute_keep` -> operations."""
+
+HALF = "half_mm"
+"""Another word: every second operation of "mm", the first of a block among them."""
+WORDS = (*GROUPS, HALF)
+
+FULL_NAME = re.compile(r"\w+\.\w+(\.\w+)?")
+"""Another operation: namespace, name and overload, as torch.ops has them."""
+
+
+def operation_names(words: list[str]) -> list[str]:
+    """Return the full names of the operations that words of `recompute_keep` stand for."""
+    return [name for word in words if word != HALF for name in GROUPS.get(word, (word,))]

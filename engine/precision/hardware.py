@@ -1,18 +1,19 @@
-"""Which dtypes a device multiplies in hardware."""
+"""Which dtypes a device multiplies in hardware, the dtype of a step, and the loss scale of fp16."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from ...kernels.choose import without_triton
 from ..core.errors import EnvironmentFault
 from .choose import chosen
+from .tables import Precision
 
 if TYPE_CHECKING:
-    import torch
-
     from ...model_zoo.config import ModelConfig
-    from .tables import Precision
 
 # What Linux calls the instructions: x86 lists `flags`, Arm lists `Features` (Linux: cpuinfo).
 _CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
@@ -24,8 +25,6 @@ def multiplies_bf16(device: torch.device) -> tuple[bool, str]:
     A CPU does with AMX or AVX512-BF16 (x86) or BF16 (Arm), and if torch was built with oneDNN,
     which uses them. An NVIDIA GPU does from compute capability 8.0 on.
     """
-    import torch
-
     if device.type == "cpu":
         flag = bf16_instructions()
         if not flag:
@@ -51,8 +50,6 @@ def multiplies_narrow(word: str, device: torch.device) -> tuple[bool, str]:
         word: "float8" or "mx".
         device: of torch.
     """
-    import torch
-
     if device.type != "cuda" or torch.version.hip:
         kind = "AMD's GPUs" if device.type == "cuda" else f"this {device.type.upper()}"
         return False, f"it is for NVIDIA's GPUs, not for {kind}"
@@ -68,8 +65,6 @@ def require_formats(table: Precision, config: ModelConfig, device: torch.device)
     Raises:
         EnvironmentFault: it lacks one, or what our kernels need.
     """
-    from ...kernels.choose import without_triton
-
     for word, narrow in table.narrow.items():
         native, reason = multiplies_narrow(word, device)
         if not native and not narrow.emulate:
@@ -99,3 +94,60 @@ def bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
             words = set(value.split())
             return next((flag for flag in _CPU_FLAGS if flag in words), "")
     return ""
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the recipe's word for a dtype."""
+    return next(name for name, known in DTYPES.items() if known is dtype)
+
+
+def compute_dtype(table: Precision, device: torch.device) -> tuple[torch.dtype, str]:
+    """Return the dtype of a step on `device` and why it was chosen.
+
+    Raises:
+        EnvironmentFault: fp16 on a device that does not train in it.
+    """
+    if table.compute == "auto":
+        native, reason = multiplies_bf16(device)
+        return (torch.bfloat16 if native else torch.float32), reason
+    if table.compute == "fp16" and device.type != "cuda":
+        raise EnvironmentFault(
+            f'precision.compute = "fp16" needs a GPU; this run is on {device.type}',
+            'use "bf16" or "fp32"',
+        )
+    return DTYPES[table.compute], "as the recipe says"
+
+
+class LossScale:
+    """Dynamic loss scale for fp16 (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
+
+    Doubles after 2,000 good steps in a row and halves at each overflow; 1 for other dtypes.
+    """
+
+    growth_interval = 2000
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dynamic = dtype is torch.float16
+        self.value = 2.0**16 if self.dynamic else 1.0
+        self.good_steps = 0
+
+    def update(self, finite: bool) -> None:
+        """Take note of whether the last step's gradients were finite."""
+        if not self.dynamic:
+            return
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.value = max(1.0, self.value / 2)
+        elif self.good_steps == self.growth_interval:
+            self.value, self.good_steps = self.value * 2, 0
+
+    def state(self) -> dict[str, float]:
+        """Return what a checkpoint's manifest keeps."""
+        return {"value": self.value, "good_steps": self.good_steps}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Take over what `state` returned."""
+        self.value, self.good_steps = state["value"], int(state["good_steps"])

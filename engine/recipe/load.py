@@ -14,7 +14,7 @@ from ..core.errors import Problem, RecipeError
 from ..core.files import address_problem, require_path
 from ..core.registry import import_plugins
 from ..core.text.tree import Origin, Tree
-from ..parallel.mesh_text import WORDS, parse_mesh
+from ..parallel.axes import WORDS, parse_mesh
 from .checks.checks import check
 from .extends import read_layers
 from .messages import problems_of

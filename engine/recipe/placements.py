@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..lora.shapes import with_adapters
+from ..lora.sizes import with_adapters
 from ..parallel.mesh import Degrees
 from ..parallel.placement import Placed, locate
 from .schema import Recipe

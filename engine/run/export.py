@@ -17,7 +17,7 @@ from ..conversion.peft import save_adapter
 from ..core import faults
 from ..core.files import atomic_write, read_regular
 from ..core.run_dir import EXPORTS
-from ..lora.merge import merged_weights
+from ..lora.adapter_weights import merged_weights
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

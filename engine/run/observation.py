@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..lora.flops import flops_per_token
+from ..lora.sizes import flops_per_token
 from ..observe.observer import Observer
 from ..observe.throughput import SlowRanks, Throughput, device_peak_flops, peak_memory_bytes
-from ..precision.dtypes import dtype_name
+from ..precision.hardware import dtype_name
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

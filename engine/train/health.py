@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import Diverged
-from ..precision.dtypes import LossScale
+from ..precision.hardware import LossScale
 from .spikes import Spike, SpikeDetector
 from .tables import Resilience
 

@@ -18,7 +18,7 @@ from ..observe.phases import Phase, no_phase
 from ..optim.lean import plain_step
 from ..parallel.data import ParallelModel
 from ..parallel.mesh import Degrees
-from ..precision.dtypes import LossScale
+from ..precision.hardware import LossScale
 from .balance import Balance
 from .update import UpdateInBackward, global_norm
 

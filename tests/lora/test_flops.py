@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.model_zoo.peers import our_model
 from trainer.engine.lora.apply import add_adapters
-from trainer.engine.lora.flops import flops_per_token
+from trainer.engine.lora.sizes import flops_per_token
 from trainer.engine.lora.tables import LoRA
 from trainer.kernels.choose import choose
 

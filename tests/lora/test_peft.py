@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from tests.model_zoo.peers import our_model, their_model
 from trainer.engine.conversion.peft import save_adapter
 from trainer.engine.core.errors import CheckpointError, RecipeError
+from trainer.engine.lora.adapter_weights import merge_adapters, merged_weights
 from trainer.engine.lora.apply import add_adapters
-from trainer.engine.lora.merge import merge_adapters, merged_weights
 from trainer.engine.lora.tables import LoRA
 from trainer.kernels.choose import choose
 

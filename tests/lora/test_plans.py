@@ -10,7 +10,7 @@ from tests.cases import quick
 from tests.distributed import run_ranks
 from trainer.engine.assemble.assemble import assemble
 from trainer.engine.launch.environment import World
-from trainer.engine.lora.merge import merged_weights
+from trainer.engine.lora.adapter_weights import merged_weights
 from trainer.engine.recipe.schema import Recipe
 
 STEPS = 6

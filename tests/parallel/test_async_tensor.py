@@ -81,7 +81,7 @@ def fused(recipe, folder):
     for name in FUSED:
         library.impl(name, counted(name), "CPU")
     with (
-        patch("trainer.engine.parallel.tensor.async_tensor.DEVICES", ("cpu",)),
+        patch("trainer.engine.parallel.collectives.SYMMETRIC_MEMORY_DEVICES", ("cpu",)),
         patch("torch.distributed.is_nccl_available", lambda: True),  # the pass asks for it
         memory._test_mode(),
     ):

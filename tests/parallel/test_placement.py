@@ -7,7 +7,7 @@ import pytest
 
 from tests.train.plans import recipe_with
 from trainer.engine.lora.apply import add_adapters
-from trainer.engine.lora.shapes import with_adapters
+from trainer.engine.lora.sizes import with_adapters
 from trainer.engine.lora.tables import LoRA
 from trainer.engine.parallel.materialize import without_storage
 from trainer.engine.parallel.mesh import Degrees

@@ -5,7 +5,7 @@ import re
 import pytest
 from pydantic import ValidationError
 
-from trainer.engine.parallel.mesh_text import WORDS
+from trainer.engine.parallel.axes import WORDS
 from trainer.engine.parallel.tables import Parallel
 from trainer.engine.recipe.changes import compare
 from trainer.engine.recipe.explain import explain

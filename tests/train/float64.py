@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import torch
 
-from trainer.engine.precision.dtypes import DTYPES
+from trainer.engine.precision.hardware import DTYPES
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from tests.train.processes import (
 from tests.train.test_lifecycle import slow_steps
 from trainer.engine.core.errors import Diverged
 from trainer.engine.observe.metrics import read_events
-from trainer.engine.precision.dtypes import LossScale
+from trainer.engine.precision.hardware import LossScale
 from trainer.engine.report.status import examine
 from trainer.engine.train.health import Health
 from trainer.engine.train.step import Gradients, TrainStep

@@ -26,7 +26,7 @@ from ...parallel.mesh import is_sharded, resolve_degrees, uses_fsdp
 from ...parallel.pipeline.cut import SPLIT_BACKWARD, cut_blocks, num_micro_batches
 from ...parallel.plan import Plan, make_plan
 from ...parallel.tables import Compile
-from ...precision.dtypes import DTYPES
+from ...precision.hardware import DTYPES
 from ..gpu import for_gpu, with_gpu_kernels, with_torch_kernels
 from .instrumented import track
 from .shorten import (

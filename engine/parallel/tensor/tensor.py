@@ -28,7 +28,7 @@ from ..collectives import (
     reduce_scatter,
 )
 from ..placement import CUT_DIMS, used_dim
-from .weights import (
+from .local_views import (
     LocalView,
     LocalViews,
     distribute_parameter,

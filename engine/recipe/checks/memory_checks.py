@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from ...core.errors import nearest
 from ...core.text.positions import KeyPath
 from ...parallel.mesh import EXPERT_AXES, Degrees, uses_fsdp
-from ...parallel.operations import FULL_NAME, WORDS
 from ...parallel.pipeline.cut import SPLIT_BACKWARD
+from ...parallel.tables import FULL_NAME, WORDS
 from ..schema import Recipe
 
 Finding = tuple[KeyPath, str, str]

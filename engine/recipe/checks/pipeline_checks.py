@@ -8,7 +8,7 @@ from pathlib import Path
 from ....model_zoo.layers.adapter_names import is_adapter
 from ...core.errors import RecipeError
 from ...core.text.positions import KeyPath
-from ...lora.shapes import with_adapters
+from ...lora.sizes import with_adapters
 from ...parallel.pipeline.cut import (
     ONE_STAGE_A_RANK,
     SPLIT_BACKWARD,

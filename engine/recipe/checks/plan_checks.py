@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from ...core.text.positions import KeyPath
-from ...lora.shapes import with_adapters
+from ...lora.sizes import with_adapters
 from ...parallel.mesh import EXPERT_AXES
 from ...parallel.placement import used_dim
 from ...parallel.rules import check_rules, deciding_rules
