@@ -1,21 +1,65 @@
-"""One save, from an empty temporary folder to a published checkpoint."""
+"""One save: from an empty temporary folder to a published checkpoint, or an explained failure."""
 
 from __future__ import annotations
 
+import errno
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core import faults
-from ..core.errors import CheckpointError, LostContact
+from ..core.errors import CheckpointError, LostContact, TrainerError
 from ..core.files import sync_folder
 from . import retention
-from .disk import writing
 from .manifest import FileEntry, Manifest, SaveInfo, check_listing, write_manifest
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def free_bytes(folder: Path) -> int:
+    """Return what may still be written to a folder's file system."""
+    return shutil.disk_usage(folder).free
+
+
+@contextmanager
+def writing(folder: Path, needed: int) -> Iterator[None]:
+    """Check that there is space for `needed` bytes, and explain what fails in the block.
+
+    Raises:
+        CheckpointError: the disk is full, the folder is gone, or writing is refused.
+    """
+    try:
+        if needed > free_bytes(folder):
+            raise OSError(errno.ENOSPC, "not enough space")
+        yield
+    except TrainerError:
+        raise
+    except Exception as error:
+        raise _explained(error, folder, needed) from error
+
+
+def _explained(error: Exception, folder: Path, needed: int) -> CheckpointError:
+    cause: BaseException | None = error  # torch's writers may wrap the system's reason
+    while cause and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    if not folder.is_dir():
+        return CheckpointError(
+            f"{folder} is not there: it was removed, or this machine does not see it",
+            "it must be on a file system that all ranks share",
+        )
+    if isinstance(cause, OSError) and cause.errno in FULL:
+        numbers = f"{needed:,} bytes needed, " if needed else ""
+        return CheckpointError(
+            f"no space for a checkpoint: {numbers}{free_bytes(folder):,} free in {folder.parent}",
+            "free some space, or write to another disk; a run keeps checkpoint.keep checkpoints",
+        )
+    return CheckpointError(f"cannot write to {folder}: {type(error).__name__}: {error}")
+
 
 if TYPE_CHECKING:
     import torch

@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor
 from ..core.errors import CheckpointError
 from ..core.files import open_regular
 from .manifest import Manifest, TensorEntry
-from .tensors import Region
-from .torch_file import read_regions, require_few_objects
+from .tensors import FileTensor
+from .torch_file import read_file_tensors, require_few_objects
 from .writer import dtype_name
 
 CONTENTS = ".metadata"
@@ -72,7 +72,7 @@ def read_tensors(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) ->
         _require_all(path, state, items)
         for item in items:
             index = item.storage_index
-            region = region_of(path, contents, index.fqn, cast("int", index.index))
+            region = find_chunk(path, contents, index.fqn, cast("int", index.index))
             part = _read_box(region, item.storage_offsets, item.lengths)
             planner.resolve_tensor(item).detach().copy_(part)
 
@@ -111,7 +111,7 @@ def readable(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def region_of(folder: Path, contents: Metadata, name: str, number: int) -> Region:
+def find_chunk(folder: Path, contents: Metadata, name: str, number: int) -> FileTensor:
     """Return where a part of a tensor lies, by its number among the tensor's chunks.
 
     Raises:
@@ -122,8 +122,8 @@ def region_of(folder: Path, contents: Metadata, name: str, number: int) -> Regio
     info = contents.storage_data.get(MetadataIndex(name, chunk.offsets))
     if info is None:
         raise CheckpointError(f"{folder}: {CONTENTS} does not say where {name} lies")
-    region = read_regions(folder / info.relative_path, info.offset, info.length)
-    if not isinstance(region, Region) or region.dtype != dtype:
+    region = read_file_tensors(folder / info.relative_path, info.offset, info.length)
+    if not isinstance(region, FileTensor) or region.dtype != dtype:
         raise CheckpointError(f"{folder}: {info.relative_path} holds something else at {name}")
     if region.shape != tuple(chunk.sizes):
         raise CheckpointError(f"{folder}: a part of {name} has the wrong shape")
@@ -181,7 +181,7 @@ def _require_all(path: Path, state: Mapping[str, Tensor], items: Sequence[ReadIt
             raise CheckpointError(f"{path}: the parts of {name} do not make it up")
 
 
-def _read_box(region: Region, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+def _read_box(region: FileTensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """Return a part of a region; a scalar has no offsets."""
     if not region.shape:
         return region.read(0, 1)

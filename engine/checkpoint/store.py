@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..core.errors import CheckpointError, EnvironmentFault
 from . import retention
-from .commit import Staging, commit
-from .disk import free_bytes
+from .commit import Staging, commit, free_bytes
 from .find import Found, newest_intact
 from .manifest import SaveInfo, read_manifest
 from .ranks import Ranks

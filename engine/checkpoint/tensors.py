@@ -5,18 +5,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..core.errors import CheckpointError
-from .forms import Formed
-
-if TYPE_CHECKING:
-    from ...model_zoo.layout import Part
 
 BLOCK_BYTES = 2**23
 """What a thread holds of a tensor at a time, as long as a row is not longer."""
@@ -130,7 +126,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Region:
+class FileTensor:
     """A tensor that lies in a file as it would in memory."""
 
     file: Path
@@ -211,79 +207,16 @@ class ConcatenatedTensor:
 
 
 @dataclass(frozen=True)
-class Matrix:
-    """One of the matrices [rows, columns] that a tensor [E, ..., rows, columns] is a stack of."""
+class DerivedTensor:
+    """A tensor that is computed, rows at a time, from another one of the same dtype."""
 
     source: TensorRows
-    place: tuple[int, ...]
     shape: tuple[int, ...]
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of its elements."""
         return self.source.dtype
-
-    def read(self, first: int, last: int) -> Tensor:
-        """Return some rows."""
-        number, *inside = self.place
-        return self.source.read(number, number + 1)[(0, *inside)][first:last]
-
-
-def part_of(tensor: TensorRows, part: Part) -> TensorRows:
-    """Return what is to be stored as a part of a tensor."""
-    if part.form:
-        return Formed(tensor, part.form, part.shape)
-    if len(part.shape) == len(tensor.shape):
-        return tensor
-    place = part.start[: -len(part.shape)]
-    if isinstance(tensor, Region):  # of which no more need be read
-        number = 0
-        for at, count in zip(place, tensor.shape, strict=False):
-            number = number * count + at
-        size = row_count(part.shape) * row_bytes(part.shape, tensor.dtype)
-        return replace(tensor, offset=tensor.offset + number * size, shape=part.shape)
-    return Matrix(tensor, place, part.shape)
-
-
-@dataclass(frozen=True)
-class Changed:
-    """A tensor with other numbers than its source, of the same dtype and shape."""
-
-    source: TensorRows
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of its elements."""
-        return self.source.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its sizes."""
-        return self.source.shape
-
-
-@dataclass(frozen=True)
-class Interleaved(Changed):
-    """Queries or keys of Meta's rotary layout, in the order of Hugging Face's and ours.
-
-    Within each head, Meta turns the neighbours (2i, 2i + 1), and we turn (i, i + K/2). The same as
-    `permute` in transformers' `convert_llama_weights_to_hf.py`.
-
-    Args:
-        source: Meta's weight, [heads * K, D].
-        head_width: K.
-    """
-
-    head_width: int
-
-    def read(self, first: int, last: int) -> Tensor:
-        """Return some rows."""
-        width = self.head_width
-        low, high = first // width * width, -(-last // width) * width
-        row = torch.arange(first, last)
-        half, pair = (row % width) // (width // 2), row % (width // 2)
-        theirs = row // width * width + 2 * pair + half
-        return self.source.read(low, high)[theirs - low]
 
 
 def _part(shape: tuple[int, ...], first: int, last: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..core.errors import CheckpointError
 from ..core.files import open_regular
-from .tensors import BLOCK_BYTES, Form, Region, nbytes
+from .tensors import BLOCK_BYTES, FileTensor, Form, nbytes
 
 ENTRY = b"PK\x01\x02"
 """Begins an entry of an archive's table of contents."""
@@ -32,8 +32,8 @@ MAKING = (b"}", b"]", b"(", b"R", b"\x81", b"\x94")
 MAX_MADE, MADE_BY_RECORD, MADE_BESIDE = 2**21, 16, 2**18
 
 
-def read_regions(path: Path, start: int = 0, size: int | None = None) -> Any:
-    """Return what a file holds, with a `Region` in the place of each tensor.
+def read_file_tensors(path: Path, start: int = 0, size: int | None = None) -> Any:
+    """Return what a file holds, with a `FileTensor` in the place of each tensor.
 
     Args:
         start: where in the file the archive begins, and its `size`.
@@ -106,7 +106,7 @@ class Archive:
         """Do nothing; called by torch."""
 
 
-def reserve(path: Path, forms: Mapping[str, Form]) -> dict[str, Region]:
+def reserve(path: Path, forms: Mapping[str, Form]) -> dict[str, FileTensor]:
     """Write a file as `torch.save` does, without its data; return where each tensor's belongs."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -114,7 +114,7 @@ def reserve(path: Path, forms: Mapping[str, Form]) -> dict[str, Region]:
         state = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in forms.items()}
         with open(path, "xb") as file:  # of a name, torch makes one for the archive, if it can
             torch.save(state, file)
-    regions: dict[str, Region] = read_regions(path)
+    regions: dict[str, FileTensor] = read_file_tensors(path)
     return regions
 
 
@@ -243,7 +243,7 @@ def require_few_objects(pickled: bytes, most: int) -> None:
         raise CheckpointError(f"its pickle asks for {made} objects; at most {most} are made")
 
 
-def _region(tensor: Tensor, path: Path, start: int, records: Mapping[int, int]) -> Region:
+def _region(tensor: Tensor, path: Path, start: int, records: Mapping[int, int]) -> FileTensor:
     storage, shape = tensor.untyped_storage(), tuple(tensor.shape)
     if type(tensor) not in (Tensor, torch.nn.Parameter) or not tensor.is_contiguous():
         raise CheckpointError(
@@ -254,11 +254,11 @@ def _region(tensor: Tensor, path: Path, start: int, records: Mapping[int, int]) 
     first = int(tensor.storage_offset()) * tensor.element_size()
     if offset not in records or first + nbytes(shape, tensor.dtype) > records[offset]:
         raise CheckpointError(f"a tensor {list(shape)} has more elements than its record")
-    return Region(path, start + offset + first, tensor.dtype, shape)
+    return FileTensor(path, start + offset + first, tensor.dtype, shape)
 
 
 def _replace(
-    content: Any, make: Callable[[Tensor], Region], made: dict[int, Any], depth: int = 0
+    content: Any, make: Callable[[Tensor], FileTensor], made: dict[int, Any], depth: int = 0
 ) -> Any:
     """Put a region in the place of each tensor; what is there several times is made once.
 

@@ -21,9 +21,9 @@ from ..recipe.schema import Recipe
 from ..recipe.tables import Run
 from ..tokenizers.configs import BytesTokenizer, HFTokenizer, TiktokenTokenizer, TokenizerConfig
 from . import targets
+from .hf_files import CODES
 from .meta import open_meta
-from .opened import Opened
-from .shards import CODES
+from .source_weights import SourceWeights
 from .sources import open_huggingface, open_native, open_torch
 from .targets import Job
 from .writing import Advance, Counter, complete_or_absent, parallel
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-Open = Callable[[Path, Recipe | None], Opened]
+Open = Callable[[Path, Recipe | None], SourceWeights]
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _refuse_nesting(source: Path, target: Path) -> None:
         raise RecipeError(f"{target} lies inside of {source}", "name a target outside of it")
 
 
-def _job(opened: Opened, target: Path, options: Options, *, wants_tokenizer: bool) -> Job:
+def _job(opened: SourceWeights, target: Path, options: Options, *, wants_tokenizer: bool) -> Job:
     odd = [f"{name} is {t.dtype}" for name, t in opened.tensors.items() if t.dtype not in CODES]
     if odd:
         raise CheckpointError(listed(f"{opened.place} holds more than plain weights:", odd))
@@ -165,7 +165,9 @@ def _job(opened: Opened, target: Path, options: Options, *, wants_tokenizer: boo
     )
 
 
-def _tokenizer_of(opened: Opened, options: Options) -> tuple[TokenizerConfig | None, Path | None]:
+def _tokenizer_of(
+    opened: SourceWeights, options: Options
+) -> tuple[TokenizerConfig | None, Path | None]:
     """Return the tokenizer's table, and the folder whose files are copied as they are.
 
     The user's word comes first, then what lies beside the weights, then what was recorded.
@@ -185,7 +187,9 @@ def _tokenizer_of(opened: Opened, options: Options) -> tuple[TokenizerConfig | N
     return recorded, None
 
 
-def _build(config: TokenizerConfig | None, opened: Opened, options: Options) -> Tokenizer | None:
+def _build(
+    config: TokenizerConfig | None, opened: SourceWeights, options: Options
+) -> Tokenizer | None:
     """Return the tokenizer; one that nobody asked for by name is done without, and that is said."""
     if config is None:
         opened.notes.append(

@@ -12,16 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.box import held_box, holds_rows
-from ..checkpoint.disk import writing
-from ..checkpoint.forms import as_theirs
+from ..checkpoint.commit import writing
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.tensors import InMemoryTensor, row_bytes
 from ..core.unfinished import Unfinished
 from ..formats.hf_folder import CONFIG
-from .hf_files import GENERATION, config_json, generation_json, write_json
-from .opened import hf_parts
-from .shards import Shard, index_of, lay_out, main_dtype
-from .writing import Stretch, create, stretches, sync, write_all
+from ..formats.hf_layout import rows_to_hf
+from .hf_files import (
+    GENERATION,
+    Shard,
+    config_json,
+    generation_json,
+    index_of,
+    lay_out,
+    main_dtype,
+    write_json,
+)
+from .source_weights import hf_parts
+from .writing import Extent, create, extents, sync, write_all
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -165,11 +173,11 @@ def _write_own_rows(
     weights: Mapping[str, Tensor], places: Mapping[str, list[_Place]], mine: Container[str]
 ) -> None:
     """Write the rows that this rank holds, without communication."""
-    todo: list[Stretch] = []
+    todo: list[Extent] = []
     for name, parts in places.items():
         found = _own_rows(weights[name], name in mine)
         if found is not None:
-            todo += _stretches(parts, *found)
+            todo += _extents(parts, *found)
     _write(todo)
 
 
@@ -186,7 +194,7 @@ def _write_gathered(
         if name not in mine or failure is not None:
             continue
         try:
-            _write(list(_stretches(places[name], whole, 0)))
+            _write(list(_extents(places[name], whole, 0)))
         except Exception as error:
             failure = error
     return failure
@@ -211,23 +219,23 @@ def _is_cut_otherwise(tensor: Tensor) -> bool:
     return not is_plain and not holds_rows(cast("DTensor", tensor))
 
 
-def _stretches(places: list[_Place], rows: Tensor, first_row: int) -> Iterator[Stretch]:
+def _extents(places: list[_Place], rows: Tensor, first_row: int) -> Iterator[Extent]:
     """Yield what a rank that holds some rows of a weight writes to the files of its parts."""
     for place in places:
         part, held, start = place.part, rows, first_row
         if part.form:
-            held = as_theirs(rows, part.form)
+            held = rows_to_hf(rows, part.form)
         elif len(part.shape) < rows.dim():  # one of a stack of matrices
             number, start = part.start[0] - first_row, 0
             if not 0 <= number < len(rows):
                 continue
             held = rows[(number, *part.start[1 : -len(part.shape)])]
         offset = place.offset + start * row_bytes(part.shape, place.dtype)
-        yield from stretches(place.file, offset, InMemoryTensor(held), place.dtype, part.name)
+        yield from extents(place.file, offset, InMemoryTensor(held), place.dtype, part.name)
 
 
-def _write(todo: list[Stretch]) -> None:
-    files = sorted({stretch.file for stretch in todo})
+def _write(todo: list[Extent]) -> None:
+    files = sorted({extent.file for extent in todo})
     if files:
         with writing(files[0].parent, 0):
             write_all(todo, lambda _: None)

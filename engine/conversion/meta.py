@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import torch
+from torch import Tensor
+
 from ...model_zoo.layout import translate
 from ...model_zoo.llama3.config import Llama3Config
 from ...model_zoo.llama3.meta import COMPUTED, NAMES, ROTATED, config_from_params
-from ..checkpoint.tensors import ConcatenatedTensor, Interleaved, Region, TensorRows, differing
+from ..checkpoint.tensors import (
+    ConcatenatedTensor,
+    DerivedTensor,
+    FileTensor,
+    TensorRows,
+    differing,
+)
 from ..checkpoint.torch_file import check_records
 from ..core.errors import CheckpointError
 from ..formats.hf_folder import read_json
 from ..formats.hf_match import Shape
-from .opened import Opened, config_or_error, parameter_shapes, refuse_misfits
+from .source_weights import SourceWeights, config_or_error, parameter_shapes, refuse_misfits
 from .sources import read_state_dict, rows_of
 
 if TYPE_CHECKING:
@@ -27,7 +37,7 @@ MAX_PARAMS_BYTES = 2**20
 EMBED, HEAD = "embed.weight", "head.proj.weight"
 
 
-def open_meta(folder: Path, recipe: Recipe | None) -> Opened:
+def open_meta(folder: Path, recipe: Recipe | None) -> SourceWeights:
     """Open a folder; the files are joined, and the rotary order is made ours.
 
     Raises:
@@ -35,7 +45,7 @@ def open_meta(folder: Path, recipe: Recipe | None) -> Opened:
     """
     files = _consolidated(folder)
     params = read_json(folder / PARAMS, MAX_PARAMS_BYTES)
-    parts: list[dict[str, Region]] = [
+    parts: list[dict[str, FileTensor]] = [
         {name: each for name, each in read_state_dict(file, []).items() if name != COMPUTED}
         for file in files
     ]
@@ -61,11 +71,11 @@ def open_meta(folder: Path, recipe: Recipe | None) -> Opened:
     sources = {name: translate(name, NAMES) or name for name in shapes}
     _refuse_misfits(folder, sources, shapes, parts)
     tensors = {
-        name: _turned(name, _join(theirs, shapes[name], parts), config)
+        name: _reorder_rotary(name, _join(theirs, shapes[name], parts), config)
         for name, theirs in sources.items()
     }
     checks = [partial(check_records, file) for file in files]
-    return Opened(folder, config, tensors, recipe, None, folder, checks=checks)
+    return SourceWeights(folder, config, tensors, recipe, None, folder, checks=checks)
 
 
 def _consolidated(folder: Path) -> list[Path]:
@@ -96,7 +106,7 @@ def _refuse_misfits(
     folder: Path,
     sources: Mapping[str, str],
     shapes: Mapping[str, Shape],
-    parts: Sequence[Mapping[str, Region]],
+    parts: Sequence[Mapping[str, FileTensor]],
 ) -> None:
     for number, part in enumerate(parts):
         there = {name: each.shape for name, each in part.items()}
@@ -109,7 +119,7 @@ def _refuse_misfits(
         refuse_misfits(folder, sources, wanted, there, f"consolidated.{number:02d}.pth")
 
 
-def _share(first: Region | None, full: Shape, count: int) -> Shape:
+def _share(first: FileTensor | None, full: Shape, count: int) -> Shape:
     """Return the shape that every part of a tensor should have: the first's, if that can be."""
     if first is None or (first.shape != full and _cut(first.shape, full, count) is None):
         return full
@@ -126,7 +136,7 @@ def _cut(part: Shape, full: Shape, count: int) -> int | None:
     return unequal[0]
 
 
-def _join(name: str, full: Shape, parts: Sequence[Mapping[str, Region]]) -> TensorRows:
+def _join(name: str, full: Shape, parts: Sequence[Mapping[str, FileTensor]]) -> TensorRows:
     """Return a tensor put together from all files; norms are whole in each of them."""
     regions = [part[name] for part in parts if name in part]
     dim = _cut(regions[0].shape, full, len(parts)) if len(regions) == len(parts) else None
@@ -140,5 +150,31 @@ def _join(name: str, full: Shape, parts: Sequence[Mapping[str, Region]]) -> Tens
     return ConcatenatedTensor(regions[0].dtype, full, placed)
 
 
-def _turned(name: str, tensor: TensorRows, config: Llama3Config) -> TensorRows:
-    return Interleaved(tensor, config.head_width) if name.endswith(ROTATED) else tensor
+def _reorder_rotary(name: str, tensor: TensorRows, config: Llama3Config) -> TensorRows:
+    return (
+        Interleaved(tensor, tensor.shape, config.head_width) if name.endswith(ROTATED) else tensor
+    )
+
+
+@dataclass(frozen=True)
+class Interleaved(DerivedTensor):
+    """Queries or keys of Meta's rotary layout, in the order of Hugging Face's and ours.
+
+    Within each head, Meta turns the neighbours (2i, 2i + 1), and we turn (i, i + K/2). The same as
+    `permute` in transformers' `convert_llama_weights_to_hf.py`.
+
+    Args:
+        source: Meta's weight, [heads * K, D].
+        head_width: K.
+    """
+
+    head_width: int
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Return some rows."""
+        width = self.head_width
+        low, high = first // width * width, -(-last // width) * width
+        row = torch.arange(first, last)
+        half, pair = (row % width) // (width // 2), row % (width // 2)
+        theirs = row // width * width + 2 * pair + half
+        return self.source.read(low, high)[theirs - low]

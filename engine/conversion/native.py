@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..checkpoint.guarded import CONTENTS, read_contents, readable, region_of
+from ..checkpoint.guarded import CONTENTS, find_chunk, read_contents, readable
 from ..checkpoint.manifest import FileEntry, Manifest, SaveInfo, check_listing, write_manifest
 from ..checkpoint.tensors import ConcatenatedTensor, Form, TensorRows, nbytes
 from ..checkpoint.torch_file import Archive
 from ..checkpoint.writer import dtype_name, file_entry
 from ..core.errors import CheckpointError
-from .writing import Advance, Content, Stretch, create, sync, whole, write_all
+from .writing import Advance, Content, Extent, create, sync, whole, write_all
 
 FILE_BYTES = 2**28
 """A file is written by one thread, which hashes it meanwhile: there are enough for all cores."""
@@ -53,7 +53,7 @@ def _tensor(
 ) -> TensorRows:
     dtype, shape = entry.properties.dtype, tuple(entry.size)
     parts = [
-        (tuple(chunk.offsets), region_of(folder, contents, name, number))
+        (tuple(chunk.offsets), find_chunk(folder, contents, name, number))
         for number, chunk in enumerate(entry.chunks)
     ]
     if not _covers(shape, [(start, part.shape) for start, part in parts]):
@@ -120,13 +120,13 @@ def write_native(
             results.append(_result(name, forms[name], path.name, position, archive.bytes))
             position += archive.bytes
         create(path, position, b"")
-        work.append(Stretch(path, 0, content))
+        work.append(Extent(path, 0, content))
     hashes = write_all(work, advance, checks)
-    sync([stretch.file for stretch in work] + beside)
+    sync([extent.file for extent in work] + beside)
     FileSystemWriter(folder).finish(_contents(forms), [results])
     entries = {
-        stretch.file.name: FileEntry(bytes=stretch.file.stat().st_size, xxh3=hashed)
-        for stretch, hashed in zip(work, hashes, strict=True)
+        extent.file.name: FileEntry(bytes=extent.file.stat().st_size, xxh3=hashed)
+        for extent, hashed in zip(work, hashes, strict=True)
     }
     entries |= {path.name: file_entry(path) for path in [*beside, folder / CONTENTS]}
     _write_manifest(folder, info, forms, entries)

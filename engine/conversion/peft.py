@@ -85,8 +85,8 @@ def export_adapter(checkpoint: Path, folder: Path, *, base: str | None = None) -
         RecipeError: the folder exists.
         CheckpointError: the checkpoint is damaged or has no adapters, or writing failed.
     """
-    from .merged import merge_tensors
     from .native import read_section
+    from .source_weights import merge_tensors
 
     found = find_checkpoint(checkpoint)
     recipe = recipe_of(found.path, found.manifest)

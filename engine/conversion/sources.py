@@ -16,8 +16,8 @@ from ..checkpoint.manifest import (
     check_listing,
     read_manifest,
 )
-from ..checkpoint.tensors import Region, TensorRows
-from ..checkpoint.torch_file import check_records, read_regions
+from ..checkpoint.tensors import FileTensor, TensorRows
+from ..checkpoint.torch_file import check_records, read_file_tensors
 from ..core.errors import CheckpointError
 from ..core.models import family_of
 from ..core.text.listed import listed, shown
@@ -25,9 +25,14 @@ from ..formats.hf_folder import CONFIG, StoredTensor, list_tensors, read_config
 from ..formats.hf_match import Match, Shape, differing_ends, match
 from ..lora.tables import LoRA
 from ..recipe.saved import recipe_of
-from .merged import merge_tensors
-from .opened import Opened, config_or_error, parameter_shapes, refuse_misfits
-from .shards import CODES
+from .hf_files import CODES
+from .source_weights import (
+    SourceWeights,
+    config_or_error,
+    merge_tensors,
+    parameter_shapes,
+    refuse_misfits,
+)
 
 if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
@@ -37,7 +42,7 @@ WRAPPERS = ("module.", "_orig_mod.")
 INNER = ("model", "state_dict", "model_state_dict", "module")
 
 
-def open_huggingface(folder: Path, recipe: Recipe | None) -> Opened:
+def open_huggingface(folder: Path, recipe: Recipe | None) -> SourceWeights:
     """Open a Hugging Face folder; its config.json gives the sizes, unless a recipe does.
 
     Raises:
@@ -56,7 +61,7 @@ def open_huggingface(folder: Path, recipe: Recipe | None) -> Opened:
     shapes = parameter_shapes(config, found, folder)
     fit = _matched(folder, "the folder", stored, shapes, config, settings)
     tensors = fit.rows(shapes, stored)
-    return Opened(folder, config, tensors, recipe, settings, folder, fit.notes)
+    return SourceWeights(folder, config, tensors, recipe, settings, folder, fit.notes)
 
 
 def _matched(
@@ -81,7 +86,7 @@ def _matched(
     return fit
 
 
-def open_native(path: Path, recipe: Recipe | None, section: str = "model") -> Opened:
+def open_native(path: Path, recipe: Recipe | None, section: str = "model") -> SourceWeights:
     """Open one of our checkpoints, or the newest complete one of a run directory.
 
     Its hashes are compared later, while tensors are copied.
@@ -119,10 +124,10 @@ def open_native(path: Path, recipe: Recipe | None, section: str = "model") -> Op
         for name in manifest.files
         if name.endswith(DATA_SUFFIXES)
     ]
-    return Opened(folder, config, ordered, saved, None, folder, [], checks)
+    return SourceWeights(folder, config, ordered, saved, None, folder, [], checks)
 
 
-def open_torch(file: Path, recipe: Recipe | None) -> Opened:
+def open_torch(file: Path, recipe: Recipe | None) -> SourceWeights:
     """Open a state dict that `torch.save` wrote, by our parameter names or Hugging Face's.
 
     Raises:
@@ -154,10 +159,10 @@ def open_torch(file: Path, recipe: Recipe | None) -> Opened:
         rows = fit.rows(shapes, stored)
         notes += fit.notes
     checks = [partial(check_records, file)]
-    return Opened(file, config, rows, recipe, settings, file.parent, notes, checks)
+    return SourceWeights(file, config, rows, recipe, settings, file.parent, notes, checks)
 
 
-def read_state_dict(file: Path, notes: list[str]) -> dict[str, Region]:
+def read_state_dict(file: Path, notes: list[str]) -> dict[str, FileTensor]:
     """Return the tensors of a state dict by name, without what wrappers put before the names.
 
     Raises:
@@ -165,7 +170,7 @@ def read_state_dict(file: Path, notes: list[str]) -> dict[str, Region]:
     """
     if not file.is_file():
         raise CheckpointError(f"{file} is not a file", "name the file that torch.save wrote")
-    content = read_regions(file)
+    content = read_file_tensors(file)
     if isinstance(content, Mapping):
         inner = next((key for key in INNER if isinstance(content.get(key), Mapping)), None)
         if inner is not None:
@@ -173,7 +178,7 @@ def read_state_dict(file: Path, notes: list[str]) -> dict[str, Region]:
             notes += [f'"{inner}" is taken from {file}; left there: {", ".join(left)}'] * bool(left)
             content = content[inner]
     tensors = content if isinstance(content, Mapping) else {}
-    tensors = {str(name): each for name, each in tensors.items() if isinstance(each, Region)}
+    tensors = {str(name): each for name, each in tensors.items() if isinstance(each, FileTensor)}
     if not tensors:
         raise CheckpointError(f"{file} holds no dictionary of tensors")
     for prefix in WRAPPERS:
@@ -181,7 +186,7 @@ def read_state_dict(file: Path, notes: list[str]) -> dict[str, Region]:
     return tensors
 
 
-def _without(prefix: str, tensors: dict[str, Region]) -> dict[str, Region]:
+def _without(prefix: str, tensors: dict[str, FileTensor]) -> dict[str, FileTensor]:
     """Take a prefix away, if all names have it."""
     if not all(name.startswith(prefix) for name in tensors):
         return tensors

@@ -17,16 +17,24 @@ import xxhash
 
 from ... import __version__
 from ..checkpoint.manifest import SaveInfo
-from ..checkpoint.tensors import Form, TensorRows, nbytes, part_of
-from ..checkpoint.torch_file import complete, descriptor, read_regions, reserve
+from ..checkpoint.tensors import Form, TensorRows, nbytes
+from ..checkpoint.torch_file import complete, descriptor, read_file_tensors, reserve
 from ..core.text.redact import without_secrets
 from ..formats.hf_folder import CONFIG, MAX_CONFIG_BYTES, list_tensors, read_json
-from ..formats.hf_match import region_of, stored_rows
+from ..formats.hf_layout import extract_part, open_parameter, open_stored_tensor
 from ..tokenizers.configs import HFTokenizer
-from .hf_files import GENERATION, config_json, generation_json, side_files, write_json
-from .opened import Opened, hf_parts
-from .shards import index_of, lay_out, main_dtype
-from .writing import Advance, Stretch, create, stretches, sync, whole, write_all
+from .hf_files import (
+    GENERATION,
+    config_json,
+    generation_json,
+    index_of,
+    lay_out,
+    main_dtype,
+    side_files,
+    write_json,
+)
+from .source_weights import SourceWeights, hf_parts
+from .writing import Advance, Extent, create, extents, sync, whole, write_all
 
 if TYPE_CHECKING:
     from ...model_zoo.layout import Part
@@ -48,7 +56,7 @@ class Job:
         advance: hears of every byte.
     """
 
-    opened: Opened
+    opened: SourceWeights
     target: Path
     forms: Mapping[str, Form]
     recipe: Recipe
@@ -110,15 +118,15 @@ def write_huggingface(job: Job, temporary: Path) -> None:
     }
     shards = lay_out(forms, job.shard_bytes)
     temporary.mkdir()
-    todo: list[Stretch] = []
+    todo: list[Extent] = []
     places = {theirs: shard for shard in shards for theirs in shard.offsets}
     for shard in shards:
         create(temporary / shard.file, shard.size, shard.head)
     for ours, parts in job.hf_parts.items():
         for part in parts:
-            shard, tensor = places[part.name], part_of(opened.tensors[ours], part)
+            shard, tensor = places[part.name], extract_part(opened.tensors[ours], part)
             file, offset = temporary / shard.file, shard.offsets[part.name]
-            todo += stretches(file, offset, tensor, forms[part.name][0], part.name)
+            todo += extents(file, offset, tensor, forms[part.name][0], part.name)
     write_all(todo, job.advance, opened.checks)
     for name, text in index_of(shards, forms).items():
         (temporary / name).write_text(text, encoding="utf-8")
@@ -134,7 +142,7 @@ def write_torch(job: Job, temporary: Path) -> None:
     """Write a dictionary of tensors by our names, as `torch.save` does."""
     todo = [
         # In one piece: the CRC-32 that follows is of all.
-        Stretch(temporary, region.offset, [whole(tensor, region.dtype, name), descriptor])
+        Extent(temporary, region.offset, [whole(tensor, region.dtype, name), descriptor])
         for name, region in reserve(temporary, job.forms).items()
         if nbytes(region.shape, region.dtype)
         for tensor in [job.opened.tensors[name]]
@@ -154,16 +162,16 @@ def read_checkpoint(folder: Path, _: Job) -> dict[str, TensorRows]:
 
 def read_huggingface(folder: Path, job: Job) -> dict[str, TensorRows]:
     """Return what was written to a Hugging Face folder, by our names."""
-    regions = {name: region_of(each) for name, each in list_tensors(folder).items()}
+    regions = {name: open_stored_tensor(each) for name, each in list_tensors(folder).items()}
     return {
-        ours: stored_rows(parts, job.forms[ours][1], regions)
+        ours: open_parameter(parts, job.forms[ours][1], regions)
         for ours, parts in job.hf_parts.items()
     }
 
 
 def read_torch(file: Path, _: Job) -> dict[str, TensorRows]:
     """Return what was written by `write_torch`."""
-    found: dict[str, TensorRows] = read_regions(file)
+    found: dict[str, TensorRows] = read_file_tensors(file)
     return found
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from ..checkpoint.disk import writing
+from ..checkpoint.commit import writing
 from ..checkpoint.tensors import TensorRows, as_bytes, blocks, row_bytes, row_count
 from ..core.unfinished import Unfinished
 
@@ -48,7 +48,7 @@ Content = bytes | FileSlice | Callable[[int], bytes]
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Extent:
     """Contents that follow each other in a file."""
 
     file: Path
@@ -61,24 +61,24 @@ def whole(tensor: TensorRows, dtype: torch.dtype, name: str) -> FileSlice:
     return FileSlice(tensor, dtype, 0, row_count(tensor.shape), name)
 
 
-def stretches(
+def extents(
     file: Path, offset: int, tensor: TensorRows, dtype: torch.dtype, name: str
-) -> Iterator[Stretch]:
+) -> Iterator[Extent]:
     """Yield a tensor in pieces that several threads can write."""
     row = row_bytes(tensor.shape, dtype)
     step = max(1, PIECE_BYTES // max(1, row))
     rows = row_count(tensor.shape)
     for first in range(0, rows, step):
         piece = FileSlice(tensor, dtype, first, min(first + step, rows), name)
-        yield Stretch(file, offset + first * row, [piece])
+        yield Extent(file, offset + first * row, [piece])
 
 
 def write_all(
-    work: Sequence[Stretch], advance: Advance, checks: Sequence[Callable[[], str]] = ()
+    work: Sequence[Extent], advance: Advance, checks: Sequence[Callable[[], str]] = ()
 ) -> list[str]:
-    """Write stretches to files that exist, on all cores; return the XXH3-128 of each.
+    """Write extents to files that exist, on all cores; return the XXH3-128 of each.
 
-    Only the hash of a stretch that is a whole file is of use.
+    Only the hash of a extent that is a whole file is of use.
 
     Args:
         checks: other work that must succeed, done beside it.
@@ -98,12 +98,12 @@ def parallel(work: Sequence[Callable[[], str]]) -> list[str]:
             raise
 
 
-def _write(stretch: Stretch, advance: Advance) -> str:
-    digest, position, checksum = xxhash.xxh3_128(), stretch.offset, 0
-    needs_checksum = any(map(callable, stretch.content))
-    descriptor = os.open(stretch.file, os.O_WRONLY)
+def _write(extent: Extent, advance: Advance) -> str:
+    digest, position, checksum = xxhash.xxh3_128(), extent.offset, 0
+    needs_checksum = any(map(callable, extent.content))
+    descriptor = os.open(extent.file, os.O_WRONLY)
     try:
-        for content in stretch.content:
+        for content in extent.content:
             if callable(content):
                 content, checksum = content(checksum), 0
             for block in [content] if isinstance(content, bytes) else _blocks(content):

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ...model_zoo.hf_settings import flat, impossible, inconsistent
 from ...model_zoo.hf_settings import shown as text
-from ..checkpoint.forms import Formed
-from ..checkpoint.tensors import DTYPES, ConcatenatedTensor, Region, TensorRows, differing
+from ..checkpoint.tensors import DTYPES, TensorRows, differing
 from ..core.errors import nearest
 from ..core.text.listed import MAX_SHOWN, shown
 from .hf_folder import CONFIG, StoredTensor
-from .mxfp4 import Mxfp4
+from .hf_layout import open_parameter, open_stored_tensor
 
 if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
@@ -45,9 +42,9 @@ class Match:
         self, shapes: Mapping[str, Shape], stored: Mapping[str, StoredTensor]
     ) -> dict[str, TensorRows]:
         """Return our parameters of these shapes as they are stored, by our names."""
-        regions = {part.name: region_of(stored[part.name]) for part in self.parts}
+        regions = {part.name: open_stored_tensor(stored[part.name]) for part in self.parts}
         return {
-            name: stored_rows(parts, tuple(shapes[name]), regions)
+            name: open_parameter(parts, tuple(shapes[name]), regions)
             for name, parts in self.sources.items()
             if name in shapes
         }
@@ -175,38 +172,6 @@ def differing_ends(stored: Mapping[str, StoredTensor], match: Match, layout: Lay
         return []
     one, other = stored[embed], stored[head]
     dtype = DTYPES.get(other.dtype)
-    if dtype and not differing(region_of(other), region_of(one), dtype):
+    if dtype and not differing(open_stored_tensor(other), open_stored_tensor(one), dtype):
         return []
     return [f"{head} is there and differs from {embed}; the model has one weight for both"]
-
-
-def stored_rows(
-    parts: Sequence[Part], shape: Shape, stored: Mapping[str, Region | Mxfp4]
-) -> TensorRows:
-    """Return a parameter as it is stored, in one or several tensors of one dtype.
-
-    Args:
-        parts: see `Layout.hf_parts`.
-        shape: of the parameter.
-        stored: tensors by their names there.
-    """
-    regions, part = [stored[part.name] for part in parts], parts[0]
-    if part.form:
-        return Formed(regions[0], part.form, shape, is_theirs=True)
-    if len(part.shape) == len(shape):
-        return regions[0]
-    # A matrix of a stack lies as a box of the stack does.
-    ones = (1,) * (len(shape) - len(part.shape))
-    boxes = [replace(region, shape=(*ones, *region.shape)) for region in regions]
-    starts = [part.start for part in parts]
-    return ConcatenatedTensor(regions[0].dtype, shape, tuple(zip(starts, boxes, strict=True)))
-
-
-def region_of(stored: StoredTensor) -> Region | Mxfp4:
-    """Return a tensor as one that can be read; its dtype is one of `DTYPES`."""
-    scales = stored.scales
-    if scales is None:
-        return Region(stored.file, stored.offset, DTYPES[stored.dtype], stored.shape)
-    packed = Region(stored.file, stored.offset, torch.uint8, (*scales.shape, 16))
-    powers = Region(scales.file, scales.offset, torch.uint8, scales.shape)
-    return Mxfp4(packed, powers, stored.shape)

@@ -12,8 +12,8 @@ from ..checkpoint.ranks import Ranks
 from ..checkpoint.reader import load_state
 from ..checkpoint.state import model_state
 from ..conversion.export import export_huggingface
-from ..conversion.opened import hf_parts
 from ..conversion.peft import save_adapter
+from ..conversion.source_weights import hf_parts
 from ..core import faults
 from ..core.files import atomic_write, read_regular
 from ..core.run_dir import EXPORTS

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.convert.models import hf_folder
+from tests.conversion.models import hf_folder
 from tests.limits import limited
 from trainer.cli.main import main
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.convert.models import hf_folder
+from tests.conversion.models import hf_folder
 from tests.train.processes import finish, rows, start, write_recipe
 from trainer.cli.main import main
 from trainer.engine.core.errors import CheckpointError

@@ -14,7 +14,7 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from tests.convert.models import hf_folder
+from tests.conversion.models import hf_folder
 from trainer.cli.main import main
 from trainer.engine.core.errors import RecipeError
 from trainer.engine.inference.harness import HarnessModel, run_tasks

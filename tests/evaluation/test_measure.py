@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.convert.models import hf_folder, loaded_by_transformers
+from tests.conversion.models import hf_folder, loaded_by_transformers
 from trainer.engine.core.errors import DataError
 from trainer.engine.corpus.columns import make_chunk
 from trainer.engine.corpus.configs import TokensSource

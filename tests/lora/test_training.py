@@ -15,8 +15,8 @@ from trainer.engine.assemble.assemble import assemble, build_model
 from trainer.engine.checkpoint.find import find_checkpoint
 from trainer.engine.checkpoint.tensors import InMemoryTensor
 from trainer.engine.conversion.convert import Options, convert
-from trainer.engine.conversion.merged import merge_tensors
 from trainer.engine.conversion.peft import export_adapter
+from trainer.engine.conversion.source_weights import merge_tensors
 from trainer.engine.core.errors import CheckpointError, RecipeError
 from trainer.engine.inference.open import Weights, open_model
 from trainer.engine.launch.environment import World

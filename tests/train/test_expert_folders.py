@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from tests.convert.models import loaded_by_transformers
+from tests.conversion.models import loaded_by_transformers
 from tests.train.processes import EXPERTS, complaints, finish, rows, start, tensors, write_recipe
 from trainer.cli.convert_ckpt import app
 from trainer.engine.inference.open import Dtype, open_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.cases import also
-from tests.convert.models import loaded_by_transformers
+from tests.conversion.models import loaded_by_transformers
 from tests.train.processes import complaints, finish, rows, start, tensors, write_recipe
 from trainer.engine.inference.open import Dtype, Weights, open_model
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.cases import also, quick
-from tests.convert.models import tensors_of
-from tests.convert.run import convert
+from tests.conversion.models import tensors_of
+from tests.conversion.run import convert
 from tests.distributed import run_ranks
 from tests.train.plans import BASE, assembled, by_one_process, recipe_with, train, whole
 from tests.train.processes import complaints, finish, rows, start, tensors, write_recipe

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoint.hf_folders import config_of, empty_model
-from tests.convert.models import hf_folder, tensors_of
-from tests.convert.run import convert, refused
+from tests.conversion.models import hf_folder, tensors_of
+from tests.conversion.run import convert, refused
+from tests.formats.hf_folders import config_of, empty_model
 from trainer.engine.checkpoint.tensors import InMemoryTensor, blocks
 from trainer.engine.conversion.export import export_huggingface
 from trainer.engine.core.errors import CheckpointError

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.checkpoint.hf_folders import SCALING, SOFTMAX, config_of
+from tests.formats.hf_folders import SCALING, SOFTMAX, config_of
 from trainer.engine.formats.hf_folder import list_tensors, open_tensors
 from trainer.model_zoo.config import ModelConfig
 

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 
 import trainer
-from tests.convert.models import loaded_by_transformers, same_bits, tensors_of
-from tests.convert.run import convert
+from tests.conversion.models import loaded_by_transformers, same_bits, tensors_of
+from tests.conversion.run import convert
 from tests.model_zoo.peers import as_theirs
 from trainer import load_recipe, train
-from trainer.engine.conversion.opened import hf_parts
+from trainer.engine.conversion.source_weights import hf_parts
 from trainer.engine.core.errors import CheckpointError
 from trainer.engine.core.models import models
 from trainer.engine.inference.open import Dtype, open_model

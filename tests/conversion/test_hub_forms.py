@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoint.hf_folders import config_of
-from tests.convert.models import hf_folder, loaded_by_transformers, same_bits, tensors_of
-from tests.convert.run import convert, refused
+from tests.conversion.models import hf_folder, loaded_by_transformers, same_bits, tensors_of
+from tests.conversion.run import convert, refused
+from tests.formats.hf_folders import config_of
 from trainer.engine.formats.hf_folder import CONFIG, SINGLE
 from trainer.engine.inference.open import Dtype, open_model
 

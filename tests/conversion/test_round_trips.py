@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.checkpoint.hf_folders import config_of, empty_model
-from tests.convert.models import (
+from tests.conversion.models import (
     EOS,
     VARIANTS,
     hf_folder,
@@ -20,7 +19,8 @@ from tests.convert.models import (
     same_bits,
     tensors_of,
 )
-from tests.convert.run import convert
+from tests.conversion.run import convert
+from tests.formats.hf_folders import config_of, empty_model
 from trainer.engine.assemble.assemble import load_initial_weights
 from trainer.engine.checkpoint.manifest import read_manifest, verify
 from trainer.engine.inference.open import Dtype, open_model

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.convert.meta_reference import PARAMS, logits, weights, write
-from tests.convert.models import loaded_by_transformers, tensors_of
-from tests.convert.run import convert, refused
+from tests.conversion.meta_reference import PARAMS, logits, weights, write
+from tests.conversion.models import loaded_by_transformers, tensors_of
+from tests.conversion.run import convert, refused
 from trainer.engine.checkpoint import tensors as tensor_module
 from trainer.engine.checkpoint.manifest import read_manifest
 from trainer.engine.inference.open import Dtype, open_model

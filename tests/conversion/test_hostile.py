@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.convert.meta_reference import PARAMS, weights
-from tests.convert.meta_reference import write as write_meta
-from tests.convert.run import Bomb, refused
+from tests.conversion.meta_reference import PARAMS, weights
+from tests.conversion.meta_reference import write as write_meta
+from tests.conversion.run import Bomb, refused
 from tests.limits import limited
-from trainer.engine.checkpoint.torch_file import MAX_PICKLE_BYTES, read_regions
+from trainer.engine.checkpoint.torch_file import MAX_PICKLE_BYTES, read_file_tensors
 from trainer.engine.core.errors import CheckpointError
 
 
@@ -140,7 +140,7 @@ def test_a_hostile_state_dict_is_refused(
 def test_a_state_dict_of_many_tensors_is_read(tmp_path: Path) -> None:
     state = {f"model.layers.{n}.LayerNoRm.weight": torch.zeros(1) for n in range(20_000)}
     torch.save(state, tmp_path / "model.pt")
-    assert read_regions(tmp_path / "model.pt").keys() == state.keys()
+    assert read_file_tensors(tmp_path / "model.pt").keys() == state.keys()
 
 
 @pytest.mark.matrix
@@ -155,7 +155,7 @@ def test_the_largest_pickle_that_is_read_takes_bounded_memory(
     torch.save({"a": torch.zeros(1)}, tmp_path / "model.pt")
     repack(tmp_path / "model.pt", fill)
     with limited(1700, cpu_seconds=60), suppress(CheckpointError):
-        read_regions(tmp_path / "model.pt")
+        read_file_tensors(tmp_path / "model.pt")
 
 
 def test_random_damage_gives_no_other_error(tmp_path: Path) -> None:
@@ -169,6 +169,6 @@ def test_random_damage_gives_no_other_error(tmp_path: Path) -> None:
         source.write_bytes(damaged[: draw.choice([None, draw.randrange(len(damaged))])])
         with suppress(CheckpointError):
             refusals += 1
-            read_regions(source)
+            read_file_tensors(source)
             refusals -= 1
     assert refusals > 100

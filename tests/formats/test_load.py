@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.hf_folders import (
+from tests.conversion.models import transformers_model
+from tests.distributed import run_ranks
+from tests.formats.hf_folders import (
     INDEX,
     SIZES,
     SOFTMAX,
@@ -21,8 +23,6 @@ from tests.checkpoint.hf_folders import (
     write,
     write_shards,
 )
-from tests.convert.models import transformers_model
-from tests.distributed import run_ranks
 from tests.train import processes
 from trainer.engine.assemble.assemble import assemble
 from trainer.engine.formats.hf_load import load_huggingface

@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoint.hf_folders import config_of
-from tests.convert.meta_reference import PARAMS, weights
-from tests.convert.meta_reference import write as write_meta
-from tests.convert.models import hf_folder
-from tests.convert.run import convert, refused
+from tests.conversion.meta_reference import PARAMS, weights
+from tests.conversion.meta_reference import write as write_meta
+from tests.conversion.models import hf_folder
+from tests.conversion.run import convert, refused
+from tests.formats.hf_folders import config_of
 from trainer.engine.conversion import writing
 from trainer.engine.conversion.convert import WAYS
 

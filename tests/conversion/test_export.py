@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.hf_folders import config_of, empty_model
-from tests.convert.models import VARIANTS, loaded_by_transformers, tensors_of
+from tests.conversion.models import VARIANTS, loaded_by_transformers, tensors_of
 from tests.distributed import run_ranks
+from tests.formats.hf_folders import config_of, empty_model
 from trainer.engine.conversion.export import export_huggingface
 from trainer.engine.core.errors import CheckpointError, RecipeError
 from trainer.engine.tokenizers.tokenizer import ByteTokenizer

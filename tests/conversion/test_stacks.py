@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.checkpoint.hf_folders import config_of, empty_model
-from tests.convert.models import hf_folder, same_bits, tensors_of
-from tests.convert.run import convert, refused
+from tests.conversion.models import hf_folder, same_bits, tensors_of
+from tests.conversion.run import convert, refused
 from tests.distributed import run_ranks
-from trainer.engine.checkpoint.tensors import InMemoryTensor, part_of
+from tests.formats.hf_folders import config_of, empty_model
+from trainer.engine.checkpoint.tensors import InMemoryTensor
 from trainer.engine.formats.hf_folder import CONFIG, SINGLE
+from trainer.engine.formats.hf_layout import extract_part
 from trainer.engine.formats.hf_load import load_huggingface
 from trainer.engine.parallel.materialize import materialize, without_storage
 from trainer.kernels.choose import choose
@@ -132,7 +133,7 @@ def test_a_part_reads_the_rows_of_one_matrix() -> None:
         "model.layers.7.mlp.experts.1.up_proj.weight",
     ]
     for number, part in enumerate(parts):
-        rows = part_of(InMemoryTensor(stack), part)
+        rows = extract_part(InMemoryTensor(stack), part)
         assert rows.shape == (3, 5)
         expected = stack[number // 2, number % 2]
         assert torch.equal(rows.read(1, 3), expected[1:])

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.hf_folders import config_of
-from tests.convert.models import hf_folder, tensors_of
-from tests.convert.run import convert, refused
+from tests.conversion.models import hf_folder, tensors_of
+from tests.conversion.run import convert, refused
+from tests.formats.hf_folders import config_of
 from trainer.engine.checkpoint.guarded import read_contents
 from trainer.engine.checkpoint.manifest import read_manifest
 from trainer.engine.checkpoint.tensors import InMemoryTensor
 from trainer.engine.checkpoint.torch_file import Archive, check_records
-from trainer.engine.conversion.writing import Stretch, create, whole, write_all
+from trainer.engine.conversion.writing import Extent, create, whole, write_all
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_an_archive_of_any_size_is_whole(tmp_path: Path, shape: tuple[int, ...])
     archive = Archive((torch.float32, shape))
     create(file, archive.bytes)
     content = [archive.head, whole(InMemoryTensor(tensor), torch.float32, "tensor"), archive.tail]
-    write_all([Stretch(file, 0, content)], lambda _: None)
+    write_all([Extent(file, 0, content)], lambda _: None)
     with zipfile.ZipFile(file) as opened:
         assert opened.testzip() is None
     assert torch.equal(torch.load(file), tensor)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.hf_folders import config_of
-from trainer.engine.conversion.shards import lay_out
+from tests.formats.hf_folders import config_of
+from trainer.engine.conversion.hf_files import lay_out
 from trainer.engine.conversion.writing import create
 from trainer.engine.parallel.materialize import without_storage
 from trainer.kernels.choose import choose

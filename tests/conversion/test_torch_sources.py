@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoint.hf_folders import config_of
-from tests.convert.models import hf_folder, same_bits, tensors_of
-from tests.convert.run import convert, refused
+from tests.conversion.models import hf_folder, same_bits, tensors_of
+from tests.conversion.run import convert, refused
+from tests.formats.hf_folders import config_of
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 State = dict[str, Tensor]

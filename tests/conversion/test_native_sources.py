@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.hf_folders import config_of, empty_model, weights_of
-from tests.convert.models import hf_folder, same_bits, tensors_of
-from tests.convert.run import convert, refused
+from tests.conversion.models import hf_folder, same_bits, tensors_of
+from tests.conversion.run import convert, refused
 from tests.distributed import run_ranks
+from tests.formats.hf_folders import config_of, empty_model, weights_of
 from trainer.engine.checkpoint.manifest import SaveInfo
 from trainer.engine.checkpoint.store import CheckpointStore
 from trainer.engine.recipe.schema import Recipe

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.hf_folders import config_of
-from tests.convert.models import hf_folder
-from tests.convert.run import Bomb, convert, refused
+from tests.conversion.models import hf_folder
+from tests.conversion.run import Bomb, convert, refused
+from tests.formats.hf_folders import config_of
 from trainer.engine.checkpoint.manifest import hash_file, read_manifest, write_manifest
 from trainer.engine.core.errors import CheckpointError
 from trainer.engine.inference.open import open_model
