@@ -23,7 +23,7 @@ from .engine.optim.configs import OptimizerConfig, ScheduleConfig, optimizers, s
 from .engine.sources.configs import DocumentSource, FileSource, SourceConfig, sources
 from .engine.sources.documents import Document, DocumentFault
 from .engine.tokenizers.configs import TokenizerConfig, tokenizers
-from .engine.tokenizers.marked_text import MarkedText
+from .engine.tokenizers.tokenizer import MarkedText
 from .model_zoo.config import ModelConfig
 
 __all__ = [

@@ -21,17 +21,16 @@ import numpy as np
 import results
 import torch
 
-from trainer.engine.corpus.columns import make_chunk
 from trainer.engine.corpus.configs import TokensSource
-from trainer.engine.corpus.manifest import TOKENS, Tally, shard_name
+from trainer.engine.corpus.manifest import TOKENS, shard_name
 from trainer.engine.corpus.store import StoreWriter
-from trainer.engine.corpus.tokenise import Tokenised
+from trainer.engine.corpus.tokenise import Tally, Tokenised, make_chunk
 from trainer.engine.data.batch import Batch
 from trainer.engine.data.dataset import open_data
 from trainer.engine.data.loader import Loader
 from trainer.engine.data.packing import PACKINGS
 from trainer.engine.data.tables import Data
-from trainer.engine.tokenizers.tokenizer import ByteTokenizer
+from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 
 PROMISED = 40
 """million tokens per CPU second"""

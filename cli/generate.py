@@ -148,8 +148,7 @@ def _laid_out(
 ) -> tuple[list[str], list[str]]:
     """Return the texts that the answers to the prompts continue, and what ends an answer."""
     from ..engine.core.errors import DataError, nearest
-    from ..engine.sources.chat import find_template, rendering
-    from ..engine.sources.chat_templates import TEMPLATES
+    from ..engine.sources.chat_renderer import TEMPLATES, find_template, rendering
 
     names = ("tokenizer", *TEMPLATES)
     if template in names:

@@ -91,8 +91,8 @@ def _sources(path: str, field: str) -> list[DocumentSource]:
     from ..engine.core.files import require_path
     from ..engine.recipe.load import load_recipe
     from ..engine.sources.configs import DocumentSource, sources
-    from ..engine.sources.kinds import source_kind
-    from ..engine.tokenizers.tokenizer import ByteTokenizer
+    from ..engine.sources.files import source_kind
+    from ..engine.tokenizers.byte_tokenizer import ByteTokenizer
 
     require_path(path)
     if path.endswith(".toml"):

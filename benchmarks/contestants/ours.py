@@ -19,8 +19,8 @@ from trainer.engine.observe.observer import Observer
 from trainer.engine.recipe.load import load_recipe
 from trainer.engine.run.run import run
 from trainer.engine.sources.configs import SourceConfig, sources
+from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from trainer.engine.tokenizers.configs import TokenizerConfig, tokenizers
-from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
 
 @tokenizers.register

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import xxhash
 from pydantic import TypeAdapter, ValidationError
@@ -26,9 +26,6 @@ from typing_extensions import TypedDict
 
 from ..core.errors import CheckpointError
 from ..core.files import open_regular
-
-if TYPE_CHECKING:
-    pass
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -1,63 +1,21 @@
-"""The arrays of a token store on their way to disk."""
+"""The arrays of a token store as files: written shard by shard, memory-mapped as one."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128
 
-from ..core.errors import DataError
-from ..tokenizers.tokenizer import Ids, Tokenizer
+from ..core.errors import EnvironmentFault
+from ..core.files import open_regular, require_regular
 from .manifest import TokenFileEntry, shard_name
-
-Learned = NDArray[np.bool_]
-
-
-class Chunk(NamedTuple):
-    """Some documents as tokens."""
-
-    tokens: Ids
-    """[T]; the documents end to end, each followed by the eos token"""
-    lengths: NDArray[np.int64]
-    """[documents]; tokens of each, eos included"""
-    learned: Learned | None
-    """[T]; None: all"""
-
-
-def token_type(tokenizer: Tokenizer) -> np.dtype[Any]:
-    """Return the narrowest type that holds every id."""
-    return np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-
-
-def make_chunk(
-    tokenizer: Tokenizer, documents: Sequence[Ids], learned: Sequence[Learned] | None = None
-) -> Chunk:
-    """Put documents end to end, each followed by the eos token.
-
-    Args:
-        tokenizer: whose ids they are.
-        documents: ids.
-        learned: which of them are, the eos token's included.
-
-    Raises:
-        DataError: an id is outside the tokenizer's vocabulary.
-    """
-    dtype = token_type(tokenizer)
-    eos = np.array([tokenizer.eos_id], dtype=dtype)
-    flat = np.concatenate([part for document in documents for part in (document, eos)])
-    largest = int(flat.max())
-    if largest >= tokenizer.vocab_size:
-        raise DataError(
-            f"the tokenizer gave id {largest}; its vocabulary has {tokenizer.vocab_size}"
-        )
-    lengths = np.array([len(document) + 1 for document in documents])
-    marks = None if learned is None else np.concatenate(learned)
-    return Chunk(flat.astype(dtype, copy=False), lengths, marks)
 
 
 class Column:
@@ -110,3 +68,57 @@ def sync(file: IO[bytes]) -> None:
     """Wait until what was written is on the disk."""
     file.flush()
     os.fsync(file.fileno())
+
+
+MAP_FIXED = 0x10  # the same on Linux and macOS; the mmap module does not name it
+
+
+def map_files(paths: Sequence[Path], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return the files' contents end to end, read-only, without reading them.
+
+    Args:
+        paths: all but the last as long as a multiple of every machine's page size (64 KiB).
+        dtype: of the elements.
+
+    Raises:
+        OSError: a file cannot be opened.
+        EnvironmentFault: the address space is too small for them.
+    """
+    if not paths:
+        return np.empty(0, dtype=dtype)
+    if len(paths) == 1:
+        # A plain array: slices of np.memmap run Python code each time.
+        require_regular(paths[0])
+        return np.asarray(np.memmap(paths[0], dtype=dtype, mode="r"))
+    sizes = [path.stat().st_size for path in paths]
+    try:
+        # Room for all, which ends with the array; the files take its place one behind the other.
+        room = mmap.mmap(
+            -1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ
+        )
+    except OSError as error:
+        raise _cannot_map("address space", sum(sizes), error.errno) from error
+    array = np.frombuffer(room, dtype)
+    place, libc = array.ctypes.data, _libc()
+    for path, size in zip(paths, sizes, strict=True):
+        with open_regular(path) as file:
+            flags = mmap.MAP_SHARED | MAP_FIXED
+            if libc.mmap(place, size, mmap.PROT_READ, flags, file.fileno(), 0) != place:
+                raise _cannot_map(str(path), size, ctypes.get_errno())
+        place += size
+    return array
+
+
+def _cannot_map(what: str, size: int, reason: int | None) -> EnvironmentFault:
+    return EnvironmentFault(
+        f"{what}: cannot map {size} bytes: {os.strerror(reason or 0)}",
+        "raise the limit of address space (ulimit -v)",
+    )
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    integer, size = ctypes.c_int, ctypes.c_size_t
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, size, integer, integer, integer, ctypes.c_int64]
+    return libc

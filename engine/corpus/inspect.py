@@ -11,8 +11,8 @@ from xxhash import xxh3_128_digest
 
 from ..core.errors import DataError
 from ..tokenizers.tokenizer import Tokenizer
-from .kept import kept_tokenizer
 from .manifest import OFFSETS, damaged_files, read_manifest, without_checksums
+from .retokenize import kept_tokenizer
 from .store import TokenStore
 
 SAMPLE_TOKENS = 200

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -19,6 +18,7 @@ from ..sources.documents import DocumentFault
 FORMAT: Final = 3
 INDEX, OFFSETS = "tokens.json", "offsets.npy"
 TOKENS, LEARNED = "tokens", "learned"
+TOKENIZER_FOLDER = "tokenizer"
 # A shard's bytes are a multiple of every machine's page size, so that shards can be mapped end to
 # end; a token of the narrowest column takes one byte.
 PAGE_TOKENS: Final = 2**16
@@ -26,27 +26,6 @@ PAGE_TOKENS: Final = 2**16
 MAX_MANIFEST_BYTES = 2**24
 READ_BYTES = 2**22
 OTHER_FILE = r"(tokenizer/)?[A-Za-z0-9_][\w.-]*"
-
-
-@dataclass
-class Tally:
-    """What was met while documents were read."""
-
-    text_bytes: int = 0
-    """bytes of text that became tokens"""
-    empty: int = 0
-    """documents left out because they hold nothing"""
-    skipped: int = 0
-    """documents left out because they cannot be read"""
-    faults: list[str | DocumentFault] = field(default_factory=list)
-    """what was wrong with the first of them"""
-
-    def add(self, other: Tally, faults_kept: int = 20) -> None:
-        """Count what came after it."""
-        self.text_bytes += other.text_bytes
-        self.empty += other.empty
-        self.skipped += other.skipped
-        self.faults += other.faults[: max(faults_kept - len(self.faults), 0)]
 
 
 class TokenFileEntry(Table):

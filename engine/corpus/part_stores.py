@@ -25,10 +25,9 @@ from ..core.errors import DataError, EnvironmentFault
 from ..core.files import sync_folder
 from ..sources.configs import SourcePart
 from ..tokenizers.tokenizer import PARALLELISM, Tokenizer
-from .columns import Chunk
-from .manifest import Tally, damaged_files, read_manifest
+from .manifest import damaged_files, read_manifest
 from .store import StoreWriter, TokenStore
-from .tokenise import Tokenised, tokenise
+from .tokenise import Chunk, Tally, Tokenised, tokenise
 
 AHEAD = 4096
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from xxhash import xxh3_128_hexdigest
 
@@ -20,14 +20,11 @@ from ..core.files import atomic_write, sync_folder
 from ..core.text.redact import without_secrets
 from ..sources.configs import DocumentSource, SourceConfig, SourcePart
 from ..tokenizers.tokenizer import Tokenizer
-from .kept import FOLDER
-from .manifest import read_manifest
+from .manifest import TOKENIZER_FOLDER, read_manifest
+from .part_stores import PartStores
 from .progress import TokenisingProgress, Watch, log_now_and_then
 from .store import SHARD_TOKENS, StoreWriter, TokenStore
 from .tokenise import Tokenised, tokenise
-
-if TYPE_CHECKING:
-    pass
 
 # Part of the names in the cache: another number makes every source be tokenised again.
 CACHE_VERSION = 1
@@ -252,7 +249,7 @@ def prepare(job: Preparation, folder: Path, watch: Watch) -> None:
             raise DataError(f"the {names} source changed while it was tokenised", "run it again")
         writer.tally.faults = [str(fault) for fault in writer.tally.faults]
         if job.tokenizer_name:
-            kept = work / "store" / FOLDER
+            kept = work / "store" / TOKENIZER_FOLDER
             kept.mkdir()
             job.tokenizer.save(kept)
         writer.finish(
@@ -285,8 +282,6 @@ def _tokenised(
             progress.count(piece)
             yield piece
         return
-    from .part_stores import PartStores  # processes, which most runs need none of
-
     stores = PartStores(folder, parts, job.tokenizer)
     workers = job.workers or len(os.sched_getaffinity(0))
     for number, is_new in enumerate(stores.make_all(workers)):

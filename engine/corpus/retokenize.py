@@ -1,4 +1,4 @@
-"""Tokens back to text, for another tokenizer."""
+"""The documents of a folder of tokens as text again, by the tokenizer kept beside them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-from pydantic import PrivateAttr
+from pydantic import PrivateAttr, ValidationError
 from xxhash import xxh3_128_hexdigest
 
-from ..core.errors import DataError
+from ..core.errors import DataError, nearest
 from ..sources.configs import DocumentSource
 from ..sources.documents import Document, DocumentFault
+from ..tokenizers.configs import tokenizers
 from ..tokenizers.tokenizer import Tokenizer
 from .checksums import require_intact
-from .kept import kept_tokenizer
+from .manifest import TOKENIZER_FOLDER, read_manifest
 from .prepare import default_cache
 from .store import TokenStore
 
@@ -83,3 +84,31 @@ class StoredDocuments(DocumentSource):
     def fingerprint(self) -> str:
         """Return a hash of the tokens and of the documents' borders."""
         return f"{self._store.fingerprint} {xxh3_128_hexdigest(self._store.offsets.data)}"
+
+
+def kept_tokenizer(folder: Path) -> Tokenizer:
+    """Return the tokenizer that made the tokens of a folder.
+
+    Raises:
+        DataError: the folder does not hold it, or holds another one.
+    """
+    manifest = read_manifest(folder)
+    name = manifest.tokenizer_name
+    if not name:
+        raise DataError(f"{folder}: does not say which tokenizer made it")
+    if name not in tokenizers:
+        known = nearest(name, tokenizers) or f"known: {', '.join(tokenizers)}"
+        raise DataError(
+            f"{folder}: made by the tokenizer {name!r}, which no installed package has", known
+        )
+    config = tokenizers[name]
+    values = {"name": name}
+    if "path" in config.model_fields:
+        values["path"] = str(folder / TOKENIZER_FOLDER)
+    try:
+        tokenizer = config.model_validate(values).build()
+    except ValidationError as error:
+        raise DataError(f"{folder}: its tokenizer {name!r} cannot be built: {error}") from error
+    if tokenizer.fingerprint != manifest.tokenizer:
+        raise DataError(f"{folder / TOKENIZER_FOLDER}: not the tokenizer that made the tokens")
+    return tokenizer

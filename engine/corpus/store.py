@@ -15,7 +15,7 @@ from ..core.errors import DataError, EnvironmentFault
 from ..core.files import require_regular, sync_folder
 from ..sources.documents import DocumentFault
 from ..tokenizers.tokenizer import Tokenizer
-from .columns import Chunk, Column, Learned, sync, token_type
+from .columns import Column, map_files, sync
 from .manifest import (
     AGAIN,
     FORMAT,
@@ -24,14 +24,12 @@ from .manifest import (
     OFFSETS,
     TOKENS,
     CorpusManifest,
-    Tally,
     hash_file,
     read_manifest,
     sealed,
     shard_name,
 )
-from .mapping import map_files
-from .tokenise import Tokenised
+from .tokenise import Chunk, Learned, Tally, Tokenised, token_type
 
 SHARD_TOKENS = 2**28
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..core import faults
 from ..core.errors import DataError
 from ..sources.documents import Document, DocumentFault, text_of
-from ..tokenizers.marked_text import MarkedText
-from ..tokenizers.tokenizer import Tokenizer
-from .columns import Chunk, make_chunk
-from .manifest import Tally
+from ..tokenizers.tokenizer import Ids, MarkedText, Tokenizer
 
 AnyDocument = TypeVar("AnyDocument", bound=Document)
 BATCH_CHARACTERS = 2**22
@@ -91,3 +90,69 @@ def batches(documents: Iterable[AnyDocument]) -> Iterator[list[AnyDocument]]:
             batch, characters = [], 0
     if batch:
         yield batch
+
+
+Learned = NDArray[np.bool_]
+
+
+class Chunk(NamedTuple):
+    """Some documents as tokens."""
+
+    tokens: Ids
+    """[T]; the documents end to end, each followed by the eos token"""
+    lengths: NDArray[np.int64]
+    """[documents]; tokens of each, eos included"""
+    learned: Learned | None
+    """[T]; None: all"""
+
+
+def token_type(tokenizer: Tokenizer) -> np.dtype[Any]:
+    """Return the narrowest type that holds every id."""
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+
+
+def make_chunk(
+    tokenizer: Tokenizer, documents: Sequence[Ids], learned: Sequence[Learned] | None = None
+) -> Chunk:
+    """Put documents end to end, each followed by the eos token.
+
+    Args:
+        tokenizer: whose ids they are.
+        documents: ids.
+        learned: which of them are, the eos token's included.
+
+    Raises:
+        DataError: an id is outside the tokenizer's vocabulary.
+    """
+    dtype = token_type(tokenizer)
+    eos = np.array([tokenizer.eos_id], dtype=dtype)
+    flat = np.concatenate([part for document in documents for part in (document, eos)])
+    largest = int(flat.max())
+    if largest >= tokenizer.vocab_size:
+        raise DataError(
+            f"the tokenizer gave id {largest}; its vocabulary has {tokenizer.vocab_size}"
+        )
+    lengths = np.array([len(document) + 1 for document in documents])
+    marks = None if learned is None else np.concatenate(learned)
+    return Chunk(flat.astype(dtype, copy=False), lengths, marks)
+
+
+@dataclass
+class Tally:
+    """What was met while documents were read."""
+
+    text_bytes: int = 0
+    """bytes of text that became tokens"""
+    empty: int = 0
+    """documents left out because they hold nothing"""
+    skipped: int = 0
+    """documents left out because they cannot be read"""
+    faults: list[str | DocumentFault] = field(default_factory=list)
+    """what was wrong with the first of them"""
+
+    def add(self, other: Tally, faults_kept: int = 20) -> None:
+        """Count what came after it."""
+        self.text_bytes += other.text_bytes
+        self.empty += other.empty
+        self.skipped += other.skipped
+        self.faults += other.faults[: max(faults_kept - len(self.faults), 0)]

@@ -9,18 +9,16 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core.errors import DataError, EnvironmentFault, RecipeError
 from ..core.files import sync_folder
 from ..sources.configs import DocumentSource
 from ..sources.documents import DocumentFault, text_of
+from ..tokenizers.hf_tokenizer import HuggingFaceTokenizer, library
 from ..tokenizers.patterns import pattern_named
-from ..tokenizers.tokenizer import byte_characters
+from ..tokenizers.tokenizer_files import TokenizerFiles, byte_characters
 from .tokenise import batches
-
-if TYPE_CHECKING:
-    from ..tokenizers.hf_tokenizer import HuggingFaceTokenizer
 
 NUM_BYTES = 256
 # Merging the pairs of a piece takes time that grows with the square of its length. No published
@@ -131,8 +129,6 @@ def _train(
     pattern: str,
 ) -> str:
     """Return the `tokenizer.json`."""
-    from ..tokenizers.hf_tokenizer import library
-
     library()
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -191,8 +187,6 @@ def read_interruptibly(items: Iterable[Any], read: Callable[[Iterator[Any]], obj
 
 def _write(content: str, out: Path, eos_token: str) -> HuggingFaceTokenizer:
     """Write the folder under another name and give it its own once everything is on disk."""
-    from ..tokenizers.hf_tokenizer import HuggingFaceTokenizer, TokenizerFiles
-
     files = TokenizerFiles(str(out), content.encode(), {"eos_token": eos_token})
     tokenizer = HuggingFaceTokenizer(files, eos_token)
     unfinished = out.with_name(f".{out.name}.{os.getpid()}.tmp")

@@ -1,11 +1,11 @@
-"""What the model is given: one micro batch of rows."""
+"""A micro batch of rows, and the bytes of text that its labels stand for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -54,3 +54,19 @@ class Batch:
         columns: list[Tensor | None] = [getattr(self, column.name) for column in fields(self)]
         changed: Any = [None if column is None else change(column) for column in columns]
         return Batch(*changed)
+
+
+if TYPE_CHECKING:
+    from ..tokenizers.tokenizer import Tokenizer
+
+
+def count_bytes(batches: Iterable[Batch], tokenizer: Tokenizer) -> int | None:
+    """Return how many bytes of text the labels that count stand for.
+
+    None where the tokenizer cannot tell: it has no `token_bytes`, or that is None.
+    """
+    table = getattr(tokenizer, "token_bytes", None)  # plugins may lack it
+    if table is None:
+        return None
+    labels = (batch.labels.numpy() for batch in batches)
+    return sum(int(table[each[each != IGNORED]].sum()) for each in labels)

@@ -13,6 +13,7 @@ from .order import Indices
 from .packing import PackedRows
 from .samples import Samples
 from .tables import Data
+from .workers import read_ahead
 
 
 class Loader:
@@ -53,8 +54,6 @@ class Loader:
         """
         steps: Iterator[PackedRows]
         if self.table.workers:
-            from .workers import read_ahead
-
             timeout_seconds = self.table.worker_timeout_seconds
             steps = read_ahead(self.step, first_step, self.table.workers, timeout_seconds)
         else:

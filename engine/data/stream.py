@@ -24,9 +24,9 @@ from ..sources.configs import DocumentSource
 from ..tokenizers.tokenizer import Tokenizer
 from .order import ENDLESS, Indices, permute
 from .packing import PACKINGS, Packed, PackedRows
-from .stream_child import Child, start_child
 from .tables import Data
 from .windows import Cursor, PrefetchRange, Producer, Start, Window, open_window
+from .workers import Child, start_child
 
 # Windows that are made before they are needed, and kept after.
 AHEAD, BEHIND = 2, 2

@@ -15,8 +15,8 @@ from ..core.errors import DataError
 from ..data.batch import IGNORED
 from ..sources.configs import DocumentSource
 from ..sources.documents import DocumentFault
-from ..tokenizers.marked_text import MarkedText
-from ..tokenizers.tokenizer import count_bytes
+from ..tokenizers.byte_tokenizer import count_bytes
+from ..tokenizers.tokenizer import MarkedText
 from ..train.evaluate import perplexity
 from .scorer import score_batch, score_windows
 from .windows import ScoredWindow, windows

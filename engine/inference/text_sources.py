@@ -13,7 +13,7 @@ from ..core.text.tree import Origin, Tree
 from ..recipe.messages import problems_of
 from ..recipe.overrides import apply_override
 from ..recipe.schema import Recipe
-from ..sources.kinds import source_kind
+from ..sources.files import source_kind
 
 if TYPE_CHECKING:
     from ..sources.configs import SourceConfig

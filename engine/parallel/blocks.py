@@ -57,7 +57,7 @@ def transform_blocks(
     # Torch cannot trace the recomputation of a block whose weights are DTensors: it goes around the
     # compiled block, but for a selective one, which must see its operations.
     outside = is_split and contexts is None
-    for number, block in enumerate(cast(nn.ModuleList, model.get_submodule(layout.blocks))):
+    for number, block in enumerate(cast("nn.ModuleList", model.get_submodule(layout.blocks))):
         compiled = partial(torch.compile, backend=backend, fullgraph=True) if backend else None
         if compiled and outside:
             block.forward = compiled(block.forward)

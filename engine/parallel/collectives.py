@@ -25,12 +25,12 @@ _fuses_with_matmuls = False
 
 def all_gather(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Concatenate the shards of all ranks along `dim`; the backward pass is a reduce-scatter."""
-    return cast(Tensor, _AllGather.apply(x, dim, group))  # type: ignore[no-untyped-call]
+    return cast("Tensor", _AllGather.apply(x, dim, group))  # type: ignore[no-untyped-call]
 
 
 def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Sum over ranks and return this rank's shard along `dim`; the backward is an all-gather."""
-    return cast(Tensor, _ReduceScatter.apply(x, dim, group))  # type: ignore[no-untyped-call]
+    return cast("Tensor", _ReduceScatter.apply(x, dim, group))  # type: ignore[no-untyped-call]
 
 
 def all_gather_no_grad(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -55,7 +55,7 @@ def _wait(x: Tensor) -> Tensor:
     # A compiled graph waits by itself, and fuses collectives only where nothing else does.
     if torch.compiler.is_compiling():
         return x
-    return cast(Tensor, functional.wait_tensor(x))  # type: ignore[no-untyped-call]
+    return cast("Tensor", functional.wait_tensor(x))  # type: ignore[no-untyped-call]
 
 
 class _AllGather(torch.autograd.Function):

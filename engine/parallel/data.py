@@ -151,7 +151,7 @@ def apply_fsdp(
             wrap(module, not keep, experts.mesh, shard_placement_fn=experts.placement)
             hooks_outside(module)
     placement_arguments = placement_arguments or {}
-    blocks = list(cast(nn.ModuleList, model.get_submodule(layout.blocks)))
+    blocks = list(cast("nn.ModuleList", model.get_submodule(layout.blocks)))
     for block in blocks:
         wrap(block, not keep, **placement_arguments)
     if stages:
@@ -235,5 +235,5 @@ def _average_in_bf16(_, bucket):  # type: ignore[no-untyped-def]
     """Average gradients over ranks; torch's own hook for it takes no CPU tensors."""
     gradients = bucket.buffer()
     sent = gradients.to(torch.bfloat16).div_(dist.get_world_size())
-    work = cast(dist.Work, dist.all_reduce(sent, async_op=True))
+    work = cast("dist.Work", dist.all_reduce(sent, async_op=True))
     return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))

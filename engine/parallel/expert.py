@@ -65,7 +65,7 @@ def shard_experts(
             factors[key] = 1.0 if dims[1] is not None else 1 / degrees.expert_tensor, factor
         kind = cast("Hashable", type(experts))
         experts.__class__ = _shared(kind, frozenset(experts._parameters))
-        shared = cast(_DistributedExperts, experts)
+        shared = cast("_DistributedExperts", experts)
         shared.expert_group, shared.expert_tensor_group = map(mesh.get_group, EXPERT_AXES)
         shared.factors, shared.permutation = factors, layer.permute
         found.append(experts)
@@ -93,8 +93,8 @@ class _DistributedExperts:
 
     def view_of(self, key: str) -> Tensor:
         """Return this rank's shard of a parameter as a plain tensor."""
-        parameter = cast(nn.Module, self)._parameters[key]
-        placed = cast(DTensor, parameter)
+        parameter = cast("nn.Module", self)._parameters[key]
+        placed = cast("DTensor", parameter)
         # Outside of a forward pass FSDP asks for what it has sharded, over a mesh of more axes.
         if placed.device_mesh.ndim > len(EXPERT_AXES):
             return placed
@@ -240,21 +240,21 @@ def send_rows(x: Tensor, exchange: RowExchange) -> Tensor:
         x: rows sorted by the rank that they go to, [N, ...].
         exchange: the splits and the group; one object per call.
     """
-    return cast(Tensor, _SendRows.apply(x, exchange))  # type: ignore[no-untyped-call]
+    return cast("Tensor", _SendRows.apply(x, exchange))  # type: ignore[no-untyped-call]
 
 
 def wait_for_rows(x: Tensor, exchange: RowExchange) -> Tensor:
     """Wait for the all-to-all that `send_rows` started with the same `exchange`."""
-    return cast(Tensor, _WaitForRows.apply(x, exchange))  # type: ignore[no-untyped-call]
+    return cast("Tensor", _WaitForRows.apply(x, exchange))  # type: ignore[no-untyped-call]
 
 
 def _start(x: Tensor, splits: Splits, group: ProcessGroup) -> Tensor:
     exchange = torch.ops._c10d_functional.all_to_all_single
-    return cast(Tensor, exchange(x.contiguous(), splits.received, splits.sent, group.group_name))
+    return cast("Tensor", exchange(x.contiguous(), splits.received, splits.sent, group.group_name))
 
 
 def _wait(x: Tensor) -> Tensor:
-    return cast(Tensor, torch.ops._c10d_functional.wait_tensor(x))
+    return cast("Tensor", torch.ops._c10d_functional.wait_tensor(x))
 
 
 class _SendRows(torch.autograd.Function):
@@ -286,7 +286,7 @@ class _WaitForRows(torch.autograd.Function):
 def _scaled(weight: Tensor, used: float, gradient: float) -> Tensor:
     if used == gradient == 1:
         return weight
-    return cast(Tensor, _Scaled.apply(weight, used, gradient))  # type: ignore[no-untyped-call]
+    return cast("Tensor", _Scaled.apply(weight, used, gradient))  # type: ignore[no-untyped-call]
 
 
 class _Scaled(torch.autograd.Function):

@@ -19,7 +19,7 @@ from ..observe.tables import Metrics, Profile, trackers
 from ..optim.configs import WSD, AdamW, OptimizerConfig, ScheduleConfig, optimizers, schedules
 from ..parallel.tables import Compile, Memory, Parallel
 from ..precision.tables import Precision
-from ..sources import chat_configs, column_configs  # noqa: F401 - registers them
+from ..sources import chat, hub, parquet  # noqa: F401 - registers them
 from ..sources.configs import sources
 from ..tokenizers.configs import BytesTokenizer, TokenizerConfig, tokenizers
 from ..train.tables import EMA, Evaluate, Resilience

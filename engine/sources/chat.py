@@ -1,220 +1,142 @@
-"""Conversations become texts of which only the assistant's turns are learned."""
+"""The source of conversations: its recipe table, and the checks of its messages."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from xxhash import xxh3_128_hexdigest
+from pydantic import Field, PrivateAttr, model_validator
 
-from ..core.errors import DataError, EnvironmentFault, RecipeError
-from ..tokenizers.hf_tokenizer import decoded, read_limited
-from ..tokenizers.marked_text import MarkedText
-from .chat_templates import TEMPLATES
-from .conversations import conversation
-from .documents import Document
-from .files import read_objects
-
-if TYPE_CHECKING:
-    from ..tokenizers.tokenizer import Tokenizer
-    from .chat_configs import ChatSource
-    from .parts import Part
-
-MAX_TEMPLATE_BYTES = 2**20
-SANDBOX = Path(__file__).with_name("chat_sandbox.py")
+from ..core.config import RecipePath
+from ..core.errors import nearest
+from ..tokenizers.tokenizer import MarkedText, Tokenizer
+from .chat_renderer import ChatTemplate, find_template, rendering
+from .configs import DocumentSource, FileSource, sources
+from .documents import Document, Part
+from .files import json_kind, line_parts, read_objects
 
 
-@dataclass(frozen=True)
-class ChatTemplate:
-    """A template and what it finds beside the messages.
+@sources.register
+class ChatSource(FileSource):
+    """Conversations for finetuning: JSON lines of messages, laid out by a chat template."""
 
-    Args:
-        template: Jinja.
-        place: what to call it in messages.
-        variables: such as `bos_token`.
-        date: what `strftime_now` tells it, as YYYY-MM-DD.
-        eos_token: the text of the end-of-document token, if it has one.
-    """
-
-    template: str
-    place: str
-    variables: Mapping[str, Any]
-    date: str
-    eos_token: str = ""
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash that changes whenever the same messages may give another text."""
-        return xxh3_128_hexdigest(json.dumps(asdict(self), sort_keys=True).encode())
-
-
-def find_template(
-    tokenizer: Tokenizer,
-    name: str = "tokenizer",
-    file: str = "",
-    variables: Mapping[str, Any] | None = None,
-    date: str = "2024-07-26",
-) -> ChatTemplate:
-    """Return the template that a recipe means.
-
-    Args:
-        tokenizer: whose special tokens it finds as variables.
-        name: "tokenizer": the one that came with it; or one of `TEMPLATES`.
-        file: a file that holds it; wins over the name.
-        variables: more of them.
-        date: what it takes for today.
-
-    Raises:
-        RecipeError: there is no such template.
-        DataError: the file cannot be read.
-    """
-    if file:
-        hint = "template_file is a Jinja file"
-        text, place = decoded(Path(file), read_limited(Path(file), MAX_TEMPLATE_BYTES, hint)), file
-    elif name == "tokenizer":
-        if tokenizer.chat_template is None:
-            known = ", ".join(f'"{each}"' for each in TEMPLATES)
-            raise RecipeError(
-                "the tokenizer brings no chat template",
-                f"set the source's template ({known}) or template_file",
-            )
-        text, place = tokenizer.chat_template, "the tokenizer's chat template"
-    else:
-        text, place = TEMPLATES[name], f'the template "{name}"'
-    if len(text.encode(errors="replace")) > MAX_TEMPLATE_BYTES:
-        raise DataError(f"{place}: larger than {MAX_TEMPLATE_BYTES >> 20} MiB")
-    special = dict(tokenizer.special_tokens)
-    return ChatTemplate(
-        text, place, {**special, **(variables or {})}, date, special.get("eos_token", "")
+    name: Literal["chat"] = "chat"
+    field: str = "messages"
+    """the key that holds the list of messages; "conversations" in ShareGPT's format"""
+    role_key: str = "role"
+    """the key of a message that says whose it is; "from" in ShareGPT's format"""
+    content_key: str = "content"
+    """the key of a message that holds its text; "value" in ShareGPT's format"""
+    template: Literal["tokenizer", "chatml", "llama3"] = "tokenizer"
+    """Jinja chat template: "tokenizer" takes the one in the tokenizer's files"""
+    template_file: RecipePath = ""
+    """a file with another chat template; relative to the recipe"""
+    variables: dict[str, str | bool | int | float] = {}
+    """what the template finds beside messages and special tokens, such as { thinking = false }"""
+    date: Annotated[str, Field(pattern=r"^\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])$")] = (
+        "2024-07-26"
     )
+    """the date that `strftime_now` gives the template: today's would change the data every day"""
+    learn: Literal["assistant", "all"] = "assistant"
+    """the loss counts "assistant": its turns and their ends; "all": every token"""
+    suffix: ClassVar[str] = ".jsonl"
+    _template: ChatTemplate | None = PrivateAttr(None)
+
+    @model_validator(mode="after")
+    def _has_one_template(self) -> Self:
+        if self.template_file and self.template != "tokenizer":
+            raise ValueError("give either template or template_file")
+        return self
+
+    def for_tokenizer(self, tokenizer: Tokenizer) -> DocumentSource:
+        """Return the source with the template that it means for this tokenizer."""
+        source = self.model_copy()
+        source._template = find_template(
+            tokenizer, self.template, self.template_file, self.variables, self.date
+        )
+        return source
+
+    def parts(self) -> Sequence[Any]:
+        """Return runs of files in the order of their names, and whole lines of large ones."""
+        return line_parts(self.path, self.suffix)
+
+    def read(self, part: Any) -> Iterator[Document]:
+        """Yield one conversation a line."""
+
+        return read_chats(part, self, self._resolved())
+
+    def settings(self) -> str:
+        """Return the keys, what is learned, and the template."""
+        keys = (self.field, self.role_key, self.content_key, self.learn)
+        return f" {keys} {self._resolved().fingerprint}"
+
+    def _resolved(self) -> ChatTemplate:
+        if self._template is None:
+            raise RuntimeError("for_tokenizer comes first: it finds the chat template")
+        return self._template
 
 
-class ChatRenderer:
-    """A process that renders one template; `chat_sandbox.py` says why it is one.
+OTHER_NAMES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
+FOLLOWS = {
+    "system": {"", "system", "developer"},
+    "developer": {"", "system", "developer"},
+    "user": {"", "system", "developer", "assistant"},
+    "assistant": {"user", "tool"},
+    "tool": {"assistant", "tool"},
+}
+"""by role: after which roles it may come; "" is the beginning"""
 
-    Args:
-        template: what it renders.
+
+def conversation(line: Mapping[str, Any], source: ChatSource) -> list[dict[str, Any]]:
+    """Return the messages of a line, with `role` and `content`, checked.
 
     Raises:
-        DataError: the template is not valid.
-        EnvironmentFault: `jinja2` is not installed.
+        ValueError: what is wrong with them.
     """
-
-    def __init__(self, template: ChatTemplate) -> None:
-        self.template = template
-        _need_jinja()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(SANDBOX)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "PYTHONUTF8": "1"},
-        )
+    if source.field not in line:
+        known = ", ".join(sorted(line)[:10])
+        raise ValueError(f'no field "{source.field}"; the line has: {known}'[:300])
+    listed = line[source.field]
+    if not isinstance(listed, list):
+        raise ValueError(f'"{source.field}" is {json_kind(listed)}, expected an array')
+    messages: list[dict[str, Any]] = []
+    for index, each in enumerate(listed):
         try:
-            self._ask(
-                template=template.template, variables=dict(template.variables), date=template.date
-            )
+            messages.append(_message(each, source, messages[-1]["role"] if messages else ""))
         except ValueError as error:
-            self.close()
-            raise DataError(f"{template.place}: {error}") from error
-
-    def document(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, learn: str = "assistant"
-    ) -> MarkedText:
-        """Return a conversation's text, without the end-of-document token at its end.
-
-        Args:
-            messages: with role and content.
-            tools: descriptions of functions, or None.
-            learn: "assistant": its turns; "all".
-
-        Raises:
-            ValueError: the template refuses them, or nothing in them is learned.
-            DataError: the template took too much time or memory.
-        """
-        reply = self._ask(messages=list(messages), tools=tools, mode=learn)
-        text, learned = reply["text"], [(start, stop) for start, stop in reply["learned"]]
-        if not learned or not text:
-            raise ValueError("the template marks nothing in it as the assistant's")
-        eos = self.template.eos_token
-        if eos and learned[-1][1] == len(text) and text.endswith(eos):
-            # The token store writes one after every document, learned if what it ends is.
-            text = text[: -len(eos)]
-            learned = [(min(start, len(text)), min(stop, len(text))) for start, stop in learned]
-        return MarkedText(text, tuple(learned))
-
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text that the assistant's next answer continues.
-
-        Raises:
-            ValueError: the template refuses the messages.
-            DataError: the template took too much time or memory.
-        """
-        return str(self._ask(messages=list(messages), tools=None, mode="prompt")["text"])
-
-    def end_of_answer(self) -> str:
-        """Return what the template writes after an answer, without white space; may be empty.
-
-        Raises:
-            ValueError: the template refuses a question and an answer.
-            DataError: the template took too much time or memory.
-        """
-        talk = [{"role": "user", "content": "Ready?"}, {"role": "assistant", "content": "Ready."}]
-        text = str(self._ask(messages=talk, tools=None, mode="all")["text"])
-        return text.rpartition("Ready.")[2].strip()
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.communicate()
-
-    def _ask(self, **request: Any) -> dict[str, Any]:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        try:
-            stdin.write(json.dumps(request) + "\n")
-            stdin.flush()
-            line = stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            raise DataError(
-                f"{self.template.place}: {self._how_it_ended()}", "use another template"
-            )
-        reply: dict[str, Any] = json.loads(line)
-        if "error" in reply:
-            raise ValueError(reply["error"])
-        return reply
-
-    def _how_it_ended(self) -> str:
-        code = self._process.wait()
-        if code == -signal.SIGALRM:
-            return "rendering one conversation took more than 10 seconds"
-        return f"rendering ended with code {code}"
+            raise ValueError(f"{source.field}[{index}]: {error}"[:300]) from error
+    if source.learn == "assistant" and all(each["role"] != "assistant" for each in messages):
+        raise ValueError("no message is the assistant's: there is nothing to learn from")
+    return messages
 
 
-def _need_jinja() -> None:
-    try:
-        import jinja2  # noqa: F401
-    except ImportError as error:
-        raise EnvironmentFault(
-            "chat templates need the jinja2 package", 'pip install "trainer[hf]"'
-        ) from error
+def _message(value: Any, source: ChatSource, before: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"expected an object, found {json_kind(value)}")
+    for key in (source.role_key, source.content_key):
+        if key not in value and not (key == source.content_key and value.get("tool_calls")):
+            raise ValueError(f'no "{key}"; it has: {", ".join(sorted(value)[:10])}')
+    role = _role(value[source.role_key])
+    content = value.get(source.content_key)
+    if not isinstance(content, str) and not (content is None and value.get("tool_calls")):
+        raise ValueError(f'"{source.content_key}" is {json_kind(content)}, expected a string')
+    if before not in FOLLOWS[role]:
+        place = f"after {before!r}" if before else "at the beginning"
+        expected = ", ".join(sorted(name or "the beginning" for name in FOLLOWS[role]))
+        raise ValueError(f"role {role!r} {place}; it may come after: {expected}")
+    renamed = {source.role_key, source.content_key}
+    others = {key: each for key, each in value.items() if key not in renamed}
+    return {**others, "role": role, "content": content}
 
 
-def rendering(template: ChatTemplate) -> closing[ChatRenderer]:
-    """Run a renderer for as long as the block lasts."""
-    return closing(ChatRenderer(template))
+def _role(role: Any) -> str:
+    if not isinstance(role, str):
+        raise ValueError(f"the role is {json_kind(role)}, expected a string")
+    known = OTHER_NAMES.get(role, role)
+    if known not in FOLLOWS:
+        hint = nearest(role, [*FOLLOWS, *OTHER_NAMES]) or f"known: {', '.join(FOLLOWS)}"
+        raise ValueError(f"unknown role {role!r}; {hint}")
+    return known
 
 
 def read_chats(part: Part, source: ChatSource, template: ChatTemplate) -> Iterator[Document]:

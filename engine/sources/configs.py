@@ -1,21 +1,27 @@
-"""Tokenizers and data sources: their recipe tables."""
+"""Data sources: their registry, the base classes of their tables, and the sources of files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from ..core.config import Component, CountOrZero, RecipePath
 from ..core.registry import Registry
-from ..tokenizers.marked_text import MarkedText as MarkedText
-from .documents import Document as Document
-from .documents import DocumentFault as DocumentFault
-
-if TYPE_CHECKING:
-    from ..tokenizers.tokenizer import Tokenizer
+from ..tokenizers.tokenizer import Tokenizer
+from .documents import Document
+from .files import (
+    content_fingerprint,
+    files_fingerprint,
+    line_parts,
+    python_documents,
+    python_fingerprint,
+    read_jsonl,
+    read_text,
+    text_parts,
+)
 
 
 class SourceConfig(Component):
@@ -100,14 +106,10 @@ class PythonSource(DocumentSource):
 
     def documents(self) -> Iterator[Document]:
         """Yield the library's modules, in a fixed scattered order."""
-        from .files import python_documents
-
         return python_documents(self.max_bytes)
 
     def fingerprint(self) -> str:
         """Return the interpreter's version and the files' sizes and times."""
-        from .files import python_fingerprint
-
         return python_fingerprint(self.max_bytes)
 
 
@@ -123,14 +125,10 @@ class FileSource(DocumentSource):
 
     def fingerprint(self) -> str:
         """Return the files' names, sizes and times, and the settings."""
-        from .files import files_fingerprint
-
         return files_fingerprint(self.path, self.suffix) + self.settings()
 
     def content_fingerprint(self) -> str:
         """Return the files' names below their folder, sizes, first and last bytes, and settings."""
-        from .files import content_fingerprint
-
         return content_fingerprint(self.path, self.suffix) + self.settings()
 
     def settings(self) -> str:
@@ -146,14 +144,10 @@ class TextSource(FileSource):
 
     def parts(self) -> Sequence[Any]:
         """Return runs of files in the order of their names, and pieces of large ones."""
-        from .files import text_parts
-
         return text_parts(self.path, self.suffix)
 
     def read(self, part: Any) -> Iterator[Document]:
         """Yield one document a file."""
-        from .files import read_text
-
         return read_text(part)
 
 
@@ -168,14 +162,10 @@ class JsonlSource(FileSource):
 
     def parts(self) -> Sequence[Any]:
         """Return runs of files in the order of their names, and whole lines of large ones."""
-        from .files import line_parts
-
         return line_parts(self.path, self.suffix)
 
     def read(self, part: Any) -> Iterator[Document]:
         """Yield one document a line."""
-        from .files import read_jsonl
-
         return read_jsonl(part, self.field)
 
     def settings(self) -> str:

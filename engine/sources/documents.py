@@ -1,11 +1,18 @@
-"""What a source yields."""
+"""Documents, and the parts of files that processes read side by side."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
+from ..core.files import open_regular
 from ..core.text.printable import printable
-from ..tokenizers.marked_text import MarkedText
+from ..tokenizers.tokenizer import MarkedText
 
 
 @dataclass(frozen=True)
@@ -32,8 +39,6 @@ class DocumentFault:
     @property
     def place(self) -> str:
         """Return `file:line`; the lines before `start` are counted now."""
-        from .parts import lines_before
-
         line = self.line and lines_before(self.file, self.start) + self.line
         return f"{self.file}:{line}" if line else self.file
 
@@ -47,3 +52,66 @@ Document = str | MarkedText | DocumentFault
 def text_of(document: str | MarkedText) -> str:
     """Return the whole text."""
     return document.text if isinstance(document, MarkedText) else document
+
+
+# What one process tokenises in one go, and loses when it is killed.
+PART_BYTES, PART_FILES = 2**24, 2**14
+
+
+class ByteSpan(NamedTuple):
+    """Bytes of a file that begin and end with a line."""
+
+    file: str
+    start: int
+    stop: int
+
+
+Part = tuple[ByteSpan, ...]
+
+
+def file_parts(files: Iterable[Path], length: int) -> list[Part]:
+    """Return runs of files; of those larger than `length` bytes, pieces that end with a line."""
+    parts: list[Part] = []
+    part: list[ByteSpan] = []
+    total = 0
+    for span in _spans(files, length):
+        part.append(span)
+        total += span.stop - span.start
+        if total >= PART_BYTES or len(part) >= PART_FILES:
+            parts.append(tuple(part))
+            part, total = [], 0
+    return [*parts, tuple(part)] if part else parts
+
+
+def _spans(files: Iterable[Path], length: int) -> Iterator[ByteSpan]:
+    for path in files:
+        start = size = 0
+        with suppress(OSError), open_regular(path) as file:  # its reader says where and why
+            size = os.fstat(file.fileno()).st_size
+            while start + length < size:
+                file.seek(start + length)
+                stop = start + length + skip_line(file)
+                yield ByteSpan(str(path), start, stop)
+                start = stop
+        if start < size or not start:
+            yield ByteSpan(str(path), start, size)
+
+
+def skip_line(file: BinaryIO) -> int:
+    """Read to the end of the line; return how many bytes that were."""
+    skipped = 0
+    while chunk := file.readline(2**20):
+        skipped += len(chunk)
+        if chunk.endswith(b"\n"):
+            break
+    return skipped
+
+
+@lru_cache(maxsize=64)
+def lines_before(path: str, start: int) -> int:
+    """Count the lines of a file before a byte."""
+    lines = 0
+    with suppress(OSError), open_regular(path) as file:
+        while block := file.read(min(2**24, start - file.tell())):
+            lines += block.count(b"\n")
+    return lines

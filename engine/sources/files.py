@@ -1,4 +1,4 @@
-"""Where documents come from."""
+"""Which files a source means, and the documents in files of text and of JSON lines."""
 
 from __future__ import annotations
 
@@ -16,9 +16,17 @@ from xxhash import xxh3_128_hexdigest
 
 from ..core.errors import DataError
 from ..core.files import open_regular
-from ..tokenizers.marked_text import MarkedText
-from .documents import Document, DocumentFault, text_of
-from .parts import PART_BYTES, ByteSpan, Part, file_parts, skip_line
+from ..tokenizers.tokenizer import MarkedText
+from .documents import (
+    PART_BYTES,
+    ByteSpan,
+    Document,
+    DocumentFault,
+    Part,
+    file_parts,
+    skip_line,
+    text_of,
+)
 
 # Larger text files become several documents; a longer line of JSON is a fault.
 MAX_DOCUMENT_BYTES = 2**26
@@ -271,3 +279,19 @@ def json_kind(value: object) -> str:
     if isinstance(value, (int, float)):
         return "a number"
     return "an array" if isinstance(value, list) else "a string"
+
+
+SUFFIXES = {".jsonl": "jsonl", ".parquet": "parquet"}
+SAVED_SPLIT, SAVED_SPLITS = "state.json", "dataset_dict.json"
+"""what `save_to_disk` leaves of one split, and of several"""
+
+
+def source_kind(path: str) -> str:
+    """Return the name of the source for a file, a folder or a glob, by how its files are named."""
+    place = Path(path).expanduser()
+    if any((place / name).is_file() for name in (SAVED_SPLIT, SAVED_SPLITS)):
+        return "hf"
+    for suffix, kind in SUFFIXES.items():
+        if place.suffix == suffix or (place.is_dir() and any(place.rglob(f"*{suffix}"))):
+            return kind
+    return "text"

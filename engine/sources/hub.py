@@ -3,20 +3,65 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
+from pydantic import model_validator
+
+from ..core.config import RecipePath
 from ..core.errors import DataError, EnvironmentFault, nearest
 from ..core.files import read_regular
-from .documents import Document, DocumentFault
-from .kinds import SAVED_SPLIT, SAVED_SPLITS
+from .configs import DocumentSource, sources
+from .documents import PART_BYTES, Document, DocumentFault
+from .files import SAVED_SPLIT, SAVED_SPLITS, content_fingerprint
 from .parquet import first_line, leaf, texts
-from .parts import PART_BYTES
 
-if TYPE_CHECKING:
-    from .column_configs import HFSource
+
+@sources.register
+class HFSource(DocumentSource):
+    """A dataset of Hugging Face's `datasets` library, local or on the hub (extra `[data]`)."""
+
+    name: Literal["hf"] = "hf"
+    path: RecipePath = ""
+    """a folder that `save_to_disk` wrote, or a folder of data files; relative to the recipe"""
+    repo: str = ""
+    """a dataset on the hub, such as "allenai/c4"; instead of `path`"""
+    config: str | None = None
+    """the dataset's configuration (subset), such as "en"; none for a folder of `save_to_disk`"""
+    split_name: str = "train"
+    """which of the dataset's splits; what it is used for says `split`"""
+    field: str = "text"
+    """the column that holds the text; dots lead into structs"""
+    revision: str | None = None
+    """a commit, tag or branch of the hub's dataset; default: the newest commit"""
+    streaming: bool = False
+    """tokenise while training, a window of documents at a time, and download or keep no more than
+    that; for what is too large to prepare, or to start at once"""
+
+    @model_validator(mode="after")
+    def _names_one_dataset(self) -> Self:
+        if bool(self.path) == bool(self.repo):
+            raise ValueError("give either path (a local folder) or repo (a dataset on the hub)")
+        return self
+
+    def parts(self) -> Sequence[Any]:
+        """Return runs of rows, or the dataset's shards."""
+        return hub_parts(self)
+
+    def read(self, part: Any) -> Iterator[Document]:
+        """Yield one document a row."""
+        return self.read_from(part, 0)
+
+    def read_from(self, part: Any, first: int) -> Iterator[Document]:
+        """Yield one document a row, without unpacking what comes before."""
+        return read_hub(self, part, first)
+
+    def fingerprint(self) -> str:
+        """Return the commit on the hub, or what the library or the files say of themselves."""
+        return hub_fingerprint(self)
+
 
 HUB_SECONDS = 20.0
 # Rows that are taken at once: of what is mapped, and of what the library unpacks.
@@ -205,8 +250,6 @@ def hub_fingerprint(source: HFSource) -> str:
         return f"{commit or open_dataset(source)._fingerprint} {which}"
     if any((folder / name).is_file() for name in (SAVED_SPLIT, SAVED_SPLITS)):
         return f"{_saved_fingerprint(folder, source)} {which}"
-    from .files import content_fingerprint
-
     return f"{content_fingerprint(str(folder), '')} {which}"
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from ..core.errors import EnvironmentFault, nearest
 from ..core.files import require_regular
-from .documents import Document, DocumentFault
+from .configs import FileSource, sources
+from .documents import PART_BYTES, Document, DocumentFault
 from .files import MAX_DOCUMENT_BYTES, matching_files
 from .parquet_pages import measure_pages
-from .parts import PART_BYTES
 
 # Rows that are unpacked at once. A few bytes of a file may stand for a large value many times over.
 BATCH_BYTES, BATCH_ROWS = 2**28, 16
@@ -218,3 +218,29 @@ def _text_bytes(values: Any) -> int:
         return int(values.nbytes)
     lengths = pc.take(pc.binary_length(values.dictionary), values.indices)
     return pc.sum(lengths).as_py() or 0
+
+
+@sources.register
+class ParquetSource(FileSource):
+    """A column of text in Parquet files, one document a row (extra `[data]`)."""
+
+    name: Literal["parquet"] = "parquet"
+    field: str = "text"
+    """the column that holds the text; dots lead into structs"""
+    suffix: ClassVar[str] = ".parquet"
+
+    def parts(self) -> Sequence[Any]:
+        """Return runs of row groups."""
+        return parquet_parts(self.path, self.suffix, self.field)
+
+    def read(self, part: Any) -> Iterator[Document]:
+        """Yield one document a row."""
+        return self.read_from(part, 0)
+
+    def read_from(self, part: Any, first: int) -> Iterator[Document]:
+        """Yield one document a row, without reading what comes before."""
+        return read_parquet(part, self.field, first)
+
+    def settings(self) -> str:
+        """Return the field."""
+        return f" {self.field}"

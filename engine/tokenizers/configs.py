@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from ..core.config import Component, CountOrZero, RecipePath
 from ..core.registry import Registry
-
-if TYPE_CHECKING:
-    from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer
 
 
 class TokenizerConfig(Component):
@@ -35,7 +33,7 @@ class BytesTokenizer(TokenizerConfig):
 
     def build(self) -> Tokenizer:
         """Return the byte tokenizer."""
-        from .tokenizer import ByteTokenizer
+        from .byte_tokenizer import ByteTokenizer
 
         return ByteTokenizer()
 

@@ -29,7 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .patterns import PATTERNS
-from .tokenizer import PARALLELISM, Ids, byte_characters
+from .tokenizer import PARALLELISM, Ids
+from .tokenizer_files import byte_characters
 
 LAST_CHECKED = 0x3FFFF
 CLASSES = (r"\p{L}", r"\p{N}", r"\s")

@@ -4,50 +4,27 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128_hexdigest
 
 from ..core.errors import DataError, EnvironmentFault, nearest
-from ..core.files import open_regular
+from .byte_tokenizer import learned_tokens
 from .fast_bpe import FastBPE, Unproven
-from .token_bytes import vocabulary_bytes
-from .tokenizer import Ids, learned_tokens, write_files
+from .tokenizer import Ids, MarkedText
+from .tokenizer_files import TokenizerFiles, read_files, write_files
 
-if TYPE_CHECKING:
-    from .marked_text import MarkedText
-
-# The largest known are 35 MB, with ids below 300,000.
-MAX_FILE_BYTES = 2**27
-MAX_SETTINGS_BYTES = 2**23
 MAX_VOCABULARY = 2**24
 FAST_FROM_CHARACTERS = 2**22
 USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TokenizerFiles:
-    """What Hugging Face keeps of a tokenizer.
-
-    Args:
-        place: what to call it in messages.
-        content: of `tokenizer.json`.
-        special_tokens: texts by role, such as "eos_token".
-        chat_template: Jinja.
-    """
-
-    place: str
-    content: bytes
-    special_tokens: Mapping[str, str] = field(default_factory=dict)
-    chat_template: str | None = None
 
 
 class HuggingFaceTokenizer:
@@ -152,89 +129,6 @@ class HuggingFaceTokenizer:
         write_files(folder, self.files.content, settings)
 
 
-def read_files(path: Path) -> TokenizerFiles:
-    """Read `tokenizer.json` and what lies beside it.
-
-    Raises:
-        DataError: a file is missing, too large or malformed.
-    """
-    path = path.expanduser()
-    file = path / "tokenizer.json" if path.is_dir() else path
-    hint = "tokenizer.path is a tokenizer.json or its folder"
-    content = read_limited(file, MAX_FILE_BYTES, hint)
-    config = _settings(file.with_name("tokenizer_config.json"))
-    special = {**_settings(file.with_name("special_tokens_map.json")), **config}
-    template = file.with_name("chat_template.jinja")
-    return TokenizerFiles(
-        place=str(file),
-        content=content,
-        special_tokens={
-            name: text
-            for name, token in special.items()
-            if name.endswith("_token") and (text := _token_text(token)) is not None
-        },
-        chat_template=(
-            decoded(template, read_limited(template, MAX_SETTINGS_BYTES))
-            if template.is_file()
-            else _default_template(config.get("chat_template"))
-        ),
-    )
-
-
-def read_limited(file: Path, limit: int, hint: str = "") -> bytes:
-    """Return a file's bytes.
-
-    Raises:
-        DataError: it cannot be read, or it has more than `limit` bytes.
-    """
-    try:
-        with open_regular(file) as opened:
-            content = opened.read(limit + 1)
-    except OSError as error:
-        raise DataError(f"{file}: {error.strerror}", hint) from error
-    if len(content) > limit:
-        raise DataError(f"{file}: larger than {limit >> 20} MiB, the most that it may have", hint)
-    return content
-
-
-def decoded(file: Path, content: bytes) -> str:
-    """Return UTF-8 text without a byte-order mark.
-
-    Raises:
-        DataError: it is not UTF-8.
-    """
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file}: not UTF-8: {error.reason}") from error
-
-
-def _settings(file: Path) -> dict[str, Any]:
-    """Return a JSON object, empty if there is no such file."""
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(read_limited(file, MAX_SETTINGS_BYTES).decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: not a JSON object: {error}") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{file}: not a JSON object")
-    return value
-
-
-def _token_text(token: Any) -> str | None:
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
-
-
-def _default_template(value: Any) -> str | None:
-    """Return the template of `tokenizer_config.json`; of several, the one named "default"."""
-    if isinstance(value, list):
-        named = {each.get("name"): each.get("template") for each in value if isinstance(each, dict)}
-        value = named.get("default")
-    return value if isinstance(value, str) else None
-
-
 def library() -> Any:
     """Return the `tokenizers` package.
 
@@ -274,3 +168,54 @@ def _eos_token(files: TokenizerFiles, vocabulary: Mapping[str, int]) -> str:
     raise DataError(
         f"{files.place}: nothing says which token ends a document", "set tokenizer.eos_token"
     )
+
+
+SPACE = "\u2581"
+"""stands for a space in vocabularies of SentencePiece"""
+
+
+def vocabulary_bytes(content: bytes, vocabulary: Mapping[str, int]) -> NDArray[np.int64] | None:
+    """Return the UTF-8 bytes that each id of a `tokenizer.json` stands for; special tokens have 0.
+
+    Known are byte-level vocabularies, in which a character is a byte, and SentencePiece's, in which
+    a token is text (or one byte, `<0x0A>`). A space that the tokenizer puts before a document
+    counts as a byte of it.
+
+    Args:
+        content: of `tokenizer.json`.
+        vocabulary: id by token, added tokens included.
+
+    Returns:
+        [largest id + 1], or None where tokens say too little, such as WordPiece's of spaces.
+    """
+    description = json.loads(content)
+    decoder = description.get("decoder") or {}
+    parts = decoder.get("decoders", [decoder])
+    size: Callable[[str], int]
+    if any(part.get("type") == "ByteLevel" for part in parts):
+        size = len
+    elif not any(map(_makes_spaces, parts)):
+        return None
+    elif description["model"].get("byte_fallback"):
+        size = _size_of_byte_or_text
+    else:
+        size = _size_of_text
+    table = np.zeros(max(vocabulary.values(), default=-1) + 1, dtype=np.int64)
+    for token, number in vocabulary.items():
+        table[number] = size(token)
+    for added in description.get("added_tokens") or ():
+        table[added["id"]] = 0 if added["special"] else len(added["content"].encode())
+    return table
+
+
+def _makes_spaces(decoder: Mapping[str, Any]) -> bool:
+    pattern = decoder.get("pattern", {}).get("String")
+    return SPACE in (pattern, decoder.get("replacement"))
+
+
+def _size_of_text(token: str) -> int:
+    return len(token.replace(SPACE, " ").encode())
+
+
+def _size_of_byte_or_text(token: str) -> int:
+    return 1 if re.fullmatch("<0x[0-9A-F]{2}>", token) else _size_of_text(token)

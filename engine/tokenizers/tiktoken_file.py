@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import DataError, RecipeError
-from .hf_tokenizer import MAX_VOCABULARY, USUAL_EOS, TokenizerFiles, library, read_limited
+from .hf_tokenizer import MAX_VOCABULARY, USUAL_EOS, library
 from .patterns import PATTERNS, SPECIAL_TOKENS, pattern_named
-from .tokenizer import byte_characters
+from .tokenizer_files import TokenizerFiles, byte_characters, read_limited
 
 MAX_FILE_BYTES = 2**26
 MAX_TOKENS = 2**20

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from ..core import faults
 from ..core.heartbeat import heartbeat
-from ..data.batch import Batch
-from ..data.token_bytes import count_bytes
+from ..data.batch import Batch, count_bytes
 from ..launch.signals import StopRequested
 from .step import count_tokens, forward_loss
 

@@ -17,7 +17,7 @@ from tests.distributed import run_ranks
 from tests.formats.hf_folders import config_of, empty_model
 from trainer.engine.conversion.export import export_huggingface
 from trainer.engine.core.errors import CheckpointError, RecipeError
-from trainer.engine.tokenizers.tokenizer import ByteTokenizer
+from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 
 
 def random_model(**changes: Any) -> Any:

@@ -16,7 +16,7 @@ from tests.formats.hf_folders import config_of, empty_model
 from trainer.engine.checkpoint.tensors import InMemoryTensor, blocks
 from trainer.engine.conversion.export import export_huggingface
 from trainer.engine.core.errors import CheckpointError
-from trainer.engine.tokenizers.tokenizer import ByteTokenizer
+from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 
 THEIRS, OURS = "model.layers.1.mlp.up_proj.weight", "layers.1.mlp.up.weight"
 SAYS = "does not fit float16: its largest number is 123456, and float16 ends at 65504"

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.engine.corpus.train_tokenizer import train_tokenizer
-from trainer.engine.sources.chat import ChatTemplate
-from trainer.engine.sources.chat_configs import ChatSource
+from trainer.engine.sources.chat import ChatSource
+from trainer.engine.sources.chat_renderer import ChatTemplate
 from trainer.engine.sources.configs import PythonSource
 
 SPECIAL = [

@@ -10,12 +10,12 @@ import pytest
 
 from trainer.engine.corpus.prepare import Preparation, prepare_folder
 from trainer.engine.corpus.progress import TokenisingProgress
+from trainer.engine.sources import documents as parts
 from trainer.engine.sources import files as sources
-from trainer.engine.sources import parts
 from trainer.engine.sources.configs import DocumentSource, JsonlSource
 from trainer.engine.sources.documents import Document, DocumentFault
-from trainer.engine.tokenizers.marked_text import MarkedText
-from trainer.engine.tokenizers.tokenizer import ByteTokenizer
+from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
+from trainer.engine.tokenizers.tokenizer import MarkedText
 
 SMALL = 20_000
 

@@ -17,9 +17,10 @@ from trainer.engine.data.dataset import OpenedData, open_data
 from trainer.engine.data.loader import Loader
 from trainer.engine.data.order import permute
 from trainer.engine.data.tables import Data
-from trainer.engine.sources.column_configs import HFSource, ParquetSource
 from trainer.engine.sources.configs import JsonlSource, SourceConfig, TextSource
-from trainer.engine.tokenizers.tokenizer import ByteTokenizer
+from trainer.engine.sources.hub import HFSource
+from trainer.engine.sources.parquet import ParquetSource
+from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 
 SEQ_LEN, WINDOW = 16, 1000
 CHANCE = random.Random(0)

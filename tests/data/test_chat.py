@@ -20,10 +20,16 @@ from tests.data.chats import (
     template,
 )  # fmt: skip
 from trainer.engine.core.errors import DataError, RecipeError
-from trainer.engine.sources.chat import ChatRenderer, find_template, rendering
-from trainer.engine.sources.chat_templates import CHATML, LLAMA3, TEMPLATES
+from trainer.engine.sources.chat_renderer import (
+    CHATML,
+    LLAMA3,
+    TEMPLATES,
+    ChatRenderer,
+    find_template,
+    rendering,
+)
+from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer
-from trainer.engine.tokenizers.tokenizer import ByteTokenizer
 
 CASES = {
     "chatml": (CHATML, [TALK, SYSTEM]),

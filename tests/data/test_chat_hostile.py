@@ -6,7 +6,7 @@ import pytest
 
 from tests.data.chats import TALK, template
 from trainer.engine.core.errors import DataError
-from trainer.engine.sources.chat import ChatRenderer, rendering
+from trainer.engine.sources.chat_renderer import ChatRenderer, rendering
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_hostile_template_gets_nowhere(text: str, reason: str) -> None:
 def test_a_template_that_never_ends_is_ended(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainer.engine.sources import chat
+    from trainer.engine.sources import chat_renderer as chat
 
     hasty = tmp_path / "hasty.py"
     source = chat.SANDBOX.read_text()
@@ -86,7 +86,7 @@ def test_a_hostile_template_cannot_say_more_than_fits() -> None:
 
 
 def test_the_process_that_renders_can_open_no_file(tmp_path: Path) -> None:
-    from trainer.engine.sources import chat
+    from trainer.engine.sources import chat_renderer as chat
 
     text = chat.SANDBOX.read_text().replace(
         "        signal.alarm(0)\n",

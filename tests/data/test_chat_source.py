@@ -15,9 +15,9 @@ from trainer.engine.data.batch import IGNORED
 from trainer.engine.data.dataset import open_data
 from trainer.engine.data.tables import Data
 from trainer.engine.sources.documents import DocumentFault
+from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer
-from trainer.engine.tokenizers.marked_text import MarkedText
-from trainer.engine.tokenizers.tokenizer import ByteTokenizer
+from trainer.engine.tokenizers.tokenizer import MarkedText
 
 
 def user(text: Any = "hi") -> dict[str, Any]:

@@ -20,7 +20,7 @@ from trainer.engine.corpus.train_tokenizer import train_tokenizer
 from trainer.engine.data.dataset import open_data
 from trainer.engine.data.tables import Data
 from trainer.engine.data.windows import open_window, window_folder
-from trainer.engine.sources.chat_configs import ChatSource
+from trainer.engine.sources.chat import ChatSource
 from trainer.engine.sources.configs import JsonlSource
 from trainer.engine.tokenizers.configs import HFTokenizer
 
@@ -187,7 +187,7 @@ def test_what_cannot_be_read_for_the_moment_is_not_called_damaged(
 
 
 def test_a_damaged_cache_of_a_source_stops_the_run_and_names_the_file(tmp_path: Path) -> None:
-    from trainer.engine.tokenizers.tokenizer import ByteTokenizer
+    from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "some words " * 20}) + "\n")
     data = Data(
@@ -218,7 +218,7 @@ def test_older_stores_are_opened_and_inspect_says_what_it_could_not_check(
 
 def test_a_flip_in_a_streams_window_has_it_made_again(tmp_path: Path) -> None:
     from trainer.engine.data.windows import Cursor, Producer, Reader
-    from trainer.engine.tokenizers.tokenizer import ByteTokenizer
+    from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "some words " * 20}) + "\n")
     source = JsonlSource(path=str(tmp_path / "a.jsonl"))

@@ -18,7 +18,7 @@ from trainer.engine.data.order import TrainingOrder
 from trainer.engine.data.packing import PACKINGS, ConcatRows
 from trainer.engine.data.tables import Data
 from trainer.engine.sources.configs import SourceConfig, TextSource
-from trainer.engine.tokenizers.tokenizer import ByteTokenizer
+from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 
 TWO_SOURCES: list[SourceConfig] = [
     SyntheticSource(num_documents=40, document_tokens=50, weight=3.0),

@@ -18,7 +18,8 @@ from trainer.engine.corpus.train_tokenizer import train_tokenizer
 from trainer.engine.sources.configs import PythonSource
 from trainer.engine.tokenizers import fast_bpe, hf_tokenizer
 from trainer.engine.tokenizers.fast_bpe import FastBPE, Unproven
-from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer, TokenizerFiles
+from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer
+from trainer.engine.tokenizers.tokenizer_files import TokenizerFiles
 
 SPECIAL = ["<|endoftext|>", "<|im", "<|im_start|>", "xyzzy"]
 SNIPPETS = [

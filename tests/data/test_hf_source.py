@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from trainer.engine.core.errors import DataError
 from trainer.engine.corpus.prepare import open_or_prepare
 from trainer.engine.sources import hub
-from trainer.engine.sources.column_configs import HFSource
 from trainer.engine.sources.documents import DocumentFault
-from trainer.engine.tokenizers.tokenizer import ByteTokenizer
+from trainer.engine.sources.hub import HFSource
+from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 
 TEXTS = [f"document {number} " + "ä€\n" * (number % 7) for number in range(500)]
 

@@ -9,8 +9,8 @@ import pytest
 
 from trainer.engine.core.errors import DataError, EnvironmentFault
 from trainer.engine.sources import parquet
-from trainer.engine.sources.column_configs import ParquetSource
 from trainer.engine.sources.documents import DocumentFault
+from trainer.engine.sources.parquet import ParquetSource
 
 TEXTS = [f"document {number} " + "ä€\n" * (number % 7) for number in range(1000)]
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.limits import limited
 from trainer.engine.sources import parquet, parquet_pages
-from trainer.engine.sources.column_configs import ParquetSource
 from trainer.engine.sources.documents import Document, DocumentFault
+from trainer.engine.sources.parquet import ParquetSource
 from trainer.engine.sources.parquet_pages import read_header
 
 

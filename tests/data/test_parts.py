@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.engine.sources import documents as parts
 from trainer.engine.sources import files as sources
-from trainer.engine.sources import parts
 from trainer.engine.sources.configs import DocumentSource, JsonlSource, TextSource
 from trainer.engine.sources.documents import DocumentFault
 

@@ -18,14 +18,13 @@ from xxhash import xxh3_128_hexdigest
 
 from tests.data.stores import read_described, write_described
 from trainer.engine.core.errors import DataError, EnvironmentFault, RecipeError
-from trainer.engine.corpus.columns import make_chunk
 from trainer.engine.corpus.configs import TokensSource
-from trainer.engine.corpus.manifest import Tally
 from trainer.engine.corpus.prepare import cache_folder, default_cache, open_or_prepare, open_source
 from trainer.engine.corpus.store import StoreWriter, TokenStore
-from trainer.engine.corpus.tokenise import Tokenised
+from trainer.engine.corpus.tokenise import Tally, Tokenised, make_chunk
 from trainer.engine.sources.configs import JsonlSource, TextSource
-from trainer.engine.tokenizers.tokenizer import ByteTokenizer, Ids
+from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
+from trainer.engine.tokenizers.tokenizer import Ids
 
 
 class CountingTokenizer(ByteTokenizer):

@@ -20,15 +20,15 @@ from tests.data.corpora import (
 )
 from trainer.engine.core.errors import DataError, EnvironmentFault, RecipeError, RunInUse
 from trainer.engine.corpus import prepare
-from trainer.engine.corpus.manifest import Tally
 from trainer.engine.corpus.part_stores import PartStores
 from trainer.engine.corpus.prepare import Preparation, prepare_folder
 from trainer.engine.corpus.progress import TokenisingProgress, describe
 from trainer.engine.corpus.store import TokenStore
+from trainer.engine.corpus.tokenise import Tally
 from trainer.engine.sources.configs import TextSource
 from trainer.engine.sources.documents import Document
-from trainer.engine.tokenizers.marked_text import MarkedText
-from trainer.engine.tokenizers.tokenizer import ByteTokenizer
+from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
+from trainer.engine.tokenizers.tokenizer import MarkedText
 
 pytestmark = pytest.mark.usefixtures("small_parts")
 

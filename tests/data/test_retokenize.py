@@ -13,14 +13,14 @@ from tests.data.stores import read_described, write_described
 from trainer.cli.data import app
 from trainer.engine.core.errors import DataError, TrainerError
 from trainer.engine.corpus import retokenize
-from trainer.engine.corpus.columns import make_chunk
-from trainer.engine.corpus.kept import kept_tokenizer
-from trainer.engine.corpus.manifest import Tally, read_manifest
+from trainer.engine.corpus.manifest import read_manifest
 from trainer.engine.corpus.prepare import open_source
+from trainer.engine.corpus.retokenize import kept_tokenizer
 from trainer.engine.corpus.store import StoreWriter, TokenStore
-from trainer.engine.corpus.tokenise import Tokenised
+from trainer.engine.corpus.tokenise import Tally, Tokenised, make_chunk
 from trainer.engine.sources.configs import JsonlSource
-from trainer.engine.tokenizers.tokenizer import ByteTokenizer, Tokenizer
+from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
+from trainer.engine.tokenizers.tokenizer import Tokenizer
 
 TEXTS = [
     f"the {word} sat on the {other}\n" * 9 for word in ("cat", "hat") for other in ("mät", "☃")

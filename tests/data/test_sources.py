@@ -14,7 +14,7 @@ from trainer.engine.corpus.store import TokenStore
 from trainer.engine.sources import files as sources
 from trainer.engine.sources.configs import DocumentSource, JsonlSource, PythonSource, TextSource
 from trainer.engine.sources.documents import DocumentFault
-from trainer.engine.tokenizers.tokenizer import ByteTokenizer
+from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 
 GOOD = b'{"text": "good"}\n'
 

@@ -12,18 +12,11 @@ import pytest
 
 from tests.data.stores import read_described, write_described
 from trainer.engine.core.errors import DataError
-from trainer.engine.corpus.columns import make_chunk
-from trainer.engine.corpus.manifest import (
-    PAGE_TOKENS,
-    CorpusManifest,
-    Tally,
-    damaged_files,
-    read_manifest,
-)
+from trainer.engine.corpus.manifest import PAGE_TOKENS, CorpusManifest, damaged_files, read_manifest
 from trainer.engine.corpus.store import StoreWriter, TokenStore
-from trainer.engine.corpus.tokenise import Tokenised
+from trainer.engine.corpus.tokenise import Tally, Tokenised, make_chunk
 from trainer.engine.data.packing import PACKINGS
-from trainer.engine.tokenizers.tokenizer import ByteTokenizer
+from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 
 SHARDS = 4
 

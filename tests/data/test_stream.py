@@ -19,8 +19,8 @@ from tests.data.streams import (
 )
 from trainer.engine.corpus.configs import SyntheticSource
 from trainer.engine.data.loader import Loader
-from trainer.engine.sources.chat_configs import ChatSource
-from trainer.engine.sources.column_configs import ParquetSource
+from trainer.engine.sources.chat import ChatSource
+from trainer.engine.sources.parquet import ParquetSource
 
 pytestmark = pytest.mark.usefixtures("small_windows")
 

@@ -16,10 +16,10 @@ from tokenizers import (
     trainers,
 )
 
-from trainer.engine.data.batch import IGNORED, Batch
-from trainer.engine.data.token_bytes import count_bytes
-from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer, TokenizerFiles
-from trainer.engine.tokenizers.tokenizer import ByteTokenizer
+from trainer.engine.data.batch import IGNORED, Batch, count_bytes
+from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
+from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer
+from trainer.engine.tokenizers.tokenizer_files import TokenizerFiles
 
 TEXTS = [
     "",

@@ -19,9 +19,10 @@ from tokenizers import (
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trainer.engine.core.errors import DataError
+from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer
-from trainer.engine.tokenizers.marked_text import MarkedText
-from trainer.engine.tokenizers.tokenizer import ByteTokenizer, byte_characters
+from trainer.engine.tokenizers.tokenizer import MarkedText
+from trainer.engine.tokenizers.tokenizer_files import byte_characters
 
 TEXTS = [
     "",

@@ -10,18 +10,16 @@ import torch
 
 from tests.conversion.models import hf_folder, loaded_by_transformers
 from trainer.engine.core.errors import DataError
-from trainer.engine.corpus.columns import make_chunk
 from trainer.engine.corpus.configs import TokensSource
-from trainer.engine.corpus.manifest import Tally
 from trainer.engine.corpus.store import StoreWriter
-from trainer.engine.corpus.tokenise import Tokenised
+from trainer.engine.corpus.tokenise import Tally, Tokenised, make_chunk
 from trainer.engine.inference.measure import measure_source, measure_validation
 from trainer.engine.inference.open import Dtype, open_model
 from trainer.engine.inference.windows import windows
 from trainer.engine.recipe.schema import Recipe
 from trainer.engine.sources.configs import JsonlSource, TextSource
-from trainer.engine.tokenizers.marked_text import MarkedText
-from trainer.engine.tokenizers.tokenizer import ByteTokenizer, count_bytes
+from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer, count_bytes
+from trainer.engine.tokenizers.tokenizer import MarkedText
 
 TEXT = "def naïve(x):\n    return [x * i for i in range(10)]  # ü\n"
 

@@ -10,9 +10,9 @@ import pytest
 
 import trainer
 from trainer.engine.recipe.load import load_recipe
-from trainer.engine.sources.chat_configs import ChatSource
-from trainer.engine.tokenizers.marked_text import MarkedText
-from trainer.engine.tokenizers.tokenizer import ByteTokenizer
+from trainer.engine.sources.chat import ChatSource
+from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
+from trainer.engine.tokenizers.tokenizer import MarkedText
 
 RECIPE = Path(trainer.__file__).parent.resolve() / "recipes" / "chat_debug.toml"
 

@@ -8,7 +8,7 @@ from tests.limits import limited
 from trainer.engine.core.errors import RecipeError
 from trainer.engine.inference.generate import generate, sampling_probabilities
 from trainer.engine.parallel.materialize import materialize
-from trainer.engine.tokenizers.tokenizer import ByteTokenizer
+from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from trainer.kernels.choose import choose
 from trainer.model_zoo.language_model import LanguageModel
 from trainer.model_zoo.llama3.config import Llama3Config

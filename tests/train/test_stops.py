@@ -15,7 +15,7 @@ from tests.train.processes import finish, rows, start, tensors, wait_for_lines, 
 from trainer.engine.core.run_state import read_state
 from trainer.engine.launch import signals
 from trainer.engine.report.status import examine
-from trainer.engine.sources import parts
+from trainer.engine.sources import documents as parts
 
 ROOT = Path(trainer.__file__).absolute().parents[1]
 STEPS = 6

@@ -138,7 +138,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
         if isinstance(tensor, _asynchronous()):
-            tensor = cast(Any, tensor).elem
+            tensor = cast("Any", tensor).elem
         device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
         if device.type == "meta":
             return

@@ -48,7 +48,7 @@ def ring_attention(
     if torch.compiler.is_compiling():
         out: Tensor = _operation(query, pair, documents, kernel.name, group.group_name)[0]
         return out
-    return cast(Tensor, _Ring.apply(query, pair, documents, kernel, group))  # type: ignore[no-untyped-call]
+    return cast("Tensor", _Ring.apply(query, pair, documents, kernel, group))  # type: ignore[no-untyped-call]
 
 
 class _Ring(torch.autograd.Function):

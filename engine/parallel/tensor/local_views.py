@@ -50,11 +50,11 @@ class LocalViews:
 
 def local_parameter(owner: LocalViews, key: str) -> Tensor:
     """Return the tensor that a module computes with in place of one of its parameters."""
-    parameter = cast(Tensor, cast(nn.Module, owner)._parameters[key])
+    parameter = cast("Tensor", cast("nn.Module", owner)._parameters[key])
     local_view = owner.local_views.get(key)
     if local_view is None:
         return parameter
-    placed = cast(DTensor, parameter)
+    placed = cast("DTensor", parameter)
     # Outside of the forward pass FSDP asks for the parameter that it sharded, on a larger mesh.
     if local_view.group is not None and placed.device_mesh.ndim > 1:
         return placed
@@ -99,7 +99,7 @@ def distribute_parameter(
     module: nn.Module, key: str, mesh: DeviceMesh, placements: list[Placement]
 ) -> None:
     """Replace a parameter on the meta device by a DTensor."""
-    weight = cast(nn.Parameter, module._parameters[key])
+    weight = cast("nn.Parameter", module._parameters[key])
     placed = distribute_tensor(weight.data, mesh, placements, src_data_rank=None)
     module._parameters[key] = nn.Parameter(placed, requires_grad=weight.requires_grad)
 
@@ -113,7 +113,7 @@ def replicate_parameters(model: nn.Module, names: Collection[str], mesh: DeviceM
     for name in names:
         path, _, key = name.rpartition(".")
         module = model.get_submodule(path)
-        weight = cast(nn.Parameter, module._parameters[key])
+        weight = cast("nn.Parameter", module._parameters[key])
         plain = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         module._parameters[key] = nn.Parameter(plain, requires_grad=weight.requires_grad)
         distribute_parameter(module, key, mesh, [Replicate()] * mesh.ndim)

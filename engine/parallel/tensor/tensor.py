@@ -130,9 +130,9 @@ def _wrap_module(
 ) -> None:
     """Let a module compute with its local shards, and add the collective of its style."""
     if style == "vocabulary":
-        rows = rows_per_rank(len(cast(Tensor, module._parameters["weight"])), mesh.size())
+        rows = rows_per_rank(len(cast("Tensor", module._parameters["weight"])), mesh.size())
         install_local_views(module, local_views, _SplitEmbedding)
-        cast(_SplitEmbedding, module).first_row = rows * mesh.get_local_rank()
+        cast("_SplitEmbedding", module).first_row = rows * mesh.get_local_rank()
     else:
         install_local_views(module, local_views)
     if hook := HOOKS.get(style):

@@ -1,0 +1,146 @@
+"""The files of a tokenizer as Hugging Face's libraries read and write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import DataError
+from ..core.files import atomic_write, open_regular
+
+# The largest known are 35 MB, with ids below 300,000.
+MAX_FILE_BYTES = 2**27
+MAX_SETTINGS_BYTES = 2**23
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """What Hugging Face keeps of a tokenizer.
+
+    Args:
+        place: what to call it in messages.
+        content: of `tokenizer.json`.
+        special_tokens: texts by role, such as "eos_token".
+        chat_template: Jinja.
+    """
+
+    place: str
+    content: bytes
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    chat_template: str | None = None
+
+
+def read_files(path: Path) -> TokenizerFiles:
+    """Read `tokenizer.json` and what lies beside it.
+
+    Raises:
+        DataError: a file is missing, too large or malformed.
+    """
+    path = path.expanduser()
+    file = path / "tokenizer.json" if path.is_dir() else path
+    hint = "tokenizer.path is a tokenizer.json or its folder"
+    content = read_limited(file, MAX_FILE_BYTES, hint)
+    config = _settings(file.with_name("tokenizer_config.json"))
+    special = {**_settings(file.with_name("special_tokens_map.json")), **config}
+    template = file.with_name("chat_template.jinja")
+    return TokenizerFiles(
+        place=str(file),
+        content=content,
+        special_tokens={
+            name: text
+            for name, token in special.items()
+            if name.endswith("_token") and (text := _token_text(token)) is not None
+        },
+        chat_template=(
+            decoded(template, read_limited(template, MAX_SETTINGS_BYTES))
+            if template.is_file()
+            else _default_template(config.get("chat_template"))
+        ),
+    )
+
+
+def read_limited(file: Path, limit: int, hint: str = "") -> bytes:
+    """Return a file's bytes.
+
+    Raises:
+        DataError: it cannot be read, or it has more than `limit` bytes.
+    """
+    try:
+        with open_regular(file) as opened:
+            content = opened.read(limit + 1)
+    except OSError as error:
+        raise DataError(f"{file}: {error.strerror}", hint) from error
+    if len(content) > limit:
+        raise DataError(f"{file}: larger than {limit >> 20} MiB, the most that it may have", hint)
+    return content
+
+
+def decoded(file: Path, content: bytes) -> str:
+    """Return UTF-8 text without a byte-order mark.
+
+    Raises:
+        DataError: it is not UTF-8.
+    """
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: not UTF-8: {error.reason}") from error
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """Return a JSON object, empty if there is no such file."""
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(read_limited(file, MAX_SETTINGS_BYTES).decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file}: not a JSON object: {error}") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{file}: not a JSON object")
+    return value
+
+
+def _token_text(token: Any) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _default_template(value: Any) -> str | None:
+    """Return the template of `tokenizer_config.json`; of several, the one named "default"."""
+    if isinstance(value, list):
+        named = {each.get("name"): each.get("template") for each in value if isinstance(each, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None
+
+
+def write_files(folder: Path, content: bytes, settings: Mapping[str, Any]) -> None:
+    """Write a tokenizer as Hugging Face's libraries read it, and sync it to disk.
+
+    Args:
+        folder: exists.
+        content: of `tokenizer.json`.
+        settings: of `tokenizer_config.json`.
+    """
+    texts = {
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **settings},
+        "special_tokens_map.json": {
+            name: token for name, token in settings.items() if name.endswith("_token")
+        },
+    }
+    atomic_write(folder / "tokenizer.json", content.decode())
+    for name, value in texts.items():
+        atomic_write(folder / name, json.dumps(value, ensure_ascii=False, indent=2) + "\n")
+
+
+def byte_characters() -> list[str]:
+    """Return the printable stand-in of each byte in byte-level vocabularies.
+
+    Source: `bytes_to_unicode` of https://github.com/openai/gpt-2/blob/master/src/encoder.py
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in printable)
+    stand_ins = {byte: 256 + number for number, byte in enumerate(others)}
+    return [chr(stand_ins.get(byte, byte)) for byte in range(256)]
