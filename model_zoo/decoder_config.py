@@ -11,7 +11,7 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from .config import ModelConfig, PositiveFloat, Size
-from .layers.moe_config import MoESettings
+from .layers.configs import MoESettings
 
 
 class DecoderConfig(ModelConfig):

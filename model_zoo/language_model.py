@@ -1,4 +1,4 @@
-"""The contract between a model and the engine."""
+"""The contract between a model and the engine: forward pass, cache, loss and initial values."""
 
 from __future__ import annotations
 
@@ -8,8 +8,105 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .layers.cache import KVCache
-from .layers.head import LossFunction as LossFunction
+
+class BlockCache:
+    """One block's keys and values: memory for `capacity` positions, taken at first use."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        self._held: tuple[Tensor, Tensor] | None = None
+
+    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append [B, S, G, K] keys and [B, S, G, W] values and return all so far, S = length."""
+        if self._held is None:
+            shapes = [(len(x), self.capacity, *x.shape[2:]) for x in (key, value)]
+            self._held = key.new_empty(shapes[0]), value.new_empty(shapes[1])
+        start, self.length = self.length, self.length + key.shape[1]
+        for held, new in zip(self._held, (key, value), strict=True):
+            held[:, start : self.length] = new
+        keys, values = self._held
+        return keys[:, : self.length], values[:, : self.length]
+
+
+class KVCache:
+    """What a model remembers of the positions it has seen.
+
+    Args:
+        capacity: positions that fit.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        self._blocks: dict[int, BlockCache] = {}
+        self._document_ids: Tensor | None = None
+
+    def block(self, number: int) -> BlockCache:
+        """Return the part of block `number`."""
+        return self._blocks.setdefault(number, BlockCache(self.capacity))
+
+    def extend(self, count: int, document_ids: Tensor | None) -> Tensor | None:
+        """Count `count` new positions in, and return the document ids of all, [B, length].
+
+        Document ids are given at every call or at none.
+        """
+        start, self.length = self.length, self.length + count
+        if document_ids is None:
+            return None
+        if self._document_ids is None:
+            self._document_ids = document_ids.new_empty(document_ids.shape[0], self.capacity)
+        self._document_ids[:, start : self.length] = document_ids
+        return self._document_ids[:, : self.length]
+
+
+LossFunction = Callable[..., Tensor]
+"""(hidden [T, D], head weight [V, D], labels [T], -100 ignored) -> the sum over tokens that is
+minimised, fp32. Given a list as `token_losses`, it appends the task's loss of each token to it,
+without regularisers and without gradient: [T], in one piece or several."""
+
+
+class LossRecord:
+    """A loss function for one forward pass that keeps the loss of each token.
+
+    A model calls it for its labels first. Later calls are for what the model learns besides, such
+    as tokens farther ahead: they are minimised, and no part of the task's loss.
+    """
+
+    def __init__(self, loss: LossFunction) -> None:
+        self._loss = loss
+        self._token_losses: list[Tensor] = []
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """Return the sum that is minimised; see `LanguageModel.forward`."""
+        if self._token_losses:
+            return self._loss(hidden, weight, labels)
+        return self._loss(hidden, weight, labels, token_losses=self._token_losses)
+
+    def sums(self, total: Tensor, sources: Tensor | None = None, num_sources: int = 0) -> Tensor:
+        """Return the sum that is minimised, the task's loss, and that by source; without gradient.
+
+        Args:
+            total: what the forward pass returned.
+            sources: see `Batch`.
+            num_sources: how many there are; 0: losses are not told apart.
+
+        Returns:
+            [2 + num_sources].
+        """
+        # As the kernel sums: without regularisers both are the same to the bit.
+        task = torch.stack([each.sum() for each in self._token_losses]).sum()
+        sums = torch.stack([total.detach(), task])
+        if sources is None or not num_sources:
+            return sums
+        rows = torch.cat(self._token_losses).view(len(sources), -1).sum(1)
+        return torch.cat([sums, sum_by_source(rows, sources, num_sources)])
+
+
+def sum_by_source(rows: Tensor, sources: Tensor, num_sources: int) -> Tensor:
+    """Return the sum of each source's rows; what is not finite stays in its own source."""
+    mine = sources == torch.arange(num_sources, device=sources.device).unsqueeze(1)
+    return torch.where(mine, rows, 0).sum(1)
 
 
 @dataclass(frozen=True)

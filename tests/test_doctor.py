@@ -77,7 +77,7 @@ micro_batch = 2
 """
 BREAKS = """
 import time
-from trainer.model_zoo.layers.mlp import GatedMLP
+from trainer.model_zoo.layers.dense import GatedMLP
 
 forward = GatedMLP.forward
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...kernels.choose import Kernels
-from ...model_zoo.layers.adapter_names import is_adapter
+from ...model_zoo.layout import is_adapter
 from ..core.errors import Problem, RecipeError
 from ..core.heartbeat import heartbeat
 from ..corpus.checksums import Share

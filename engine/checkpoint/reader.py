@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from ...model_zoo.layers.moe_config import is_load
+from ...model_zoo.layout import is_load
 from ..core.errors import CheckpointError, nearest
 from ..core.text.listed import MAX_SHOWN, listed
 from .find import find_checkpoint

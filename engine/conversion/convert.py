@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...model_zoo.layers.moe_config import is_load
+from ...model_zoo.layout import is_load
 from ..checkpoint.tensors import TensorRows, differing, nbytes
 from ..core.errors import CheckpointError, DataError, RecipeError
 from ..core.files import require_path

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ...model_zoo.layers.adapter_names import DOWN, is_adapter
+from ...model_zoo.layout import DOWN, is_adapter
 from ..checkpoint.find import find_checkpoint
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.tensors import row_count
@@ -54,7 +54,7 @@ def save_adapter(
         CheckpointError: there are no adapters, Hugging Face has no names for them, or writing
             failed.
     """
-    from ...model_zoo.layers.adapter import AdaptedLinear
+    from ...model_zoo.layers.dense import AdaptedLinear
 
     adapters = {}
     for name, value in model.named_parameters():

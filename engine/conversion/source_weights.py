@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...model_zoo.hf_settings import SettingsError
-from ...model_zoo.layers.adapter_names import DOWN, UP, is_adapter
+from ...model_zoo.config import SettingsError
+from ...model_zoo.layout import DOWN, UP, is_adapter
 from ..checkpoint.tensors import DerivedTensor, TensorRows
 from ..core.errors import CheckpointError
 from ..core.text.listed import listed

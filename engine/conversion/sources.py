@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...model_zoo.layers.adapter_names import is_adapter
+from ...model_zoo.layout import is_adapter
 from ..checkpoint.find import candidates
 from ..checkpoint.manifest import (
     DATA_SUFFIXES,

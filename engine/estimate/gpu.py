@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.cross_entropy.reference import GPU_ROWS
-from ...model_zoo.layers.norm import RMSNorm
+from ...model_zoo.layers.dense import RMSNorm
 
 if TYPE_CHECKING:
     from ..assemble.assemble import BuiltModel

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from ...model_zoo.layers.adapter_names import is_adapter
+from ...model_zoo.layout import is_adapter
 from ..checkpoint.box import held_box
 from ..checkpoint.tensors import BLOCK_BYTES, TensorRows, row_bytes, row_count
 from ..core.errors import CheckpointError

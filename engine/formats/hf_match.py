@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ...model_zoo.hf_settings import flat, impossible, inconsistent
-from ...model_zoo.hf_settings import shown as text
+from ...model_zoo.config import flat, impossible, inconsistent
+from ...model_zoo.config import shown as text
 from ..checkpoint.tensors import DTYPES, TensorRows, differing
 from ..core.errors import nearest
 from ..core.text.listed import MAX_SHOWN, shown

@@ -10,7 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ...model_zoo.layers.cache import KVCache
+from ...model_zoo.language_model import KVCache
 from ..core.errors import RecipeError
 
 if TYPE_CHECKING:

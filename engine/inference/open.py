@@ -216,7 +216,7 @@ def _in_dtype(recipe: Recipe, dtype: Dtype | None) -> Recipe:
 
 
 def _foreign_recipe(folder: Path, settings: dict[str, Any]) -> Recipe:
-    from ...model_zoo.hf_settings import SettingsError, sizes_of
+    from ...model_zoo.config import SettingsError, sizes_of
     from ..core.models import models
     from ..recipe.schema import Recipe
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...model_zoo.language_model import LanguageModel
-from ...model_zoo.layers.cache import KVCache
+from ...model_zoo.language_model import KVCache, LanguageModel
 from ..parallel.pipeline.pipeline import Pipeline
 
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from ...model_zoo.layers.adapter import AdaptedLinear
-from ...model_zoo.layers.adapter_names import DOWN, UP, is_adapter
-from ...model_zoo.layers.linear import Linear
+from ...model_zoo.layers.dense import AdaptedLinear, Linear
+from ...model_zoo.layout import DOWN, UP, is_adapter
 from ..checkpoint.tensors import InMemoryTensor
 from ..core.errors import CheckpointError
 from ..core.local import is_split

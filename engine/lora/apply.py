@@ -6,9 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ...model_zoo.language_model import Constant, LanguageModel, Normal
-from ...model_zoo.layers.adapter import AdaptedLinear
-from ...model_zoo.layers.adapter_names import is_adapter
-from ...model_zoo.layers.linear import Linear
+from ...model_zoo.layers.dense import AdaptedLinear, Linear
+from ...model_zoo.layout import is_adapter
 from ..core.errors import Problem, RecipeError, nearest
 from ..optim.groups import matcher
 

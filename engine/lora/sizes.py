@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING
 
-from ...model_zoo.layers.adapter_names import DOWN, UP, is_adapter
+from ...model_zoo.layout import DOWN, UP, is_adapter
 from ..optim.groups import matcher
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from ..core.registry import Registry
 
 if TYPE_CHECKING:
     from ...kernels.choose import Kernels
-    from ...model_zoo.loss import LossFunction
+    from ...model_zoo.language_model import LossFunction
 
 
 class LossConfig(Component):

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...model_zoo.layers.adapter_names import DOWN, UP, is_adapter
-from ...model_zoo.layout import translate
+from ...model_zoo.layout import DOWN, UP, is_adapter, translate
 from ..core.errors import Problem, RecipeError
 from ..core.text.shown import dotted
 from .mesh import EXPERT_AXES, Degrees, expert_grid, is_sharded

@@ -18,7 +18,7 @@ from .tables import Float8, Narrow
 if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
     from ...model_zoo.language_model import LanguageModel
-    from ...model_zoo.layers.linear import Linear
+    from ...model_zoo.layers.dense import Linear
     from ...model_zoo.layers.moe import Experts
     from .tables import MX
 

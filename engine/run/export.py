@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...model_zoo.layers.adapter_names import is_adapter
+from ...model_zoo.layout import is_adapter
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.reader import load_state
 from ..checkpoint.state import model_state

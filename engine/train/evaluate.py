@@ -17,8 +17,7 @@ from ..launch.signals import StopRequested
 from .step import count_tokens, forward_loss
 
 if TYPE_CHECKING:
-    from ...model_zoo.language_model import LanguageModel
-    from ...model_zoo.loss import LossFunction
+    from ...model_zoo.language_model import LanguageModel, LossFunction
     from ..launch.signals import StopFlag
     from ..parallel.mesh import Degrees
     from ..parallel.pipeline.pipeline import Pipeline

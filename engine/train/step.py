@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...model_zoo.loss import LossRecord, sum_by_source
+from ...model_zoo.language_model import LossRecord, sum_by_source
 from ..core.local import local
 from ..data.batch import IGNORED, Batch
 from ..observe.observer import Mean
@@ -23,7 +23,7 @@ from .balance import Balance
 from .update import UpdateInBackward, global_norm
 
 if TYPE_CHECKING:
-    from ...model_zoo.loss import LossFunction
+    from ...model_zoo.language_model import LossFunction
 
 
 def count_tokens(batch: Batch, num_sources: int = 0) -> Tensor:

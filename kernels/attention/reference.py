@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .sinks import sinking
+from .partial_sdpa import sinking
 
 
 def sdpa(

@@ -8,12 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import Field, NonNegativeFloat
 
-from ..config import PositiveFloat, Size
+from ..config import PositiveFloat, Size, sizes_of, validate
 from ..decoder_config import DecoderConfig, mlp_shapes
-from ..hf_settings import sizes_of, validate
-from ..layers.latent_config import LatentSizes
-from ..layers.moe_config import MoESettings
-from ..layers.rotary_config import YarnScaling
+from ..layers.configs import LatentSizes, MoESettings, YarnScaling
 from .layout import LAYOUT
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """DeepSeek-V3's names. Torch-free."""
 
-from ..decoder_layout import (
+from ..layout import (
     ENDS_HF,
     ENDS_TENSOR,
     EXPERTS_FORMS,
@@ -12,8 +12,8 @@ from ..decoder_layout import (
     MLP_TENSOR,
     MOE_TENSOR,
     YARN_KEYS,
+    Layout,
 )
-from ..layout import Layout
 
 # The latents are computed by each tensor rank: they are narrow, and all heads need them.
 LATENT_TENSOR = {

@@ -10,15 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.choose import Kernels
-from ..decoder import Block, Decoder
-from ..language_model import LossFunction
-from ..layers.cache import BlockCache, KVCache
-from ..layers.head import Prediction
+from ..decoder import Block, Decoder, Prediction
+from ..language_model import BlockCache, KVCache, LossFunction
+from ..layers.dense import GatedMLP, Linear, RMSNorm
 from ..layers.latent_attention import LatentAttention
-from ..layers.linear import Linear
-from ..layers.mlp import GatedMLP
 from ..layers.moe import MoE
-from ..layers.norm import RMSNorm
 from ..layers.rotary import rotation, yarn
 from .config import DeepSeekV3Config
 

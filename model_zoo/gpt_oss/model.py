@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.choose import Kernels
-from ...kernels.swiglu.clamped import clamped_swiglu
+from ...kernels.swiglu.reference import clamped_swiglu
 from ..decoder import Block, Decoder
 from ..language_model import Constant, Normal
 from ..layers.attention import GroupedQueryAttention
+from ..layers.configs import MoESettings
 from ..layers.moe import Experts, MoE
-from ..layers.moe_config import MoESettings
 from ..layers.rotary import rotation, yarn
 from ..layers.router import Router
 from .config import GptOssConfig

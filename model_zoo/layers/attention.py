@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from ...kernels.choose import Kernels
 from ..decoder_config import GroupedQueryConfig
-from .cache import BlockCache
-from .linear import Linear
-from .norm import RMSNorm
+from ..language_model import BlockCache
+from .dense import Linear, RMSNorm
 
 
 class GroupedQueryAttention(nn.Module):

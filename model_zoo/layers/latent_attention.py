@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.choose import Kernels
-from .cache import BlockCache
-from .latent_config import LatentSizes
-from .linear import Linear
-from .norm import RMSNorm
+from ..language_model import BlockCache
+from .configs import LatentSizes
+from .dense import Linear, RMSNorm
 from .rotary import halves
 
 

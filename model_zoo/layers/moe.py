@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from ...kernels.choose import Kernels
 from ...kernels.routing.reference import RoutingPlan
 from ...kernels.tally.op import tallied
-from .mlp import GatedMLP
-from .moe_config import MoESettings
-from .norm import RMSNorm
+from .configs import MoESettings
+from .dense import GatedMLP, RMSNorm
 from .router import Router
 
 EXTRA = 3

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .moe_config import MoESettings
+from .configs import MoESettings
 
 
 class Routing(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from ..hf_settings import SettingsError, shown, validate
+from ..config import SettingsError, shown, validate
 from .config import Llama3Config
 
 NAMES = {

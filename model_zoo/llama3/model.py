@@ -8,7 +8,7 @@ from torch import Tensor
 from ...kernels.choose import Kernels
 from ..decoder import Block, Decoder
 from ..layers.attention import GroupedQueryAttention
-from ..layers.mlp import GatedMLP
+from ..layers.dense import GatedMLP
 from ..layers.rotary import stretch
 from .config import Llama3Config
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from ...kernels.choose import Kernels
 from ..decoder import Block, Decoder, Tables
+from ..language_model import KVCache
 from ..layers.attention import GroupedQueryAttention
-from ..layers.cache import KVCache
-from ..layers.mlp import GatedMLP
+from ..layers.dense import GatedMLP
 from ..layers.moe import Experts, MoE
 from ..layers.rotary import halves, stretch
 from .config import Llama4Config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...kernels.choose import Kernels
 from ..decoder import Block, Decoder
 from ..layers.attention import GroupedQueryAttention
-from ..layers.mlp import GatedMLP
+from ..layers.dense import GatedMLP
 from ..layers.moe import MoE
 from .config import Qwen3Config
 

@@ -6,7 +6,7 @@ from torch.autograd import gradcheck
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from trainer.kernels.swiglu.clamped import clamped_swiglu
+from trainer.kernels.swiglu.reference import clamped_swiglu
 
 
 def columns(dtype=torch.float64):

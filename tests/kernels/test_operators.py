@@ -12,7 +12,7 @@ from trainer.kernels.rms_norm import reference as rms_norm_reference
 from trainer.kernels.rotary import op as rotary
 from trainer.kernels.swiglu import op as swiglu
 from trainer.kernels.swiglu import reference as swiglu_reference
-from trainer.kernels.swiglu.clamped import clamped_swiglu
+from trainer.kernels.swiglu.reference import clamped_swiglu
 
 EPS = 1e-5
 

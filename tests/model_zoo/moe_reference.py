@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer.kernels.choose import choose
+from trainer.model_zoo.layers.configs import MoESettings
 from trainer.model_zoo.layers.moe import MoE
-from trainer.model_zoo.layers.moe_config import MoESettings
 
 DIM, EPS = 16, 1e-5
 

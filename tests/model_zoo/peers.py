@@ -11,7 +11,7 @@ from trainer.engine.core.models import models
 from trainer.engine.parallel.materialize import materialize, without_storage
 from trainer.kernels.choose import choose
 from trainer.kernels.cross_entropy.reference import linear_cross_entropy
-from trainer.model_zoo.layers.cache import KVCache
+from trainer.model_zoo.language_model import KVCache
 from trainer.model_zoo.llama3.config import Llama3Config
 
 FLAVORS = [(family, flavor) for family in models for flavor in models[family].flavors]

@@ -22,7 +22,7 @@ from tests.model_zoo.peers import (
 )
 from trainer.kernels.cross_entropy.reference import linear_cross_entropy
 from trainer.model_zoo.deepseek_v3.config import DeepSeekV3Config
-from trainer.model_zoo.loss import LossRecord
+from trainer.model_zoo.language_model import LossRecord
 
 SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "ffn_dim": 48, "vocab_size": VOCAB}
 LATENTS = {

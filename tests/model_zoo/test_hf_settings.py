@@ -10,7 +10,7 @@ import pytest
 from tests.model_zoo.peers import FLAVORS
 from trainer.engine.core.errors import CheckpointError
 from trainer.engine.core.models import family_of, models
-from trainer.model_zoo.hf_settings import SettingsError
+from trainer.model_zoo.config import SettingsError
 from trainer.model_zoo.llama3.config import Llama3Config
 
 REQUIRED = {

@@ -7,11 +7,10 @@ from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
 from trainer.kernels.choose import choose
-from trainer.model_zoo.layers.cache import BlockCache
+from trainer.model_zoo.language_model import BlockCache
+from trainer.model_zoo.layers.configs import LatentSizes, YarnScaling
 from trainer.model_zoo.layers.latent_attention import LatentAttention
-from trainer.model_zoo.layers.latent_config import LatentSizes
 from trainer.model_zoo.layers.rotary import frequencies, rotation, yarn
-from trainer.model_zoo.layers.rotary_config import YarnScaling
 
 DIM, HEADS, THETA, EPS = 24, 3, 1000.0, 1e-6
 SIZES = {"kv_lora_rank": 10, "nope_head_dim": 12, "rope_head_dim": 8, "value_head_dim": 14}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.model_zoo.peers import VOCAB, assert_equal, built, num_parameters, reach, tokens, twin
-from trainer.model_zoo.hf_settings import SettingsError
+from trainer.model_zoo.config import SettingsError
 from trainer.model_zoo.llama4.config import Llama4Config
 
 SIZES = {

@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.model_zoo.moe_reference import DIM, by_tokens, layer, tokens
-from trainer.model_zoo.layers.moe_config import MoESettings
+from trainer.model_zoo.layers.configs import MoESettings
 
 SETTINGS = {
     "softmax": {},

@@ -12,7 +12,7 @@ from tests.model_zoo.peers import (
     tokens,
     twin,
 )
-from trainer.model_zoo.hf_settings import SettingsError
+from trainer.model_zoo.config import SettingsError
 from trainer.model_zoo.qwen3.config import Qwen3Config
 
 SIZES = {

@@ -6,7 +6,7 @@ from trainer.engine.core.models import models
 from trainer.engine.parallel.materialize import without_storage
 from trainer.engine.precision.choose import multipliers
 from trainer.kernels.choose import choose
-from trainer.model_zoo.layers.linear import Linear
+from trainer.model_zoo.layers.dense import Linear
 from trainer.model_zoo.layers.moe import Experts
 
 SAMPLES = [

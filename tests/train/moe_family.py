@@ -7,11 +7,10 @@ from tests.train.plans import BASE, assembled, recipe_with, train, whole
 from trainer.engine.core.models import models
 from trainer.model_zoo.decoder import Block, Decoder
 from trainer.model_zoo.decoder_config import GroupedQueryConfig
-from trainer.model_zoo.decoder_layout import ATTENTION_TENSOR, ENDS_TENSOR, MOE_TENSOR
 from trainer.model_zoo.layers.attention import GroupedQueryAttention
+from trainer.model_zoo.layers.configs import MoESettings
 from trainer.model_zoo.layers.moe import MoE, moe_layers
-from trainer.model_zoo.layers.moe_config import MoESettings
-from trainer.model_zoo.layout import Layout
+from trainer.model_zoo.layout import ATTENTION_TENSOR, ENDS_TENSOR, MOE_TENSOR, Layout
 
 
 class ExpertsModel(Decoder):

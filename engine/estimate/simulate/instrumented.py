@@ -28,8 +28,7 @@ from .tracker import (
 )
 
 if TYPE_CHECKING:
-    from ....model_zoo.language_model import LanguageModel
-    from ....model_zoo.loss import LossFunction
+    from ....model_zoo.language_model import LanguageModel, LossFunction
     from ...recipe.schema import Recipe
     from ...train.step import TrainStep
 

@@ -17,8 +17,7 @@ from .cut import EndCosts, num_micro_batches
 if TYPE_CHECKING:
     from ....kernels.choose import Kernels
     from ....model_zoo.config import ModelConfig
-    from ....model_zoo.language_model import LanguageModel
-    from ....model_zoo.loss import LossFunction
+    from ....model_zoo.language_model import LanguageModel, LossFunction
     from ...data.tables import Data
     from ..plan import Plan
 

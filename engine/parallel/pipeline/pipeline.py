@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from ....model_zoo.loss import LossRecord
+from ....model_zoo.language_model import LossRecord
 from ...core.heartbeat import heartbeat
 from ...data.batch import Batch
 from .cut import Cut
@@ -28,9 +28,8 @@ from .schedule_file import ScheduleFile
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ....model_zoo.language_model import LanguageModel
+    from ....model_zoo.language_model import LanguageModel, LossFunction
     from ....model_zoo.layout import Layout
-    from ....model_zoo.loss import LossFunction
 
 
 def prune(model: LanguageModel, layout: Layout, cut: Cut, rank: int) -> None:

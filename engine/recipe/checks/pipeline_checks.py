@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ....model_zoo.layers.adapter_names import is_adapter
+from ....model_zoo.layout import is_adapter
 from ...core.errors import RecipeError
 from ...core.text.positions import KeyPath
 from ...lora.sizes import with_adapters

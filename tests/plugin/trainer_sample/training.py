@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.model_zoo.decoder import Head
 from trainer.model_zoo.language_model import Constant, LanguageModel, Normal
-from trainer.model_zoo.layers.head import Head
-from trainer.model_zoo.layers.mlp import GatedMLP
+from trainer.model_zoo.layers.dense import GatedMLP
 
 
 class SignDescentOptimizer(torch.optim.Optimizer):

@@ -1,0 +1,269 @@
+"""Settings of layers: experts, latent attention, scaling of rotary frequencies. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, NonNegativeFloat, model_validator
+
+from ..config import PositiveFloat, Size, Sizes
+
+
+class MoESettings(Sizes):
+    """A layer of experts, of which each token takes a few."""
+
+    num_experts: Size = 8
+    """experts that tokens choose from"""
+    experts_per_token: Size = 2
+    """experts that each token takes"""
+    expert_ffn_dim: Size = 64
+    """width inside an expert"""
+    num_shared: Annotated[int, Field(ge=0, le=2**10)] = 0
+    """experts that every token takes besides; they are computed as one wide one"""
+    shared_ffn_dim: Size | None = None
+    """width inside a shared expert; default: expert_ffn_dim"""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """how the router's logits become scores: "softmax" over all experts, or "sigmoid" of each"""
+    normalize: bool = True
+    """divide the scores of a token's experts by their sum"""
+    scale: PositiveFloat = 1.0
+    """the experts' weights are multiplied by this"""
+    groups: Size = 1
+    """experts are in so many groups of equal size, neighbours together"""
+    groups_per_token: Size = 1
+    """groups that a token may take experts from"""
+    group_score: Literal["max", "top2"] = "top2"
+    """what a group is chosen by: its highest score, or the sum of its two highest"""
+    capacity_factor: PositiveFloat | None = None
+    """an expert takes at most so many times its even share of a rank's micro batch, the first ones,
+    and the rest is dropped, so that training depends on how a batch is split; none: nothing is
+    dropped"""
+    balance_bias: bool = False
+    """experts are chosen by their score plus a bias that evens out their load (arXiv:2408.15664)"""
+    bias_rate: NonNegativeFloat = 1e-3
+    """what an expert's bias changes by after each step"""
+    aux_weight: NonNegativeFloat = 0.0
+    """weight of the load balancing loss (arXiv:2101.03961, equation 4); it is added for each layer
+    to the mean loss of a token"""
+    aux_scope: Literal["sequence", "global"] = "sequence"
+    """where that loss balances the load: in each sequence, or over all of a step, for which it goes
+    by the load of the step before"""
+    z_weight: NonNegativeFloat = 0.0
+    """weight of the mean square of the logits' log-sum-exp (arXiv:2202.08906, equation 5)"""
+    force_balanced: bool = False
+    """tokens take experts in turn, whatever their scores: for measurements of speed"""
+
+    @model_validator(mode="after")
+    def _check_counts(self) -> Self:
+        if self.num_experts % self.groups:
+            raise ValueError(
+                f"num_experts ({self.num_experts}) must be a multiple of groups ({self.groups})"
+            )
+        if self.groups_per_token > self.groups:
+            raise ValueError(
+                f"groups_per_token ({self.groups_per_token}) must not exceed groups ({self.groups})"
+            )
+        reach = self.num_experts // self.groups * self.groups_per_token
+        if self.experts_per_token > reach:
+            raise ValueError(
+                f"experts_per_token ({self.experts_per_token}) must not exceed the {reach} experts "
+                "that a token can choose from"
+            )
+        return self
+
+    def require(self, **fixed: object) -> None:
+        """Raise a ValueError of all settings that are not what a family's are."""
+        wrong = [
+            f"moe.{key} must be {wanted!r}, not {getattr(self, key)!r}"
+            for key, wanted in fixed.items()
+            if getattr(self, key) != wanted
+        ]
+        if wrong:
+            raise ValueError("; ".join(wrong))
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether some groups are out of a token's reach."""
+        return self.groups_per_token < self.groups
+
+    @property
+    def shared_width(self) -> int:
+        """Width inside all shared experts together; 0 without any."""
+        return self.num_shared * (self.shared_ffn_dim or self.expert_ffn_dim)
+
+    def shapes(self, dim: int) -> dict[str, tuple[int, ...]]:
+        """Return name and shape of the layer's parameters, in the module's order."""
+        experts, ffn_dim, shared = self.num_experts, self.expert_ffn_dim, self.shared_width
+        found: dict[str, tuple[int, ...]] = {
+            "norm.weight": (dim,),
+            "router.weight": (experts, dim),
+            "experts.gate_up": (experts, 2, ffn_dim, dim),
+            "experts.down": (experts, dim, ffn_dim),
+        }
+        if shared:
+            found |= {
+                "shared.gate.weight": (shared, dim),
+                "shared.up.weight": (shared, dim),
+                "shared.down.weight": (dim, shared),
+            }
+        return found
+
+    def products(self, dim: int) -> int:
+        """Return how many of the layer's weights multiply each token."""
+        chosen = 3 * self.experts_per_token * self.expert_ffn_dim
+        return dim * (self.num_experts + chosen + 3 * self.shared_width)
+
+    def kept(self, dim: int) -> int:
+        """Return how many numbers a token the layer keeps for its backward pass.
+
+        Of each expert its input and output, gate, up and their product.
+        """
+        a_row = 2 * dim + 3 * self.expert_ffn_dim
+        return self.experts_per_token * a_row + 3 * self.shared_width
+
+
+class LatentSizes(Sizes):
+    """Multi-head latent attention: keys and values are made from one narrow vector a position."""
+
+    q_lora_rank: Size | None = None
+    """width of the latent that queries are made from; none makes them from the residual stream"""
+    kv_lora_rank: Size = 32
+    """width of the latent that keys and values are made from"""
+    nope_head_dim: Size = 16
+    """how many numbers of a head's query and key have no position"""
+    rope_head_dim: Size = 8
+    """how many are turned by the rotary embedding; the key's are the same for all heads"""
+    value_head_dim: Size = 16
+    """width of a head's value"""
+
+    @property
+    def key_head_dim(self) -> int:
+        """Width of a head's query and key."""
+        return self.nope_head_dim + self.rope_head_dim
+
+    @model_validator(mode="after")
+    def _check_widths(self) -> Self:
+        if self.rope_head_dim % 2:
+            raise ValueError(f"rope_head_dim ({self.rope_head_dim}) must be even: RoPE turns pairs")
+        if self.value_head_dim > self.key_head_dim:
+            raise ValueError(
+                f"value_head_dim ({self.value_head_dim}) must be at most "
+                f"nope_head_dim + rope_head_dim ({self.key_head_dim})"
+            )
+        return self
+
+    def attention_shapes(self, dim: int, n_heads: int) -> dict[str, tuple[int, ...]]:
+        """Return name and shape of the layer's parameters, in order."""
+        queries = n_heads * self.key_head_dim
+        if self.q_lora_rank is None:
+            q: dict[str, tuple[int, ...]] = {"q": (queries, dim)}
+        else:
+            rank = self.q_lora_rank
+            q = {"q_down": (rank, dim), "q_norm": (rank,), "q_up": (queries, rank)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "norm": (dim,),
+            **q,
+            "kv_down": (self.kv_lora_rank + self.rope_head_dim, dim),
+            "kv_norm": (self.kv_lora_rank,),
+            "kv_up": (n_heads * (self.nope_head_dim + self.value_head_dim), self.kv_lora_rank),
+            "o": (dim, n_heads * self.value_head_dim),
+        }
+        return {f"attention.{name}.weight": shape for name, shape in shapes.items()}
+
+
+class RopeScaling(Sizes):
+    """Llama 3.1's stretching of the rotary frequencies for long contexts."""
+
+    factor: PositiveFloat = 8.0
+    """low frequencies are divided by this"""
+    low_freq_factor: PositiveFloat = 1.0
+    """wavelengths over original_max_seq_len / low_freq_factor are stretched in full"""
+    high_freq_factor: PositiveFloat = 4.0
+    """wavelengths under original_max_seq_len / high_freq_factor are left alone"""
+    original_max_seq_len: Size = 8192
+    """the context that the frequencies were made for"""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.high_freq_factor < self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor ({self.high_freq_factor}) must not be under "
+                f"low_freq_factor ({self.low_freq_factor})"
+            )
+        return self
+
+    def hf_config(self) -> dict[str, Any]:
+        """Return what Hugging Face's config.json says of it under `rope_parameters`."""
+        return {
+            "rope_type": "llama3",
+            "factor": self.factor,
+            "low_freq_factor": self.low_freq_factor,
+            "high_freq_factor": self.high_freq_factor,
+            "original_max_position_embeddings": self.original_max_seq_len,
+        }
+
+
+class YarnScaling(Sizes):
+    """YaRN: low frequencies are stretched for long contexts, and attention is made sharper."""
+
+    factor: PositiveFloat = 40.0
+    """low frequencies are divided by this"""
+    original_max_seq_len: Size = 4096
+    """the context that the frequencies were made for"""
+    beta_fast: PositiveFloat = 32.0
+    """frequencies that turn more often than this within that context are left alone"""
+    beta_slow: PositiveFloat = 1.0
+    """frequencies that turn less often than this within it are stretched in full"""
+    truncate: bool = True
+    """whether the blend between the two starts and ends at whole numbers of frequencies"""
+    mscale: NonNegativeFloat = 0.0
+    """how much of YaRN's sharpening queries and keys get where they are turned; given together with
+    mscale_all_dim, else all of it"""
+    mscale_all_dim: NonNegativeFloat = 0.0
+    """how much of it all dims get; what is turned is then scaled by the ratio of the two"""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError(
+                f"beta_fast ({self.beta_fast}) must be above beta_slow ({self.beta_slow})"
+            )
+        return self
+
+    @property
+    def blend(self) -> dict[str, Any]:
+        """The arguments of `rotary.yarn`."""
+        return self.model_dump(exclude={"mscale", "mscale_all_dim"})
+
+    def sharpening(self, share: float) -> float:
+        """Return what queries and keys are multiplied by (arXiv:2309.00071, equation 22)."""
+        return 0.1 * share * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    @property
+    def rotation_scale(self) -> float:
+        """What cosine and sine are multiplied by."""
+        if self.mscale and self.mscale_all_dim:
+            return self.sharpening(self.mscale) / self.sharpening(self.mscale_all_dim)
+        return self.sharpening(1.0)
+
+    @property
+    def query_scale(self) -> float:
+        """What the scores of latent attention are multiplied by, beside 1 / sqrt(K).
+
+        Source: `softmax_scale` in https://github.com/deepseek-ai/DeepSeek-V3, inference/model.py.
+        """
+        return self.sharpening(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def hf_config(self) -> dict[str, Any]:
+        """Return what config.json's `rope_parameters` say of it."""
+        both = {"mscale": self.mscale, "mscale_all_dim": self.mscale_all_dim}
+        return {
+            "rope_type": "yarn",
+            "factor": self.factor,
+            "original_max_position_embeddings": self.original_max_seq_len,
+            "beta_fast": self.beta_fast,
+            "beta_slow": self.beta_slow,
+            "truncate": self.truncate,
+            **{key: value for key, value in both.items() if value},
+        }

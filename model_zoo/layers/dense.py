@@ -1,0 +1,95 @@
+"""Dense layers: projections with or without an adapter, the norm, and the feed-forward layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...kernels.choose import Kernels
+from ..language_model import Constant, Normal
+from ..layout import DOWN, UP
+
+
+class Linear(nn.Linear):
+    """A projection, computed in the dtype of its input.
+
+    Attributes:
+        product: how x and weight are multiplied; as `torch.nn.functional.linear`.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., in_features] to [..., out_features]."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return self.product(x, self.weight.to(x.dtype), bias)
+
+
+class AdaptedLinear(Linear):
+    """x W^T + alpha / rank * (x A^T) B^T (equation 3), where only A and B are trained.
+
+    The weight keeps its name; A and B are `lora_a` [rank, in] and `lora_b` [out, rank] beside it.
+
+    Args:
+        base: the projection, whose weight it takes.
+        rank: width of the adapter.
+        alpha: see above.
+    """
+
+    def __init__(self, base: Linear, rank: int, alpha: float) -> None:
+        super().__init__(base.in_features, base.out_features)
+        self.weight = base.weight
+        self.alpha = alpha
+        self.scale = alpha / rank
+        self.lora_a = nn.Parameter(torch.empty(rank, base.in_features))
+        self.lora_b = nn.Parameter(torch.empty(base.out_features, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., in_features] to [..., out_features]."""
+        narrow = F.linear(x, self.lora_a.to(x.dtype))
+        return super().forward(x) + F.linear(narrow, self.lora_b.to(x.dtype)) * self.scale
+
+    def initial_values(self) -> dict[str, Normal | Constant]:
+        """Return how A and B start: B is zero, so that the model starts as it was.
+
+        A has the standard deviation that `nn.Linear` starts with.
+        """
+        return {DOWN: Normal(1 / math.sqrt(3 * self.in_features)), UP: Constant(0.0)}
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dim, with a learned scale."""
+
+    def __init__(self, dim: int, eps: float, kernels: Kernels) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+        self.kernel = kernels.rms_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise [..., D]."""
+        return self.kernel(x, self.weight, self.eps)
+
+
+class GatedMLP(nn.Module):
+    """Norm and SwiGLU feed-forward layer; without the norm if `norm_eps` is None."""
+
+    def __init__(self, dim: int, ffn_dim: int, norm_eps: float | None, kernels: Kernels) -> None:
+        super().__init__()
+        self.norm = None if norm_eps is None else RMSNorm(dim, norm_eps, kernels)
+        self.gate = Linear(dim, ffn_dim)
+        self.up = Linear(dim, ffn_dim)
+        self.down = Linear(ffn_dim, dim)
+        self.activation = kernels.swiglu
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what [B, S, D] adds to the residual stream."""
+        x_BSD = x if self.norm is None else self.norm(x)
+        out_BSD: Tensor = self.down(self.activation(self.gate(x_BSD), self.up(x_BSD)))
+        return out_BSD
