@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..engine.core.errors import CheckpointError, ExitCode, RecipeError
-from ..engine.core.text.redact import without_secrets
+from ..engine.core.text.display import remove_secrets
 from .options import AsJson
 from .table import echo, print_table
 
@@ -51,7 +51,7 @@ def inspect(
     intact = next((each for each in found if not verify(each, hashes=False)), found[0])
     manifest = read_manifest(intact)
     if as_json:
-        typer.echo(json.dumps({"path": str(intact), **without_secrets(asdict(manifest))}, indent=2))
+        typer.echo(json.dumps({"path": str(intact), **remove_secrets(asdict(manifest))}, indent=2))
         return
     facts = asdict(manifest)
     listed, files = facts.pop("tensors"), facts.pop("files")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..engine.core.text.printable import printable
+from ..engine.core.text.display import make_printable
 from .table import echo, print_table
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def print_inspection(found: Inspection) -> None:
         ]
     )
     for number, text in found.samples.items():
-        echo(f"\ndocument {number:,}:\n  {printable(text[:SAMPLE_CHARACTERS])}")
+        echo(f"\ndocument {number:,}:\n  {make_printable(text[:SAMPLE_CHARACTERS])}")
     for name in found.damaged:
         echo(f"\ndamaged: {name} is not what was written")
     if found.unchecked:
@@ -89,7 +89,7 @@ def _facts(found: Inspection) -> list[list[str]]:
         "duplicates": duplicates,
         "empty": f"{found.empty:,}",
         "skipped": f"{found.skipped:,}"
-        + (f", such as {printable(found.faults[0])}" if found.faults else ""),
+        + (f", such as {make_printable(found.faults[0])}" if found.faults else ""),
     }
     if found.learned_tokens != found.tokens:
         share = found.learned_tokens / found.tokens
@@ -98,5 +98,5 @@ def _facts(found: Inspection) -> list[list[str]]:
         ratio = found.text_bytes / found.tokens
         facts["text"] = f"{found.text_bytes / 1e6:,.2f} MB, {ratio:.2f} bytes a token"
     if found.tokenizer:
-        facts["tokenizer"] = printable(found.tokenizer)
+        facts["tokenizer"] = make_printable(found.tokenizer)
     return [[name, value] for name, value in facts.items()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,9 +12,9 @@ import typer
 
 from ..engine.core.errors import ExitCode, RecipeError
 from ..engine.core.files import write_asked
-from ..engine.recipe.documents.pages import recipe_pages
+from ..engine.recipe.documents.describe import Key
+from ..engine.recipe.documents.pages import markdown_table, page, plain, recipe_pages
 from ..engine.recipe.documents.reference import (
-    Key,
     Section,
     components,
     keys_called,
@@ -24,8 +24,7 @@ from ..engine.recipe.documents.reference import (
 )
 from ..engine.recipe.documents.starter import shipped_recipes
 from ..engine.recipe.schema import REGISTRIES
-from .main import COMMANDS
-from .manual import CommandHelp, command_help, commands_page
+from .main import COMMANDS, import_command
 from .options import AsJson
 from .table import print_table, table_text
 
@@ -179,3 +178,59 @@ def _plain(item: Any) -> Any:
     if isinstance(item, ExitCode):
         return {"code": item.value, "meaning": item.meaning}
     return item if isinstance(item, str) else asdict(item)
+
+
+@dataclass(frozen=True)
+class CommandHelp:
+    """A command or a sub-command, and what it takes."""
+
+    name: str
+    """such as `checkpoint list`"""
+    usage: str
+    summary: str
+    options: list[tuple[str, str]]
+    """each argument and option, with its help"""
+
+
+def commands() -> list[CommandHelp]:
+    """Return every command with its sub-commands, in the order of `trainer --help`."""
+    return [each for name in COMMANDS for each in command_help(name)]
+
+
+def command_help(name: str) -> Iterator[CommandHelp]:
+    """Yield a command of `COMMANDS` and its sub-commands."""
+    yield from _describe(name, import_command(name))
+
+
+def commands_page() -> str:
+    """Return all commands as a Markdown page."""
+    parts = []
+    for command in commands():
+        level = "###" if " " in command.name else "##"
+        rows = [(f"`{option}`", plain(text)) for option, text in command.options]
+        parts += [
+            f"{level} trainer {command.name}",
+            plain(command.summary),
+            f"```text\n{command.usage}\n```",
+            markdown_table(("argument or option", "what it is"), rows) if rows else "",
+        ]
+    introduction = (
+        "Every command also takes `--help`. Before the command may stand `--traceback`, which "
+        "shows where in the code an error comes from. What commands end with is in "
+        "[Exit codes](exit-codes.md)."
+    )
+    return page("Commands", introduction, *parts)
+
+
+def _describe(name: str, command: Any) -> Iterator[CommandHelp]:
+    context = command.make_context(f"trainer {name}", [], resilient_parsing=True)
+    # Each command's own --help is everywhere the same.
+    records = [each.get_help_record(context) for each in command.params if each.name != "help"]
+    yield CommandHelp(
+        name,
+        " ".join(["trainer", name, *command.collect_usage_pieces(context)]),
+        " ".join((command.help or "").split()),
+        [record for record in records if record],
+    )
+    for word, inner in getattr(command, "commands", {}).items():
+        yield from _describe(f"{name} {word}", inner)

@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 
 from ..engine.core.errors import RecipeError, nearest
-from ..engine.core.text.shown import shown_value
-from ..engine.recipe.explain import Explained
-from ..engine.recipe.explain import explain as explain_recipe
+from ..engine.core.text.display import format_value
 from ..engine.recipe.load import load_recipe
+from ..engine.recipe.write import Explained
+from ..engine.recipe.write import explain as explain_recipe
 from .options import AsJson, Overrides, Recipe
 from .table import print_table
 
@@ -33,7 +33,7 @@ def explain(
     if as_json:
         print(json.dumps([asdict(each) for each in keys], indent=1))
     else:
-        print_table([(each.key, shown_value(each.value), each.origin) for each in keys])
+        print_table([(each.key, format_value(each.value), each.origin) for each in keys])
 
 
 def _below(table: str, keys: Sequence[Explained]) -> list[Explained]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..engine.core.errors import RecipeError
-from ..engine.core.text.printable import printable_lines
+from ..engine.core.text.display import make_lines_printable
 from ..engine.inference.open import Weights
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _print(prompts: Sequence[str], texts: Sequence[str], *, chat: bool, as_json:
         else:
             text = ("\n" if number else "") + ("" if chat else start) + text
             # A file gets what the model said; a terminal would act upon some of it.
-            print(printable_lines(text) if sys.stdout.isatty() else text)
+            print(make_lines_printable(text) if sys.stdout.isatty() else text)
 
 
 def _is_unicode(text: str) -> bool:

@@ -13,8 +13,7 @@ import typer
 
 from ..engine.core.errors import RecipeError
 from ..engine.core.files import write_asked
-from ..engine.core.text.redact import require_no_secret
-from ..engine.core.text.shown import shown_value
+from ..engine.core.text.display import format_value
 from ..engine.launch.cluster import (
     SECONDS_TO_SAVE,
     batch_script,
@@ -24,7 +23,7 @@ from ..engine.launch.cluster import (
 )
 from ..engine.recipe.load import load_recipe
 from ..engine.recipe.schema import Recipe as RecipeModel
-from .options import Force, Overrides, Recipe
+from .options import Force, Overrides, Recipe, require_no_secret
 from .table import echo
 
 app = typer.Typer(no_args_is_help=True, help="Write what starts a run on a cluster.")
@@ -109,7 +108,7 @@ def _arguments(recipe: Path, overrides: list[str] | None) -> list[str]:
 
 def _word(option: str, value: str) -> str:
     if not re.fullmatch(r"\w[\w.,@-]{0,254}", value, re.ASCII):
-        message = f"{option} {shown_value(value)} is no name"
+        message = f"{option} {format_value(value)} is no name"
         raise RecipeError(message, "letters, digits, `.`, `,`, `_`, `@` and `-` can be in it")
     return value
 
@@ -117,7 +116,7 @@ def _word(option: str, value: str) -> str:
 def _require_resume(recipe: RecipeModel) -> None:
     if recipe.run.resume != "auto":
         raise RecipeError(
-            f"run.resume is {shown_value(recipe.run.resume)}: each turn would start there again",
+            f"run.resume is {format_value(recipe.run.resume)}: each turn would start there again",
             'set run.resume = "auto", or give --no-requeue',
         )
 

@@ -20,7 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
 from ..engine.core.errors import ExitCode, TrainerError
-from ..engine.core.text.printable import printable_lines
+from ..engine.core.text.display import make_lines_printable
 from ..engine.launch.ending import end_process
 from ..engine.launch.environment import TRACEBACK
 from .options import check_paths
@@ -158,7 +158,7 @@ def _run(arguments: list[str]) -> int:
         name = type(error).__name__
         notes = getattr(error, "__notes__", [])
         hint = "; ".join(notes) or "run the same with --traceback to see where"
-        text = printable_lines(f"error: unexpected {name}: {error}\n  hint: {hint}")
+        text = make_lines_printable(f"error: unexpected {name}: {error}\n  hint: {hint}")
         print(text, file=sys.stderr)
         return ExitCode.FAILED
     return _flush(ExitCode.DONE)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ..engine.core.errors import RecipeError
 from ..engine.core.files import path_fault, require_path
+from ..engine.core.text.display import remove_secret
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="a TOML file")]
 Overrides = Annotated[
@@ -40,3 +42,17 @@ def check_paths(command: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return checked
+
+
+def require_no_secret(overrides: Sequence[str]) -> None:
+    """Refuse `KEY=VALUE` settings with secrets where they would be written to a script.
+
+    Raises:
+        RecipeError: one has a secret.
+    """
+    for override in overrides:
+        if remove_secret(override) != override:
+            raise RecipeError(
+                f"{override.partition('=')[0]}: the script would hold its password",
+                "write it in the recipe's file, or give it by the environment",
+            )

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from ..engine.core.text.printable import printable
+from ..engine.core.text.display import make_printable
 from ..engine.observe.metrics import plain
 from .table import print_table
 
@@ -44,7 +44,7 @@ def print_replay(found: Replay, as_json: bool) -> None:
         print(json.dumps(plain(asdict(found) | {"layers": layers}), indent=1))
         return
     target = found.target
-    start = printable(found.start) or "the start of the run"
+    start = make_printable(found.start) or "the start of the run"
     again = target.step - 1 - found.start_step
     print(f"step {target.step:,}, from {start}; steps trained once more: {again:,}")
     rows = [("", "RECORDED", "REPLAYED", "")]

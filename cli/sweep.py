@@ -16,13 +16,12 @@ from typing import Annotated, Any
 import typer
 
 from ..engine.core.errors import ExitCode, RecipeError
-from ..engine.core.text.redact import require_no_secret
 from ..engine.observe.metrics import plain
 from ..engine.recipe.load import load_recipe
 from ..engine.report.status import RunStatus
 from ..engine.sweep.folder import Sweep
 from ..engine.sweep.points import Point, make_points
-from .options import AsJson, Overrides, Recipe
+from .options import AsJson, Overrides, Recipe, require_no_secret
 from .table import echo, print_table
 
 Axes = list[str] | None

@@ -7,14 +7,14 @@ import textwrap
 from collections.abc import Sequence
 from shutil import get_terminal_size
 
-from ..engine.core.text.printable import printable, printable_lines
+from ..engine.core.text.display import make_lines_printable, make_printable
 
 GAP = "  "
 
 
 def echo(text: str = "", *, err: bool = False) -> None:
     """Print text with words of others: nothing in it acts upon a terminal."""
-    print(printable_lines(text), file=sys.stderr if err else sys.stdout)
+    print(make_lines_printable(text), file=sys.stderr if err else sys.stdout)
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
@@ -25,7 +25,7 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
 
 def table_text(rows: Sequence[Sequence[str]]) -> str:
     """Return rows of equal length, wrapped if they go to a terminal."""
-    rows = [[printable(cell) for cell in row] for row in rows]
+    rows = [[make_printable(cell) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)][:-1]
     indent = sum(widths) + len(GAP) * len(widths)
     terminal = get_terminal_size().columns if sys.stdout.isatty() else 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..core.errors import CheckpointError, ExitCode
 from ..core.files import require_path
-from ..core.text.listed import listed
+from ..core.text.display import list_problems
 from .manifest import MANIFEST, Manifest, check_hashes, check_listing, read_manifest, verify
 from .ranks import Ranks
 from .retention import STEP, step_folders, step_of
@@ -106,7 +106,7 @@ def newest_intact(path: Path, ranks: Ranks, before: int | None = None) -> Found 
         skipped.append(f"{candidate.name}: {problems[0]}{more}")
     if skipped:
         raise CheckpointError(
-            listed(f"no checkpoint in {path} is intact:", skipped),
+            list_problems(f"no checkpoint in {path} is intact:", skipped),
             "restore one of them from a copy, or start anew with another run.name",
         )
     return None

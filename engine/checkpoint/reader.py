@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...model_zoo.layout import is_load
 from ..core.errors import CheckpointError, nearest
-from ..core.text.listed import MAX_SHOWN, listed
+from ..core.text.display import MAX_SHOWN, list_problems
 from .find import find_checkpoint
 from .manifest import Manifest, TensorEntry
 from .ranks import Ranks
@@ -119,7 +119,7 @@ def _check_fit(
         )
     problems = misfits(state, manifest, elsewhere)
     if problems:
-        raise CheckpointError(listed(f"{path} does not fit:", problems))
+        raise CheckpointError(list_problems(f"{path} does not fit:", problems))
 
 
 def _read(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) -> None:

@@ -14,7 +14,7 @@ from ...model_zoo.layout import is_load
 from ..checkpoint.tensors import TensorRows, differing, nbytes
 from ..core.errors import CheckpointError, DataError, RecipeError
 from ..core.files import require_path
-from ..core.text.listed import listed
+from ..core.text.display import list_problems
 from ..core.unfinished import refuse_existing
 from ..recipe.load import load_recipe
 from ..recipe.schema import Recipe
@@ -143,7 +143,7 @@ def _refuse_nesting(source: Path, target: Path) -> None:
 def _job(opened: SourceWeights, target: Path, options: Options, *, wants_tokenizer: bool) -> Job:
     odd = [f"{name} is {t.dtype}" for name, t in opened.tensors.items() if t.dtype not in CODES]
     if odd:
-        raise CheckpointError(listed(f"{opened.place} holds more than plain weights:", odd))
+        raise CheckpointError(list_problems(f"{opened.place} holds more than plain weights:", odd))
     config, side = _tokenizer_of(opened, options)
     tokenizer = _build(config, opened, options) if wants_tokenizer else None
     if config is None or tokenizer is None:
@@ -230,6 +230,6 @@ def _verify(job: Job, target: Target, temporary: Path) -> None:
     wrong = [name for name in parallel([partial(compare, name) for name in job.forms]) if name]
     if wrong:
         raise CheckpointError(
-            listed(f"what was written differs from {job.opened.place}:", wrong),
+            list_problems(f"what was written differs from {job.opened.place}:", wrong),
             "the disk or the memory of this machine may be faulty",
         )

@@ -17,7 +17,7 @@ from ..checkpoint.ranks import Ranks
 from ..checkpoint.tensors import row_count
 from ..core.errors import CheckpointError
 from ..lora.adapter_weights import CONFIG, THEIRS, WEIGHTS
-from ..recipe.saved import recipe_of
+from ..recipe.changes import load_saved_recipe
 from .hf_files import write_json
 from .writing import complete_or_absent, sync
 
@@ -89,7 +89,7 @@ def export_adapter(checkpoint: Path, folder: Path, *, base: str | None = None) -
     from .source_weights import merge_tensors
 
     found = find_checkpoint(checkpoint)
-    recipe = recipe_of(found.path, found.manifest)
+    recipe = load_saved_recipe(found.path, found.manifest)
     saved = read_section(found.path, found.manifest, "model")
     merge_tensors(found.path, saved, recipe.lora.alpha)  # refuses what does not fit
     adapters = {

@@ -15,7 +15,7 @@ from ...model_zoo.config import SettingsError
 from ...model_zoo.layout import DOWN, UP, is_adapter
 from ..checkpoint.tensors import DerivedTensor, TensorRows
 from ..core.errors import CheckpointError
-from ..core.text.listed import listed
+from ..core.text.display import list_problems
 from ..formats.hf_match import Shape, misfits
 from ..lora.adapter_weights import merge
 
@@ -59,7 +59,7 @@ def config_or_error(make: Callable[[], ModelConfig], place: Path) -> ModelConfig
         return make()
     except SettingsError as error:
         raise CheckpointError(
-            listed(f"{place} describes no model that can be built:", error.problems),
+            list_problems(f"{place} describes no model that can be built:", error.problems),
             "where the file is right and incomplete, describe the model with --recipe",
         ) from error
 
@@ -93,7 +93,7 @@ def parameter_shapes(
     if blocks * max(2, a_block) > 2 * len(found):  # where half is missing, names tell more
         problems.append(f"n_layers = {blocks}, but there are {len(found)} tensors in all")
     if problems:
-        raise CheckpointError(listed(f"{place} does not fit its own sizes:", problems))
+        raise CheckpointError(list_problems(f"{place} does not fit its own sizes:", problems))
     with without_storage():
         model = config.build(choose({}, "cpu", 64))
     saved, to_hf = model.saved_buffers().items(), config.layout.to_hf
@@ -124,7 +124,7 @@ def refuse_misfits(
     """
     problems = misfits(sources, shapes, found, word)
     if problems:
-        raise CheckpointError(listed(f"{place} does not fit the model:", problems), hint)
+        raise CheckpointError(list_problems(f"{place} does not fit the model:", problems), hint)
 
 
 def hf_parts(shapes: Mapping[str, Shape], config: ModelConfig) -> dict[str, list[Part]]:
@@ -145,7 +145,7 @@ def hf_parts(shapes: Mapping[str, Shape], config: ModelConfig) -> dict[str, list
         if not parts
     ]
     if nameless:
-        raise CheckpointError(listed("the model cannot be exported:", nameless))
+        raise CheckpointError(list_problems("the model cannot be exported:", nameless))
     return found
 
 
@@ -199,7 +199,7 @@ def merge_tensors(
         scale = alpha / down.shape[0]
         weights[f"{name}.weight"] = Merged(weight, weight.shape, whole[0], whole[1], scale)
     if problems:
-        raise CheckpointError(listed(f"{place} has adapters that do not fit:", problems))
+        raise CheckpointError(list_problems(f"{place} has adapters that do not fit:", problems))
     return weights
 
 

@@ -20,11 +20,11 @@ from ..checkpoint.tensors import FileTensor, TensorRows
 from ..checkpoint.torch_file import check_records, read_file_tensors
 from ..core.errors import CheckpointError
 from ..core.models import family_of
-from ..core.text.listed import listed, shown
+from ..core.text.display import list_problems, quote_name
 from ..formats.hf_folder import CONFIG, StoredTensor, list_tensors, read_config
 from ..formats.hf_match import Match, Shape, differing_ends, match
 from ..lora.tables import LoRA
-from ..recipe.saved import recipe_of
+from ..recipe.changes import load_saved_recipe
 from .hf_files import CODES
 from .source_weights import (
     SourceWeights,
@@ -82,7 +82,9 @@ def _matched(
         fit.problems = differing_ends(stored, fit, config.layout)
         fit.hint = "describe it with --recipe, and model.tie_embeddings = false"
     if fit.problems:
-        raise CheckpointError(listed(f"{place} does not fit the model:", fit.problems), fit.hint)
+        raise CheckpointError(
+            list_problems(f"{place} does not fit the model:", fit.problems), fit.hint
+        )
     return fit
 
 
@@ -100,7 +102,7 @@ def open_native(path: Path, recipe: Recipe | None, section: str = "model") -> So
     from .native import read_section
 
     folder, manifest = _newest(path)
-    saved = recipe_of(folder, manifest) if recipe is None else recipe
+    saved = load_saved_recipe(folder, manifest) if recipe is None else recipe
     tensors = read_section(folder, manifest, section)
     if tensors and section != "model":  # weights that were frozen have no average
         tensors = read_section(folder, manifest, "model") | tensors
@@ -174,7 +176,7 @@ def read_state_dict(file: Path, notes: list[str]) -> dict[str, FileTensor]:
     if isinstance(content, Mapping):
         inner = next((key for key in INNER if isinstance(content.get(key), Mapping)), None)
         if inner is not None:
-            left = [shown(str(key)) for key in content if key != inner]
+            left = [quote_name(str(key)) for key in content if key != inner]
             notes += [f'"{inner}" is taken from {file}; left there: {", ".join(left)}'] * bool(left)
             content = content[inner]
     tensors = content if isinstance(content, Mapping) else {}
@@ -218,7 +220,7 @@ def _newest(path: Path) -> tuple[Path, Manifest]:
             return folder, manifest
         reasons += [f"{folder.name}: {problem}" for problem in problems]
     raise CheckpointError(
-        listed(f"no checkpoint in {path} is complete:", reasons)
+        list_problems(f"no checkpoint in {path} is complete:", reasons)
         if reasons
         else f"no checkpoint in {path}" + ("" if path.exists() else ": no such folder")
     )

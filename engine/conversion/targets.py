@@ -19,7 +19,7 @@ from ... import __version__
 from ..checkpoint.manifest import SaveInfo
 from ..checkpoint.tensors import Form, TensorRows, nbytes
 from ..checkpoint.torch_file import complete, descriptor, read_file_tensors, reserve
-from ..core.text.redact import without_secrets
+from ..core.text.display import remove_secrets
 from ..formats.hf_folder import CONFIG, MAX_CONFIG_BYTES, list_tensors, read_json
 from ..formats.hf_layout import extract_part, open_parameter, open_stored_tensor
 from ..tokenizers.configs import HFTokenizer
@@ -83,7 +83,7 @@ def write_checkpoint(job: Job, temporary: Path) -> None:
     from .native import write_native
 
     temporary.mkdir()
-    recipe = without_secrets(job.recipe.model_dump(mode="json"))
+    recipe = remove_secrets(job.recipe.model_dump(mode="json"))
     if job.tokenizer is not None and job.recipe.tokenizer.name != "bytes":
         _tokenizer_files(job, temporary)
         eos_token = getattr(job.tokenizer, "eos_token", None)

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from enum import IntEnum
 from typing import Self
 
-from .text.printable import printable_lines
+from .text.display import make_lines_printable
 
 
 class ExitCode(IntEnum):
@@ -59,7 +59,7 @@ class TrainerError(Exception):
     def render(self) -> str:
         """Return the text that the command line prints."""
         hint = f"\n  hint: {self.hint}" if self.hint else ""
-        return printable_lines(f"error: {self.message}{hint}")
+        return make_lines_printable(f"error: {self.message}{hint}")
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Problem:
         """Return `file:line:column: key: message; hint`."""
         place = f"{self.file}:{self.line}:{self.column}" if self.line else self.file
         text = ": ".join(part for part in (place, self.key, self.message) if part)
-        return printable_lines(f"error: {text}" + (f"; {self.hint}" if self.hint else ""))
+        return make_lines_printable(f"error: {text}" + (f"; {self.hint}" if self.hint else ""))
 
 
 class RecipeError(TrainerError):

@@ -25,7 +25,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from . import faults
 from .errors import LostContact
 from .files import open_regular
-from .text.redact import redacted
+from .text.display import redact
 
 BYTES = 2048
 LONGEST_REASON = 300
@@ -217,7 +217,7 @@ class BeatFile:
                 written=time.time(),
                 interval=self._interval,
                 ended=ended,
-                reason=_plain(redacted(reason)),
+                reason=_plain(redact(reason)),
             )
             # One write of a fixed size: readers never see a part of it.
             os.pwrite(self._file, json.dumps(asdict(beat)).encode().ljust(BYTES), 0)

@@ -18,13 +18,14 @@ import tomli
 
 from .errors import EnvironmentFault, RunInUse
 from .files import atomic_write, open_regular, read_regular
-from .locks import is_locked, is_unsupported, lock_file, lock_folder, unlock
+from .processes import is_locked, is_unsupported, lock_file, lock_folder, unlock
 from .unfinished import clear_unfinished
 
 log = logging.getLogger(__name__)
 PATIENCE_SECONDS = 0.5
 """for the children of a run that was just killed, and for `holder`"""
 LARGEST_LOCK = 4096
+LARGEST_RECIPE = 2**22
 _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")  # what `atomic_write` writes to
 EXPORTS = ("hf", "hf-ema", "adapter")
 """what a finished run leaves for Hugging Face's libraries: weights, their average, adapters"""
@@ -163,9 +164,6 @@ def _holder(path: Path) -> str:
         return f"process {holder['pid']} on {holder['host']}, started {holder['start']}"
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "another process"
-
-
-LARGEST_RECIPE = 2**22
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from .errors import Stopped
 from .files import atomic_write, read_regular
-from .text.redact import redacted
+from .text.display import redact
 
 FILE = "state.json"
 LONGEST_REASON = 500
@@ -46,7 +46,7 @@ _TYPE = TypeAdapter(RunState)
 
 
 @contextmanager
-def recorded(state: RunState, folder: Path | None) -> Iterator[RunState]:
+def record_attempt(state: RunState, folder: Path | None) -> Iterator[RunState]:
     """Keep state.json up to date around a training loop that sets `state.outcome`.
 
     Args:
@@ -68,7 +68,7 @@ def recorded(state: RunState, folder: Path | None) -> Iterator[RunState]:
 
 
 @contextmanager
-def early_failure_recorded(folder: Path) -> Iterator[None]:
+def record_early_failure(folder: Path) -> Iterator[None]:
     """Write state.json for a run that ends before it trains, unless one is there."""
     try:
         yield
@@ -103,7 +103,7 @@ def record_stop(folder: Path) -> None:
 
 def _fail(state: RunState, error: BaseException) -> None:
     state.outcome = "failed"
-    state.reason = redacted(f"{type(error).__name__}: {error}")[:LONGEST_REASON]
+    state.reason = redact(f"{type(error).__name__}: {error}")[:LONGEST_REASON]
 
 
 def read_state(folder: Path) -> RunState | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .errors import CheckpointError, EnvironmentFault, RecipeError
 from .files import delete_folder, sync_folder
-from .locks import is_locked, lock_file, unlock
+from .processes import is_locked, lock_file, unlock
 
 LOCK = "lock"
 _LEFTOVER = re.compile(r"\.tmp-(.+)-[0-9a-f]{8}")

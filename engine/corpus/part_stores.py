@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..core.children import follow_the_parent
 from ..core.errors import DataError, EnvironmentFault
 from ..core.files import sync_folder
+from ..core.processes import die_with_parent
 from ..sources.configs import SourcePart
 from ..tokenizers.tokenizer import PARALLELISM, Tokenizer
 from .manifest import damaged_files, read_manifest
@@ -131,7 +131,7 @@ _stores: PartStores
 def _begin(stores: PartStores, parent: int) -> None:
     global _stores
     _stores = stores
-    follow_the_parent(parent)
+    die_with_parent(parent)
     os.environ[PARALLELISM] = "false"  # the processes are the parallelism
 
 

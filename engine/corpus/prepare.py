@@ -17,7 +17,7 @@ from xxhash import xxh3_128_hexdigest
 
 from ..core.errors import DataError, EnvironmentFault, Problem, RecipeError, RunInUse
 from ..core.files import atomic_write, sync_folder
-from ..core.text.redact import without_secrets
+from ..core.text.display import remove_secrets
 from ..sources.configs import DocumentSource, SourceConfig, SourcePart
 from ..tokenizers.tokenizer import Tokenizer
 from .manifest import TOKENIZER_FOLDER, read_manifest
@@ -255,7 +255,7 @@ def prepare(job: Preparation, folder: Path, watch: Watch) -> None:
         writer.finish(
             inputs=inputs,
             tokenizer_name=job.tokenizer_name,
-            sources=[without_secrets(source.model_dump(mode="json")) for source in job.sources],
+            sources=[remove_secrets(source.model_dump(mode="json")) for source in job.sources],
         )
     (work / "store").rename(folder)
     sync_folder(folder.parent)

@@ -15,9 +15,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-from ..core.children import follow_the_parent
 from ..core.errors import DataError, EnvironmentFault, TrainerError
 from ..core.files import read_regular, sync_folder
+from ..core.processes import die_with_parent
 from ..corpus.manifest import damaged_files, read_manifest
 from ..corpus.store import StoreWriter, TokenStore
 from ..corpus.tokenise import tokenise
@@ -147,7 +147,7 @@ class Producer:
 
     def serve(self, training: Connection, parent: int) -> None:
         """Run the process: receive a `Start`, then `PrefetchRange`s, and send back any error."""
-        follow_the_parent(parent)
+        die_with_parent(parent)
         try:
             self._serve(training)
         except EOFError:

@@ -20,8 +20,8 @@ from weakref import finalize
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ..core.children import follow_the_parent
 from ..core.errors import DataError, EnvironmentFault, TrainerError
+from ..core.processes import die_with_parent
 from .packing import PackedRows
 from .windows import PrefetchRange, Producer, Start
 
@@ -64,7 +64,7 @@ def read_ahead(
             num_workers=workers,
             timeout=min(POLL_SECONDS, timeout_seconds),
             multiprocessing_context="fork",
-            worker_init_fn=lambda _worker: follow_the_parent(parent),
+            worker_init_fn=lambda _worker: die_with_parent(parent),
             # Arrays travel through a pipe; tensors would need shared memory, scarce in containers.
             collate_fn=_as_they_are,
             # Without one of its own it would draw from the run's generator.

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..core.errors import CheckpointError
 from ..core.files import open_regular, require_regular
-from ..core.text.listed import listed, shown
+from ..core.text.display import list_problems, quote_name
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -78,17 +78,17 @@ def _list_files(folder: Path) -> dict[str, StoredTensor]:
     weight_map = _read_index(folder / INDEX)
     problems = _misnamed_files(weight_map, regular)
     if problems:
-        raise CheckpointError(listed(f"{folder / INDEX} cannot be followed:", problems))
+        raise CheckpointError(list_problems(f"{folder / INDEX} cannot be followed:", problems))
     tensors: dict[str, StoredTensor] = {}
     for file in sorted(set(weight_map.values())):
         header = _read_header(folder / file)
-        problems += [f"{shown(name)} is in {file} too" for name in header if name in tensors]
+        problems += [f"{quote_name(name)} is in {file} too" for name in header if name in tensors]
         tensors |= header
     for name, file in weight_map.items():
         if name not in tensors or tensors[name].file.name != file:
-            problems.append(f"{shown(name)} is not in {file}, as the index says")
+            problems.append(f"{quote_name(name)} is not in {file}, as the index says")
     if problems:
-        raise CheckpointError(listed(f"{folder}: index and files disagree:", problems))
+        raise CheckpointError(list_problems(f"{folder}: index and files disagree:", problems))
     return tensors
 
 
@@ -126,7 +126,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        why = shown(str(error))
+        why = quote_name(str(error))
         raise CheckpointError(f"{path} cannot be read: {why}", "fetch it once more") from error
 
 
@@ -145,12 +145,13 @@ def _nothing_to_read(folder: Path, regular: set[str]) -> CheckpointError:
     pickles = sorted(name for name in regular if name.endswith(PICKLES))
     if pickles:
         return CheckpointError(
-            f"{folder} holds pickled weights ({shown(pickles[0])}), which can run code: not read",
+            f"{folder} holds pickled weights ({quote_name(pickles[0])}), which can run code: "
+            "not read",
             "convert them to safetensors where that is safe: "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)",
         )
     others = sorted(name for name in regular if name.endswith(".safetensors"))
-    found = f"; there is {shown(others[0])}" if others else ""
+    found = f"; there is {quote_name(others[0])}" if others else ""
     return CheckpointError(
         f"{folder} holds neither a checkpoint of ours nor {SINGLE} or {INDEX}{found}",
         "fetch the whole folder of the model",
@@ -172,9 +173,9 @@ def _misnamed_files(weight_map: dict[str, str], regular: set[str]) -> list[str]:
     problems = []
     for file in sorted(set(weight_map.values())):
         if file != Path(file).name or not file.endswith(".safetensors"):
-            problems.append(f"{shown(file)} is not the plain name of a .safetensors file")
+            problems.append(f"{quote_name(file)} is not the plain name of a .safetensors file")
         elif file not in regular:
-            problems.append(f"{shown(file)} is not in the folder")
+            problems.append(f"{quote_name(file)} is not in the folder")
     return problems
 
 
@@ -240,6 +241,6 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
-            raise ValueError(f"{shown(key)} is given twice")
+            raise ValueError(f"{quote_name(key)} is given twice")
         values[key] = value
     return values

@@ -13,7 +13,7 @@ from ...model_zoo.layout import is_adapter
 from ..checkpoint.box import held_box
 from ..checkpoint.tensors import BLOCK_BYTES, TensorRows, row_bytes, row_count
 from ..core.errors import CheckpointError
-from ..core.text.listed import listed
+from ..core.text.display import list_problems
 from .hf_folder import CONFIG, list_tensors, read_config
 from .hf_match import differing_ends, match
 
@@ -58,7 +58,7 @@ def load_huggingface(folder: Path, model: LanguageModel, config: ModelConfig) ->
         found.problems = differing_ends(stored, found, config.layout)
         found.hint = "give it two with model.tie_embeddings = false"
     if found.problems:
-        text = listed(f"{folder} does not fit the model:", found.problems)
+        text = list_problems(f"{folder} does not fit the model:", found.problems)
         raise CheckpointError(text, found.hint)
     if settings is None:
         found.notes.append(f"{folder} has no {CONFIG}: only names and shapes were compared")

@@ -10,7 +10,7 @@ from ...model_zoo.config import flat, impossible, inconsistent
 from ...model_zoo.config import shown as text
 from ..checkpoint.tensors import DTYPES, TensorRows, differing
 from ..core.errors import nearest
-from ..core.text.listed import MAX_SHOWN, shown
+from ..core.text.display import MAX_SHOWN, quote_name
 from .hf_folder import CONFIG, StoredTensor
 from .hf_layout import open_parameter, open_stored_tensor
 
@@ -129,13 +129,13 @@ def misfits(
         also = f" ({name} here)" if theirs != name else ""
         if theirs not in found:
             near = nearest(theirs, unexpected) if len(problems) < MAX_SHOWN else ""
-            sentence = f"{shown(theirs)}{also} is not in {place}"
+            sentence = f"{quote_name(theirs)}{also} is not in {place}"
             problems.append(f"{sentence}; {near}" if near else sentence)
         elif tuple(found[theirs]) != tuple(shapes[name]):
             there, here = list(found[theirs]), list(shapes[name])
             ours = f" ({name})" if also else ""
-            problems.append(f"{shown(theirs)} is {there} there and {here} here{ours}")
-    return problems + [f"{shown(n)} is in {place} but not in the model" for n in unexpected]
+            problems.append(f"{quote_name(theirs)} is {there} there and {here} here{ours}")
+    return problems + [f"{quote_name(n)} is in {place} but not in the model" for n in unexpected]
 
 
 def _compare_settings(settings: Mapping[str, Any], config: ModelConfig) -> tuple[list[str], str]:

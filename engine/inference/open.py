@@ -98,14 +98,14 @@ def open_model(
     """
     from ..checkpoint.find import candidates, find_checkpoint
     from ..formats.hf_folder import read_config
-    from ..recipe.saved import recipe_of
+    from ..recipe.changes import load_saved_recipe
 
     path, weights, dtype = Path(path), Weights(weights), Dtype(dtype) if dtype else None
     require_plugins(plugins)
     settings = None if not path.is_dir() or candidates(path) else read_config(path)
     if settings is None:
         found = find_checkpoint(path)
-        recipe = recipe_of(found.path, found.manifest)
+        recipe = load_saved_recipe(found.path, found.manifest)
         return _open_native(found, _in_dtype(recipe, dtype), weights, world)
     if weights is Weights.EMA:
         raise CheckpointError(f"{path} is a Hugging Face folder: it has one set of weights")

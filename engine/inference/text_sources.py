@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from ..core.errors import RecipeError, nearest
 from ..core.text.tree import Origin, Tree
+from ..recipe.layers import apply_override
 from ..recipe.messages import problems_of
-from ..recipe.overrides import apply_override
 from ..recipe.schema import Recipe
 from ..sources.files import source_kind
 

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from ..core.errors import ExitCode, RecipeError
-from ..core.text.shown import shown_value
+from ..core.text.display import format_value
 
 
 def torchrun_commands(
@@ -96,7 +96,7 @@ def _option(name: str, value: str | int) -> str:
     text = require_one_line(str(value))
     if re.search(r"""['"\\]""", text):
         hint = "go to a folder, or give a name, without quotes and backslashes"
-        raise RecipeError(f"{shown_value(text)} cannot be sbatch's --{name}", hint)
+        raise RecipeError(f"{format_value(text)} cannot be sbatch's --{name}", hint)
     return shlex.quote(text)
 
 
@@ -108,7 +108,7 @@ def require_one_line(text: str) -> str:
     """
     if not text.isprintable():
         hint = "leave out line breaks and other characters that do not print"
-        raise RecipeError(f"{shown_value(text)} cannot stand in a script", hint)
+        raise RecipeError(f"{format_value(text)} cannot stand in a script", hint)
     return text
 
 
@@ -120,7 +120,7 @@ def require_time(text: str) -> None:
     """
     match = _TIME.fullmatch(text)
     if not match:
-        message = f"--time {shown_value(text)} is no time"
+        message = f"--time {format_value(text)} is no time"
         raise RecipeError(message, "such as 12:00:00 or 2-00:00:00")
     first, *others = (int(part) for part in match.group("a", "b", "c") if part is not None)
     if match["days"] is not None or len(others) == 2:

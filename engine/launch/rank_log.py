@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..core.errors import RunInUse
 from ..core.heartbeat import heartbeat
-from ..core.text.redact import redacted
+from ..core.text.display import redact
 
 STACKS_SIGNAL = signal.SIGUSR2
 """makes a rank write the stacks of its threads into its log"""
@@ -46,7 +46,7 @@ class RankLog:
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         header = f"--- {now} rank {self._rank}, process {os.getpid()}: {title}\n"
         with suppress(OSError):
-            os.write(self._file, redacted(header + text).encode("utf-8", "backslashreplace"))
+            os.write(self._file, redact(header + text).encode("utf-8", "backslashreplace"))
 
     def record(self, error: BaseException) -> bool:
         """Append the traceback of an error that ends the run; return whether that worked."""

@@ -14,7 +14,7 @@ from ...model_zoo.layout import DOWN, UP, is_adapter
 from ..checkpoint.tensors import InMemoryTensor
 from ..core.errors import CheckpointError
 from ..core.local import is_split
-from ..core.text.listed import listed, shown
+from ..core.text.display import list_problems, quote_name
 from ..formats.hf_folder import MAX_CONFIG_BYTES, open_tensors, read_json
 from ..formats.hf_load import fill_parameter
 
@@ -147,9 +147,11 @@ def load_adapter(folder: Path, model: LanguageModel, config: ModelConfig, table:
             if shape != list(adapters[ours].shape):
                 problems.append(f"{theirs} is {shape} there and {list(adapters[ours].shape)} here")
         unexpected = sorted(found - set(names.values()) - elsewhere)
-        problems += [f"{shown(name)} is in the folder but not in the model" for name in unexpected]
+        problems += [
+            f"{quote_name(name)} is in the folder but not in the model" for name in unexpected
+        ]
         if problems:
-            raise CheckpointError(listed(f"{folder} does not fit the adapters:", problems))
+            raise CheckpointError(list_problems(f"{folder} does not fit the adapters:", problems))
         for ours, theirs in names.items():
             fill_parameter(adapters[ours], InMemoryTensor(file.get_tensor(theirs)))
     return f"adapters from {folder}"
@@ -163,12 +165,12 @@ def _their_name(name: str, config: ModelConfig) -> str:
 
 def _compare_settings(settings: Mapping[str, Any], table: LoRA) -> list[str]:
     problems = [
-        f"{CONFIG} says {key} = {shown(str(settings[key]))}, which is not read"
+        f"{CONFIG} says {key} = {quote_name(str(settings[key]))}, which is not read"
         for key, possible in PLAIN.items()
         if key in settings and settings[key] not in possible
     ]
     for key, ours, value in (("r", "rank", table.rank), ("lora_alpha", "alpha", table.alpha)):
         if settings.get(key) != value:
-            there = shown(str(settings.get(key)))
+            there = quote_name(str(settings.get(key)))
             problems.append(f"lora.{ours} is {value:g}, {CONFIG} says {key} = {there}")
     return problems

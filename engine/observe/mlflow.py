@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import EnvironmentFault
 from ..core.run_dir import read_recipe
-from ..core.text.redact import redacted
-from ..core.text.shown import dotted
+from ..core.text.display import join_key, redact
 from ..core.text.tree import leaves
 from .feed import Feed, Record, scalars
 
@@ -46,14 +45,14 @@ class MLflowTracker:
         recipe = read_recipe(run_dir)
         steps = recipe.get("run", {}).get("steps")
         self._last_step = steps if isinstance(steps, int) else 0
-        target = f"{redacted(config.tracking_uri)} {config.experiment}"
+        target = f"{redact(config.tracking_uri)} {config.experiment}"
         record = Record(run_dir / "trackers" / "mlflow.json", target)
         try:
             self._client = mlflow.MlflowClient(tracking_uri=uri)
             self._open(config, record, run_dir, recipe)
         except Exception as error:  # its stores raise what they like
             raise EnvironmentFault(
-                f"MLflow at {redacted(uri)} cannot be used: {redacted(str(error))}",
+                f"MLflow at {redact(uri)} cannot be used: {redact(str(error))}",
                 "check metrics.trackers' tracking_uri; SQL stores need the package `mlflow`",
             ) from error
         self._record = record
@@ -89,8 +88,8 @@ class MLflowTracker:
         )
         record.begin(run.info.run_id)
         parameters = [
-            self._entities.Param(dotted(path).replace('"', ""), str(value)[:LONGEST_VALUE])
-            for path, value in leaves(redacted(recipe))
+            self._entities.Param(join_key(path).replace('"', ""), str(value)[:LONGEST_VALUE])
+            for path, value in leaves(redact(recipe))
             if path
         ]
         for start in range(0, len(parameters), BATCH):

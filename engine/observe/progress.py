@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ..core.text.printable import printable_lines
+from ..core.text.display import make_lines_printable
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -83,7 +83,7 @@ class LineProgress(Progress):
 
     def _print(self, line: str) -> None:
         with _surviving(self._stream):
-            self._stream.write(printable_lines(line) + "\n")
+            self._stream.write(make_lines_printable(line) + "\n")
             self._stream.flush()
 
 
@@ -143,7 +143,7 @@ class LiveProgress(Progress):
         from rich.text import Text
 
         with _surviving(self._stream):
-            self._console.print(Text(printable_lines(text), style))
+            self._console.print(Text(make_lines_printable(text), style))
 
     def _draw_unless_fresh(self) -> None:
         if time.monotonic() - self._drawn_at > REFRESH_SECONDS:

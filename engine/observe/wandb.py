@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import EnvironmentFault
 from ..core.run_dir import read_recipe
-from ..core.text.redact import redacted
+from ..core.text.display import redact
 from .feed import Feed, Record, scalars
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class WandBTracker:
                 group=config.group or None,
                 tags=config.tags,
                 dir=str(run_dir),
-                config=redacted(read_recipe(run_dir)),
+                config=redact(read_recipe(run_dir)),
                 settings=wandb.Settings(
                     console="off",
                     silent=True,

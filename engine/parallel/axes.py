@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ..core.errors import nearest
-from ..core.text.shown import shown_value
+from ..core.text.display import format_value
 
 WORDS = {
     "replicate": ("dp", "ddp"),
@@ -38,9 +38,9 @@ def parse_mesh(text: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
         if axis is None:
             faults.append(_unknown(word, text))
         elif axis in degrees:
-            faults.append((f"{shown_value(entry.strip())} gives {axis} a second time", ""))
+            faults.append((f"{format_value(entry.strip())} gives {axis} a second time", ""))
         elif not re.fullmatch(r"-1|[0-9]{1,7}", number) or not -1 <= int(number) <= LARGEST:
-            message = f"expected a degree of {axis}, such as {word}:2, got {shown_value(number)}"
+            message = f"expected a degree of {axis}, such as {word}:2, got {format_value(number)}"
             faults.append((message, "-1 takes what is left over"))
         else:
             degrees[axis] = int(number)
@@ -49,7 +49,7 @@ def parse_mesh(text: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 def _unknown(word: str, text: str) -> tuple[str, str]:
     if not word:
-        message = f"expected WORD:DEGREE and commas, got {shown_value(text)}"
+        message = f"expected WORD:DEGREE and commas, got {format_value(text)}"
         return message, 'such as "dp:2,fsdp:-1,tp:4"'
     known = nearest(word.lower(), AXES) or f"known: {', '.join(AXES)}"
-    return f"no axis of the mesh is called {shown_value(word)}", known
+    return f"no axis of the mesh is called {format_value(word)}", known

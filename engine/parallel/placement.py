@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...model_zoo.layout import DOWN, UP, is_adapter, translate
 from ..core.errors import Problem, RecipeError
-from ..core.text.shown import dotted
+from ..core.text.display import join_key
 from .mesh import EXPERT_AXES, Degrees, expert_grid, is_sharded
 from .rules import check_rules, deciding_rules
 
@@ -99,7 +99,7 @@ def refuse_misfits(shapes: Shapes, config: ModelConfig, table: Parallel, degrees
     findings = check_rules(
         shapes, table, lambda name: used_dim(name, config, degrees.tensor)[1], degrees.tensor, shard
     )
-    problems = [Problem(message, dotted(key), hint=hint) for key, message, hint in findings]
+    problems = [Problem(message, join_key(key), hint=hint) for key, message, hint in findings]
     if problems:
         raise RecipeError(problems)
 

@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..core.errors import nearest
+from ..core.text.display import format_value, make_printable
 from ..core.text.expressions import ExpressionError, compile_expression
-from ..core.text.printable import printable
-from ..core.text.shown import shown_value
 
 if TYPE_CHECKING:
     from ..core.text.positions import KeyPath
@@ -71,8 +70,8 @@ def _expressions(rules: Sequence[Rule]) -> Iterator[Finding]:
         try:
             compile_expression(rule.match)
         except ExpressionError as error:
-            message = f"{shown_value(rule.match)} is no regular expression: {error}"
-            yield ("parallel", "rules", index, "match"), printable(message), ""
+            message = f"{format_value(rule.match)} is no regular expression: {error}"
+            yield ("parallel", "rules", index, "match"), make_printable(message), ""
 
 
 def _ignored(table: Parallel) -> Iterator[Finding]:
@@ -93,7 +92,7 @@ def _unmatched(rule: Rule, names: list[str]) -> tuple[str, str]:
     plain = re.sub(r"\\(.)", r"\1", rule.match)
     hint = nearest(plain, names) or f"parameters are named like {names[0]} and {names[-1]}"
     hint = "put it before them" if matched_before else hint
-    return f"{shown_value(rule.match)} matches {reason}", hint
+    return f"{format_value(rule.match)} matches {reason}", hint
 
 
 def _misplaced(

@@ -1,16 +1,17 @@
-"""Which recipe keys may change when a run resumes, and which need `--allow-changed`."""
+"""The recipe in a checkpoint, and which keys may change when a run resumes from it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from ..core.errors import Problem, RecipeError, nearest
-from ..core.text.redact import without_secrets
-from ..core.text.shown import dotted, shown_value
+from ..checkpoint.manifest import Manifest
+from ..core.errors import CheckpointError, Problem, RecipeError, nearest
+from ..core.text.display import format_value, join_key, remove_secrets
 from ..core.text.tree import leaves
 from ..optim.configs import schedules
 from .schema import Recipe
@@ -64,7 +65,7 @@ def compare(
         RecipeError: an allowed key that no recipe has.
     """
     # What was kept has no passwords: without them, both are the same again.
-    before, after = _leaves(without_secrets(old)), _leaves(without_secrets(new))
+    before, after = _leaves(remove_secrets(old)), _leaves(remove_secrets(new))
     _check_known(allowed, {*before, *after, "run.steps", "run.epochs"})
     free = {*FREE, *allowed}
     schedule = new["schedule"]["name"]
@@ -80,7 +81,7 @@ def compare(
     ]
 
 
-def freedom(key: str) -> str:
+def resume_policy(key: str) -> str:
     """Return in words whether a resumed run may change a key, such as `data.sources.0.weight`."""
     if _covered(key, FREE) or LABEL.fullmatch(key):
         return "may change"
@@ -101,7 +102,7 @@ def require_unchanged(
     """
     changes = compare(old, new, allowed)
     problems = [
-        Problem(f"is {shown_value(after)}, and {shown_value(before)} in the checkpoint", key)
+        Problem(f"is {format_value(after)}, and {format_value(before)} in the checkpoint", key)
         for key, before, after in changes
     ]
     if problems:
@@ -121,7 +122,7 @@ def _leaves(recipe: Mapping[str, Any]) -> dict[str, Any]:
     except ValidationError:
         # Written by another version, some of whose keys are no more: compared as they are.
         recipe = dict(recipe)
-    return {dotted(path): _plain(value) for path, value in leaves(recipe)}
+    return {join_key(path): _plain(value) for path, value in leaves(recipe)}
 
 
 def _plain(value: Any) -> Any:
@@ -140,10 +141,35 @@ def _check_known(allowed: Collection[str], keys: Collection[str]) -> None:
         for count in range(1, len(key.split(".")) + 1)
     }
     problems = [
-        Problem(f"no recipe has the key {shown_value(word)}", "--allow-changed", hint=hint)
+        Problem(f"no recipe has the key {format_value(word)}", "--allow-changed", hint=hint)
         for word in allowed
         if word not in prefixes
         for hint in [nearest(word, prefixes)]
     ]
     if problems:
         raise RecipeError(problems)
+
+
+def load_saved_recipe(folder: Path, manifest: Manifest) -> Recipe:
+    """Return a checkpoint's recipe; a tokenizer that lies in the checkpoint is found where it is.
+
+    Args:
+        folder: of the checkpoint, which may have been moved.
+
+    Raises:
+        CheckpointError: it does not fit this version, or needs plugins that are not imported.
+    """
+    content, table = manifest.recipe, manifest.recipe.get("tokenizer")
+    if "tokenizer.json" in manifest.files and isinstance(table, dict):
+        content = {**content, "tokenizer": {**table, "path": str(folder)}}
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as error:
+        first, plugins = error.errors()[0], content.get("plugins")
+        modules = plugins.get("modules") if isinstance(plugins, dict) else None
+        words = " ".join(f"--plugin {each}" for each in modules or [])
+        raise CheckpointError(
+            f"the recipe in {folder} does not fit this version: "
+            f"{'.'.join(map(str, first['loc']))}: {first['msg']}",
+            f"it was trained with plugins: add {words}" if words else "",
+        ) from error

@@ -16,9 +16,8 @@ from ..core.registry import import_plugins
 from ..core.text.tree import Origin, Tree
 from ..parallel.axes import WORDS, parse_mesh
 from .checks.checks import check
-from .extends import read_layers
+from .layers import SET, apply_override, read_layers
 from .messages import problems_of
-from .overrides import SET, apply_override
 from .schema import Recipe
 from .structure import given_tables, slot
 

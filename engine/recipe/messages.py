@@ -9,12 +9,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..core.errors import Problem, nearest
+from ..core.text.display import format_value, make_printable
 from ..core.text.positions import KeyPath
-from ..core.text.printable import printable
-from ..core.text.shown import shown_value
 from ..core.text.tree import Tree
-from .checks.fsdp1 import replacement
-from .checks.unavailable import unavailable
+from .checks.replaced_words import replacement, unavailable
 from .structure import GivenTable, every_table, table_at
 
 _EXPECTED = {
@@ -95,7 +93,7 @@ class _Fault:
             return self.tree.problem(self.path, message)
         key = str(self.path[-1])
         hint = replacement(self.path, self.input) or self.advice(key, self.path[:-1])
-        return self.tree.problem(self.path, f"unknown key {shown_value(key)}", hint)
+        return self.tree.problem(self.path, f"unknown key {format_value(key)}", hint)
 
     def advice(self, key: str, path: KeyPath) -> str:
         """Return where a key that the table at `path` lacks belongs, or its nearest spelling."""
@@ -129,7 +127,7 @@ class _Fault:
         bounds = {key: _whole(value) for key, value in self.context.items()}
         expected = _EXPECTED[self.type].format_map(bounds).replace("'", '"')
         is_counted = self.type in _COUNTED
-        given = f"one of {len(self.input)}" if is_counted else shown_value(self.input)
+        given = f"one of {len(self.input)}" if is_counted else format_value(self.input)
         hint = replacement(self.path, self.input) or self.spelling(expected)
         return self.tree.problem(self.path, f"expected {expected}, got {given}", hint)
 
@@ -144,7 +142,7 @@ class _Fault:
             is_number = re.fullmatch(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?", self.input)
             return "remove the quotes" if is_number else ""
         if self.type == "table_type":
-            return f"write {{ name = {shown_value(self.input)} }}"
+            return f"write {{ name = {format_value(self.input)} }}"
         return nearest(self.input, re.findall(r'"([^"]+)"', expected))
 
     def refused(self) -> Problem:
@@ -179,4 +177,4 @@ def _bracketed(table: GivenTable) -> str:
 
 
 def _one_line(text: str) -> str:
-    return printable(" ".join(text.split()))
+    return make_printable(" ".join(text.split()))

@@ -13,10 +13,8 @@ import tomli
 
 from ..core.errors import Problem, RecipeError
 from ..core.files import UnusableFile, open_regular
+from ..core.text.display import MARK, format_key, make_printable
 from ..core.text.positions import MAX_DEPTH, KeyPath, Positions, SizeError
-from ..core.text.printable import printable
-from ..core.text.redact import MARK
-from ..core.text.shown import shown_key
 
 MAX_BYTES = 1_000_000
 MAX_DIGITS = 4000  # a little less than what Python converts
@@ -45,7 +43,7 @@ def read_toml(path: Path) -> TomlFile:
     Raises:
         RecipeError: located faults; a file that cannot be read at all has line 0.
     """
-    name = printable(str(path))
+    name = make_printable(str(path))
     text = _decode(_read_bytes(path, name), name)
     tree = _parse(text, name)
     try:
@@ -53,7 +51,7 @@ def read_toml(path: Path) -> TomlFile:
     except SizeError as error:
         raise _fault(str(error), name, error.line, error.column) from None
     problems = [
-        Problem(message, shown_key(key), name, *positions[key])
+        Problem(message, format_key(key), name, *positions[key])
         for key, message in unusable_values(tree)
     ]
     if problems:
@@ -85,7 +83,7 @@ def _sibling(path: Path) -> str:
     """Return a hint at the recipe beside a missing one whose name is nearest."""
     names = [each.stem for each in path.parent.glob("*.toml")]
     close = get_close_matches(path.stem, names, n=1)
-    return f'did you mean "{printable(str(path.with_name(close[0])))}.toml"?' if close else ""
+    return f'did you mean "{make_printable(str(path.with_name(close[0])))}.toml"?' if close else ""
 
 
 def _decode(data: bytes, name: str) -> str:
@@ -104,7 +102,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
     except tomli.TOMLDecodeError as error:
         message = _reworded(error.msg)
         hint = _syntax_hint(error.msg, text[error.pos : error.pos + 40])
-        raise _fault(printable(message), name, error.lineno, error.colno, hint) from None
+        raise _fault(make_printable(message), name, error.lineno, error.colno, hint) from None
     except RecursionError:
         line, column = _first_too_deep(text)
         message = f"nested deeper than {MAX_DEPTH} levels"

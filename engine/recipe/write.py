@@ -1,14 +1,16 @@
-"""Recipes as TOML text."""
+"""A recipe as TOML text, and as a list of keys with where each value came from."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from ..core.text.display import join_key, quote_part, remove_secrets
 from ..core.text.positions import KeyPath
-from ..core.text.redact import without_secrets
-from ..core.text.shown import quoted_part
+from ..core.text.tree import leaves
+from .load import Loaded
 from .schema import Recipe
 
 Comment = Callable[[KeyPath], str]
@@ -20,7 +22,7 @@ def to_toml(recipe: Recipe) -> str:
 
     Passwords and keys are left out: the text is for a file that others may read.
     """
-    return format_toml(without_secrets(recipe.model_dump()))
+    return format_toml(remove_secrets(recipe.model_dump()))
 
 
 def format_toml(values: Mapping[str, Any], comment: Comment = lambda _path: "") -> str:
@@ -34,11 +36,11 @@ def _table(values: Mapping[str, Any], path: KeyPath, comment: Comment) -> Iterat
     for key, value in values.items():
         if key not in tables and value is not None:
             yield from _comment_lines(comment((*path, key)))
-            yield f"{quoted_part(key)} = {toml_value(value)}"
+            yield f"{quote_part(key)} = {toml_value(value)}"
     for key, value in tables.items():
         here = (*path, key)
         for item in value if isinstance(value, list) else [value]:
-            name = ".".join(quoted_part(part) for part in here)
+            name = ".".join(quote_part(part) for part in here)
             yield ""
             yield from _comment_lines(comment(here))
             yield f"[[{name}]]" if isinstance(value, list) else f"[{name}]"
@@ -64,8 +66,44 @@ def toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, Mapping):
-        pairs = (f"{quoted_part(key)} = {toml_value(item)}" for key, item in value.items())
+        pairs = (f"{quote_part(key)} = {toml_value(item)}" for key, item in value.items())
         return f"{{ {', '.join(pairs)} }}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(toml_value(item) for item in value)}]"
     return repr(value)
+
+
+@dataclass(frozen=True)
+class Explained:
+    """One key of a resolved recipe."""
+
+    key: str
+    value: Any
+    origin: str
+    """`file:line`, `--set`, `the file's name`, `flavor "8b"`, `from tokenizer` or `default`"""
+
+
+def explain(loaded: Loaded) -> list[Explained]:
+    """Return every key of the recipe, every default spelled out."""
+    return [
+        Explained(join_key(path), value, _origin(loaded, path, value))
+        for path, value in leaves(loaded.recipe.model_dump())
+    ]
+
+
+def _origin(loaded: Loaded, path: KeyPath, value: Any) -> str:
+    # `--set` may have replaced one entry of a list that a file wrote.
+    paths = [path, *((*path, index) for index in range(_length(value)))]
+    written = [loaded.tree.origins[each] for each in paths if each in loaded.tree.origins]
+    if written:
+        return str(max(written, key=lambda origin: origin.layer))
+    model = loaded.recipe.model
+    if path[0] == "model" and path[1] in model.flavors.get(model.flavor, {}):
+        return f'flavor "{model.flavor}"'
+    if path == ("model", "vocab_size"):
+        return "from tokenizer"
+    return "default"
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, list | tuple) else 0

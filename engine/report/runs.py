@@ -15,8 +15,7 @@ from ..checkpoint.retention import step_folders
 from ..core.errors import CheckpointError
 from ..core.files import open_regular, read_regular
 from ..core.run_dir import read_recipe
-from ..core.text.redact import redacted
-from ..core.text.shown import dotted
+from ..core.text.display import join_key, redact
 from ..core.text.tree import leaves
 from ..observe.metrics import decode_rows
 from .status import RunStatus, examine, number
@@ -87,7 +86,7 @@ def read_run(path: Path, name: str) -> RunData:
         path=path,
         status=examine(path),
         rows=_read_rows(path / "metrics.jsonl"),
-        recipe=_flat(redacted(read_recipe(path))),
+        recipe=_flat(redact(read_recipe(path))),
         manifest=_newest_manifest(folders),
         checkpoints=[int(folder.name.removeprefix("step-")) for folder in folders],
     )
@@ -134,7 +133,7 @@ def differences(runs: Sequence[RunData]) -> list[tuple[str, list[Any]]]:
 
 
 def _flat(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    return {dotted(path): value for path, value in leaves(recipe) if path}
+    return {join_key(path): value for path, value in leaves(recipe) if path}
 
 
 def _newest_manifest(folders: Sequence[Path]) -> Manifest | None:

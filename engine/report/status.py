@@ -20,7 +20,7 @@ from ..core.files import open_regular
 from ..core.heartbeat import furthest_behind, read_beats
 from ..core.run_dir import RunDirectory, read_recipe
 from ..core.run_state import RunState, read_state
-from ..core.text.printable import printable
+from ..core.text.display import make_printable
 from ..observe.metrics import LARGEST_STEP, decode_rows, read_events
 
 TAIL_BYTES = 2**18
@@ -78,7 +78,7 @@ def find_runs(paths: list[Path]) -> list[Path]:
             known = [each.name for each in _folders(path.parent) if is_run(each)]
             what = "has no metrics.jsonl" if path.exists() else "does not exist"
             hint = nearest(path.name, known) or "a run directory is {run.dir}/{run.name}"
-            raise RecipeError(f"no run: {printable(str(path))} {what}", hint)
+            raise RecipeError(f"no run: {make_printable(str(path))} {what}", hint)
         found += inner
     return list(dict.fromkeys(found))
 

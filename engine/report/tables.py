@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from ..core.text.shown import shown_value
+from ..core.text.display import format_value
 from .facts import Number, facts_of, numbers_of
 from .runs import RunData, differences, have_different_tokenizers, lacks_bits_per_byte, read_profile
 from .svg import NUM_COLOURS, shown
@@ -113,7 +113,7 @@ def recipe_differences(runs: Sequence[RunData]) -> str:
 
 
 def _value(value: Any) -> str:
-    return NOTHING if value is None else f"<code>{escape(shown_value(value))}</code>"
+    return NOTHING if value is None else f"<code>{escape(format_value(value))}</code>"
 
 
 def facts(runs: Sequence[RunData]) -> str:

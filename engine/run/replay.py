@@ -15,7 +15,7 @@ from ..checkpoint.ranks import Ranks
 from ..checkpoint.state import seed_everything
 from ..checkpoint.store import CheckpointStore
 from ..core.errors import CheckpointError, RecipeError, nearest
-from ..core.text.printable import printable
+from ..core.text.display import make_printable
 from ..launch.group import group_of_its_own, pick_device, process_group
 from ..observe.metrics import read_events
 from ..recipe.changes import require_unchanged
@@ -125,8 +125,8 @@ def find_target(folder: Path, word: str) -> ReplayTarget:
         hint = nearest(word, events)
         if not hint:
             known = ", ".join(list(events)[-5:]) or "none"
-            hint = f"events of this run: {printable(known)}; or step:N"
-        raise RecipeError(f"{folder} has no event {printable(word)!r}", hint)
+            hint = f"events of this run: {make_printable(known)}; or step:N"
+        raise RecipeError(f"{folder} has no event {make_printable(word)!r}", hint)
     recorded = {key: number(row.get(key)) for key in ("loss", "grad_norm")}
     return ReplayTarget(word, step, batch if isinstance(batch, int) else None, recorded)
 

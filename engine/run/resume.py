@@ -16,7 +16,7 @@ import xxhash
 from ... import __version__
 from ..checkpoint.manifest import SaveInfo
 from ..core.errors import Problem, RecipeError
-from ..core.text.redact import without_secrets
+from ..core.text.display import remove_secrets
 from ..train.parts import Best
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def identify(parts: Assembled, found: Found | None) -> SaveInfo:
     Args:
         found: the checkpoint that the attempt starts from.
     """
-    values = without_secrets(parts.recipe.model_dump(mode="json"))
+    values = remove_secrets(parts.recipe.model_dump(mode="json"))
     return SaveInfo(
         step=0,
         world=parts.world.world_size,

@@ -20,7 +20,7 @@ from ..core.errors import ExitCode, LostContact, Problem, RecipeError, Stopped, 
 from ..core.files import atomic_write
 from ..core.heartbeat import heartbeat
 from ..core.run_dir import RunDirectory
-from ..core.run_state import RunState, record_stop, recorded
+from ..core.run_state import RunState, record_attempt, record_stop
 from ..launch import ending as process_ending
 from ..launch.group import group_of_its_own, pick_device, process_group
 from ..launch.signals import StopFlag
@@ -213,7 +213,7 @@ class Session:
             return outcome
 
     def _recorded(self, state: RunState) -> AbstractContextManager[RunState]:
-        return recorded(state, self.directory.path if self.world.rank == 0 else None)
+        return record_attempt(state, self.directory.path if self.world.rank == 0 else None)
 
     def _open_store(self) -> CheckpointStore:
         heartbeat.enter("resume")

@@ -9,7 +9,7 @@ from functools import partial
 from ..core.errors import LostContact
 from ..core.heartbeat import first_failure, heartbeat, read_beats
 from ..core.run_dir import RunDirectory
-from ..core.run_state import early_failure_recorded, record_failure
+from ..core.run_state import record_early_failure, record_failure
 from ..launch.environment import World, flight_recorder
 from ..launch.rank_log import open_rank_log
 from ..launch.watchdog import Watchdog
@@ -31,7 +31,7 @@ def watched(directory: RunDirectory, world: World, limit_seconds: float) -> Iter
         fail = None
         if world.rank == 0:
             stack.enter_context(directory)
-            stack.enter_context(early_failure_recorded(directory.path))
+            stack.enter_context(record_early_failure(directory.path))
             fail = partial(record_failure, directory.path)
         stack.enter_context(Watchdog(log, world, limit_seconds, fail))
         stack.enter_context(flight_recorder(directory.logs))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from ..core.files import open_regular
-from ..core.text.printable import printable
+from ..core.text.display import make_printable
 from ..tokenizers.tokenizer import MarkedText
 
 
@@ -33,8 +33,8 @@ class DocumentFault:
 
     def __post_init__(self) -> None:
         """Escape what a file's name, or the words of a document in the reason, may hold."""
-        object.__setattr__(self, "file", printable(self.file))
-        object.__setattr__(self, "reason", printable(self.reason))
+        object.__setattr__(self, "file", make_printable(self.file))
+        object.__setattr__(self, "reason", make_printable(self.reason))
 
     @property
     def place(self) -> str:

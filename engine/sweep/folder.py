@@ -12,8 +12,7 @@ from typing import Any
 from ..core.errors import Problem, RecipeError
 from ..core.files import read_regular, write_asked
 from ..core.run_dir import read_recipe
-from ..core.text.redact import without_secret
-from ..core.text.shown import shown_value
+from ..core.text.display import format_value, remove_secret
 from ..recipe.changes import compare
 from ..recipe.load import Loaded, load_recipe
 from ..report.status import RunStatus, examine, is_run
@@ -79,7 +78,7 @@ class Sweep:
         """
         content = {
             "recipe": str(self.recipe),
-            "set": [without_secret(text) for text in self.overrides],
+            "set": [remove_secret(text) for text in self.overrides],
             "points": [asdict(point) for point in self.all_points()],
         }
         self.write(MANIFEST, json.dumps(content, indent=1) + "\n")
@@ -131,7 +130,7 @@ class Sweep:
         changes = compare(old, loaded.recipe.model_dump())
         problems = [
             Problem(
-                f"is {shown_value(after)} now, and {shown_value(before)} in {path}",
+                f"is {format_value(after)} now, and {format_value(before)} in {path}",
                 key,
                 hint="give this sweep another --dir",
             )

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ..core.errors import Problem, RecipeError
-from ..core.text.printable import printable
-from ..core.text.shown import shorten, shown_value
+from ..core.text.display import format_value, make_printable, shorten
 
 MAX_POINTS = 10_000
 LONGEST_NAME = 80
@@ -52,7 +51,7 @@ def make_points(grids: Sequence[str], zips: Sequence[str]) -> list[Point]:
             try:
                 axes.append(_axis(option, text))
             except ValueError as error:
-                problems.append(Problem(str(error), shorten(printable(text)), option))
+                problems.append(Problem(str(error), shorten(make_printable(text)), option))
     problems += _contradictions(axes)
     groups = [[axis] for axis in axes if axis.option == "--grid"]
     groups += [zipped] if (zipped := [axis for axis in axes if axis.option == "--zip"]) else []
@@ -100,7 +99,7 @@ def _axis(option: str, text: str) -> _Axis:
         raise ValueError("a value is missing between two commas")
     twice = [value for value in dict.fromkeys(found) if found.count(value) > 1]
     if twice:
-        raise ValueError(f"{shown_value(twice[0])} is there twice")
+        raise ValueError(f"{format_value(twice[0])} is there twice")
     return _Axis(option, key, tuple(found))
 
 
@@ -128,10 +127,10 @@ def _contradictions(axes: Sequence[_Axis]) -> Iterator[Problem]:
     keys = [axis.key for axis in axes]
     for key in dict.fromkeys(keys):
         if keys.count(key) > 1:
-            yield Problem("this key is varied twice", shorten(printable(key)), "--grid")
+            yield Problem("this key is varied twice", shorten(make_printable(key)), "--grid")
     lengths = {axis.key: len(axis.values) for axis in axes if axis.option == "--zip"}
     if len(set(lengths.values())) > 1:
-        counts = ", ".join(f"{printable(key)} has {count}" for key, count in lengths.items())
+        counts = ", ".join(f"{make_printable(key)} has {count}" for key, count in lengths.items())
         yield Problem(f"zipped keys need equally many values: {counts}", "", "--zip")
 
 

@@ -41,7 +41,7 @@ OPENS = {
     "engine/core/files.py: open",  # a descriptor
     "engine/core/files.py: os.open",  # the one place
     "engine/launch/failure.py: open",  # the log of a rank
-    "engine/core/locks.py: os.open",  # neither follows links nor waits
+    "engine/core/processes.py: os.open",  # neither follows links nor waits
     "engine/observe/throughput.py: read_text",  # /proc
     "engine/precision/hardware.py: read_text",  # /proc
     "engine/recipe/documents/pages.py: read_text",  # ours

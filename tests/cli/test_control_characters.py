@@ -11,7 +11,7 @@ import xxhash
 from trainer.cli import generate as generate_command
 from trainer.cli import main as cli
 from trainer.engine.core.errors import CheckpointError, Problem, RecipeError
-from trainer.engine.core.text.printable import printable, printable_lines
+from trainer.engine.core.text.display import make_lines_printable, make_printable
 from trainer.engine.observe.progress import LineProgress, logged_to
 
 ESC = "\x1b]0;owned\x07\x1b[2J"
@@ -100,8 +100,8 @@ def test_errors_keep_their_lines_and_escape_the_rest():
     assert error.render().count("\n") == 2
     assert not HOSTILE.search(error.render())
     assert not HOSTILE.search(RecipeError([Problem(ESC, ESC, ESC, 1, 1, ESC)]).render())
-    assert printable("naïve\n") == "naïve\\n"
-    assert printable_lines("a\x9b\nb") == "a\\x9b\nb"
+    assert make_printable("naïve\n") == "naïve\\n"
+    assert make_lines_printable("a\x9b\nb") == "a\\x9b\nb"
 
 
 def test_an_unforeseen_error_is_escaped(capsys, monkeypatch):
@@ -127,4 +127,4 @@ def test_generated_text_is_escaped_on_a_terminal_alone(capsys, monkeypatch):
     assert capsys.readouterr().out == f"a{ESC}\n"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     generate_command._print(["a"], [f"{ESC}\nb"], chat=False, as_json=False)
-    assert capsys.readouterr().out == f"a{printable(ESC)}\nb\n"
+    assert capsys.readouterr().out == f"a{make_printable(ESC)}\nb\n"

@@ -6,8 +6,8 @@ import pytest
 import tomli
 
 from tests.docs.walk import ROOT
+from trainer.cli.docs import commands, commands_page
 from trainer.cli.main import COMMANDS, import_command
-from trainer.cli.manual import commands, commands_page
 from trainer.engine.core.errors import ExitCode
 from trainer.engine.recipe.documents.pages import plain, recipe_pages
 from trainer.engine.recipe.schema import REGISTRIES, Recipe

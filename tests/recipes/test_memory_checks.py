@@ -3,7 +3,7 @@
 import pytest
 
 from trainer.engine.parallel.tables import FSDP
-from trainer.engine.recipe.checks.fsdp1 import _KEYS, _STRATEGIES
+from trainer.engine.recipe.checks.replaced_words import _KEYS, _STRATEGIES
 
 RUN = "[run]\nsteps = 1\n"
 IN_BACKWARD = "[memory]\noptimizer_in_backward = true\n"

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from trainer.engine.core.errors import RecipeError
-from trainer.engine.recipe.explain import explain
 from trainer.engine.recipe.load import load_recipe
+from trainer.engine.recipe.write import explain
 
 
 def origins(loaded):

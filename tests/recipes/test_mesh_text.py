@@ -8,9 +8,8 @@ from pydantic import ValidationError
 from trainer.engine.parallel.axes import WORDS
 from trainer.engine.parallel.tables import Parallel
 from trainer.engine.recipe.changes import compare
-from trainer.engine.recipe.explain import explain
 from trainer.engine.recipe.load import load_recipe
-from trainer.engine.recipe.write import to_toml
+from trainer.engine.recipe.write import explain, to_toml
 
 RUN = "[run]\nsteps = 1\n"
 DEFAULT = dict.fromkeys(WORDS, 1)

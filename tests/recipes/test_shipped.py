@@ -8,9 +8,9 @@ import pytest
 import tomli
 
 import trainer
-from trainer.engine.recipe.documents.json_schema import schema_text
+from trainer.engine.recipe.documents.describe import schema_text
 from trainer.engine.recipe.documents.starter import shipped_recipes, starter
-from trainer.engine.recipe.extends import read_layers
+from trainer.engine.recipe.layers import read_layers
 from trainer.engine.recipe.load import load_recipe
 
 RECIPES = Path(trainer.__file__).parent.resolve() / "recipes"

@@ -19,7 +19,7 @@ from trainer.cli.status import sparkline
 from trainer.engine.checkpoint.manifest import Manifest, write_manifest
 from trainer.engine.core.heartbeat import BeatFile, heartbeat
 from trainer.engine.core.run_dir import RunDirectory
-from trainer.engine.core.run_state import RunState, read_state, recorded
+from trainer.engine.core.run_state import RunState, read_state, record_attempt
 from trainer.engine.report.status import TAIL_BYTES, examine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -259,7 +259,7 @@ def test_only_the_end_of_a_long_file_is_read(tmp_path: Path) -> None:
 
 
 def test_what_a_run_says_of_itself_survives_each_kind_of_end(tmp_path: Path) -> None:
-    with recorded(RunState(total_steps=7, world=2), tmp_path) as state:
+    with record_attempt(RunState(total_steps=7, world=2), tmp_path) as state:
         first = read_state(tmp_path)
         assert first is not None
         assert (first.total_steps, first.world, first.outcome, first.ended_at) == (7, 2, "", "")
@@ -267,12 +267,12 @@ def test_what_a_run_says_of_itself_survives_each_kind_of_end(tmp_path: Path) -> 
     last = read_state(tmp_path)
     assert last is not None
     assert (last.outcome, bool(last.ended_at)) == ("stopped", True)
-    with pytest.raises(KeyError), recorded(RunState(total_steps=7), tmp_path):
+    with pytest.raises(KeyError), record_attempt(RunState(total_steps=7), tmp_path):
         raise KeyError("x")
     failed = read_state(tmp_path)
     assert failed is not None
     assert (failed.outcome, failed.reason) == ("failed", "KeyError: 'x'")
-    with recorded(RunState(total_steps=9), None):
+    with record_attempt(RunState(total_steps=9), None):
         assert read_state(tmp_path) == failed, "other ranks write nothing"
 
 

@@ -7,8 +7,8 @@ import pytest
 import trainer
 from trainer.cli import main as cli
 from trainer.engine.core.errors import RecipeError
-from trainer.engine.core.run_state import RunState, recorded
-from trainer.engine.core.text.redact import redacted, without_secret
+from trainer.engine.core.run_state import RunState, record_attempt
+from trainer.engine.core.text.display import redact, remove_secret
 from trainer.engine.observe.tables import MLflow
 
 RECIPE = """
@@ -78,7 +78,7 @@ def test_no_file_of_a_run_has_a_password_and_another_password_resumes(tmp_path, 
 
 def test_the_reason_of_a_failure_is_kept_without_passwords(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "nightingale")
-    with pytest.raises(OSError, match="canary"), recorded(RunState(total_steps=1), tmp_path):
+    with pytest.raises(OSError, match="canary"), record_attempt(RunState(total_steps=1), tmp_path):
         raise OSError("https://me:canary@host: no, nightingale")
     assert json.loads((tmp_path / "state.json").read_text())["reason"] == (
         "OSError: https://[redacted]@host: no, [redacted]"
@@ -97,14 +97,14 @@ def test_the_reason_of_a_failure_is_kept_without_passwords(tmp_path, monkeypatch
     ],
 )
 def test_addresses_lose_their_passwords_alone(text, kept):
-    found = redacted(text, {})
+    found = redact(text, {})
     assert "canary" not in found
     assert found.endswith(kept)
 
 
 def test_settings_lose_them_too():
-    assert without_secret("a.api_key=canary") == "a.api_key=[redacted]"
-    assert without_secret("run.steps=3") == "run.steps=3"
+    assert remove_secret("a.api_key=canary") == "a.api_key=[redacted]"
+    assert remove_secret("run.steps=3") == "run.steps=3"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from trainer.engine.data.batch import IGNORED
 from trainer.engine.inference.measure import measure_validation
 from trainer.engine.inference.open import open_model
 from trainer.engine.observe.observer import to_floats
-from trainer.engine.recipe.changes import freedom
+from trainer.engine.recipe.changes import resume_policy
 from trainer.engine.recipe.checks.checks import check
 from trainer.engine.train.evaluate import validate
 
@@ -141,4 +141,4 @@ def test_two_sources_of_a_split_need_labels_of_their_own():
     assert path == ("data", "sources", 1, "label")
     assert message == 'source 0 of the "train" split has the label "books" too'
     assert problems("1.synthetic", "", "code")
-    assert freedom("data.sources.0.label") == "may change"
+    assert resume_policy("data.sources.0.label") == "may change"

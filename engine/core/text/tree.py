@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import Problem
+from .display import format_key
 from .positions import KeyPath
-from .shown import shown_key
+
+Finding = tuple[KeyPath, str, str]
+"""key, message and hint of something that does not fit"""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Tree:
     def problem(self, path: KeyPath, message: str, hint: str = "") -> Problem:
         """Return a problem at a key."""
         origin = self.origin(path)
-        return Problem(message, shown_key(path), origin.file, origin.line, origin.column, hint)
+        return Problem(message, format_key(path), origin.file, origin.line, origin.column, hint)
 
     def merge(
         self, above: Mapping[str, Any], origins: Mapping[KeyPath, Origin], path: KeyPath = ()

@@ -6,17 +6,13 @@ import re
 from collections.abc import Iterator
 from math import prod
 
+from ...core.text.display import format_value, make_printable
 from ...core.text.expressions import ExpressionError, compile_expression
 from ...core.text.positions import KeyPath
-from ...core.text.printable import printable
-from ...core.text.shown import shown_value
+from ...core.text.tree import Finding
 from ..schema import Recipe
-from .memory_checks import check_memory
+from .compute_checks import check_memory, check_precision
 from .plan_checks import check_plan
-from .precision_checks import check_precision
-
-Finding = tuple[KeyPath, str, str]
-"""key, message, hint"""
 
 AXES = ("replicate", "shard", "context", "tensor", "pipeline")
 
@@ -62,11 +58,13 @@ def _run(recipe: Recipe) -> Iterator[Finding]:
         message = f"steps ({run.steps}) and epochs ({run.epochs:g}) are both given"
         yield ("run", "epochs"), message, "keep one of them"
     if not re.fullmatch(r"\w[\w.-]{0,99}", run.name):
-        message = f"{shown_value(run.name)} cannot name the run's folder"
+        message = f"{format_value(run.name)} cannot name the run's folder"
         hint = "use up to 100 letters, digits, `.`, `_` and `-`, the first a letter or digit"
         yield ("run", "name"), message, hint
     if re.fullmatch(r"\w*", run.resume) and run.resume not in ("auto", "never"):
-        message = f'expected "auto", "never" or a checkpoint\'s path, got {shown_value(run.resume)}'
+        message = (
+            f'expected "auto", "never" or a checkpoint\'s path, got {format_value(run.resume)}'
+        )
         yield ("run", "resume"), message, ""
 
 
@@ -147,8 +145,8 @@ def _pattern(path: KeyPath, pattern: str) -> Iterator[Finding]:
     try:
         compile_expression(pattern.removeprefix("re:"))
     except ExpressionError as error:
-        message = f"{shown_value(pattern)} is no regular expression: {error}"
-        yield path, printable(message), ""
+        message = f"{format_value(pattern)} is no regular expression: {error}"
+        yield path, make_printable(message), ""
 
 
 def _degrees(recipe: Recipe) -> Iterator[Finding]:

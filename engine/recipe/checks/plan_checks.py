@@ -7,15 +7,13 @@ from math import prod
 from typing import Any
 
 from ...core.text.positions import KeyPath
+from ...core.text.tree import Finding
 from ...lora.sizes import with_adapters
 from ...parallel.mesh import EXPERT_AXES
 from ...parallel.placement import used_dim
 from ...parallel.rules import check_rules, deciding_rules
 from ..schema import Recipe
 from .pipeline_checks import check_pipeline
-
-Finding = tuple[KeyPath, str, str]
-"""key, message, hint"""
 
 OPEN_VOCABULARY = 2**20
 """stands for one that the tokenizer will settle: any even cut of it works out"""

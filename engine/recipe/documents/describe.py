@@ -1,7 +1,8 @@
-"""The fields of a table in words: type, default and description."""
+"""The keys of tables in words, and as the JSON Schema that editors check recipes by."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
@@ -11,8 +12,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from ...core.config import Component
+from ...core.models import models
 from ...core.registry import Named
-from ...core.text.shown import shown_value
+from ...core.text.display import format_value
+from ..schema import Recipe
 
 _WORDS = {bool: "true or false", int: "integer", float: "number", str: "string"}
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -27,6 +30,32 @@ class FieldDescription:
     default: str
     """as TOML writes it; `required`, or `none`"""
     description: str
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of one section, with all that is known of it."""
+
+    key: str
+    component: str
+    type: str
+    default: str
+    description: str
+    on_resume: str
+    recipes: dict[str, str]
+    """shipped recipe -> the value that it gives"""
+
+
+EXTENDS = Key(
+    key="extends",
+    component="",
+    type="list of strings",
+    default="[]",
+    description="recipes that this one changes: paths relative to this file, the last wins",
+    on_resume="may change",
+    recipes={},
+)
+"""It stands above all tables, and belongs to none."""
 
 
 def summary(config: type[BaseModel]) -> str:
@@ -57,12 +86,12 @@ def _default(field: FieldInfo) -> str:
         return "see there"
     if isinstance(default, list):
         return f"[{', '.join(map(_item, default))}]"
-    return "{}" if default == {} else shown_value(default)
+    return "{}" if default == {} else format_value(default)
 
 
 def _item(value: Any) -> str:
     """Return an item of a default list; of a component's table, its name."""
-    return f'{{ name = "{value.name}" }}' if isinstance(value, Component) else shown_value(value)
+    return f'{{ name = "{value.name}" }}' if isinstance(value, Component) else format_value(value)
 
 
 def _type(annotation: Any, metadata: list[Any]) -> str:
@@ -77,7 +106,7 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
         options = [each for each in get_args(annotation) if each is not NoneType]
         return " or ".join(_type(option, metadata) for option in options)
     if origin is Literal:
-        return " | ".join(shown_value(word) for word in get_args(annotation))
+        return " | ".join(format_value(word) for word in get_args(annotation))
     if origin is list:
         item = _type(get_args(annotation)[0], [])
         return f"list of {item.replace('table', 'tables').replace('string', 'strings')}"
@@ -101,3 +130,55 @@ def _bounds(metadata: list[Any]) -> Iterator[str]:
             # Bounds that only keep arithmetic from overflowing say nothing to a reader.
             if bound is not None and bound < 1e6:
                 yield f"{sign} {bound:g}"
+
+
+_PATH = {"type": "string", "pattern": r"\.toml$"}
+_EXTENDS = {
+    "anyOf": [{"type": "array", "items": _PATH}, _PATH],
+    "description": EXTENDS.description,
+}
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the schema of every table and every registered component."""
+    schema = _tidy(Recipe.model_json_schema())
+    for option in schema["properties"]["model"]["oneOf"]:
+        sizes = option["properties"]
+        sizes["flavor"]["enum"] = list(models[sizes["name"]["const"]].flavors)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Trainer recipe",
+        **schema,
+        "properties": {"extends": _EXTENDS, **schema["properties"]},
+    }
+
+
+def schema_text() -> str:
+    """Return the schema as it is kept in `recipes/schema.json`."""
+    return json.dumps(json_schema(), indent=1) + "\n"
+
+
+def _tidy(node: Any) -> Any:
+    """Take out null, which TOML cannot write, and what repeats: titles, defaults of tables."""
+    if isinstance(node, list):
+        return [_tidy(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    tidy = {
+        key: {name: _tidy(each) for name, each in value.items()}
+        if key in ("properties", "$defs")
+        else _tidy(value)
+        for key, value in node.items()
+    }
+    tidy.pop("title", None)
+    if "description" in node:
+        tidy["description"] = " ".join(node["description"].split())
+    if tidy.get("default", "") is None or isinstance(tidy.get("default"), dict | list):
+        del tidy["default"]
+    options = [option for option in tidy.get("anyOf", []) if option != {"type": "null"}]
+    if len(options) == 1:
+        del tidy["anyOf"]
+        tidy |= options[0]
+    elif options:
+        tidy["anyOf"] = options
+    return tidy

@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterable, Sequence
 
 from ...core.errors import ExitCode
-from ...core.text.shown import shown_value
-from ..changes import freedom
+from ...core.text.display import format_value
+from ..changes import resume_policy
 from ..schema import REGISTRIES
-from .reference import EXTENDS, Section, sections
+from .describe import EXTENDS
+from .reference import Section, sections
 from .starter import RECIPES
 
 MADE_BY = (
@@ -113,7 +114,7 @@ def _keys(section: Section) -> str:
 
 
 def _on_resume(key: str) -> str:
-    words = freedom(key)
+    words = resume_policy(key)
     return "asks" if words.startswith("only") else words.replace("may change", "free")
 
 
@@ -122,7 +123,7 @@ def _flavors(section: Section) -> str:
     defaults = section.config.model_fields
     keys = list(dict.fromkeys(key for sizes in flavors.values() for key in sizes))
     rows = [
-        (f"`{name}`", *(shown_value(sizes.get(key, defaults[key].default)) for key in keys))
+        (f"`{name}`", *(format_value(sizes.get(key, defaults[key].default)) for key in keys))
         for name, sizes in flavors.items()
     ]
     return markdown_table(("flavor", *(f"`{key}`" for key in keys)), rows) if rows else ""

@@ -12,13 +12,13 @@ from pydantic.fields import FieldInfo
 
 from ...core.errors import nearest
 from ...core.registry import Registry
-from ...core.text.shown import shown_value
-from ..changes import freedom
-from ..extends import read_layers
+from ...core.text.display import format_value
+from ..changes import resume_policy
+from ..layers import read_layers
 from ..schema import REGISTRIES, Recipe
 from ..structure import slot
 from ..write import is_table
-from .describe import FieldDescription, describe, summary
+from .describe import EXTENDS, FieldDescription, Key, describe, summary
 from .starter import RECIPES, shipped_recipes
 
 
@@ -50,37 +50,11 @@ class Section:
     def fields(self) -> list[FieldDescription]:
         """Return its keys."""
         fields = describe(self.config)
-        flavors = " | ".join(shown_value(each) for each in getattr(self.config, "flavors", ()))
+        flavors = " | ".join(format_value(each) for each in getattr(self.config, "flavors", ()))
         return [
             replace(field, type=flavors) if field.key == "flavor" and flavors else field
             for field in fields
         ]
-
-
-@dataclass(frozen=True)
-class Key:
-    """One key of one section, with all that is known of it."""
-
-    key: str
-    component: str
-    type: str
-    default: str
-    description: str
-    on_resume: str
-    recipes: dict[str, str]
-    """shipped recipe -> the value that it gives"""
-
-
-EXTENDS = Key(
-    key="extends",
-    component="",
-    type="list of strings",
-    default="[]",
-    description="recipes that this one changes: paths relative to this file, the last wins",
-    on_resume="may change",
-    recipes={},
-)
-"""It stands above all tables, and belongs to none."""
 
 
 @cache
@@ -181,9 +155,9 @@ def _key(section: Section, field: FieldDescription) -> Key:
         field.type,
         field.default,
         field.description or ("which component this is" if field.key == "name" else ""),
-        freedom(f"{first}.{field.key}"),
+        resume_policy(f"{first}.{field.key}"),
         {
-            recipe: ", ".join(dict.fromkeys(map(shown_value, given)))
+            recipe: ", ".join(dict.fromkeys(map(format_value, given)))
             for recipe in shipped_recipes()
             if (given := list(_given(section, field.key, recipe)))
         },

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...core.errors import RecipeError, nearest
 from ...core.text.positions import KeyPath
-from ..extends import read_layers
+from ..layers import read_layers
 from ..schema import Recipe
 from ..structure import given_tables
 from ..write import format_toml

@@ -1,4 +1,4 @@
-"""Names of torch's first FSDP, and what stands for them here."""
+"""Words of torch's first FSDP, and of the contract, that a recipe cannot use: what to write."""
 
 from __future__ import annotations
 
@@ -57,3 +57,16 @@ def replacement(path: KeyPath, value: object) -> str:
         return ""
     found = _VALUES.get(word) or _KEYS.get(str(path[2]))
     return f"FSDP1's word: {found}" if found else ""
+
+
+_UNAVAILABLE = {
+    "kernels.attention": ("triton",),
+}
+
+
+def unavailable(path: KeyPath, value: object) -> str:
+    """Return a message if the contract has this key or word and this version does not."""
+    pattern = ".".join("*" if isinstance(part, int) else part for part in path)
+    if isinstance(value, str) and value in _UNAVAILABLE.get(pattern, ()):
+        return f'"{value}" is not available in this version'
+    return ""

@@ -1,11 +1,14 @@
-"""Locks that the system frees when their process ends, also by `kill -9`. Torch-free."""
+"""What ends with a process, also by `kill -9`: locks, and processes that work for it."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
+import signal
 import stat
+import sys
 import time
 from pathlib import Path
 
@@ -107,3 +110,20 @@ def _take(descriptor: int, patience_seconds: float) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
+
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Die with the parent process, and leave its signals to it.
+
+    A scheduler signals every process of a job. An orphan would hold what it inherited, such as a
+    lock.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before this could be arranged
+        os._exit(1)
