@@ -7,17 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .engine.core.errors import TrainerError
+    from .engine.inference.generate import generate
+    from .engine.inference.measure import evaluate
     from .engine.inference.open import open_model
-    from .engine.run.library import (
-        Result,
-        assemble,
-        convert,
-        evaluate,
-        generate,
-        joined_ranks,
-        load_recipe,
-        train,
-    )
+    from .engine.run.library import Result, assemble, convert, joined_ranks, load_recipe, train
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,7 +26,12 @@ __all__ = [
     "open_model",
     "train",
 ]
-_HOMES = {"TrainerError": "core.errors", "open_model": "inference.open"}
+_HOMES = {
+    "TrainerError": "core.errors",
+    "evaluate": "inference.measure",
+    "generate": "inference.generate",
+    "open_model": "inference.open",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..engine.core.errors import EnvironmentFault, RecipeError
-from ..engine.inference.open import Dtype, Weights
+from ..engine.inference.inputs import Dtype, Weights, find_model, find_source, find_texts
 from ..engine.observe.metrics import plain
 from .options import AsJson
 from .table import echo, print_table
@@ -67,12 +67,10 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Measure loss and perplexity, on the validation split or on other texts, and run tasks."""
-    from ..engine.inference.open import open_model
-    from ..engine.inference.text_sources import source_of, source_of_path
 
-    texts = [(path, source_of_path(path)) for path in data or []]
+    texts = [(path, find_texts(path)) for path in data or []]
     if source:
-        texts.append((source, source_of(source, settings or [])))
+        texts.append((source, find_source(source, settings or [])))
     elif settings:
         raise RecipeError("--set without --source", "name the source whose key it is")
     if not tasks and (include_path is not None or num_fewshot is not None):
@@ -82,34 +80,26 @@ def evaluate(
             "--seq-len and --stride do not change the rows of the validation split",
             "name texts with --data or --source",
         )
-    opened = open_model(checkpoint, plugin or [], weights=weights, dtype=dtype)
-    seq_len = seq_len or opened.recipe.data.seq_len
-    if stride is not None and stride > seq_len:
-        raise RecipeError(
-            f"--stride {stride} is longer than a row of {seq_len} tokens", "lower it, or --seq-len"
-        )
+    found = find_model(checkpoint, plugin or [])  # errors come before torch is imported
     from ..engine.inference.measure import measure_source, measure_validation
+    from ..engine.inference.open import open_found
 
+    opened = open_found(found, weights=weights, dtype=dtype)
     measured = [
         measure_source(
             opened,
-            each,
+            text,
             name=name,
             seq_len=seq_len,
-            stride=stride or seq_len,
+            stride=stride,
             batch_size=batch,
             limit=limit,
         ).summary()
-        for name, each in texts
+        for name, text in texts
     ]
     if not texts and not tasks:
-        if opened.step is None:
-            raise RecipeError(
-                f"{checkpoint} is a Hugging Face folder, without a recipe that holds texts out",
-                "name texts with --data or --source, or --tasks",
-            )
         whole = measure_validation(opened, batch_size=batch, limit=limit)
-        measured = [each.summary() for each in (whole, *whole.sources)]
+        measured = [measured.summary() for measured in (whole, *whole.sources)]
     results: dict[str, Any] = {}
     if tasks:
         run_tasks = _harness()
@@ -118,7 +108,7 @@ def evaluate(
             [name.strip() for name in tasks.split(",") if name.strip()],
             include_path=include_path,
             num_fewshot=num_fewshot,
-            seq_len=seq_len,
+            seq_len=seq_len or opened.recipe.data.seq_len,
             batch_size=batch,
             limit=limit,
         )

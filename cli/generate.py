@@ -12,7 +12,7 @@ import typer
 
 from ..engine.core.errors import RecipeError
 from ..engine.core.text.display import make_lines_printable
-from ..engine.inference.open import Weights
+from ..engine.inference.inputs import Weights, find_model
 
 if TYPE_CHECKING:
     from ..engine.tokenizers.tokenizer import Tokenizer
@@ -95,15 +95,16 @@ def generate(
         words += [f"--prompt={text}" for text in prompts]
         words += [f"--plugin={module}" for module in plugin or []] + ["--truncate"] * truncate
         raise typer.Exit(_launch([*words, *["--json"] * as_json, "--", str(checkpoint)], nproc))
-    from ..engine.inference.generate import generate as sample
-    from ..engine.inference.open import meeting, open_model
+    found = find_model(checkpoint, plugin or [])  # errors come before torch is imported
+    from ..engine.inference.generate import generate as generate_texts
+    from ..engine.inference.open import TIMEOUT_SECONDS, open_found
+    from ..engine.launch.group import pick_device, process_group
 
-    with meeting(world):
-        opened = open_model(checkpoint, plugin or [], weights=weights, world=world)
-        starts, until = _laid_out(prompts, chat, opened.tokenizer) if chat else (prompts, [])
-        texts = sample(
-            opened.model,
-            opened.tokenizer,
+    with process_group(world, pick_device(world), TIMEOUT_SECONDS):
+        opened = open_found(found, weights=weights, world=world)
+        starts, until = _apply_template(prompts, chat, opened.tokenizer) if chat else (prompts, [])
+        texts = generate_texts(
+            opened,
             starts,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -111,7 +112,6 @@ def generate(
             top_p=top_p,
             seed=seed,
             until=until,
-            longest=getattr(opened.recipe.model, "max_seq_len", None),
             truncate=truncate,
         )
     if world.rank == 0:
@@ -143,7 +143,7 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
-def _laid_out(
+def _apply_template(
     prompts: Sequence[str], template: str, tokenizer: Tokenizer
 ) -> tuple[list[str], list[str]]:
     """Return the texts that the answers to the prompts continue, and what ends an answer."""

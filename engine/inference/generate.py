@@ -1,30 +1,25 @@
-"""Text from a model, one token at a time."""
+"""Generate text, one token at a time."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import xxhash
 from torch import Tensor
 
-from ...model_zoo.language_model import KVCache
+from ...model_zoo.language_model import KVCache, LanguageModel
 from ..core.errors import RecipeError
-
-if TYPE_CHECKING:
-    from ...model_zoo.language_model import LanguageModel
-    from ..tokenizers.tokenizer import Tokenizer
-
+from ..tokenizers.tokenizer import Tokenizer
+from .open import OpenedModel
 
 PREFILL_TOKENS = 512
 """of a prompt that are computed at once, so that memory grows with its length and not the square"""
 
 
 def generate(
-    model: LanguageModel,
-    tokenizer: Tokenizer,
+    opened: OpenedModel,
     prompts: Sequence[str],
     *,
     max_new_tokens: int,
@@ -33,34 +28,33 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     until: Sequence[str] = (),
-    longest: int | None = None,
     truncate: bool = False,
 ) -> list[str]:
     """Continue each prompt until the end of the document or for `max_new_tokens`.
 
-    Prompts are computed together, and sampled apart: what follows one depends on the seed and on
-    that prompt alone.
+    Prompts are computed together and sampled apart: the text that follows a prompt depends on the
+    seed and on that prompt alone.
 
     Args:
-        model: in evaluation mode.
-        tokenizer: of the model.
+        opened: the result of `open_model`.
         prompts: texts to continue; an empty one begins a document.
-        max_new_tokens: at most so many are added.
+        max_new_tokens: the largest number of tokens to add.
         temperature: logits are divided by it; 0 takes the likeliest token.
-        top_k: only this many of the likeliest tokens are drawn from; 0: all.
+        top_k: only this many of the likeliest tokens are drawn from; 0 is all.
         top_p: only the likeliest tokens that together have this probability are drawn from
             (nucleus sampling, arXiv:1904.09751).
-        seed: of the draws.
-        until: a text ends before the first of these; empty: only with the document.
-        longest: how many tokens a prompt may have; None: any number.
-        truncate: keep the end of a longer one, and leave room for new tokens.
+        seed: the seed of the draws.
+        until: a text ends before the first of these; empty ends it only with the document.
+        truncate: keep the end of a prompt that is longer than the model's context, and leave room
+            for new tokens.
 
     Returns:
         The new text of each prompt.
 
     Raises:
-        RecipeError: a prompt is longer, and is not to be truncated.
+        RecipeError: a prompt is longer than the model's context, and `truncate` is False.
     """
+    tokenizer, longest = opened.tokenizer, getattr(opened.recipe.model, "max_seq_len", None)
     rows = [tokenizer.encode(prompt).tolist() for prompt in prompts]
     if longest is not None and (most := max(map(len, rows))) > longest:
         if not truncate:
@@ -71,7 +65,7 @@ def generate(
         kept = longest - min(max_new_tokens, longest // 2)
         rows = [row if len(row) <= longest else row[-kept:] for row in rows]
     return continue_rows(
-        model,
+        opened.model,
         tokenizer,
         rows,
         _generators(prompts, seed),

@@ -21,8 +21,7 @@ from ..core.errors import EnvironmentFault, RecipeError, TrainerError, nearest
 from ..data.batch import IGNORED
 from .generate import continue_rows, sampling_probabilities
 from .open import OpenedModel
-from .scorer import score_windows
-from .windows import ScoredWindow, windows
+from .score import ScoredWindow, score_windows, windows
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]

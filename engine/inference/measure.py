@@ -6,25 +6,61 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.errors import DataError
+from ..core.errors import DataError, RecipeError
+from ..corpus.prepare import default_cache, open_source
 from ..data.batch import IGNORED
-from ..sources.configs import DocumentSource
+from ..data.dataset import open_data
+from ..data.loader import validation_batches
+from ..sources.configs import DocumentSource, SourceConfig
 from ..sources.documents import DocumentFault
 from ..tokenizers.byte_tokenizer import count_bytes
-from ..tokenizers.tokenizer import MarkedText
+from ..tokenizers.tokenizer import MarkedText, Tokenizer
 from ..train.evaluate import perplexity
-from .scorer import score_batch, score_windows
-from .windows import ScoredWindow, windows
+from .inputs import find_texts
+from .open import OpenedModel
+from .score import ScoredWindow, score_batch, score_windows, windows
 
-if TYPE_CHECKING:
-    from ..sources.configs import SourceConfig
-    from ..tokenizers.tokenizer import Tokenizer
-    from .open import OpenedModel
+
+def evaluate(
+    opened: OpenedModel,
+    data: str | Path | None = None,
+    *,
+    seq_len: int | None = None,
+    stride: int | None = None,
+    batch_size: int = 8,
+    limit: int = 0,
+) -> dict[str, Any]:
+    """Return loss, perplexity and bits per byte, as `trainer evaluate --json` prints them.
+
+    Args:
+        opened: the result of `open_model`.
+        data: a file, folder or glob of text, .jsonl or .parquet; None is the validation split.
+        seq_len: tokens a row of `data`; None takes that of training.
+        stride: tokens scored by each row of a long document; None is all of them.
+        batch_size: rows computed together.
+        limit: the number of documents or rows to score; 0 is all.
+
+    Raises:
+        RecipeError: there is no validation split, or the stride is longer than a row.
+        DataError: the data cannot be read.
+    """
+    if data is None:
+        return measure_validation(opened, batch_size=batch_size, limit=limit).summary()
+    return measure_source(
+        opened,
+        find_texts(str(data)),
+        name=str(data),
+        seq_len=seq_len,
+        stride=stride,
+        batch_size=batch_size,
+        limit=limit,
+    ).summary()
 
 
 @dataclass
@@ -104,25 +140,32 @@ def measure_source(
     source: SourceConfig,
     *,
     name: str,
-    seq_len: int,
-    stride: int,
-    batch_size: int,
+    seq_len: int | None = None,
+    stride: int | None = None,
+    batch_size: int = 8,
     limit: int = 0,
 ) -> Measured:
     """Score whole documents, each token once; the first follows the end-of-document token.
 
     Args:
         opened: the model.
-        source: of documents.
-        name: to call it.
-        seq_len: most inputs a row.
-        stride: see `windows`.
+        source: the source of the documents.
+        name: the name of the result.
+        seq_len: most inputs a row; None takes that of training.
+        stride: tokens scored by each row of a long document but the first; None is `seq_len`.
         batch_size: rows computed together.
-        limit: only so many documents; 0: all.
+        limit: the number of documents to score; 0 is all.
 
     Raises:
+        RecipeError: the stride is longer than a row.
         DataError: a document cannot be read, or there is none.
     """
+    seq_len = seq_len or opened.recipe.data.seq_len
+    stride = stride or seq_len
+    if stride > seq_len:
+        raise RecipeError(
+            f"--stride {stride} is longer than a row of {seq_len} tokens", "lower it, or --seq-len"
+        )
     measured = Measured(name)
     documents = islice(_encode(source, opened.tokenizer, measured), limit or None)
 
@@ -140,20 +183,23 @@ def measure_source(
     return measured
 
 
-def measure_validation(opened: OpenedModel, *, batch_size: int, limit: int = 0) -> Measured:
+def measure_validation(opened: OpenedModel, *, batch_size: int = 8, limit: int = 0) -> Measured:
     """Score the rows of the recipe's validation split, as the evaluations of the run do.
 
     Args:
-        opened: the model, from a checkpoint of ours.
+        opened: the model of a checkpoint.
         batch_size: rows computed together.
-        limit: only so many rows; 0: all.
+        limit: the number of rows to score; 0 is all.
 
     Raises:
-        DataError: nothing is held out.
+        RecipeError: the model is of a Hugging Face folder.
+        DataError: the recipe holds nothing out.
     """
-    from ..data.dataset import open_data
-    from ..data.loader import validation_batches
-
+    if opened.step is None:
+        raise RecipeError(
+            f"{opened.path} is a Hugging Face folder, without a recipe that holds texts out",
+            "name texts with --data or --source, or --tasks",
+        )
     recipe = opened.recipe
     split = open_data(recipe.data, opened.tokenizer, recipe.run.seed).validation
     if split is None:
@@ -220,8 +266,6 @@ def _encode(source: SourceConfig, tokenizer: Tokenizer, measured: Measured) -> I
 
 def _stored(source: SourceConfig, tokenizer: Tokenizer) -> Iterator[Encoded]:
     """Yield documents that are stored as tokens; their ends are not scored."""
-    from ..corpus.prepare import default_cache, open_source
-
     store = open_source(source, tokenizer, default_cache())
     for number in range(store.num_documents):
         start, stop = int(store.offsets[number]), int(store.offsets[number + 1]) - 1

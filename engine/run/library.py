@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import ExitCode, RecipeError, TrainerError, nearest
 from ..launch.environment import World, find_world
+from ..observe.metrics import read
 from ..recipe import load
 from ..recipe.schema import Recipe
 from ..recipe.write import toml_value
@@ -17,7 +18,6 @@ from ..recipe.write import toml_value
 if TYPE_CHECKING:
     from ..assemble.assemble import Assembled
     from ..conversion.convert import Converted
-    from ..inference.open import OpenedModel
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,6 @@ class Result:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl: `kind`, `step` and numbers."""
-        from ..observe.metrics import read
-
         return read(self.directory / "metrics.jsonl")
 
 
@@ -82,13 +80,18 @@ def assemble(recipe: Recipe) -> Assembled:
         DataError: a source cannot be read.
         TrainerError: there are other ranks, and nobody has joined them.
     """
+    import torch.distributed as dist
+
     from ..assemble.assemble import assemble as build
     from ..checkpoint.state import seed_everything
     from ..launch.group import pick_device
 
     world = find_world()
-    if world.world_size > 1:
-        _require_group(world)
+    if world.world_size > 1 and not dist.is_initialized():
+        raise TrainerError(
+            f"rank {world.rank} of {world.world_size} has not joined the others",
+            "assemble inside `with trainer.joined_ranks(recipe):`",
+        )
     seed_everything(recipe.run.seed, world.rank)
     return build(recipe, world, pick_device(world))
 
@@ -113,62 +116,6 @@ def train(what: Recipe | Assembled, *, allow_changed: Sequence[str] = ()) -> Res
     return Result(Path(recipe.run.dir) / recipe.run.name, finished=code == ExitCode.DONE)
 
 
-def generate(opened: OpenedModel, prompts: Sequence[str], **sampling: Any) -> list[str]:
-    """Return the text that follows each prompt.
-
-    Args:
-        opened: what `open_model` returned.
-        prompts: texts to continue; an empty one begins a document.
-        sampling: `max_new_tokens` (required), `temperature`, `top_k`, `top_p`, `seed`, `until` and
-            `truncate`, as of `trainer generate`.
-
-    Raises:
-        RecipeError: a prompt is longer than the model's context, and `truncate` is not given.
-    """
-    from ..inference.generate import generate as sample
-
-    longest = getattr(opened.recipe.model, "max_seq_len", None)
-    return sample(opened.model, opened.tokenizer, prompts, longest=longest, **sampling)
-
-
-def evaluate(
-    opened: OpenedModel,
-    data: str | Path | None = None,
-    *,
-    seq_len: int | None = None,
-    stride: int | None = None,
-    batch_size: int = 8,
-    limit: int = 0,
-) -> dict[str, Any]:
-    """Return loss, perplexity and bits per byte, as `trainer evaluate --json` prints them.
-
-    Args:
-        opened: what `open_model` returned.
-        data: file, folder or glob of text, .jsonl or .parquet; None: the validation split.
-        seq_len: tokens a row of `data`; None: as in training.
-        stride: tokens scored by each row of a long document; None: all of them.
-        batch_size: rows computed together.
-        limit: only so many documents or rows; 0: all.
-
-    Raises:
-        RecipeError: there is no validation split.
-        DataError: the data cannot be read.
-    """
-    from ..inference.measure import measure_source, measure_validation
-    from ..inference.text_sources import source_of_path
-
-    if data is None:
-        if opened.step is None:
-            raise RecipeError("a Hugging Face folder has no validation split", "name data")
-        return measure_validation(opened, batch_size=batch_size, limit=limit).summary()
-    length = seq_len or opened.recipe.data.seq_len
-    source = source_of_path(str(data))
-    return measure_source(
-        opened, source, name=str(data), seq_len=length, stride=stride or length,
-        batch_size=batch_size, limit=limit,
-    ).summary()  # fmt: skip
-
-
 def convert(direction: str, source: str | Path, target: str | Path, **options: Any) -> Converted:
     """Convert a checkpoint; the target appears when it is complete.
 
@@ -182,12 +129,13 @@ def convert(direction: str, source: str | Path, target: str | Path, **options: A
         RecipeError: the direction is unknown, or the target exists.
         CheckpointError: the source cannot be read or does not fit, or writing failed.
     """
-    from ..conversion.convert import WAYS, Options
-    from ..conversion.convert import convert as run_conversion
+    from ..conversion import convert as conversion
 
-    if direction not in WAYS:
-        raise RecipeError(f"no conversion is named {direction!r}", nearest(direction, WAYS) or "")
-    return run_conversion(direction, Path(source), Path(target), Options(**options))
+    if direction not in conversion.WAYS:
+        hint = nearest(direction, conversion.WAYS) or ""
+        raise RecipeError(f"no conversion is named {direction!r}", hint)
+    chosen = conversion.Options(**options)
+    return conversion.convert(direction, Path(source), Path(target), chosen)
 
 
 def _as_texts(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -197,13 +145,3 @@ def _as_texts(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _as_texts(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}={toml_value(str(value) if isinstance(value, Path) else value)}"
-
-
-def _require_group(world: World) -> None:
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        raise TrainerError(
-            f"rank {world.rank} of {world.world_size} has not joined the others",
-            "assemble inside `with trainer.joined_ranks(recipe):`",
-        )

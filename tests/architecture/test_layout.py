@@ -28,8 +28,8 @@ SEE_A_WHOLE_RECIPE = {
     "engine/estimate/simulate/shorten.py",
     "engine/estimate/simulate/simulate.py",
     "engine/estimate/simulate/instrumented.py",
+    "engine/inference/inputs.py",
     "engine/inference/open.py",
-    "engine/inference/text_sources.py",
 }
 
 

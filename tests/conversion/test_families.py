@@ -17,7 +17,8 @@ from trainer import load_recipe, train
 from trainer.engine.conversion.source_weights import hf_parts
 from trainer.engine.core.errors import CheckpointError
 from trainer.engine.core.models import models
-from trainer.engine.inference.open import Dtype, open_model
+from trainer.engine.inference.inputs import Dtype
+from trainer.engine.inference.open import open_model
 from trainer.kernels.cross_entropy.reference import linear_cross_entropy
 from trainer.model_zoo.language_model import LanguageModel
 from trainer.model_zoo.layers.moe import moe_layers

@@ -14,7 +14,8 @@ from tests.conversion.models import hf_folder, loaded_by_transformers, same_bits
 from tests.conversion.run import convert, refused
 from tests.formats.hf_folders import config_of
 from trainer.engine.formats.hf_folder import CONFIG, SINGLE
-from trainer.engine.inference.open import Dtype, open_model
+from trainer.engine.inference.inputs import Dtype
+from trainer.engine.inference.open import open_model
 
 GPT_OSS: dict[str, Any] = {
     "name": "gpt_oss",

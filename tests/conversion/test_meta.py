@@ -15,7 +15,8 @@ from tests.conversion.models import loaded_by_transformers, tensors_of
 from tests.conversion.run import convert, refused
 from trainer.engine.checkpoint import tensors as tensor_module
 from trainer.engine.checkpoint.manifest import read_manifest
-from trainer.engine.inference.open import Dtype, open_model
+from trainer.engine.inference.inputs import Dtype
+from trainer.engine.inference.open import open_model
 from trainer.model_zoo.llama3.config import Llama3Config
 from trainer.model_zoo.llama3.meta import config_from_params
 

@@ -23,7 +23,8 @@ from tests.conversion.run import convert
 from tests.formats.hf_folders import config_of, empty_model
 from trainer.engine.assemble.assemble import load_initial_weights
 from trainer.engine.checkpoint.manifest import read_manifest, verify
-from trainer.engine.inference.open import Dtype, open_model
+from trainer.engine.inference.inputs import Dtype
+from trainer.engine.inference.open import open_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

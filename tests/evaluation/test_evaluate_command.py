@@ -9,7 +9,8 @@ from tests.conversion.models import hf_folder
 from tests.train.processes import finish, rows, start, write_recipe
 from trainer.cli.main import main
 from trainer.engine.core.errors import CheckpointError
-from trainer.engine.inference.open import Weights, open_model
+from trainer.engine.inference.inputs import Weights
+from trainer.engine.inference.open import open_model
 
 TEXT = "def naïve(x):\n    return [x * i for i in range(10)]  # ü\n"
 

@@ -18,7 +18,8 @@ from tests.conversion.models import hf_folder
 from trainer.cli.main import main
 from trainer.engine.core.errors import RecipeError
 from trainer.engine.inference.harness import HarnessModel, run_tasks
-from trainer.engine.inference.open import Dtype, open_model
+from trainer.engine.inference.inputs import Dtype
+from trainer.engine.inference.open import open_model
 
 SEQ_LEN = 48
 WORDS = ["import", "sys", "return", "class", "yield", "None", "lambda", "print", "range", "while"]

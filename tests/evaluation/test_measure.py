@@ -13,9 +13,10 @@ from trainer.engine.core.errors import DataError
 from trainer.engine.corpus.configs import TokensSource
 from trainer.engine.corpus.store import StoreWriter
 from trainer.engine.corpus.tokenise import Tally, Tokenised, make_chunk
+from trainer.engine.inference.inputs import Dtype
 from trainer.engine.inference.measure import measure_source, measure_validation
-from trainer.engine.inference.open import Dtype, open_model
-from trainer.engine.inference.windows import windows
+from trainer.engine.inference.open import open_model
+from trainer.engine.inference.score import windows
 from trainer.engine.recipe.schema import Recipe
 from trainer.engine.sources.configs import JsonlSource, TextSource
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer, count_bytes
@@ -210,7 +211,7 @@ def test_rows_of_the_validation_split_cut_no_word_and_no_character(
     ]
     data = {"seq_len": 5, "packing": "concat", "sources": sources}
     recipe = Recipe.model_validate({"data": data})
-    of_bytes = replace(opened, recipe=recipe, tokenizer=ByteTokenizer())
+    of_bytes = replace(opened, step=1, recipe=recipe, tokenizer=ByteTokenizer())
     found = measure_validation(of_bytes, batch_size=batch_size)
     stream = [token for text in texts for token in (*text.encode(), None)]
     scored = stream[1 : 1 + (len(stream) - 1) // 5 * 5]

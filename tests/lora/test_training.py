@@ -18,7 +18,8 @@ from trainer.engine.conversion.convert import Options, convert
 from trainer.engine.conversion.peft import export_adapter
 from trainer.engine.conversion.source_weights import merge_tensors
 from trainer.engine.core.errors import CheckpointError, RecipeError
-from trainer.engine.inference.open import Weights, open_model
+from trainer.engine.inference.inputs import Weights
+from trainer.engine.inference.open import open_model
 from trainer.engine.launch.environment import World
 from trainer.engine.recipe.schema import Recipe
 

@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 from tests.conversion.models import loaded_by_transformers
 from tests.train.processes import EXPERTS, complaints, finish, rows, start, tensors, write_recipe
 from trainer.cli.convert_ckpt import app
-from trainer.engine.inference.open import Dtype, open_model
+from trainer.engine.inference.inputs import Dtype
+from trainer.engine.inference.open import open_model
 
 SETTINGS = ["precision.compute=fp32", "schedule.name=constant", "evaluate.interval=0"]
 SETTINGS += ["checkpoint.mode=sync", "schedule.warmup_steps=0"]

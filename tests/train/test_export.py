@@ -8,7 +8,8 @@ import torch
 from tests.cases import also
 from tests.conversion.models import loaded_by_transformers
 from tests.train.processes import complaints, finish, rows, start, tensors, write_recipe
-from trainer.engine.inference.open import Dtype, Weights, open_model
+from trainer.engine.inference.inputs import Dtype, Weights
+from trainer.engine.inference.open import open_model
 
 EXPORT = ["checkpoint.export=hf", "precision.compute=fp32", "schedule.name=constant"]
 

@@ -1,12 +1,17 @@
 """Sampling against transformers, and against its own definition."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.limits import limited
 from trainer.engine.core.errors import RecipeError
-from trainer.engine.inference.generate import generate, sampling_probabilities
+from trainer.engine.inference.generate import generate as generate_opened
+from trainer.engine.inference.generate import sampling_probabilities
+from trainer.engine.inference.open import OpenedModel
 from trainer.engine.parallel.materialize import materialize
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from trainer.kernels.choose import choose
@@ -44,6 +49,11 @@ def theirs(model):
     state = {config.layout.to_hf(name): value for name, value in model.state_dict().items()}
     peer.load_state_dict(state)
     return peer.eval()
+
+
+def generate(model, tokenizer, prompts, longest=None, **options):
+    recipe = SimpleNamespace(model=SimpleNamespace(max_seq_len=longest))
+    return generate_opened(OpenedModel(model, tokenizer, Path(), None, recipe), prompts, **options)
 
 
 def greedy(model, prompts, count=24):

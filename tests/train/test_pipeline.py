@@ -15,7 +15,8 @@ from tests.train.plans import BASE, assembled, by_one_process, recipe_with, trai
 from tests.train.processes import complaints, finish, rows, start, tensors, write_recipe
 from trainer.engine.data.batch import IGNORED
 from trainer.engine.inference.generate import generate
-from trainer.engine.inference.open import Dtype, Weights, open_model
+from trainer.engine.inference.inputs import Dtype, Weights
+from trainer.engine.inference.open import open_model
 from trainer.engine.launch.environment import World
 from trainer.engine.train.evaluate import validate
 
@@ -95,7 +96,7 @@ def sampled(path, which):
     opened = open_model(path, weights=Weights(which), dtype=Dtype.FP32, world=world)
     prompts = ["a prompt", "one that is longer", ""]
     options = {"max_new_tokens": 12, "temperature": 2.0, "seed": 3}
-    return generate(opened.model, opened.tokenizer, prompts, **options)
+    return generate(opened, prompts, **options)
 
 
 @pytest.mark.parametrize(
