@@ -18,7 +18,6 @@ from typing import IO, Any
 from weakref import finalize
 
 import torch
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ..core.errors import DataError, EnvironmentFault, TrainerError
 from ..core.processes import die_with_parent
@@ -54,6 +53,8 @@ def read_ahead(
     Raises:
         DataError: a worker raised, died, or took longer than the timeout.
     """
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
     parent, others = os.getpid(), set(multiprocessing.active_children())
     on_child = signal.getsignal(signal.SIGCHLD)
     with warnings.catch_warnings(action="ignore"):  # it calls what torch has deprecated

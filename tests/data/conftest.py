@@ -1,12 +1,8 @@
 import pytest
-from hypothesis import settings
 
+import tests.same_cases  # noqa: F401 - loads the profile
 from tests.data.streams import WINDOW
 from trainer.engine.data import windows
-
-# The same cases each time: a failure is then the code's, not the day's.
-settings.register_profile("same_cases", derandomize=True, deadline=None, database=None)
-settings.load_profile("same_cases")
 
 
 @pytest.fixture

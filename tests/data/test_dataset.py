@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.stores import random_lengths, store_of
+from tests.corpus.stores import random_lengths, store_of
 from trainer.engine.core.errors import DataError
 from trainer.engine.corpus.configs import SyntheticSource
 from trainer.engine.corpus.store import TokenStore

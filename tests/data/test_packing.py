@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.stores import EOS, random_lengths, store_of
+from tests.corpus.stores import EOS, random_lengths, store_of
 from trainer.engine.corpus.store import TokenStore
 from trainer.engine.data.batch import IGNORED
 from trainer.engine.data.packing import (

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.chats import TALK, template
+from tests.sources.chats import TALK, template
 from trainer.engine.core.errors import DataError
 from trainer.engine.sources.chat_renderer import ChatRenderer, rendering
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.data.stores import read_described
+from tests.corpus.stores import read_described
 from trainer.cli.data import app
 from trainer.engine.core.errors import DataError, EnvironmentFault
 from trainer.engine.corpus import checksums

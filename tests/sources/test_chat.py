@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tests.data.chats import (
+from tests.sources.chats import (
     CALL,
     DATED,
     FORGETFUL,

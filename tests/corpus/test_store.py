@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.stores import read_described, write_described
+from tests.corpus.stores import read_described, write_described
 from trainer.engine.core.errors import DataError
 from trainer.engine.corpus.manifest import PAGE_TOKENS, CorpusManifest, damaged_files, read_manifest
 from trainer.engine.corpus.store import StoreWriter, TokenStore

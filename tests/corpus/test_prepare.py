@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from xxhash import xxh3_128_hexdigest
 
-from tests.data.stores import read_described, write_described
+from tests.corpus.stores import read_described, write_described
 from trainer.engine.core.errors import DataError, EnvironmentFault, RecipeError
 from trainer.engine.corpus.configs import TokensSource
 from trainer.engine.corpus.prepare import cache_folder, default_cache, open_or_prepare, open_source
@@ -122,7 +122,7 @@ from pathlib import Path
 from trainer.engine.sources.configs import JsonlSource
 from trainer.engine.corpus.prepare import open_or_prepare
 from trainer.engine.corpus import tokenise
-from trainer.engine.tokenizers.tokenizer import ByteTokenizer
+from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 
 tokenise.BATCH_DOCUMENTS = 1
 class SlowTokenizer(ByteTokenizer):

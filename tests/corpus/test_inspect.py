@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from tests.data.stores import EOS
+from tests.corpus.stores import EOS
 from trainer.cli.data import app
 from trainer.engine.core.errors import DataError, RecipeError, TrainerError
 from trainer.engine.corpus.inspect import find_duplicates, inspect_store, length_histogram

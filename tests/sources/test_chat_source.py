@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.chats import MISTRAL, SYSTEM, TALK, TOOLS, chats, make_tokenizer
+from tests.sources.chats import MISTRAL, SYSTEM, TALK, TOOLS, chats, make_tokenizer
 from trainer.engine.core.errors import DataError
 from trainer.engine.corpus.prepare import open_source
 from trainer.engine.data.batch import IGNORED

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from tests.cases import also
-from tests.data.corpora import SMALL, content, corpus, made, parts_of, small_parts  # noqa: F401
+from tests.corpus.corpora import SMALL, content, corpus, made, parts_of, small_parts  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("small_parts")
 
 COMMAND = f"""
 import sys
-from trainer.engine.sources import files, parts
+from trainer.engine.sources import documents, files
 from trainer.cli.main import main
-parts.PART_BYTES = files.PART_BYTES = {SMALL}
+documents.PART_BYTES = files.PART_BYTES = {SMALL}
 main(sys.argv[1:])
 """
 

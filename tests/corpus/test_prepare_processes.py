@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.corpora import (
+from tests.corpus.corpora import (
     MarkedSource,
     content,
     corpus,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.data.stores import read_described, write_described
+from tests.corpus.stores import read_described, write_described
 from trainer.cli.data import app
 from trainer.engine.core.errors import DataError, TrainerError
 from trainer.engine.corpus import retokenize

@@ -10,8 +10,7 @@ import pytest
 
 from trainer.engine.corpus.prepare import Preparation, prepare_folder
 from trainer.engine.corpus.progress import TokenisingProgress
-from trainer.engine.sources import documents as parts
-from trainer.engine.sources import files as sources
+from trainer.engine.sources import documents, files
 from trainer.engine.sources.configs import DocumentSource, JsonlSource
 from trainer.engine.sources.documents import Document, DocumentFault
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
@@ -22,7 +21,7 @@ SMALL = 20_000
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (parts, sources):
+    for module in (documents, files):
         monkeypatch.setattr(module, "PART_BYTES", SMALL)
 
 

@@ -8,18 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.engine.sources import documents as parts
-from trainer.engine.sources import files as sources
+from trainer.engine.sources import documents, files
 from trainer.engine.sources.configs import DocumentSource, JsonlSource, TextSource
 from trainer.engine.sources.documents import DocumentFault
 
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (parts, sources):
+    for module in (documents, files):
         monkeypatch.setattr(module, "PART_BYTES", 100)
-    monkeypatch.setattr(sources, "MAX_DOCUMENT_BYTES", 80)
-    parts.lines_before.cache_clear()
+    monkeypatch.setattr(files, "MAX_DOCUMENT_BYTES", 80)
+    documents.lines_before.cache_clear()
 
 
 def by_part(source: DocumentSource) -> list[list[object]]:
@@ -86,9 +85,9 @@ def test_spans_cover_a_file_and_end_with_lines(
     file = tmp_path_factory.mktemp("spans") / "file"
     content = b"\n".join(lines)
     file.write_bytes(content)
-    spans = [span for part in parts.file_parts([file], 25) for span in part]
+    spans = [span for part in documents.file_parts([file], 25) for span in part]
     assert b"".join(content[span.start : span.stop] for span in spans) == content
     assert all(content[: span.stop].endswith(b"\n") for span in spans[:-1])
     assert all(span.stop - span.start <= 25 + 41 for span in spans)
     for span in spans:
-        assert parts.lines_before(str(file), span.start) == content[: span.start].count(b"\n")
+        assert documents.lines_before(str(file), span.start) == content[: span.start].count(b"\n")

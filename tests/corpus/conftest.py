@@ -1,0 +1,1 @@
+import tests.same_cases  # noqa: F401 - loads the profile
