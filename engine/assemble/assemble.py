@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,11 +14,15 @@ import torch
 
 from ...kernels.choose import Kernels
 from ...model_zoo.layout import is_adapter
+from ..checkpoint.find import candidates
+from ..checkpoint.reader import load_weights
 from ..core.errors import Problem, RecipeError
 from ..core.heartbeat import heartbeat
 from ..corpus.checksums import Share
 from ..data.dataset import OpenedData, open_data
 from ..data.loader import Loader, validation_batches
+from ..formats.hf_load import load_huggingface
+from ..lora.adapter_weights import load_adapter
 from ..lora.apply import add_adapters, require_adapters
 from ..optim.groups import parameter_groups
 from ..optim.lean import spare_compiler
@@ -27,6 +32,7 @@ from ..parallel.pipeline.cut import num_micro_batches
 from ..parallel.pipeline.measure import measure_costs
 from ..parallel.plan import LocalParts, Plan, make_plan
 from ..precision.hardware import DTYPES, LossScale, compute_dtype, dtype_name, require_formats
+from ..precision.products import narrow
 from ..train.average import WeightAverage
 from ..train.balance import Balance, warn_of_capacity
 from ..train.parts import Parts
@@ -87,8 +93,6 @@ def assemble(
     if fresh and recipe.run.init_from:
         notes += load_initial_weights(model, built.config, Path(recipe.run.init_from))
     if fresh and recipe.lora.rank and recipe.lora.init_from:
-        from ..lora.adapter_weights import load_adapter
-
         notes.append(load_adapter(Path(recipe.lora.init_from), model, built.config, recipe.lora))
     step = build_step(recipe, built, plan, data.train.separate_labels)
     take, rows = partial(plan.take, model=model), loaded_rows(recipe, plan)
@@ -164,8 +168,6 @@ def build_model(
         if recipe.lora.rank:
             notes.append(add_adapters(model, config.layout, recipe.lora))
     if plan and recipe.precision.narrow:
-        from ..precision.products import narrow
-
         notes += narrow(model, config, recipe.precision.narrow)
     notes += served(kernels)
     model.compute_dtype = dtype
@@ -243,15 +245,9 @@ def total_steps(recipe: Recipe, data: OpenedData) -> int:
 
 def load_initial_weights(model: LanguageModel, config: ModelConfig, source: Path) -> list[str]:
     """Load weights only, from one of our checkpoints or a Hugging Face folder; return notes."""
-    from ..checkpoint.find import candidates
-
     if source.is_dir() and candidates(source):
-        from ..checkpoint.reader import load_weights
-
         manifest = load_weights(source, model, may_lack=is_adapter)
         return [f"weights from {source} (step {manifest.step})"]
-    from ..formats.hf_load import load_huggingface
-
     return [f"weights from {source}", *load_huggingface(source, model, config)]
 
 
@@ -278,10 +274,7 @@ def _validation(recipe: Recipe, data: OpenedData, plan: Plan) -> Iterable[Batch]
 
 
 def _apply_determinism(wanted: bool) -> None:
-    if not wanted:
-        return
-    import os
-
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False

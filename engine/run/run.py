@@ -32,9 +32,9 @@ from ..train.health import Health
 from ..train.loop import Outcome, paced_garbage_collection, train
 from ..train.parts import Position
 from ..train.saving import Saver
-from .observation import open_observer
+from .export import export_run, require_exportable
 from .resume import describe, ending, identify, ignored_settings, refuse_other_data
-from .watched import watched
+from .watch import open_observer, watch_rank
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -103,7 +103,7 @@ def _run(
     directory = RunDirectory(Path(recipe.run.dir) / recipe.run.name)
     with ExitStack() as stack:
         if not dry_run:
-            stack.enter_context(watched(directory, world, recipe.resilience.hang_seconds))
+            stack.enter_context(watch_rank(directory, world, recipe.resilience.hang_seconds))
         timeout_seconds = recipe.resilience.collective_timeout_seconds
         stop.group = stack.enter_context(process_group(world, device, timeout_seconds, stop))
         progress = open_progress(world.rank)
@@ -154,8 +154,6 @@ class Session:
             saver.restore(found.path, found.manifest, position)
             self.progress.note(f"resumed from {found.path} (step {position.step})")
         if recipe.checkpoint.export != "none":
-            from .export import require_exportable
-
             require_exportable(parts)
         if self.world.rank == 0:
             atomic_write(self.directory.recipe, to_toml(recipe))
@@ -253,8 +251,6 @@ class Session:
     ) -> None:
         """Write what `checkpoint.export` asks for, unless it is there."""
         if self.recipe.checkpoint.export != "none":
-            from .export import export_run
-
             heartbeat.enter("export")
             for folder in export_run(parts, self.directory.path, step, group, found):
                 self.progress.note(f"exported {folder}")

@@ -1,0 +1,102 @@
+"""Watch a run on each rank: its log, heartbeat, metrics and profile, and why it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from torch.distributed import ProcessGroup
+
+from ..assemble.assemble import Assembled
+from ..core.errors import LostContact
+from ..core.heartbeat import first_failure, heartbeat, read_beats
+from ..core.run_dir import RunDirectory
+from ..core.run_state import record_early_failure, record_failure
+from ..launch.environment import World, flight_recorder
+from ..launch.rank_log import open_rank_log
+from ..launch.watchdog import Watchdog
+from ..lora.sizes import flops_per_token
+from ..observe.observer import Observer
+from ..observe.profiler import Profiler, Setting
+from ..observe.progress import Progress
+from ..observe.throughput import SlowRanks, Throughput, device_peak_flops, peak_memory_bytes
+from ..precision.hardware import dtype_name
+
+
+@contextmanager
+def watch_rank(directory: RunDirectory, world: World, limit_seconds: float) -> Iterator[None]:
+    """Keep this rank's log and heartbeat around a run; rank 0 locks the run directory first.
+
+    Args:
+        directory: the run directory.
+        world: this process's place among the ranks.
+        limit_seconds: the time after which a rank without progress is taken to hang.
+
+    Raises:
+        RunInUse: another run has the directory.
+        EnvironmentFault: nothing can be written to the directory.
+    """
+    with ExitStack() as stack:
+        log = stack.enter_context(open_rank_log(directory.logs, world.rank))
+        fail = None
+        if world.rank == 0:
+            stack.enter_context(directory)
+            stack.enter_context(record_early_failure(directory.path))
+            fail = partial(record_failure, directory.path)
+        stack.enter_context(Watchdog(log, world, limit_seconds, fail))
+        stack.enter_context(flight_recorder(directory.logs))
+        heartbeat.enter("rendezvous")
+        try:
+            yield
+        except LostContact as error:
+            beats = [b for b in read_beats(directory.logs) if b.rank < world.world_size]
+            if failed := first_failure(beats):
+                error.hint = f"rank {failed.rank} failed first, {failed.where}: {failed.reason}"
+            raise
+
+
+def open_observer(
+    parts: Assembled, directory: RunDirectory, progress: Progress, group: ProcessGroup | None
+) -> Observer:
+    """Build the observer of the run on this rank; its phases are those of the training step.
+
+    Args:
+        parts: the parts of the run.
+        directory: the run directory, for metrics.jsonl and profiles/.
+        progress: prints lines and the progress bar.
+        group: a gloo group of all ranks, which compares them; None in one process.
+    """
+    world, device = parts.world, parts.device
+    peak = device_peak_flops(device, dtype_name(parts.model.compute_dtype))
+    flops = flops_per_token(parts.model, parts.model_config, parts.recipe.data.seq_len)
+    copies_alone = parts.degrees.world == parts.degrees.replicate
+    ranks = SlowRanks(group, progress.warn, local_forward=copies_alone)
+    observer = Observer(
+        parts.recipe.metrics,
+        directory,
+        world.rank,
+        parts.total_steps,
+        progress,
+        Throughput(flops, peak and peak * world.world_size),
+        lambda: peak_memory_bytes(device),
+        _profiler(parts, directory, progress, flops),
+        ranks.compare,
+    )
+    parts.step.phase = observer.phase
+    return observer
+
+
+def _profiler(
+    parts: Assembled, directory: RunDirectory, progress: Progress, flops_per_token: float
+) -> Profiler | None:
+    """Return this rank's profiler, if the recipe wants one."""
+    table, data, world = parts.recipe.profile, parts.recipe.data, parts.world
+    ranks = [each for each in table.ranks if each < world.world_size]
+    if table.steps and not ranks:
+        progress.warn("profile.ranks names no rank of this run: nothing is profiled")
+    if not table.steps or world.rank not in ranks:
+        return None
+    share = data.global_batch * data.seq_len / world.world_size
+    folder, main = directory.path / "profiles", world.rank == min(ranks)
+    return Profiler(table, Setting(folder, world.rank, main, parts.device, flops_per_token * share))
