@@ -24,6 +24,7 @@ from ..data.loader import Loader, validation_batches
 from ..formats.hf_load import load_huggingface
 from ..lora.adapter_weights import load_adapter
 from ..lora.apply import add_adapters, require_adapters
+from ..observe.phases import Phase, PhaseTimer, no_phase
 from ..optim.groups import parameter_groups
 from ..optim.lean import spare_compiler
 from ..parallel.blocks import transform_blocks
@@ -37,7 +38,7 @@ from ..train.average import WeightAverage
 from ..train.balance import Balance, warn_of_capacity
 from ..train.parts import Parts
 from ..train.step import TrainStep
-from ..train.update import UpdateInBackward
+from ..train.update import Update, UpdateAfterBackward, UpdateInBackward
 from .kernels import choose_kernels, served
 
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ def assemble(
         notes += load_initial_weights(model, built.config, Path(recipe.run.init_from))
     if fresh and recipe.lora.rank and recipe.lora.init_from:
         notes.append(load_adapter(Path(recipe.lora.init_from), model, built.config, recipe.lora))
-    step = build_step(recipe, built, plan, data.train.separate_labels)
+    phases = PhaseTimer(device)
+    step = build_step(recipe, built, plan, data.train.separate_labels, phases)
     take, rows = partial(plan.take, model=model), loaded_rows(recipe, plan)
     warn_of_capacity(built.config, recipe.data, plan.degrees)
     return Assembled(
@@ -107,6 +109,7 @@ def assemble(
         optimizer=step.optimizer,
         average=WeightAverage(model, recipe.ema) if recipe.ema.decay else None,
         step=step,
+        phases=phases,
         loader=Loader(data.train, rows, plan.data_rank, plan.degrees.data, take),
         validation=[take(batch) for batch in _validation(recipe, data, plan)],
         total_steps=total_steps(recipe, data),
@@ -182,9 +185,21 @@ def build_model(
 
 
 def build_step(
-    recipe: Recipe, built: BuiltModel, plan: Plan, sources: Sequence[str] = ()
+    recipe: Recipe,
+    built: BuiltModel,
+    plan: Plan,
+    sources: Sequence[str] = (),
+    phase: Phase = no_phase,
 ) -> TrainStep:
-    """Return the step that trains a model whose weights are in memory; see it for `sources`."""
+    """Return the step that trains a model whose weights are in memory.
+
+    Args:
+        recipe: the validated recipe.
+        built: the model of this rank.
+        plan: how ranks share it.
+        sources: what metrics call the sources whose losses are reported apart.
+        phase: returns the context around a phase of the step.
+    """
     model, table = built.model, recipe.data
     share = table.global_batch // plan.degrees.data
     parallel_model = plan.parallelize(
@@ -197,21 +212,24 @@ def build_step(
     groups = parameter_groups(model.named_parameters(), recipe.optimizer)
     spare_compiler()
     optimizer = recipe.optimizer.build(groups, plan.device)
-    in_backward = None
+    scale = LossScale(model.compute_dtype)
+    weight_update: Update = UpdateAfterBackward(
+        optimizer, recipe.optimizer.clip_norm, scale, parallel_model, plan.degrees, plan.device
+    )
     if recipe.memory.optimizer_in_backward:
         late, ranks = parallel_model.manually_reduced, plan.degrees.world
-        in_backward = UpdateInBackward(optimizer, late, ranks, plan.device)
+        weight_update = UpdateInBackward(optimizer, late, ranks, plan.device)
     return TrainStep(
         parallel_model,
         optimizer,
         recipe.loss.build(built.kernels),
-        recipe.optimizer.clip_norm,
-        LossScale(model.compute_dtype),
+        weight_update,
+        scale,
         plan.device,
         plan.degrees,
         Balance(model, plan.degrees, table.global_batch, plan.device),
-        in_backward,
         sources,
+        phase,
     )
 
 

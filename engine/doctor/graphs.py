@@ -79,8 +79,7 @@ def trace(recipe: Recipe, ranks: int, vocab_size: int) -> list[Traced]:
         for length in _lengths(recipe, plan.degrees.tensor * plan.degrees.context * 2):
             cut = recipe.data.model_copy(update={"seq_len": length})
             (batch,) = empty_batches(recipe.model_copy(update={"data": cut}), rows, rows)
-            step.set_rate(1.0)
-            step.accumulate([plan.take(batch, step.parallel_model.model)])
+            step.accumulate([plan.take(batch, step.parallel_model.model)], lr_factor=1.0)
             step.clear()
             if step.parallel_model.pipeline:  # whose stages know one length
                 break

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..core.errors import EnvironmentFault, TrainerError
-from ..core.heartbeat import heartbeat
 from .metrics import MetricsLog
-from .phases import Phase
+from .phases import Phase, no_phase
 from .progress import Progress
 from .tables import TensorBoard, Tracker, TrackerConfig
 from .throughput import Throughput
@@ -50,6 +49,7 @@ class Observer:
         progress: the screen.
         throughput: counts time and tokens.
         memory: returns the peak memory in bytes without waiting for the device.
+        phases: times the phases of a step.
         profiler: of this rank, if its steps are profiled.
         compare_ranks: returns more columns for the row of a step; all ranks call it together.
     """
@@ -63,6 +63,7 @@ class Observer:
         progress: Progress,
         throughput: Throughput,
         memory: Callable[[], int],
+        phases: Phase = no_phase,
         profiler: Profiler | None = None,
         compare_ranks: Callable[[int], Mapping[str, float]] = lambda step: {},
     ) -> None:
@@ -76,7 +77,7 @@ class Observer:
         self._memory = memory
         self._profiler = profiler
         self._compare_ranks = compare_ranks
-        self.phase: Phase = heartbeat.phase if profiler is None else self._profiled
+        self._phases = phases
         self._log: MetricsLog | None = None
         self._trackers: list[Tracker] = []
 
@@ -136,7 +137,7 @@ class Observer:
             values: numbers of this step alone, the same on all ranks (`loss`, `grad_norm`, `lr`).
             tokens: trained on so far, over all ranks and attempts.
         """
-        with self.phase("logging"):
+        with self._phases("logging"):
             self._observe(step, values, tokens)
         if self._profiler:
             with self._throughput.paused(), self._saved_from_profiling():
@@ -168,7 +169,7 @@ class Observer:
         """Yield the items (the data), counting how long each was waited for."""
         items = self._throughput.timed(items)
         while True:
-            with self.phase("data"):
+            with self._phases("data"):
                 item = next(items, None)
             if item is None:
                 return
@@ -199,18 +200,15 @@ class Observer:
                 self._progress.note(line)
 
     @contextmanager
-    def _profiled(self, name: str) -> Iterator[None]:
-        with heartbeat.phase(name), self._profiler.phase(name) if self._profiler else nullcontext():
-            yield
-
-    @contextmanager
     def _saved_from_profiling(self) -> Iterator[None]:
         """Let no fault of a profiler end a run."""
         try:
             yield
         except Exception as error:
             self._warn(f"the profile is lost: {type(error).__name__}: {error}")
-            self._profiler, self.phase = None, heartbeat.phase
+            if self._profiler:
+                self._profiler.phases.stop()
+            self._profiler = None
 
     def _record(self, row: dict[str, Any]) -> None:
         assert self._log is not None

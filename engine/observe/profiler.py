@@ -1,137 +1,200 @@
-"""Traces some steps of a run: what torch's profiler sees, and where the steps' time goes."""
+"""Profiles some steps of a run: what torch's profiler sees, and where the time of a step goes."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import warnings
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
-from ..core.files import sync_folder
-from .clocks import clock_of
-from .profile_summary import Interval, Summary, operators, peaks, write
+from ..core.files import atomic_write, sync_folder
+from .phases import PhaseTimer
 from .tables import Profile
 
 SNAPSHOT_EVENTS = 200_000
+MAX_OPERATORS = 15
+UNMARKED = "other"
 
 
-class Setting(NamedTuple):
-    """Whose steps are profiled.
+@dataclass(frozen=True)
+class Operator:
+    """What one operator costs a step."""
 
-    Args:
-        folder: where the files go.
-        rank: this process's.
-        main: whether this rank writes `summary.json`; others write `summary.rank-R.json`.
-        device: where the steps compute.
-        flops_per_step: of this rank's share of a step.
-    """
+    name: str
+    calls: float
+    seconds: float
+    """without the operators that it calls; on a GPU, of its kernels"""
+    flops_per_second: float | None
+    """where torch's profiler knows how many there are"""
+    allocated_bytes: int
+    """what it allocated less what it freed; 0 where memory was not recorded"""
 
-    folder: Path
+
+@dataclass(frozen=True)
+class Summary:
+    """A profile; times are means over the steps."""
+
     rank: int
-    main: bool
-    device: torch.device
+    device: str
+    first_step: int
+    steps: int
+    step_seconds: float
+    phase_seconds: dict[str, float]
+    peak_bytes: dict[str, int]
+    """by phase, over what was in use when profiling began; empty where it was not recorded"""
+    operators: list[Operator]
     flops_per_step: float
+    files: list[str]
+
+    def phases(self) -> dict[str, float]:
+        """Return seconds by phase, the longest first, and last what no phase covers."""
+        ordered = sorted(self.phase_seconds.items(), key=lambda pair: -pair[1])
+        return dict(ordered) | {UNMARKED: self.step_seconds - sum(self.phase_seconds.values())}
+
+    def lines(self) -> Iterator[str]:
+        """Yield the summary as a table."""
+        last = self.first_step + self.steps - 1
+        training = self.step_seconds - self.phase_seconds.get("evaluation", 0.0)
+        rate = self.flops_per_step / training
+        yield (
+            f"profile of steps {self.first_step} to {last}, rank {self.rank}: "
+            f"{_duration(self.step_seconds)} a step, {_flops(rate)} in training"
+        )
+        memory = "  peak memory" if self.peak_bytes else ""
+        yield f"  {'phase':<32}{'a step':>10}{'share':>8}{memory}"
+        for name, seconds in self.phases().items():
+            peak = f"{self.peak_bytes[name] / 2**20:9,.1f} MiB" if name in self.peak_bytes else ""
+            yield f"  {name:<32}{self._time(seconds)}{peak}"
+        yield f"  {'operator':<32}{'a step':>10}{'share':>8}{'calls':>8}"
+        for each in self.operators:
+            rate_text = _flops(each.flops_per_second) if each.flops_per_second else ""
+            yield (
+                f"  {each.name[:31]:<32}{self._time(each.seconds)}{each.calls:8,.0f}  {rate_text}"
+            ).rstrip()
+
+    def _time(self, seconds: float) -> str:
+        return f"{_duration(seconds):>10}{seconds / self.step_seconds:8.1%}"
 
 
+@dataclass
 class Profiler:
-    """Profiles `table.steps` steps from the `table.start`-th of this attempt on.
+    """Profiles `table.steps` steps, from the `table.start`-th of this attempt.
 
     A step lasts from the end of the one before to its own end, so an evaluation or a checkpoint
     counts to the step after it.
+
+    Args:
+        table: the recipe's `[profile]`.
+        phases: times the phases of the training step.
+        folder: where the files go.
+        rank: this process's rank.
+        is_main: whether this rank writes `summary.json`; others write `summary.rank-R.json`.
+        device: the device on which steps compute.
+        flops_per_step: this rank's share of the operations of a step.
+
+    Attributes:
+        summary: what was profiled; None before it is written.
     """
 
-    def __init__(self, table: Profile, setting: Setting) -> None:
-        self._table = table
-        self._setting = setting
-        self._clock = clock_of(setting.device)
-        self._steps = 0
-        self._first_step = 0
-        self._trace: Any = None
-        self._bounds: list[Any] = []
-        self._intervals: list[Interval] = []
-        self.summary: Summary | None = None
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Return a context around a part of a step."""
-        return nullcontext() if self._trace is None else self._marked(name)
-
-    @contextmanager
-    def _marked(self, name: str) -> Iterator[None]:
-        start = self._clock.mark()
-        with record_function(name):
-            yield
-        self._intervals.append(Interval(name, start, self._clock.mark()))
+    table: Profile
+    phases: PhaseTimer
+    folder: Path
+    rank: int
+    is_main: bool
+    device: torch.device
+    flops_per_step: float
+    summary: Summary | None = field(default=None, init=False)
+    _profile: profile | None = field(default=None, init=False)
+    _first_step: int = field(default=0, init=False)
 
     def begin(self, step: int) -> None:
-        """Take note that `step` steps are done and the next one begins."""
-        self._first_step = self._first_step or step + self._table.start
-        self._start_if_due()
+        """Begin the schedule after `step` steps; nothing after a rollback, when it is under way."""
+        if self._profile is not None:
+            return
+        self._first_step = step + self.table.start
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints when it starts and stops
+        on_gpu = self.device.type == "cuda"
+        warmup = min(1, self.table.start - 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the first step cannot have one before it to warm up
+            steps = schedule(
+                skip_first=self.table.start - 1 - warmup,
+                wait=0,
+                warmup=warmup,
+                active=self.table.steps,
+                repeat=1,
+            )
+        self._profile = profile(
+            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu,
+            schedule=steps,
+            on_trace_ready=self._write,
+            with_flops=True,
+            profile_memory=self.table.memory,
+        )
+        self._profile.start()
+        self._start_timing_if_due(self._profile)
 
     def end_step(self) -> None:
-        """Take note of the end of a step; the last one's writes the files."""
-        self._steps += 1
-        if self._trace is None:
-            self._start_if_due()
-            return
-        self._bounds.append(self._clock.mark())
-        if len(self._bounds) > self._table.steps:
-            self.finish()
-
-    def _start_if_due(self) -> None:
-        if self._trace or self.summary or self._steps + 1 != self._table.start:
-            return
-        self._setting.folder.mkdir(parents=True, exist_ok=True)
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints when it starts and stops
-        on_gpu = self._setting.device.type == "cuda"
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
-        if on_gpu and self._table.memory:
-            torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
-        trace = profile(activities=activities, with_flops=True, profile_memory=self._table.memory)
-        trace.start()
-        self._trace = trace
-        self._bounds.append(self._clock.mark())
+        """Take note of the end of a step; after the last profiled one the files are written."""
+        if self._profile is not None and self.summary is None:
+            self.phases.end_step()
+            self._profile.step()
+            self._start_timing_if_due(self._profile)
 
     def finish(self) -> None:
         """Write what was profiled so far, if anything was."""
-        trace, self._trace = self._trace, None
-        if trace is None:
+        if self._profile is not None and self.summary is None:
+            self._profile.stop()
+
+    def _start_timing_if_due(self, trace: profile) -> None:
+        is_recording = trace.current_action in (
+            ProfilerAction.RECORD,
+            ProfilerAction.RECORD_AND_SAVE,
+        )
+        if is_recording and not self.phases.is_timing:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if self._takes_snapshot:
+                torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
+            self.phases.start()
+
+    @property
+    def _takes_snapshot(self) -> bool:
+        return self.device.type == "cuda" and self.table.memory
+
+    def _write(self, trace: profile) -> None:
+        times = self.phases.stop()
+        if times is None:
             return
-        trace.stop()
-        steps = len(self._bounds) - 1
-        if steps < 1:
-            return
-        bounds, clock, device = self._bounds, self._clock, self._setting.device
-        # What began in the last step and was cut short by an error does not count.
-        seconds: dict[str, float] = {}
-        for name, start, end in self._intervals:
-            if clock.seconds(end, bounds[-1]) >= 0:
-                seconds[name] = seconds.get(name, 0.0) + clock.seconds(start, end) / steps
+        memory_phases = times.phase_seconds if self.table.memory else ()
         self.summary = Summary(
-            rank=self._setting.rank,
-            device=device.type,
+            rank=self.rank,
+            device=self.device.type,
             first_step=self._first_step,
-            steps=steps,
-            step_seconds=clock.seconds(bounds[0], bounds[-1]) / steps,
-            phase_seconds=seconds,
-            peak_bytes=peaks(trace, device.type, set(seconds)) if self._table.memory else {},
-            operators=operators(trace, device.type, steps),
-            flops_per_step=self._setting.flops_per_step,
+            steps=times.steps,
+            step_seconds=times.step_seconds,
+            phase_seconds=times.phase_seconds,
+            peak_bytes=peaks(trace, self.device.type, memory_phases),
+            operators=operators(trace, self.device.type, times.steps),
+            flops_per_step=self.flops_per_step,
             files=self._write_traces(trace),
         )
-        name = "summary.json" if self._setting.main else f"summary.rank-{self._setting.rank}.json"
-        write(self.summary, self._setting.folder / name)
+        name = "summary.json" if self.is_main else f"summary.rank-{self.rank}.json"
+        content = asdict(self.summary) | {"phase_seconds": self.summary.phases()}
+        atomic_write(self.folder / name, json.dumps(content, indent=1) + "\n")
 
-    def _write_traces(self, trace: Any) -> list[str]:
+    def _write_traces(self, trace: profile) -> list[str]:
         """Write the trace, and on a GPU the snapshot of its memory; return the files' names."""
-        folder = self._setting.folder
-        stem = f"step-{self._first_step}.rank-{self._setting.rank}"
+        folder = self.folder
+        stem = f"step-{self._first_step}.rank-{self.rank}"
         written = [f"{stem}.trace.json.gz"]
         trace.export_chrome_trace(str(folder / f".tmp-{written[0]}"))
-        if self._setting.device.type == "cuda" and self._table.memory:
+        if self._takes_snapshot:
             written.append(f"{stem}.memory.pickle")
             snapshot = str(folder / f".tmp-{written[1]}")
             torch.cuda.memory._dump_snapshot(snapshot)  # type: ignore[no-untyped-call]
@@ -140,3 +203,68 @@ class Profiler:
             (folder / f".tmp-{name}").replace(folder / name)
         sync_folder(folder)
         return written
+
+
+def operators(trace: profile, device_type: str, steps: int) -> list[Operator]:
+    """Return the operators that take the most time, the longest first.
+
+    Args:
+        trace: a `torch.profiler.profile` that has ended.
+        device_type: whose time counts.
+        steps: how many it saw.
+    """
+    on_gpu = device_type == "cuda"
+    found = []
+    for event in trace.key_averages():
+        # Kernels are listed once more by their own names; their time is the operator's.
+        if event.is_user_annotation or event.device_type.name != "CPU":
+            continue
+        own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        whole = event.device_time_total if on_gpu else event.cpu_time_total
+        memory = event.self_device_memory_usage if on_gpu else event.self_cpu_memory_usage
+        rate = event.flops / (whole * 1e-6) if event.flops and whole else None
+        found.append(Operator(event.key, event.count / steps, own * 1e-6 / steps, rate, memory))
+    found.sort(key=lambda operator: -operator.seconds)
+    return [operator for operator in found[:MAX_OPERATORS] if operator.seconds > 0]
+
+
+def peaks(trace: Any, device_type: str, phases: Collection[str]) -> dict[str, int]:
+    """Return the most memory in use during each phase, over what was when profiling began.
+
+    Args:
+        trace: a `torch.profiler.profile` that recorded memory and has ended.
+        device_type: whose memory counts.
+        phases: names of the phases.
+    """
+    events = trace.profiler.kineto_results.events()
+    wanted = device_type.upper()
+    changes = sorted(
+        (event.start_ns(), event.nbytes())
+        for event in events
+        if event.name() == "[memory]" and event.device_type().name == wanted
+    )
+    ranges = sorted(
+        (event.start_ns(), event.start_ns() + event.duration_ns(), event.name())
+        for event in events
+        if event.name() in phases and event.device_type().name == "CPU"
+    )
+    found: dict[str, int] = {}
+    in_use = position = 0
+    for start, end, name in ranges:  # phases do not overlap
+        while position < len(changes) and changes[position][0] < start:
+            in_use += changes[position][1]
+            position += 1
+        found[name] = max(found.get(name, 0), in_use)
+        while position < len(changes) and changes[position][0] <= end:
+            in_use += changes[position][1]
+            found[name] = max(found[name], in_use)
+            position += 1
+    return found
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e12:.2f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.2f} GFLOP/s"

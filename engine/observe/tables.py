@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from pydantic import Field
 
 from ..core.config import Component, Count, CountOrZero, Table
 from ..core.registry import Named, Registry
+
+if TYPE_CHECKING:
+    import torch
+
+    from .phases import PhaseTimer
+    from .profiler import Profiler
 
 
 class Tracker(Protocol):
@@ -106,6 +112,21 @@ class Profile(Table):
     """also record every allocation: a memory snapshot on a GPU, a memory column on a CPU"""
     ranks: Annotated[list[CountOrZero], Field(min_length=1, max_length=1024)] = [0]
     """which ranks write traces to {dir}/{name}/profiles"""
+
+    def build(
+        self,
+        phases: PhaseTimer,
+        folder: Path,
+        *,
+        rank: int,
+        is_main: bool,
+        device: torch.device,
+        flops_per_step: float,
+    ) -> Profiler:
+        """Return the profiler of a rank; see `Profiler` for the arguments."""
+        from .profiler import Profiler
+
+        return Profiler(self, phases, folder, rank, is_main, device, flops_per_step)
 
 
 AnyTracker = Annotated[TrackerConfig, Named(trackers)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from ..train.health import Health
 from ..train.parts import Position
 from ..train.probe import LayerSums, Probe, merge
 from ..train.saving import Saver
+from ..train.update import UpdateAfterBackward
 from .resume import refuse_other_data
 
 if TYPE_CHECKING:
@@ -172,14 +173,18 @@ def _compute(
     batches = parts.loader.steps(position.batch)
     while position.step < target.step - 1:
         lr_factor = recipe.schedule.factor(position.step, parts.total_steps)
-        step.set_rate(lr_factor)
         gradients = step.accumulate(next(batches))
         position.step, position.batch = position.step + 1, position.batch + 1
-        if health.admits(gradients, position.step, position.batch, recipe.optimizer.lr * lr_factor):
+        if health.should_step(
+            gradients, position.step, position.batch, recipe.optimizer.lr * lr_factor
+        ):
             step.update(lr_factor)
         step.clear()
-    step.clip_norm = 0.0  # the norm is the same, and gradients stay as they are
-    step.set_rate(recipe.schedule.factor(position.step, parts.total_steps))
+    # Without clipping the norm is the same, and the layers' gradients stay as they are.
+    unclipped = UpdateAfterBackward(
+        step.optimizer, 0.0, step.scale, step.parallel_model, step.degrees, step.device
+    )
+    step = replace(step, weight_update=unclipped)
     probe = Probe(step, parts.model_config.layout)
     with probe.watching():
         gradients = step.accumulate(next(batches))

@@ -18,7 +18,6 @@ from ..launch.rank_log import open_rank_log
 from ..launch.watchdog import Watchdog
 from ..lora.sizes import flops_per_token
 from ..observe.observer import Observer
-from ..observe.profiler import Profiler, Setting
 from ..observe.progress import Progress
 from ..observe.throughput import SlowRanks, Throughput, device_peak_flops, peak_memory_bytes
 from ..precision.hardware import dtype_name
@@ -59,7 +58,7 @@ def watch_rank(directory: RunDirectory, world: World, limit_seconds: float) -> I
 def open_observer(
     parts: Assembled, directory: RunDirectory, progress: Progress, group: ProcessGroup | None
 ) -> Observer:
-    """Build the observer of the run on this rank; its phases are those of the training step.
+    """Build the observer of the run on this rank.
 
     Args:
         parts: the parts of the run.
@@ -72,7 +71,7 @@ def open_observer(
     flops = flops_per_token(parts.model, parts.model_config, parts.recipe.data.seq_len)
     copies_alone = parts.degrees.world == parts.degrees.replicate
     ranks = SlowRanks(group, progress.warn, local_forward=copies_alone)
-    observer = Observer(
+    return Observer(
         parts.recipe.metrics,
         directory,
         world.rank,
@@ -80,11 +79,10 @@ def open_observer(
         progress,
         Throughput(flops, peak and peak * world.world_size),
         lambda: peak_memory_bytes(device),
+        parts.phases,
         _profiler(parts, directory, progress, flops),
         ranks.compare,
     )
-    parts.step.phase = observer.phase
-    return observer
 
 
 def _profiler(
@@ -97,6 +95,11 @@ def _profiler(
         progress.warn("profile.ranks names no rank of this run: nothing is profiled")
     if not table.steps or world.rank not in ranks:
         return None
-    share = data.global_batch * data.seq_len / world.world_size
-    folder, main = directory.path / "profiles", world.rank == min(ranks)
-    return Profiler(table, Setting(folder, world.rank, main, parts.device, flops_per_token * share))
+    return table.build(
+        parts.phases,
+        directory.path / "profiles",
+        rank=world.rank,
+        is_main=world.rank == min(ranks),
+        device=parts.device,
+        flops_per_step=flops_per_token * data.global_batch * data.seq_len / world.world_size,
+    )

@@ -111,7 +111,7 @@ class Health:
         self.counts = SkipCounts()
         self.wants_rollback = False
 
-    def admits(self, gradients: Gradients, step: int, batch: int, lr: float) -> bool:
+    def should_step(self, gradients: Gradients, step: int, batch: int, lr: float) -> bool:
         """Return whether the optimizer may apply the gradients of `step`.
 
         Args:

@@ -55,12 +55,12 @@ def train(
         if stop.agree() or batch is None:
             return _save_and_stop(parts, position, saver, observer)
         lr_factor = parts.schedule.factor(position.step, total)
-        step.set_rate(lr_factor)
         faults.point("train.step", parts.world.rank, position.step + 1)
-        gradients = step.accumulate(batch)
+        gradients = step.accumulate(batch, lr_factor, before_update=saver.wait_staged)
         position.batch += 1
         lr = parts.peak_lr * lr_factor
-        if health.admits(gradients, position.step + 1, position.batch, lr):
+        if health.should_step(gradients, position.step + 1, position.batch, lr):
+            saver.wait_staged()
             step.update(lr_factor)
         step.clear()
         if health.wants_rollback and _roll_back(position, saver, stop):
@@ -100,7 +100,7 @@ def _roll_back(position: Position, saver: Saver, stop: StopFlag) -> bool:
 
 def _save_and_stop(parts: Parts, position: Position, saver: Saver, observer: Observer) -> Outcome:
     observer.sync()
-    with parts.step.phase("checkpoint"):
+    with parts.phases("checkpoint"):
         saver.save_last(position)
     return "stopped"
 
@@ -129,7 +129,7 @@ def _evaluate_and_save(
     best = improved and parts.checkpoint.keep_best
     if last or best or _is_due(step, parts.checkpoint.interval, total):
         observer.sync()
-        with observer.paused(), parts.step.phase("checkpoint"):
+        with observer.paused(), parts.phases("checkpoint"):
             if last:
                 saver.save_last(position, parts.checkpoint.last)
             else:
@@ -156,7 +156,7 @@ def _evaluate(
     parts: Parts, position: Position, observer: Observer, health: Health, stop: StopFlag
 ) -> bool:
     """Measure the validation loss; return whether it is the best so far."""
-    with observer.paused(), parts.step.phase("evaluation"):
+    with observer.paused(), parts.phases("evaluation"):
         values = validate(parts, stop)
     observer.on_evaluation(position.step, values)
     health.take_evaluation(position.step, values["loss"])

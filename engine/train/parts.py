@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..data.dataset import OpenedData
     from ..data.loader import Loader
     from ..launch.environment import World
+    from ..observe.phases import PhaseTimer
     from ..optim.configs import ScheduleConfig
     from ..parallel.data import ParallelModel
     from ..parallel.mesh import Degrees
@@ -87,6 +88,7 @@ class Parts:
     """Everything that a training loop needs, built and in place.
 
     Attributes:
+        phases: names and times the phases of the step and of what surrounds it.
         peak_lr: learning rate that the schedule's factor multiplies, for the log.
         global_batch: samples of one optimizer step.
         gc_interval: optimizer steps between collections of Python's garbage; 0: left to Python.
@@ -101,6 +103,7 @@ class Parts:
     optimizer: torch.optim.Optimizer
     average: WeightAverage | None
     step: TrainStep
+    phases: PhaseTimer
     loader: Loader
     validation: list[Batch]
     total_steps: int

@@ -57,7 +57,6 @@ class Saver:
         self._ranks = Ranks(store.group)
         self._saved_step = -1
         self._failures = 0
-        parts.step.before_update = self.wait_staged
 
     def save(self, position: Position) -> None:
         """Save the state after `position.step` steps, unless that is saved already.
@@ -250,7 +249,7 @@ class Saver:
         found = self._store.latest()
         if found is None:
             what = "nothing to roll back to: no checkpoint yet"
-            if self._parts.step.in_backward:
+            if self._parts.step.weight_update.in_backward:
                 raise CheckpointError(what, "lower checkpoint.interval")
             self._report(f"{what}; the step is skipped")
             return False
@@ -260,8 +259,8 @@ class Saver:
         return True
 
     def wait_staged(self) -> None:
-        """Wait until the state being saved is copied; the step calls it before weights change."""
-        with self._parts.step.phase("checkpoint"):
+        """Wait until the state being saved is copied; to be called before weights change."""
+        with self._parts.phases("checkpoint"):
             self._store.wait_staged()
 
     def poll(self) -> None:

@@ -11,16 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...model_zoo.language_model import LossRecord, sum_by_source
-from ..core.local import local
 from ..data.batch import IGNORED, Batch
 from ..observe.observer import Mean
 from ..observe.phases import Phase, no_phase
-from ..optim.lean import plain_step
 from ..parallel.data import ParallelModel
 from ..parallel.mesh import Degrees
 from ..precision.hardware import LossScale
 from .balance import Balance
-from .update import UpdateInBackward, global_norm
+from .update import Update
 
 if TYPE_CHECKING:
     from ...model_zoo.language_model import LossFunction
@@ -89,35 +87,30 @@ class TrainStep:
     parallel_model: ParallelModel
     optimizer: torch.optim.Optimizer
     loss: LossFunction
-    clip_norm: float
+    weight_update: Update
     scale: LossScale
     device: torch.device
     degrees: Degrees
     balance: Balance
-    in_backward: UpdateInBackward | None = None
     sources: Sequence[str] = ()
-    """what metrics call the sources that losses are told apart by"""
+    """what metrics call the sources whose losses are reported apart"""
     phase: Phase = no_phase
-    before_update: Callable[[], None] = lambda: None
-    """called before weights change"""
 
-    def __post_init__(self) -> None:
-        self._apply = plain_step(self.optimizer)
+    def accumulate(
+        self,
+        batches: Sequence[Batch],
+        lr_factor: float | None = None,
+        before_update: Callable[[], None] = lambda: None,
+    ) -> Gradients:
+        """Run forward and backward over the micro batches and clip the gradient.
 
-    def set_rate(self, lr_factor: float) -> None:
-        """Set each group's rate to its peak times `lr_factor`.
-
-        To be called before `accumulate` where that updates weights (`optimizer_in_backward`).
+        Args:
+            batches: this rank's micro batches of the step.
+            lr_factor: multiplies peak learning rates; needed where the backward pass updates
+                weights (`memory.optimizer_in_backward`), unused elsewhere.
+            before_update: called before such a backward pass.
         """
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * lr_factor
-        if self.in_backward:
-            self.in_backward.set_rate(lr_factor)
-
-    def accumulate(self, batches: Sequence[Batch]) -> Gradients:
-        """Run forward and backward over the micro batches and clip the gradient."""
-        if self.in_backward:
-            self.in_backward.start()
+        self.weight_update.start(lr_factor)
         batches = [batch.to(self.device) for batch in batches]
         num_sources = len(self.sources)
         counts = torch.stack([count_tokens(batch, num_sources) for batch in batches]).sum(0)
@@ -133,20 +126,22 @@ class TrainStep:
             with self.phase("pipeline"):
                 sums = pipeline.forward_backward(batches, self.loss, factor, num_sources)
         else:
-            sums = self._forward_backward(batches, factor)
+            sums = self._forward_backward(batches, factor, before_update)
         self._sum_over_ranks(sums, self.degrees.tensor)
         if self.balance.exists:
             self.balance.collect(self._sum_over_ranks)
         with self.phase("clip"):
             for finish in self.parallel_model.post_backward_reductions:
                 finish()
-            norm = self.in_backward.finish() if self.in_backward else self._clip()
+            norm = self.weight_update.finish()
         total = sums[0] / tokens.clamp(min=1)
         if self.balance.exists:
             total = total + self.balance.loss()
         return Gradients(sums[1], tokens, norm, total, sums[2:].unbind(), source_tokens)
 
-    def _forward_backward(self, batches: Sequence[Batch], factor: Tensor) -> Tensor:
+    def _forward_backward(
+        self, batches: Sequence[Batch], factor: Tensor, before_update: Callable[[], None]
+    ) -> Tensor:
         num_sources = len(self.sources)
         sums = torch.zeros(2 + num_sources, device=self.device)
         for number, batch in enumerate(batches, 1):
@@ -154,8 +149,8 @@ class TrainStep:
             with self.phase("forward"):
                 forward = self.parallel_model.forward
                 loss, parts = forward_loss(forward, batch, self.loss, num_sources)
-            if self.in_backward:
-                self.before_update()
+            if self.weight_update.in_backward:
+                before_update()
             with self.phase("backward"):
                 torch.autograd.backward(loss * factor)
             sums += parts
@@ -167,41 +162,14 @@ class TrainStep:
             dist.all_reduce(count)
             count.div_(same, rounding_mode=None if count.is_floating_point() else "floor")
 
-    def _clip(self) -> Tensor:
-        weights = [
-            weight
-            for group in self.optimizer.param_groups
-            for weight in group["params"]
-            if weight.grad is not None
-        ]
-        parts = [local(weight.grad) for weight in weights]
-        if self.scale.dynamic:
-            torch._foreach_mul_(parts, 1 / self.scale.value)
-        elsewhere = set(map(id, self.parallel_model.duplicate_parameters))
-        counted = [
-            (weight.grad, part)
-            for weight, part in zip(weights, parts, strict=True)
-            if id(weight) not in elsewhere
-        ]
-        holders = self.degrees.world // self.degrees.pipeline
-        norm = global_norm(counted, holders, self.device)
-        if self.clip_norm > 0 and parts:
-            # As torch.nn.utils.clip_grads_with_norm_, which takes no tensors of different meshes.
-            factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(parts, factor.to(parts[0].device))
-        return norm
-
     def update(self, lr_factor: float) -> None:
-        """Let the optimizer change the weights, with each group's peak rate times `lr_factor`.
+        """Let the optimizer change the weights, and the routers of experts their biases.
 
-        Where the backward pass has done that, only experts are balanced.
+        Args:
+            lr_factor: multiplies the peak learning rate of each group.
         """
-        if not self.in_backward:
-            self.before_update()
-            self.set_rate(lr_factor)
         with self.phase("optimizer"):
-            if not self.in_backward:
-                self._apply()
+            self.weight_update.apply(lr_factor)
             self.balance.update()
 
     def measures(self, gradients: Gradients) -> dict[str, Tensor | Mean]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,43 +13,103 @@ from torch import Tensor, nn
 
 from ..core.local import local, num_parts
 from ..optim.lean import plain_step
+from ..parallel.data import ParallelModel
+from ..parallel.mesh import Degrees
+from ..precision.hardware import LossScale
 
 
-def global_norm(
-    gradients: Sequence[tuple[Tensor, Tensor]], holders: int, device: torch.device
-) -> Tensor:
-    """Return the L2 norm of gradients over all ranks.
+class Update(Protocol):
+    """Lets the optimizer of a training step change the weights."""
+
+    in_backward: bool
+    """whether weights change while the backward pass runs"""
+
+    def start(self, lr_factor: float | None) -> None:
+        """Prepare for the backward pass of a step; `lr_factor` multiplies peak learning rates."""
+
+    def finish(self) -> Tensor:
+        """Return the global gradient norm after the backward pass, before clipping."""
+
+    def apply(self, lr_factor: float) -> None:
+        """Change the weights, unless the backward pass has done that."""
+
+
+class UpdateAfterBackward:
+    """Clips the gradients of a whole step, and steps the optimizer once.
 
     Args:
-        gradients: split over ranks in any way, each with the part of it that this rank holds.
-        holders: ranks that hold the same gradients, whole or in parts.
-        device: where the ranks' collectives are; offloaded gradients are elsewhere.
+        optimizer: each of its groups has `peak_lr`.
+        clip_norm: largest global gradient norm; 0 does not clip.
+        scale: the loss scale that gradients are divided by.
+        parallel_model: names the duplicate parameters, which the norm leaves out.
+        degrees: of the ranks.
+        device: where collectives run; offloaded gradients are elsewhere.
     """
-    if holders == 1 and not dist.is_initialized():
-        return torch.nn.utils.get_total_norm([part for _, part in gradients], foreach=True)
-    by_count: dict[int, list[Tensor]] = defaultdict(list)
-    for gradient, part in gradients:
-        by_count[num_parts(gradient)].append(part)
-    # Each part is held by as many ranks: it counts once.
-    squares = [
-        torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)).square().sum()
-        * (count / holders)
-        for count, tensors in by_count.items()
-    ]
-    total = torch.stack(squares).sum().to(device)
-    dist.all_reduce(total)
-    return total.sqrt()
+
+    in_backward = False
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        clip_norm: float,
+        scale: LossScale,
+        parallel_model: ParallelModel,
+        degrees: Degrees,
+        device: torch.device,
+    ) -> None:
+        self._optimizer = optimizer
+        self._step = plain_step(optimizer)
+        self._clip_norm = clip_norm
+        self._scale = scale
+        self._duplicates = set(map(id, parallel_model.duplicate_parameters))
+        self._num_holders = degrees.world // degrees.pipeline
+        self._device = device
+
+    def start(self, lr_factor: float | None) -> None:
+        """Do nothing: rates matter when `apply` is called."""
+
+    def finish(self) -> Tensor:
+        """Remove the loss scale, clip the gradients, and return their norm before clipping."""
+        weights = [
+            weight
+            for group in self._optimizer.param_groups
+            for weight in group["params"]
+            if weight.grad is not None
+        ]
+        parts = [local(weight.grad) for weight in weights]
+        if self._scale.dynamic:
+            torch._foreach_mul_(parts, 1 / self._scale.value)
+        counted = [
+            (weight.grad, part)
+            for weight, part in zip(weights, parts, strict=True)
+            if id(weight) not in self._duplicates
+        ]
+        norm = global_norm(counted, self._num_holders, self._device)
+        if self._clip_norm > 0 and parts:
+            # As torch.nn.utils.clip_grads_with_norm_, which takes no tensors of different meshes.
+            factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(parts, factor.to(parts[0].device))
+        return norm
+
+    def apply(self, lr_factor: float) -> None:
+        """Step the optimizer."""
+        _set_rates(self._optimizer.param_groups, lr_factor)
+        self._step()
 
 
 class UpdateInBackward:
-    """Steps one optimizer parameter by parameter; its state is that of any other run.
+    """Steps the optimizer with each gradient as soon as that is complete, and frees the gradient.
+
+    The optimizer's state is that of any other run. Source: Lv et al. 2023, arXiv:2306.09782.
 
     Args:
-        optimizer: whose weights get hooks.
-        late: weights whose gradients are complete only after the backward pass.
-        ranks: that hold the same gradients, whole or in parts.
-        device: where the ranks' collectives are; offloaded weights are elsewhere.
+        optimizer: its parameters get hooks; each of its groups has `peak_lr`.
+        late: parameters whose gradients are complete only after the backward pass.
+        ranks: number of ranks that hold the same gradients, whole or in parts.
+        device: where collectives run; offloaded parameters are elsewhere.
     """
+
+    in_backward = True
 
     def __init__(
         self,
@@ -59,65 +119,93 @@ class UpdateInBackward:
         device: torch.device,
     ) -> None:
         self._optimizer = optimizer
-        self._apply = plain_step(optimizer)
+        self._step = plain_step(optimizer)
         self._device = device
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        norms = torch.zeros(len(weights), device=weights[0].device)
+        self._norms = torch.zeros(len(weights), device=weights[0].device)
         shares = torch.tensor([num_parts(weight) / ranks for weight in weights])
-        self._norms, self._shares = norms, shares.to(norms.device)
+        self._shares = shares.to(self._norms.device)
         self._groups: list[dict[str, Any]] = []
-        self._late: list[partial[None]] = []
-        self._has_rate = False
-        late_ones = {id(weight) for weight in late}
-        places = iter(norms.unbind())
+        self._late_updates: list[partial[None]] = []
+        late_ids = set(map(id, late))
+        norms = iter(self._norms.unbind())
         for group in optimizer.param_groups:
             for weight in group["params"]:
-                alone = {**group, "params": [weight]}
-                self._groups.append(alone)
-                update = partial(self._update, alone, next(places), weight)
-                if id(weight) in late_ones:
-                    self._late.append(update)
+                own_group = {**group, "params": [weight]}
+                self._groups.append(own_group)
+                update = partial(self._update, own_group, next(norms), weight)
+                if id(weight) in late_ids:
+                    self._late_updates.append(update)
                 else:
                     weight.register_post_accumulate_grad_hook(lambda _, update=update: update())
 
-    def set_rate(self, lr_factor: float) -> None:
-        """Set each weight's rate to its peak times `lr_factor`, for one backward pass."""
-        for group in self._groups:
-            group["lr"] = group["peak_lr"] * lr_factor
-        self._has_rate = True
-
-    def start(self) -> None:
-        """Prepare for a backward pass.
+    def start(self, lr_factor: float | None) -> None:
+        """Set the rates with which the backward pass updates weights.
 
         Raises:
-            RuntimeError: its rate has not been set.
+            ValueError: no factor is given.
         """
-        if not self._has_rate:
-            raise RuntimeError("optimizer_in_backward: call set_rate before accumulate")
-        self._has_rate = False
+        if lr_factor is None:
+            raise ValueError("optimizer_in_backward: accumulate needs lr_factor")
+        _set_rates([*self._optimizer.param_groups, *self._groups], lr_factor)
         self._norms.zero_()
 
     @torch.no_grad()
-    def _update(self, alone: dict[str, Any], norm: Tensor, weight: nn.Parameter) -> None:
+    def _update(self, own_group: dict[str, Any], norm: Tensor, weight: nn.Parameter) -> None:
         if weight.grad is None:
             return
         gradient = local(weight.grad)
         if self._device.type == "cuda" and not gradient.is_cuda:
-            torch.cuda.current_stream(self._device).synchronize()  # it may still be on its way here
+            # FSDP copies an offloaded gradient asynchronously: the copy must have arrived.
+            torch.cuda.current_stream(self._device).synchronize()
         torch.linalg.vector_norm(gradient, dtype=norm.dtype, out=norm)
-        every = self._optimizer.param_groups
-        self._optimizer.param_groups = [alone]
+        groups = self._optimizer.param_groups
+        self._optimizer.param_groups = [own_group]
         try:
-            self._apply()
+            self._step()
         finally:
-            self._optimizer.param_groups = every
+            self._optimizer.param_groups = groups
         weight.grad = None
 
     def finish(self) -> Tensor:
-        """Update the weights that were late; return the L2 norm of all gradients."""
-        for update in self._late:
+        """Update the late parameters, and return the L2 norm of all gradients over all ranks."""
+        for update in self._late_updates:
             update()
         total = (self._norms.square() * self._shares).sum().to(self._device)
         if dist.is_initialized():
             dist.all_reduce(total)
         return total.sqrt()
+
+    def apply(self, lr_factor: float) -> None:
+        """Do nothing: the weights have changed."""
+
+
+def _set_rates(groups: Sequence[dict[str, Any]], lr_factor: float) -> None:
+    for group in groups:
+        group["lr"] = group["peak_lr"] * lr_factor
+
+
+def global_norm(
+    gradients: Sequence[tuple[Tensor, Tensor]], num_holders: int, device: torch.device
+) -> Tensor:
+    """Return the L2 norm of gradients over all ranks.
+
+    Args:
+        gradients: each gradient, split over ranks in any way, and the part that this rank holds.
+        num_holders: number of ranks that hold the same gradients, whole or in parts.
+        device: where collectives run; offloaded gradients are elsewhere.
+    """
+    if num_holders == 1 and not dist.is_initialized():
+        return torch.nn.utils.get_total_norm([part for _, part in gradients], foreach=True)
+    by_count: dict[int, list[Tensor]] = defaultdict(list)
+    for gradient, part in gradients:
+        by_count[num_parts(gradient)].append(part)
+    # A gradient in `count` parts is held `num_holders / count` times over: it counts once.
+    squares = [
+        torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)).square().sum()
+        * (count / num_holders)
+        for count, tensors in by_count.items()
+    ]
+    total = torch.stack(squares).sum().to(device)
+    dist.all_reduce(total)
+    return total.sqrt()

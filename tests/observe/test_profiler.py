@@ -16,8 +16,8 @@ from torch.profiler import profile, record_function
 import trainer
 from tests.train.processes import complaints, finish, start
 from trainer import assemble, load_recipe, train
-from trainer.engine.observe.clocks import HostClock
-from trainer.engine.observe.profile_summary import peaks
+from trainer.engine.observe.phases import PhaseTimer
+from trainer.engine.observe.profiler import peaks
 
 ROOT = Path(trainer.__file__).parent
 RECIPE = """
@@ -103,13 +103,14 @@ class Ticking:
 
 def test_time_is_found_in_the_phase_where_it_passes(recipe, monkeypatch):
     clock = Ticking()
-    monkeypatch.setattr(HostClock, "mark", lambda self: clock.mark())
+    monkeypatch.setattr(PhaseTimer, "_mark", lambda self: clock.mark())
     parts = assemble(recipe())
     step, loader, head = parts.step, parts.loader, parts.step.parallel_model.model.head
     loader.step = clock.slow(loader.step, 0.03)
     head.forward = clock.slow(head.forward, 0.01)
-    step._apply = clock.slow(step._apply, 0.05)
-    step._clip = clock.slow(step._clip, 0.02)
+    update = step.weight_update
+    update.apply = clock.slow(update.apply, 0.05)
+    update.finish = clock.slow(update.finish, 0.02)
     summary = summary_of(train(parts))
     phases = summary["phase_seconds"]
     expected = {"data": 0.03, "forward": 0.01 * MICRO_BATCHES, "optimizer": 0.05, "clip": 0.02}

@@ -21,8 +21,7 @@ def outcome(recipe):
     batches = parts.loader.steps(0)
     for step in range(STEPS):
         factor = recipe.schedule.factor(step, STEPS)
-        parts.step.set_rate(factor)
-        gradients = parts.step.accumulate(next(batches))
+        gradients = parts.step.accumulate(next(batches), factor)
         parts.step.update(factor)
         parts.step.clear()
         numbers += [(gradients.loss / gradients.tokens).item(), gradients.norm.item()]

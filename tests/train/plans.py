@@ -47,8 +47,7 @@ def train(parts, steps=STEPS):
     batches = parts.loader.steps(0)
     for step in range(steps or parts.total_steps):
         factor = parts.recipe.schedule.factor(step, parts.total_steps)
-        parts.step.set_rate(factor)
-        gradients = parts.step.accumulate(next(batches))
+        gradients = parts.step.accumulate(next(batches), factor)
         parts.step.update(factor)
         parts.step.clear()
         losses.append((gradients.loss / gradients.tokens).item())

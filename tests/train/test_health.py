@@ -45,7 +45,7 @@ def admit(found, losses, norms=None, start=1):
         tensors = dict.fromkeys(Gradients._fields) | {
             k: torch.tensor(v) for k, v in numbers.items()
         }
-        admitted.append(found.admits(Gradients(**tensors), step, batch=step, lr=0.1))
+        admitted.append(found.should_step(Gradients(**tensors), step, batch=step, lr=0.1))
     return admitted
 
 
@@ -134,8 +134,8 @@ def outlier():
     """Make the gradient of the 14th step a hundred times too large."""
     accumulate, count = TrainStep.accumulate, [0]
 
-    def changed(self, batches):
-        gradients = accumulate(self, batches)
+    def changed(self, batches, *args, **options):
+        gradients = accumulate(self, batches, *args, **options)
         count[0] += 1
         factor = 100 if count[0] == 14 else 1
         return gradients._replace(norm=gradients.norm * factor)

@@ -77,15 +77,14 @@ def peak(recipe):
 
 def test_a_loop_that_forgets_the_rate_is_told():
     recipe = recipe_with(data=WHOLE, optimizer=OPTIMIZERS["sgd"], memory=IN_BACKWARD)
-    assert "call set_rate" in run_ranks(1, forgetful, recipe)[0]
+    assert "accumulate needs lr_factor" in run_ranks(1, forgetful, recipe)[0]
 
 
 def forgetful(recipe):
     parts = assembled(recipe)
-    parts.step.set_rate(1.0)
     batches = parts.loader.steps(0)
-    parts.step.accumulate(next(batches))
-    with pytest.raises(RuntimeError) as error:
+    parts.step.accumulate(next(batches), 1.0)
+    with pytest.raises(ValueError, match="lr_factor") as error:
         parts.step.accumulate(next(batches))
     return str(error.value)
 
@@ -113,9 +112,10 @@ def poison_step_5():
     """Make the loss of the fifth step infinite: its gradients, and so all weights, become NaN."""
     original, count = TrainStep._forward_backward, [0]
 
-    def poisoned(self, batches, factor):
+    def poisoned(self, batches, factor, before_update):
         count[0] += 1
-        return original(self, batches, factor * (float("inf") if count[0] == 5 else 1.0))
+        worse = factor * (float("inf") if count[0] == 5 else 1.0)
+        return original(self, batches, worse, before_update)
 
     TrainStep._forward_backward = poisoned
 

@@ -25,9 +25,9 @@ from trainer.engine.train.step import TrainStep
 def slow_steps():
     accumulate = TrainStep.accumulate
 
-    def slowly(self, batches):
+    def slowly(self, batches, *args, **options):
         time.sleep(0.02)
-        return accumulate(self, batches)
+        return accumulate(self, batches, *args, **options)
 
     TrainStep.accumulate = slowly
 
@@ -36,8 +36,8 @@ def poison(*steps):
     """Make the gradients of these steps (counted from 1, as they are run) NaN."""
     accumulate, count = TrainStep.accumulate, [0]
 
-    def poisoned(self, batches):
-        gradients = accumulate(self, batches)
+    def poisoned(self, batches, *args, **options):
+        gradients = accumulate(self, batches, *args, **options)
         count[0] += 1
         if count[0] in steps:
             for group in self.optimizer.param_groups:

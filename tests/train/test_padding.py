@@ -47,7 +47,7 @@ def gradients(recipe):
     with in_float64():
         parts = assembled(recipe)
         batches = next(parts.loader.steps(0))
-        parts.step.clip_norm = 0.0
+        parts.step.weight_update._clip_norm = 0.0
         parts.step.accumulate(batches)
         weights = dict(parts.model.named_parameters())
         found = {name: weight.grad.numpy().copy() for name, weight in weights.items()}

@@ -136,8 +136,7 @@ def count_step(step: TrainStep, batches: Sequence[Batch], rank: int) -> StepCoun
     model = step.parallel_model.model
     counter = StepCounter(Listener(step.degrees, rank))
     with counter:
-        step.set_rate(1.0)
-        step.accumulate(batches)
+        step.accumulate(batches, lr_factor=1.0)
         step.update(1.0)
     step.clear()
     counts = counter.counts

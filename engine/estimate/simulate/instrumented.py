@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -67,8 +68,7 @@ def track(
             with tracker.labelled(BATCH):
                 every = (empty_batches(recipe, many, rows) for many in (share, left))
                 batches, others = ([take(batch, model) for batch in some] for some in every)
-            step.set_rate(1.0)
-            step.accumulate(batches)
+            watched.step.accumulate(batches, lr_factor=1.0)
             watched.update(tracker)
             del batches, others
     return tracker
@@ -90,8 +90,9 @@ class _Watched:
         tracker.add(self.model.buffers(), PARAMETERS)
         if self.average:
             self._add(tracker, self.average._averages.values(), OPTIMIZER)
-        self.step.loss = _labelled(self.step.loss, tracker)
-        self.step.phase = _phases(tracker)
+        self.step = replace(
+            self.step, loss=_labelled(self.step.loss, tracker), phase=_phases(tracker)
+        )
         self._watch_blocks(tracker)
 
     def _add(self, tracker: MemoryTracker, tensors: Any, kind: str) -> None:
