@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch.distributed import ProcessGroup
 
@@ -21,6 +22,9 @@ from ..observe.observer import Observer
 from ..observe.progress import Progress
 from ..observe.throughput import SlowRanks, Throughput, device_peak_flops, peak_memory_bytes
 from ..precision.hardware import dtype_name
+
+if TYPE_CHECKING:
+    from ..observe.profiler import Profiler
 
 
 @contextmanager
