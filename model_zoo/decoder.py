@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..kernels.choose import Kernels
 from .decoder_config import DecoderConfig
 from .language_model import BlockCache, Constant, KVCache, LanguageModel, LossFunction, Normal
-from .layers.dense import Linear, RMSNorm
+from .layers.dense import Embedding, Linear, RMSNorm
 from .layers.moe import MoE, moe_layers
 from .layers.rotary import frequencies, rotation
 
@@ -67,7 +67,7 @@ class Head(nn.Module):
             tied_weight: [V, D], the embedding's weight where there is no projection of its own.
             ahead: normed hidden states -> what else the same weight predicts: a part of the sum.
         """
-        weight_VD = tied_weight if self.proj is None else self.proj.weight
+        weight_VD = tied_weight if self.proj is None else self.proj.local("weight")
         assert weight_VD is not None, "a head without projection needs the embedding's weight"
         x_BSD = self.norm(x)
         if labels is None or loss is None:
@@ -139,7 +139,7 @@ class Decoder(LanguageModel):
         super().__init__()
         self.config = config
         self.attention_mask = kernels.attention_mask
-        self.embed = nn.Embedding(config.vocab, config.dim)
+        self.embed = Embedding(config.vocab, config.dim)
         self.layers = nn.ModuleList(self.block(i, kernels) for i in range(config.num_blocks))
         self.takes_padding = bool(moe_layers(self))
         own_rows = None if config.tie_embeddings else config.vocab
@@ -219,7 +219,7 @@ class Decoder(LanguageModel):
             x_BSD = getattr(self.layers, str(number))(x_BSD, *tables[number], block_cache, weights)
         if blocks.stop <= count:
             return x_BSD
-        tied_weight = self.embed.weight if self.config.tie_embeddings else None
+        tied_weight = self.embed.local("weight") if self.config.tie_embeddings else None
         out: Tensor = self.head(x_BSD, labels, loss, tied_weight)
         return out
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 from warnings import catch_warnings
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -38,20 +40,21 @@ def all_gather_no_grad(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     if _fuses_with_matmuls and torch.compiler.is_compiling():
         pieces = _all_gather(x.contiguous(), 0, group)
         return torch.cat(pieces.chunk(group.size()), dim)  # torch has views for single rows
-    return _wait(_all_gather(x.contiguous(), dim, group))
+    return wait(_all_gather(x.contiguous(), dim, group))
 
 
 def reduce_scatter_no_grad(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Sum over ranks and return this rank's shard along `dim`, without a gradient."""
-    return _wait(_reduce_scatter(x.contiguous(), "sum", dim, group))
+    return wait(_reduce_scatter(x.contiguous(), "sum", dim, group))
 
 
 def all_reduce_no_grad(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum over ranks, without a gradient."""
-    return _wait(functional.all_reduce(x, "sum", group))
+    return wait(functional.all_reduce(x, "sum", group))
 
 
-def _wait(x: Tensor) -> Tensor:
+def wait(x: Tensor) -> Tensor:
+    """Wait for the collective whose pending result is `x`, and return `x`."""
     # A compiled graph waits by itself, and fuses collectives only where nothing else does.
     if torch.compiler.is_compiling():
         return x
@@ -108,3 +111,101 @@ def fuse_with_matmuls(group: ProcessGroup, device: torch.device) -> None:
         enable_symm_mem_for_group(group.group_name)
     config._micro_pipeline_tp = True
     _fuses_with_matmuls = True
+
+
+class Splits(NamedTuple):
+    """The numbers of rows that a rank sends to and receives from each rank of a group."""
+
+    sent: list[int]
+    received: list[int]
+
+    def reversed(self) -> Splits:
+        """Return the splits of the opposite direction."""
+        return Splits(self.received, self.sent)
+
+
+@dataclass
+class RowExchange:
+    """An all-to-all of rows, and its backward pass."""
+
+    splits: Splits
+    group: ProcessGroup
+    gradient: Tensor | None = None
+    """the pending all-to-all of the gradient, from `wait_for_rows` to `send_rows`"""
+
+
+def all_gather_rows(x: Tensor, lengths: list[int], group: ProcessGroup) -> Tensor:
+    """Concatenate the rows of all ranks of a group; the backward pass sums gradients over ranks.
+
+    Args:
+        x: this rank's rows, [N, ...].
+        lengths: the number of rows of each rank, which may differ.
+        group: the process group.
+    """
+    ranks = group.size()
+    if ranks == 1:
+        return x
+    exchange = RowExchange(Splits([len(x)] * ranks, lengths), group)
+    return wait_for_rows(send_rows(x.expand(ranks, *x.shape).flatten(0, 1), exchange), exchange)
+
+
+def reduce_scatter_rows(x: Tensor, lengths: list[int], group: ProcessGroup) -> Tensor:
+    """Sum the outputs of all ranks of a group and return this rank's rows of the sum.
+
+    Args:
+        x: this rank's outputs for the rows of all ranks, [sum(lengths), ...].
+        lengths: the number of rows of each rank.
+        group: the process group.
+    """
+    ranks, mine = group.size(), lengths[dist.get_rank(group)]
+    if ranks == 1:
+        return x
+    exchange = RowExchange(Splits(lengths, [mine] * ranks), group)
+    return wait_for_rows(send_rows(x, exchange), exchange).view(ranks, mine, *x.shape[1:]).sum(0)
+
+
+def send_rows(x: Tensor, exchange: RowExchange) -> Tensor:
+    """Start an all-to-all and return its pending result, which only `wait_for_rows` may read.
+
+    Args:
+        x: rows sorted by the rank that they go to, [N, ...].
+        exchange: the splits and the group; one object per call.
+    """
+    return cast("Tensor", _SendRows.apply(x, exchange))  # type: ignore[no-untyped-call]
+
+
+def wait_for_rows(x: Tensor, exchange: RowExchange) -> Tensor:
+    """Wait for the all-to-all that `send_rows` started with the same `exchange`."""
+    return cast("Tensor", _WaitForRows.apply(x, exchange))  # type: ignore[no-untyped-call]
+
+
+def start_all_to_all(x: Tensor, splits: Splits, group: ProcessGroup) -> Tensor:
+    """Start an all-to-all of rows and return its pending result, without a gradient."""
+    exchange = torch.ops._c10d_functional.all_to_all_single
+    return cast("Tensor", exchange(x.contiguous(), splits.received, splits.sent, group.group_name))
+
+
+class _SendRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        return start_all_to_all(x, exchange.splits, exchange.group)
+
+    @staticmethod
+    def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor, None]:
+        exchange = ctx.exchange
+        gradient, exchange.gradient = exchange.gradient, None  # others hold `exchange` for longer
+        return wait(gradient), None
+
+
+class _WaitForRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        return wait(x).view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        exchange = ctx.exchange
+        exchange.gradient = start_all_to_all(grad, exchange.splits.reversed(), exchange.group)
+        return grad, None

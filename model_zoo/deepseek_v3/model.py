@@ -133,7 +133,7 @@ class DeepSeekV3(Decoder):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         ahead = partial(self._ahead, tokens, labels, positions, document_ids, padding_mask)
-        tied_weight = self.embed.weight if self.config.tie_embeddings else None
+        tied_weight = self.embed.local("weight") if self.config.tie_embeddings else None
         out: Tensor = self.head(before, labels, loss, tied_weight, ahead=ahead)
         return out
 

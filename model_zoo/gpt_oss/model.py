@@ -28,7 +28,7 @@ class BiasedRouter(Router):
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits [T, E] of [T, D]."""
         logits_TE = super().logits(x)
-        return logits_TE + self.logit_bias.to(logits_TE.dtype)
+        return logits_TE + self.local("logit_bias").to(logits_TE.dtype)
 
 
 class ClampedExperts(Experts):
@@ -45,18 +45,18 @@ class ClampedExperts(Experts):
         self.down_bias = nn.Parameter(torch.zeros(self.down.shape[:2]))
         self.limit, self.alpha = config.swiglu_limit, config.swiglu_alpha
 
-    def forward(self, rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    def compute(self, rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
         """Return each row as its expert makes it, times its weight; see `Experts`."""
         dtype, place_M = rows.dtype, torch.arange(len(rows), device=rows.device)
         # Rows behind the last expert's are nobody's, and products leave their gradients undefined:
         # one more row of biases takes them.
         expert_M = torch.searchsorted(offs, place_M, right=True)
-        gate_up_MF = self.product(rows, self.gate_up.to(dtype).flatten(1, 2), offs)
-        gate_up_MF = gate_up_MF + self._bias(self.gate_up_bias, expert_M).to(dtype)
+        gate_up_MF = self.product(rows, self.local("gate_up").to(dtype).flatten(1, 2), offs)
+        gate_up_MF = gate_up_MF + self._bias(self.local("gate_up_bias"), expert_M).to(dtype)
         gate_MF, up_MF = gate_up_MF.chunk(2, dim=-1)
         hidden_MF = clamped_swiglu(gate_MF, up_MF, self.limit, self.alpha, weight)
-        out_MD = self.product(hidden_MF, self.down.to(dtype), offs)
-        bias_MD = self._bias(self.down_bias, expert_M) * weight.unsqueeze(1)
+        out_MD = self.product(hidden_MF, self.local("down").to(dtype), offs)
+        bias_MD = self._bias(self.local("down_bias"), expert_M) * weight.unsqueeze(1)
         return out_MD + bias_MD.to(dtype)
 
     @staticmethod

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from ...kernels.choose import Kernels
 from ..decoder_config import GroupedQueryConfig
 from ..language_model import BlockCache
-from .dense import Linear, RMSNorm
+from .dense import Linear, LocalParameters, RMSNorm
 
 
-class GroupedQueryAttention(nn.Module):
+class GroupedQueryAttention(LocalParameters):
     """Norm and causal attention whose query heads share key-value heads (arXiv:2305.13245).
 
     Args:
@@ -91,5 +91,6 @@ class GroupedQueryAttention(nn.Module):
     def _reach(self, mask: Tensor | None) -> dict[str, Any]:
         """Return what attention is told beside the mask, which already tells chunks apart."""
         chunk = self.chunk if mask is None else None
-        given = {"window": self.window, "chunk": chunk, "sinks": self.sinks}
+        sinks = None if self.sinks is None else self.local("sinks")
+        given = {"window": self.window, "chunk": chunk, "sinks": sinks}
         return {name: value for name, value in given.items() if value is not None}

@@ -1,9 +1,10 @@
-"""Dense layers: projections with or without an adapter, the norm, and the feed-forward layer."""
+"""Dense layers: projections with or without an adapter, embedding, norm, and feed-forward layer."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,28 @@ from ..language_model import Constant, Normal
 from ..layout import DOWN, UP
 
 
-class Linear(nn.Linear):
+class LocalParameters(nn.Module):
+    """A layer that computes with `self.local(name)` in place of `self.name`.
+
+    On one device both are the parameter. An engine that distributes a parameter over ranks adds a
+    view, and the layer then computes with this rank's part of it.
+
+    Attributes:
+        local_views: for a parameter's name, the function from the stored parameter to the tensor
+            that the layer computes with.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.local_views: dict[str, Callable[[Tensor], Tensor]] = {}
+
+    def local(self, name: str) -> Tensor:
+        """Return the tensor that the layer computes with for its parameter `name`."""
+        parameter: Tensor = getattr(self, name)
+        return self.local_views[name](parameter) if name in self.local_views else parameter
+
+
+class Linear(LocalParameters, nn.Linear):
     """A projection, computed in the dtype of its input.
 
     Attributes:
@@ -27,8 +49,8 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return self.product(x, self.weight.to(x.dtype), bias)
+        bias = None if self.bias is None else self.local("bias").to(x.dtype)
+        return self.product(x, self.local("weight").to(x.dtype), bias)
 
 
 class AdaptedLinear(Linear):
@@ -52,8 +74,8 @@ class AdaptedLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
-        narrow = F.linear(x, self.lora_a.to(x.dtype))
-        return super().forward(x) + F.linear(narrow, self.lora_b.to(x.dtype)) * self.scale
+        narrow = F.linear(x, self.local("lora_a").to(x.dtype))
+        return super().forward(x) + F.linear(narrow, self.local("lora_b").to(x.dtype)) * self.scale
 
     def initial_values(self) -> dict[str, Normal | Constant]:
         """Return how A and B start: B is zero, so that the model starts as it was.
@@ -63,7 +85,23 @@ class AdaptedLinear(Linear):
         return {DOWN: Normal(1 / math.sqrt(3 * self.in_features)), UP: Constant(0.0)}
 
 
-class RMSNorm(nn.Module):
+class Embedding(LocalParameters, nn.Embedding):
+    """A vector for each token.
+
+    Attributes:
+        lookup: takes tokens and the weight; as `torch.nn.functional.embedding`.
+    """
+
+    def __init__(self, vocab_size: int, dim: int) -> None:
+        super().__init__(vocab_size, dim)
+        self.lookup: Callable[[Tensor, Tensor], Tensor] = F.embedding
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map tokens [B, S] to [B, S, D]."""
+        return self.lookup(tokens, self.local("weight"))
+
+
+class RMSNorm(LocalParameters):
     """Root-mean-square norm over the last dim, with a learned scale."""
 
     def __init__(self, dim: int, eps: float, kernels: Kernels) -> None:
@@ -74,7 +112,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [..., D]."""
-        return self.kernel(x, self.weight, self.eps)
+        return self.kernel(x, self.local("weight"), self.eps)
 
 
 class GatedMLP(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,20 +12,52 @@ from ...kernels.choose import Kernels
 from ...kernels.routing.reference import RoutingPlan
 from ...kernels.tally.op import tallied
 from .configs import MoESettings
-from .dense import GatedMLP, RMSNorm
+from .dense import GatedMLP, LocalParameters, RMSNorm
 from .router import Router
 
 EXTRA = 3
 """what a tally counts besides the rows of each expert"""
 
 
-class Experts(nn.Module):
+class TokenExchange:
+    """Where the tokens of a layer go to be computed: they stay here, where no ranks share experts.
+
+    An engine that divides the experts over ranks gives `Experts.exchange` a subclass.
+    """
+
+    def dispatch(self, rows: Tensor, weight: Tensor, offs: Tensor) -> tuple[Any, ...]:
+        """Start sending tokens to their experts; return the arguments of `compute`.
+
+        Work issued between the two, such as the shared expert, overlaps with the exchange, in the
+        backward pass too.
+
+        Args:
+            rows: token activations sorted by expert, [M, D].
+            weight: the router's weight of each token, [M].
+            offs: exclusive end of each expert's tokens in `rows`, int32 [E].
+        """
+        return rows, weight, offs
+
+    def compute(self, experts: Callable[[Tensor, Tensor, Tensor], Tensor], *sent: Any) -> Tensor:
+        """Return the outputs of `experts` for the tokens that `dispatch` sent, [M, D].
+
+        Args:
+            experts: computes rows, weights and offsets as `Experts.compute`.
+            sent: what `dispatch` returned.
+        """
+        return experts(*sent)
+
+
+class Experts(LocalParameters):
     """SwiGLU feed-forward layers that compute rows sorted by expert.
 
     Args:
         dim: D.
         settings: of the layer.
         kernels: the implementations.
+
+    Attributes:
+        exchange: sends tokens to the experts and outputs back.
     """
 
     def __init__(self, dim: int, settings: MoESettings, kernels: Kernels) -> None:
@@ -36,18 +69,16 @@ class Experts(nn.Module):
         nn.init.normal_(self.down, std=ffn_dim**-0.5)
         self.product = kernels.grouped_gemm
         self.activation = kernels.swiglu
+        self.exchange = TokenExchange()
 
-    def dispatch(self, rows: Tensor, weight: Tensor, offs: Tensor) -> tuple[Any, ...]:
-        """Return what `forward` is called with; where ranks share experts, rows leave for theirs.
+    def forward(self, *sent: Any) -> Tensor:
+        """Return the outputs for the tokens that `exchange.dispatch` sent, [M, D].
 
-        Args:
-            rows: see `forward`.
-            weight: see `forward`.
-            offs: see `forward`.
+        The exchange ends in here, so that whoever shards weights gathers them while it waits.
         """
-        return rows, weight, offs
+        return self.exchange.compute(self.compute, *sent)
 
-    def forward(self, rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    def compute(self, rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
         """Return each row as its expert makes it, times its weight.
 
         A row's weight multiplies what enters the last product: the same, over fewer columns.
@@ -57,10 +88,10 @@ class Experts(nn.Module):
             weight: [M].
             offs: int32 [E], where each expert's rows end.
         """
-        gate_up_MF = self.product(rows, self.gate_up.to(rows.dtype).flatten(1, 2), offs)
+        gate_up_MF = self.product(rows, self.local("gate_up").to(rows.dtype).flatten(1, 2), offs)
         gate_MF, up_MF = gate_up_MF.chunk(2, dim=-1)
         hidden_MF = self.activation(gate_MF, up_MF, weight)
-        return self.product(hidden_MF, self.down.to(rows.dtype), offs)
+        return self.product(hidden_MF, self.local("down").to(rows.dtype), offs)
 
 
 class MoE(nn.Module):
@@ -139,9 +170,9 @@ class MoE(nn.Module):
         # cleared before it is copied to rows, and after they are summed.
         x_TD = _cleared(x_BSD.flatten(0, 1), is_padding_T1)
         rows_MD, weight_M = self._sorted(x_TD, _cleared(weight_TA, is_padding_T1), plan)
-        leaving = self.experts.dispatch(rows_MD, weight_M, plan.offs)
+        sent = self.experts.exchange.dispatch(rows_MD, weight_M, plan.offs)
         shared_BSD = None if self.shared is None else self.shared(x_BSD)  # while rows travel
-        out_TD = self._combined(self.experts(*leaving), plan)
+        out_TD = self._combined(self.experts(*sent), plan)
         out_BSD = _cleared(out_TD, is_padding_T1).view_as(x_BSD)
         return out_BSD if shared_BSD is None else out_BSD + shared_BSD
 

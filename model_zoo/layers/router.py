@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .configs import MoESettings
+from .dense import LocalParameters
 
 
 class Routing(NamedTuple):
@@ -25,7 +26,7 @@ class Routing(NamedTuple):
     """scalar: of the scores as a distribution over experts in nats, summed over tokens."""
 
 
-class Router(nn.Module):
+class Router(LocalParameters):
     """Scores experts in fp32 and takes the best.
 
     Args:
@@ -96,7 +97,7 @@ class Router(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits [T, E] of [T, D], in fp32 or fp64."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        return F.linear(x.to(wide), self.weight.to(wide))
+        return F.linear(x.to(wide), self.local("weight").to(wide))
 
     def _scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return [T, E] scores, and each one's share of its token's."""

@@ -57,10 +57,10 @@ class Llama4Attention(GroupedQueryAttention):
 class Llama4Experts(Experts):
     """Experts that read rows times their weights, instead of being weighted."""
 
-    def forward(self, rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    def compute(self, rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
         """Return each row as its expert makes it; see `Experts`."""
         weighted_MD = (rows * weight.unsqueeze(1)).to(rows.dtype)
-        return super().forward(weighted_MD, torch.ones_like(weight), offs)
+        return super().compute(weighted_MD, torch.ones_like(weight), offs)
 
 
 class Llama4MoE(MoE):

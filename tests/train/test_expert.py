@@ -8,7 +8,7 @@ from tests.distributed import run_ranks
 from tests.train.moe_family import BALANCED, layers_of, moe_recipe, trained
 from tests.train.plans import assembled, by_one_process
 from tests.train.test_balance import GLOBAL, assert_same
-from trainer.engine.parallel import expert
+from trainer.engine.parallel import collectives, expert
 
 SHARED = {**BALANCED, "num_shared": 1}
 
@@ -96,8 +96,11 @@ def order_of_a_step():
 
         return run
 
-    leaves, arrives = noted("leave", expert._start), noted("arrive", expert._wait)
-    with patch.multiple(expert, _start=leaves, _wait=arrives):
+    noting = {
+        "start_all_to_all": noted("leave", collectives.start_all_to_all),
+        "wait": noted("arrive", collectives.wait),
+    }
+    with patch.multiple(collectives, **noting), patch.multiple(expert, **noting):
         parts.step.accumulate(next(parts.loader.steps(0))[:1])
     return seen
 

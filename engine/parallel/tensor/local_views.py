@@ -1,32 +1,26 @@
-"""Modules that compute with plain tensors while their parameters are DTensors.
-
-A module's class is replaced by a subclass in which a property of the parameter's name returns the
-local tensor that the module computes with.
-"""
+"""Parameters that are stored as DTensors while their layers compute with plain tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from ....model_zoo.layers.dense import LocalParameters
 from ..collectives import all_gather
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
-
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
 class LocalView:
-    """Maps a parameter's local shard to the plain tensor that its module computes with.
+    """Maps a parameter's local shard to the plain tensor that its layer computes with.
 
     The backward pass is the inverse: an all-gather becomes a reduce-scatter, and a slice becomes
     zero padding.
@@ -41,53 +35,13 @@ class LocalView:
     gather_dim: int | None = None
     slice: tuple[int, int, int] | None = None
 
-
-class LocalViews:
-    """A module whose parameters are seen through a `LocalView` each."""
-
-    local_views: dict[str, LocalView]
-
-
-def local_parameter(owner: LocalViews, key: str) -> Tensor:
-    """Return the tensor that a module computes with in place of one of its parameters."""
-    parameter = cast("Tensor", cast("nn.Module", owner)._parameters[key])
-    local_view = owner.local_views.get(key)
-    if local_view is None:
-        return parameter
-    placed = cast("DTensor", parameter)
-    # Outside of the forward pass FSDP asks for the parameter that it sharded, on a larger mesh.
-    if local_view.group is not None and placed.device_mesh.ndim > 1:
-        return placed
-    stored = placed.to_local()
-    if local_view.gather_dim is not None:
-        assert local_view.group is not None, "shards are gathered over a group"
-        stored = all_gather(stored, local_view.gather_dim, local_view.group)
-    return stored if local_view.slice is None else stored.narrow(*local_view.slice)
-
-
-def install_local_views(
-    module: nn.Module, local_views: dict[str, LocalView], trait: type[LocalViews] = LocalViews
-) -> None:
-    """Let a module see its parameters through local views; later calls add views."""
-    kind = type(module)
-    if not (isinstance(module, trait) and all(hasattr(kind, key) for key in local_views)):
-        # One class for all modules of a kind: compiled blocks share their code by it.
-        module.__class__ = _with_trait(
-            cast("Hashable", kind), cast("Hashable", trait), frozenset(local_views)
-        )
-    module.local_views = {**module.__dict__.get("local_views", {}), **local_views}  # type: ignore[assignment]
-
-
-@cache
-def _with_trait(base: Any, trait: Any, keys: frozenset[str]) -> Any:
-    return type(
-        base.__name__, (trait, base), {key: property_from(local_parameter, key) for key in keys}
-    )
-
-
-def property_from(function: Callable[[Any, str], Tensor], key: str) -> property:
-    """Return a property whose value is `function(module, key)`."""
-    return property(lambda module: function(module, key))
+    def __call__(self, parameter: Tensor) -> Tensor:
+        """Return the tensor that the layer computes with."""
+        tensor = cast("DTensor", parameter).to_local()
+        if self.gather_dim is not None:
+            assert self.group is not None, "shards are gathered over a group"
+            tensor = all_gather(tensor, self.gather_dim, self.group)
+        return tensor if self.slice is None else tensor.narrow(*self.slice)
 
 
 def placement(dim: int | None) -> Placement:
@@ -96,12 +50,31 @@ def placement(dim: int | None) -> Placement:
 
 
 def distribute_parameter(
-    module: nn.Module, key: str, mesh: DeviceMesh, placements: list[Placement]
+    module: nn.Module,
+    key: str,
+    mesh: DeviceMesh,
+    placements: list[Placement],
+    view: Callable[[Tensor], Tensor],
 ) -> None:
-    """Replace a parameter on the meta device by a DTensor."""
+    """Replace a parameter on the meta device by a DTensor.
+
+    Args:
+        module: the layer that holds the parameter.
+        key: its name in the layer.
+        mesh: the ranks that share the parameter.
+        placements: how each axis of the mesh splits it.
+        view: returns the tensor that the layer computes with.
+
+    Raises:
+        TypeError: the layer computes with its parameters directly.
+    """
+    if not isinstance(module, LocalParameters):
+        kind = type(module).__name__
+        raise TypeError(f"ranks cannot share {kind}.{key}: {kind} is no LocalParameters layer")
     weight = cast("nn.Parameter", module._parameters[key])
     placed = distribute_tensor(weight.data, mesh, placements, src_data_rank=None)
     module._parameters[key] = nn.Parameter(placed, requires_grad=weight.requires_grad)
+    module.local_views[key] = view
 
 
 def replicate_parameters(model: nn.Module, names: Collection[str], mesh: DeviceMesh) -> None:
@@ -112,10 +85,10 @@ def replicate_parameters(model: nn.Module, names: Collection[str], mesh: DeviceM
     """
     for name in names:
         path, _, key = name.rpartition(".")
-        module = model.get_submodule(path)
+        module = cast("LocalParameters", model.get_submodule(path))
         weight = cast("nn.Parameter", module._parameters[key])
         plain = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         module._parameters[key] = nn.Parameter(plain, requires_grad=weight.requires_grad)
-        distribute_parameter(module, key, mesh, [Replicate()] * mesh.ndim)
-        used = module.local_views[key].slice if isinstance(module, LocalViews) else None
-        install_local_views(module, {key: LocalView(slice=used)})
+        view = cast("LocalView", module.local_views.get(key, LocalView()))
+        whole = LocalView(slice=view.slice)
+        distribute_parameter(module, key, mesh, [Replicate()] * mesh.ndim, whole)

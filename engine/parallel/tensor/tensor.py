@@ -1,8 +1,8 @@
 """Tensor and sequence parallelism (arXiv:1909.08053, arXiv:2205.05198): matrices are split over
 ranks, and between them the residual stream is, along the sequence.
 
-Modules keep computing with plain tensors, see `weights`. The sequence is all-gathered after a norm
-and reduce-scattered after a matmul whose weight is split by rows.
+Layers keep computing with plain tensors, see `local_views`. The sequence is all-gathered after a
+norm and reduce-scattered after a matmul whose weight is split by rows.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ....kernels.choose import Kernels
 from ....kernels.cross_entropy import reference
 from ....kernels.cross_entropy.reference import IGNORED
+from ....model_zoo.layers.dense import Embedding
 from ....model_zoo.layers.moe import moe_layers
 from ..collectives import (
     all_gather,
@@ -28,14 +29,7 @@ from ..collectives import (
     reduce_scatter,
 )
 from ..placement import CUT_DIMS, used_dim
-from .local_views import (
-    LocalView,
-    LocalViews,
-    distribute_parameter,
-    install_local_views,
-    local_parameter,
-    placement,
-)
+from .local_views import LocalView, distribute_parameter, placement
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -72,20 +66,21 @@ def split(
         count, group = layer.router.sum_of_sequence, mesh.get_group()
         layer.router.sum_of_sequence = partial(_count_over_ranks, count, group=group)
     for path, module in list(model.named_modules()):
-        local_views, style = {}, ""
+        style = ""
         for key, weight in list(module.named_parameters(recurse=False)):
             name = f"{path}.{key}"
             if name not in stored:
                 continue
             style, used = used_dim(name, config, mesh.size())
-            local_views[key] = _local_view(
-                tuple(weight.shape), key, style, stored[name], used, config, mesh
-            )
-            distribute_parameter(module, key, mesh, [placement(stored[name])])
+            view = _local_view(tuple(weight.shape), key, style, stored[name], used, config, mesh)
+            distribute_parameter(module, key, mesh, [placement(stored[name])], view)
             if stored[name] is None:
                 whole.add(name)
-        if local_views:
-            _wrap_module(module, "whole" if module in inside else style, local_views, mesh)
+        if style == "vocabulary":
+            first_row = rows_per_rank(config.vocab, mesh.size()) * mesh.get_local_rank()
+            cast("Embedding", module).lookup = partial(_look_up_rows, first_row=first_row)
+        if style in HOOKS and module not in inside:
+            module.register_forward_hook(partial(HOOKS[style], group=mesh.get_group()))
     if head := dict(model.named_modules()).get(config.layout.head):  # not in a pipeline's middle
         joined = partial(_gather_logits, vocab_size=config.vocab, group=mesh.get_group())
         head.register_forward_hook(joined)
@@ -125,20 +120,6 @@ def _local_view(
     return LocalView(group, joined, (used, start, min(rows, shape[used] - start)))
 
 
-def _wrap_module(
-    module: nn.Module, style: str, local_views: dict[str, LocalView], mesh: DeviceMesh
-) -> None:
-    """Let a module compute with its local shards, and add the collective of its style."""
-    if style == "vocabulary":
-        rows = rows_per_rank(len(cast("Tensor", module._parameters["weight"])), mesh.size())
-        install_local_views(module, local_views, _SplitEmbedding)
-        cast("_SplitEmbedding", module).first_row = rows * mesh.get_local_rank()
-    else:
-        install_local_views(module, local_views)
-    if hook := HOOKS.get(style):
-        module.register_forward_hook(partial(hook, group=mesh.get_group()))
-
-
 def _all_gather_sequence(
     _module: nn.Module, _args: Any, out: Tensor, group: ProcessGroup
 ) -> Tensor:
@@ -172,16 +153,11 @@ def _gather_logits(
     return all_gather_no_grad(F.pad(out, (0, missing)), WIDTH, group)[..., :vocab_size]
 
 
-class _SplitEmbedding(LocalViews):
-    """Looks up the tokens whose rows this rank holds; the others become zero."""
-
-    first_row: int
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        weight = local_parameter(self, "weight")
-        row = tokens - self.first_row
-        is_here = (row >= 0) & (row < len(weight))
-        return F.embedding(row.where(is_here, 0), weight) * is_here.unsqueeze(-1)
+def _look_up_rows(tokens: Tensor, weight: Tensor, first_row: int) -> Tensor:
+    """Look up the tokens whose rows this rank holds; the others become zero."""
+    row = tokens - first_row
+    is_here = (row >= 0) & (row < len(weight))
+    return F.embedding(row.where(is_here, 0), weight) * is_here.unsqueeze(-1)
 
 
 def rows_per_rank(rows: int, ranks: int) -> int:
