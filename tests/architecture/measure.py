@@ -75,6 +75,37 @@ def mutual_packages() -> set[tuple[str, str]]:
     return {pair for pair in edges if pair[0] < pair[1] and pair[::-1] in edges}
 
 
+def circles() -> list[list[str]]:
+    """Return the groups of modules that import each other, at any depth and for types too.
+
+    What `build` imports is left out: a config and what it builds may know each other.
+    """
+    graph = {
+        name(path).removesuffix(".py"): {
+            each.module for each in imports(path) if each.function != "build"
+        }
+        for path in modules("engine", "kernels", "model_zoo")
+    }
+    reached = {module: _reach(graph, module) for module in graph}
+    groups = {
+        tuple(sorted({module} | {each for each in reached[module] if module in reached[each]}))
+        for module in graph
+        if module in reached[module]
+    }
+    return sorted(map(list, groups))
+
+
+def _reach(graph: dict[str, set[str]], start: str) -> set[str]:
+    """Return the modules that one imports, and those that they import."""
+    reached: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = {each for each in graph[waiting.pop()] if each in graph} - reached
+        reached |= new
+        waiting += new
+    return reached
+
+
 def deferred_imports() -> list[str]:
     """Return the imports inside functions, outside the CLI and `build`."""
     return [
@@ -128,13 +159,15 @@ def comments_by_hundred() -> float:
 
 def main() -> None:
     """Print the figures."""
-    sizes = [len(path.read_text("utf-8").splitlines()) for path in modules(*PACKAGES)]
+    paths = [path for path in modules(*PACKAGES) if path.name != "__init__.py"]
+    sizes = [len(path.read_text("utf-8").splitlines()) for path in paths]
     crowded = {folder: count for folder, count in files_by_folder().items() if count > 16}
     crowded.pop("cli", None)
     print(f"{len(sizes)} files, {sum(sizes):,} lines, {count_statements():,} statements")
     print(f"longest file {max(sizes)} lines, median {median(sizes):.0f}")
     print(f"{comments_by_hundred():.1f} comments in 100 lines")
     print(f"packages that import each other: {sorted(mutual_packages()) or 'none'}")
+    print("modules that import each other:", *(circles() or ["none"]), sep="\n  ")
     print(f"folders of more than 16 files: {crowded or 'none'}")
     print(f"imports inside functions: {len(deferred_imports())}")
     readers = sorted(readers_of_recipes())
