@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..engine.core.errors import RecipeError
+from ..engine.core.terminal import ProgressBar, is_terminal
 from .options import AsJson
 from .table import echo
 
@@ -236,17 +237,21 @@ def _bytes(text: str) -> int:
 
 def _progress(stack: ExitStack, way: str) -> Callable[[int], Advance]:
     """Return what shows a bar on a terminal, and nothing elsewhere."""
-    if not sys.stderr.isatty():
+    if not is_terminal(sys.stderr):
         return lambda _: lambda _: None
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-    from rich.progress import TransferSpeedColumn as Speed
-
-    columns = (TextColumn(way), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
-    bar = stack.enter_context(Progress(*columns, console=Console(stderr=True), transient=True))
+    bar = stack.enter_context(closing(ProgressBar(sys.stderr, transient=True)))
+    bar.start()
 
     def start(total: int) -> Advance:
-        task = bar.add_task(way, total=total)
-        return lambda count: bar.advance(task, count)
+        started, done = time.monotonic(), 0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            speed = max(done, 1) / max(time.monotonic() - started, 1e-3)
+            below = f"{done / 1e9:.2f} of {total / 1e9:.2f} GB · {speed / 1e6:,.0f} MB/s"
+            bar.update(way, done, total, (total - done) / speed, below)
+
+        return advance
 
     return start

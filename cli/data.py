@@ -228,12 +228,12 @@ def _whole_pages(shard_tokens: int) -> int:
 def _run(jobs: dict[Path, Preparation], as_json: bool) -> None:
     from ..engine.corpus.manifest import read_manifest
     from ..engine.corpus.prepare import prepare_folder
-    from ..engine.corpus.progress import shown_progress
+    from ..engine.corpus.progress import show_progress
 
     rows = []
     for folder, job in jobs.items():
         started = time.monotonic()
-        with shown_progress() as watch:
+        with show_progress() as watch:
             is_new = prepare_folder(job, folder, watch)
         seconds = round(time.monotonic() - started, 2)
         manifest = read_manifest(folder)

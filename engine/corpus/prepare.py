@@ -22,7 +22,7 @@ from ..sources.configs import DocumentSource, SourceConfig, SourcePart
 from ..tokenizers.tokenizer import Tokenizer
 from .manifest import TOKENIZER_FOLDER, read_manifest
 from .part_stores import PartStores
-from .progress import TokenisingProgress, Watch, log_now_and_then
+from .progress import TokenisingProgress, Watch, log_every_ten_seconds
 from .store import SHARD_TOKENS, StoreWriter, TokenStore
 from .tokenise import Tokenised, tokenise
 
@@ -122,7 +122,7 @@ def open_or_prepare(source: DocumentSource, tokenizer: Tokenizer, cache: Path) -
                 shutil.rmtree(unfinished(folder), ignore_errors=True)
                 return store
             shutil.rmtree(folder, ignore_errors=True)
-            prepare(Preparation([source], tokenizer), folder, log_now_and_then(source.name))
+            prepare(Preparation([source], tokenizer), folder, log_every_ten_seconds(source.name))
     except OSError as error:
         raise EnvironmentFault(
             f"cannot write tokens to {cache}: {error.strerror}",

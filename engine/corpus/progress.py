@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from ..core.terminal import ProgressBar, format_clock, is_terminal
 
 if TYPE_CHECKING:
     from .tokenise import Tokenised
@@ -63,58 +64,52 @@ class TokenisingProgress:
 Watch = Callable[[TokenisingProgress], None]
 
 
-def log_now_and_then(name: str) -> Watch:
+def log_every_ten_seconds(name: str) -> Watch:
     """Return a watch that writes a line to the log every ten seconds."""
-    return _now_and_then(lambda text: log.info("tokenising %s: %s", name, text))
+    return _every_ten_seconds(lambda text: log.info("tokenising %s: %s", name, text))
 
 
 @contextmanager
-def shown_progress() -> Iterator[Watch]:
-    """Give a watch that draws a bar if stderr is a terminal, and else prints lines there."""
-    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
-        yield _now_and_then(lambda text: print(text, file=sys.stderr, flush=True))
+def show_progress() -> Iterator[Watch]:
+    """Provide a watch that draws a bar if stderr is a terminal, and else prints lines there."""
+    if not is_terminal(sys.stderr):
+        yield _every_ten_seconds(lambda text: print(text, file=sys.stderr, flush=True))
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, TextColumn
-    from rich.progress import Progress as Bars
-
-    columns = (BarColumn(), TextColumn("{task.description}"))
-    # Redrawn when there is news: no thread, for processes are forked meanwhile.
-    with Bars(*columns, console=Console(stderr=True), auto_refresh=False) as bars:
-        bar = bars.add_task("reading", total=None)
-
-        def watch(progress: TokenisingProgress) -> None:
-            total = progress.parts if progress.parts > 1 else None
-            bars.update(
-                bar, total=total, completed=progress.parts_done, description=describe(progress)
-            )
-            bars.refresh()
-
-        yield watch
+    with closing(ProgressBar(sys.stderr)) as bar:
+        bar.start()
+        yield lambda progress: bar.update(
+            f"part {progress.parts_done}/{progress.parts}",
+            progress.parts_done,
+            progress.parts if progress.parts > 1 else None,
+            progress.seconds_left,
+            _describe_speed(progress),
+            force=progress.parts_done == progress.parts,
+        )
 
 
 def describe(progress: TokenisingProgress) -> str:
     """Return documents, speeds and the time left, in a line."""
+    left = progress.seconds_left
+    eta = "" if left is None else f" · eta {format_clock(left)}"
+    return _describe_speed(progress) + eta
+
+
+def _describe_speed(progress: TokenisingProgress) -> str:
     seconds = max(progress.seconds, 1e-3)
-    cells = [
-        f"{progress.documents:,} documents",
-        f"{progress.tokens / 1e6:,.1f} M tokens",
-        f"{progress.new_bytes / seconds / 1e6:.1f} MB/s",
-        f"{progress.new_tokens / seconds / 1e6:.2f} M tokens/s",
-    ]
-    if progress.seconds_left is not None:
-        minutes, second = divmod(round(progress.seconds_left), 60)
-        cells.append(f"eta {minutes // 60}:{minutes % 60:02}:{second:02}")
-    return " · ".join(cells)
+    return (
+        f"{progress.documents:,} documents · {progress.tokens / 1e6:,.1f} M tokens · "
+        f"{progress.new_bytes / seconds / 1e6:.1f} MB/s · "
+        f"{progress.new_tokens / seconds / 1e6:.2f} M tokens/s"
+    )
 
 
-def _now_and_then(show: Callable[[str], None]) -> Watch:
-    noted = time.monotonic()
+def _every_ten_seconds(show: Callable[[str], None]) -> Watch:
+    shown_at = time.monotonic()
 
     def watch(progress: TokenisingProgress) -> None:
-        nonlocal noted
-        if time.monotonic() - noted > NOTE_SECONDS:
-            noted = time.monotonic()
+        nonlocal shown_at
+        if time.monotonic() - shown_at > NOTE_SECONDS:
+            shown_at = time.monotonic()
             show(describe(progress))
 
     return watch

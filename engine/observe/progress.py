@@ -6,20 +6,13 @@ Output is a courtesy: when the reader goes away (`| head -1`, a closed terminal)
 from __future__ import annotations
 
 import logging
-import os
 import sys
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TextIO
+from contextlib import contextmanager
+from typing import Any, TextIO
 
+from ..core.terminal import ProgressBar, format_clock, ignore_closed, is_terminal
 from ..core.text.display import make_lines_printable
-
-if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.text import Text
-
-REFRESH_SECONDS = 0.2
 
 
 class Progress:
@@ -49,7 +42,7 @@ def open_progress(rank: int, stream: TextIO | None = None) -> Progress:
     stream = stream or sys.stdout
     if rank != 0:
         return Progress()
-    if stream.isatty() and os.environ.get("TERM") != "dumb":
+    if is_terminal(stream):
         return LiveProgress(stream)
     return LineProgress(stream)
 
@@ -82,103 +75,61 @@ class LineProgress(Progress):
         self._print(f"warning: {text}")
 
     def _print(self, line: str) -> None:
-        with _surviving(self._stream):
+        with ignore_closed(self._stream):
             self._stream.write(make_lines_printable(line) + "\n")
             self._stream.flush()
 
 
 class LiveProgress(Progress):
-    """A bar with the newest numbers below it; messages and evaluations scroll by above.
-
-    No thread draws it: it is redrawn at steps, at most every `REFRESH_SECONDS`.
-    """
+    """A bar with the newest numbers below it; messages and evaluations scroll by above."""
 
     def __init__(self, stream: TextIO) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
-        self._stream = stream
-        self._console = Console(file=stream, highlight=False)
-        self._live = Live(console=self._console, auto_refresh=False)
+        self._bar = ProgressBar(stream)
         self._step = self._total = 0
         self._latest: dict[str, Any] = {}
-        self._drawn_at = 0.0
 
     def start(self, step: int, total: int) -> None:
         """Draw the bar."""
         self._step, self._total, self._latest = step, total, {}
-        with _surviving(self._stream):
-            self._live.start()
-        self._draw()
+        self._bar.start()
+        self._draw(force=True)
 
     def advance(self, step: int) -> None:
         """Move the bar."""
         self._step = step
-        self._draw_unless_fresh()
+        self._draw()
 
     def show(self, row: Mapping[str, Any]) -> None:
         """Put a training row below the bar, any other above it."""
         if row["kind"] == "train":
-            self._step = row["step"]
-            self._latest = dict(row)
-            self._draw_unless_fresh()
+            self._step, self._latest = row["step"], dict(row)
+            self._draw()
         else:
-            self._print(f"{row['kind']} {row['step']}/{self._total}  {_compact(row)}", "cyan")
+            self._bar.print(f"{row['kind']} {row['step']}/{self._total}  {_compact(row)}", "cyan")
 
     def note(self, text: str) -> None:
         """Print the text above the bar."""
-        self._print(text, "")
+        self._bar.print(text)
 
     def warn(self, text: str) -> None:
         """Print the text above the bar, coloured."""
-        self._print(f"warning: {text}", "yellow")
+        self._bar.print(f"warning: {text}", "yellow")
 
     def close(self) -> None:
         """Draw the bar a last time and give the cursor back."""
-        self._draw()
-        with _surviving(self._stream):
-            self._live.stop()
+        self._draw(force=True)
+        self._bar.close()
 
-    def _print(self, text: str, style: str) -> None:
-        from rich.text import Text
-
-        with _surviving(self._stream):
-            self._console.print(Text(make_lines_printable(text), style))
-
-    def _draw_unless_fresh(self) -> None:
-        if time.monotonic() - self._drawn_at > REFRESH_SECONDS:
-            self._draw()
-
-    def _draw(self) -> None:
-        self._drawn_at = time.monotonic()
-        if self._live.is_started:
-            with _surviving(self._stream):
-                self._live.update(self._picture(), refresh=True)
-
-    def _picture(self) -> Group:
-        from rich.console import Group
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-
-        line = Table.grid(padding=(0, 1), expand=True)
-        line.add_column(no_wrap=True)
-        line.add_column(ratio=1)
-        line.add_column(no_wrap=True)
-        left = self._total - self._step
+    def _draw(self, *, force: bool = False) -> None:
         seconds = self._latest.get("step_seconds")
-        line.add_row(
+        self._bar.update(
             f"step {self._step}/{self._total}",
-            ProgressBar(total=max(1, self._total), completed=self._step),
-            f"eta {_clock(left * seconds) if seconds else '-:--:--'}",
+            self._step,
+            self._total,
+            (self._total - self._step) * seconds if seconds else None,
+            _compact(self._latest) if self._latest else "waiting for the first step",
+            force=force,
         )
-        return Group(line, self._numbers())
-
-    def _numbers(self) -> Text:
-        from rich.text import Text
-
-        if not self._latest:
-            return Text("waiting for the first step", "dim")
-        return Text(_compact(self._latest), no_wrap=True, overflow="ellipsis")
 
 
 def _cells(row: Mapping[str, Any], total: int) -> list[str]:
@@ -196,33 +147,13 @@ def _cells(row: Mapping[str, Any], total: int) -> list[str]:
     cells.append(f"wait {row['data_seconds'] / row['step_seconds']:4.0%}")
     cells.append(f"mem {row['memory_bytes'] / 2**30:.2f} GiB")
     if total:
-        cells.append(f"eta {_clock((total - row['step']) * row['step_seconds'])}")
+        cells.append(f"eta {format_clock((total - row['step']) * row['step_seconds'])}")
     return cells
 
 
 def _compact(row: Mapping[str, Any]) -> str:
     """Return the cells without the padding that aligns lines."""
     return " · ".join(" ".join(cell.split()) for cell in _cells(row, total=0))
-
-
-def _clock(seconds: float) -> str:
-    """Return `h:mm:ss`, with days before it where there are any."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    return (f"{days}d " if days else "") + f"{hour}:{minute:02}:{second:02}"
-
-
-@contextmanager
-def _surviving(stream: TextIO) -> Iterator[None]:
-    """Point a stream whose reader has gone away at the null device, for good."""
-    try:
-        yield
-    except (OSError, ValueError):
-        with suppress(OSError, ValueError):
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, stream.fileno())
-            os.close(null)
 
 
 @contextmanager
