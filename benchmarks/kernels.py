@@ -82,7 +82,7 @@ def _multiply_fp8(a: torch.Tensor, b: torch.Tensor, one: torch.Tensor) -> torch.
 def measure(
     suite: str, timer: Timer, bounds: dict[str, Any], only: str
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each contestant of each case."""
+    """Yield a row for each baseline of each case."""
     for kind in (grouped, mixtures, rows):
         for case in kind.cases(suite, timer.device):
             if only in case.operation:
@@ -90,7 +90,7 @@ def measure(
 
 
 def measure_case(case: Case, timer: Timer, bounds: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each contestant; one that cannot run says why."""
+    """Yield a row for each baseline; one that cannot run says why."""
     first = case.inputs(0)
     size = sum(each.nbytes for each in first if isinstance(each, torch.Tensor))
     # Together more than the cache holds four times, so that no call finds its inputs there.
@@ -103,8 +103,8 @@ def measure_case(case: Case, timer: Timer, bounds: dict[str, Any]) -> Iterator[d
         "sizes": case.sizes,
     }
     bound = bounds[case.bound]
-    for name, function in case.contestants.items():
-        row = {**about, "contestant": name}
+    for name, function in case.baselines.items():
+        row = {**about, "baseline": name}
         try:
             row["relative_error"] = case.error(name, function(*first), first)
             times = timer(function, sets)
@@ -126,10 +126,10 @@ def measure_case(case: Case, timer: Timer, bounds: dict[str, Any]) -> Iterator[d
 def table(found: list[dict[str, Any]]) -> str:
     """Return the rows as text."""
     bounds, *others = found
-    heads = ["operation", "shape", "routing", "contestant", "ms", "rate", "of bound", "error"]
+    heads = ["operation", "shape", "routing", "baseline", "ms", "rate", "of bound", "error"]
     lines = []
     for row in others:
-        place = [row[key] for key in ("operation", "shape", "routing", "contestant")]
+        place = [row[key] for key in ("operation", "shape", "routing", "baseline")]
         if "failed" in row:
             lines.append([*place, "-", "-", "-", row["failed"][:40]])
             continue

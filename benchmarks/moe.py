@@ -2,7 +2,7 @@
 
 All have the same weights and tokens, the same AdamW, and one thread of one process; they take turns
 step by step. The bare loop computes the same with `torch.nn.functional.grouped_mm`, and otherwise
-as `contestants/bare.py` does, in bf16 at its best, without compilation. bf16 is autocast, but for
+as `baselines/bare.py` does, in bf16 at its best, without compilation. bf16 is autocast, but for
 ours, which casts by itself. The number to read is the median over rounds of our seconds over
 another's.
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-sys.path.insert(0, str(Path(__file__).parent / "contestants"))
+sys.path.insert(0, str(Path(__file__).parent / "baselines"))
 
 import results
 import torch
@@ -94,7 +94,7 @@ class BareBlock(Block):
         return x + self.experts(self.ffn_norm(x))
 
 
-def contestants(size: Size, dtype: torch.dtype) -> dict[str, tuple[nn.Module, Loss]]:
+def baselines(size: Size, dtype: torch.dtype) -> dict[str, tuple[nn.Module, Loss]]:
     """Return models with the same weights, and what makes the loss of tokens and labels."""
     config = MixtralConfig(
         dim=size.dim,
@@ -179,7 +179,7 @@ def translated(
 def measure(size: Size, dtype: str, rounds: int) -> list[dict[str, Any]]:
     """Let all train side by side; return their seconds, and the ratios of ours to them."""
     torch.manual_seed(0)
-    models = contestants(size, DTYPES[dtype])
+    models = baselines(size, DTYPES[dtype])
     optimizers = {
         name: torch.optim.AdamW(model.parameters(), 3e-4, (0.9, 0.95), weight_decay=0.1, fused=True)
         for name, (model, _) in models.items()
@@ -205,7 +205,7 @@ def measure(size: Size, dtype: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def row(name: str, seconds: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Return a contestant's seconds, and the ratios of ours to them in the same rounds."""
+    """Return a baseline's seconds, and the ratios of ours to them in the same rounds."""
     its, ours = seconds[name][2:], seconds[OURS][2:]
     low, middle, high = statistics.quantiles((a / b for a, b in zip(ours, its, strict=True)), n=4)
     return {
@@ -229,7 +229,7 @@ def main() -> None:
     for name in options.size or SIZES:
         for dtype in options.dtype or DTYPES:
             rows = measure(SIZES[name], dtype, options.rounds)
-            measured.append({"size": vars(SIZES[name]), "dtype": dtype, "contestants": rows})
+            measured.append({"size": vars(SIZES[name]), "dtype": dtype, "baselines": rows})
             print(f"\n{name} experts, {dtype}: CPU seconds a step, and ours over them")
             print(show(rows))
     if options.write:

@@ -99,7 +99,7 @@ def corpus(megabytes: int) -> Iterator[str]:
 
 
 def measure(texts: Sequence[str], source: JsonlSource, folder: Path) -> dict[str, Any]:
-    """Return wall and processor seconds of each contestant, one after another."""
+    """Return wall and processor seconds of each baseline, one after another."""
     tokenizer, slow = HuggingFaceTokenizer(folder / "bpe"), HuggingFaceTokenizer(folder / "bpe")
     if "tiktoken" not in tokenizer.prepare_bulk():
         raise SystemExit(tokenizer.prepare_bulk())
@@ -130,13 +130,13 @@ def measure(texts: Sequence[str], source: JsonlSource, folder: Path) -> dict[str
 
         return run
 
-    contestants = {
+    baselines = {
         "bare tokenizers": bare_tokenizers,
         "ours tokenizers": ours(slow),
         "bare tiktoken": bare_tiktoken,
         "ours tiktoken": ours(tokenizer),
     }
-    found: dict[str, Any] = {name: timed(run) for name, run in contestants.items()}
+    found: dict[str, Any] = {name: timed(run) for name, run in baselines.items()}
     if len({*counts}) != 1:
         raise SystemExit(f"they do not make as many tokens: {counts}")
     return {**found, "tokens": counts[0]}

@@ -1,6 +1,6 @@
 """CPU seconds of one optimizer step on one thread, ours beside bare torch and the peers.
 
-Every contestant is a process; they take turns step by step, so that all see the same load. The
+Every baseline is a process; they take turns step by step, so that all see the same load. The
 number to read is the ratio to the bare eager fp32 loop: its median over the rounds, or on a busy
 machine the ratio of the two least times.
 
@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import results
-from contestants.turns import Contestant, ContestantError, take_turns
-from contestants.workload import write_tokens
+from baselines.turns import Baseline, BaselineError, take_turns
+from baselines.workload import write_tokens
 
-SCRIPTS = Path(__file__).parent / "contestants"
+SCRIPTS = Path(__file__).parent / "baselines"
 BASELINE = "bare fp32"
 
 
@@ -58,10 +58,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument(
-        "--only", action="append", metavar="TEXT", help="contestants whose name contains it"
+        "--only", action="append", metavar="TEXT", help="baselines whose name contains it"
     )
     parser.add_argument(
-        "--at-once", type=int, default=6, help="processes beside the baseline that take turns"
+        "--at-once", type=int, default=6, help="processes beside the bare loop that take turns"
     )
     parser.add_argument(
         "--peers-python",
@@ -84,7 +84,7 @@ def main() -> None:
         print(f"\nvocabulary {vocab}: CPU seconds a step against {BASELINE}")
         print(show(rows))
         if options.write:
-            rounds = {"vocab": vocab, "rounds": options.rounds, "contestants": rows}
+            rounds = {"vocab": vocab, "rounds": options.rounds, "baselines": rows}
             print(f"written to {results.append('step_time', rounds).name}")
 
 
@@ -100,7 +100,7 @@ def find_python(entry: Entry, peers: list[str]) -> str | None:
 def measure_all(
     vocab: int, pythons: dict[str, str | None], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Measure in groups that fit into memory, each with the baseline."""
+    """Measure in groups that fit into memory, each with the bare loop."""
     names = [name for name, python in pythons.items() if python and name != BASELINE]
     groups = [names[i : i + options.at_once] for i in range(0, len(names), options.at_once)] or [[]]
     rows: dict[str, dict[str, Any]] = {}
@@ -118,11 +118,11 @@ def measure(
     folder: Path,
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Let `names`, the baseline first, take turns."""
+    """Let `names`, the bare loop first, take turns."""
     tokens = folder / "tokens.bin"
     write_tokens(tokens, vocab)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    running: list[Contestant] = []
+    running: list[Baseline] = []
     try:
         for name in names:
             entry = ENTRIES[name]
@@ -130,30 +130,30 @@ def measure(
             home.mkdir()
             command = [pythons.get(name) or sys.executable, str(SCRIPTS.resolve() / entry.script)]
             command += [f"--vocab={vocab}", f"--tokens={tokens}", *entry.options]
-            contestant = Contestant(name, command, home / "log")
+            baseline = Baseline(name, command, home / "log")
             try:
-                contestant.start(environment)
-            except ContestantError as failure:
+                baseline.start(environment)
+            except BaselineError as failure:
                 print(f"failed {failure}", file=sys.stderr)
                 continue
-            running.append(contestant)
+            running.append(baseline)
         take_turns(running, warmup=options.warmup, rounds=options.rounds)
     finally:
-        for contestant in running:
-            contestant.stop()
-    return [row(contestant, running[0]) for contestant in running]
+        for baseline in running:
+            baseline.stop()
+    return [row(baseline, running[0]) for baseline in running]
 
 
-def row(contestant: Contestant, baseline: Contestant) -> dict[str, Any]:
-    ratios = [mine / its for mine, its in zip(contestant.cpu, baseline.cpu, strict=True)]
+def row(measured: Baseline, reference: Baseline) -> dict[str, Any]:
+    ratios = [mine / its for mine, its in zip(measured.cpu, reference.cpu, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     return {
-        "name": contestant.name,
-        "cpu_ms": round(statistics.median(contestant.cpu) * 1e3, 1),
+        "name": measured.name,
+        "cpu_ms": round(statistics.median(measured.cpu) * 1e3, 1),
         "ratio": round(middle, 3),
-        "ratio_of_least": round(min(contestant.cpu) / min(baseline.cpu), 3),
+        "ratio_of_least": round(min(measured.cpu) / min(reference.cpu), 3),
         "quartiles": [round(low, 3), round(high, 3)],
-        "peak_mib": round(contestant.peak_bytes / 2**20),
+        "peak_mib": round(measured.peak_bytes / 2**20),
     }
 
 

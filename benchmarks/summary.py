@@ -1,4 +1,4 @@
-"""Print the README's section of measured numbers, from the newest results of each benchmark.
+"""Print the measured numbers of benchmarks/README.md, from the newest results of each benchmark.
 
 python benchmarks/summary.py
 """
@@ -12,7 +12,7 @@ from typing import Any
 from results import FOLDER
 
 VOCABULARIES = (2048, 32000)
-CONTESTANTS = {
+BASELINES = {
     "bare fp32": "bare torch loop in fp32",
     "best known loop": "the best loop that we know",
     "trainer default": "**trainer**, default settings",
@@ -39,12 +39,12 @@ def newest(benchmark: str, **wanted: Any) -> dict[str, Any]:
 def step_table() -> str:
     """Return CPU time against the bare loop, and peak memory, as Markdown."""
     columns = [
-        {each["name"]: each for each in newest("step_time", vocab=vocab)["contestants"]}
+        {each["name"]: each for each in newest("step_time", vocab=vocab)["baselines"]}
         for vocab in VOCABULARIES
     ]
     heads = "".join(f" vocabulary {vocab:,} |" for vocab in VOCABULARIES)
     rows = [f"| one optimizer step |{heads}", "|---|" + "---|" * len(columns)]
-    for name, words in CONTESTANTS.items():
+    for name, words in BASELINES.items():
         cells = [
             f" {each[name]['ratio']:.2f}, {each[name]['peak_mib']:,} MiB |" for each in columns
         ]

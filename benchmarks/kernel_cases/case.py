@@ -20,7 +20,7 @@ class Case:
     shape: str
     inputs: Callable[[int], Inputs]
     """seed -> tensors of random numbers, never zeros: those take less power, and so less time"""
-    contestants: dict[str, Callable[..., Any]]
+    baselines: dict[str, Callable[..., Any]]
     exact: Callable[..., Tensor]
     """inputs -> what is right, in float64; of a large result its first rows alone"""
     routing: str = ""
@@ -29,13 +29,13 @@ class Case:
     """read and written where nothing is read twice"""
     sizes: dict[str, int] = field(default_factory=dict)
     exact_dense: Callable[..., Tensor] | None = None
-    """what is right for the contestant "dense"; left out: what is for all"""
+    """what is right for the baseline "dense"; left out: what is for all"""
     bound: str = "dense_tflops"
-    """what products are a share of where no contestant is called "dense" """
+    """what products are a share of where no baseline is called "dense" """
 
-    def error(self, contestant: str, found: Any, inputs: Inputs) -> float:
+    def error(self, baseline: str, found: Any, inputs: Inputs) -> float:
         """Return the relative error of a result against float64."""
-        exact_of = self.exact_dense if contestant == "dense" and self.exact_dense else self.exact
+        exact_of = self.exact_dense if baseline == "dense" and self.exact_dense else self.exact
         exact = exact_of(*inputs).detach()
         value = found[0] if isinstance(found, tuple) else found
         value = value.detach()[: len(exact)] if exact.dim() else value.detach()

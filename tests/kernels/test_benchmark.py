@@ -23,7 +23,7 @@ OF_GROUPS = {
 
 
 @pytest.mark.matrix
-def test_a_dry_run_measures_every_contestant_of_every_case(tmp_path):
+def test_a_dry_run_measures_every_baseline_of_every_case(tmp_path):
     out, kept = tmp_path / "rows.jsonl", ROOT / "benchmarks/results/kernels.jsonl"
     before = kept.read_bytes() if kept.exists() else None
     command = [sys.executable, "benchmarks/kernels.py", "--dry", "--write", "--out", str(out)]
@@ -36,12 +36,12 @@ def test_a_dry_run_measures_every_contestant_of_every_case(tmp_path):
     found = defaultdict(set)
     for row in rows:
         # What only newer versions of torch have may fail on others; what is ours may not.
-        assert "failed" not in row or row["contestant"].startswith("torch"), row
-        found[row["operation"], row["routing"]].add(row["contestant"])
+        assert "failed" not in row or row["baseline"].startswith("torch"), row
+        found[row["operation"], row["routing"]].add(row["baseline"])
         if "failed" not in row:
             assert row["low"] <= row["milliseconds"] <= row["high"]
             assert row["replayed"]
-            fp8 = row["operation"] == "grouped_mm_fp8" or "fp8" in row["contestant"]
+            fp8 = row["operation"] == "grouped_mm_fp8" or "fp8" in row["baseline"]
             assert 0 <= row["relative_error"] < (0.05 if fp8 else 5e-3), row
     for routing in ("balanced", "multinomial", "zipf"):
         for operation, others in OF_GROUPS.items():

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 from turns import Turn
-from workload import Workload, contestant_arguments
+from workload import Workload, baseline_arguments
 
 from trainer.engine.corpus.store import TokenStore
 from trainer.engine.launch.environment import World
@@ -98,7 +98,7 @@ interval = 0
 
 
 def main() -> None:
-    parser = contestant_arguments(__doc__)
+    parser = baseline_arguments(__doc__)
     parser.add_argument("--compute", help="default: the recipe's")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--set", action="append", default=[], help="change the recipe further")

@@ -1,7 +1,7 @@
 """Several training processes that take turns, one optimizer step each.
 
 A machine's speed drifts: other processes, clocks, caches. Processes that run one after the other
-are measured on different machines, so to speak. Here every contestant waits, without using the
+are measured on different machines, so to speak. Here every baseline waits, without using the
 processor, until the coordinator grants it one step; a round grants one to each, and what is
 compared are steps of the same round.
 """
@@ -25,7 +25,7 @@ STEP_TIMEOUT_SECONDS = 300
 
 
 class Turn:
-    """A contestant's side: call `step_done` at the end of each optimizer step."""
+    """A baseline's side: call `step_done` at the end of each optimizer step."""
 
     def __init__(self) -> None:
         self._grants = int(os.environ[GRANTS])
@@ -48,7 +48,7 @@ class Turn:
 
 
 @dataclass
-class Contestant:
+class Baseline:
     """The coordinator's side of one process."""
 
     name: str
@@ -61,7 +61,7 @@ class Contestant:
         """Start it and wait until its first step, with all compilation, is done.
 
         Raises:
-            ContestantError: it ended or hung before.
+            BaselineError: it ended or hung before.
         """
         grants, self._grants = os.pipe()
         self._reports, reports = os.pipe()
@@ -84,7 +84,7 @@ class Contestant:
         """Let it do one step.
 
         Raises:
-            ContestantError: it ended or hung.
+            BaselineError: it ended or hung.
         """
         os.write(self._grants, b"1")
         report = self._read_report(STEP_TIMEOUT_SECONDS)
@@ -108,19 +108,19 @@ class Contestant:
             self._process.kill()
             end = f"ended with {self._process.wait()}" if ready else f"no step in {timeout} s"
             output = self.log.read_text(errors="replace").strip()
-            raise ContestantError(f"{self.name}: {end}\n{output[-1500:]}")
+            raise BaselineError(f"{self.name}: {end}\n{output[-1500:]}")
         report: dict[str, float] = json.loads(line)
         return report
 
 
-class ContestantError(Exception):
-    """A contestant ended or hung; the message is the end of its output."""
+class BaselineError(Exception):
+    """A baseline ended or hung; the message is the end of its output."""
 
 
-def take_turns(contestants: Sequence[Contestant], *, warmup: int, rounds: int) -> None:
+def take_turns(baselines: Sequence[Baseline], *, warmup: int, rounds: int) -> None:
     """Run rounds of one step each; the first `warmup` are forgotten."""
     for number in range(warmup + rounds):
-        for contestant in contestants:
-            contestant.step()
+        for baseline in baselines:
+            baseline.step()
             if number < warmup:
-                contestant.cpu.clear()
+                baseline.cpu.clear()

@@ -1,6 +1,6 @@
-"""The small dense Llama that every contestant trains, and the tokens that it reads.
+"""The small dense Llama that every baseline trains, and the tokens that it reads.
 
-Only the standard library is imported at the top, so that a contestant's own imports are its own.
+Only the standard library is imported at the top, so that a baseline's own imports are its own.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class Workload:
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     max_steps: int = 400
-    """more than are measured: the coordinator ends a contestant, not its own schedule"""
+    """more than are measured: the coordinator ends a baseline, not its own schedule"""
 
     @property
     def rows(self) -> int:
         return (NUM_TOKENS - 1) // self.seq_len
 
 
-def contestant_arguments(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with what every contestant is started with."""
+def baseline_arguments(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with what every baseline is started with."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--vocab", type=int, required=True)
     parser.add_argument("--tokens", type=Path, required=True)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from turns import Turn
-from workload import Workload, contestant_arguments
+from workload import Workload, baseline_arguments
 
 LOSS_ROWS = 128
 
@@ -124,7 +124,7 @@ def train(load: Workload, model: Llama, forward: Callable[..., Tensor], bf16: bo
 
 
 def main() -> None:
-    parser = contestant_arguments(__doc__)
+    parser = baseline_arguments(__doc__)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--best", action="store_true")
     options = parser.parse_args()

@@ -23,7 +23,7 @@ from litgpt.args import EvalArgs, TrainArgs
 from litgpt.config import Config
 from litgpt.data import DataModule
 from turns import Turn
-from workload import Workload, contestant_arguments, rows_with_successor
+from workload import Workload, baseline_arguments, rows_with_successor
 
 
 @dataclass
@@ -62,7 +62,7 @@ def model_config(load: Workload) -> Config:
 
 
 def main() -> None:
-    parser = contestant_arguments(__doc__)
+    parser = baseline_arguments(__doc__)
     parser.add_argument("--best", action="store_true")
     parser.add_argument("--eager", action="store_true")
     options = parser.parse_args()

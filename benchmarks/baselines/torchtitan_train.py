@@ -17,7 +17,7 @@ import torch
 import torch._utils
 import torch.distributed as dist
 from turns import Turn
-from workload import Workload, contestant_arguments, rows_with_successor
+from workload import Workload, baseline_arguments, rows_with_successor
 
 
 def run_on_cpu() -> None:
@@ -71,7 +71,7 @@ def register(load: Workload) -> None:
 
 
 def main() -> None:
-    parser = contestant_arguments(__doc__)
+    parser = baseline_arguments(__doc__)
     parser.add_argument("--best", action="store_true")
     parser.add_argument("--fp32", action="store_true")
     options = parser.parse_args()

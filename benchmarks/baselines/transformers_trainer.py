@@ -20,7 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 from turns import Turn
-from workload import Workload, contestant_arguments, rows_with_successor
+from workload import Workload, baseline_arguments, rows_with_successor
 
 
 class TakeTurns(TrainerCallback):
@@ -38,7 +38,7 @@ def collate(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    parser = contestant_arguments(__doc__)
+    parser = baseline_arguments(__doc__)
     parser.add_argument("--best", action="store_true")
     parser.add_argument("--attention", default="sdpa")
     options = parser.parse_args()
