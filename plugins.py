@@ -14,12 +14,11 @@ from .engine.core.errors import (
     RecipeError,
     TrainerError,
 )
-from .engine.core.models import models
-from .engine.core.registry import Registry
+from .engine.core.registry import Registry, models
 from .engine.corpus.configs import TokenSource
 from .engine.loss.tables import LossConfig, losses
 from .engine.observe.tables import Tracker, TrackerConfig, trackers
-from .engine.optim.configs import OptimizerConfig, ScheduleConfig, optimizers, schedules
+from .engine.optim.tables import OptimizerConfig, ScheduleConfig, optimizers, schedules
 from .engine.sources.configs import DocumentSource, FileSource, SourceConfig, sources
 from .engine.sources.documents import Document, DocumentFault
 from .engine.tokenizers.configs import TokenizerConfig, tokenizers

@@ -170,7 +170,7 @@ def dcp2peft(
 ) -> None:
     """Adapters of a checkpoint of ours (or of a run: its newest) to a folder that PEFT loads."""
     from ..engine.conversion.peft import export_adapter
-    from ..engine.core.registry import require_plugins
+    from ..engine.core.plugin_modules import require_plugins
 
     require_plugins(plugin or [])
     count = export_adapter(source, target, base=base)
@@ -193,7 +193,7 @@ def _convert(
 ) -> None:
     shard_bytes = _bytes(shard_size)
     from ..engine.conversion.convert import Options, convert
-    from ..engine.core.registry import require_plugins
+    from ..engine.core.plugin_modules import require_plugins
 
     require_plugins(plugin or [])
     options = Options(

@@ -144,7 +144,7 @@ class Sizes(BaseModel):
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        defer_build=True,  # a validator is built when first used
         protected_namespaces=(),
     )
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...model_zoo.config import ModelConfig
 from ...model_zoo.layout import is_adapter
 from ..checkpoint.find import candidates
 from ..checkpoint.manifest import (
@@ -19,7 +20,7 @@ from ..checkpoint.manifest import (
 from ..checkpoint.tensors import FileTensor, TensorRows
 from ..checkpoint.torch_file import check_records, read_file_tensors
 from ..core.errors import CheckpointError
-from ..core.models import family_of
+from ..core.registry import models
 from ..core.text.display import list_problems, quote_name
 from ..formats.hf_folder import CONFIG, StoredTensor, list_tensors, read_config
 from ..formats.hf_match import Match, Shape, differing_ends, match
@@ -236,3 +237,24 @@ def rows_of(found: Mapping[str, Shape], name: str | None) -> int:
     """Return the rows of a tensor: of the embedding, they are the vocabulary."""
     shape = found.get(name or "", ())
     return max(1, shape[0]) if shape else 1
+
+
+def family_of(settings: Mapping[str, Any], place: Path) -> type[ModelConfig]:
+    """Return the model family of a config.json.
+
+    Args:
+        place: the folder that it is in.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    kind = settings.get("model_type")
+    families = {name: models[name].layout.hf_possible.get("model_type", ()) for name in models}
+    for name, kinds in families.items():
+        if isinstance(kind, str) and kind in kinds:
+            return models[name]
+    known = ", ".join(sorted(str(kind) for kinds in families.values() for kind in kinds))
+    raise CheckpointError(
+        f"{place / 'config.json'}: no model of ours is of the type {str(kind)[:80]!r}",
+        f"known: {known}",
+    )

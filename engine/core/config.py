@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -18,9 +18,14 @@ class Table(BaseModel):
         strict=True,
         allow_inf_nan=False,
         validate_default=False,
-        use_attribute_docstrings=True,
+        defer_build=True,  # a validator is built when first used, not for each class at start
         protected_namespaces=(),
     )
+
+
+DEFAULTS: Any = Field(default={}, validate_default=True)
+"""The default of a key that holds a table: what an empty table gives. No object is made, and no
+validator built, before a recipe is validated."""
 
 
 class Component(Table):

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Generic, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 
 from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
-from .errors import EnvironmentFault, Problem, RecipeError
+from .errors import EnvironmentFault
+
+if TYPE_CHECKING:
+    from ...model_zoo.config import ModelConfig
 
 Config = TypeVar("Config", bound=BaseModel)
+ROOT = __name__.removesuffix(".engine.core.registry")
 
 
 class Registry(Generic[Config]):
-    """Components of one kind by name: our own, and those of installed packages.
+    """Components of one kind by name: our own, those of plugins, and those of installed packages.
+
+    Names are known at once; a component's module is imported when a recipe first names it, so that
+    a start does not become slower with each component that is added.
 
     A package offers a component by an entry point of group `trainer.KIND`: its name is the
-    component's, its value the config class. It is imported when a recipe first names it.
+    component's, its value the config class.
 
     Args:
         kind: the word of `trainer list KIND`, and of the entry point group `trainer.KIND`.
         default: the name that a table without `name` means.
+        built_in: our own components, name -> `module:Class`, the module below the package
+            `trainer`.
     """
 
-    def __init__(self, kind: str, default: str) -> None:
+    def __init__(self, kind: str, default: str, built_in: Mapping[str, str] | None = None) -> None:
         self.kind = kind
         self.default = default
+        self._places = {name: f"{ROOT}.{place}" for name, place in (built_in or {}).items()}
         self._configs: dict[str, type[Config]] = {}
 
     def register(self, config: type[Config]) -> type[Config]:
@@ -39,43 +49,52 @@ class Registry(Generic[Config]):
         words = get_args(field.annotation) if field else ()
         if len(words) != 1 or not isinstance(words[0], str):
             raise TypeError(f"{config.__name__}.name must be a Literal of one word")
-        known = self._configs.setdefault(words[0], config)
-        if known is not config:
+        place = f"{config.__module__}:{config.__qualname__}"
+        known = self._places.setdefault(words[0], place)
+        if known != place or self._configs.setdefault(words[0], config) is not config:
             raise ValueError(
                 f"{self.kind} {words[0]!r} is registered twice: "
-                f"{known.__module__}.{known.__qualname__} and "
-                f"{config.__module__}.{config.__qualname__}"
+                f"{known.replace(':', '.')} and {place.replace(':', '.')}"
             )
         return config
 
     def __getitem__(self, name: str) -> type[Config]:
         if name not in self._configs:
-            self._import(self._installed[name])
+            if name in self._places:
+                module, _, attribute = self._places[name].partition(":")
+                self.register(getattr(import_module(module), attribute))
+            else:
+                self._load(self._installed[name])
         return self._configs[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._configs or name in self._installed
+        return name in self._places or name in self._installed
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted({*self._configs, *self._installed}))
+        return iter(sorted({*self._places, *self._installed}))
+
+    def build_default(self) -> Config:
+        """Return the table of the default component, with nothing set."""
+        return self[self.default]()
 
     def owners(self, key: str) -> list[str]:
-        """Return the components, of those imported so far, that have a field `key`."""
-        return [name for name, config in self._configs.items() if key in config.model_fields]
+        """Return the components that have a field `key`; of packages, those imported so far."""
+        return [name for name in self._places if key in self[name].model_fields]
 
     @cached_property
     def _installed(self) -> dict[str, EntryPoint]:
         return {entry.name: entry for entry in entry_points(group=f"trainer.{self.kind}")}
 
-    def _import(self, entry: EntryPoint) -> None:
+    def _load(self, entry: EntryPoint) -> None:
         try:
             self.register(entry.load())
             if entry.name not in self._configs:
                 raise TypeError(f"{entry.value} is not named {entry.name!r}")
         except (Exception, SystemExit) as error:
             package = entry.dist.name if entry.dist else "an installed package"
+            reason = f"{type(error).__name__}: {error}"
             raise EnvironmentFault(
-                f"the {self.kind} {entry.name!r} of {package} cannot be used: {_reason(error)}",
+                f"the {self.kind} {entry.name!r} of {package} cannot be used: {reason}",
                 f"repair or remove {package}",
             ) from error
 
@@ -121,6 +140,7 @@ class Named:
     ) -> JsonSchemaValue:
         options = []
         for name in self.registry:
+            self.registry[name].model_rebuild()  # its schema may not be built yet
             option = handler(self.registry[name].__pydantic_core_schema__)
             if name != self.registry.default:
                 option = handler.resolve_ref_schema(option)
@@ -129,27 +149,15 @@ class Named:
         return {"oneOf": options}
 
 
-def import_plugins(modules: Sequence[str]) -> list[tuple[str, str]]:
-    """Import the modules that register components; return those that cannot be, and why."""
-    broken = []
-    for module in modules:
-        try:
-            import_module(module)
-        except (Exception, SystemExit) as error:
-            broken.append((module, f"cannot import {module!r}: {_reason(error)}"))
-    return broken
-
-
-def require_plugins(modules: Sequence[str]) -> None:
-    """Import the modules that `--plugin` names.
-
-    Raises:
-        RecipeError: those that cannot be imported, and why.
-    """
-    broken = import_plugins(modules)
-    if broken:
-        raise RecipeError([Problem(message, "--plugin") for _, message in broken])
-
-
-def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+models: Registry[ModelConfig] = Registry(
+    "model",
+    default="llama3",
+    built_in={
+        "llama3": "model_zoo.llama3.config:Llama3Config",
+        "deepseek_v3": "model_zoo.deepseek_v3.config:DeepSeekV3Config",
+        "gpt_oss": "model_zoo.gpt_oss.config:GptOssConfig",
+        "llama4": "model_zoo.llama4.config:Llama4Config",
+        "mixtral": "model_zoo.mixtral.config:MixtralConfig",
+        "qwen3": "model_zoo.qwen3.config:Qwen3Config",
+    },
+)

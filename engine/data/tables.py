@@ -35,8 +35,8 @@ class Data(Table):
     """where tokenised sources are kept; default: the user's cache folder"""
     sources: Annotated[
         list[Annotated[configs.SourceConfig, Named(configs.sources)]],
-        Field(min_length=1, max_length=1000),
-    ] = [configs.PythonSource()]
+        Field(min_length=1, max_length=1000, validate_default=True),
+    ] = [{"name": "python"}]  # type: ignore[list-item] # validated as any other
     """where the documents come from; more than one: a mixture by weight"""
 
     @property

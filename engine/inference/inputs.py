@@ -15,8 +15,8 @@ from ...model_zoo.config import SettingsError, sizes_of
 from ..checkpoint.find import candidates, find_checkpoint
 from ..checkpoint.manifest import Manifest
 from ..core.errors import CheckpointError, RecipeError, nearest
-from ..core.models import models
-from ..core.registry import require_plugins
+from ..core.plugin_modules import require_plugins
+from ..core.registry import models
 from ..core.text.tree import Origin, Tree
 from ..formats.hf_folder import read_config
 from ..recipe.changes import load_saved_recipe

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.errors import Problem, RecipeError, nearest
 from ..core.text.expressions import compile_expression
-from .configs import OptimizerConfig
+from .tables import OptimizerConfig
 
 if TYPE_CHECKING:
     from torch.nn import Parameter

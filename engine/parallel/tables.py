@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ..core.config import Count, CountOrZero, Fraction, RecipePath, Table
+from ..core.config import DEFAULTS, Count, CountOrZero, Fraction, RecipePath, Table
 from .axes import parse_mesh
 
 Degree = Annotated[int, Field(ge=-1, le=2**20)]
@@ -111,9 +111,9 @@ class Parallel(Table):
     that these compute; carved out of replicate, shard, context and tensor"""
     expert_tensor: Count = 1
     """tensor parallel inside the experts: so many neighbours share each of them; carved out too"""
-    fsdp: FSDP = FSDP()
+    fsdp: FSDP = DEFAULTS
     """how parameters are sharded"""
-    pipelining: Pipelining = Pipelining()
+    pipelining: Pipelining = DEFAULTS
     """how micro batches pass through a pipeline"""
     rules: Annotated[list[Rule], Field(max_length=1000)] = []
     """where single parameters are stored; the first rule that matches wins, before the model's own

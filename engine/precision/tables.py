@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..core.config import Table
+from ..core.config import DEFAULTS, Table
 
 Patterns = Annotated[list[str], Field(max_length=100)]
 
@@ -52,9 +52,9 @@ class Precision(Table):
     """"auto": bf16 where the device multiplies it in hardware, else fp32"""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """dtype of gradient reduction between ranks"""
-    float8: Float8 = Float8()
+    float8: Float8 = DEFAULTS
     """products in float8"""
-    mx: MX = MX()
+    mx: MX = DEFAULTS
     """products in MXFP8"""
 
     @property

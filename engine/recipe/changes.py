@@ -13,7 +13,7 @@ from ..checkpoint.manifest import Manifest
 from ..core.errors import CheckpointError, Problem, RecipeError, nearest
 from ..core.text.display import format_value, join_key, remove_secrets
 from ..core.text.tree import leaves
-from ..optim.configs import schedules
+from ..optim.tables import schedules
 from .schema import Recipe
 
 Change = tuple[str, Any, Any]

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from ..core.errors import Problem, RecipeError
 from ..core.files import address_problem, require_path
-from ..core.registry import import_plugins
+from ..core.plugin_modules import import_plugins
 from ..core.text.tree import Origin, Tree
 from ..parallel.axes import WORDS, parse_mesh
 from .checks.checks import check

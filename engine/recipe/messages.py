@@ -13,7 +13,7 @@ from ..core.text.display import format_value, make_printable
 from ..core.text.positions import KeyPath
 from ..core.text.tree import Tree
 from .checks.replaced_words import replacement, unavailable
-from .structure import GivenTable, every_table, table_at
+from .structure import GivenTable, describe_fields, every_table, table_at
 
 _EXPECTED = {
     "int_type": "an integer",
@@ -83,9 +83,9 @@ class _Fault:
     def missing(self) -> Problem:
         key = self.location[-1]
         table = table_at(self.tree.values, self.path)
-        field = table.config.model_fields.get(str(key)) if table else None
-        described = f": {field.description}" if field and field.description else ""
-        return self.tree.problem((*self.path, key), f"is missing{_one_line(described)}")
+        text = describe_fields(table.config).get(str(key), "") if table else ""
+        described = f": {_one_line(text)}" if text else ""
+        return self.tree.problem((*self.path, key), f"is missing{described}")
 
     def unknown_key(self) -> Problem:
         message = unavailable(self.path, self.input)

@@ -5,23 +5,19 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from ...model_zoo.config import ModelConfig
-from ...model_zoo.llama3.config import Llama3Config
 from ..assemble.tables import KernelChoices
 from ..checkpoint.tables import Checkpoint
-from ..core.config import Table
-from ..core.models import models
-from ..core.registry import Named, Registry
-from ..corpus import configs  # noqa: F401 - registers them
+from ..core.config import DEFAULTS, Table
+from ..core.registry import Named, Registry, models
 from ..data.tables import Data
 from ..lora.tables import LoRA
-from ..loss.tables import CrossEntropy, LossConfig, losses
+from ..loss.tables import LossConfig, losses
 from ..observe.tables import Metrics, Profile, trackers
-from ..optim.configs import WSD, AdamW, OptimizerConfig, ScheduleConfig, optimizers, schedules
+from ..optim.tables import OptimizerConfig, ScheduleConfig, optimizers, schedules
 from ..parallel.tables import Compile, Memory, Parallel
 from ..precision.tables import Precision
-from ..sources import chat, hub, parquet  # noqa: F401 - registers them
 from ..sources.configs import sources
-from ..tokenizers.configs import BytesTokenizer, TokenizerConfig, tokenizers
+from ..tokenizers.configs import TokenizerConfig, tokenizers
 from ..train.tables import EMA, Evaluate, Resilience
 from .tables import Plugins, Run
 
@@ -29,26 +25,26 @@ from .tables import Plugins, Run
 class Recipe(Table):
     """One training run, as one TOML file describes it."""
 
-    run: Run = Run()
-    model: Annotated[ModelConfig, Named(models)] = Llama3Config()
-    tokenizer: Annotated[TokenizerConfig, Named(tokenizers)] = BytesTokenizer()
-    data: Data = Data()
-    optimizer: Annotated[OptimizerConfig, Named(optimizers)] = AdamW()
-    schedule: Annotated[ScheduleConfig, Named(schedules)] = WSD()
-    loss: Annotated[LossConfig, Named(losses)] = CrossEntropy()
-    parallel: Parallel = Parallel()
-    precision: Precision = Precision()
-    memory: Memory = Memory()
-    compile: Compile = Compile()
-    kernels: KernelChoices = KernelChoices()
-    checkpoint: Checkpoint = Checkpoint()
-    evaluate: Evaluate = Evaluate()
-    ema: EMA = EMA()
-    lora: LoRA = LoRA()
-    metrics: Metrics = Metrics()
-    profile: Profile = Profile()
-    resilience: Resilience = Resilience()
-    plugins: Plugins = Plugins()
+    run: Run = DEFAULTS
+    model: Annotated[ModelConfig, Named(models)] = DEFAULTS
+    tokenizer: Annotated[TokenizerConfig, Named(tokenizers)] = DEFAULTS
+    data: Data = DEFAULTS
+    optimizer: Annotated[OptimizerConfig, Named(optimizers)] = DEFAULTS
+    schedule: Annotated[ScheduleConfig, Named(schedules)] = DEFAULTS
+    loss: Annotated[LossConfig, Named(losses)] = DEFAULTS
+    parallel: Parallel = DEFAULTS
+    precision: Precision = DEFAULTS
+    memory: Memory = DEFAULTS
+    compile: Compile = DEFAULTS
+    kernels: KernelChoices = DEFAULTS
+    checkpoint: Checkpoint = DEFAULTS
+    evaluate: Evaluate = DEFAULTS
+    ema: EMA = DEFAULTS
+    lora: LoRA = DEFAULTS
+    metrics: Metrics = DEFAULTS
+    profile: Profile = DEFAULTS
+    resilience: Resilience = DEFAULTS
+    plugins: Plugins = DEFAULTS
 
     @property
     def vocab_size(self) -> int:

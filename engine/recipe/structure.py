@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -101,6 +106,39 @@ def _tables(table: GivenTable, missing: dict[str, Any] | None) -> Iterator[Given
             config = here.class_of(item) if isinstance(item, dict) else None
             if config:
                 yield from _tables(GivenTable(path, item, config, here.registry), missing)
+
+
+@cache
+def describe_fields(config: TableClass) -> dict[str, str]:
+    """Return the docstring below each field of a table, by key; empty where there is none.
+
+    They are read from the source when they are asked for. With pydantic's own
+    `use_attribute_docstrings` every class is parsed when it is defined, which takes most of the
+    time of a start.
+    """
+    found: dict[str, str] = {}
+    for base in reversed(config.__mro__):
+        docstrings = _field_docstrings(base.__module__).get(base.__qualname__, {})
+        found |= {key: docstrings.get(key, "") for key in inspect.get_annotations(base)}
+    return {key: found.get(key, "") for key in config.model_fields}
+
+
+@cache
+def _field_docstrings(module: str) -> dict[str, dict[str, str]]:
+    """Return the docstrings below the fields of each class at the top level of a module."""
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):  # typed in, or made by a program
+        return {}
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            docstrings = found[node.name] = {}
+            for statements in pairwise(node.body):
+                match statements:
+                    case ast.AnnAssign(target=ast.Name(key)), ast.Expr(ast.Constant(str(text))):
+                        docstrings[key] = inspect.cleandoc(text)
+    return found
 
 
 def default_tables(values: dict[str, Any], path: KeyPath) -> list[Any] | dict[str, Any]:

@@ -37,7 +37,20 @@ class SourceConfig(Component):
     each training source is held out"""
 
 
-sources: Registry[SourceConfig] = Registry("source", default="text")
+sources: Registry[SourceConfig] = Registry(
+    "source",
+    default="text",
+    built_in={
+        "python": "engine.sources.configs:PythonSource",
+        "text": "engine.sources.configs:TextSource",
+        "jsonl": "engine.sources.configs:JsonlSource",
+        "tokens": "engine.corpus.configs:TokensSource",
+        "synthetic": "engine.corpus.configs:SyntheticSource",
+        "chat": "engine.sources.chat:ChatSource",
+        "parquet": "engine.sources.parquet:ParquetSource",
+        "hf": "engine.sources.hub:HFSource",
+    },
+)
 
 
 class DocumentSource(SourceConfig):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..data.loader import Loader
     from ..launch.environment import World
     from ..observe.phases import PhaseTimer
-    from ..optim.configs import ScheduleConfig
+    from ..optim.tables import ScheduleConfig
     from ..parallel.data import ParallelModel
     from ..parallel.mesh import Degrees
     from ..tokenizers.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from tests.model_zoo.peers import as_theirs
 from trainer import load_recipe, train
 from trainer.engine.conversion.source_weights import hf_parts
 from trainer.engine.core.errors import CheckpointError
-from trainer.engine.core.models import models
+from trainer.engine.core.registry import models
 from trainer.engine.inference.inputs import Dtype
 from trainer.engine.inference.open import open_model
 from trainer.kernels.cross_entropy.reference import linear_cross_entropy

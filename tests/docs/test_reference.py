@@ -11,6 +11,7 @@ from trainer.cli.main import COMMANDS, import_command
 from trainer.engine.core.errors import ExitCode
 from trainer.engine.recipe.documents.pages import plain, recipe_pages
 from trainer.engine.recipe.schema import REGISTRIES, Recipe
+from trainer.engine.recipe.structure import describe_fields
 
 FOLDER = ROOT / "docs" / "reference"
 
@@ -31,12 +32,12 @@ def test_every_component_has_a_row_for_every_key_with_its_description(made, kind
     page = made[f"{kind}.md"]
     for name in REGISTRIES[kind]:
         section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
-        for key, field in REGISTRIES[kind][name].model_fields.items():
+        for key, description in describe_fields(REGISTRIES[kind][name]).items():
             if key == "name":
                 continue
             row = re.search(rf"^\| `{key}` \| (.*) \|$", section, re.MULTILINE)
             assert row, f"{kind} {name}: no row for {key}"
-            described = " ".join(plain(field.description).split()).replace("|", r"\|")
+            described = " ".join(plain(description).split()).replace("|", r"\|")
             assert row[1].endswith(f"| {described}"), f"{kind} {name} {key}"
             assert described
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainer.engine.core.errors import CheckpointError
-from trainer.engine.core.models import models
+from trainer.engine.core.registry import models
 from trainer.engine.formats.hf_load import load_huggingface
 from trainer.engine.parallel.materialize import materialize, without_storage
 from trainer.kernels.choose import choose

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from trainer.engine.core.models import models
+from trainer.engine.core.registry import models
 from trainer.engine.parallel.materialize import materialize, without_storage
 from trainer.kernels.choose import choose
 from trainer.kernels.cross_entropy.reference import linear_cross_entropy

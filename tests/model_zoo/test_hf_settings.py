@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.model_zoo.peers import FLAVORS
+from trainer.engine.conversion.sources import family_of
 from trainer.engine.core.errors import CheckpointError
-from trainer.engine.core.models import family_of, models
+from trainer.engine.core.registry import models
 from trainer.model_zoo.config import SettingsError
 from trainer.model_zoo.llama3.config import Llama3Config
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.model_zoo.peers import FLAVORS, built, flops_of, num_parameters
-from trainer.engine.core.models import models
+from trainer.engine.core.registry import models
 from trainer.engine.parallel.materialize import without_storage
 from trainer.kernels.choose import choose
 from trainer.model_zoo.llama3.config import Llama3Config

@@ -3,8 +3,9 @@ import torch
 from torch import nn
 
 from trainer.engine.core.errors import RecipeError
-from trainer.engine.optim.configs import SGD, AdamW, ParameterGroup
 from trainer.engine.optim.groups import parameter_groups
+from trainer.engine.optim.optimizers import SGD, AdamW
+from trainer.engine.optim.tables import ParameterGroup
 
 
 class Tiny(nn.Module):

@@ -8,8 +8,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
-from trainer.engine.optim.configs import SGD, Adam, AdamW
 from trainer.engine.optim.lean import plain_step
+from trainer.engine.optim.optimizers import SGD, Adam, AdamW
 
 OPTIMIZERS = [AdamW(), Adam(weight_decay=0.1), SGD(momentum=0.9, nesterov=True)]
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.engine.optim.configs import SGD, Adam, AdamW
 from trainer.engine.optim.groups import parameter_groups
 from trainer.engine.optim.lean import plain_step, spare_compiler
+from trainer.engine.optim.optimizers import SGD, Adam, AdamW
 
 STEPS, LR = 5, 0.05
 rng = np.random.default_rng(0)

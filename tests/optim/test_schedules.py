@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.optimization import get_inverse_sqrt_schedule, get_wsd_schedule
 
-from trainer.engine.optim.configs import (
+from trainer.engine.optim.schedules import (
     WSD,
     ConstantSchedule,
     Cosine,
@@ -12,8 +12,8 @@ from trainer.engine.optim.configs import (
     InverseSqrt,
     LinearSchedule,
     Polynomial,
-    schedules,
 )
+from trainer.engine.optim.tables import schedules
 
 TOTAL = 40
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.engine.core.models import models
+from trainer.engine.core.registry import models
 from trainer.engine.parallel.materialize import without_storage
 from trainer.engine.precision.choose import multipliers
 from trainer.kernels.choose import choose

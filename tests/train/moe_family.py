@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 from unittest.mock import patch
 
 from tests.train.plans import BASE, assembled, recipe_with, train, whole
-from trainer.engine.core.models import models
+from trainer.engine.core.registry import models
 from trainer.model_zoo.decoder import Block, Decoder
 from trainer.model_zoo.decoder_config import GroupedQueryConfig
 from trainer.model_zoo.layers.attention import GroupedQueryAttention
@@ -63,7 +63,8 @@ def moe_recipe(moe=BALANCED, **changes):
     model = {**MODEL, "moe": {"expert_ffn_dim": 16, **moe}, **changes.pop("model", {})}
     data = BASE["data"] | {"packing": "documents"} | changes.pop("data", {})
     # Registered meanwhile alone: other tests list what there is.
-    with patch.dict(models._configs, experts_sample=ExpertsConfig):
+    with patch.dict(models._places), patch.dict(models._configs):
+        models.register(ExpertsConfig)
         return recipe_with(model=model, data=data, **changes)
 
 

@@ -6,16 +6,17 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core.core_schema import ModelSchema
 
-from ...core.config import Component
-from ...core.models import models
-from ...core.registry import Named
+from ...core.registry import Named, models
 from ...core.text.display import format_value
 from ..schema import Recipe
+from ..structure import describe_fields
 
 _WORDS = {bool: "true or false", int: "integer", float: "number", str: "string"}
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -65,12 +66,13 @@ def summary(config: type[BaseModel]) -> str:
 
 def describe(config: type[BaseModel]) -> list[FieldDescription]:
     """Return the keys of a table, in the order of its class."""
+    descriptions = describe_fields(config)
     return [
         FieldDescription(
             key,
             _type(field.annotation, field.metadata),
             _default(field),
-            " ".join((field.description or "").split()),
+            " ".join(descriptions[key].split()),
         )
         for key, field in config.model_fields.items()
     ]
@@ -82,16 +84,16 @@ def _default(field: FieldInfo) -> str:
     default = field.get_default(call_default_factory=True)
     if default is None:
         return "none"
-    if isinstance(default, BaseModel):
-        return "see there"
     if isinstance(default, list):
         return f"[{', '.join(map(_item, default))}]"
-    return "{}" if default == {} else format_value(default)
+    if default == {}:
+        return "see there" if field.validate_default else "{}"
+    return "see there" if isinstance(default, BaseModel) else format_value(default)
 
 
 def _item(value: Any) -> str:
     """Return an item of a default list; of a component's table, its name."""
-    return f'{{ name = "{value.name}" }}' if isinstance(value, Component) else format_value(value)
+    return f'{{ name = "{value["name"]}" }}' if isinstance(value, dict) else format_value(value)
 
 
 def _type(annotation: Any, metadata: list[Any]) -> str:
@@ -141,7 +143,7 @@ _EXTENDS = {
 
 def json_schema() -> dict[str, Any]:
     """Return the schema of every table and every registered component."""
-    schema = _tidy(Recipe.model_json_schema())
+    schema = _tidy(Recipe.model_json_schema(schema_generator=_DescribedTables))
     for option in schema["properties"]["model"]["oneOf"]:
         sizes = option["properties"]
         sizes["flavor"]["enum"] = list(models[sizes["name"]["const"]].flavors)
@@ -151,6 +153,18 @@ def json_schema() -> dict[str, Any]:
         **schema,
         "properties": {"extends": _EXTENDS, **schema["properties"]},
     }
+
+
+class _DescribedTables(GenerateJsonSchema):
+    """Adds the description of each field, which pydantic does not know."""
+
+    def model_schema(self, schema: ModelSchema) -> JsonSchemaValue:
+        """Return the schema of a table."""
+        table, config = super().model_schema(schema), cast("type[BaseModel]", schema["cls"])
+        for key, text in describe_fields(config).items():
+            if text:
+                table["properties"][key]["description"] = text
+        return table
 
 
 def schema_text() -> str:

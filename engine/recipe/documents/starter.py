@@ -8,7 +8,7 @@ from ...core.errors import RecipeError, nearest
 from ...core.text.positions import KeyPath
 from ..layers import read_layers
 from ..schema import Recipe
-from ..structure import given_tables
+from ..structure import describe_fields, given_tables
 from ..write import format_toml
 from .describe import summary
 
@@ -40,8 +40,8 @@ def starter(name: str) -> str:
     for table in given_tables(values):
         if table.path:
             comments[_without_index(table.path)] = summary(table.config)
-        for key, field in table.config.model_fields.items():
-            comments.setdefault((*_without_index(table.path), key), field.description or "")
+        for key, text in describe_fields(table.config).items():
+            comments.setdefault((*_without_index(table.path), key), text)
     text = format_toml(values, lambda path: comments.get(path, ""))
     return f"# {known[name]}\n#:schema {RECIPES / 'schema.json'}\n\n{text}"
 

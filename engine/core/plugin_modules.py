@@ -1,6 +1,6 @@
-"""Modules that plugins imported before `trainer.plugins` existed. Torch-free.
+"""Modules of plugins: imported as a recipe says, and the names that they imported before 0.1.
 
-To be deleted after 0.1: until then an old name works, with a warning.
+Old names are to be deleted after 0.1: until then they work, with a warning. Torch-free.
 """
 
 from __future__ import annotations
@@ -9,9 +9,14 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TYPE_CHECKING, cast
+
+from .errors import Problem, RecipeError
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader  # costs a start ten milliseconds
 
 MOVED = {
     "trainer.engine.config",
@@ -25,14 +30,39 @@ MOVED = {
 }
 
 
-class MovedModules(MetaPathFinder, Loader):
+def import_plugins(modules: Sequence[str]) -> list[tuple[str, str]]:
+    """Import the modules that register components; return those that cannot be, and why."""
+    broken = []
+    for module in modules:
+        try:
+            import_module(module)
+        except (Exception, SystemExit) as error:
+            broken.append((module, f"cannot import {module!r}: {type(error).__name__}: {error}"))
+    return broken
+
+
+def require_plugins(modules: Sequence[str]) -> None:
+    """Import the modules that `--plugin` names.
+
+    Raises:
+        RecipeError: those that cannot be imported, and why.
+    """
+    broken = import_plugins(modules)
+    if broken:
+        raise RecipeError([Problem(message, "--plugin") for _, message in broken])
+
+
+class MovedModules:
     """Lets an old module's name stand for `trainer.plugins`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return a spec for the names in `MOVED`."""
-        return ModuleSpec(fullname, self) if fullname in MOVED else None
+        return ModuleSpec(fullname, cast("Loader", self)) if fullname in MOVED else None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leave it to Python to make the module."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Fill the old module with the names of `trainer.plugins`."""

@@ -1,0 +1,92 @@
+"""Optimizers. Torch is imported when one is built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..core.config import Betas
+from .tables import NonNegativeFloat, OptimizerConfig, PositiveFloat, optimizers
+
+if TYPE_CHECKING:
+    import torch
+
+
+@optimizers.register
+class AdamW(OptimizerConfig):
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
+
+    group_keys = frozenset({"lr", "weight_decay", "betas", "eps"})
+
+    name: Literal["adamw"] = "adamw"
+    betas: Betas = (0.9, 0.95)
+    """decay of the running means of the gradient and of its square"""
+    eps: PositiveFloat = 1e-8
+    """added to the denominator"""
+
+    def build(
+        self, groups: Sequence[dict[str, Any]], device: torch.device
+    ) -> torch.optim.Optimizer:
+        """Return torch's fused AdamW."""
+        import torch
+
+        return torch.optim.AdamW(
+            groups, self.lr, self.betas, self.eps, self.weight_decay, fused=True
+        )
+
+
+@optimizers.register
+class Adam(OptimizerConfig):
+    """Adam with L2 regularisation inside the gradient (Kingma & Ba 2015, arXiv:1412.6980)."""
+
+    group_keys = frozenset({"lr", "weight_decay", "betas", "eps"})
+
+    name: Literal["adam"] = "adam"
+    weight_decay: NonNegativeFloat = 0.0
+    """L2 penalty, added to the gradient"""
+    betas: Betas = (0.9, 0.95)
+    """decay of the running means of the gradient and of its square"""
+    eps: PositiveFloat = 1e-8
+    """added to the denominator"""
+
+    def build(
+        self, groups: Sequence[dict[str, Any]], device: torch.device
+    ) -> torch.optim.Optimizer:
+        """Return torch's fused Adam."""
+        import torch
+
+        return torch.optim.Adam(
+            groups, self.lr, self.betas, self.eps, self.weight_decay, fused=True
+        )
+
+
+@optimizers.register
+class SGD(OptimizerConfig):
+    """Stochastic gradient descent, with momentum if asked for."""
+
+    group_keys = frozenset({"lr", "weight_decay", "momentum"})
+
+    name: Literal["sgd"] = "sgd"
+    lr: NonNegativeFloat = 0.1
+    """peak learning rate; the schedule multiplies it"""
+    weight_decay: NonNegativeFloat = 0.0
+    """L2 penalty, added to the gradient"""
+    momentum: NonNegativeFloat = 0.0
+    """decay of the running mean of the gradient"""
+    nesterov: bool = False
+    """look ahead along the momentum"""
+
+    def build(
+        self, groups: Sequence[dict[str, Any]], device: torch.device
+    ) -> torch.optim.Optimizer:
+        """Return torch's SGD over lists of tensors; its fused one cannot update shards."""
+        import torch
+
+        return torch.optim.SGD(
+            groups,
+            self.lr,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            nesterov=self.nesterov,
+            foreach=True,
+        )

@@ -1,0 +1,131 @@
+"""Schedules of the learning rate: functions of the step. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ..core.config import Count, Fraction
+from .tables import PositiveFloat, ScheduleConfig, schedules
+
+
+def _decay(shape: str, progress: float) -> float:
+    """Return a curve from 1 at progress 0 to 0 at progress 1."""
+    if shape == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    if shape == "sqrt":
+        return 1 - math.sqrt(progress)
+    return 1 - progress
+
+
+@schedules.register
+class WSD(ScheduleConfig):
+    """Warmup, stable, decay (Hu et al. 2024, arXiv:2404.06395; shapes: arXiv:2405.18392)."""
+
+    name: Literal["wsd"] = "wsd"
+    decay_fraction: Fraction = 0.2
+    """share of all steps over which the rate falls at the end"""
+    decay: Literal["linear", "cosine", "sqrt"] = "linear"
+    """shape of the fall; "sqrt" is 1 - sqrt(progress)"""
+    min_lr_ratio: Fraction = 0.0
+    """the rate at the end, as a share of the peak"""
+
+    def factor(self, step: int, total: int) -> float:
+        """Return the factor; the decay is a share of all steps, warmup included."""
+        decay_steps = round(total * self.decay_fraction)
+        start = max(total - decay_steps, self.warmup_steps)
+        if step < start or total <= start:
+            return super().factor(step, total)
+        fall = _decay(self.decay, min(1.0, (step - start) / (total - start)))
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * fall
+
+    def after_warmup(self, step: int, total: int) -> float:
+        """Return 1: the stable phase."""
+        return 1.0
+
+
+@schedules.register
+class Cosine(ScheduleConfig):
+    """Half a cosine from the peak to `min_lr_ratio` (SGDR, arXiv:1608.03983, one cycle)."""
+
+    name: Literal["cosine"] = "cosine"
+    min_lr_ratio: Fraction = 0.0
+    """the rate at the end, as a share of the peak"""
+
+    def after_warmup(self, step: int, total: int) -> float:
+        """Return the cosine's value."""
+        fall = _decay("cosine", min(1.0, step / total))
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * fall
+
+
+@schedules.register
+class LinearSchedule(ScheduleConfig):
+    """A straight line from the peak to `min_lr_ratio`."""
+
+    name: Literal["linear"] = "linear"
+    min_lr_ratio: Fraction = 0.0
+    """the rate at the end, as a share of the peak"""
+
+    def after_warmup(self, step: int, total: int) -> float:
+        """Return the line's value."""
+        fall = _decay("linear", min(1.0, step / total))
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * fall
+
+
+@schedules.register
+class ConstantSchedule(ScheduleConfig):
+    """The peak rate all the way after the warmup."""
+
+    depends_on_total = False
+
+    name: Literal["constant"] = "constant"
+
+    def after_warmup(self, step: int, total: int) -> float:
+        """Return 1."""
+        return 1.0
+
+
+@schedules.register
+class InverseSqrt(ScheduleConfig):
+    """The rate falls with the inverse square root of the step (arXiv:1706.03762, eq. 3)."""
+
+    depends_on_total = False
+
+    name: Literal["inverse_sqrt"] = "inverse_sqrt"
+    timescale: Count = 10_000
+    """steps after the warmup until the rate is 1/sqrt(2) of its peak"""
+
+    def after_warmup(self, step: int, total: int) -> float:
+        """Return sqrt(timescale / (timescale + step))."""
+        return math.sqrt(self.timescale / (self.timescale + step))
+
+
+@schedules.register
+class Exponential(ScheduleConfig):
+    """The rate falls by the same factor each step, to `min_lr_ratio` at the end."""
+
+    name: Literal["exponential"] = "exponential"
+    min_lr_ratio: Annotated[float, Field(gt=0, le=1)] = 0.01
+    """the rate at the end, as a share of the peak"""
+
+    def after_warmup(self, step: int, total: int) -> float:
+        """Return min_lr_ratio ** progress."""
+        return float(self.min_lr_ratio ** min(1.0, step / total))
+
+
+@schedules.register
+class Polynomial(ScheduleConfig):
+    """The rate falls as a power of what is left of the run."""
+
+    name: Literal["polynomial"] = "polynomial"
+    power: PositiveFloat = 2.0
+    """exponent; 1 is a straight line"""
+    min_lr_ratio: Fraction = 0.0
+    """the rate at the end, as a share of the peak"""
+
+    def after_warmup(self, step: int, total: int) -> float:
+        """Return (1 - progress) ** power between the peak and `min_lr_ratio`."""
+        fall = max(0.0, 1 - step / total) ** self.power
+        return float(self.min_lr_ratio + (1 - self.min_lr_ratio) * fall)

@@ -1,0 +1,106 @@
+"""What every optimizer and every schedule has in a recipe, and their registries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from ..core.config import Betas, Component, CountOrZero, Table
+from ..core.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+class ParameterGroup(Table):
+    """Parameters whose names match get their own values; the first matching group wins."""
+
+    match: str
+    """glob over parameter names, or `re:` and a regular expression"""
+    lr: NonNegativeFloat | None = None
+    """peak learning rate of these parameters"""
+    weight_decay: NonNegativeFloat | None = None
+    """weight decay of these parameters"""
+    betas: Betas | None = None
+    """betas of these parameters"""
+    eps: PositiveFloat | None = None
+    """epsilon of these parameters"""
+    momentum: NonNegativeFloat | None = None
+    """momentum of these parameters"""
+
+    def overrides(self) -> dict[str, Any]:
+        """Return only the values that this group sets."""
+        return self.model_dump(exclude={"match"}, exclude_none=True)
+
+
+class OptimizerConfig(Component):
+    """Base of every optimizer's table."""
+
+    group_keys: ClassVar[frozenset[str]] = frozenset({"lr", "weight_decay"})
+    """which keys of a `[[optimizer.groups]]` entry this optimizer understands"""
+
+    lr: NonNegativeFloat = 3e-4
+    """peak learning rate; the schedule multiplies it"""
+    weight_decay: NonNegativeFloat = 0.1
+    """decoupled weight decay"""
+    clip_norm: NonNegativeFloat = 1.0
+    """largest global gradient norm; 0 does not clip"""
+    groups: list[ParameterGroup] = []
+    """other values for parameters chosen by name"""
+
+    def build(
+        self, groups: Sequence[dict[str, Any]], device: torch.device
+    ) -> torch.optim.Optimizer:
+        """Return the optimizer over torch parameter groups (each with its `lr` and overrides)."""
+        raise NotImplementedError
+
+
+optimizers: Registry[OptimizerConfig] = Registry(
+    "optimizer",
+    default="adamw",
+    built_in={
+        "adamw": "engine.optim.optimizers:AdamW",
+        "adam": "engine.optim.optimizers:Adam",
+        "sgd": "engine.optim.optimizers:SGD",
+    },
+)
+
+
+class ScheduleConfig(Component):
+    """Base of every learning-rate schedule: a pure function of the step."""
+
+    warmup_steps: CountOrZero = 0
+    """steps over which the rate rises linearly from nearly 0 to its peak"""
+
+    def factor(self, step: int, total: int) -> float:
+        """Return what the peak rate is multiplied by at `step` (0-based) of `total`."""
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        return self.after_warmup(step - self.warmup_steps, max(1, total - self.warmup_steps))
+
+    def after_warmup(self, step: int, total: int) -> float:
+        """Return the factor at `step` of `total`, both counted from the end of the warmup."""
+        raise NotImplementedError
+
+    depends_on_total: ClassVar[bool] = True
+    """whether a longer run changes the factors of the steps before"""
+
+
+schedules: Registry[ScheduleConfig] = Registry(
+    "schedule",
+    default="wsd",
+    built_in={
+        "wsd": "engine.optim.schedules:WSD",
+        "cosine": "engine.optim.schedules:Cosine",
+        "linear": "engine.optim.schedules:LinearSchedule",
+        "constant": "engine.optim.schedules:ConstantSchedule",
+        "inverse_sqrt": "engine.optim.schedules:InverseSqrt",
+        "exponential": "engine.optim.schedules:Exponential",
+        "polynomial": "engine.optim.schedules:Polynomial",
+    },
+)
