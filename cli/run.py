@@ -126,8 +126,9 @@ def _launch(
     from ..engine.core.run_dir import RunDirectory
     from ..engine.core.run_state import record_failure
     from ..engine.launch.child import trainer_command
+    from ..engine.launch.ending import SignalPipe
     from ..engine.launch.failure import Restarts
-    from ..engine.launch.local import Signals, launch
+    from ..engine.launch.local import LAUNCHER_SIGNALS, launch
 
     directory = RunDirectory(Path(recipe.run.dir) / recipe.run.name)
     if not dry_run:
@@ -139,7 +140,7 @@ def _launch(
         steps = [step_of(folder) for folder in folders if (folder / MANIFEST).is_file()]
         return steps[-1] if steps else None
 
-    with Signals() as signals:
+    with SignalPipe(LAUNCHER_SIGNALS) as signals:
         stop.finish()  # it is the ranks that answer now
         return launch(
             trainer_command(command),

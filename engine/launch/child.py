@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from .ending import STOP_SIGNALS
 from .rank_log import STACKS_SIGNAL
-from .signals import STOP_SIGNALS
 
 PACKAGE = __name__.partition(".")[0]
 _PR_SET_PDEATHSIG = 1

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from time import sleep
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -15,11 +17,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from ..core.errors import EnvironmentFault, LostContact
-from . import ending
+from ..core.errors import EnvironmentFault, ExitCode, LostContact
+from .ending import TICK_SECONDS, skip_teardown
 from .environment import World
-from .peers import Peers
-from .signals import StopFlag
 
 if TYPE_CHECKING:
     from .environment import World
@@ -45,12 +45,18 @@ def pick_device(world: World) -> torch.device:
     return torch.device("cuda", number)
 
 
-PARTING_SECONDS = 60.0
+ASKED, LEFT = "stop/asked", "stop/left"
+"""keys of the job's store"""
+TEARDOWN_SECONDS = 60.0
+"""how long the ranks wait for each other at the end"""
 
 
 @contextmanager
 def process_group(
-    world: World, device: torch.device, timeout_seconds: float, stop: StopFlag | None = None
+    world: World,
+    device: torch.device,
+    timeout_seconds: float,
+    on_join: Callable[[RankPeers], None] = lambda peers: None,
 ) -> Iterator[dist.ProcessGroup | None]:
     """Join the other ranks; yield a gloo group of all for flags and files, None for one process.
 
@@ -61,7 +67,7 @@ def process_group(
         world: who meets where.
         device: of this rank.
         timeout_seconds: how long a collective waits for the other ranks.
-        stop: shall know of signals to the other ranks.
+        on_join: called with the other ranks, when they have been joined.
 
     Raises:
         EnvironmentFault: they could not meet.
@@ -72,8 +78,10 @@ def process_group(
         return
     timeout = timedelta(seconds=timeout_seconds)
     on_gpu = device.type == "cuda"
-    if dist.is_initialized():  # who joined the ranks also parts them
-        yield dist.new_group(backend="gloo", timeout=timeout) if on_gpu else dist.group.WORLD
+    if dist.is_initialized():  # by a caller, who also destroys the group
+        host = dist.new_group(backend="gloo", timeout=timeout) if on_gpu else dist.group.WORLD
+        on_join(RankPeers(host))
+        yield host
         return
     try:
         store = _store(world, timeout)
@@ -92,20 +100,77 @@ def process_group(
             f"{world.meeting_point}: {str(error).splitlines()[0]}",
             "check that all ranks run, and that this address and port are free and reachable",
         ) from error
-    ending.skip_teardown()
-    if stop:
-        serves = world.rank == 0 and not world.hosted and "tcp://" in world.meeting_point
-        stop.meet(Peers(store, lingers=serves))
+    skip_teardown()
+    serves_store = world.rank == 0 and not world.hosted and "tcp://" in world.meeting_point
+    on_join(RankPeers(host, store, serves_store))
     try:
         yield host
         # A rank that leaves early breaks the last collective of the others. After an error there
         # is nothing to wait for: the process ends, and the launcher ends the others.
-        dist.monitored_barrier(host, timedelta(seconds=min(timeout_seconds, PARTING_SECONDS)))
+        dist.monitored_barrier(host, timedelta(seconds=min(timeout_seconds, TEARDOWN_SECONDS)))
     except RuntimeError as error:
         if "gloo" not in str(error) and not isinstance(error, dist.DistError):
             raise
         raise LostContact.by(world.rank, error) from error
     dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class RankPeers:
+    """The other ranks of a job, reached by an all-reduce, and by the job's store between those.
+
+    Where the store is gone, nothing is told and nothing is learned.
+
+    Args:
+        group: a gloo group of all ranks, so that no GPU is waited for.
+        store: the store of the job, if this process has opened it.
+        serves_store: whether the store ends with this process.
+    """
+
+    group: dist.ProcessGroup | None
+    store: Store | None = None
+    serves_store: bool = False
+
+    def any(self, flag: bool) -> bool:
+        """Return whether a flag is set on any rank: one small all-reduce.
+
+        Raises:
+            LostContact: another rank ended.
+        """
+        votes = torch.tensor([flag], dtype=torch.int32)
+        try:
+            dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group)
+        except RuntimeError as error:
+            raise LostContact.by(dist.get_rank(self.group), error) from error
+        return bool(votes.item())
+
+    def ask(self, reason: str) -> None:
+        """Tell the other ranks that a signal asked this one to stop."""
+        with suppress(RuntimeError):
+            if self.store:
+                self.store.set(ASKED, reason)
+
+    def is_asked(self) -> bool:
+        """Return whether a rank was asked to stop."""
+        with suppress(RuntimeError):
+            return self.store is not None and self.store.check([ASKED])
+        return False
+
+    def leave(self, reason: str, code: ExitCode) -> None:
+        """Tell the other ranks that this one ends at once, and give them time to see it."""
+        with suppress(RuntimeError):
+            if self.store:
+                self.store.set(LEFT, str(int(code)))
+                self.store.set(ASKED, reason)
+            if self.serves_store:
+                sleep(2 * TICK_SECONDS)
+
+    def code_of_leaver(self) -> ExitCode | None:
+        """Return the exit code of a rank that ended at once; None: none did."""
+        with suppress(RuntimeError):
+            if self.store and self.store.check([LEFT]):
+                return ExitCode(int(self.store.get(LEFT)))
+        return None
 
 
 def _store(world: World, timeout: timedelta) -> Store:

@@ -7,26 +7,24 @@ passes it on once. The kernel kills the ranks when the parent dies (Linux).
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Literal, Self
 
 from ..core.errors import EnvironmentFault, ExitCode
 from ..core.heartbeat import read_beats
 from .child import preparation, rank_environment, store_file
+from .ending import STOP_SIGNALS, SignalPipe, print_error
 from .environment import ATTEMPT, STORE, TRACEBACK
 from .failure import Cause, RankEnd, Restarts, find_cause
 from .rank_log import STACKS_SIGNAL
-from .signals import ECHO_SECONDS, STOP_SIGNALS, URGENT
 
+LAUNCHER_SIGNALS = (*STOP_SIGNALS, signal.SIGCHLD)
+"""the signals that a launcher listens to"""
 SETTLE_SECONDS = 1.0
 GRACE_SECONDS = 5.0
 
@@ -38,7 +36,7 @@ def launch(
     log_dir: Path,
     stop_timeout_seconds: float = 120.0,
     restarts: Restarts | None = None,
-    signals: Signals | None = None,
+    signals: SignalPipe | None = None,
     on_failure: Callable[[str], None] = lambda reason: None,
 ) -> int:
     """Run `nproc` ranks of a command until all have ended; return the exit code of the job.
@@ -64,77 +62,18 @@ def launch(
         EnvironmentFault: a process or a log file cannot be made.
     """
     restarts = restarts or Restarts(0)
-    with nullcontext(signals) if signals else Signals() as heard:
+    with nullcontext(signals) if signals else SignalPipe(LAUNCHER_SIGNALS) as pipe:
         attempt = 0
         while True:
-            job = _Job(nproc, stop_timeout_seconds, heard)
+            job = _Job(nproc, stop_timeout_seconds, pipe)
             code = job.run([*command, *restarts.arguments()], log_dir, attempt)
             if job.cause:
                 on_failure(job.cause.sentence)
-            if code != ExitCode.FAILED or heard.first or not restarts.allow():
+            if code != ExitCode.FAILED or pipe.first or not restarts.allow():
                 return code
             attempt += 1
-            _say(f"starting the ranks again ({restarts.count} of at most {restarts.limit} times)")
-
-
-class Signals:
-    """Queues signals in a pipe, so that they never interrupt what the parent is doing.
-
-    Attributes:
-        first: the first signal that asked to stop, 0 before.
-    """
-
-    def __init__(self) -> None:
-        self.first = 0
-        self._urgent_at = 0.0
-
-    def __enter__(self) -> Self:
-        self._read_end, self._write_end = os.pipe()
-        for end in (self._read_end, self._write_end):
-            os.set_blocking(end, False)
-        self._wakeup_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        self._before: dict[int, Any] = {}
-        for number in (*STOP_SIGNALS, signal.SIGCHLD):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                self._before[number] = signal.signal(number, _noop)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._wakeup_before)
-        os.close(self._read_end)
-        os.close(self._write_end)
-
-    def wait(self, seconds: float) -> list[int]:
-        """Return the signals that came, after `seconds` or when the first comes."""
-        select.select([self._read_end], [], [], max(0.0, seconds))
-        with suppress(BlockingIOError):
-            return list(os.read(self._read_end, 4096))
-        return []
-
-    def judge(self, number: int) -> Literal["pass on", "kill", "ignore"]:
-        """Return what a signal asks for: the first that is urgent ends the patience for SIGINT."""
-        if number not in STOP_SIGNALS:
-            return "ignore"
-        self.first = self.first or number
-        now = time.monotonic()
-        if number not in URGENT:
-            return "pass on"
-        if not self._urgent_at:
-            self._urgent_at = now
-            return "pass on"
-        impatient = number == signal.SIGINT and now - self._urgent_at > ECHO_SECONDS
-        return "kill" if impatient else "ignore"
-
-
-def _noop(number: int, frame: FrameType | None) -> None:
-    """Exist, so that the signal reaches the wakeup descriptor."""
+            count = f"{restarts.count} of at most {restarts.limit} times"
+            print_error(f"trainer: starting the ranks again ({count})")
 
 
 @dataclass
@@ -144,8 +83,7 @@ class _Rank:
     log: Path
     log_start: int
     code: int | None = None
-    is_struck: bool = False
-    """whether we asked it to end, or made it"""
+    is_ended_by_us: bool = False
 
 
 class _Job:
@@ -155,14 +93,14 @@ class _Job:
         cause: why it failed.
     """
 
-    def __init__(self, nproc: int, stop_timeout_seconds: float, signals: Signals) -> None:
+    def __init__(self, nproc: int, stop_timeout_seconds: float, signals: SignalPipe) -> None:
         self._nproc = nproc
         self._stop_timeout_seconds = stop_timeout_seconds
         self._signals = signals
         self._ranks: list[_Rank] = []
         self._failed: list[_Rank] = []
         """those that ended by themselves, in the order in which that was noticed"""
-        self._blows: list[tuple[float, int]] = []
+        self._pending_signals: list[tuple[float, int]] = []
         """when the ranks that still run get which signal"""
         self.cause: Cause | None = None
 
@@ -183,11 +121,12 @@ class _Job:
 
     def _wait(self) -> None:
         while self._running():
-            until = self._blows[0][0] if self._blows else time.monotonic() + 60.0
-            for number in self._signals.wait(until - time.monotonic()):
-                self._heed(number)
+            now = time.monotonic()
+            until = min((due for due, _ in self._pending_signals), default=now + 60.0)
+            for number in self._signals.read(max(0.0, until - now)):
+                self._handle(number)
             self._reap()
-            self._strike()
+            self._deliver_due()
 
     def _start(
         self,
@@ -225,38 +164,41 @@ class _Job:
     def _running(self) -> list[_Rank]:
         return [rank for rank in self._ranks if rank.code is None]
 
-    def _heed(self, number: int) -> None:
-        action = self._signals.judge(number)
-        if action == "kill":
-            self._blows = [(0.0, signal.SIGKILL)]
-        elif action == "pass on":
+    def _handle(self, number: int) -> None:
+        kind = self._signals.judge(number)
+        if kind == "repeated" and number == signal.SIGINT:
+            self._pending_signals = [(0.0, signal.SIGKILL)]
+        elif kind == "new":
             for rank in self._running():
                 rank.process.send_signal(number)
             deadline = time.monotonic() + self._stop_timeout_seconds
-            self._blows = self._blows or [(deadline, signal.SIGKILL)]
+            self._pending_signals = self._pending_signals or [(deadline, signal.SIGKILL)]
 
     def _reap(self) -> None:
-        """Take note of the ranks that ended; the first failure dooms the others."""
+        """Take note of the ranks that ended; after the first failure the others are ended."""
         for rank in self._running():
             rank.code = rank.process.poll()
             if rank.code is None:
                 continue
             _kill_group(rank.process)  # what it left behind: data workers
-            if rank.is_struck or rank.code in (ExitCode.DONE, ExitCode.STOPPED_AND_SAVED):
+            if rank.is_ended_by_us or rank.code in (ExitCode.DONE, ExitCode.STOPPED_AND_SAVED):
                 continue
             if not self._failed:
                 end = time.monotonic() + SETTLE_SECONDS
                 # Whoever runs on for so long may hang: its stacks say where.
-                doom = [(end, STACKS_SIGNAL), (end + 0.1, signal.SIGTERM)]
-                doom.append((end + GRACE_SECONDS, signal.SIGKILL))
-                self._blows = sorted([*self._blows, *doom])
+                self._pending_signals += [
+                    (end, STACKS_SIGNAL),
+                    (end + 0.1, signal.SIGTERM),
+                    (end + GRACE_SECONDS, signal.SIGKILL),
+                ]
+                self._pending_signals.sort()
             self._failed.append(rank)
 
-    def _strike(self) -> None:
-        while self._blows and self._blows[0][0] <= time.monotonic():
-            _, number = self._blows.pop(0)
+    def _deliver_due(self) -> None:
+        while self._pending_signals and self._pending_signals[0][0] <= time.monotonic():
+            _, number = self._pending_signals.pop(0)
             for rank in self._running():
-                rank.is_struck |= number != STACKS_SIGNAL
+                rank.is_ended_by_us |= number != STACKS_SIGNAL
                 if number == signal.SIGKILL:
                     _kill_group(rank.process)
                 else:
@@ -284,15 +226,10 @@ class _Job:
             return ExitCode.INTERRUPTED
         self.cause = cause
         if cause.code != codes[0] or cause.code == ExitCode.FAILED:
-            _say(cause.render())
+            print_error(f"trainer: {cause.render()}")
         return cause.code
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _say(text: str) -> None:
-    with suppress(OSError, ValueError):
-        print(f"trainer: {text}", file=sys.stderr, flush=True)

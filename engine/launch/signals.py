@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import atexit
 import os
-import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from ..core.errors import ExitCode, Stopped
-from .ending import end_abruptly
-from .peers import TICK_SECONDS, Peers, any_rank
+from .ending import STOP_SIGNALS, TICK_SECONDS, SignalPipe, end_abruptly, print_error
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from .group import RankPeers
 
-URGENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-STOP_SIGNALS = (*URGENT, signal.SIGUSR1)
-# A terminal and a wrapper (uv, make) may both deliver one Ctrl-C.
-ECHO_SECONDS = 0.1
 GRACE_SECONDS = 20.0
 """how long the main thread may sit in C++ before the process is ended from outside of it"""
+_END = 0
+"""in the pipe: ends the thread that reads it"""
 
 
 class StopRequested(BaseException):
@@ -43,14 +38,14 @@ class StopFlag:
     blocked before, as by `cli/entry.py`, it stays to the end of the process.
 
     Attributes:
-        group: whom `agree` asks; None in one process.
         reason: the name of the first signal, empty before.
     """
 
     def __init__(self) -> None:
-        self.group: dist.ProcessGroup | None = None
         self.reason = ""
-        self._peers: Peers | None = None
+        self._pipe = SignalPipe(STOP_SIGNALS, self._handle)
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._peers: RankPeers | None = None
         self._answer: Callable[[], ExitCode] = lambda: ExitCode.INTERRUPTED
         self._record: Callable[[], None] = lambda: None
         self._at_once = False
@@ -59,20 +54,11 @@ class StopFlag:
         self._grace_seconds = GRACE_SECONDS
         self._changed_at = 0.0
         self._waiting_since = 0.0
-        self._urgent_at = 0.0
-        self._before: dict[int, Any] = {}
-        self._wakeup_before = -1
-        self._write_end = -1
         self._is_for_life = False
 
     def __enter__(self) -> Self:
-        read_end, self._write_end = os.pipe()
-        os.set_blocking(self._write_end, False)
-        self._wakeup_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        for number in STOP_SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                self._before[number] = signal.signal(number, self._handle)
-        threading.Thread(target=self._listen, args=(read_end,), daemon=True).start()
+        self._pipe.__enter__()
+        self._thread.start()
         _active.append(self)
         blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         self._is_for_life = signal.SIGTERM in blocked
@@ -91,10 +77,9 @@ class StopFlag:
         if self._is_for_life:
             return
         _active.remove(self)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._wakeup_before)
-        os.close(self._write_end)  # ends the thread
+        self._pipe.put(_END)
+        self._thread.join()
+        self._pipe.__exit__(kind, error, traceback)
 
     @property
     def requested(self) -> bool:
@@ -107,7 +92,12 @@ class StopFlag:
         Raises:
             LostContact: another rank ended.
         """
-        return any_rank([self.requested], self.group)[0]
+        return self._peers.any(self.requested) if self._peers else self.requested
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank has joined this one."""
+        return self._peers is None
 
     def end_at_once(
         self,
@@ -154,10 +144,10 @@ class StopFlag:
         finally:
             self._waiting_since = 0.0
 
-    def meet(self, peers: Peers) -> None:
+    def join(self, peers: RankPeers) -> None:
         """Learn from now on when another rank is asked to stop, also where ranks do not `agree`."""
+        self._peers = peers
         if self in _active:
-            self._peers = peers
             threading.Thread(target=self._watch, args=(peers,), daemon=True).start()
 
     def leave_job(self, code: ExitCode) -> None:
@@ -194,54 +184,48 @@ class StopFlag:
     def _waits_long(self) -> bool:
         return 0 < self._waiting_since < time.monotonic() - TICK_SECONDS
 
-    def _listen(self, read_end: int) -> None:
+    def _listen(self) -> None:
         while True:
-            tick = TICK_SECONDS if self.requested else None
-            if select.select([read_end], [], [], tick)[0]:
-                numbers = os.read(read_end, 64)
-                if not numbers:
-                    break
-                for number in numbers:
-                    if number in STOP_SIGNALS:
-                        self._receive(number)
-            elif self._at_once or self._waits_long():
+            numbers = self._pipe.read(TICK_SECONDS if self.requested else None)
+            if _END in numbers:
+                return
+            for number in numbers:
+                self._receive(number)
+            if not numbers and (self._at_once or self._waits_long()):
                 _run_handler()
             waited = time.monotonic() - self._changed_at
             if self.requested and self._at_once and waited >= self._grace_seconds:
                 self._end(self._answer())
-        os.close(read_end)
 
     def _receive(self, number: int) -> None:
-        if not self.reason:
+        kind = self._pipe.judge(number)
+        if kind == "repeated":
+            end_abruptly(ExitCode.INTERRUPTED)
+        if not self.reason and kind == "new":
             self.reason, self._changed_at = signal.Signals(number).name, time.monotonic()
             if self._at_once:
-                _say(f"{self.reason}: stopping at once")
+                print_error(f"{self.reason}: stopping at once")
             elif not self._is_over:
-                _say(f"{self.reason}: saving and stopping after this step; again to exit at once")
-        if number not in URGENT:
-            return
-        now = time.monotonic()
-        if not self._urgent_at:
-            self._urgent_at = now
-        elif now - self._urgent_at > ECHO_SECONDS:
-            end_abruptly(ExitCode.INTERRUPTED)
+                print_error(
+                    f"{self.reason}: saving and stopping after this step; again to exit at once"
+                )
 
     def _end(self, code: ExitCode) -> None:
         """End the process although the main thread does not answer."""
-        told = threading.Thread(target=self.leave_job, args=(code,), daemon=True)
-        told.start()
-        told.join(3 * TICK_SECONDS)
+        notice = threading.Thread(target=self.leave_job, args=(code,), daemon=True)
+        notice.start()
+        notice.join(3 * TICK_SECONDS)
         self._record()
         if self._grace_seconds:
-            _say("stopped while the main thread did not answer")
+            print_error("stopped while the main thread did not answer")
         end_abruptly(code)
 
-    def _watch(self, peers: Peers) -> None:
+    def _watch(self, peers: RankPeers) -> None:
         """Tell the other ranks of a signal, and look for theirs where this rank may act on it."""
         while not (self._is_over or self.requested):
             time.sleep(TICK_SECONDS)
             if (self._at_once or self._waits_long()) and peers.is_asked():
-                os.write(self._write_end, bytes([signal.SIGUSR1]))  # as if it came to this rank
+                self._pipe.put(signal.SIGUSR1)  # as if it came to this rank
         if self.requested:
             peers.ask(self.reason)
 
@@ -262,11 +246,6 @@ def _imports(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _say(text: str) -> None:
-    with suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
 
 
 def _ignore_signals() -> None:

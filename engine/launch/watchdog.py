@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from ..core.errors import EnvironmentFault, ExitCode
 from ..core.heartbeat import BeatFile, furthest_behind, heartbeat, read_beats
-from .ending import SHOW_CURSOR
+from .ending import print_error, show_cursor
 from .environment import World
 from .rank_log import RankLog
 
@@ -115,7 +113,7 @@ class Watchdog:
         self._log.write_stacks(title)
         if self._world.world_size == 1:
             where = f"in step {state.step}, {state.phase}"
-            _print(
+            print_error(
                 f"warning: no progress for {self._limit:g} s {where}; "
                 f"the stacks of its threads are in {self._log.path}"
             )
@@ -131,18 +129,11 @@ class Watchdog:
         if self._record:
             self._record(text)
         if self._world.launcher != "trainer":  # ours says it once for all ranks
-            _print(f"error: {text}")
-        if os.isatty(1):
-            with suppress(OSError):
-                os.write(1, SHOW_CURSOR)
+            print_error(f"error: {text}")
+        show_cursor()
         os._exit(ExitCode.FAILED)
 
 
 def explain_hang(behind: str, log: Path) -> str:
     """Return the sentence that names the rank that the others wait for."""
     return f"the job hangs: {behind}; the stacks of each rank are in {log.parent}/rank-N.log"
-
-
-def _print(text: str) -> None:
-    with suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)

@@ -105,7 +105,7 @@ def _run(
         if not dry_run:
             stack.enter_context(watch_rank(directory, world, recipe.resilience.hang_seconds))
         timeout_seconds = recipe.resilience.collective_timeout_seconds
-        stop.group = stack.enter_context(process_group(world, device, timeout_seconds, stop))
+        group = stack.enter_context(process_group(world, device, timeout_seconds, stop.join))
         progress = open_progress(world.rank)
         stack.callback(progress.close)
         stack.enter_context(logged_to(progress))
@@ -114,7 +114,7 @@ def _run(
                 progress.note(line)
             stop.finish()
             return ExitCode.DONE
-        session = Session(recipe, world, device, directory, stop, progress)
+        session = Session(recipe, world, device, group, directory, stop, progress)
         with stop.following():
             return session.train(allow_changed, parts)
 
@@ -126,6 +126,7 @@ class Session:
     recipe: Recipe
     world: World
     device: torch.device
+    group: ProcessGroup | None
     directory: RunDirectory
     stop: StopFlag
     progress: Progress
@@ -189,9 +190,7 @@ class Session:
         """Train and save the last state; an export that a signal would interrupt is left out."""
         with (
             self.stop.following(),
-            closing(
-                open_observer(parts, self.directory, self.progress, self.stop.group)
-            ) as observer,
+            closing(open_observer(parts, self.directory, self.progress, self.group)) as observer,
             paced_garbage_collection(self.recipe.run.gc_interval),
         ):
             try:

@@ -10,7 +10,8 @@ from ..core.errors import ExitCode
 from ..core.run_state import record_failure
 from ..launch.child import trainer_command
 from ..launch.cluster import SECONDS_TO_SAVE, batch_script
-from ..launch.local import Signals, launch
+from ..launch.ending import SignalPipe
+from ..launch.local import LAUNCHER_SIGNALS, launch
 from ..recipe.load import Loaded
 from .folder import Sweep
 from .points import Point
@@ -37,7 +38,7 @@ def run_points(
         the exit code of the run that was stopped, or of the first that failed, else 0.
     """
     failed: list[int] = []
-    with Signals() as signals:
+    with SignalPipe(LAUNCHER_SIGNALS) as signals:
         for number, (point, loaded) in enumerate(zip(sweep.points, recipes, strict=True), 1):
             place = f"[{number}/{len(sweep.points)}] {point.name}"
             if sweep.is_finished(point):
@@ -57,14 +58,14 @@ def run_points(
     return failed[0] if failed else ExitCode.DONE
 
 
-def stopped(signals: Signals) -> bool:
+def stopped(signals: SignalPipe) -> bool:
     """Return whether a signal has asked to stop."""
-    for number in signals.wait(0):
+    for number in signals.read(0):
         signals.judge(number)
     return bool(signals.first)
 
 
-def _run_point(sweep: Sweep, point: Point, loaded: Loaded, nproc: int, signals: Signals) -> int:
+def _run_point(sweep: Sweep, point: Point, loaded: Loaded, nproc: int, signals: SignalPipe) -> int:
     command = ["run", str(sweep.recipe), *(f"--set={text}" for text in sweep.settings(point))]
     return launch(
         trainer_command(command),

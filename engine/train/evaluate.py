@@ -61,7 +61,7 @@ def until_stopped(batches: Iterable[Batch], stop: StopFlag) -> Iterator[Batch]:
         faults.point("train.evaluate", step=number)
         if stop.agree():
             raise StopRequested
-        with stop.giving_up() if stop.group is None else nullcontext():
+        with stop.giving_up() if stop.is_alone else nullcontext():
             yield batch
 
 

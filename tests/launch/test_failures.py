@@ -193,7 +193,7 @@ def fail_on_rank_1() -> None:
 def fail_in_the_first_step() -> None:
     from trainer.engine.train.step import TrainStep
 
-    TrainStep.accumulate = lambda *_: 1 / 0  # type: ignore[method-assign]
+    TrainStep.accumulate = lambda *_, **__: 1 / 0  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("options", [["--nproc=1"], []])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import run_ranks
-from trainer.engine.launch.peers import any_rank
+from trainer.engine.launch.group import RankPeers
 from trainer.engine.launch.signals import StopFlag
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,13 +99,14 @@ def stop_one_rank() -> list[bool]:
 
     group = dist.group.WORLD
     with StopFlag() as stop:
-        stop.group = group
+        peers = RankPeers(group)
+        stop.join(peers)
         first = stop.agree()
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
             while not stop.requested:
                 time.sleep(0.005)
-        return [first, stop.agree(), *any_rank([dist.get_rank() == 0, False], group)]
+        return [first, stop.agree(), peers.any(dist.get_rank() == 0), peers.any(False)]
 
 
 def test_all_ranks_agree_when_one_was_asked() -> None:
