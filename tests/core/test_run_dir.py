@@ -20,7 +20,7 @@ from trainer.engine.core.files import atomic_write
 from trainer.engine.core.run_dir import RunDirectory
 from trainer.engine.core.unfinished import Unfinished
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
 import os, sys, time
 from pathlib import Path

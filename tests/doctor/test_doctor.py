@@ -12,7 +12,7 @@ import torch
 
 from trainer.engine.doctor.machine import write_speed
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def doctor(*arguments: str, cwd: Path, **env: str) -> tuple[int, str]:
