@@ -23,6 +23,7 @@ from .engine.sources.configs import DocumentSource, FileSource, SourceConfig, so
 from .engine.sources.documents import Document, DocumentFault
 from .engine.tokenizers.configs import TokenizerConfig, tokenizers
 from .engine.tokenizers.tokenizer import MarkedText
+from .kernels.registry import kernels
 from .model_zoo.config import ModelConfig
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "Tracker",
     "TrackerConfig",
     "TrainerError",
+    "kernels",
     "losses",
     "models",
     "optimizers",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...kernels.choose import Kernels, UnavailableKernelsError, choose, without_triton
+from ...kernels.choose import Kernels, UnavailableKernelsError, choose
+from ...kernels.registry import kernels
 from ..core.errors import Problem, RecipeError
 
 if TYPE_CHECKING:
@@ -24,9 +25,11 @@ def choose_kernels(recipe: Recipe, device_type: str, *, trains: bool = True) -> 
         RecipeError: one that the recipe names cannot run on the device, or on this machine.
     """
     compiling = recipe.compile.enabled and recipe.compile.backend == "inductor"
-    wanted = recipe.kernels.model_dump()
-    if not trains and without_triton(device_type):
-        wanted = {key: "auto" if word == "triton" else word for key, word in wanted.items()}
+    wanted = {
+        operation: name
+        for operation, name in recipe.kernels.model_dump().items()
+        if trains or name == "auto" or not kernels[operation][name].obstacle(device_type)
+    }
     try:
         return choose(wanted, device_type, recipe.data.seq_len, compiling=compiling)
     except UnavailableKernelsError as error:

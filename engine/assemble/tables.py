@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated
 
-from ..core.config import Table
+from ...kernels.registry import kernels
+from ..core.config import OneOf, Table
 
 
 class KernelChoices(Table):
     """Operation -> implementation; "auto" picks by device and shape."""
 
-    attention: Literal["auto", "matmul", "sdpa"] = "auto"
+    attention: Annotated[str, OneOf(kernels["attention"], "auto")] = "auto"
     """"matmul": plain products, fastest on CPUs for short rows; "sdpa": torch's fused attention"""
-    rms_norm: Literal["auto", "torch", "triton"] = "auto"
+    rms_norm: Annotated[str, OneOf(kernels["rms_norm"], "auto")] = "auto"
     """root-mean-square norm; "triton": one kernel, for GPUs"""
-    rotary: Literal["auto", "torch", "triton"] = "auto"
+    rotary: Annotated[str, OneOf(kernels["rotary"], "auto")] = "auto"
     """rotary position embedding; "triton": one kernel, for GPUs"""
-    swiglu: Literal["auto", "torch", "triton"] = "auto"
+    swiglu: Annotated[str, OneOf(kernels["swiglu"], "auto")] = "auto"
     """gated feed-forward activation; "triton": one kernel, for GPUs"""
-    linear_cross_entropy: Literal["auto", "torch", "compiled", "triton"] = "auto"
+    linear_cross_entropy: Annotated[str, OneOf(kernels["linear_cross_entropy"], "auto")] = "auto"
     """output projection and loss in chunks; "compiled": torch.compile fuses what is between its
     products, "auto" where [compile] is enabled; "triton": that is one kernel, for GPUs"""
-    grouped_gemm: Literal["auto", "torch", "triton"] = "auto"
+    grouped_gemm: Annotated[str, OneOf(kernels["grouped_gemm"], "auto")] = "auto"
     """products of the rows of each expert with its weights; "triton": one kernel, for GPUs"""
-    permute: Literal["auto", "torch", "triton"] = "auto"
+    permute: Annotated[str, OneOf(kernels["permute"], "auto")] = "auto"
     """sorts tokens by expert, and back; "triton": three kernels, for GPUs"""

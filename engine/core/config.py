@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import PydanticKnownError, core_schema
 
 from .files import address_problem
 
@@ -60,3 +70,37 @@ def _path(text: str) -> str:
 # Every key that holds a path has one of these types, so that an address is refused.
 LocalPath = Annotated[str, AfterValidator(_path)]
 RecipePath = Annotated[LocalPath, RelativeToRecipe()]
+
+
+class OneOf:
+    """Pydantic annotation of a text: one of some names, looked up when a recipe is validated.
+
+    Args:
+        names: the names, such as a registry's, which plugins may add to.
+        more: further words that are allowed; they come first in lists.
+    """
+
+    def __init__(self, names: Iterable[str], *more: str) -> None:
+        self.names = names
+        self.more = more
+
+    def words(self) -> list[str]:
+        """Return all words that are allowed now."""
+        return [*self.more, *self.names]
+
+    def validate(self, value: Any) -> str:
+        """Return the word, or raise pydantic's own error of a `Literal`."""
+        if isinstance(value, str) and (value in self.more or value in self.names):
+            return value
+        *others, last = map(repr, self.words())
+        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(others)} or {last}"})
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(self.validate)
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {"enum": self.words(), "type": "string"}

@@ -12,7 +12,7 @@ from warnings import catch_warnings
 import torch
 from torch._dynamo.utils import counters, graph_break_reasons
 
-from ...kernels.cross_entropy import compiled as compiled_loss
+from ...kernels.cross_entropy import op as compiled_loss
 from ..estimate.simulate.instrumented import empty_batches, rows_of
 from ..estimate.simulate.simulate import simulated_step
 
@@ -108,16 +108,16 @@ class _Tracer:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Compile with this in place of torch.compile."""
-        compiled_loss._compiled.cache_clear()
+        compiled_loss.compiled_inner.cache_clear()
         stand_in = self._compile_with(torch.compile)
         # What torch warns of when a graph breaks is in our own words already.
         with catch_warnings(action="ignore"), patch.object(torch, "compile", stand_in):
             yield
-        compiled_loss._compiled.cache_clear()
+        compiled_loss.compiled_inner.cache_clear()
 
     def _compile_with(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def compile_(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
-            is_loss = function is compiled_loss.replace_by_gradient
+            is_loss = function is compiled_loss.fusible_replace_by_gradient
             part = Traced("loss" if is_loss else f"{self._blocks}.{len(self._parts)}")
             self._parts.append(part)
             compiled = original(function, backend=self._count)

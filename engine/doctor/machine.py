@@ -158,7 +158,8 @@ def _process_groups() -> Iterator[Finding]:
 def _kernels() -> Iterator[Finding]:
     import torch
 
-    from ...kernels.choose import choose, without_triton
+    from ...kernels.choose import choose
+    from ...kernels.registry import without_triton
 
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     yield Finding("kernels by triton", "ok", without_triton(device_type) or "can be chosen")

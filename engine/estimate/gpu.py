@@ -28,14 +28,18 @@ def for_gpu(recipe: Recipe) -> Recipe:
 
 
 def with_torch_kernels(recipe: Recipe) -> Recipe:
-    """Return a recipe with torch's kernels for Triton's and compiled ones.
+    """Return a recipe with torch's kernels in place of Triton's, compiled ones and plugins'.
 
-    They hold the same, and run here, without numbers.
+    Torch's keep the same tensors for the backward pass, and run without a GPU and without data.
 
     MX is emulated: that keeps the same for the backward pass, and widens operands for a moment.
     """
     given = recipe.kernels.model_dump()
-    words = {key: "torch" for key, word in given.items() if word in ("triton", "compiled")}
+    words = {
+        key: "sdpa" if key == "attention" else "torch"
+        for key, word in given.items()
+        if word not in ("auto", "torch", "matmul", "sdpa")
+    }
     mx = recipe.precision.mx.model_copy(update={"emulate": True})
     update = {
         "kernels": recipe.kernels.model_copy(update=words),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...kernels.choose import without_triton
+from ...kernels.registry import without_triton
 from ..core.errors import EnvironmentFault
 from .choose import chosen
 from .tables import Precision

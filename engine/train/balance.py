@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...model_zoo.layers.moe import EXTRA, moe_layers
+from ...model_zoo.layers.moe import NUM_OTHER_COUNTS, moe_layers
 
 if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
@@ -60,7 +60,9 @@ class Balance:
         self._layers = list(mine.values())
         self._places = [order.index(f"{name}{ROUTER}") for name in mine]
         experts = max((shape[0] for shape in shapes.values()), default=0)
-        self._found = torch.zeros(len(order), experts + EXTRA, dtype=torch.float64, device=device)
+        self._found = torch.zeros(
+            len(order), experts + NUM_OTHER_COUNTS, dtype=torch.float64, device=device
+        )
         self._rows, self._same = rows, degrees.world // degrees.data
         # DDP and FSDP average over copies, and ranks that share a sequence have a mean each.
         self._shares = rows * degrees.context * degrees.tensor
@@ -92,7 +94,7 @@ class Balance:
             for layer in self._layers:
                 layer.token_factor.copy_(factor)
         if self._layers:
-            torch._foreach_zero_([layer.tally for layer in self._layers])
+            torch._foreach_zero_([layer.load_counter for layer in self._layers])
             factors = [layer.loss_factor for layer in self._layers]
             torch._foreach_zero_(factors)
             torch._foreach_add_(factors, scale * self._factor)
@@ -105,7 +107,7 @@ class Balance:
         """
         self._found.zero_()
         for place, layer in zip(self._places, self._layers, strict=True):
-            self._found[place].copy_(layer.tally)
+            self._found[place].copy_(layer.load_counter)
         sum_over_ranks(self._found)
 
     def loss(self) -> Tensor:
@@ -115,7 +117,7 @@ class Balance:
     @torch.no_grad()
     def update(self) -> None:
         """Let the routers of this rank know the loads that were found."""
-        loads = self._found[:, :-EXTRA]
+        loads = self._found[:, :-NUM_OTHER_COUNTS]
         mean = loads.mean(1, keepdim=True)
         # Counts are exact in fp64, so that every plan finds the same signs.
         signs, shares = (mean - loads).sign(), loads / mean.clamp(min=1)
@@ -135,7 +137,10 @@ class Balance:
         equation 4), of the worst layer; `mean_violation` its mean over layers. `idle_experts` had
         no token. `router_entropy` is a token's, in nats, and `drop_rate` a share of rows.
         """
-        loads, (dropped, entropy, _) = self._found[:, :-EXTRA], self._found[:, -EXTRA:].unbind(1)
+        loads, (dropped, entropy, _) = (
+            self._found[:, :-NUM_OTHER_COUNTS],
+            self._found[:, -NUM_OTHER_COUNTS:].unbind(1),
+        )
         # Layers that no gradient reaches count nothing.
         is_counted = loads.sum(1) > 0
         violations = (loads.amax(1) / loads.mean(1).clamp(min=1) - 1) * is_counted

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric_memory
+
+from ..registry import load
 
 MOST_PROGRAMS = 64
 """They wait for those of other ranks, so that all must run at once, beside what else a GPU does."""
@@ -39,15 +42,14 @@ class Buffers:
 
     def exchange(self, x: Tensor, splits: Tensor) -> tuple[Tensor, Tensor]:
         """Return what `reference.all_to_all_v` does, without waiting for the device."""
-        from . import triton
-
         world = len(self.addresses)
         rows = x.contiguous().view(WORD)
         self.own[:world].copy_(splits)
         self.own[world].fill_(len(x))
         begin = header_words(world)
         self.own[begin : begin + rows.numel()].copy_(rows.flatten())
-        out, received = triton.pull(
+        pull = load(f"{__package__}.triton:pull")
+        out, received = pull(
             self.max_rows, rows.shape[1], self.addresses, self.signals, self.rank, self.programs
         )
         return out.view(x.dtype), received
@@ -57,8 +59,6 @@ def allocate(
     group: dist.ProcessGroup, device: torch.device, max_rows: int, row_bytes: int
 ) -> Buffers:
     """Return buffers for rows of that size; every rank of the group calls this."""
-    from torch.distributed import _symmetric_memory as symmetric_memory
-
     world = group.size()
     words = header_words(world) + max_rows * row_bytes // WORD.itemsize
     own = symmetric_memory.empty(words, dtype=WORD, device=device)

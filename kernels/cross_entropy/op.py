@@ -1,55 +1,64 @@
-"""Cross entropy of a linear projection whose inner part is one Triton kernel on GPUs."""
+"""Cross entropy of a linear projection, its inner part one kernel: Triton's or torch.compile's."""
 
 from __future__ import annotations
+
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
+from ..operators import operator
 from . import reference
 
 
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    z_loss: float = 0.0,
-    chunk: int | None = None,
-    token_losses: list[Tensor] | None = None,
-) -> Tensor:
-    """Return the summed cross entropy; see the reference."""
-    return reference.linear_cross_entropy(
-        hidden,
-        weight,
-        labels,
-        z_loss=z_loss,
-        chunk=chunk,
-        inner=replace_by_gradient,
-        token_losses=token_losses,
-    )
-
-
+@operator(
+    "replace_by_gradient",
+    cuda="cross_entropy.triton:replace_by_gradient",
+    mutates_args=("logits",),
+)
 def replace_by_gradient(logits: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
     """Return the rows' losses, and write the gradient over the logits; see the reference."""
-    losses, penalties = _replace_by_gradient(logits, labels, z_loss)
-    return losses, penalties
-
-
-@torch.library.custom_op(
-    "trainer::replace_by_gradient", mutates_args=("logits",), device_types="cpu"
-)
-def _replace_by_gradient(logits: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
     return reference.replace_by_gradient(logits, labels, z_loss)
 
 
-@_replace_by_gradient.register_kernel("cuda")
-def _(logits: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    from . import triton
-
-    return triton.replace_by_gradient(logits, labels, z_loss)
-
-
-@_replace_by_gradient.register_fake
+@replace_by_gradient.register_fake
 def _(logits: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
     losses = logits.new_empty(len(labels), dtype=torch.promote_types(logits.dtype, torch.float32))
     return losses, torch.empty_like(losses)
+
+
+def fusible_replace_by_gradient(
+    logits: Tensor, labels: Tensor, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """Return what the reference does, written without the scatter that compilers cannot fuse."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    counted = (labels != reference.IGNORED).to(wide.dtype)
+    largest = wide.amax(-1, keepdim=True)
+    powers = (wide - largest).exp()
+    total = powers.sum(-1, keepdim=True)
+    log_partition = (largest + total.log()).squeeze(1)
+    chosen = wide.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
+    losses = (log_partition - chosen) * counted
+    penalties = z_loss * log_partition.square() * counted
+    scale = counted * (1 + 2 * z_loss * log_partition)
+    # int32: half the traffic of int64, and the comparison stays inside the fused loop.
+    classes = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32)
+    is_label = classes == labels.unsqueeze(1).to(torch.int32)
+    gradient = powers * (scale.unsqueeze(1) / total) - torch.where(is_label, 1.0, 0.0)
+    logits.copy_(gradient)
+    return losses, penalties
+
+
+@cache
+def compiled_inner() -> reference.ReplaceByGradient:
+    """Return the compiled inner part; made at the first call, since it imports the compiler."""
+    return torch.compile(fusible_replace_by_gradient)
+
+
+linear_cross_entropy = partial(reference.linear_cross_entropy, inner=replace_by_gradient)
+"""the summed cross entropy with `replace_by_gradient` inside; see the reference"""
+compiled_linear_cross_entropy = partial(
+    reference.linear_cross_entropy,
+    inner=lambda logits, labels, z_loss: compiled_inner()(logits, labels, z_loss),
+)
+"""the summed cross entropy with torch.compile inside; see the reference"""

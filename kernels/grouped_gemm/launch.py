@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16
-"""bytes; the tensor memory accelerator reads rows that start at multiples of it, and threads read
-others number by number"""
+from .op import ALIGNMENT
+
 # Compute capabilities; from SMALL_BLACKWELL on, GPUs have less shared memory.
 HOPPER, BLACKWELL, SMALL_BLACKWELL = 90, 100, 120
 

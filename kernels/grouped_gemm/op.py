@@ -8,7 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import library, reference
+from ..operators import FLOATS, operator
+from . import reference
+
+ALIGNMENT = 16
+"""bytes; copies by hardware, and torch's grouped product, need rows that start at multiples"""
 
 
 def grouped_mm(
@@ -20,22 +24,22 @@ def grouped_mm(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return each row times the weight of its group; see `reference.grouped_mm`."""
-    y: Tensor = _grouped_mm(x, w, offs, trans_w, out_dtype or x.dtype)
-    return y
+    return _grouped_mm(x, w, offs, trans_w, out_dtype or x.dtype)
 
 
 def library_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     """Return each row times the transposed weight of its group, by torch's own product if it can.
 
-    What rows behind the last group get is not defined.
+    Rows after the last group are undefined in the result.
 
     Args:
         x: [M, K].
         w: [E, N, K], of the dtype of x.
         offs: int32 [E], where each group ends.
     """
-    # The one dtype for which it neither waits for the counts nor is unknown to torch.compile.
-    if x.is_cuda and x.dtype == torch.bfloat16 and library.takes(x, *w.shape[1:]):
+    # With fp32 and fp16 on a GPU, F.grouped_mm (torch 2.13) waits for the counts, and torch.compile
+    # does not know it.
+    if x.is_cuda and x.dtype == torch.bfloat16 and _takes(x, *w.shape[1:]):
         return F.grouped_mm(x, w.mT, offs=offs)
     return grouped_mm(x, w, offs)
 
@@ -44,51 +48,36 @@ def grouped_dw(
     dy: Tensor, x: Tensor, offs: Tensor, *, out_dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Return dy.T @ x of each group's rows; see `reference.grouped_dw`."""
-    dw: Tensor = _grouped_dw(dy, x, offs, out_dtype)
-    return dw
+    return _grouped_dw(dy, x, offs, out_dtype)
 
 
-@torch.library.custom_op("trainer::add_grouped_dw", mutates_args=("total",), device_types="cpu")
+def _takes(x: Tensor, *widths: int) -> bool:
+    """Return whether torch multiplies groups of rows of this dtype, and of operands so wide."""
+    return x.dtype in FLOATS and all(width * x.element_size() % ALIGNMENT == 0 for width in widths)
+
+
+@operator("add_grouped_dw", cuda="grouped_gemm.triton_dw:add_grouped_dw", mutates_args=("total",))
 def add_grouped_dw(total: Tensor, dy: Tensor, x: Tensor, offs: Tensor) -> None:
     """Add the products to a gradient; see `reference.add_grouped_dw`."""
     reference.add_grouped_dw(total, dy, x, offs)
 
 
-@torch.library.custom_op("trainer::grouped_mm", mutates_args=(), device_types="cpu")
+@operator("grouped_mm", cuda="grouped_gemm.triton:grouped_mm")
 def _grouped_mm(
     x: Tensor, w: Tensor, offs: Tensor, trans_w: bool, out_dtype: torch.dtype
 ) -> Tensor:
-    if out_dtype == x.dtype == w.dtype and library.takes(x, *w.shape[1:]):
-        return library.grouped_mm(x, w.mT if trans_w else w, offs)
-    return reference.grouped_mm(x, w, offs, trans_w=trans_w, out_dtype=out_dtype)
+    if out_dtype != x.dtype or w.dtype != x.dtype or not _takes(x, *w.shape[1:]):
+        return reference.grouped_mm(x, w, offs, trans_w=trans_w, out_dtype=out_dtype)
+    y = F.grouped_mm(x, w.mT if trans_w else w, offs=offs)
+    y[int(offs[-1]) :] = 0  # torch leaves the rows after the last group as they were in memory
+    return y
 
 
-@torch.library.custom_op("trainer::grouped_dw", mutates_args=(), device_types="cpu")
+@operator("grouped_dw", cuda="grouped_gemm.triton_dw:grouped_dw")
 def _grouped_dw(dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
-    if out_dtype == dy.dtype == x.dtype and library.takes(x, dy.shape[1], x.shape[1]):
-        return library.grouped_dw(dy, x, offs)
+    if out_dtype == dy.dtype == x.dtype and _takes(x, dy.shape[1], x.shape[1]):
+        return F.grouped_mm(dy.mT, x, offs=offs)
     return reference.grouped_dw(dy, x, offs, out_dtype=out_dtype)
-
-
-@_grouped_mm.register_kernel("cuda")
-def _(x: Tensor, w: Tensor, offs: Tensor, trans_w: bool, out_dtype: torch.dtype) -> Tensor:
-    from . import triton
-
-    return triton.grouped_mm(x, w, offs, trans_w=trans_w, out_dtype=out_dtype)
-
-
-@_grouped_dw.register_kernel("cuda")
-def _(dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
-    from . import triton_dw
-
-    return triton_dw.grouped_dw(dy, x, offs, out_dtype=out_dtype)
-
-
-@add_grouped_dw.register_kernel("cuda")
-def _(total: Tensor, dy: Tensor, x: Tensor, offs: Tensor) -> None:
-    from . import triton_dw
-
-    triton_dw.add_grouped_dw(total, dy, x, offs)
 
 
 @_grouped_mm.register_fake
@@ -108,7 +97,7 @@ def _(total: Tensor, dy: Tensor, x: Tensor, offs: Tensor) -> None:
     return None
 
 
-def _keep_mm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_mm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, w, offs, ctx.trans_w, _ = inputs
     ctx.save_for_backward(x, w, offs)
 
@@ -124,7 +113,7 @@ def _mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, grad_w, None, None, None
 
 
-def _keep_dw(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_dw(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:3])
 
 
@@ -136,5 +125,5 @@ def _dw_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_dy, grad_x, None, None
 
 
-_grouped_mm.register_autograd(_mm_backward, setup_context=_keep_mm)
-_grouped_dw.register_autograd(_dw_backward, setup_context=_keep_dw)
+_grouped_mm.register_autograd(_mm_backward, setup_context=_save_mm)
+_grouped_dw.register_autograd(_dw_backward, setup_context=_save_dw)

@@ -19,59 +19,8 @@ from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..routing.reference import tile_bound
-from ..routing.triton import write_tiles
-from .device import current_arch, num_programs
 from .launch import Tiling, mm_tiling
-
-ENTRIES = 32
-"""Entries of the tile map a program."""
-GROUP_M = 8
-"""Tiles that read the same columns of a weight one after another, while the cache holds them."""
-
-
-@triton.jit(do_not_specialize=["M", "bound"])
-def _list_tiles_kernel(
-    offs_ptr,
-    tile_map_ptr,
-    n_tiles_ptr,
-    M,
-    E,
-    bound,
-    BLOCK_M: tl.constexpr,
-    E_BLOCK: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):
-    expert = tl.arange(0, E_BLOCK)
-    ends = tl.load(offs_ptr + expert, mask=expert < E, other=M)
-    starts = tl.load(offs_ptr + expert - 1, mask=(expert > 0) & (expert <= E), other=0)
-    counts = tl.where(expert <= E, ends - starts, 0)
-    entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
-    write_tiles(entry, counts, tile_map_ptr, n_tiles_ptr, bound, BLOCK_M)
-
-
-@triton.jit
-def find_tile(
-    tile,
-    tiles_m,
-    tiles_n,
-    tile_map_ptr,
-    offs_ptr,
-    M,
-    E,
-    BLOCK_M: tl.constexpr,
-    GROUP_M: tl.constexpr,
-):
-    """Return the expert of a tile, its first row, the end of its group, and its column."""
-    per_group = GROUP_M * tiles_n
-    first = tile // per_group * GROUP_M
-    rows = tl.minimum(tiles_m - first, GROUP_M)
-    within = tile % per_group
-    entry = tl.load(tile_map_ptr + first + within % rows)
-    expert = entry >> 16
-    start = tl.load(offs_ptr + expert - 1, mask=expert > 0, other=0)
-    end = tl.load(offs_ptr + expert, mask=expert < E, other=M)
-    return expert, start + (entry & 0xFFFF) * BLOCK_M, end, within // rows
+from .triton_tiles import GROUP_M, current_arch, find_tile, list_tiles, num_programs
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -201,9 +150,9 @@ def grouped_mm(
     x: Tensor,
     w: Tensor,
     offs: Tensor,
-    *,
     trans_w: bool = True,
     out_dtype: torch.dtype | None = None,
+    *,
     tiling: Tiling | None = None,
     programs: int | None = None,
 ) -> Tensor:
@@ -262,25 +211,6 @@ def grouped_mm(
     else:
         _pointers_kernel[grid](x, w, y, *lists, *sizes, EVEN_K=K % tiling.block_k == 0, **options)
     return y
-
-
-def list_tiles(offs: Tensor, M: int, block_m: int) -> tuple[Tensor, Tensor]:
-    """Return the tile map of the groups and of the rows behind them, and its length."""
-    E = len(offs)
-    bound = tile_bound(M, E + 1, block_m)
-    tile_map, n_tiles = offs.new_empty(bound), offs.new_empty(1)
-    _list_tiles_kernel[(triton.cdiv(bound, ENTRIES),)](
-        offs,
-        tile_map,
-        n_tiles,
-        M,
-        E,
-        bound,
-        BLOCK_M=block_m,
-        E_BLOCK=triton.next_power_of_2(E + 1),
-        ENTRIES=ENTRIES,
-    )
-    return tile_map, n_tiles
 
 
 def _descriptors(x: Tensor, w: Tensor, y: Tensor, trans_w: bool, tiling: Tiling) -> tuple[Any, ...]:

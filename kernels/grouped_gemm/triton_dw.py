@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor
 
-from .device import current_arch, num_programs
 from .launch import Tiling, dw_tiling
+from .triton_tiles import current_arch, num_programs
 
 
 @triton.jit
@@ -71,8 +71,8 @@ def grouped_dw(
     dy: Tensor,
     x: Tensor,
     offs: Tensor,
-    *,
     out_dtype: torch.dtype = torch.float32,
+    *,
     tiling: Tiling | None = None,
     programs: int | None = None,
 ) -> Tensor:

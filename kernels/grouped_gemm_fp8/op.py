@@ -13,22 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..grouped_gemm.op import grouped_dw
+from ..operators import operator
 from ..quantize.op import quant_act, quant_weight
 from . import reference
-
-
-def grouped_mm_fp8(
-    x: Tensor,
-    x_scale: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    offs: Tensor,
-    *,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """Return each row times the weight of its group; see `reference.grouped_mm_fp8`."""
-    y: Tensor = _grouped_mm_fp8(x, x_scale, w, w_scale, offs, out_dtype)
-    return y
 
 
 def grouped_linear_fp8(
@@ -79,24 +66,26 @@ def _product(
     return grouped_mm_fp8(x8, x_scale, w8, w_scale, offs, out_dtype=out_dtype)
 
 
-@torch.library.custom_op("trainer::grouped_mm_fp8", mutates_args=(), device_types="cpu")
-def _grouped_mm_fp8(
-    x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, offs: Tensor, out_dtype: torch.dtype
+@operator("grouped_mm_fp8", cuda="grouped_gemm_fp8.triton:grouped_mm_fp8")
+def grouped_mm_fp8(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    offs: Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
+    """Return each row times the weight of its group; see `reference.grouped_mm_fp8`."""
     return reference.grouped_mm_fp8(x, x_scale, w, w_scale, offs, out_dtype=out_dtype)
 
 
-@_grouped_mm_fp8.register_kernel("cuda")
+@grouped_mm_fp8.register_fake
 def _(
-    x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, offs: Tensor, out_dtype: torch.dtype
-) -> Tensor:
-    from . import triton
-
-    return triton.grouped_mm_fp8(x, x_scale, w, w_scale, offs, out_dtype=out_dtype)
-
-
-@_grouped_mm_fp8.register_fake
-def _(
-    x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, offs: Tensor, out_dtype: torch.dtype
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    offs: Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     return x.new_empty((x.shape[0], w.shape[1]), dtype=out_dtype)

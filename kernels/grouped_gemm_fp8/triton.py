@@ -14,9 +14,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..grouped_gemm.device import current_arch, num_programs
 from ..grouped_gemm.launch import HOPPER, Tiling, are_aligned
-from ..grouped_gemm.triton import GROUP_M, find_tile, list_tiles
+from ..grouped_gemm.triton_tiles import (
+    GROUP_M,
+    current_arch,
+    find_tile,
+    list_tiles,
+    num_programs,
+)
 from ..quantize.reference import BLOCK
 from .reference import check_shapes
 
@@ -30,8 +35,8 @@ def grouped_mm_fp8(
     w: Tensor,
     w_scale: Tensor,
     offs: Tensor,
-    *,
     out_dtype: torch.dtype = torch.bfloat16,
+    *,
     tiling: Tiling | None = None,
     programs: int | None = None,
 ) -> Tensor:

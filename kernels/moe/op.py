@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..grouped_gemm.op import grouped_dw, grouped_mm
+from ..operators import operator
 from ..permute.op import permute, unpermute
 from ..routing.reference import RoutingPlan
 from . import reference
@@ -26,8 +27,7 @@ def moe_up_swiglu(x: Tensor, w13: Tensor, plan: RoutingPlan) -> Tensor:
         [T * A, I].
     """
     keeps = torch.is_grad_enabled() and (x.requires_grad or w13.requires_grad)
-    h: Tensor = _up_swiglu(x, w13, plan.row_token, plan.offs, plan.slot, keeps)[0]
-    return h
+    return _up_swiglu(x, w13, plan.row_token, plan.offs, plan.slot, keeps)[0]
 
 
 def moe_down_combine(h: Tensor, w2: Tensor, plan: RoutingPlan, weight: Tensor) -> Tensor:
@@ -50,28 +50,19 @@ class _DownCombine(torch.autograd.Function):
         h, w2, offs, slot, weight = ctx.saved_tensors
         rows = permute(grad.contiguous(), slot)
         through = grouped_mm(rows, w2, offs, trans_w=False)
-        grad_h, weighted_h, grad_weight = _weigh(through, h, slot, weight)
+        grad_h, weighted_h, grad_weight = _scale_by_router_weight(through, h, slot, weight)
         grad_w2 = None
         if ctx.needs_input_grad[1]:
             grad_w2 = grouped_dw(rows, weighted_h, offs, out_dtype=w2.dtype)
         return grad_h, grad_w2, None, None, grad_weight
 
 
-@torch.library.custom_op("trainer::moe_up_swiglu", mutates_args=(), device_types="cpu")
+@operator("moe_up_swiglu", cuda="moe.triton:up_swiglu")
 def _up_swiglu(
     x: Tensor, w13: Tensor, row_token: Tensor, offs: Tensor, slot: Tensor, keeps: bool
 ) -> tuple[Tensor, Tensor]:
     h, gate_up = reference.gathered_swiglu(x, w13, row_token, offs)
     return h, gate_up if keeps else x.new_empty(0)
-
-
-@_up_swiglu.register_kernel("cuda")
-def _(
-    x: Tensor, w13: Tensor, row_token: Tensor, offs: Tensor, slot: Tensor, keeps: bool
-) -> tuple[Tensor, Tensor]:
-    from . import triton
-
-    return triton.moe_up_swiglu(x, w13, row_token, offs, save_gate_up=keeps)
 
 
 @_up_swiglu.register_fake
@@ -104,16 +95,9 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Ten
 _up_swiglu.register_autograd(_differentiate, setup_context=_keep)
 
 
-@torch.library.custom_op("trainer::moe_swiglu_backward", mutates_args=(), device_types="cpu")
+@operator("moe_swiglu_backward", cuda="moe.triton:swiglu_backward")
 def _swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     return reference.swiglu_backward(grad, gate_up)
-
-
-@_swiglu_backward.register_kernel("cuda")
-def _(grad: Tensor, gate_up: Tensor) -> Tensor:
-    from . import triton
-
-    return triton.swiglu_backward(grad, gate_up)
 
 
 @_swiglu_backward.register_fake
@@ -121,18 +105,13 @@ def _(grad: Tensor, gate_up: Tensor) -> Tensor:
     return gate_up.new_empty(gate_up.shape)
 
 
-@torch.library.custom_op("trainer::moe_weigh", mutates_args=(), device_types="cpu")
-def _weigh(grad: Tensor, h: Tensor, slot: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return reference.weigh(grad, h, slot, weight)
+@operator("scale_by_router_weight", cuda="moe.triton:scale_by_router_weight")
+def _scale_by_router_weight(
+    grad: Tensor, h: Tensor, slot: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return reference.scale_by_router_weight(grad, h, slot, weight)
 
 
-@_weigh.register_kernel("cuda")
-def _(grad: Tensor, h: Tensor, slot: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    from . import triton
-
-    return triton.weigh(grad, h, slot, weight)
-
-
-@_weigh.register_fake
+@_scale_by_router_weight.register_fake
 def _(grad: Tensor, h: Tensor, slot: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return grad.new_empty(grad.shape), h.new_empty(h.shape), weight.new_empty(weight.shape)

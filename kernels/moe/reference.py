@@ -61,7 +61,9 @@ def moe_down_combine(h: Tensor, w2: Tensor, plan: RoutingPlan, weight: Tensor) -
     return unpermute(grouped_mm(h, w2, plan.offs), plan.slot, weight)
 
 
-def weigh(grad: Tensor, h: Tensor, slot: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def scale_by_router_weight(
+    grad: Tensor, h: Tensor, slot: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return both times their choice's weight, and each choice's product of the two.
 
     Args:

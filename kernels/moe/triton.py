@@ -15,10 +15,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..grouped_gemm.device import current_arch, num_programs
 from ..grouped_gemm.launch import HOPPER, Tiling, are_aligned
-from ..grouped_gemm.triton import GROUP_M, find_tile, list_tiles
-from ..operands import require_float
+from ..grouped_gemm.triton_tiles import (
+    GROUP_M,
+    current_arch,
+    find_tile,
+    list_tiles,
+    num_programs,
+)
+from ..operators import require_float
 from ..swiglu.triton import backward_into
 
 # Two sums a tile, one of the gate and one of up: twice the columns would need every register.
@@ -89,6 +94,13 @@ def moe_up_swiglu(
     return h, gate_up
 
 
+def up_swiglu(
+    x: Tensor, w13: Tensor, row_token: Tensor, offs: Tensor, slot: Tensor, keeps: bool
+) -> tuple[Tensor, Tensor]:
+    """Return `moe_up_swiglu` for the arguments of the operator, whose gradient reads `slot`."""
+    return moe_up_swiglu(x, w13, row_token, offs, save_gate_up=keeps)
+
+
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     """Return the gradient of gate and up, side by side; see the reference."""
     out = torch.empty_like(gate_up)
@@ -97,7 +109,9 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     return out
 
 
-def weigh(grad: Tensor, h: Tensor, slot: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def scale_by_router_weight(
+    grad: Tensor, h: Tensor, slot: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return both times their choice's weight, and each choice's product of the two."""
     require_float(grad, h, weight)
     grad, h, slot, weight = (each.contiguous() for each in (grad, h, slot, weight))
@@ -107,7 +121,7 @@ def weigh(grad: Tensor, h: Tensor, slot: Tensor, weight: Tensor) -> tuple[Tensor
     block = min(_WIDEST, max(16, triton.next_power_of_2(I)))
     rows = _TILE // block
     if choices:
-        _weigh[(triton.cdiv(choices, rows),)](
+        _scale_by_router_weight[(triton.cdiv(choices, rows),)](
             grad,
             h,
             slot,
@@ -196,7 +210,7 @@ def _moe_up_swiglu(
 
 
 @triton.jit
-def _weigh(
+def _scale_by_router_weight(
     grad_ptr,
     h_ptr,
     slot_ptr,

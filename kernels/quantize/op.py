@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..operators import operator
 from . import reference
 from .reference import BLOCK, Layout
 
@@ -22,22 +23,9 @@ def quant_weight(w: Tensor, *, pow2: bool = False, layout: Layout = "row") -> tu
     return tuple(_quant_weight(w, pow2, layout))
 
 
-def dequant(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return q times the scale of each 128 x 128 block; see the reference."""
-    out: Tensor = _dequant(q, scale, dtype)
-    return out
-
-
-@torch.library.custom_op("trainer::quant_act", mutates_args=(), device_types="cpu")
+@operator("quant_act", cuda="quantize.triton:quant_act")
 def _quant_act(x: Tensor, pow2: bool, layout: str) -> list[Tensor]:
     return list(reference.quant_act(x, pow2=pow2, layout=layout))  # type: ignore[arg-type]
-
-
-@_quant_act.register_kernel("cuda")
-def _(x: Tensor, pow2: bool, layout: str) -> list[Tensor]:
-    from . import triton
-
-    return list(triton.quant_act(x, pow2=pow2, layout=layout))  # type: ignore[arg-type]
 
 
 @_quant_act.register_fake
@@ -48,16 +36,9 @@ def _(x: Tensor, pow2: bool, layout: str) -> list[Tensor]:
     return {"row": rows, "column": columns, "both": rows + columns}[layout]
 
 
-@torch.library.custom_op("trainer::quant_weight", mutates_args=(), device_types="cpu")
+@operator("quant_weight", cuda="quantize.triton:quant_weight")
 def _quant_weight(w: Tensor, pow2: bool, layout: str) -> list[Tensor]:
     return list(reference.quant_weight(w, pow2=pow2, layout=layout))  # type: ignore[arg-type]
-
-
-@_quant_weight.register_kernel("cuda")
-def _(w: Tensor, pow2: bool, layout: str) -> list[Tensor]:
-    from . import triton
-
-    return list(triton.quant_weight(w, pow2=pow2, layout=layout))  # type: ignore[arg-type]
 
 
 @_quant_weight.register_fake
@@ -69,19 +50,13 @@ def _(w: Tensor, pow2: bool, layout: str) -> list[Tensor]:
     return {"row": rows, "column": columns, "both": rows + columns}[layout]
 
 
-@torch.library.custom_op("trainer::dequant", mutates_args=(), device_types="cpu")
-def _dequant(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+@operator("dequant", cuda="quantize.triton:dequant")
+def dequant(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return q times the scale of each 128 x 128 block; see the reference."""
     return reference.dequant(q, scale, dtype)
 
 
-@_dequant.register_kernel("cuda")
-def _(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    from . import triton
-
-    return triton.dequant(q, scale, dtype)
-
-
-@_dequant.register_fake
+@dequant.register_fake
 def _(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return q.new_empty(q.shape, dtype=dtype)
 

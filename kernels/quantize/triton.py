@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..operands import require_float
+from ..operators import require_float
 from .reference import BLOCK, LARGEST, LEAST, Layout, check_layout, check_width
 
 _LARGEST = tl.constexpr(LARGEST)
 _LEAST = tl.constexpr(LEAST)
 
 
-def quant_act(x: Tensor, *, pow2: bool = False, layout: Layout = "row") -> tuple[Tensor, ...]:
+def quant_act(x: Tensor, pow2: bool = False, layout: Layout = "row") -> list[Tensor]:
     """Return activations in e4m3, and their scales; see the reference."""
     require_float(x)
     check_layout(layout)
@@ -39,10 +39,10 @@ def quant_act(x: Tensor, *, pow2: bool = False, layout: Layout = "row") -> tuple
             BLOCK=BLOCK,
             num_warps=warps,
         )
-    return rows * is_row + columns * is_column
+    return [*rows * is_row, *columns * is_column]
 
 
-def quant_weight(w: Tensor, *, pow2: bool = False, layout: Layout = "row") -> tuple[Tensor, ...]:
+def quant_weight(w: Tensor, pow2: bool = False, layout: Layout = "row") -> list[Tensor]:
     """Return weights in e4m3 with a scale for each 128 x 128 of them; see the reference."""
     require_float(w)
     check_layout(layout)
@@ -64,7 +64,7 @@ def quant_weight(w: Tensor, *, pow2: bool = False, layout: Layout = "row") -> tu
             BLOCK=BLOCK,
             num_warps=8,
         )
-    return rows * is_row + columns * is_column
+    return [*rows * is_row, *columns * is_column]
 
 
 def dequant(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

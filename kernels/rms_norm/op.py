@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..operators import operator
 from . import reference
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the norm; see the reference."""
-    out: Tensor = _forward(x, None, weight, eps)[0]
-    return out
+    return _forward(x, None, weight, eps)[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -22,7 +22,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return out, total
 
 
-@torch.library.custom_op("trainer::rms_norm", mutates_args=(), device_types="cpu")
+@operator("rms_norm", cuda="rms_norm.triton:forward")
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,15 +30,6 @@ def _forward(
     out = reference.rms_norm(total, weight, eps).contiguous()
     kept = x.new_empty(0) if residual is None else total.contiguous()
     return out, kept, reference.inverse_rms(total, eps).contiguous()
-
-
-@_forward.register_kernel("cuda")
-def _(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    from . import triton
-
-    return triton.forward(x, residual, weight, eps)
 
 
 @_forward.register_fake
@@ -49,21 +40,12 @@ def _(
     return x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape), inverse
 
 
-@torch.library.custom_op("trainer::rms_norm_backward", mutates_args=(), device_types="cpu")
+@operator("rms_norm_backward", cuda="rms_norm.triton:backward")
 def _backward(
     grad: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
     grad_x, grad_weight = reference.backward(grad, x, weight, inverse)
     return (grad_x if grad_total is None else grad_x + grad_total).contiguous(), grad_weight
-
-
-@_backward.register_kernel("cuda")
-def _(
-    grad: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, inverse: Tensor
-) -> tuple[Tensor, Tensor]:
-    from . import triton
-
-    return triton.backward(grad, grad_total, x, weight, inverse)
 
 
 @_backward.register_fake

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..operands import require_float
+from ..operators import require_float
 
 WIDEST = 2**14
 # Four for each of the 132 multiprocessors of an H100: the weight's gradient is summed in this many

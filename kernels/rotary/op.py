@@ -4,31 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ..operators import operator
 from . import reference
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs of each head by their position's angles; see the reference.
+    """Rotate the pairs of each head by the angles of their position; see the reference.
 
     The angles have no gradient.
     """
-    out: Tensor = _rotary(x, cos, sin, False)
-    return out
+    return _rotary(x, cos, sin, False)
 
 
-@torch.library.custom_op("trainer::rotary", mutates_args=(), device_types="cpu")
+@operator("rotary", cuda="rotary.triton:rotary")
 def _rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     return reference.rotary(x, cos, -sin if inverse else sin).contiguous()
-
-
-@_rotary.register_kernel("cuda")
-def _(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    from . import triton
-
-    return triton.rotary(x, cos, sin, inverse)
 
 
 @_rotary.register_fake
@@ -36,7 +28,7 @@ def _(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, cos, sin, ctx.inverse = inputs
     ctx.save_for_backward(cos, sin)
 
@@ -47,4 +39,4 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return _rotary(grad, cos, sin, not ctx.inverse), None, None, None
 
 
-_rotary.register_autograd(_differentiate, setup_context=_keep)
+_rotary.register_autograd(_differentiate, setup_context=_save)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..operators import operator
 from . import reference
 from .reference import RoutingPlan, tile_bound
+
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def routing_plan(sel: Tensor, num_experts: int, *, block_m: int = 128) -> RoutingPlan:
@@ -14,34 +17,20 @@ def routing_plan(sel: Tensor, num_experts: int, *, block_m: int = 128) -> Routin
     return RoutingPlan(*_routing_plan(sel, num_experts, block_m))
 
 
-@torch.library.custom_op("trainer::routing_plan", mutates_args=(), device_types="cpu")
-def _routing_plan(
-    sel: Tensor, num_experts: int, block_m: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@operator("routing_plan", cuda="routing.triton:routing_plan")
+def _routing_plan(sel: Tensor, num_experts: int, block_m: int) -> Tensors:
     return reference.routing_plan(sel, num_experts, block_m=block_m)
 
 
-@_routing_plan.register_kernel("cuda")
-def _(
-    sel: Tensor, num_experts: int, block_m: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from . import triton
-
-    return triton.routing_plan(sel, num_experts, block_m=block_m)
-
-
 @_routing_plan.register_fake
-def _(
-    sel: Tensor, num_experts: int, block_m: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    size = sel.shape[0] * sel.shape[1]
-    ints = torch.int32
-    return (
-        sel.new_empty(num_experts, dtype=ints),
-        sel.new_empty(num_experts, dtype=ints),
-        sel.new_empty(num_experts + 1, dtype=ints),
-        sel.new_empty(size, dtype=ints),
-        sel.new_empty(sel.shape, dtype=ints),
-        sel.new_empty(tile_bound(size, num_experts, block_m), dtype=ints),
-        sel.new_empty(1, dtype=ints),
+def _(sel: Tensor, num_experts: int, block_m: int) -> Tensors:
+    shapes = (
+        (num_experts,),
+        (num_experts,),
+        (num_experts + 1,),
+        (sel.shape[0] * sel.shape[1],),
+        sel.shape,
+        (tile_bound(sel.shape[0] * sel.shape[1], num_experts, block_m),),
+        (1,),
     )
+    return RoutingPlan(*(sel.new_empty(shape, dtype=torch.int32) for shape in shapes))

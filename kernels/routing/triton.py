@@ -120,7 +120,7 @@ def _place_kernel(
         write_tiles(entry, counts, tile_map_ptr, n_tiles_ptr, bound, BLOCK_M)
 
 
-def routing_plan(sel: Tensor, num_experts: int, *, block_m: int = 128) -> RoutingPlan:
+def routing_plan(sel: Tensor, num_experts: int, block_m: int = 128) -> RoutingPlan:
     """Return the plan for the experts that tokens chose; see `reference.routing_plan`."""
     sel = sel.contiguous()
     size, E, A = sel.numel(), num_experts, sel.shape[1]

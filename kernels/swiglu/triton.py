@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..operands import require_float
+from ..operators import require_float
 
 _TILE = 2**12
 _WIDEST = 2**11

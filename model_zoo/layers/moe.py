@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.choose import Kernels
+from ...kernels.moe.aux_loss import add_aux_loss
 from ...kernels.routing.reference import RoutingPlan
-from ...kernels.tally.op import tallied
 from .configs import MoESettings
 from .dense import GatedMLP, LocalParameters, RMSNorm
 from .router import Router
 
-EXTRA = 3
-"""what a tally counts besides the rows of each expert"""
+NUM_OTHER_COUNTS = 3
+"""what `MoE.load_counter` counts after the rows of each expert"""
 
 
 class TokenExchange:
@@ -97,10 +97,10 @@ class Experts(LocalParameters):
 class MoE(nn.Module):
     """Norm, router and experts (Shazeer et al. 2017, arXiv:1701.06538), and what is shared.
 
-    Three tensors are the engine's: `loss_factor` scales the gradient of the router's losses, which
-    are sums over sequences; `token_factor`, besides, what is a mean over the tokens of all of them,
-    by a step's positions over its tokens, padding left out; and each backward pass adds to `tally`.
-    Without an engine the factors are 1 and the other may be read and cleared at will.
+    The engine sets three tensors. `loss_factor` scales the gradient of the router's losses, which
+    are sums over sequences. `token_factor` also scales losses that are means over all tokens of a
+    step: it is the step's positions over its tokens without padding. Each backward pass adds to
+    `load_counter`. Without an engine the factors are 1, and the counter can be read and cleared.
 
     Args:
         dim: D.
@@ -113,7 +113,7 @@ class MoE(nn.Module):
     """fp32 scalar"""
     token_factor: Tensor
     """fp64 scalar; without padding it is not read"""
-    tally: Tensor
+    load_counter: Tensor
     """fp64 [E + 3]: rows of each expert, rows dropped, the entropy of each row's token, and the
     router's losses"""
 
@@ -130,8 +130,8 @@ class MoE(nn.Module):
         self.register_buffer("loss_factor", torch.ones(()), persistent=False)
         one = torch.ones((), dtype=torch.float64)
         self.register_buffer("token_factor", one, persistent=False)
-        tally = torch.zeros(settings.num_experts + EXTRA, dtype=torch.float64)
-        self.register_buffer("tally", tally, persistent=False)
+        load_counter = torch.zeros(settings.num_experts + NUM_OTHER_COUNTS, dtype=torch.float64)
+        self.register_buffer("load_counter", load_counter, persistent=False)
 
     def make_router(self, dim: int) -> Router:
         """Return the router; for families whose differs."""
@@ -146,7 +146,7 @@ class MoE(nn.Module):
         self.router.init_buffers(device)
         self.loss_factor = torch.ones((), device=device)
         self.token_factor = torch.ones((), dtype=torch.float64, device=device)
-        self.tally = torch.zeros(len(self.tally), dtype=torch.float64, device=device)
+        self.load_counter = torch.zeros(len(self.load_counter), dtype=torch.float64, device=device)
 
     def forward(self, x: Tensor, token_weights: Tensor | None = None) -> Tensor:
         """Return what [B, S, D] adds to the residual stream.
@@ -164,8 +164,10 @@ class MoE(nn.Module):
         plan, dropped = self._plan(routing.chosen, is_padding_T1)
         entropy = routing.entropy.double().view(1) * self.settings.experts_per_token
         loss = routing.loss.detach().double().view(1)
-        seen = torch.cat([plan.counts.double(), dropped, entropy, loss])
-        weight_TA = tallied(routing.weight, routing.loss, self.loss_factor, self.tally, seen)
+        load = torch.cat([plan.counts.double(), dropped, entropy, loss])
+        weight_TA = add_aux_loss(
+            routing.weight, routing.loss, self.loss_factor, self.load_counter, load
+        )
         # Products leave the rows behind those of experts undefined, and their gradients: padding is
         # cleared before it is copied to rows, and after they are summed.
         x_TD = _cleared(x_BSD.flatten(0, 1), is_padding_T1)

@@ -87,11 +87,11 @@ def moe_up_small(width: int, dtype: torch.dtype) -> None:
     triton.moe_up_swiglu(x, w13, ints(TOKENS * CHOICES), ints(EXPERTS))
 
 
-def weigh() -> None:
+def scale_by_router_weight() -> None:
     from trainer.kernels.moe import triton
 
     rows = empty(TOKENS * CHOICES, INNER)
-    triton.weigh(rows, rows, ints(TOKENS, CHOICES), torch.empty(TOKENS, CHOICES))
+    triton.scale_by_router_weight(rows, rows, ints(TOKENS, CHOICES), torch.empty(TOKENS, CHOICES))
 
 
 def all_to_all() -> None:
@@ -120,7 +120,7 @@ FUSED = {
     "moe up, pointers": (moe_up_swiglu, (False, True), EVERYWHERE),
     "moe up, odd rows": (moe_up_small, (WIDTH + 1, torch.bfloat16), EVERYWHERE),
     "moe up, fp32": (moe_up_small, (WIDTH, torch.float32), EVERYWHERE),
-    "moe weigh": (weigh, (), EVERYWHERE),
+    "moe, scaled by router weight": (scale_by_router_weight, (), EVERYWHERE),
     "all to all": (all_to_all, (), EVERYWHERE),
 }
 """name -> (what launches, its arguments, the compute capabilities that it is for)"""

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from trainer.kernels.choose import IMPLEMENTATIONS
+from tests.kernels.implementations import load_implementations
 
-ATTENTION = IMPLEMENTATIONS["attention"]
+ATTENTION = load_implementations("attention")
 
 
 def formula(query, key, value, mask=None):

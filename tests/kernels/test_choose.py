@@ -1,26 +1,28 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from trainer.engine.assemble.kernels import choose_kernels, served
 from trainer.engine.assemble.tables import KernelChoices as Table
 from trainer.engine.core.errors import RecipeError
 from trainer.engine.parallel.tables import Compile
-from trainer.kernels import choose as kernel_choice
-from trainer.kernels.choose import IMPLEMENTATIONS, UnavailableKernelsError, choose
+from trainer.kernels import registry
+from trainer.kernels.attention import reference as attention
+from trainer.kernels.choose import UnavailableKernelsError, choose
+from trainer.kernels.registry import Implementations, kernels, load
 
 
 def test_attention_follows_device_and_row_length():
-    known = IMPLEMENTATIONS["attention"]
-    assert choose({}, "cpu", 256).attention is known["matmul"]
-    assert choose({}, "cpu", 4096).attention is known["sdpa"]
-    assert choose({}, "cuda", 256).attention is known["sdpa"]
-    assert choose({"attention": "sdpa"}, "cpu", 256).attention is known["sdpa"]
+    assert choose({}, "cpu", 256).attention.args == (attention.matmul,)
+    assert choose({}, "cpu", 4096).attention.args == (attention.sdpa,)
+    assert choose({}, "cuda", 256).attention.args == (attention.sdpa,)
+    assert choose({"attention": "sdpa"}, "cpu", 256).attention.args == (attention.sdpa,)
 
 
 def test_reasons_name_what_was_chosen_and_why():
     reasons = choose({"attention": "sdpa"}, "cpu", 256).reasons
-    assert set(reasons) == set(IMPLEMENTATIONS)
+    assert set(reasons) == set(kernels)
     assert reasons["attention"] == "sdpa: asked for"
     assert (
         choose({}, "cpu", 8, compiling=True).reasons["linear_cross_entropy"].startswith("compiled")
@@ -33,7 +35,7 @@ def test_unknown_names_are_refused():
 
 
 def test_a_recipe_can_name_every_implementation():
-    for operation, implementations in IMPLEMENTATIONS.items():
+    for operation, implementations in kernels.items():
         for name in implementations:
             assert getattr(Table.model_validate({operation: name}), operation) == name
 
@@ -44,17 +46,17 @@ def test_triton_is_refused_where_it_cannot_run(monkeypatch):
         choose(wanted, "cpu", 8)
     assert set(error.value.reasons) == {"rms_norm", "swiglu"}
     assert "run on a GPU, and this is a CPU" in error.value.reasons["swiglu"]
-    monkeypatch.setattr(kernel_choice, "find_spec", lambda name: None)
+    monkeypatch.setattr(registry, "find_spec", lambda name: None)
     with pytest.raises(UnavailableKernelsError, match="triton is not installed"):
         choose(wanted, "cuda", 8)
 
 
 def test_triton_serves_what_asks_for_it_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(kernel_choice, "find_spec", lambda name: object())
-    with_triton = [name for name, found in IMPLEMENTATIONS.items() if "triton" in found]
+    monkeypatch.setattr(registry, "find_spec", lambda name: object())
+    with_triton = [operation for operation, known in kernels.items() if "triton" in known]
     chosen = choose(dict.fromkeys(with_triton, "triton"), "cuda", 8)
     for operation in with_triton:
-        assert getattr(chosen, operation) is IMPLEMENTATIONS[operation]["triton"]
+        assert getattr(chosen, operation) is load(kernels[operation]["triton"].target)
         assert chosen.reasons[operation] == "triton: asked for"
 
 
@@ -96,3 +98,44 @@ def test_the_log_names_what_serves_each_operation():
         "rms_norm, rotary, linear_cross_entropy by torch: no other is measured to be faster",
         "swiglu, grouped_gemm, permute by torch: asked for",
     ]
+
+
+def test_a_name_belongs_to_one_implementation():
+    swiglu = Implementations("swiglu", {})
+    swiglu.register("ours", "package.module:swiglu")
+    swiglu.register("ours", "package.module:swiglu")
+    with pytest.raises(ValueError, match="kernel swiglu 'ours' is registered twice"):
+        swiglu.register("ours", "package.other:swiglu")
+    assert list(swiglu) == ["ours"]
+    assert "theirs" not in swiglu
+
+
+def test_an_implementation_that_cannot_be_imported_is_a_reason(monkeypatch):
+    monkeypatch.setitem(kernels, "swiglu", Implementations("swiglu", {}))
+    kernels["swiglu"].register("gone", "no_such_module:swiglu")
+    with pytest.raises(UnavailableKernelsError, match="no_such_module:swiglu cannot be imported"):
+        choose({"swiglu": "gone"}, "cpu", 8)
+
+
+def test_an_implementation_says_itself_where_it_cannot_run(monkeypatch):
+    monkeypatch.setitem(kernels, "swiglu", Implementations("swiglu", {}))
+    obstacle = {"cpu": "it is for GPUs", "cuda": ""}.get
+    kernels["swiglu"].register("fast", "trainer.kernels.swiglu.op:swiglu", obstacle)
+    with pytest.raises(UnavailableKernelsError, match="swiglu: it is for GPUs"):
+        choose({"swiglu": "fast"}, "cpu", 8)
+    assert choose({"swiglu": "fast"}, "cuda", 8).reasons["swiglu"] == "fast: asked for"
+
+
+def test_attention_of_a_plugin_reaches_as_far_as_a_model_says(monkeypatch):
+    known = kernels["attention"]
+    monkeypatch.setitem(kernels, "attention", Implementations("attention", {"sdpa": known["sdpa"]}))
+    kernels["attention"].register("plain", "trainer.kernels.attention.reference:matmul")
+    chosen = choose({"attention": "plain"}, "cpu", 8)
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 9, 2, 4, dtype=torch.float64)
+    expected = choose({"attention": "sdpa"}, "cpu", 8)
+    torch.testing.assert_close(
+        chosen.attention(query, key, value, window=3),
+        expected.attention(query, key, value, window=3),
+    )
+    assert chosen.partial_attention is expected.partial_attention

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from trainer.kernels.choose import IMPLEMENTATIONS
-from trainer.kernels.cross_entropy import compiled, reference
+from tests.kernels.implementations import load_implementations
+from trainer.kernels.cross_entropy import op, reference
 
 IGNORED = -100
-INNER = [reference.replace_by_gradient, compiled.replace_by_gradient]
+INNER = [reference.replace_by_gradient, op.fusible_replace_by_gradient]
 
 
 def formula(hidden, weight, labels, z_loss=0.0):
@@ -168,8 +168,8 @@ def test_all_logits_are_never_held():
 
 def test_the_compiled_loss_equals_the_reference(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f: _dynamo(f, backend="aot_eager"))
-    compiled._compiled.cache_clear()
-    loss = IMPLEMENTATIONS["linear_cross_entropy"]["compiled"]
+    op.compiled_inner.cache_clear()
+    loss = load_implementations("linear_cross_entropy")["compiled"]
     for tokens in (40, 33):
         hidden, weight, labels = inputs(tokens, dtype=torch.float32)
         results = []
@@ -177,7 +177,7 @@ def test_the_compiled_loss_equals_the_reference(monkeypatch):
             value = function(hidden, weight, labels, z_loss=0.1, chunk=16)
             results.append((value, *torch.autograd.grad(value, (hidden, weight))))
         torch.testing.assert_close(*results)
-    compiled._compiled.cache_clear()
+    op.compiled_inner.cache_clear()
 
 
 _dynamo = torch.compile

@@ -44,7 +44,7 @@ def test_the_reference_multiplies_what_the_numbers_stand_for():
 def test_the_operator_keeps_its_promises():
     arguments = *operands(15, 128, 256, 2), ends([3, 11]), torch.bfloat16
     tests = ("test_faketensor", "test_aot_dispatch_dynamic")  # others compare inputs: no fp8
-    opcheck(op._grouped_mm_fp8, arguments, test_utils=tests)
+    opcheck(op.grouped_mm_fp8, arguments, test_utils=tests)
 
 
 def linear(dtype=torch.float32):

@@ -6,10 +6,10 @@ from torch.autograd import gradcheck
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.kernels.implementations import load_implementations
 from tests.kernels.test_attention import document_mask, inputs
-from trainer.kernels.choose import IMPLEMENTATIONS
 
-ATTENTION = IMPLEMENTATIONS["attention"]
+ATTENTION = load_implementations("attention")
 
 
 def formula(query, key, value, mask=None, *, window=None, chunk=None, sinks=None):

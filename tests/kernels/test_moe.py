@@ -104,7 +104,7 @@ def test_operators_keep_their_promises(dtype):
         opcheck(op._up_swiglu, (*inputs, plan.row_token, plan.offs, plan.slot, keeps))
     rows, wide = torch.randn(8, 8, dtype=dtype), torch.randn(8, 16, dtype=dtype)
     opcheck(op._swiglu_backward, (rows, wide))
-    opcheck(op._weigh, (rows, rows + 1, plan.slot, weight.detach()))
+    opcheck(op._scale_by_router_weight, (rows, rows + 1, plan.slot, weight.detach()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -169,9 +169,9 @@ def check_pieces(dtype, I):  # noqa: E741
     gate_up = surrounded(torch.randn(rows, 2 * I).to(dtype))
     weight = surrounded(torch.rand(sel.shape).to(dtype))
     with guards():
-        weighed = triton.weigh(grad, h, plan.slot, weight)
+        weighed = triton.scale_by_router_weight(grad, h, plan.slot, weight)
         wide_grad = triton.swiglu_backward(grad, gate_up)
-    exact = reference.weigh(grad.double(), h.double(), plan.slot, weight.double())
+    exact = reference.scale_by_router_weight(grad.double(), h.double(), plan.slot, weight.double())
     for one, other in zip(weighed, exact, strict=True):
         assert relative_error(one, other) < TOLERANCE[dtype]
     exact_grad = reference.swiglu_backward(grad.double(), gate_up.double())
@@ -197,7 +197,7 @@ def launch(tma, arch_default=False):
     triton.moe_up_swiglu(x, w13, row_token, offs)
     triton.moe_up_swiglu(x[:-1], w13, row_token[:-1], offs)
     rows, slot = torch.empty(T * A, I, dtype=torch.bfloat16), row_token.view(T, A)
-    triton.weigh(rows, rows, slot, torch.empty(T, A))
+    triton.scale_by_router_weight(rows, rows, slot, torch.empty(T, A))
 
 
 @pytest.mark.matrix

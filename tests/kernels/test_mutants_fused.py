@@ -130,7 +130,7 @@ def survives(package, check, cases, old, new):
         ("permute", check_triton, PERMUTE_CASES, PERMUTE),
         ("moe", check_pieces, WEIGH_CASES, WEIGH),
     ],
-    ids=["up", "fp8", "permute", "weigh"],
+    ids=["up", "fp8", "permute", "scale_by_router_weight"],
 )
 def test_mistakes_in_a_kernel_are_seen(package, check, cases, mistakes):
     """One may survive: 32-bit offsets fail with 2^31 elements only."""

@@ -99,8 +99,8 @@ def test_they_are_operations_that_compile(dtype):
     x, y, slot, weight = inputs(4, 2, 3, dtype)
     for value in (x, y, weight):
         value.requires_grad_()
-    torch.library.opcheck(op._permute, (x, slot, weight))
-    torch.library.opcheck(op._unpermute, (y, slot, weight))
+    torch.library.opcheck(op.permute, (x, slot, weight))
+    torch.library.opcheck(op.unpermute, (y, slot, weight))
     torch.library.opcheck(op.row_dots, (x, y, slot))
 
     def loss(x, weight):

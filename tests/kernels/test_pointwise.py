@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from trainer.kernels.choose import IMPLEMENTATIONS
+from tests.kernels.implementations import load_implementations
 from trainer.model_zoo.layers.rotary import frequencies, rotation
 
 
 def implementations(operation):
-    return pytest.mark.parametrize("kernel", IMPLEMENTATIONS[operation].values())
+    return pytest.mark.parametrize("kernel", load_implementations(operation).values())
 
 
 def doubles(*shape):

@@ -43,7 +43,7 @@ def launch_groups():
     offs = torch.zeros(1, dtype=torch.int32)
     for width in (1, 8):
         moe.moe_up_swiglu(empty(1, width), empty(1, 2, width), offs, offs)
-    moe.weigh(empty(1, 1), empty(1, 1), offs.view(1, 1), empty(1, 1))
+    moe.scale_by_router_weight(empty(1, 1), empty(1, 1), offs.view(1, 1), empty(1, 1))
     values = empty(1, 128, dtype=e4m3), empty(1, 128, 128, dtype=e4m3)
     scales = torch.empty(1, 1), torch.empty(1, 1, 1)
     for tiling in (fp8.POINTERS, fp8.HOPPER_TMA):
@@ -56,6 +56,6 @@ def test_operations_on_rows_compile():
 
 def test_products_of_groups_and_quantisation_compile():
     names = [kernel.name for kernel in compiled(launch_groups)]
-    assert {"_quant_act", "_quant_weight", "_dequant", "_weigh"} <= set(names)
+    assert {"_quant_act", "_quant_weight", "_dequant", "_scale_by_router_weight"} <= set(names)
     assert names.count("_moe_up_swiglu") == 2
     assert names.count("_grouped_mm_fp8") == 2

@@ -32,7 +32,7 @@ def rows(counts):
         for layout in ("row", "column"):
             found += quantize.quant_act(x, layout=layout)
         found.append(quantize.dequant(empty(count, 512, dtype=E4M3), torch.empty(8, 4), x.dtype))
-        found += moe.weigh(x, x, ints(count, 1), torch.empty(count, 1))
+        found += moe.scale_by_router_weight(x, x, ints(count, 1), torch.empty(count, 1))
         found.append(moe.swiglu_backward(empty(count, 256), x))
         angles = torch.empty(count, 1, 32)
         found.append(rotary.rotary(empty(1, count, 8, 64), angles, angles, False))

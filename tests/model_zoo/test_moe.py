@@ -57,9 +57,9 @@ def test_output_and_gradients_are_those_of_a_loop_over_tokens(name):
     for found, each in zip(gradients(out, moe, x), wanted, strict=True):
         torch.testing.assert_close(found, each)
     counts = torch.tensor([e for each in chosen for e in each]).bincount(
-        minlength=len(moe.tally) - 3
+        minlength=len(moe.load_counter) - 3
     )
-    assert moe.tally[:-3].tolist() == counts.tolist()
+    assert moe.load_counter[:-3].tolist() == counts.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -76,9 +76,9 @@ def test_what_is_dropped_comes_last_and_is_counted():
     moe, x = layer(capacity_factor=0.5), tokens()
     moe(x).sum().backward()
     capacity = -(-0.5 * 3 * 20 * 2 // 8)
-    over = (moe.tally[:8] - capacity).clamp(min=0)
+    over = (moe.load_counter[:8] - capacity).clamp(min=0)
     assert over.sum() > 0
-    assert moe.tally[8] == over.sum()
+    assert moe.load_counter[8] == over.sum()
 
 
 def test_products_may_leave_anything_behind_the_rows_of_experts():
@@ -154,13 +154,16 @@ def test_padding_changes_nothing(name, products):
     for each, gradient in zip(gradients(found, moe, x), wanted, strict=True):
         torch.testing.assert_close(each, gradient)
     counts = torch.tensor([e for each in chosen for e in each])
-    assert moe.tally[:-3].tolist() == counts.bincount(minlength=len(moe.tally) - 3).tolist()
+    assert (
+        moe.load_counter[:-3].tolist()
+        == counts.bincount(minlength=len(moe.load_counter) - 3).tolist()
+    )
     if moe.settings.capacity_factor == 0.75:
         capacity = -(-0.75 * 2 * sum(LENGTHS) // 8)
-        assert moe.tally[-3] == (moe.tally[:-3] - capacity).clamp(min=0).sum() > 0
+        assert moe.load_counter[-3] == (moe.load_counter[:-3] - capacity).clamp(min=0).sum() > 0
     shares = moe.router._scores(moe.router.logits(moe.norm(x[is_token])))[1]
     entropy = -(shares * shares.log()).sum() * moe.settings.experts_per_token
-    torch.testing.assert_close(moe.tally[-2], entropy.detach())
+    torch.testing.assert_close(moe.load_counter[-2], entropy.detach())
 
 
 def test_padding_compiles_and_is_computed_again():
@@ -168,13 +171,13 @@ def test_padding_compiles_and_is_computed_again():
     moe, x = layer(aux_weight=0.3, z_weight=0.01), tokens().requires_grad_()
     _, weights = padded(moe, x)
     expected = gradients(moe(x, weights), moe, x)
-    counts = moe.tally.clone()
+    counts = moe.load_counter.clone()
     compiled = torch.compile(moe, backend="aot_eager", fullgraph=True)
     for run in (compiled, lambda *args: checkpoint(moe, *args, use_reentrant=False)):
-        moe.tally.zero_()
+        moe.load_counter.zero_()
         for found, wanted in zip(gradients(run(x, weights), moe, x), expected, strict=True):
             torch.testing.assert_close(found, wanted)
-        torch.testing.assert_close(moe.tally, counts)
+        torch.testing.assert_close(moe.load_counter, counts)
 
 
 def test_rows_of_padding_alone_are_nothing():
@@ -182,7 +185,7 @@ def test_rows_of_padding_alone_are_nothing():
     out = moe(x, torch.zeros(3, 20, dtype=torch.float64))
     out.sum().backward()
     assert not out.any()
-    assert not moe.tally.any()
+    assert not moe.load_counter.any()
     assert not any(weight.grad.any() for weight in moe.parameters())
 
 
@@ -198,7 +201,7 @@ def test_entropy_is_counted():
     moe, x = layer(), tokens()
     moe(x).sum().backward()
     shares = (moe.norm(x) @ moe.router.weight.T).softmax(-1)
-    torch.testing.assert_close(moe.tally[9], -2 * (shares * shares.log()).sum().detach())
+    torch.testing.assert_close(moe.load_counter[9], -2 * (shares * shares.log()).sum().detach())
 
 
 def test_nothing_is_counted_without_a_backward_pass_and_once_with_recomputation():
@@ -206,10 +209,10 @@ def test_nothing_is_counted_without_a_backward_pass_and_once_with_recomputation(
     moe(x)
     with torch.no_grad():
         moe(x)
-    assert not moe.tally.any()
+    assert not moe.load_counter.any()
     for _ in range(2):
         checkpoint(moe, x, use_reentrant=False).sum().backward()
-    assert moe.tally[:8].sum() == 2 * 3 * 20 * 2
+    assert moe.load_counter[:8].sum() == 2 * 3 * 20 * 2
 
 
 def test_recomputation_changes_no_gradient():
@@ -226,15 +229,15 @@ def test_it_compiles_without_a_graph_break(name, dtype):
     torch._dynamo.reset()
     moe, x = layer(torch.float32, **SETTINGS[name]), tokens(dtype=dtype).requires_grad_()
     expected = gradients(moe(x), moe, x)
-    counts = moe.tally.clone()
-    moe.tally.zero_()
+    counts = moe.load_counter.clone()
+    moe.load_counter.zero_()
     compiled = torch.compile(moe, backend="aot_eager", fullgraph=True)
     for found, wanted in zip(gradients(compiled(x), moe, x), expected, strict=True):
         torch.testing.assert_close(found, wanted)
-    assert torch.equal(moe.tally[:-2], counts[:-2])
-    torch.testing.assert_close(moe.tally, counts)
+    assert torch.equal(moe.load_counter[:-2], counts[:-2])
+    torch.testing.assert_close(moe.load_counter, counts)
     gradients(compiled(x), moe, x)
-    assert torch.equal(moe.tally[:-2], 2 * counts[:-2])
+    assert torch.equal(moe.load_counter[:-2], 2 * counts[:-2])
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -250,7 +253,7 @@ def test_shapes_are_known_without_storage(name):
 def test_forced_balance_gives_every_expert_as_many_rows():
     moe = layer(force_balanced=True)
     moe(tokens()).sum().backward()
-    assert moe.tally[:8].tolist() == [15] * 8
+    assert moe.load_counter[:8].tolist() == [15] * 8
 
 
 @pytest.mark.parametrize("name", SETTINGS)

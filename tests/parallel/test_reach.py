@@ -4,10 +4,11 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import run_ranks
+from tests.kernels.implementations import load_implementations
 from tests.parallel.test_ring import share, some_documents
 from trainer.engine.parallel.context.context import ContextParallel
 from trainer.kernels.attention.reference import document_mask
-from trainer.kernels.choose import IMPLEMENTATIONS, choose
+from trainer.kernels.choose import choose
 
 REACHES = [({"window": 5}, True), ({"window": 5}, False), ({"chunk": 6}, False), ({}, True)]
 
@@ -16,7 +17,7 @@ def differences():
     """Return how far outputs and gradients of this rank are from its part of the whole's."""
     context = ContextParallel(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
     found = []
-    for name, attend in IMPLEMENTATIONS["attention"].items():
+    for name, attend in load_implementations("attention").items():
         kernels = context.kernels(choose({"attention": name}, "cpu", 64))
         for reach, with_documents in REACHES:
             generator = torch.Generator().manual_seed(1)

@@ -179,6 +179,54 @@ def test_a_run_trains_resumes_and_samples_with_a_plugin_s_parts(command, install
     assert done.stdout.startswith("0 1")
 
 
+PLAIN_SWIGLU = """
+from torch.nn.functional import silu
+
+def swiglu(gate, up, row_weight=None):
+    out = silu(gate) * up
+    return out if row_weight is None else out * row_weight.unsqueeze(-1)
+"""
+REGISTERS = """
+from trainer.plugins import kernels
+
+kernels["swiglu"].register("plain", "plain_swiglu:swiglu")
+"""
+KERNEL_RECIPE = """\
+[run]
+steps = 1
+dir = "runs"
+[[data.sources]]
+name = "synthetic"
+[kernels]
+swiglu = "plain"
+"""
+
+
+def test_a_module_adds_an_implementation_of_a_kernel(command, tmp_path):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "plain_swiglu.py").write_text(PLAIN_SWIGLU)
+    (tmp_path / "site" / "fast.py").write_text(REGISTERS)
+    done = command("validate", "recipe.toml", recipe=KERNEL_RECIPE)
+    assert 'kernels.swiglu: expected "auto", "torch" or "triton", got "plain"' in done.stderr
+    recipe = KERNEL_RECIPE + '[plugins]\nmodules = ["fast"]\n'
+    done = command("run", "recipe.toml", recipe=recipe)
+    assert done.returncode == 0, done.stderr
+    assert "swiglu by plain: asked for" in done.stdout + done.stderr
+
+
+def test_an_installed_package_offers_an_implementation_of_a_kernel(command, install, tmp_path):
+    install("[trainer.kernel]\nswiglu.plain = plain_swiglu:swiglu\n")
+    done = command("validate", "recipe.toml", recipe=KERNEL_RECIPE)
+    assert done.returncode == 0, done.stderr  # the module that it names is not imported yet
+    done = command("run", "recipe.toml", recipe=KERNEL_RECIPE)
+    assert done.returncode == 2
+    assert '"plain" cannot run here: plain_swiglu:swiglu cannot be imported' in done.stderr
+    (tmp_path / "site" / "plain_swiglu.py").write_text(PLAIN_SWIGLU)
+    assert command("run", "recipe.toml", recipe=KERNEL_RECIPE).returncode == 0
+    words = json.loads(command("schema").stdout)["$defs"]["KernelChoices"]["properties"]
+    assert words["swiglu"]["enum"] == ["auto", "torch", "triton", "plain"]
+
+
 def test_names_that_older_plugins_import_work_with_a_warning():
     """Those that docs/guide/plugins.md named before `trainer.plugins` existed."""
     code = """

@@ -51,7 +51,7 @@ def gradients(recipe):
         parts.step.accumulate(batches)
         weights = dict(parts.model.named_parameters())
         found = {name: weight.grad.numpy().copy() for name, weight in weights.items()}
-        counted = [layer.tally[:-3].tolist() for layer in layers_of(parts)]
+        counted = [layer.load_counter[:-3].tolist() for layer in layers_of(parts)]
         objective, chosen = without_padding(parts, batches)
         every = torch.autograd.grad(objective, list(weights.values()))
         expected = {name: g.numpy() for name, g in zip(weights, every, strict=True)}

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core.core_schema import ModelSchema
 
+from ...core.config import OneOf
 from ...core.registry import Named, models
 from ...core.text.display import format_value
 from ..schema import Recipe
@@ -101,6 +102,9 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
     if origin is Annotated:
         inner, *more = get_args(annotation)
         return _type(inner, [*metadata, *more])
+    for item in metadata:
+        if isinstance(item, OneOf):
+            return " | ".join(map(format_value, item.words()))
     named = next((item for item in metadata if isinstance(item, Named)), None)
     if named:
         return f"table ({named.registry.kind})"

@@ -1,0 +1,77 @@
+"""How a function becomes an operation of torch, computed by Triton on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from .registry import load
+
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Operator(Protocol[P, R]):
+    """An operation of torch (`torch.library.CustomOpDef`) with the types of its function."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Compute the operation."""
+
+    def register_fake(self, function: Callable[P, Any], /) -> Callable[P, Any]:
+        """Say which shapes and dtypes come out, for tracing without data."""
+
+    def register_kernel(self, device_type: str, function: Callable[P, Any], /) -> Any:
+        """Say what computes the operation on a device type."""
+
+    def register_autograd(
+        self, backward: Callable[..., Any], /, *, setup_context: Callable[..., None]
+    ) -> None:
+        """Say how the operation is differentiated."""
+
+
+def operator(
+    name: str, *, cuda: str = "", mutates_args: tuple[str, ...] = ()
+) -> Callable[[Callable[P, R]], Operator[P, R]]:
+    """Make a function the operation `trainer::NAME`, which torch.compile keeps as one call.
+
+    Args:
+        name: NAME.
+        cuda: "module:function" below this package that computes the operation on GPUs, with the
+            same arguments. It is imported at the first call: Triton is installed only where there
+            is a GPU. Empty: the decorated function serves all devices, else CPUs alone.
+        mutates_args: names of the arguments that are written to.
+    """
+
+    def define(function: Callable[P, R]) -> Operator[P, R]:
+        operation = torch.library.custom_op(
+            f"trainer::{name}",
+            function,
+            mutates_args=mutates_args,
+            device_types="cpu" if cuda else None,
+        )
+        if cuda:
+            target = f"{__package__}.{cuda}"
+            operation.register_kernel("cuda", lambda *args: load(target)(*args))
+        return cast("Operator[P, R]", operation)
+
+    return define
+
+
+def save_inputs(ctx: Any, inputs: tuple[Tensor | None, ...], output: object) -> None:
+    """Keep all inputs, which are tensors, for the backward pass."""
+    ctx.save_for_backward(*inputs)
+
+
+def require_float(*tensors: Tensor) -> None:
+    """Refuse what a kernel that sums in fp32 would silently round.
+
+    Raises:
+        TypeError: a tensor is neither fp32, fp16 nor bf16.
+    """
+    for tensor in tensors:
+        if tensor.dtype not in FLOATS:
+            raise TypeError(f"the kernel computes in fp32 and takes no {tensor.dtype}")

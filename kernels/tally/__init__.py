@@ -1,1 +1,0 @@
-"""What a backward pass does besides: counting, and gradients of further losses."""
