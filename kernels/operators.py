@@ -15,7 +15,7 @@ R = TypeVar("R", covariant=True)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class Operator(Protocol[P, R]):
+class TorchOperator(Protocol[P, R]):
     """An operation of torch (`torch.library.CustomOpDef`) with the types of its function."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -35,7 +35,7 @@ class Operator(Protocol[P, R]):
 
 def operator(
     name: str, *, cuda: str = "", mutates_args: tuple[str, ...] = ()
-) -> Callable[[Callable[P, R]], Operator[P, R]]:
+) -> Callable[[Callable[P, R]], TorchOperator[P, R]]:
     """Make a function the operation `trainer::NAME`, which torch.compile keeps as one call.
 
     Args:
@@ -46,7 +46,7 @@ def operator(
         mutates_args: names of the arguments that are written to.
     """
 
-    def define(function: Callable[P, R]) -> Operator[P, R]:
+    def define(function: Callable[P, R]) -> TorchOperator[P, R]:
         operation = torch.library.custom_op(
             f"trainer::{name}",
             function,
@@ -56,7 +56,7 @@ def operator(
         if cuda:
             target = f"{__package__}.{cuda}"
             operation.register_kernel("cuda", lambda *args: load(target)(*args))
-        return cast("Operator[P, R]", operation)
+        return cast("TorchOperator[P, R]", operation)
 
     return define
 
