@@ -63,12 +63,9 @@ def _explained(error: Exception, folder: Path, needed: int) -> CheckpointError:
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed.checkpoint.storage import WriteResult
 
     from .ranks import Ranks
     from .writer import Writer
-
-    Part = tuple[list[WriteResult], dict[str, FileEntry]]
 
 
 @dataclass
@@ -125,7 +122,7 @@ def _make_temporary(folder: Path, step: int) -> str:
 
 def _write_part(
     temporary: Path, step: int, rank: int, writer: Writer, staging: Staging | None
-) -> Part:
+) -> dict[str, FileEntry]:
     """Write and sync what this rank holds; with `staging`, from a copy in memory."""
     faults.point("checkpoint.before_copy", rank, step)
     if staging is not None:
@@ -141,12 +138,17 @@ def _write_part(
 
 
 def _publish(
-    temporary: Path, info: SaveInfo, parts: list[Part], writer: Writer, keep: int, best: bool
+    temporary: Path,
+    info: SaveInfo,
+    parts: list[dict[str, FileEntry]],
+    writer: Writer,
+    keep: int,
+    best: bool,
 ) -> None:
     """Complete the folder, name it, and delete what it makes superfluous; on rank 0."""
-    files = {name: entry for _, entries in parts for name, entry in entries.items()}
+    files = {name: entry for entries in parts for name, entry in entries.items()}
     with writing(temporary, 0):
-        files |= writer.finish(temporary, [written for written, _ in parts])
+        files |= writer.finish(temporary)
         manifest = Manifest(
             **vars(info),
             tensors=writer.tensors(),

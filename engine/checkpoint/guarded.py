@@ -1,8 +1,9 @@
-"""Reads DCP files without letting them run code or fill the memory.
+"""Reads checkpoints of format 1, torch DCP files, without letting them run code.
 
-DCP keeps its table of contents (`.metadata`) as a pickle, follows any path in it, and unpickles
-what is not a tensor. Here the pickle may name only the classes of that table, paths are plain names
-that the manifest lists, and only tensors are read, from where they lie in their files.
+They were written before 0.1. DCP keeps its table of contents (`.metadata`) as a pickle, follows any
+path in it, and unpickles what is not a tensor. Here the pickle may name only the classes of that
+table, paths are plain names that the manifest lists, and only tensors are read, from where they lie
+in their files.
 
 Importing this module imports torch.distributed.checkpoint.
 """
@@ -11,28 +12,28 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.tensor import DTensor
 
 from ..core.errors import CheckpointError
 from ..core.files import open_regular
+from .chunks import StoredChunk
 from .manifest import Manifest, TensorEntry
-from .tensors import FileTensor
+from .tensors import FileTensor, dtype_name
 from .torch_file import read_file_tensors, require_few_objects
-from .writer import dtype_name
 
 CONTENTS = ".metadata"
 # A part of a tensor takes about 150 bytes and 35 objects, and each file holds one part of a tensor.
@@ -58,23 +59,24 @@ ALLOWED = {
 }
 
 
-def read_tensors(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) -> None:
-    """Fill tensors and DTensors in place, each rank its own shards, without communication.
+def read_chunks(
+    folder: Path, manifest: Manifest, names: Collection[str]
+) -> dict[str, list[StoredChunk]]:
+    """Find the parts of some tensors of a checkpoint of format 1.
 
     Raises:
-        CheckpointError: the files are not what the manifest says, or cannot be read.
+        CheckpointError: the table of contents is not what the manifest says.
     """
-    contents = read_contents(path, manifest)
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with readable(path):
-        planner.set_up_planner(dict(state), contents)
-        items = planner.create_local_plan().items
-        _require_all(path, state, items)
-        for item in items:
-            index = item.storage_index
-            region = find_chunk(path, contents, index.fqn, cast("int", index.index))
-            part = _read_box(region, item.storage_offsets, item.lengths)
-            planner.resolve_tensor(item).detach().copy_(part)
+    contents = read_contents(folder, manifest)
+    chunks: dict[str, list[StoredChunk]] = {}
+    with readable(folder):
+        for name in names:
+            entry = cast("TensorStorageMetadata", contents.state_dict_metadata[name])
+            chunks[name] = [
+                StoredChunk(tuple(chunk.offsets), _find_chunk(folder, contents, name, chunk))
+                for chunk in entry.chunks
+            ]
+    return chunks
 
 
 def read_contents(path: Path, manifest: Manifest) -> Metadata:
@@ -111,23 +113,47 @@ def readable(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def find_chunk(folder: Path, contents: Metadata, name: str, number: int) -> FileTensor:
-    """Return where a part of a tensor lies, by its number among the tensor's chunks.
+@dataclass(frozen=True)
+class ArchivedTensor:
+    """A tensor in a `.distcp` file, which holds one archive of `torch.save` after another."""
 
-    Raises:
-        CheckpointError: it does not lie where the table of contents says.
-    """
-    entry = cast("TensorStorageMetadata", contents.state_dict_metadata[name])
-    chunk, dtype = entry.chunks[number], entry.properties.dtype
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    length: int
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Return some rows.
+
+        Raises:
+            CheckpointError: the archive holds something else.
+        """
+        return self._stored.read(first, last)
+
+    @cached_property
+    def _stored(self) -> FileTensor:
+        # Only now is the archive opened: a rank does not need every other rank's parts.
+        with readable(self.file.parent):
+            stored = read_file_tensors(self.file, self.offset, self.length)
+        if not isinstance(stored, FileTensor) or stored.dtype != self.dtype:
+            raise CheckpointError(f"{self.file} holds something else at {self.name}")
+        if stored.shape != self.shape:
+            raise CheckpointError(f"{self.file}: a part of {self.name} has the wrong shape")
+        return stored
+
+
+def _find_chunk(
+    folder: Path, contents: Metadata, name: str, chunk: ChunkStorageMetadata
+) -> ArchivedTensor:
     info = contents.storage_data.get(MetadataIndex(name, chunk.offsets))
     if info is None:
         raise CheckpointError(f"{folder}: {CONTENTS} does not say where {name} lies")
-    region = read_file_tensors(folder / info.relative_path, info.offset, info.length)
-    if not isinstance(region, FileTensor) or region.dtype != dtype:
-        raise CheckpointError(f"{folder}: {info.relative_path} holds something else at {name}")
-    if region.shape != tuple(chunk.sizes):
-        raise CheckpointError(f"{folder}: a part of {name} has the wrong shape")
-    return region
+    entry = cast("TensorStorageMetadata", contents.state_dict_metadata[name])
+    file = folder / info.relative_path
+    dtype, shape = entry.properties.dtype, tuple(chunk.sizes)
+    return ArchivedTensor(name, dtype, shape, file, info.offset, info.length)
 
 
 class _Unpickler(pickle._Unpickler):
@@ -166,25 +192,3 @@ def _entries(contents: Metadata) -> dict[str, TensorEntry]:
         for name, entry in contents.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-
-
-def _require_all(path: Path, state: Mapping[str, Tensor], items: Sequence[ReadItem]) -> None:
-    """Check that the parts that will be read make up this rank's part of each tensor."""
-    missing = {
-        name: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel()
-        for name, tensor in state.items()
-    }
-    for item in items:
-        missing[item.dest_index.fqn] -= item.lengths.numel()
-    for name, count in missing.items():
-        if count:
-            raise CheckpointError(f"{path}: the parts of {name} do not make it up")
-
-
-def _read_box(region: FileTensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Return a part of a region; a scalar has no offsets."""
-    if not region.shape:
-        return region.read(0, 1)
-    rows = region.read(offsets[0], offsets[0] + sizes[0])
-    sides = zip(offsets[1:], sizes[1:], strict=True)
-    return rows[(slice(None), *(slice(start, start + size) for start, size in sides))]

@@ -27,13 +27,15 @@ from typing_extensions import TypedDict
 from ..core.errors import CheckpointError
 from ..core.files import open_regular
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)
+"""1: torch DCP files with a pickled table of contents, until 0.1; 2: safetensors and an index"""
 MANIFEST = "manifest.json"
 # 405 billion weights on 16,384 ranks need 2 MB: a hundred bytes a tensor of weights and of the
 # optimizer's state, and a hundred bytes a file. Read, a manifest takes up to 30 times its size.
 MAX_MANIFEST_BYTES = 2**25
-DATA_SUFFIXES = (".distcp", ".metadata")
-"""What torch reads: a file of this kind that the manifest does not list is from another save."""
+DATA_SUFFIXES = (".safetensors", "index.json", ".distcp", ".metadata")
+"""Files that hold tensors: one that the manifest does not list is from another save."""
 
 
 class TensorEntry(TypedDict):
@@ -125,9 +127,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path}: its checksum differs")
     try:
         content = json.loads(b"{" + body)["manifest"]
-        if content["format"] != FORMAT:
+        if content["format"] not in READABLE:
             raise CheckpointError(
-                f"{path}: format {content['format']}; this version reads format {FORMAT}"
+                f"{path}: format {content['format']}; this version reads formats 1 and 2"
             )
         manifest = MANIFEST_TYPE.validate_python(content)
     except ValidationError as error:
@@ -201,6 +203,11 @@ def hash_file(path: Path) -> str:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()
+
+
+def file_entry(path: Path) -> FileEntry:
+    """Return the size and the hash of a file."""
+    return {"bytes": path.stat().st_size, "xxh3": hash_file(path)}
 
 
 def _check_hash(path: Path, expected: str) -> str:

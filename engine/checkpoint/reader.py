@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,11 +10,15 @@ from torch import Tensor, nn
 
 from ...model_zoo.layout import is_load
 from ..core.errors import CheckpointError, nearest
+from ..core.local import local
 from ..core.text.display import MAX_SHOWN, list_problems
+from .box import Box, local_box
+from .chunks import StoredChunk, read_chunks
 from .find import find_checkpoint
 from .manifest import Manifest, TensorEntry
 from .ranks import Ranks
 from .state import model_state
+from .tensors import dtype_name
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,7 +54,7 @@ def load_state(
         elsewhere = {*elsewhere, *left}
     ranks = Ranks(group)
     ranks.reduce(lambda: _check_fit(path, manifest, state, elsewhere), lambda _: None)
-    ranks.reduce(lambda: _read(path, manifest, state), lambda _: None)
+    ranks.reduce(lambda: read_tensors(path, manifest, state), lambda _: None)
 
 
 def load_weights(
@@ -84,8 +88,6 @@ def misfits(
     state: Mapping[str, Tensor], manifest: Manifest, elsewhere: Collection[str] = ()
 ) -> list[str]:
     """Return how names, shapes and dtypes of a state differ from a checkpoint's."""
-    from .writer import dtype_name
-
     problems: list[str] = []
     saved = manifest.tensors
     sections = {_section(name) for name in state}
@@ -122,10 +124,37 @@ def _check_fit(
         raise CheckpointError(list_problems(f"{path} does not fit:", problems))
 
 
-def _read(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) -> None:
-    from .guarded import read_tensors
+def read_tensors(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) -> None:
+    """Fill tensors and DTensors in place, each rank its own shards, without communication.
 
-    read_tensors(path, manifest, state)
+    Raises:
+        CheckpointError: the files are not what the manifest says, or cannot be read.
+    """
+    chunks = read_chunks(path, manifest, state)
+    try:
+        for name, tensor in state.items():
+            box = local_box(tensor)
+            if box is not None:  # else all of it is on other ranks
+                _fill(local(tensor), box, chunks[name])
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _fill(target: Tensor, box: Box, chunks: Sequence[StoredChunk]) -> None:
+    """Fill this rank's part of a tensor.
+
+    Args:
+        box: where the part lies in the tensor.
+        chunks: stored parts that cover the whole tensor.
+    """
+    for start, stored in chunks:
+        common = box.overlap(Box(start, stored.shape))
+        if common is None:
+            continue
+        source = common.shift(start)
+        first, count = (source.start[0], source.sizes[0]) if source.start else (0, 1)
+        rows = source.columns(stored.read(first, first + count))
+        common.shift(box.start).view(target).copy_(rows)
 
 
 def _section(name: str) -> str:

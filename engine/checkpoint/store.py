@@ -18,11 +18,10 @@ from .commit import Staging, commit, free_bytes
 from .find import Found, newest_intact
 from .manifest import SaveInfo, read_manifest
 from .ranks import Ranks
+from .writer import Writer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from .writer import Writer
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ class CheckpointStore:
         self._mode = mode
         self._keep = keep
         self._ranks = Ranks(group)
-        self._writer: Writer | None = None
+        self._writer = Writer(self._ranks, pinned=mode == "async_pinned")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._in_flight: Future[None] | None = None
         self._staging: Staging | None = None
@@ -143,12 +142,8 @@ class CheckpointStore:
     def _commit(
         self, state: Mapping[str, Tensor], info: SaveInfo, best: bool, staging: Staging | None
     ) -> None:
-        """Do one save; in the background too, so that DCP is imported there."""
+        """Do one save, in this thread or in the background."""
         try:
-            if self._writer is None:
-                from .writer import Writer
-
-                self._writer = Writer(self._ranks, pinned=self._mode == "async_pinned")
             commit(
                 state,
                 info,

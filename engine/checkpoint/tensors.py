@@ -45,6 +45,11 @@ class TensorRows(Protocol):
         """Return rows `first` to `last`, the last one left out, contiguous, on the CPU."""
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return `float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def row_count(shape: Sequence[int]) -> int:
     """Return how many rows a tensor has."""
     return shape[0] if shape else 1
@@ -90,7 +95,7 @@ def _too_large(tensor: TensorRows, dtype: torch.dtype, name: str) -> CheckpointE
     for start, end in _steps(tensor, 0, row_count(tensor.shape)):
         rows = tensor.read(start, end)
         largest = max(largest, float(rows.where(rows.isfinite(), 0).abs().max()))
-    word = str(dtype).removeprefix("torch.")
+    word = dtype_name(dtype)
     return CheckpointError(
         f"{name or 'a tensor'} does not fit {word}: its largest number is {largest:.6g}, and "
         f"{word} ends at {torch.finfo(dtype).max:.6g}",

@@ -61,51 +61,6 @@ def read_file_tensors(path: Path, start: int = 0, size: int | None = None) -> An
         ) from error
 
 
-class Archive:
-    """The bytes that `torch.save` writes around the data of one tensor."""
-
-    def __init__(self, form: Form) -> None:
-        self._chunks: list[tuple[int, bytes]] = []
-        self._position = self._gap = 0
-        dtype, shape = form
-        with torch.serialization.skip_data():
-            torch.save(torch.empty(shape, dtype=dtype), cast("IO[bytes]", self))
-        self.head = b"".join(chunk for at, chunk in self._chunks if at < self._gap)
-        self._tail = b"".join(chunk for at, chunk in self._chunks if at >= self._gap)
-        self.bytes = len(self.head) + nbytes(shape, dtype) + len(self._tail)
-
-    def tail(self, checksum: int) -> bytes:
-        """Return what follows data of a CRC-32."""
-        tail = bytearray(self._tail)
-        if tail.startswith(descriptor(0)):  # not behind a tensor without elements
-            tail[:8] = descriptor(checksum)
-            start = tail.index(ENTRY)
-            for name, at in _checksum_places(tail[start:]):
-                if "/data/" in name:
-                    tail[start + at : start + at + 4] = checksum.to_bytes(4, "little")
-        return bytes(tail)
-
-    def write(self, chunk: bytes) -> int:
-        """Keep what is not data; called by torch."""
-        self._chunks.append((self._position, bytes(chunk)))
-        self._position += len(chunk)
-        return len(chunk)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Leave out the data; called by torch."""
-        assert whence == io.SEEK_CUR
-        self._position += offset
-        self._gap = self._position
-        return self._position
-
-    def tell(self) -> int:
-        """Return the position; called by torch."""
-        return self._position
-
-    def flush(self) -> None:
-        """Do nothing; called by torch."""
-
-
 def reserve(path: Path, forms: Mapping[str, Form]) -> dict[str, FileTensor]:
     """Write a file as `torch.save` does, without its data; return where each tensor's belongs."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -1,34 +1,33 @@
-"""Writes a state with torch DCP: what to write, a copy of it in memory, then the files.
-
-Importing this module imports torch.distributed.checkpoint; the store does so at its first save.
-"""
+"""Writes a state into safetensors files: plans who writes what, copies it in memory, writes."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import os
+from collections.abc import Mapping
+from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 
+from ..core.errors import CheckpointError
 from ..core.heartbeat import heartbeat
-from .manifest import FileEntry, TensorEntry, hash_file
+from ..core.local import local
+from .box import local_box
+from .chunks import CODES, INDEX, Chunk, file_name, lay_out_chunks, tensor_entries, write_index
+from .manifest import FileEntry, TensorEntry
 from .ranks import Ranks
+from .tensors import as_bytes
 
-COPY_AHEAD_BYTES = 10_000_000
+BLOCK_BYTES = 2**22
+"""hashed and written at a time, so that the second finds the bytes in the processor's cache"""
 
 
 class Writer:
     """Writes one state after another; keeps the plan and the memory for copies between them.
 
-    A state that several ranks hold alike is divided: each writes, and copies, only its part.
+    What several ranks hold alike is divided between them: each writes, and copies, only its part.
 
     Args:
         pinned: copy into page-locked memory, which a GPU fills while it computes.
@@ -37,28 +36,25 @@ class Writer:
     def __init__(self, ranks: Ranks, pinned: bool = False) -> None:
         self._ranks = ranks
         self._pinned = pinned and torch.cuda.is_available()
-        self._planner = _Planner()
-        self._layout: Hashable = None
-        self._plan = SavePlan([])
-        self._metadata = Metadata({})
+        self._held: list[Chunk] | None = None
+        self._chunks: list[Chunk] = []
+        self._files: list[list[Chunk]] = []
+        self._sources: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
 
     @property
     def planned_bytes(self) -> int:
-        """What this rank will write, in bytes."""
-        return sum(item.tensor_storage_size() or 0 for item in self._plan.items)
+        """The number of bytes that this rank will write."""
+        return sum(chunk.bytes for chunk in self._chunks)
 
     def plan(self, state: Mapping[str, Tensor]) -> None:
         """Decide which rank writes what; agreed once, as long as names and shapes stay."""
-        layout = tuple(_describe(name, tensor) for name, tensor in state.items())
-        self._planner.use_buffers = False
-        self._planner.set_up_planner(dict(state), is_coordinator=self._ranks.rank == 0)
-        if self._ranks.reduce(lambda: layout == self._layout, all):
-            return
-        self._planner.buffers.clear()
-        self._plan, self._metadata = self._ranks.scatter(
-            self._planner.create_local_plan, self._divide
-        )
-        self._layout = layout
+        held = [chunk for name, tensor in state.items() if (chunk := _chunk(name, tensor))]
+        if not self._ranks.reduce(lambda: held == self._held, all):
+            self._buffers.clear()
+            self._chunks, self._files = self._ranks.scatter(lambda: held, _divide)
+            self._held = held
+        self._sources = {chunk.name: local(state[chunk.name]) for chunk in self._chunks}
 
     def copy(self, after: torch.cuda.Event | None) -> torch.cuda.Event | None:
         """Copy this rank's part into memory of our own, which the next copy uses again.
@@ -69,83 +65,86 @@ class Writer:
         Returns an event that the GPU passes when it has made the copies, or None when they are
         complete already.
         """
-        planner = self._planner
+        # A stream of its own lets the copies run beside the next step's kernels.
         side = None if after is None else torch.cuda.Stream(after.device)  # type: ignore[no-untyped-call]
         with torch.no_grad(), torch.cuda.stream(side):
             if side and after:
                 side.wait_event(after)
-            for item in self._plan.items:
-                source = planner.lookup_object(item.index)
-                if item.index not in planner.buffers:
-                    planner.buffers[item.index] = torch.empty(
+            for name, source in self._sources.items():
+                heartbeat.touch()
+                if name not in self._buffers:
+                    self._buffers[name] = torch.empty(
                         source.shape, dtype=source.dtype, device="cpu", pin_memory=self._pinned
                     )
-                planner.buffers[item.index].copy_(source, non_blocking=self._pinned)
-        planner.use_buffers = True
+                self._buffers[name].copy_(source, non_blocking=self._pinned)
+        self._sources = dict(self._buffers)
         return side.record_event() if side and self._pinned else None
 
-    def write(self, folder: Path) -> tuple[list[WriteResult], dict[str, FileEntry]]:
+    def write(self, folder: Path) -> dict[str, FileEntry]:
         """Write this rank's part, or its copy, into a folder that exists, and sync it.
 
-        Returns what DCP's table of contents needs, and this rank's files.
+        Returns:
+            the file that was written, by name; nothing where this rank has nothing to write.
         """
-        if not self._plan.items:
-            return [], {}
-        try:
-            ahead = 0 if self._planner.use_buffers else COPY_AHEAD_BYTES
-            storage = FileSystemWriter(folder, per_thread_copy_ahead=ahead)
-            written = storage.write_data(self._plan, self._planner).wait()
-        finally:
-            self._planner.use_buffers = False
-            self._planner.state_dict = {}
-        names = {result.storage_data.relative_path for result in written}
-        return written, {name: file_entry(folder / name) for name in sorted(names)}
+        sources, self._sources = self._sources, {}
+        if not self._chunks:
+            return {}
+        name, layout = file_name(self._ranks.rank), lay_out_chunks(self._chunks)
+        digest = xxhash.xxh3_128(layout.head)
+        with open(folder / name, "xb") as file:
+            file.write(layout.head)
+            for chunk_name in layout.offsets:
+                heartbeat.touch()
+                content = as_bytes(sources[chunk_name].cpu().contiguous().view(-1))
+                # A file's bytes are hashed on their way, so that they are not read again.
+                for first in range(0, len(content), BLOCK_BYTES):
+                    block = content[first : first + BLOCK_BYTES]
+                    digest.update(block)
+                    file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        return {name: FileEntry(bytes=layout.size, xxh3=digest.hexdigest())}
 
-    def finish(self, folder: Path, written: list[list[WriteResult]]) -> dict[str, FileEntry]:
-        """Write DCP's own table of contents, on rank 0 after all have written."""
-        FileSystemWriter(folder).finish(self._metadata, written)
-        return {".metadata": file_entry(folder / ".metadata")}
+    def finish(self, folder: Path) -> dict[str, FileEntry]:
+        """Write the index, on rank 0 after all have written."""
+        return {INDEX: write_index(folder, self._files)}
 
     def tensors(self) -> dict[str, TensorEntry]:
         """Return every tensor of the planned state over all ranks; known on rank 0."""
-        return {
-            name: {"shape": list(entry.size), "dtype": dtype_name(entry.properties.dtype)}
-            for name, entry in self._metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-
-    def _divide(self, plans: list[SavePlan]) -> list[tuple[SavePlan, Metadata]]:
-        divided, metadata = self._planner.create_global_plan(plans)
-        named = FileSystemWriter("").prepare_global_plan(divided)
-        return [(plan, metadata if rank == 0 else Metadata({})) for rank, plan in enumerate(named)]
+        return tensor_entries(self._files)
 
 
-class _Planner(DefaultSavePlanner):
-    """DCP's planner, which can hand out copies in place of the tensors that were planned."""
+def _chunk(name: str, tensor: Tensor) -> Chunk | None:
+    """Return the part of a tensor that this rank holds, or None if it holds nothing of it.
 
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.buffers: dict[MetadataIndex, Tensor] = {}
-        self.use_buffers = False
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the tensor, or its copy."""
-        heartbeat.touch()
-        if self.use_buffers:
-            return self.buffers[index]
-        return super().lookup_object(index).detach().contiguous()  # as it is read
+    Raises:
+        CheckpointError: safetensors files have no such dtype.
+    """
+    if tensor.dtype not in CODES:
+        raise CheckpointError(f"{name} is {tensor.dtype}: safetensors files hold no such dtype")
+    box = local_box(tensor)
+    if box is None or (tensor.numel() and not prod(box.sizes)):
+        return None
+    return Chunk(name, tensor.dtype, tuple(tensor.shape), box)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return `float32` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
+def _divide(held: list[list[Chunk]]) -> list[tuple[list[Chunk], list[list[Chunk]]]]:
+    """Give each chunk to the rank that has the fewest bytes among those that hold it.
 
+    Args:
+        held: the chunks that each rank holds.
 
-def file_entry(path: Path) -> FileEntry:
-    """Return the size and the hash of a file."""
-    return {"bytes": path.stat().st_size, "xxh3": hash_file(path)}
-
-
-def _describe(name: str, tensor: Tensor) -> Hashable:
-    placed = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-    return name, tensor.shape, tensor.dtype, placed
+    Returns:
+        for each rank, what it writes; and on rank 0, what every rank writes.
+    """
+    holders: dict[tuple[str, tuple[int, ...]], tuple[Chunk, list[int]]] = {}
+    for rank, chunks in enumerate(held):
+        for chunk in chunks:
+            holders.setdefault((chunk.name, chunk.box.start), (chunk, []))[1].append(rank)
+    files: list[list[Chunk]] = [[] for _ in held]
+    filled = [0] * len(held)
+    for chunk, ranks in holders.values():
+        emptiest = min(ranks, key=lambda rank: filled[rank])
+        files[emptiest].append(chunk)
+        filled[emptiest] += chunk.bytes
+    return [(chunks, [] if rank else files) for rank, chunks in enumerate(files)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...model_zoo.layout import is_load
-from ..checkpoint.tensors import TensorRows, differing, nbytes
+from ..checkpoint.tensors import DTYPES, TensorRows, differing, nbytes
 from ..core.errors import CheckpointError, DataError, RecipeError
 from ..core.files import require_path
 from ..core.text.display import list_problems
@@ -21,7 +21,6 @@ from ..recipe.schema import Recipe
 from ..recipe.tables import Run
 from ..tokenizers.configs import BytesTokenizer, HFTokenizer, TiktokenTokenizer, TokenizerConfig
 from . import targets
-from .hf_files import CODES
 from .meta import open_meta
 from .source_weights import SourceWeights
 from .sources import open_huggingface, open_native, open_torch
@@ -31,7 +30,7 @@ from .writing import Advance, Counter, complete_or_absent, parallel
 if TYPE_CHECKING:
     from ..tokenizers.tokenizer import Tokenizer
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TARGET_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Open = Callable[[Path, Recipe | None], SourceWeights]
 
@@ -141,7 +140,11 @@ def _refuse_nesting(source: Path, target: Path) -> None:
 
 
 def _job(opened: SourceWeights, target: Path, options: Options, *, wants_tokenizer: bool) -> Job:
-    odd = [f"{name} is {t.dtype}" for name, t in opened.tensors.items() if t.dtype not in CODES]
+    odd = [
+        f"{name} is {tensor.dtype}"
+        for name, tensor in opened.tensors.items()
+        if tensor.dtype not in DTYPES.values()
+    ]
     if odd:
         raise CheckpointError(list_problems(f"{opened.place} holds more than plain weights:", odd))
     config, side = _tokenizer_of(opened, options)
@@ -150,7 +153,7 @@ def _job(opened: SourceWeights, target: Path, options: Options, *, wants_tokeniz
         config, side = BytesTokenizer(), opened.side
     base = opened.recipe or Recipe(run=Run(steps=1))
     forms = {
-        name: (DTYPES[options.dtype] if options.dtype else tensor.dtype, tensor.shape)
+        name: (TARGET_DTYPES[options.dtype] if options.dtype else tensor.dtype, tensor.shape)
         for name, tensor in opened.tensors.items()
     }
     return Job(

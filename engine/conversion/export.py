@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.box import held_box, holds_rows
+from ..checkpoint.chunks import FileLayout
 from ..checkpoint.commit import writing
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.tensors import InMemoryTensor, row_bytes
@@ -20,7 +21,6 @@ from ..formats.hf_folder import CONFIG
 from ..formats.hf_layout import rows_to_hf
 from .hf_files import (
     GENERATION,
-    Shard,
     config_json,
     generation_json,
     index_of,
@@ -78,9 +78,9 @@ def export_huggingface(
     place = ranks.reduce(lambda: None, lambda _: str(_begin(folder, shards, begun)))
     temporary = Path(place)
     files = {
-        theirs: (temporary / each.file, at)
-        for each in shards
-        for theirs, at in each.offsets.items()
+        theirs: (temporary / file, offset)
+        for file, layout in shards.items()
+        for theirs, offset in layout.offsets.items()
     }
     places = {
         ours: [_Place(part, *files[part.name], entry.dtype) for part in entry.parts]
@@ -154,14 +154,14 @@ def _merged(
     return {name: table[name] for name in sorted(table, key=place)}
 
 
-def _begin(folder: Path, shards: list[Shard], begun: list[Unfinished]) -> Path:
+def _begin(folder: Path, shards: Mapping[str, FileLayout], begun: list[Unfinished]) -> Path:
     """Make an unfinished folder with files of their final sizes; on rank 0."""
     unfinished = Unfinished(folder)
     try:
-        with writing(folder.parent, sum(shard.size for shard in shards)):
+        with writing(folder.parent, sum(layout.size for layout in shards.values())):
             unfinished.path.mkdir()
-            for shard in shards:
-                create(unfinished.path / shard.file, shard.size, shard.head)
+            for file, layout in shards.items():
+                create(unfinished.path / file, layout.size, layout.head)
     except BaseException:
         unfinished.discard()
         raise

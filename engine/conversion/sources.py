@@ -17,7 +17,7 @@ from ..checkpoint.manifest import (
     check_listing,
     read_manifest,
 )
-from ..checkpoint.tensors import FileTensor, TensorRows
+from ..checkpoint.tensors import DTYPES, FileTensor, TensorRows
 from ..checkpoint.torch_file import check_records, read_file_tensors
 from ..core.errors import CheckpointError
 from ..core.registry import models
@@ -26,7 +26,6 @@ from ..formats.hf_folder import CONFIG, StoredTensor, list_tensors, read_config
 from ..formats.hf_match import Match, Shape, differing_ends, match
 from ..lora.tables import LoRA
 from ..recipe.changes import load_saved_recipe
-from .hf_files import CODES
 from .source_weights import (
     SourceWeights,
     config_or_error,
@@ -152,9 +151,10 @@ def open_torch(file: Path, recipe: Recipe | None) -> SourceWeights:
         refuse_misfits(file, {name: name for name in shapes}, shapes, found, "the file")
         rows: dict[str, TensorRows] = {name: tensors[name] for name in shapes}
     else:
+        names = {dtype: name for name, dtype in DTYPES.items()}
         stored = {
             name: StoredTensor(
-                file, CODES.get(each.dtype, str(each.dtype)), each.shape, each.offset
+                file, names.get(each.dtype, str(each.dtype)), each.shape, each.offset
             )
             for name, each in tensors.items()
         }

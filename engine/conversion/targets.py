@@ -119,14 +119,17 @@ def write_huggingface(job: Job, temporary: Path) -> None:
     shards = lay_out(forms, job.shard_bytes)
     temporary.mkdir()
     todo: list[Extent] = []
-    places = {theirs: shard for shard in shards for theirs in shard.offsets}
-    for shard in shards:
-        create(temporary / shard.file, shard.size, shard.head)
+    places = {
+        theirs: (temporary / file, offset)
+        for file, layout in shards.items()
+        for theirs, offset in layout.offsets.items()
+    }
+    for file, layout in shards.items():
+        create(temporary / file, layout.size, layout.head)
     for ours, parts in job.hf_parts.items():
         for part in parts:
-            shard, tensor = places[part.name], extract_part(opened.tensors[ours], part)
-            file, offset = temporary / shard.file, shard.offsets[part.name]
-            todo += extents(file, offset, tensor, forms[part.name][0], part.name)
+            tensor = extract_part(opened.tensors[ours], part)
+            todo += extents(*places[part.name], tensor, forms[part.name][0], part.name)
     write_all(todo, job.advance, opened.checks)
     for name, text in index_of(shards, forms).items():
         (temporary / name).write_text(text, encoding="utf-8")

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
 from torch import Tensor
 
 from trainer.engine.checkpoint.find import Found
-from trainer.engine.checkpoint.manifest import SaveInfo
-from trainer.engine.checkpoint.reader import load_state
+from trainer.engine.checkpoint.manifest import SaveInfo, read_manifest
+from trainer.engine.checkpoint.reader import load_state, read_tensors
 from trainer.engine.checkpoint.store import CheckpointStore
 
 SHAPES = {
@@ -55,3 +61,42 @@ def save_steps(folder: Path, *steps: int, keep: int = 10) -> CheckpointStore:
     for step in steps:
         store.save(state_of(step), SaveInfo(step=step, samples=step * 8))
     return store
+
+
+def seal(folder: Path, change: Callable[[dict[str, Any]], Any] | None = None) -> None:
+    """Write a manifest whose checksums agree with the files as they are now."""
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_bytes())["manifest"]
+    for file in folder.iterdir():
+        if file.name != "manifest.json":
+            content = file.read_bytes()
+            manifest["files"][file.name] = {
+                "bytes": len(content),
+                "xxh3": xxhash.xxh3_128_hexdigest(content),
+            }
+    if change:
+        change(manifest)
+    body = f'"manifest": {json.dumps(manifest)}}}\n'.encode()
+    path.write_bytes(b'{"xxh3": "%s",\n' % xxhash.xxh3_128_hexdigest(body).encode() + body)
+
+
+def rewrite_as_format_1(folder: Path) -> None:
+    """Replace a checkpoint's safetensors files and index by torch DCP files, as they once were."""
+    manifest = read_manifest(folder)
+    state = {
+        name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+        for name, entry in manifest.tensors.items()
+    }
+    read_tensors(folder, manifest, state)
+    old = [name for name in manifest.files if name.endswith((".safetensors", "index.json"))]
+    for name in old:
+        (folder / name).unlink()
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+    def change(content: dict[str, Any]) -> None:
+        content["format"] = 1
+        for name in old:
+            del content["files"][name]
+
+    seal(folder, change)

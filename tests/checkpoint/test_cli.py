@@ -35,7 +35,7 @@ def parsed(*arguments: object) -> Any:
 def run(tmp_path: Path) -> Path:
     """Return a run directory with checkpoints of steps 1 to 4, the newest truncated."""
     save_steps(tmp_path / "checkpoints", 1, 2, 3, 4)
-    file = tmp_path / "checkpoints" / "step-00000004" / "__0_0.distcp"
+    file = tmp_path / "checkpoints" / "step-00000004" / "shard-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     return tmp_path
 
@@ -62,12 +62,12 @@ def test_inspect_takes_the_newest_complete_one(run: Path) -> None:
 def test_verify_says_what_is_wrong_and_exits_with_5(run: Path) -> None:
     result = call("verify", run, "--json")
     assert result.exit_code == ExitCode.CHECKPOINT
-    assert "__0_0.distcp has" in json.loads(result.output)[3]["problems"][0]
+    assert "shard-00000.safetensors has" in json.loads(result.output)[3]["problems"][0]
     assert call("verify", run / "checkpoints" / "step-00000003").exit_code == 0
 
 
 def test_verify_reads_every_byte(run: Path) -> None:
-    file = run / "checkpoints" / "step-00000001" / "__0_0.distcp"
+    file = run / "checkpoints" / "step-00000001" / "shard-00000.safetensors"
     content = bytearray(file.read_bytes())
     content[100] ^= 1
     file.write_bytes(content)

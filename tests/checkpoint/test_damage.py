@@ -15,13 +15,17 @@ from trainer.engine.core.errors import CheckpointError, ExitCode
 
 from .states import differing, open_store, save_steps
 
-NEWEST = "step-00000003"
+NEWEST, SHARD = "step-00000003", "shard-00000.safetensors"
 
 
 def test_any_flipped_bit_is_detected(tmp_path: Path) -> None:
     store = save_steps(tmp_path, 1, 2, 3)
     files = sorted((tmp_path / NEWEST).iterdir())
-    assert {path.name for path in files} == {"__0_0.distcp", ".metadata", "manifest.json"}
+    assert {path.name for path in files} == {
+        "shard-00000.safetensors",
+        "index.json",
+        "manifest.json",
+    }
     dice = random.Random(0)
     for trial in range(200):
         file = files[trial % len(files)]
@@ -38,16 +42,16 @@ def test_any_flipped_bit_is_detected(tmp_path: Path) -> None:
 
 
 def truncate(folder: Path) -> None:
-    file = folder / "__0_0.distcp"
+    file = folder / "shard-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
 
 
 def remove_data(folder: Path) -> None:
-    (folder / "__0_0.distcp").unlink()
+    (folder / "shard-00000.safetensors").unlink()
 
 
 def remove_metadata(folder: Path) -> None:
-    (folder / ".metadata").unlink()
+    (folder / "index.json").unlink()
 
 
 def remove_manifest(folder: Path) -> None:
@@ -59,13 +63,13 @@ def empty_manifest(folder: Path) -> None:
 
 
 def zero_a_page(folder: Path) -> None:
-    file = folder / "__0_0.distcp"
+    file = folder / "shard-00000.safetensors"
     whole = file.read_bytes()
-    file.write_bytes(whole[:1000] + bytes(1000) + whole[2000:])
+    file.write_bytes(whole[:-200] + bytes(200))
 
 
 def add_a_shard_of_another_save(folder: Path) -> None:
-    shutil.copy(folder / "__0_0.distcp", folder / "__1_0.distcp")
+    shutil.copy(folder / "shard-00000.safetensors", folder / "shard-00001.safetensors")
 
 
 def take_the_manifest_of_another_step(folder: Path) -> None:
@@ -78,11 +82,14 @@ def take_all_files_of_another_step(folder: Path) -> None:
 
 
 def take_the_data_of_another_step(folder: Path) -> None:
-    shutil.copy(folder.with_name("step-00000002") / "__0_0.distcp", folder / "__0_0.distcp")
+    shutil.copy(
+        folder.with_name("step-00000002") / "shard-00000.safetensors",
+        folder / "shard-00000.safetensors",
+    )
 
 
 def link_a_file(folder: Path) -> None:
-    file = folder / "__0_0.distcp"
+    file = folder / "shard-00000.safetensors"
     file.rename(folder.parent / "elsewhere")
     file.symlink_to(folder.parent / "elsewhere")
 
@@ -90,17 +97,17 @@ def link_a_file(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (truncate, "__0_0.distcp has"),
-        (remove_data, "__0_0.distcp is missing"),
-        (remove_metadata, ".metadata is missing"),
+        (truncate, "shard-00000.safetensors has"),
+        (remove_data, "shard-00000.safetensors is missing"),
+        (remove_metadata, "index.json is missing"),
         (remove_manifest, "not a complete checkpoint"),
         (empty_manifest, "checksum differs"),
-        (zero_a_page, "__0_0.distcp does not hold what was saved"),
-        (add_a_shard_of_another_save, "__1_0.distcp is not in the manifest"),
+        (zero_a_page, "shard-00000.safetensors does not hold what was saved"),
+        (add_a_shard_of_another_save, "shard-00001.safetensors is not in the manifest"),
         (take_the_manifest_of_another_step, "manifest.json is of step 2"),
         (take_all_files_of_another_step, "manifest.json is of step 2"),
-        (take_the_data_of_another_step, "__0_0.distcp does not hold what was saved"),
-        (link_a_file, "__0_0.distcp is not a regular file"),
+        (take_the_data_of_another_step, "shard-00000.safetensors does not hold what was saved"),
+        (link_a_file, "shard-00000.safetensors is not a regular file"),
     ],
 )
 def test_damage_is_named_and_the_one_before_is_taken(
@@ -141,5 +148,5 @@ def test_none_intact_is_an_error_with_every_reason(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as raised:
         open_store(tmp_path).latest()
     assert raised.value.exit_code == ExitCode.CHECKPOINT
-    assert "step-00000001: __0_0.distcp has" in raised.value.message
-    assert "step-00000002: __0_0.distcp does not hold" in raised.value.message
+    assert "step-00000001: shard-00000.safetensors has" in raised.value.message
+    assert "step-00000002: shard-00000.safetensors does not hold" in raised.value.message

@@ -20,8 +20,7 @@ from trainer.engine.checkpoint.manifest import (
 )
 from trainer.engine.core.errors import CheckpointError
 
-from .states import save_steps
-from .test_hostile import seal
+from .states import save_steps, seal
 
 ENTRY = {"bytes": 1, "xxh3": "0"}
 
@@ -33,7 +32,7 @@ ENTRY = {"bytes": 1, "xxh3": "0"}
         (lambda m: m["files"].update({"/etc/passwd": ENTRY}), "not a plain file name"),
         (lambda m: m["files"].update({"..": ENTRY}), "not a plain file name"),
         (lambda m: m["files"].update({"a\nb": ENTRY}), "not a plain file name"),
-        (lambda m: m.update(format=2), "format 2; this version reads format 1"),
+        (lambda m: m.update(format=3), "format 3; this version reads formats 1 and 2"),
         (lambda m: m.pop("format"), "not understood"),
         (lambda m: m.pop("tensors"), "tensors: Field required"),
         (lambda m: m.update(step="three"), "step: Input should be a valid integer"),
@@ -93,7 +92,8 @@ def test_the_largest_runs_manifest_is_far_below_the_limit(tmp_path: Path) -> Non
             for name in names
         },
         files={
-            f"__{rank}_0.distcp": FileEntry(bytes=10**9, xxh3="0" * 32) for rank in range(16384)
+            f"shard-{rank:05d}.safetensors": FileEntry(bytes=10**9, xxh3="0" * 32)
+            for rank in range(16384)
         },
     )
     write_manifest(tmp_path, manifest)

@@ -77,7 +77,7 @@ def test_leftovers_that_cannot_be_deleted_stop_no_run(
     (tmp_path / ".del-step-00000003-00000000").symlink_to(tmp_path)
     busy = tmp_path / ".tmp-step-00000004-00000000"
     busy.mkdir()
-    (busy / "__0_0.distcp").write_text("space")
+    (busy / "shard-00000.safetensors").write_text("space")
     (busy / ".nfs0001").write_text("still open")
     remove = os.unlink
 

@@ -127,14 +127,14 @@ def find_damaged(folder: Path) -> tuple[str, list[str]]:
 
 def test_all_ranks_agree_on_what_to_skip(tmp_path: Path) -> None:
     run_ranks(2, save_two, tmp_path, "sync")
-    file = tmp_path / "step-00000002" / "__1_0.distcp"
+    file = tmp_path / "step-00000002" / "shard-00001.safetensors"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     for name, skipped in run_ranks(2, find_damaged, tmp_path):
         assert name == "step-00000001"
         assert len(skipped) == 1
-        assert "step-00000002: __1_0.distcp does not hold what was saved" in skipped[0]
+        assert "step-00000002: shard-00001.safetensors does not hold what was saved" in skipped[0]
 
 
 def find_none_intact(folder: Path) -> str:
@@ -146,9 +146,9 @@ def find_none_intact(folder: Path) -> str:
 
 def test_none_intact_is_an_error_on_every_rank(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
-    (tmp_path / "step-00000001" / "__0_0.distcp").unlink()
+    (tmp_path / "step-00000001" / "shard-00000.safetensors").unlink()
     for message in run_ranks(2, find_none_intact, tmp_path):
-        assert "__0_0.distcp is missing" in message
+        assert "shard-00000.safetensors is missing" in message
 
 
 def load_with_a_misfit_on_rank_1(folder: Path) -> tuple[str, float]:

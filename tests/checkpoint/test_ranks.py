@@ -92,8 +92,10 @@ def test_any_ranks_load_what_any_other_ranks_saved(
 ) -> None:
     for names in run_ranks(saved_on, save, tmp_path, saved_as, mode):
         assert names == ["step-00000002", "step-00000003"]
-    files = {path.name for path in (tmp_path / "step-00000003").glob("*.distcp")}
-    assert files == {f"__{rank}_0.distcp" for rank in range(saved_on)}, "each writes a part"
+    files = {path.name for path in (tmp_path / "step-00000003").glob("*.safetensors")}
+    assert files == {f"shard-{rank:05d}.safetensors" for rank in range(saved_on)}, (
+        "each writes a part"
+    )
     expected = state_of(3)
     for loaded in run_ranks(loaded_on, load, tmp_path, loaded_as):
         for name, tensor in expected.items():

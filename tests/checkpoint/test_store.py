@@ -44,10 +44,12 @@ def test_the_newest_checkpoint_comes_back_with_its_values_and_words(tmp_path: Pa
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_itself_can_load_it(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     save_steps(tmp_path, 1)
     loaded = blank()
-    dcp.load(loaded, checkpoint_id=tmp_path / "step-00000001", no_dist=True)
+    reader = HuggingFaceStorageReader(str(tmp_path / "step-00000001"))
+    dcp.load(loaded, storage_reader=reader, no_dist=True)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state_of(1).items())
 
 
@@ -92,7 +94,7 @@ def test_retention_keeps_the_newest(tmp_path: Path) -> None:
 
 def test_retention_does_not_count_a_broken_one(tmp_path: Path) -> None:
     store = save_steps(tmp_path, 1, 2, 3)
-    (tmp_path / "step-00000003" / "__0_0.distcp").unlink()
+    (tmp_path / "step-00000003" / "shard-00000.safetensors").unlink()
     store = open_store(tmp_path, keep=2)
     store.save(state_of(4), SaveInfo(step=4))
     assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]

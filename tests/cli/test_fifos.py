@@ -12,7 +12,7 @@ DEBUG = str(Path(trainer.__file__).parent / "recipes" / "llama3_debug.toml")
 STEP = "checkpoints/step-00000001"
 RUN = (
     "metrics.jsonl", "state.json", "recipe.toml", "events.jsonl", "profiles/summary.json",
-    f"{STEP}/manifest.json", f"{STEP}/.metadata", f"{STEP}/__0_0.distcp",
+    f"{STEP}/manifest.json", f"{STEP}/index.json", f"{STEP}/shard-00000.safetensors",
 )  # fmt: skip
 HF = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 META = ("params.json", "consolidated.00.pth", "tokenizer.model")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import shutil
 import zipfile
 from pathlib import Path
@@ -13,11 +12,7 @@ import torch
 from tests.conversion.models import hf_folder, tensors_of
 from tests.conversion.run import convert, refused
 from tests.formats.hf_folders import config_of
-from trainer.engine.checkpoint.guarded import read_contents
-from trainer.engine.checkpoint.manifest import read_manifest
-from trainer.engine.checkpoint.tensors import InMemoryTensor
-from trainer.engine.checkpoint.torch_file import Archive, check_records
-from trainer.engine.conversion.writing import Extent, create, whole, write_all
+from trainer.engine.checkpoint.torch_file import check_records
 
 
 @pytest.fixture(scope="module")
@@ -40,29 +35,6 @@ def test_an_archive_passes_the_test_of_zip(folders: Path) -> None:
     layout = config_of().layout
     for name, tensor in tensors_of(folders / "hf").items():
         assert torch.equal(loaded[layout.from_hf(name)], tensor)
-
-
-def test_the_archives_within_a_checkpoint_pass_the_test_of_zip(folders: Path) -> None:
-    contents = read_contents(folders / "dcp", read_manifest(folders / "dcp"))
-    places = contents.storage_data.values()
-    assert len(places) > 5
-    for place in places:
-        bytes_ = (folders / "dcp" / place.relative_path).read_bytes()
-        section = bytes_[place.offset : place.offset + place.length]
-        with zipfile.ZipFile(io.BytesIO(section)) as archive:
-            assert archive.testzip() is None
-
-
-@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (700, 5000)])
-def test_an_archive_of_any_size_is_whole(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    tensor, file = torch.randn(shape), tmp_path / "tensor.pt"
-    archive = Archive((torch.float32, shape))
-    create(file, archive.bytes)
-    content = [archive.head, whole(InMemoryTensor(tensor), torch.float32, "tensor"), archive.tail]
-    write_all([Extent(file, 0, content)], lambda _: None)
-    with zipfile.ZipFile(file) as opened:
-        assert opened.testzip() is None
-    assert torch.equal(torch.load(file), tensor)
 
 
 def test_damage_in_the_data_of_an_archive_is_found(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.states import rewrite_as_format_1
 from tests.conversion.models import hf_folder
 from tests.conversion.run import Bomb, convert, refused
 from tests.formats.hf_folders import config_of
@@ -120,6 +121,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "dcp"
 
 
+@pytest.fixture(scope="module")
+def old_checkpoint(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in format 1."""
+    folder = tmp_path_factory.mktemp("old") / "dcp"
+    shutil.copytree(checkpoint, folder)
+    rewrite_as_format_1(folder)
+    return folder
+
+
 def rewritten(checkpoint: Path, target: Path, change: Callable[[Path], Any]) -> Path:
     """Return a copy whose manifest agrees with the changed files, as an attacker would make it."""
     shutil.copytree(checkpoint, target)
@@ -201,28 +211,66 @@ NATIVE: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
+def change_part(change: Callable[[list[Any]], Any]) -> Callable[[Path], Any]:
+    """Change the one part of the embedding in the index."""
+
+    def rewrite(folder: Path) -> None:
+        index = json.loads((folder / "index.json").read_text())
+        change(index["chunks"]["model.embed.weight"][0])
+        (folder / "index.json").write_text(json.dumps(index))
+
+    return rewrite
+
+
+INDEXES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "beyond the end": (change_part(lambda part: part.__setitem__(1, 2**50)), "outside of its file"),
+    "half of it": (change_part(lambda part: part[3].__setitem__(0, 1)), "do not make it up"),
+    "no index": (lambda folder: (folder / "index.json").write_bytes(b""), "cannot be read"),
+}
+
+
 @pytest.mark.parametrize("way", ["dcp2hf", "dcp2torch"])
-@pytest.mark.parametrize("case", list(NATIVE))
-def test_a_hostile_checkpoint_is_refused(
-    checkpoint: Path,
-    tmp_path: Path,
-    way: str,
-    case: str,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("case", list(INDEXES))
+def test_a_hostile_index_is_refused(
+    checkpoint: Path, tmp_path: Path, way: str, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    change, message = NATIVE[case]
+    change, message = INDEXES[case]
     source = rewritten(checkpoint, tmp_path / "dcp", change)
     assert message in refused(capsys, 5, way, source, tmp_path / "out")
     with pytest.raises(CheckpointError):
         open_model(source)
 
 
+def test_a_checkpoint_of_format_1_is_converted(
+    checkpoint: Path, old_checkpoint: Path, tmp_path: Path
+) -> None:
+    for source, name in ((checkpoint, "new.pt"), (old_checkpoint, "old.pt")):
+        assert convert("dcp2torch", source, tmp_path / name, "--verify") == 0
+    assert (tmp_path / "new.pt").read_bytes() == (tmp_path / "old.pt").read_bytes()
+
+
+@pytest.mark.parametrize("way", ["dcp2hf", "dcp2torch"])
+@pytest.mark.parametrize("case", list(NATIVE))
+def test_a_hostile_checkpoint_of_format_1_is_refused(
+    old_checkpoint: Path,
+    tmp_path: Path,
+    way: str,
+    case: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    change, message = NATIVE[case]
+    source = rewritten(old_checkpoint, tmp_path / "dcp", change)
+    assert message in refused(capsys, 5, way, source, tmp_path / "out")
+    with pytest.raises(CheckpointError):
+        open_model(source)
+
+
 def test_a_checkpoint_that_runs_code_is_refused(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    old_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     canary = tmp_path / "canary"
     source = rewritten(
-        checkpoint,
+        old_checkpoint,
         tmp_path / "dcp",
         lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(Bomb(canary))),
     )
@@ -235,9 +283,9 @@ def test_a_changed_byte_is_found_while_tensors_are_copied(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(checkpoint, tmp_path / "dcp")
-    file = tmp_path / "dcp" / "__0_0.distcp"
+    file = tmp_path / "dcp" / "shard-00000.safetensors"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     said = refused(capsys, 5, "dcp2hf", tmp_path / "dcp", tmp_path / "out")
-    assert "__0_0.distcp does not hold what was saved: its checksum differs" in said
+    assert "shard-00000.safetensors does not hold what was saved: its checksum differs" in said

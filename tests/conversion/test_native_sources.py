@@ -94,11 +94,11 @@ def test_a_newer_checkpoint_that_is_not_whole_is_passed_over(
     source, folder = hf_folder(tmp_path / "hf", tokenizer=False), tmp_path / "run" / "checkpoints"
     for step in (1, 2):
         assert convert("hf2dcp", source, folder / f"step-0000000{step}") == 0
-    (folder / "step-00000002" / "__0_0.distcp").unlink()
+    (folder / "step-00000002" / "shard-00000.safetensors").unlink()
     assert convert("dcp2torch", tmp_path / "run", tmp_path / "model.pt") == 0
     (folder / "step-00000001" / "manifest.json").unlink()
     said = refused(capsys, 5, "dcp2torch", tmp_path / "run", tmp_path / "other.pt")
-    assert "step-00000002: __0_0.distcp is missing" in said
+    assert "step-00000002: shard-00000.safetensors is missing" in said
     assert "no manifest.json" in said
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from tests.conversion.models import (
     EOS,
@@ -76,7 +77,8 @@ def test_torch_dcp_reads_the_checkpoint(folders: Path) -> None:
         f"model.{layout.from_hf(name)}": torch.full_like(tensor, 7)
         for name, tensor in expected.items()
     }
-    dcp.load(state, checkpoint_id=folders / "dcp", no_dist=True)
+    reader = HuggingFaceStorageReader(str(folders / "dcp"))
+    dcp.load(state, storage_reader=reader, no_dist=True)
     for name, tensor in expected.items():
         assert torch.equal(state[f"model.{layout.from_hf(name)}"], tensor), name
 

@@ -48,8 +48,8 @@ COMMANDS = {
         "checkpoint list runs/tiny",
         "convert-ckpt dcp2torch runs/tiny {out}.pt",
     ],
-    f"{CHECKPOINT}/.metadata": ["checkpoint verify runs/tiny", "generate runs/tiny --prompt a"],
-    f"{CHECKPOINT}/__0_0.distcp": [
+    f"{CHECKPOINT}/index.json": ["checkpoint verify runs/tiny", "generate runs/tiny --prompt a"],
+    f"{CHECKPOINT}/shard-00000.safetensors": [
         "checkpoint verify runs/tiny",
         "convert-ckpt dcp2hf runs/tiny {out}",
     ],

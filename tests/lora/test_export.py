@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.checkpoint.test_hostile import seal
+from tests.checkpoint.states import seal
 from tests.distributed import run_ranks
 from tests.model_zoo.peers import our_model
 from trainer.cli.main import _run
@@ -47,8 +47,8 @@ def test_an_adapter_is_written(tmp_path):
         (lambda m: m["recipe"].update(lora=3), "does not fit this version: lora"),
         (lambda m: m["recipe"].update(plugins=[3]), "does not fit this version: plugins"),
         (lambda m: m["recipe"].update(model={"name": "mine"}), "does not fit this version: model"),
-        (lambda m: m["tensors"][f"{Q}.lora_a"].update(shape=[2**40, 2**40]), "other tensors"),
-        (lambda m: m["tensors"][f"{Q}.lora_a"].update(dtype="load"), "other tensors"),
+        (lambda m: m["tensors"][f"{Q}.lora_a"].update(shape=[2**40, 2**40]), "do not make it up"),
+        (lambda m: m["tensors"][f"{Q}.lora_a"].update(dtype="load"), "dtype that is not read"),
     ],
 )
 def test_a_manifest_that_lies_is_refused(tmp_path, change, reason, capsys):

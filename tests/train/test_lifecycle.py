@@ -143,7 +143,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_word_and_the_one_before_used(tmp
     recipe = write_recipe(tmp_path / "run", steps=12)
     assert finish(start(recipe)) == [0]
     expected = [row["loss"] for row in rows(tmp_path / "run")]
-    newest = max((tmp_path / "run" / "run" / "checkpoints").glob("step-*/*.distcp"))
+    newest = max((tmp_path / "run" / "run" / "checkpoints").glob("step-*/*.safetensors"))
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
