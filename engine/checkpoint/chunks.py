@@ -73,7 +73,7 @@ INDEX_TYPE = TypeAdapter(Index)
 
 
 @dataclass(frozen=True)
-class Chunk:
+class LocalChunk:
     """A part of a tensor that one rank writes.
 
     Attributes:
@@ -138,7 +138,7 @@ def lay_out_file(
     return FileLayout(head, offsets, len(head) + position)
 
 
-def lay_out_chunks(chunks: Sequence[Chunk]) -> FileLayout:
+def lay_out_chunks(chunks: Sequence[LocalChunk]) -> FileLayout:
     """Decide where each chunk lies in the file of the rank that writes it."""
     starts = {chunk.name: {"saved_offsets": chunk.box.start} for chunk in chunks}
     return lay_out_file(
@@ -152,7 +152,7 @@ def file_name(number: int) -> str:
     return f"shard-{number:05d}.safetensors"
 
 
-def write_index(folder: Path, files: Sequence[Sequence[Chunk]]) -> FileEntry:
+def write_index(folder: Path, files: Sequence[Sequence[LocalChunk]]) -> FileEntry:
     """Write and sync the index of a checkpoint.
 
     Args:
@@ -173,7 +173,7 @@ def write_index(folder: Path, files: Sequence[Sequence[Chunk]]) -> FileEntry:
     return FileEntry(bytes=len(content), xxh3=xxhash.xxh3_128_hexdigest(content))
 
 
-def tensor_entries(files: Iterable[Iterable[Chunk]]) -> dict[str, TensorEntry]:
+def tensor_entries(files: Iterable[Iterable[LocalChunk]]) -> dict[str, TensorEntry]:
     """Return every tensor that has a chunk in a file, as the manifest lists it."""
     return {
         chunk.name: TensorEntry(shape=list(chunk.shape), dtype=dtype_name(chunk.dtype))

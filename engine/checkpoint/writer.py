@@ -15,7 +15,7 @@ from ..core.errors import CheckpointError
 from ..core.heartbeat import heartbeat
 from ..core.local import local
 from .box import local_box
-from .chunks import CODES, INDEX, Chunk, file_name, lay_out_chunks, tensor_entries, write_index
+from .chunks import CODES, INDEX, LocalChunk, file_name, lay_out_chunks, tensor_entries, write_index
 from .manifest import FileEntry, TensorEntry
 from .ranks import Ranks
 from .tensors import as_bytes
@@ -36,9 +36,9 @@ class Writer:
     def __init__(self, ranks: Ranks, pinned: bool = False) -> None:
         self._ranks = ranks
         self._pinned = pinned and torch.cuda.is_available()
-        self._held: list[Chunk] | None = None
-        self._chunks: list[Chunk] = []
-        self._files: list[list[Chunk]] = []
+        self._held: list[LocalChunk] | None = None
+        self._chunks: list[LocalChunk] = []
+        self._files: list[list[LocalChunk]] = []
         self._sources: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
 
@@ -114,7 +114,7 @@ class Writer:
         return tensor_entries(self._files)
 
 
-def _chunk(name: str, tensor: Tensor) -> Chunk | None:
+def _chunk(name: str, tensor: Tensor) -> LocalChunk | None:
     """Return the part of a tensor that this rank holds, or None if it holds nothing of it.
 
     Raises:
@@ -125,10 +125,10 @@ def _chunk(name: str, tensor: Tensor) -> Chunk | None:
     box = local_box(tensor)
     if box is None or (tensor.numel() and not prod(box.sizes)):
         return None
-    return Chunk(name, tensor.dtype, tuple(tensor.shape), box)
+    return LocalChunk(name, tensor.dtype, tuple(tensor.shape), box)
 
 
-def _divide(held: list[list[Chunk]]) -> list[tuple[list[Chunk], list[list[Chunk]]]]:
+def _divide(held: list[list[LocalChunk]]) -> list[tuple[list[LocalChunk], list[list[LocalChunk]]]]:
     """Give each chunk to the rank that has the fewest bytes among those that hold it.
 
     Args:
@@ -137,11 +137,11 @@ def _divide(held: list[list[Chunk]]) -> list[tuple[list[Chunk], list[list[Chunk]
     Returns:
         for each rank, what it writes; and on rank 0, what every rank writes.
     """
-    holders: dict[tuple[str, tuple[int, ...]], tuple[Chunk, list[int]]] = {}
+    holders: dict[tuple[str, tuple[int, ...]], tuple[LocalChunk, list[int]]] = {}
     for rank, chunks in enumerate(held):
         for chunk in chunks:
             holders.setdefault((chunk.name, chunk.box.start), (chunk, []))[1].append(rank)
-    files: list[list[Chunk]] = [[] for _ in held]
+    files: list[list[LocalChunk]] = [[] for _ in held]
     filled = [0] * len(held)
     for chunk, ranks in holders.values():
         emptiest = min(ranks, key=lambda rank: filled[rank])

@@ -11,7 +11,7 @@ from ..checkpoint.box import Box
 from ..checkpoint.chunks import (
     DTYPES,
     INDEX,
-    Chunk,
+    LocalChunk,
     file_name,
     lay_out_chunks,
     read_chunks,
@@ -95,15 +95,15 @@ def write_native(
         raise CheckpointError(f"{folder}: {problems[0]}")
 
 
-def _divide(forms: Mapping[str, Form]) -> list[list[Chunk]]:
+def _divide(forms: Mapping[str, Form]) -> list[list[LocalChunk]]:
     """Return the tensors of each file, about equally large, so that all threads end together."""
     whole_tensors = [
-        Chunk(name, dtype, shape, Box((0,) * len(shape), shape))
+        LocalChunk(name, dtype, shape, Box((0,) * len(shape), shape))
         for name, (dtype, shape) in forms.items()
     ]
     total = sum(chunk.bytes for chunk in whole_tensors)
     count = max(1, min(MAX_FILES, len(forms), total // FILE_BYTES))
-    files: list[list[Chunk]] = [[] for _ in range(count)]
+    files: list[list[LocalChunk]] = [[] for _ in range(count)]
     filled = [0] * count
     for chunk in sorted(whole_tensors, key=lambda chunk: -chunk.bytes):
         emptiest = filled.index(min(filled))
