@@ -22,9 +22,11 @@ from .engine.optim.tables import OptimizerConfig, ScheduleConfig, optimizers, sc
 from .engine.sources.configs import DocumentSource, FileSource, SourceConfig, sources
 from .engine.sources.documents import Document, DocumentFault
 from .engine.tokenizers.configs import TokenizerConfig, tokenizers
-from .engine.tokenizers.tokenizer import MarkedText
+from .engine.tokenizers.tokenizer import MaskedDocument
 from .kernels.registry import kernels
 from .model_zoo.config import ModelConfig
+
+MarkedText = MaskedDocument  # the name of versions before 0.1
 
 __all__ = [
     "CheckpointError",
@@ -40,6 +42,7 @@ __all__ = [
     "LocalPath",
     "LossConfig",
     "MarkedText",
+    "MaskedDocument",
     "ModelConfig",
     "OptimizerConfig",
     "Problem",

@@ -24,7 +24,7 @@ import torch
 from trainer.engine.corpus.configs import TokensSource
 from trainer.engine.corpus.manifest import TOKENS, shard_name
 from trainer.engine.corpus.store import StoreWriter
-from trainer.engine.corpus.tokenise import Tally, Tokenised, make_chunk
+from trainer.engine.corpus.tokenise import make_chunk
 from trainer.engine.data.batch import Batch
 from trainer.engine.data.dataset import open_data
 from trainer.engine.data.loader import Loader
@@ -79,7 +79,7 @@ def write_corpus(folder: Path, num_tokens: int, mean_document: int) -> None:
             lengths = random.geometric(1 / mean_document, 4096)
             data = random.integers(0, 256, lengths.sum(), dtype=np.uint8)
             chunk = make_chunk(ByteTokenizer(), np.split(data, np.cumsum(lengths)[:-1]))
-            writer.write(Tokenised(chunk, Tally()))
+            writer.write(chunk)
         writer.finish()
 
 

@@ -101,9 +101,9 @@ def corpus(megabytes: int) -> Iterator[str]:
 def measure(texts: Sequence[str], source: JsonlSource, folder: Path) -> dict[str, Any]:
     """Return wall and processor seconds of each baseline, one after another."""
     tokenizer, slow = HuggingFaceTokenizer(folder / "bpe"), HuggingFaceTokenizer(folder / "bpe")
-    if "tiktoken" not in tokenizer.prepare_bulk():
-        raise SystemExit(tokenizer.prepare_bulk())
-    slow.encoder = "tokenizers"  # what `prepare_bulk` would choose, chosen already
+    if "tiktoken" not in tokenizer.enable_fast_encoding():
+        raise SystemExit(tokenizer.enable_fast_encoding())
+    slow.encoder = "tokenizers"  # what `enable_fast_encoding` would choose, chosen already
     native, fast = slow._tokenizer, FastBPE(slow._tokenizer)
     counts: list[int] = []
 

@@ -173,9 +173,9 @@ def _source_overrides(
     paths: Sequence[str], kind: str, options: Mapping[str, str], settings: Sequence[str]
 ) -> list[str]:
     """Return the `--set` for the recipe's `[[data.sources]]` that arguments and options mean."""
-    from ..engine.sources.files import source_kind
+    from ..engine.sources.files import infer_source
 
-    places = [{"name": kind or source_kind(path), "path": path} for path in paths]
+    places = [{"name": kind or infer_source(path), "path": path} for path in paths]
     if not paths and kind:  # one that needs no path, such as a dataset on the hub
         places = [{"name": kind}]
     given = {key: value for key, value in options.items() if value}

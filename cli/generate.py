@@ -148,7 +148,7 @@ def _apply_template(
 ) -> tuple[list[str], list[str]]:
     """Return the texts that the answers to the prompts continue, and what ends an answer."""
     from ..engine.core.errors import DataError, nearest
-    from ..engine.sources.chat_renderer import TEMPLATES, find_template, rendering
+    from ..engine.sources.chat_renderer import TEMPLATES, find_template, open_renderer
 
     names = ("tokenizer", *TEMPLATES)
     if template in names:
@@ -158,9 +158,11 @@ def _apply_template(
     else:
         hint = nearest(template, names) or f"known: {', '.join(names)}"
         raise RecipeError(f"--chat: {template!r} is no template and no file", hint)
-    with rendering(found) as renderer:
+    with open_renderer(found) as renderer:
         try:
-            starts = [renderer.prompt([{"role": "user", "content": each}]) for each in prompts]
-            return starts, [end] if (end := renderer.end_of_answer()) else []
+            starts = [
+                renderer.render_prompt([{"role": "user", "content": each}]) for each in prompts
+            ]
+            return starts, [end] if (end := renderer.find_end_of_answer()) else []
         except ValueError as error:
             raise DataError(f"{found.place}: {error}") from error

@@ -91,7 +91,7 @@ def _sources(path: str, field: str) -> list[DocumentSource]:
     from ..engine.core.files import require_path
     from ..engine.recipe.load import load_recipe
     from ..engine.sources.configs import DocumentSource, sources
-    from ..engine.sources.files import source_kind
+    from ..engine.sources.files import infer_source
     from ..engine.tokenizers.byte_tokenizer import ByteTokenizer
 
     require_path(path)
@@ -102,8 +102,8 @@ def _sources(path: str, field: str) -> list[DocumentSource]:
             if isinstance(source, DocumentSource) and source.split == "train"
         ]
     else:
-        config = sources[source_kind(path)]
-        keys = {"name": source_kind(path), "path": path, "field": field}
+        config = sources[infer_source(path)]
+        keys = {"name": infer_source(path), "path": path, "field": field}
         made = config.model_validate({key: keys[key] for key in keys if key in config.model_fields})
         found = [made] if isinstance(made, DocumentSource) else []
     if not found:

@@ -20,7 +20,7 @@ from ..core.errors import Problem, RecipeError
 from ..core.heartbeat import heartbeat
 from ..corpus.checksums import Share
 from ..data.dataset import OpenedData, open_data
-from ..data.loader import Loader, validation_batches
+from ..data.loader import Loader, iterate_validation
 from ..formats.hf_load import load_huggingface
 from ..lora.adapter_weights import load_adapter
 from ..lora.apply import add_adapters, require_adapters
@@ -288,7 +288,7 @@ def _validation(recipe: Recipe, data: OpenedData, plan: Plan) -> Iterable[Batch]
     if not recipe.evaluate.interval or data.validation is None:
         return []
     steps, ranks = recipe.evaluate.steps, plan.degrees.data
-    return validation_batches(data.validation, recipe.data, steps, plan.data_rank, ranks)
+    return iterate_validation(data.validation, recipe.data, steps, plan.data_rank, ranks)
 
 
 def _apply_determinism(wanted: bool) -> None:

@@ -191,6 +191,16 @@ def path_fault(error: OSError) -> EnvironmentFault | None:
     )
 
 
+def publish(unfinished: Path, final: Path) -> None:
+    """Give a file or folder whose contents are synced its final name, durably.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    unfinished.rename(final)
+    sync_folder(final.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -14,23 +14,28 @@ from pathlib import Path
 
 # What a file system says that knows no locks, or none of folders (NFS).
 _UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EBADF, errno.EINVAL)
-_held: set[int] = set()
+_held: dict[int, bool] = {}
+"""the descriptors of locks; True: forked children hold the lock too"""
 
 
 def _close_in_child() -> None:
-    for descriptor in _held:
-        os.close(descriptor)
-    _held.clear()
+    for descriptor in [number for number, inherit in _held.items() if not inherit]:
+        unlock(descriptor)
 
 
 # A forked data worker must not keep the lock of a trainer that was killed.
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def lock_file(path: Path, patience_seconds: float = 0.0) -> int:
+def lock_file(path: Path, patience_seconds: float = 0.0, *, inherit: bool = False) -> int:
     """Lock a file, which is made if need be, and return its descriptor for `unlock`.
 
     Its content stays: it may be of use to whoever cannot have the lock.
+
+    Args:
+        path: the file.
+        patience_seconds: how long to wait for another process.
+        inherit: True keeps the file locked until the children that are forked meanwhile have ended.
 
     Raises:
         BlockingIOError: another process holds the lock.
@@ -45,7 +50,7 @@ def lock_file(path: Path, patience_seconds: float = 0.0) -> int:
     except OSError:
         os.close(descriptor)
         raise
-    _held.add(descriptor)
+    _held[descriptor] = inherit
     return descriptor
 
 
@@ -64,7 +69,7 @@ def lock_folder(path: Path, patience_seconds: float = 0.0) -> int | None:
         if is_unsupported(error):
             return None
         raise
-    _held.add(descriptor)
+    _held[descriptor] = False
     return descriptor
 
 
@@ -92,7 +97,7 @@ def is_locked(path: Path) -> bool:
 def unlock(descriptor: int) -> None:
     """Give a lock back; nothing happens if it is not held."""
     if descriptor in _held:
-        _held.remove(descriptor)
+        del _held[descriptor]
         os.close(descriptor)
 
 

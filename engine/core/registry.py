@@ -161,3 +161,22 @@ models: Registry[ModelConfig] = Registry(
         "qwen3": "model_zoo.qwen3.config:Qwen3Config",
     },
 )
+
+
+def require_package(module: str, purpose: str, extra: str) -> Any:
+    """Import a package that only some runs need.
+
+    Args:
+        module: what to import, such as "pyarrow.parquet".
+        purpose: who needs it, for the message, such as "chat templates need".
+        extra: the extra of our package that installs it.
+
+    Raises:
+        EnvironmentFault: the package is not installed.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise EnvironmentFault(
+            f"{purpose} the {module.partition('.')[0]} package", f'pip install "trainer[{extra}]"'
+        ) from error

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from .errors import CheckpointError, EnvironmentFault, RecipeError
-from .files import delete_folder, sync_folder
+from .files import delete_folder, publish, sync_folder
 from .processes import is_locked, lock_file, unlock
 
 LOCK = "lock"
@@ -56,8 +56,7 @@ class Unfinished:
             sync_folder(self.path)
         if os.path.lexists(self.target):
             raise CheckpointError(f"{self.target} appeared meanwhile: not replaced")
-        self.path.rename(self.target)
-        sync_folder(self.target.parent)
+        publish(self.path, self.target)
         self.discard()
 
     def discard(self) -> None:

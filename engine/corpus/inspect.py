@@ -11,8 +11,8 @@ from xxhash import xxh3_128_digest
 
 from ..core.errors import DataError
 from ..tokenizers.tokenizer import Tokenizer
-from .manifest import OFFSETS, damaged_files, read_manifest, without_checksums
-from .retokenize import kept_tokenizer
+from .manifest import OFFSETS, find_damaged_files, list_unchecked_files, read_manifest
+from .retokenize import load_bundled_tokenizer
 from .store import TokenStore
 
 SAMPLE_TOKENS = 200
@@ -82,11 +82,11 @@ def inspect_folder(folder: Path, samples: int, tokenizer: Tokenizer | None = Non
         DataError: it is incomplete.
     """
     manifest, store = read_manifest(folder), TokenStore.open(folder, None)
-    damaged = list(damaged_files(folder, manifest))
+    damaged = list(find_damaged_files(folder, manifest))
     if not damaged and (np.diff(store.offsets) < 1).any():
         damaged = [OFFSETS]
     if manifest.tokenizer_name and not damaged and not tokenizer:
-        tokenizer = kept_tokenizer(folder)
+        tokenizer = load_bundled_tokenizer(folder)
     found = inspect_store(store, None if damaged else tokenizer, samples)
     return replace(
         found,
@@ -94,7 +94,7 @@ def inspect_folder(folder: Path, samples: int, tokenizer: Tokenizer | None = Non
         text_bytes=manifest.text_bytes or None,
         empty=found.empty + manifest.empty,
         damaged=damaged,
-        unchecked=without_checksums(manifest),
+        unchecked=list_unchecked_files(manifest),
     )
 
 
@@ -119,7 +119,7 @@ def inspect_store(store: TokenStore, tokenizer: Tokenizer | None, samples: int =
         tokens=store.num_tokens,
         documents=store.num_documents,
         learned_tokens=(
-            store.num_tokens if store.learned is None else int(np.count_nonzero(store.learned))
+            store.num_tokens if store.loss_mask is None else int(np.count_nonzero(store.loss_mask))
         ),
         empty=int((lengths == 0).sum()),
         skipped=store.skipped,

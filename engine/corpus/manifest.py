@@ -109,7 +109,7 @@ def shard_name(column: str, number: int) -> str:
     return f"{column}-{number:05d}.bin"
 
 
-def sealed(manifest: CorpusManifest) -> bytes:
+def serialize_manifest(manifest: CorpusManifest) -> bytes:
     """Return the content of `tokens.json`; its first line is the XXH3-128 of all after it."""
     body = manifest.model_dump_json(indent=1).encode().removeprefix(b"{\n")
     return _first_line(body) + body
@@ -165,7 +165,7 @@ def _parse(file: Path, content: bytes) -> CorpusManifest:
 AGAIN = "prepare it again"
 
 
-def damaged_files(folder: Path, manifest: CorpusManifest) -> Iterator[str]:
+def find_damaged_files(folder: Path, manifest: CorpusManifest) -> Iterator[str]:
     """Read every file; yield those whose bytes are not what was written, or cannot be read."""
     for name, entry in manifest.all_files.items():
         try:
@@ -175,7 +175,7 @@ def damaged_files(folder: Path, manifest: CorpusManifest) -> Iterator[str]:
             yield name
 
 
-def without_checksums(manifest: CorpusManifest) -> list[str]:
+def list_unchecked_files(manifest: CorpusManifest) -> list[str]:
     """Return the files of which nothing says what was written."""
     if manifest.format == FORMAT:
         return []

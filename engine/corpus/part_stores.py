@@ -1,7 +1,7 @@
 """Parts of a corpus tokenised by processes side by side.
 
-Each part becomes a token store of its own, committed by a rename. An interrupted preparation goes
-on with those that are whole.
+Each part becomes a token store of its own, committed by a rename. An interrupted preparation
+resumes with those that are complete.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pathlib import Path
 import numpy as np
 
 from ..core.errors import DataError, EnvironmentFault
-from ..core.files import sync_folder
+from ..core.files import publish
 from ..core.processes import die_with_parent
 from ..sources.configs import SourcePart
 from ..tokenizers.tokenizer import PARALLELISM, Tokenizer
-from .manifest import damaged_files, read_manifest
+from .manifest import find_damaged_files, read_manifest
 from .store import StoreWriter, TokenStore
-from .tokenise import Chunk, Tally, Tokenised, tokenise
+from .tokenise import Chunk, Tally, tokenise
 
 AHEAD = 4096
 
@@ -47,32 +47,29 @@ class PartStores:
     tokenizer: Tokenizer
 
     def make(self, number: int) -> bool:
-        """Tokenise a part, unless it is there and its bytes are what was written; say which."""
+        """Tokenise a part, and return True, unless it is there with the bytes that were written."""
         folder = self.place(number)
         with suppress(DataError):
             manifest = read_manifest(folder)
-            if not any(damaged_files(folder, manifest)):
+            if not any(find_damaged_files(folder, manifest)):
                 return False
         unfinished = folder.with_suffix(".unfinished")
         for leftover in (folder, unfinished):
             shutil.rmtree(leftover, ignore_errors=True)
         with StoreWriter(unfinished, self.tokenizer) as writer:
             source, part = self.parts[number]
-            for piece in tokenise(source.read(part), source.on_error, self.tokenizer):
-                writer.write(piece)
+            for chunk in tokenise(source.read(part), source.on_error, self.tokenizer):
+                writer.write(chunk)
             writer.finish()
-        unfinished.rename(folder)
-        sync_folder(self.folder)
+        publish(unfinished, folder)
         return True
 
-    def read(self, number: int) -> Tokenised:
+    def read(self, number: int) -> Chunk:
         """Return a part that is done."""
         folder = self.place(number)
         manifest, store = read_manifest(folder), TokenStore.open(folder, self.tokenizer)
         tally = Tally(manifest.text_bytes, manifest.empty, manifest.skipped, manifest.faults)
-        if not store.num_tokens:
-            return Tokenised(None, tally)
-        return Tokenised(Chunk(store.tokens, np.diff(store.offsets), store.learned), tally)
+        return Chunk(store.tokens, np.diff(store.offsets), store.loss_mask, tally)
 
     def place(self, number: int) -> Path:
         """Return the folder of a part."""
@@ -87,7 +84,7 @@ class PartStores:
             OSError: a part cannot be written.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.tokenizer.prepare_bulk()
+        self.tokenizer.enable_fast_encoding()
         with _processes(self, min(workers, len(self.parts))) as pool:
             made: deque[Future[bool]] = deque()
             waiting = iter(range(len(self.parts)))

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
+import math
 import os
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from xxhash import xxh3_128_hexdigest
 
 from ..core.errors import DataError, EnvironmentFault, Problem, RecipeError, RunInUse
-from ..core.files import atomic_write, sync_folder
+from ..core.files import atomic_write, publish
+from ..core.processes import is_locked, lock_file, unlock
 from ..core.text.display import remove_secrets
 from ..sources.configs import DocumentSource, SourceConfig, SourcePart
 from ..tokenizers.tokenizer import Tokenizer
@@ -24,7 +23,7 @@ from .manifest import TOKENIZER_FOLDER, read_manifest
 from .part_stores import PartStores
 from .progress import TokenisingProgress, Watch, log_every_ten_seconds
 from .store import SHARD_TOKENS, StoreWriter, TokenStore
-from .tokenise import Tokenised, tokenise
+from .tokenise import Chunk, tokenise
 
 # Part of the names in the cache: another number makes every source be tokenised again.
 CACHE_VERSION = 1
@@ -116,7 +115,10 @@ def open_or_prepare(source: DocumentSource, tokenizer: Tokenizer, cache: Path) -
         with suppress(DataError):
             return TokenStore.open(folder, tokenizer)
     try:
-        with _locked(cache / f"{folder.name}.lock", wait=True):
+        lock = cache / f"{folder.name}.lock"
+        if is_locked(lock):
+            log.info("waiting for another process to tokenise %s", folder.name)
+        with _lock(lock, math.inf):
             with suppress(DataError):
                 store = TokenStore.open(folder, tokenizer)
                 shutil.rmtree(unfinished(folder), ignore_errors=True)
@@ -132,7 +134,7 @@ def open_or_prepare(source: DocumentSource, tokenizer: Tokenizer, cache: Path) -
 
 
 def prepare_folder(job: Preparation, folder: Path, watch: Watch) -> bool:
-    """Make a folder of tokens, or go on making it; return whether it was not there yet.
+    """Make a folder of tokens, or resume making it; return whether it was not there yet.
 
     Raises:
         RecipeError: something else is there, or the source would read the folder itself.
@@ -142,11 +144,11 @@ def prepare_folder(job: Preparation, folder: Path, watch: Watch) -> bool:
     """
     folder = Path(os.path.abspath(folder))  # "." has no name, and so nothing can lie beside it
     try:
-        with _alone(folder):
+        with _lock_target(folder):
             if is_new := not folder.exists() or not any(folder.iterdir()):
                 prepare(job, folder, watch)
             else:
-                _expect_same(job, folder)
+                _require_same_inputs(job, folder)
                 shutil.rmtree(unfinished(folder), ignore_errors=True)
             return is_new
     except OSError as error:
@@ -156,7 +158,7 @@ def prepare_folder(job: Preparation, folder: Path, watch: Watch) -> bool:
         ) from error
 
 
-def _expect_same(job: Preparation, folder: Path) -> None:
+def _require_same_inputs(job: Preparation, folder: Path) -> None:
     other = "give another folder, or delete this one"
     try:
         manifest = read_manifest(folder)
@@ -174,40 +176,27 @@ def unfinished(folder: Path) -> Path:
 
 
 @contextmanager
-def _locked(file: Path, wait: bool) -> Iterator[None]:
-    """Hold a lock; the kernel frees it however the process ends."""
+def _lock(file: Path, patience_seconds: float) -> Iterator[None]:
+    """Hold a lock until the processes that tokenise have ended too."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "ab") as lock:
-        # Those that worked for a process that was killed end just after it.
-        deadline = time.monotonic() + DYING_SECONDS
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if wait:
-                    log.info("waiting for another process to tokenise %s", file.stem)
-                    fcntl.flock(lock, fcntl.LOCK_EX)
-                    break
-                if time.monotonic() > deadline:
-                    raise RunInUse(f"{file}: another process makes these tokens") from error
-                time.sleep(0.05)
-        if not _is_at(file, lock):  # who had it has just ended, and removed it
+    try:
+        descriptor = lock_file(file, patience_seconds, inherit=True)
+    except BlockingIOError as error:
+        raise RunInUse(f"{file}: another process makes these tokens") from error
+    try:
+        if not (file.exists() and os.path.samefile(file, descriptor)):  # its holder removed it
             raise RunInUse(f"{file}: another process made these tokens just now", "try again")
         yield
-
-
-def _is_at(file: Path, opened: IO[bytes]) -> bool:
-    with suppress(FileNotFoundError):
-        return os.path.samefile(file, opened.fileno())
-    return False
+    finally:
+        unlock(descriptor)
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Keep other processes from making a folder; leave nothing that is of no use to them."""
+def _lock_target(folder: Path) -> Iterator[None]:
+    """Keep other processes from making a folder, and remove what they could not resume from."""
     lock, work = folder.parent / f".{folder.name}.lock", unfinished(folder)
-    with _locked(lock, wait=False):
+    # Processes that worked for one that was killed end just after it.
+    with _lock(lock, DYING_SECONDS):
         try:
             yield
         finally:
@@ -228,7 +217,7 @@ def prepare(job: Preparation, folder: Path, watch: Watch) -> None:
         OSError: it cannot be written.
     """
     work, inputs, parts = unfinished(folder), job.inputs(), job.parts()
-    _keep_what_fits(work, inputs)
+    _discard_other_inputs(work, inputs)
     if job.inputs() != inputs:
         shutil.rmtree(work)
         raise RecipeError(
@@ -238,8 +227,8 @@ def prepare(job: Preparation, folder: Path, watch: Watch) -> None:
     shutil.rmtree(work / "store", ignore_errors=True)
     progress = TokenisingProgress(len(parts))
     with StoreWriter(work / "store", job.tokenizer, job.shard_tokens) as writer:
-        for piece in _tokenised(job, parts, work / "parts", progress):
-            writer.write(piece)
+        for chunk in _tokenise_parts(job, parts, work / "parts", progress):
+            writer.write(chunk)
             progress.documents, progress.tokens = writer.num_documents, writer.num_tokens
             watch(progress)
         names = ", ".join(sorted({f'"{source.name}"' for source in job.sources}))
@@ -249,46 +238,45 @@ def prepare(job: Preparation, folder: Path, watch: Watch) -> None:
             raise DataError(f"the {names} source changed while it was tokenised", "run it again")
         writer.tally.faults = [str(fault) for fault in writer.tally.faults]
         if job.tokenizer_name:
-            kept = work / "store" / TOKENIZER_FOLDER
-            kept.mkdir()
-            job.tokenizer.save(kept)
+            bundled = work / "store" / TOKENIZER_FOLDER
+            bundled.mkdir()
+            job.tokenizer.save(bundled)
         writer.finish(
             inputs=inputs,
             tokenizer_name=job.tokenizer_name,
             sources=[remove_secrets(source.model_dump(mode="json")) for source in job.sources],
         )
-    (work / "store").rename(folder)
-    sync_folder(folder.parent)
+    publish(work / "store", folder)
     shutil.rmtree(work, ignore_errors=True)
 
 
-def _keep_what_fits(work: Path, inputs: str) -> None:
+def _discard_other_inputs(work: Path, inputs: str) -> None:
     """Empty the working folder unless it belongs to the same inputs."""
     plan = work / "inputs"
     if work.exists() and not (plan.is_file() and plan.read_text(errors="replace") == inputs):
-        log.info("%s is of other documents or settings: starting afresh", work)
+        log.info("%s is of other documents or settings: starting again", work)
         shutil.rmtree(work)
     work.mkdir(parents=True, exist_ok=True)
     atomic_write(plan, inputs)
 
 
-def _tokenised(
+def _tokenise_parts(
     job: Preparation, parts: Sequence[SourcePart], folder: Path, progress: TokenisingProgress
-) -> Iterator[Tokenised]:
+) -> Iterator[Chunk]:
     """Yield the documents of all parts in order."""
     if len(parts) == 1:  # not worth a process
         ((source, part),) = parts
-        for piece in tokenise(source.read(part), source.on_error, job.tokenizer):
-            progress.count(piece)
-            yield piece
+        for chunk in tokenise(source.read(part), source.on_error, job.tokenizer):
+            progress.count(chunk)
+            yield chunk
         return
     stores = PartStores(folder, parts, job.tokenizer)
     workers = job.workers or len(os.sched_getaffinity(0))
     for number, is_new in enumerate(stores.make_all(workers)):
-        piece = stores.read(number)
+        chunk = stores.read(number)
         progress.parts_done += 1
         if is_new:
-            progress.count(piece)
+            progress.count(chunk)
         else:
             progress.parts_found += 1
-        yield piece
+        yield chunk

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..core.terminal import ProgressBar, format_clock, is_terminal
 
 if TYPE_CHECKING:
-    from .tokenise import Tokenised
+    from .tokenise import Chunk
 
 NOTE_SECONDS = 10.0
 
@@ -44,10 +44,10 @@ class TokenisingProgress:
     new_bytes: int = 0
     started: float = field(default_factory=time.monotonic)
 
-    def count(self, piece: Tokenised) -> None:
-        """Take note of what this call made."""
-        self.new_bytes += piece.tally.text_bytes
-        self.new_tokens += len(piece.chunk.tokens) if piece.chunk else 0
+    def count(self, chunk: Chunk) -> None:
+        """Count documents that this call tokenised."""
+        self.new_bytes += chunk.tally.text_bytes
+        self.new_tokens += len(chunk.tokens)
 
     @property
     def seconds(self) -> float:

@@ -47,8 +47,8 @@ class StoredDocuments(DocumentSource):
         source = cls.model_validate({"path": str(folder), "on_error": on_error})
         source._store = TokenStore.open(folder, None)
         require_intact(folder, default_cache())
-        source._tokenizer = kept_tokenizer(folder)
-        if source._store.learned is not None:
+        source._tokenizer = load_bundled_tokenizer(folder)
+        if source._store.loss_mask is not None:
             raise DataError(
                 f"{folder}: says which tokens are learned from, and text cannot say it",
                 "prepare the conversations again with the other tokenizer",
@@ -86,7 +86,7 @@ class StoredDocuments(DocumentSource):
         return f"{self._store.fingerprint} {xxh3_128_hexdigest(self._store.offsets.data)}"
 
 
-def kept_tokenizer(folder: Path) -> Tokenizer:
+def load_bundled_tokenizer(folder: Path) -> Tokenizer:
     """Return the tokenizer that made the tokens of a folder.
 
     Raises:

@@ -26,10 +26,10 @@ from .manifest import (
     CorpusManifest,
     hash_file,
     read_manifest,
-    sealed,
+    serialize_manifest,
     shard_name,
 )
-from .tokenise import Chunk, Learned, Tally, Tokenised, token_type
+from .tokenise import Chunk, LossMask, Tally, narrowest_dtype
 
 SHARD_TOKENS = 2**28
 
@@ -46,7 +46,7 @@ class TokenStore:
         skipped: documents left out because they could not be read.
         faults: what was wrong with the first of them.
         place: what to call it in messages.
-        learned: [num_tokens]; which tokens count in the loss when they are labels. None: all.
+        loss_mask: [num_tokens]; which tokens count in the loss when they are labels; None: all.
         folder: that holds them as files; None: they are in memory alone.
     """
 
@@ -57,7 +57,7 @@ class TokenStore:
     skipped: int = 0
     faults: Sequence[str | DocumentFault] = ()
     place: str = "tokens"
-    learned: Learned | None = None
+    loss_mask: LossMask | None = None
     folder: Path | None = None
 
     @property
@@ -103,7 +103,7 @@ class TokenStore:
                 skipped=manifest.skipped,
                 faults=manifest.faults,
                 place=str(folder),
-                learned=column(LEARNED, "bool") if manifest.learned else None,
+                loss_mask=column(LEARNED, "bool") if manifest.learned else None,
                 folder=folder,
             )
         except OSError as error:
@@ -148,7 +148,7 @@ class StoreWriter:
         self.num_documents = 0
         self._lengths: list[NDArray[np.int64]] = []
         self._tokens = Column(folder, TOKENS, shard_tokens)
-        self._learned: Column | None = None
+        self._loss_mask: Column | None = None
 
     def __enter__(self) -> StoreWriter:
         self.folder.mkdir(parents=True)
@@ -160,25 +160,22 @@ class StoreWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for column in (self._tokens, self._learned):
+        for column in (self._tokens, self._loss_mask):
             if column:
                 column.close()
 
-    def write(self, piece: Tokenised) -> None:
+    def write(self, chunk: Chunk) -> None:
         """Add documents, and count what was left out of them."""
-        self.tally.add(piece.tally)
-        if piece.chunk:
-            self._write(piece.chunk)
-
-    def _write(self, chunk: Chunk) -> None:
-        if chunk.learned is not None and self._learned is None:
-            self._learned = Column(self.folder, LEARNED, self.shard_tokens)
+        self.tally.add(chunk.tally)
+        if chunk.loss_mask is not None and self._loss_mask is None:
+            self._loss_mask = Column(self.folder, LEARNED, self.shard_tokens)
             for start in range(0, self.num_tokens, 2**20):
-                self._learned.write(np.ones(min(2**20, self.num_tokens - start), dtype=bool))
+                count = min(2**20, self.num_tokens - start)
+                self._loss_mask.write(np.ones(count, dtype=bool))
         self._tokens.write(chunk.tokens)
-        if self._learned:
-            all_of_them = np.ones(len(chunk.tokens), dtype=bool)
-            self._learned.write(all_of_them if chunk.learned is None else chunk.learned)
+        if self._loss_mask:
+            all_tokens = np.ones(len(chunk.tokens), dtype=bool)
+            self._loss_mask.write(all_tokens if chunk.loss_mask is None else chunk.loss_mask)
         self._lengths.append(chunk.lengths)
         self.num_tokens += len(chunk.tokens)
         self.num_documents += len(chunk.lengths)
@@ -191,24 +188,24 @@ class StoreWriter:
         Args:
             described: further keys of the manifest.
         """
-        columns = [column for column in (self._tokens, self._learned) if column]
+        columns = [column for column in (self._tokens, self._loss_mask) if column]
         for column in columns:
             column.end_file()
         files = {name: entry for column in columns for name, entry in column.files.items()}
         fingerprint = columns[0].hash
-        if self._learned:
-            fingerprint.update(self._learned.hash.digest())
+        if self._loss_mask:
+            fingerprint.update(self._loss_mask.hash.digest())
         self._write_offsets()
         files[OFFSETS] = hash_file(self.folder / OFFSETS)
         paths = [path for path in sorted(self.folder.rglob("*")) if path.is_file()]
         names = [path.relative_to(self.folder).as_posix() for path in paths]
         manifest = CorpusManifest(
             format=FORMAT,
-            dtype="uint16" if token_type(self.tokenizer) == np.uint16 else "uint32",
+            dtype="uint16" if narrowest_dtype(self.tokenizer) == np.uint16 else "uint32",
             num_tokens=self.num_tokens,
             num_documents=self.num_documents,
             shard_tokens=self.shard_tokens,
-            learned=self._learned is not None,
+            learned=self._loss_mask is not None,
             fingerprint=fingerprint.hexdigest(),
             tokenizer=self.tokenizer.fingerprint,
             vocab_size=self.tokenizer.vocab_size,
@@ -219,7 +216,7 @@ class StoreWriter:
             **described,
         )
         with open(self.folder / INDEX, "xb") as file:
-            file.write(sealed(manifest))
+            file.write(serialize_manifest(manifest))
             sync(file)
         sync_folder(self.folder)
 

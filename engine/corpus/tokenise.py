@@ -12,72 +12,95 @@ from numpy.typing import NDArray
 from ..core import faults
 from ..core.errors import DataError
 from ..sources.documents import Document, DocumentFault, text_of
-from ..tokenizers.tokenizer import Ids, MarkedText, Tokenizer
+from ..tokenizers.tokenizer import Ids, MaskedDocument, Tokenizer
 
 AnyDocument = TypeVar("AnyDocument", bound=Document)
+LossMask = NDArray[np.bool_]
 BATCH_CHARACTERS = 2**22
 BATCH_DOCUMENTS = 2**12
 
 
-class Tokenised(NamedTuple):
-    """Some documents, read and tokenised."""
+@dataclass
+class Tally:
+    """Counts of what was met while documents were read."""
 
-    chunk: Chunk | None
-    """None: nothing was left of them"""
+    text_bytes: int = 0
+    """bytes of text that became tokens"""
+    empty: int = 0
+    """documents left out because they hold nothing"""
+    skipped: int = 0
+    """documents left out because they cannot be read"""
+    faults: list[str | DocumentFault] = field(default_factory=list)
+    """what was wrong with the first of them"""
+
+    def add(self, other: Tally, max_faults: int = 20) -> None:
+        """Add the counts of the documents that come next."""
+        self.text_bytes += other.text_bytes
+        self.empty += other.empty
+        self.skipped += other.skipped
+        self.faults += other.faults[: max(max_faults - len(self.faults), 0)]
+
+
+class Chunk(NamedTuple):
+    """Some documents as tokens, and what was left out of them."""
+
+    tokens: Ids
+    """[T]; the documents end to end, each followed by the eos token"""
+    lengths: NDArray[np.int64]
+    """[documents]; tokens of each document, eos included"""
+    loss_mask: LossMask | None
+    """[T]; which tokens count in the loss when they are labels; None: all"""
     tally: Tally
 
 
-def tokenise(read: Iterable[Document], on_error: str, tokenizer: Tokenizer) -> Iterator[Tokenised]:
+def tokenise(documents: Iterable[Document], on_error: str, tokenizer: Tokenizer) -> Iterator[Chunk]:
     """Yield documents as tokens.
 
     Raises:
         DataError: a document cannot be read and `on_error` is "stop".
     """
-    for batch in batches(read):
+    for batch in group_documents(documents):
         unread = [item for item in batch if isinstance(item, DocumentFault)]
         if unread and on_error == "stop":
             raise DataError(
                 str(unread[0]), 'repair it, or leave such documents out with on_error = "skip"'
             )
-        documents = [item for item in batch if not isinstance(item, DocumentFault)]
+        readable = [item for item in batch if not isinstance(item, DocumentFault)]
         # An empty document has nothing to predict.
-        filled = [item for item in documents if text_of(item)]
+        filled = [document for document in readable if text_of(document)]
         tally = Tally(
-            text_bytes=sum(map(_bytes, filled)),
-            empty=len(documents) - len(filled),
+            text_bytes=sum(map(_count_bytes, filled)),
+            empty=len(readable) - len(filled),
             skipped=len(unread),
             faults=[*unread],
         )
-        yield Tokenised(_encode(filled, tokenizer) if filled else None, tally)
+        yield _encode(filled, tokenizer, tally)
 
 
-def _encode(documents: list[str | MarkedText], tokenizer: Tokenizer) -> Chunk:
+def _encode(documents: Sequence[str | MaskedDocument], tokenizer: Tokenizer, tally: Tally) -> Chunk:
     faults.point("data.tokenise")
-    if not any(isinstance(item, MarkedText) for item in documents):
-        texts = [item for item in documents if isinstance(item, str)]
-        return make_chunk(tokenizer, tokenizer.encode_batch(texts))
-    marked = [
-        item if isinstance(item, MarkedText) else MarkedText(item, ((0, len(item)),))
-        for item in documents
+    if not any(isinstance(document, MaskedDocument) for document in documents):
+        ids = tokenizer.encode_batch([text_of(document) for document in documents])
+        return make_chunk(tokenizer, ids, tally=tally)
+    masked = [
+        MaskedDocument(document, ((0, len(document)),)) if isinstance(document, str) else document
+        for document in documents
     ]
-    encoded = tokenizer.encode_marked(marked)
-    learned = [
-        np.append(flags, _ends_learned(item))
-        for item, (_, flags) in zip(marked, encoded, strict=True)
+    encoded = tokenizer.encode_masked(masked)
+    # The eos token counts in the loss if the end of the text does.
+    loss_masks = [
+        np.append(mask, any(stop >= len(document.text) for _, stop in document.loss_ranges))
+        for document, (_, mask) in zip(masked, encoded, strict=True)
     ]
-    return make_chunk(tokenizer, [ids for ids, _ in encoded], learned)
+    return make_chunk(tokenizer, [ids for ids, _ in encoded], loss_masks, tally)
 
 
-def _ends_learned(document: MarkedText) -> bool:
-    return bool(document.learned) and document.learned[-1][1] >= len(document.text)
-
-
-def _bytes(document: str | MarkedText) -> int:
+def _count_bytes(document: str | MaskedDocument) -> int:
     text = text_of(document)
     return len(text) if text.isascii() else len(text.encode())
 
 
-def batches(documents: Iterable[AnyDocument]) -> Iterator[list[AnyDocument]]:
+def group_documents(documents: Iterable[AnyDocument]) -> Iterator[list[AnyDocument]]:
     """Group documents so that a batch is worth a call and fits in memory."""
     batch: list[AnyDocument] = []
     characters = 0
@@ -92,67 +115,39 @@ def batches(documents: Iterable[AnyDocument]) -> Iterator[list[AnyDocument]]:
         yield batch
 
 
-Learned = NDArray[np.bool_]
-
-
-class Chunk(NamedTuple):
-    """Some documents as tokens."""
-
-    tokens: Ids
-    """[T]; the documents end to end, each followed by the eos token"""
-    lengths: NDArray[np.int64]
-    """[documents]; tokens of each, eos included"""
-    learned: Learned | None
-    """[T]; None: all"""
-
-
-def token_type(tokenizer: Tokenizer) -> np.dtype[Any]:
+def narrowest_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
     """Return the narrowest type that holds every id."""
     return np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
 
 
 def make_chunk(
-    tokenizer: Tokenizer, documents: Sequence[Ids], learned: Sequence[Learned] | None = None
+    tokenizer: Tokenizer,
+    documents: Sequence[Ids],
+    loss_masks: Sequence[LossMask] | None = None,
+    tally: Tally | None = None,
 ) -> Chunk:
     """Put documents end to end, each followed by the eos token.
 
     Args:
-        tokenizer: whose ids they are.
-        documents: ids.
-        learned: which of them are, the eos token's included.
+        tokenizer: the tokenizer of the ids.
+        documents: the ids of each document.
+        loss_masks: the loss mask of each document, with a value for the eos token; None: all count.
+        tally: what was met while the documents were read.
 
     Raises:
         DataError: an id is outside the tokenizer's vocabulary.
     """
-    dtype = token_type(tokenizer)
+    dtype = narrowest_dtype(tokenizer)
     eos = np.array([tokenizer.eos_id], dtype=dtype)
-    flat = np.concatenate([part for document in documents for part in (document, eos)])
-    largest = int(flat.max())
+    flat = np.concatenate([eos[:0], *(part for ids in documents for part in (ids, eos))])
+    largest = int(flat.max(initial=0))
     if largest >= tokenizer.vocab_size:
         raise DataError(
             f"the tokenizer gave id {largest}; its vocabulary has {tokenizer.vocab_size}"
         )
-    lengths = np.array([len(document) + 1 for document in documents])
-    marks = None if learned is None else np.concatenate(learned)
-    return Chunk(flat.astype(dtype, copy=False), lengths, marks)
-
-
-@dataclass
-class Tally:
-    """What was met while documents were read."""
-
-    text_bytes: int = 0
-    """bytes of text that became tokens"""
-    empty: int = 0
-    """documents left out because they hold nothing"""
-    skipped: int = 0
-    """documents left out because they cannot be read"""
-    faults: list[str | DocumentFault] = field(default_factory=list)
-    """what was wrong with the first of them"""
-
-    def add(self, other: Tally, faults_kept: int = 20) -> None:
-        """Count what came after it."""
-        self.text_bytes += other.text_bytes
-        self.empty += other.empty
-        self.skipped += other.skipped
-        self.faults += other.faults[: max(faults_kept - len(self.faults), 0)]
+    return Chunk(
+        tokens=flat.astype(dtype, copy=False),
+        lengths=np.array([len(ids) + 1 for ids in documents], dtype=np.int64),
+        loss_mask=None if loss_masks is None else np.concatenate(loss_masks),
+        tally=tally or Tally(),
+    )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import DataError, EnvironmentFault, RecipeError
-from ..core.files import sync_folder
+from ..core.unfinished import Unfinished
 from ..sources.configs import DocumentSource
 from ..sources.documents import DocumentFault, text_of
-from ..tokenizers.hf_tokenizer import HuggingFaceTokenizer, library
-from ..tokenizers.patterns import pattern_named
+from ..tokenizers.hf_tokenizer import HuggingFaceTokenizer, import_tokenizers
+from ..tokenizers.patterns import find_pattern
 from ..tokenizers.tokenizer_files import TokenizerFiles, byte_characters
-from .tokenise import batches
+from .tokenise import group_documents
 
 NUM_BYTES = 256
 # Merging the pairs of a piece takes time that grows with the square of its length. No published
@@ -71,7 +69,7 @@ def train_tokenizer(
     _check(out, vocab_size, special_tokens)
     read = Read()
     texts = _texts(sources, max_bytes, read)
-    content = _train(texts, vocab_size, special_tokens, min_frequency, pattern_named(pattern))
+    content = _train(texts, vocab_size, special_tokens, min_frequency, find_pattern(pattern))
     if not read.documents:
         raise DataError(f"the sources hold no text ({read.skipped} documents skipped)")
     return _write(content, out, special_tokens[0]), read
@@ -129,7 +127,7 @@ def _train(
     pattern: str,
 ) -> str:
     """Return the `tokenizer.json`."""
-    library()
+    import_tokenizers()
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     def cut_by(expression: str) -> pre_tokenizers.Sequence:
@@ -152,7 +150,9 @@ def _train(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    read_interruptibly(batches(texts), lambda read: native.train_from_iterator(read, trainer))
+    read_interruptibly(
+        group_documents(texts), lambda read: native.train_from_iterator(read, trainer)
+    )
     native.pre_tokenizer = cut_by(pattern)
     return str(native.to_str(pretty=True))
 
@@ -186,17 +186,19 @@ def read_interruptibly(items: Iterable[Any], read: Callable[[Iterator[Any]], obj
 
 
 def _write(content: str, out: Path, eos_token: str) -> HuggingFaceTokenizer:
-    """Write the folder under another name and give it its own once everything is on disk."""
     files = TokenizerFiles(str(out), content.encode(), {"eos_token": eos_token})
     tokenizer = HuggingFaceTokenizer(files, eos_token)
-    unfinished = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.mkdir()
-        tokenizer.save(unfinished)
-        unfinished.rename(out)
-        sync_folder(out.parent)
+        if out.exists():  # an empty folder
+            out.rmdir()
+        unfinished = Unfinished(out)
+        try:
+            unfinished.path.mkdir()
+            tokenizer.save(unfinished.path)
+            unfinished.publish()
+        finally:
+            unfinished.discard()
     except OSError as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
         raise EnvironmentFault(f"{out}: cannot be written: {error.strerror}") from error
     return tokenizer

@@ -101,7 +101,7 @@ def open_data(
             'no validation: streams hold nothing out; another source may have split = "validation"'
         )
     for stream in train.streams.values() if run else ():
-        stream.lead()  # now: later the process would be a copy of one with a model
+        stream.start_producer()  # now: later the process would be a copy of one with a model
     validation = None
     if opening.validation:
         packed, rows, weights, labels = _columns(opening.validation)

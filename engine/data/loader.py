@@ -13,7 +13,7 @@ from .order import Indices
 from .packing import PackedRows
 from .samples import Samples
 from .tables import Data
-from .workers import read_ahead
+from .workers import prefetch_steps
 
 
 class Loader:
@@ -44,7 +44,7 @@ class Loader:
         self.rank = rank
         share = table.global_batch // ranks
         self.micro_batch = min(table.micro_batch, share)
-        self.share = share_of_rank(share, self.micro_batch, rank, ranks)
+        self.share = samples_of_rank(share, self.micro_batch, rank, ranks)
 
     def steps(self, first_step: int) -> Iterator[list[Batch]]:
         """Yield the micro batches of each optimizer step, from `first_step` on, without end.
@@ -55,7 +55,7 @@ class Loader:
         steps: Iterator[PackedRows]
         if self.table.workers:
             timeout_seconds = self.table.worker_timeout_seconds
-            steps = read_ahead(self.step, first_step, self.table.workers, timeout_seconds)
+            steps = prefetch_steps(self.step, first_step, self.table.workers, timeout_seconds)
         else:
             steps = map(self.step, count(first_step))
         for rows in steps:
@@ -65,11 +65,11 @@ class Loader:
         """Return this rank's rows of one optimizer step."""
         first = step * self.table.global_batch
         faults.point("data.read", self.rank, step + 1)
-        self.samples.reach(first, first + self.table.global_batch)
+        self.samples.ensure(first, first + self.table.global_batch)
         return self.samples.gather(first + self.share)
 
 
-def share_of_rank(share: int, micro_batch: int, rank: int, ranks: int) -> Indices:
+def samples_of_rank(share: int, micro_batch: int, rank: int, ranks: int) -> Indices:
     """Return which samples of a global batch are a rank's, [share], micro batch by micro batch.
 
     The last micro batch of each rank is smaller if `micro_batch` does not divide the share.
@@ -82,7 +82,7 @@ def share_of_rank(share: int, micro_batch: int, rank: int, ranks: int) -> Indice
     return sample
 
 
-def validation_batches(
+def iterate_validation(
     samples: Samples, table: Data, steps: int, rank: int, ranks: int
 ) -> Iterator[Batch]:
     """Yield a rank's micro batches of the first `steps` global batches of the validation split.

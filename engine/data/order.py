@@ -61,7 +61,7 @@ def interleave(counts: Sequence[int], weights: Sequence[float]) -> tuple[Indices
     return source[merged], number[merged]
 
 
-def shares(weights: Sequence[float], total: int = MIXTURE_PERIOD) -> list[int]:
+def round_weights(weights: Sequence[float], total: int = MIXTURE_PERIOD) -> list[int]:
     """Round weights to counts that add up to `total`, each at least 1, by largest remainder."""
     exact = np.asarray(weights, dtype=np.float64) / sum(weights) * total
     counts = np.maximum(np.floor(exact).astype(np.int64), 1)
@@ -95,12 +95,12 @@ class TrainingOrder:
         self.rows = np.asarray(rows, dtype=np.int64)
         self.shuffle = shuffle
         self.keys = np.array([source_key(seed, index) for index in range(len(rows))], np.uint64)
-        self.counts = np.array(shares(weights))
+        self.counts = np.array(round_weights(weights))
         self.slots = interleave(self.counts.tolist(), self.counts.tolist())
 
     def locate(self, samples: Indices) -> tuple[Indices, Indices]:
         """Return the source and the row of each sample, both [N]."""
-        source, epoch, index = self.turns(samples)
+        source, epoch, index = self.locate_epochs(samples)
         if not self.shuffle:
             return source, index
         row = np.empty_like(index)
@@ -113,7 +113,7 @@ class TrainingOrder:
             row[mine] = permute(index[mine].astype(np.uint64), int(self.rows[which]), key)
         return source, row
 
-    def turns(self, samples: Indices) -> tuple[Indices, Indices, Indices]:
+    def locate_epochs(self, samples: Indices) -> tuple[Indices, Indices, Indices]:
         """Return the source of each sample, its epoch there and its turn in that, each [N]."""
         period, slot = np.divmod(samples, MIXTURE_PERIOD)
         source = self.slots[0][slot]
@@ -122,7 +122,7 @@ class TrainingOrder:
         )
         return source, epoch, index
 
-    def drawn(self, sample: int) -> Indices:
+    def count_rows(self, sample: int) -> Indices:
         """Return how many rows of each source the samples before this one are, [sources]."""
         period, slot = divmod(sample, MIXTURE_PERIOD)
         counts: Indices = np.bincount(self.slots[0][:slot], minlength=len(self.rows))

@@ -35,7 +35,7 @@ class PackedRows(NamedTuple):
         return Batch(*columns)
 
     @classmethod
-    def joined(cls, parts: Iterable[PackedRows]) -> PackedRows:
+    def concatenate(cls, parts: Iterable[PackedRows]) -> PackedRows:
         """Return the rows of several, one after the other."""
         return cls._make(
             None if columns[0] is None else np.concatenate(columns)
@@ -64,7 +64,8 @@ class ConcatRows:
         self.num_rows = max(stop - start - 1, 0) // seq_len
         self.seq_len = seq_len
         self.windows = self._windows(store.tokens[start:stop])
-        self.learned = None if store.learned is None else self._windows(store.learned[start:stop])
+        mask = store.loss_mask
+        self.loss_mask = None if mask is None else self._windows(mask[start:stop])
 
     def _windows(self, column: NDArray[Any]) -> NDArray[Any]:
         """Return one overlapping window a row, so that a batch is one gather."""
@@ -81,8 +82,8 @@ class ConcatRows:
         columns = np.empty((2, len(rows), self.seq_len), dtype=np.int64)
         columns[0] = windows[:, :-1]
         columns[1] = windows[:, 1:]
-        if self.learned is not None:
-            np.copyto(columns[1], IGNORED, where=~self.learned[rows][:, 1:])
+        if self.loss_mask is not None:
+            np.copyto(columns[1], IGNORED, where=~self.loss_mask[rows][:, 1:])
         return PackedRows(columns[0], columns[1])
 
 
@@ -131,9 +132,9 @@ class PaddedRows:
         columns = np.empty((2, len(rows), len(self.place) - 1), dtype=np.int64)
         columns[0] = windows[:, :-1]
         columns[1] = windows[:, 1:]
-        if self.store.learned is not None:
-            learned = self.store.learned.take(index[:, 1:], mode="clip")
-            np.copyto(columns[1], IGNORED, where=~learned)
+        if self.store.loss_mask is not None:
+            counted = self.store.loss_mask.take(index[:, 1:], mode="clip")
+            np.copyto(columns[1], IGNORED, where=~counted)
         padding = self.place[:-1] >= self.pieces.lengths[rows][:, None]
         np.copyto(columns[0], self.store.eos_id, where=padding)
         np.copyto(columns[1], IGNORED, where=padding)
@@ -173,9 +174,9 @@ class DocumentRows:
         columns[0] = self.store.tokens.take(index, mode="clip")
         columns[1, :-1] = columns[0, 1:]
         columns[1, np.cumsum(lengths) - 1] = self.store.tokens.take(starts + lengths, mode="clip")
-        if self.store.learned is not None:
-            learned = self.store.learned.take(index + 1, mode="clip")
-            np.copyto(columns[1], IGNORED, where=~learned)
+        if self.store.loss_mask is not None:
+            counted = self.store.loss_mask.take(index + 1, mode="clip")
+            np.copyto(columns[1], IGNORED, where=~counted)
         padding = self.padding[rows]
         padded, _ = _ranges(np.arange(1, shape[0] + 1) * shape[1] - padding, padding)
         columns[0, padded] = self.store.eos_id

@@ -46,12 +46,12 @@ class Samples:
         """Labels of the sources that have a loss of their own; none where there is one source."""
         return self.labels if len(self.labels) > 1 else ()
 
-    def reach(self, first: int, stop: int) -> None:
+    def ensure(self, first: int, stop: int) -> None:
         """Make samples `first` to `stop - 1` ready; those before are not needed any more."""
 
     def batch(self, first: int, count: int) -> Batch:
         """Return samples `first` to `first + count - 1`."""
-        self.reach(first, first + count)
+        self.ensure(first, first + count)
         return self.gather(np.arange(first, first + count)).to_batch()
 
     def gather(self, samples: Indices) -> PackedRows:
@@ -92,7 +92,7 @@ class Samples:
         order = np.argsort(source, kind="stable")
         which, starts = np.unique(source[order], return_index=True)
         groups = np.split(row[order], starts[1:])
-        rows = PackedRows.joined(
+        rows = PackedRows.concatenate(
             self.sources[index].gather(group) for index, group in zip(which, groups, strict=True)
         )
         place = np.argsort(order)
@@ -123,16 +123,16 @@ class TrainingSamples(Samples):
             index: source for index, source in enumerate(sources) if isinstance(source, Stream)
         }
 
-    def reach(self, first: int, stop: int) -> None:
+    def ensure(self, first: int, stop: int) -> None:
         """Have the streams' rows tokenised.
 
         Raises:
             DataError: a document cannot be read.
         """
         if self.streams:
-            begins, ends = self.order.drawn(first), self.order.drawn(stop)
+            begins, ends = self.order.count_rows(first), self.order.count_rows(stop)
             for index, stream in self.streams.items():
-                stream.reach(int(begins[index]), int(ends[index]))
+                stream.ensure(int(begins[index]), int(ends[index]))
 
     def describe(self, first: int, count: int) -> dict[str, dict[str, list[int]]]:
         """Return where samples come from: by source the numbers of samples, epochs and rows.
@@ -141,7 +141,7 @@ class TrainingSamples(Samples):
         within the order in which it is read.
         """
         samples = np.arange(first, first + count)
-        source, epoch, _ = self.order.turns(samples)
+        source, epoch, _ = self.order.locate_epochs(samples)
         columns = {"samples": samples, "epochs": epoch, "rows": self.order.locate(samples)[1]}
         return {
             self.labels[which]: {
@@ -152,7 +152,7 @@ class TrainingSamples(Samples):
 
     def state(self, sample: int) -> dict[str, Any]:
         """Return what the streams need to go on at a sample that was reached; JSON."""
-        drawn = self.order.drawn(sample)
+        drawn = self.order.count_rows(sample)
         return {
             stream.name: stream.state(int(drawn[index])) for index, stream in self.streams.items()
         }

@@ -108,7 +108,7 @@ class Stream:
         """The newest window's tokens."""
         return self.windows[-1].packed.store
 
-    def lead(self) -> None:
+    def start_producer(self) -> None:
         """Start the process that tokenises, unless another process of this machine has one."""
         self.child = self.child or start_child(self.producer)
 
@@ -133,7 +133,7 @@ class Stream:
             known = state["tokens"] if state["source"] == self.fingerprint else ""
             self.next = Next(state["window"], state["row"], Cursor(*state["place"]), known)
 
-    def reach(self, first: int, stop: int) -> None:
+    def ensure(self, first: int, stop: int) -> None:
         """Make rows `first` to `stop - 1` ready; those before `first` are not needed any more.
 
         Raises:
@@ -155,7 +155,7 @@ class Stream:
         which = np.searchsorted(starts, rows, side="right") - 1
         if which[0] == which[-1]:
             return self._gather(self.windows[which[0]], rows)
-        return PackedRows.joined(
+        return PackedRows.concatenate(
             self._gather(self.windows[index], rows[which == index]) for index in np.unique(which)
         )
 
@@ -229,7 +229,7 @@ class Stream:
                     deaths += 1
             elif now >= try_to_lead:
                 try_to_lead = now + LOCK_SECONDS
-                self.lead()
+                self.start_producer()
             else:
                 time.sleep(POLL_SECONDS)
 

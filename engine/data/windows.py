@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..core.errors import DataError, EnvironmentFault, TrainerError
-from ..core.files import read_regular, sync_folder
+from ..core.files import publish, read_regular
 from ..core.processes import die_with_parent
-from ..corpus.manifest import damaged_files, read_manifest
+from ..corpus.manifest import find_damaged_files, read_manifest
 from ..corpus.store import StoreWriter, TokenStore
 from ..corpus.tokenise import tokenise
 from ..sources.configs import DocumentSource
@@ -122,7 +122,7 @@ def open_window(folder: Path, number: int, tokenizer: Tokenizer) -> Window | Non
     place = window_folder(folder, number)
     with suppress(TrainerError, OSError, ValueError, TypeError, KeyError):
         manifest = read_manifest(place)
-        if not any(damaged_files(place, manifest)):
+        if not any(find_damaged_files(place, manifest)):
             ends = json.loads(read_regular(place / PLACE))
             store = TokenStore.open(place, tokenizer)
             return Window(Cursor(*ends["start"]), Cursor(*ends["end"]), store)
@@ -192,13 +192,12 @@ class Producer:
                         f'the "{self.source.name}" source holds no text ({skipped} skipped)'
                     )
                 documents = reader.window(window_size(number, self.seq_len))
-                for piece in tokenise(documents, self.source.on_error, self.tokenizer):
-                    writer.write(piece)
+                for chunk in tokenise(documents, self.source.on_error, self.tokenizer):
+                    writer.write(chunk)
             place = json.dumps({"start": start, "end": reader.place})
             (unfinished / PLACE).write_text(place, encoding="utf-8")
             writer.finish()
-        unfinished.rename(folder)
-        sync_folder(self.folder)
+        publish(unfinished, folder)
 
     def _remove_all_but(self, number: int, need: PrefetchRange) -> None:
         """Remove the windows that training has left behind, and what others left unfinished."""

@@ -43,7 +43,7 @@ class Steps:
             return f"{type(error).__name__}: {error}"
 
 
-def read_ahead(
+def prefetch_steps(
     read: Callable[[int], PackedRows], first_step: int, workers: int, timeout_seconds: float
 ) -> Iterator[PackedRows]:
     """Yield `read(step)` for each step from `first_step` on, computed by worker processes.

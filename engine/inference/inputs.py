@@ -24,7 +24,7 @@ from ..recipe.layers import apply_override
 from ..recipe.messages import problems_of
 from ..recipe.schema import Recipe
 from ..sources.configs import SourceConfig, sources
-from ..sources.files import source_kind
+from ..sources.files import infer_source
 
 FOREIGN_SEQ_LEN = 2048
 """tokens a row for a Hugging Face folder, which does not say how long its training rows were"""
@@ -133,4 +133,4 @@ def find_source(name: str, settings: Sequence[str]) -> SourceConfig:
 
 def find_texts(path: str) -> SourceConfig:
     """Return the source that reads a file, a folder or a glob, by the names of its files."""
-    return find_source(source_kind(path), [f"path={json.dumps(path)}"])
+    return find_source(infer_source(path), [f"path={json.dumps(path)}"])

@@ -16,11 +16,11 @@ from ..core.errors import DataError, RecipeError
 from ..corpus.prepare import default_cache, open_source
 from ..data.batch import IGNORED
 from ..data.dataset import open_data
-from ..data.loader import validation_batches
+from ..data.loader import iterate_validation
 from ..sources.configs import DocumentSource, SourceConfig
 from ..sources.documents import DocumentFault
 from ..tokenizers.byte_tokenizer import count_bytes
-from ..tokenizers.tokenizer import MarkedText, Tokenizer
+from ..tokenizers.tokenizer import MaskedDocument, Tokenizer
 from ..train.evaluate import perplexity
 from .inputs import find_texts
 from .open import OpenedModel
@@ -212,7 +212,7 @@ def measure_validation(opened: OpenedModel, *, batch_size: int = 8, limit: int =
     names = split.separate_labels or ("",)
     sources = [Measured(f"validation split, {name}") for name in names]
     left, ids = count, [np.empty(0, np.int64)] * len(sources)
-    for batch in validation_batches(split, table, -(-count // batch_size), 0, 1):
+    for batch in iterate_validation(split, table, -(-count // batch_size), 0, 1):
         batch.labels[left:] = IGNORED
         which = [0] * len(batch.labels) if batch.sources is None else batch.sources.tolist()
         rows = zip(which, batch.labels, score_batch(opened.model, batch), strict=True)
@@ -256,9 +256,9 @@ def _encode(source: SourceConfig, tokenizer: Tokenizer, measured: Measured) -> I
                     str(document), 'leave such documents out with --set on_error="skip"'
                 )
             measured.skipped += 1
-        elif isinstance(document, MarkedText):
-            ((ids, counted),) = tokenizer.encode_marked([document])
-            text = "".join(document.text[start:stop] for start, stop in document.learned)
+        elif isinstance(document, MaskedDocument):
+            ((ids, counted),) = tokenizer.encode_masked([document])
+            text = "".join(document.text[start:stop] for start, stop in document.loss_ranges)
             yield Encoded(ids, text, counted, tokenizer.eos_id)
         elif document:
             yield Encoded(tokenizer.encode(document), document, None, tokenizer.eos_id)
@@ -270,7 +270,7 @@ def _stored(source: SourceConfig, tokenizer: Tokenizer) -> Iterator[Encoded]:
     for number in range(store.num_documents):
         start, stop = int(store.offsets[number]), int(store.offsets[number + 1]) - 1
         ids = np.asarray(store.tokens[start:stop])
-        counted = None if store.learned is None else np.asarray(store.learned[start:stop])
+        counted = None if store.loss_mask is None else np.asarray(store.loss_mask[start:stop])
         shown = ids if counted is None else ids[counted]
         text = tokenizer.decode(shown.tolist())
         num_bytes = count_bytes(tokenizer, shown.tolist(), text)

@@ -9,11 +9,21 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from ..core.config import RecipePath
 from ..core.errors import nearest
-from ..tokenizers.tokenizer import MarkedText, Tokenizer
-from .chat_renderer import ChatTemplate, find_template, rendering
+from ..tokenizers.tokenizer import MaskedDocument, Tokenizer
+from .chat_renderer import ChatTemplate, find_template, open_renderer
 from .configs import DocumentSource, FileSource, sources
-from .documents import Document, Part
-from .files import json_kind, line_parts, read_objects
+from .documents import Document
+from .files import json_kind, line_parts, read_objects, require_field
+
+OTHER_NAMES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
+FOLLOWS = {
+    "system": {"", "system", "developer"},
+    "developer": {"", "system", "developer"},
+    "user": {"", "system", "developer", "assistant"},
+    "assistant": {"user", "tool"},
+    "tool": {"assistant", "tool"},
+}
+"""for each role, the roles after which it may come; "" is the beginning"""
 
 
 @sources.register
@@ -62,13 +72,55 @@ class ChatSource(FileSource):
 
     def read(self, part: Any) -> Iterator[Document]:
         """Yield one conversation a line."""
+        with open_renderer(self._resolved()) as renderer:
 
-        return read_chats(part, self, self._resolved())
+            def render(line: dict[str, Any]) -> MaskedDocument:
+                return renderer.render(self.parse_messages(line), line.get("tools"), self.learn)
+
+            yield from read_objects(part, render)
 
     def settings(self) -> str:
-        """Return the keys, what is learned, and the template."""
+        """Return the keys, which tokens count in the loss, and the template."""
         keys = (self.field, self.role_key, self.content_key, self.learn)
         return f" {keys} {self._resolved().fingerprint}"
+
+    def parse_messages(self, line: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the messages of a line, with `role` and `content`, checked.
+
+        Raises:
+            ValueError: what is wrong with them.
+        """
+        values = require_field(line, self.field)
+        if not isinstance(values, list):
+            raise ValueError(f'"{self.field}" is {json_kind(values)}, expected an array')
+        messages: list[dict[str, Any]] = []
+        for index, value in enumerate(values):
+            try:
+                messages.append(self._parse_message(value, messages[-1]["role"] if index else ""))
+            except ValueError as error:
+                raise ValueError(f"{self.field}[{index}]: {error}"[:300]) from error
+        if self.learn == "assistant" and all(each["role"] != "assistant" for each in messages):
+            raise ValueError("no message is the assistant's: there is nothing to learn from")
+        return messages
+
+    def _parse_message(self, value: Any, before: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise ValueError(f"expected an object, found {json_kind(value)}")
+        calls_tools = bool(value.get("tool_calls"))
+        for key in (self.role_key, self.content_key):
+            if key not in value and not (key == self.content_key and calls_tools):
+                raise ValueError(f'no "{key}"; it has: {", ".join(sorted(value)[:10])}')
+        role = _find_role(value[self.role_key])
+        content = value.get(self.content_key)
+        if not isinstance(content, str) and not (content is None and calls_tools):
+            raise ValueError(f'"{self.content_key}" is {json_kind(content)}, expected a string')
+        if before not in FOLLOWS[role]:
+            place = f"after {before!r}" if before else "at the beginning"
+            expected = ", ".join(sorted(name or "the beginning" for name in FOLLOWS[role]))
+            raise ValueError(f"role {role!r} {place}; it may come after: {expected}")
+        renamed = {self.role_key, self.content_key}
+        others = {key: other for key, other in value.items() if key not in renamed}
+        return {**others, "role": role, "content": content}
 
     def _resolved(self) -> ChatTemplate:
         if self._template is None:
@@ -76,75 +128,11 @@ class ChatSource(FileSource):
         return self._template
 
 
-OTHER_NAMES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
-FOLLOWS = {
-    "system": {"", "system", "developer"},
-    "developer": {"", "system", "developer"},
-    "user": {"", "system", "developer", "assistant"},
-    "assistant": {"user", "tool"},
-    "tool": {"assistant", "tool"},
-}
-"""by role: after which roles it may come; "" is the beginning"""
-
-
-def conversation(line: Mapping[str, Any], source: ChatSource) -> list[dict[str, Any]]:
-    """Return the messages of a line, with `role` and `content`, checked.
-
-    Raises:
-        ValueError: what is wrong with them.
-    """
-    if source.field not in line:
-        known = ", ".join(sorted(line)[:10])
-        raise ValueError(f'no field "{source.field}"; the line has: {known}'[:300])
-    listed = line[source.field]
-    if not isinstance(listed, list):
-        raise ValueError(f'"{source.field}" is {json_kind(listed)}, expected an array')
-    messages: list[dict[str, Any]] = []
-    for index, each in enumerate(listed):
-        try:
-            messages.append(_message(each, source, messages[-1]["role"] if messages else ""))
-        except ValueError as error:
-            raise ValueError(f"{source.field}[{index}]: {error}"[:300]) from error
-    if source.learn == "assistant" and all(each["role"] != "assistant" for each in messages):
-        raise ValueError("no message is the assistant's: there is nothing to learn from")
-    return messages
-
-
-def _message(value: Any, source: ChatSource, before: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"expected an object, found {json_kind(value)}")
-    for key in (source.role_key, source.content_key):
-        if key not in value and not (key == source.content_key and value.get("tool_calls")):
-            raise ValueError(f'no "{key}"; it has: {", ".join(sorted(value)[:10])}')
-    role = _role(value[source.role_key])
-    content = value.get(source.content_key)
-    if not isinstance(content, str) and not (content is None and value.get("tool_calls")):
-        raise ValueError(f'"{source.content_key}" is {json_kind(content)}, expected a string')
-    if before not in FOLLOWS[role]:
-        place = f"after {before!r}" if before else "at the beginning"
-        expected = ", ".join(sorted(name or "the beginning" for name in FOLLOWS[role]))
-        raise ValueError(f"role {role!r} {place}; it may come after: {expected}")
-    renamed = {source.role_key, source.content_key}
-    others = {key: each for key, each in value.items() if key not in renamed}
-    return {**others, "role": role, "content": content}
-
-
-def _role(role: Any) -> str:
-    if not isinstance(role, str):
-        raise ValueError(f"the role is {json_kind(role)}, expected a string")
-    known = OTHER_NAMES.get(role, role)
-    if known not in FOLLOWS:
-        hint = nearest(role, [*FOLLOWS, *OTHER_NAMES]) or f"known: {', '.join(FOLLOWS)}"
-        raise ValueError(f"unknown role {role!r}; {hint}")
-    return known
-
-
-def read_chats(part: Part, source: ChatSource, template: ChatTemplate) -> Iterator[Document]:
-    """Yield a document a line of JSON."""
-    with rendering(template) as renderer:
-
-        def document(line: dict[str, Any]) -> MarkedText:
-            messages = conversation(line, source)
-            return renderer.document(messages, line.get("tools"), source.learn)
-
-        yield from read_objects(part, document)
+def _find_role(name: Any) -> str:
+    if not isinstance(name, str):
+        raise ValueError(f"the role is {json_kind(name)}, expected a string")
+    role = OTHER_NAMES.get(name, name)
+    if role not in FOLLOWS:
+        hint = nearest(name, [*FOLLOWS, *OTHER_NAMES]) or f"known: {', '.join(FOLLOWS)}"
+        raise ValueError(f"unknown role {name!r}; {hint}")
+    return role

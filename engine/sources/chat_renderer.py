@@ -7,17 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
-from ..core.errors import DataError, EnvironmentFault, RecipeError
-from ..tokenizers.tokenizer import MarkedText, Tokenizer
-from ..tokenizers.tokenizer_files import decoded, read_limited
+from ..core.errors import DataError, RecipeError
+from ..core.registry import require_package
+from ..tokenizers.tokenizer import MaskedDocument, Tokenizer
+from ..tokenizers.tokenizer_files import decode_text, read_limited
 
 # `{% generation %}` marks what the assistant says, its end-of-turn token and what follows up to the
 # next turn: these tokens count in the loss.
@@ -59,14 +60,14 @@ SANDBOX = Path(__file__).with_name("chat_sandbox.py")
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template and what it finds beside the messages.
+    """A template and the variables that it may use beside the messages.
 
     Args:
         template: Jinja.
-        place: what to call it in messages.
-        variables: such as `bos_token`.
-        date: what `strftime_now` tells it, as YYYY-MM-DD.
-        eos_token: the text of the end-of-document token, if it has one.
+        place: the name of the template in messages.
+        variables: further variables, such as `bos_token`.
+        date: the date that `strftime_now` gives, as YYYY-MM-DD.
+        eos_token: the text of the end-of-document token; empty if there is none.
     """
 
     template: str
@@ -91,29 +92,29 @@ def find_template(
     """Return the template that a recipe means.
 
     Args:
-        tokenizer: whose special tokens it finds as variables.
-        name: "tokenizer": the one that came with it; or one of `TEMPLATES`.
-        file: a file that holds it; wins over the name.
-        variables: more of them.
-        date: what it takes for today.
+        tokenizer: the tokenizer, whose special tokens become variables.
+        name: "tokenizer" for the template of the tokenizer's files, or one of `TEMPLATES`.
+        file: a file that holds the template; it wins over the name.
+        variables: further variables.
+        date: the date that `strftime_now` gives.
 
     Raises:
         RecipeError: there is no such template.
         DataError: the file cannot be read.
     """
     if file:
-        hint = "template_file is a Jinja file"
-        text, place = decoded(Path(file), read_limited(Path(file), MAX_TEMPLATE_BYTES, hint)), file
-    elif name == "tokenizer":
-        if tokenizer.chat_template is None:
-            known = ", ".join(f'"{each}"' for each in TEMPLATES)
-            raise RecipeError(
-                "the tokenizer brings no chat template",
-                f"set the source's template ({known}) or template_file",
-            )
+        content = read_limited(Path(file), MAX_TEMPLATE_BYTES, "template_file is a Jinja file")
+        text, place = decode_text(Path(file), content), file
+    elif name != "tokenizer":
+        text, place = TEMPLATES[name], f'the template "{name}"'
+    elif tokenizer.chat_template is not None:
         text, place = tokenizer.chat_template, "the tokenizer's chat template"
     else:
-        text, place = TEMPLATES[name], f'the template "{name}"'
+        known = ", ".join(f'"{each}"' for each in TEMPLATES)
+        raise RecipeError(
+            "the tokenizer brings no chat template",
+            f"set the source's template ({known}) or template_file",
+        )
     if len(text.encode(errors="replace")) > MAX_TEMPLATE_BYTES:
         raise DataError(f"{place}: larger than {MAX_TEMPLATE_BYTES >> 20} MiB")
     special = dict(tokenizer.special_tokens)
@@ -122,71 +123,49 @@ def find_template(
     )
 
 
+@dataclass(frozen=True)
 class ChatRenderer:
-    """A process that renders one template; `chat_sandbox.py` says why it is one.
+    """Renders one template in the process of `chat_sandbox.py`, which says why it is a process."""
 
-    Args:
-        template: what it renders.
+    template: ChatTemplate
+    process: subprocess.Popen[str]
 
-    Raises:
-        DataError: the template is not valid.
-        EnvironmentFault: `jinja2` is not installed.
-    """
-
-    def __init__(self, template: ChatTemplate) -> None:
-        self.template = template
-        _need_jinja()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(SANDBOX)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "PYTHONUTF8": "1"},
-        )
-        try:
-            self._ask(
-                template=template.template, variables=dict(template.variables), date=template.date
-            )
-        except ValueError as error:
-            self.close()
-            raise DataError(f"{template.place}: {error}") from error
-
-    def document(
+    def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None, learn: str = "assistant"
-    ) -> MarkedText:
-        """Return a conversation's text, without the end-of-document token at its end.
+    ) -> MaskedDocument:
+        """Return the text of a conversation, without the end-of-document token at its end.
 
         Args:
-            messages: with role and content.
+            messages: the messages, with role and content.
             tools: descriptions of functions, or None.
-            learn: "assistant": its turns; "all".
+            learn: which tokens count in the loss: those of the "assistant", or "all".
 
         Raises:
-            ValueError: the template refuses them, or nothing in them is learned.
+            ValueError: the template refuses the messages, or nothing in them counts in the loss.
             DataError: the template took too much time or memory.
         """
-        reply = self._ask(messages=list(messages), tools=tools, mode=learn)
-        text, learned = reply["text"], [(start, stop) for start, stop in reply["learned"]]
-        if not learned or not text:
+        reply = self.ask(messages=messages, tools=tools, mode=learn)
+        text, ranges = reply["text"], [(start, stop) for start, stop in reply["loss_ranges"]]
+        if not ranges or not text:
             raise ValueError("the template marks nothing in it as the assistant's")
         eos = self.template.eos_token
-        if eos and learned[-1][1] == len(text) and text.endswith(eos):
-            # The token store writes one after every document, learned if what it ends is.
+        if eos and ranges[-1][1] == len(text) and text.endswith(eos):
+            # The token store adds the token after every document, and to the loss if the text
+            # before it counts.
             text = text[: -len(eos)]
-            learned = [(min(start, len(text)), min(stop, len(text))) for start, stop in learned]
-        return MarkedText(text, tuple(learned))
+            ranges = [(min(start, len(text)), min(stop, len(text))) for start, stop in ranges]
+        return MaskedDocument(text, tuple(ranges))
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the text that the assistant's next answer continues.
 
         Raises:
             ValueError: the template refuses the messages.
             DataError: the template took too much time or memory.
         """
-        return str(self._ask(messages=list(messages), tools=None, mode="prompt")["text"])
+        return str(self.ask(messages=messages, tools=None, mode="prompt")["text"])
 
-    def end_of_answer(self) -> str:
+    def find_end_of_answer(self) -> str:
         """Return what the template writes after an answer, without white space; may be empty.
 
         Raises:
@@ -194,49 +173,62 @@ class ChatRenderer:
             DataError: the template took too much time or memory.
         """
         talk = [{"role": "user", "content": "Ready?"}, {"role": "assistant", "content": "Ready."}]
-        text = str(self._ask(messages=talk, tools=None, mode="all")["text"])
+        text = str(self.ask(messages=talk, tools=None, mode="all")["text"])
         return text.rpartition("Ready.")[2].strip()
 
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.communicate()
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """Send a request of the sandbox's protocol, and return the reply.
 
-    def _ask(self, **request: Any) -> dict[str, Any]:
-        stdin, stdout = self._process.stdin, self._process.stdout
+        Raises:
+            ValueError: the template refuses the request.
+            DataError: the template took too much time or memory.
+        """
+        stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin is not None
         assert stdout is not None
-        try:
+        line = ""
+        with suppress(BrokenPipeError):
             stdin.write(json.dumps(request) + "\n")
             stdin.flush()
             line = stdout.readline()
-        except BrokenPipeError:
-            line = ""
         if not line:
-            raise DataError(
-                f"{self.template.place}: {self._how_it_ended()}", "use another template"
-            )
+            code = self.process.wait()
+            reason = f"rendering ended with code {code}"
+            if code == -signal.SIGALRM:
+                reason = "rendering one conversation took more than 10 seconds"
+            raise DataError(f"{self.template.place}: {reason}", "use another template")
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
             raise ValueError(reply["error"])
         return reply
 
-    def _how_it_ended(self) -> str:
-        code = self._process.wait()
-        if code == -signal.SIGALRM:
-            return "rendering one conversation took more than 10 seconds"
-        return f"rendering ended with code {code}"
 
+@contextmanager
+def open_renderer(template: ChatTemplate) -> Iterator[ChatRenderer]:
+    """Run a process that renders a template for as long as the block lasts.
 
-def _need_jinja() -> None:
+    Raises:
+        DataError: the template is not valid.
+        EnvironmentFault: `jinja2` is not installed.
+    """
+    require_package("jinja2", "chat templates need", "hf")
+    process = subprocess.Popen(
+        [sys.executable, "-P", str(SANDBOX)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONUTF8": "1"},
+    )
     try:
-        import jinja2  # noqa: F401
-    except ImportError as error:
-        raise EnvironmentFault(
-            "chat templates need the jinja2 package", 'pip install "trainer[hf]"'
-        ) from error
-
-
-def rendering(template: ChatTemplate) -> closing[ChatRenderer]:
-    """Run a renderer for as long as the block lasts."""
-    return closing(ChatRenderer(template))
+        renderer = ChatRenderer(template, process)
+        try:
+            renderer.ask(
+                template=template.template, variables=dict(template.variables), date=template.date
+            )
+        except ValueError as error:
+            raise DataError(f"{template.place}: {error}") from error
+        yield renderer
+    finally:
+        process.kill()
+        process.communicate()

@@ -5,9 +5,10 @@ Python's objects; that this is another process, with limits on time, memory and 
 taking the machine. It reads a JSON object a line and answers each with one:
 
     {"template": ..., "variables": {...}, "date": "2024-07-26"}  ->  {} or {"error": ...}
-    {"messages": [...], "tools": [...], "mode": ...}  ->  {"text": ..., "learned": [[0, 3]]}
+    {"messages": [...], "tools": [...], "mode": ...}  ->  {"text": ..., "loss_ranges": [[0, 3]]}
 
-`mode` is "assistant" or "all", what is learned from, or "prompt": the text up to the answer.
+`mode` is "assistant" or "all" for what counts in the loss, or "prompt" for the text up to the
+answer.
 
 What templates find is what transformers gives them:
 https://huggingface.co/docs/transformers/chat_templating_writing
@@ -44,19 +45,19 @@ class Generation(Extension):
 
     def __init__(self, environment: Any) -> None:
         super().__init__(environment)
-        environment.extend(has_generation=False, rendered=0, learned=[])
+        environment.extend(has_generation=False, rendered=0, answers=[])
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Turn the block into a call that notes where it lies."""
+        """Turn the block into a call that records its position."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         vars(self.environment)["has_generation"] = True
-        return nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_record"), [], [], body).set_lineno(line)
 
-    def _note(self, caller: Callable[[], str]) -> str:
+    def _record(self, caller: Callable[[], str]) -> str:
         text = caller()
         start = vars(self.environment)["rendered"]
-        vars(self.environment)["learned"].append((start, text))
+        vars(self.environment)["answers"].append((start, text))
         return text
 
 
@@ -79,7 +80,7 @@ class Renderer:
         self.template = self.environment.from_string(template)
         self.variables = variables
 
-    def text(self, messages: Sequence[Message], tools: Any, *, prompt: bool = False) -> str:
+    def render(self, messages: Sequence[Message], tools: Any, *, prompt: bool = False) -> str:
         """Return the text of a conversation.
 
         Args:
@@ -90,7 +91,7 @@ class Renderer:
         Raises:
             ValueError: it is too long.
         """
-        self.environment.rendered, self.environment.learned = 0, []
+        self.environment.rendered, self.environment.answers = 0, []
         pieces = []
         ours = {"messages": messages, "tools": tools, "documents": None}
         ours["add_generation_prompt"] = prompt
@@ -101,28 +102,29 @@ class Renderer:
                 raise ValueError(f"the template wrote more than {MAX_CHARACTERS} characters")
         return "".join(pieces)
 
-    def marked(self, messages: Sequence[Message], tools: Any) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text and where in it the assistant's turns are.
+    def render_masked(
+        self, messages: Sequence[Message], tools: Any
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text and the ranges of the assistant's messages in it.
 
         Raises:
-            ValueError: the template does not tell where they are.
+            ValueError: the template does not tell where the messages are.
         """
-        text = self.text(messages, tools)
+        text = self.render(messages, tools)
         if not self.environment.has_generation:
-            return text, list(self._turns(messages, tools, text))
-        learned = [(start, start + len(block)) for start, block in self.environment.learned]
-        blocks = [block for _, block in self.environment.learned]
-        if [text[start:stop] for start, stop in learned] != blocks:
+            return text, list(self._find_answers(messages, tools, text))
+        answers = self.environment.answers
+        if any(text[start : start + len(answer)] != answer for start, answer in answers):
             raise ValueError("a {% generation %} block of the template is inside a macro or filter")
-        return text, [(start, stop) for start, stop in learned if start < stop]
+        return text, [(start, start + len(answer)) for start, answer in answers if answer]
 
-    def _turns(self, messages: Sequence[Message], tools: Any, text: str) -> Any:
-        """Yield each turn's range: what the text has with it and has not before it."""
+    def _find_answers(self, messages: Sequence[Message], tools: Any, text: str) -> Any:
+        """Yield the range of each answer: what the text has with it and has not before it."""
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self.text(messages[:index], tools, prompt=True)
-            after = self.text(messages[: index + 1], tools)
+            before = self.render(messages[:index], tools, prompt=True)
+            after = self.render(messages[: index + 1], tools)
             if not (text.startswith(after) and after.startswith(before)):
                 raise ValueError(
                     f"messages[{index}]: the template writes earlier turns in another way once "
@@ -151,22 +153,22 @@ def _with_reasoning(message: Message) -> Message:
     return {"thinking": found, **message, "reasoning_content": found}
 
 
-def answer(renderer: Renderer, request: dict[str, Any]) -> dict[str, Any]:
-    """Return the text that is asked for, or what was wrong."""
+def reply_to(renderer: Renderer, request: dict[str, Any]) -> dict[str, Any]:
+    """Return the reply to a request: the text, or what is wrong."""
     messages = [_with_reasoning(message) for message in request["messages"]]
     tools, mode = request["tools"], request["mode"]
     try:
         if mode == "prompt":
-            return {"text": renderer.text(messages, tools, prompt=True)}
+            return {"text": renderer.render(messages, tools, prompt=True)}
         if mode == "all":
-            text = renderer.text(messages, tools)
-            return {"text": text, "learned": [(0, len(text))]}
-        text, learned = renderer.marked(messages, tools)
+            text = renderer.render(messages, tools)
+            return {"text": text, "loss_ranges": [(0, len(text))]}
+        text, ranges = renderer.render_masked(messages, tools)
     except MemoryError:
         return {"error": f"the template needs more than {MAX_MEMORY_BYTES >> 30} GiB of memory"}
     except Exception as error:  # a template may raise anything
         return {"error": _reason(error)}
-    return {"text": text, "learned": learned}
+    return {"text": text, "loss_ranges": ranges}
 
 
 def _reason(error: Exception) -> str:
@@ -179,7 +181,7 @@ def _reason(error: Exception) -> str:
 
 
 def _limit() -> None:
-    """Give up what a template has no need of: memory without end, files, further processes."""
+    """Limit what a template never needs: much memory, open files, further processes."""
     limits = {
         resource.RLIMIT_AS: MAX_MEMORY_BYTES,
         resource.RLIMIT_NOFILE: 0,
@@ -192,15 +194,15 @@ def _limit() -> None:
             resource.setrlimit(kind, (most, most))
 
 
-def _load_what_is_loaded_late() -> None:
-    """Go through a template and an error once, while modules can still be opened."""
+def _preload() -> None:
+    """Render a template and an error once, while modules can still be imported."""
     renderer = Renderer("{{ 'x' | upper }}{{ messages.x.y }}", {}, date.today())
-    answer(renderer, {"messages": [], "tools": None, "mode": "all"})
+    reply_to(renderer, {"messages": [], "tools": None, "mode": "all"})
 
 
 def main() -> None:
-    """Serve until the input ends. The alarm ends the process, whatever it is doing."""
-    _load_what_is_loaded_late()
+    """Answer requests until the input ends. The alarm kills the process, whatever it is doing."""
+    _preload()
     _limit()
     renderer: Renderer | None = None
     for line in sys.stdin:
@@ -214,7 +216,7 @@ def main() -> None:
             except (Exception, RecursionError) as error:
                 reply = {"error": _reason(error)}
         else:
-            reply = answer(renderer, request)
+            reply = reply_to(renderer, request)
         signal.alarm(0)
         sys.stdout.write(json.dumps(reply) + "\n")
         sys.stdout.flush()

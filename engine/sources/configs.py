@@ -18,8 +18,9 @@ from .files import (
     line_parts,
     python_documents,
     python_fingerprint,
-    read_jsonl,
+    read_objects,
     read_text,
+    require_text,
     text_parts,
 )
 
@@ -76,7 +77,7 @@ class DocumentSource(SourceConfig):
     def for_tokenizer(self, tokenizer: Tokenizer) -> DocumentSource:
         """Return the source with what it takes from the tokenizer, such as a chat template.
 
-        Called before anything else of it is used: `parts`, `read`, `documents`, `fingerprint`.
+        It is called before `parts`, `read`, `documents` and `fingerprint`.
         """
         return self
 
@@ -84,7 +85,8 @@ class DocumentSource(SourceConfig):
         """Return pieces for `read` that can be pickled: in order, together every document once.
 
         Where they are cut depends on the source alone. About 16 MB each is a good size: processes
-        tokenise parts side by side, and what is interrupted goes on after the last finished ones.
+        tokenise parts side by side, and an interrupted preparation resumes after the last part
+        that was finished.
         """
         return [None]
 
@@ -101,7 +103,7 @@ class DocumentSource(SourceConfig):
         raise NotImplementedError
 
     def content_fingerprint(self) -> str:
-        """Return a text that a stream's documents have wherever and whenever they are read."""
+        """Return a text that identifies a stream's documents on every machine."""
         return self.fingerprint()
 
 
@@ -179,7 +181,7 @@ class JsonlSource(FileSource):
 
     def read(self, part: Any) -> Iterator[Document]:
         """Yield one document a line."""
-        return read_jsonl(part, self.field)
+        return read_objects(part, lambda line: require_text(line, self.field))
 
     def settings(self) -> str:
         """Return the field."""

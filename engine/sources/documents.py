@@ -12,7 +12,7 @@ from typing import BinaryIO, NamedTuple
 
 from ..core.files import open_regular
 from ..core.text.display import make_printable
-from ..tokenizers.tokenizer import MarkedText
+from ..tokenizers.tokenizer import MaskedDocument
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class DocumentFault:
         return f"{self.place}: {self.reason}"
 
 
-Document = str | MarkedText | DocumentFault
+Document = str | MaskedDocument | DocumentFault
 
 
-def text_of(document: str | MarkedText) -> str:
+def text_of(document: str | MaskedDocument) -> str:
     """Return the whole text."""
-    return document.text if isinstance(document, MarkedText) else document
+    return document.text if isinstance(document, MaskedDocument) else document
 
 
 # What one process tokenises in one go, and loses when it is killed.

@@ -6,9 +6,10 @@ import json
 import os
 import platform
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from glob import glob, has_magic
 from hashlib import blake2b
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from xxhash import xxh3_128_hexdigest
 
 from ..core.errors import DataError
 from ..core.files import open_regular
-from ..tokenizers.tokenizer import MarkedText
+from ..tokenizers.tokenizer import MaskedDocument
 from .documents import (
     PART_BYTES,
     ByteSpan,
@@ -31,6 +32,12 @@ from .documents import (
 # Larger text files become several documents; a longer line of JSON is a fault.
 MAX_DOCUMENT_BYTES = 2**26
 FINGERPRINT_BYTES = 2**14
+SAVED_SPLIT, SAVED_SPLITS = "state.json", "dataset_dict.json"
+"""the files that `save_to_disk` of the datasets library writes for one split, and for several"""
+JSON_KINDS = {
+    type(None): "null", dict: "an object", bool: "true or false", int: "a number",
+    float: "a number", list: "an array", str: "a string",
+}  # fmt: skip
 
 # Installed packages, tests full of deliberately odd text, and a module that differs by machine.
 PYTHON_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -38,10 +45,10 @@ PYTHON_LEFT_OUT_PREFIX = "_sysconfigdata"
 
 
 def python_files() -> list[tuple[str, os.stat_result]]:
-    """Return path and status of each module of the standard library, in a scattered fixed order.
+    """Return the path and status of each module of the standard library, in a fixed random order.
 
-    The order follows a hash of the path within the library, so that any stretch of it, such as the
-    held-out tail, is a random sample of the modules.
+    The order follows a hash of the path within the library, so that any run of modules, such as the
+    held-out tail, is a random sample.
 
     Raises:
         DataError: the library is not in a folder.
@@ -52,7 +59,7 @@ def python_files() -> list[tuple[str, os.stat_result]]:
             f"{root}: this interpreter's standard library is not there as files",
             'use another source, such as "text"',
         )
-    found: list[tuple[bytes, str, os.stat_result]] = []
+    modules: list[tuple[bytes, str, os.stat_result]] = []
     folders = [root]
     while folders:
         with os.scandir(folders.pop()) as entries:
@@ -63,12 +70,12 @@ def python_files() -> list[tuple[str, os.stat_result]]:
                     folders.append(entry.path)
                 elif entry.name.endswith(".py"):
                     inside = Path(entry.path).relative_to(root).as_posix()
-                    found.append((blake2b(inside.encode()).digest(), entry.path, entry.stat()))
-    return [(path, status) for _, path, status in sorted(found, key=lambda file: file[0])]
+                    modules.append((blake2b(inside.encode()).digest(), entry.path, entry.stat()))
+    return [(path, status) for _, path, status in sorted(modules, key=itemgetter(0))]
 
 
 def python_documents(max_bytes: int) -> Iterator[Document]:
-    """Yield the standard library's modules, at most `max_bytes` of them (0: all)."""
+    """Yield the texts of the standard library's modules, at most `max_bytes` bytes (0: all)."""
     total = 0
     for path, status in python_files():
         total += status.st_size
@@ -193,23 +200,18 @@ def decode(block: bytes, file: str, line: int, start: int) -> str | DocumentFaul
         return block.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line += block.count(b"\n", 0, error.start)
-        found = f"byte 0x{block[error.start]:02x} is not UTF-8 ({error.reason})"
-        return DocumentFault(file, found, line, start)
-
-
-def read_jsonl(part: Part, field: str) -> Iterator[Document]:
-    """Yield one field of each line."""
-    return read_objects(part, lambda value: _text_of(value, field))
+        reason = f"byte 0x{block[error.start]:02x} is not UTF-8 ({error.reason})"
+        return DocumentFault(file, reason, line, start)
 
 
 def read_objects(
-    part: Part, document: Callable[[dict[str, Any]], str | MarkedText]
+    part: Part, document: Callable[[dict[str, Any]], str | MaskedDocument]
 ) -> Iterator[Document]:
-    """Yield a document a line of JSON; blank lines are passed over.
+    """Yield a document for each line of JSON; blank lines are skipped.
 
     Args:
         part: whole lines of files.
-        document: makes the document of a line's object; a ValueError says what is wrong with it.
+        document: turns the object of a line into a document; a ValueError says what is wrong.
     """
     for span in part:
         for number, line in _lines(span):
@@ -217,15 +219,15 @@ def read_objects(
                 yield line
                 continue
             try:
-                made = document(_json_object(line))
-                text_of(made).encode()
+                parsed = document(_parse_object(line))
+                text_of(parsed).encode()
             except UnicodeEncodeError:
-                found = "its text holds half of a surrogate pair (\\ud800-\\udfff)"
-                yield DocumentFault(span.file, found, number, span.start)
+                reason = "its text holds half of a surrogate pair (\\ud800-\\udfff)"
+                yield DocumentFault(span.file, reason, number, span.start)
             except ValueError as error:
                 yield DocumentFault(span.file, str(error), number, span.start)
             else:
-                yield made
+                yield parsed
 
 
 def _lines(span: ByteSpan) -> Iterator[tuple[int, str | DocumentFault]]:
@@ -240,15 +242,15 @@ def _lines(span: ByteSpan) -> Iterator[tuple[int, str | DocumentFault]]:
                 left -= len(line)
                 if len(line) == MAX_DOCUMENT_BYTES and not line.endswith(b"\n"):
                     left -= skip_line(file)
-                    found = f"line longer than {MAX_DOCUMENT_BYTES >> 20} MiB"
-                    yield number, DocumentFault(span.file, found, number, span.start)
+                    reason = f"line longer than {MAX_DOCUMENT_BYTES >> 20} MiB"
+                    yield number, DocumentFault(span.file, reason, number, span.start)
                 elif not line.isspace():
                     yield number, decode(line, span.file, number, span.start)
     except OSError as error:
         yield number, DocumentFault(span.file, str(error.strerror), number + 1, span.start)
 
 
-def _json_object(line: str) -> dict[str, Any]:
+def _parse_object(line: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -258,40 +260,41 @@ def _json_object(line: str) -> dict[str, Any]:
     return value
 
 
-def _text_of(value: dict[str, Any], field: str) -> str:
-    if field not in value:
-        known = ", ".join(sorted(value)[:10])
+def require_field(line: Mapping[str, Any], field: str) -> Any:
+    """Return the value of a key of a line's object.
+
+    Raises:
+        ValueError: there is no such key.
+    """
+    if field not in line:
+        known = ", ".join(sorted(line)[:10])
         raise ValueError(f'no field "{field}"; the line has: {known}'[:300])
-    document = value[field]
-    if not isinstance(document, str):
-        raise ValueError(f'"{field}" is {json_kind(document)}, expected a string')
-    return document
+    return line[field]
+
+
+def require_text(line: Mapping[str, Any], field: str) -> str:
+    """Return the text of a key of a line's object.
+
+    Raises:
+        ValueError: there is no such key, or its value is no text.
+    """
+    text = require_field(line, field)
+    if not isinstance(text, str):
+        raise ValueError(f'"{field}" is {json_kind(text)}, expected a string')
+    return text
 
 
 def json_kind(value: object) -> str:
-    """Return what JSON calls a value, with its article."""
-    if value is None:
-        return "null"
-    if isinstance(value, dict):
-        return "an object"
-    if isinstance(value, bool):
-        return "true or false"
-    if isinstance(value, (int, float)):
-        return "a number"
-    return "an array" if isinstance(value, list) else "a string"
+    """Return the JSON type of a value of `json.loads`, with its article."""
+    return JSON_KINDS[type(value)]
 
 
-SUFFIXES = {".jsonl": "jsonl", ".parquet": "parquet"}
-SAVED_SPLIT, SAVED_SPLITS = "state.json", "dataset_dict.json"
-"""what `save_to_disk` leaves of one split, and of several"""
-
-
-def source_kind(path: str) -> str:
-    """Return the name of the source for a file, a folder or a glob, by how its files are named."""
-    place = Path(path).expanduser()
-    if any((place / name).is_file() for name in (SAVED_SPLIT, SAVED_SPLITS)):
+def infer_source(path: str) -> str:
+    """Return the name of the source that reads a path or glob, by the names of the files."""
+    folder = Path(path).expanduser()
+    if any((folder / name).is_file() for name in (SAVED_SPLIT, SAVED_SPLITS)):
         return "hf"
-    for suffix, kind in SUFFIXES.items():
-        if place.suffix == suffix or (place.is_dir() and any(place.rglob(f"*{suffix}"))):
-            return kind
+    for suffix in (".jsonl", ".parquet"):
+        if folder.suffix == suffix or (folder.is_dir() and any(folder.rglob(f"*{suffix}"))):
+            return suffix.removeprefix(".")
     return "text"

@@ -7,8 +7,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from ..core.errors import EnvironmentFault, nearest
+from ..core.errors import nearest
 from ..core.files import require_regular
+from ..core.registry import require_package
 from .configs import FileSource, sources
 from .documents import PART_BYTES, Document, DocumentFault
 from .files import MAX_DOCUMENT_BYTES, matching_files
@@ -30,62 +31,63 @@ class RowGroups(NamedTuple):
     first_row: int = 0
 
 
-def parquet() -> Any:
-    """Return `pyarrow.parquet`.
+@sources.register
+class ParquetSource(FileSource):
+    """A column of text in Parquet files, one document a row (extra `[data]`)."""
 
-    Raises:
-        EnvironmentFault: it is not installed.
-    """
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise EnvironmentFault(
-            'the "parquet" source needs the pyarrow package', 'pip install "trainer[data]"'
-        ) from error
-    return pyarrow.parquet
+    name: Literal["parquet"] = "parquet"
+    field: str = "text"
+    """the column that holds the text; dots lead into structs"""
+    suffix: ClassVar[str] = ".parquet"
 
+    def parts(self) -> Sequence[Any]:
+        """Return runs of row groups that hold about 16 MB of the column."""
+        parts: list[RowGroups] = []
+        for path in matching_files(self.path, self.suffix):
+            opened = _open(path)
+            if isinstance(opened, str):
+                parts.append(RowGroups(str(path)))
+                continue
+            with opened as file:
+                column = _column(file.schema_arrow, self.field)
+                metadata = file.metadata
+                start = row = first_row = size = 0
+                for group in range(metadata.num_row_groups):
+                    row += metadata.row_group(group).num_rows
+                    size += _column_bytes(metadata.row_group(group), column)
+                    if size >= PART_BYTES or group + 1 == metadata.num_row_groups:
+                        parts.append(RowGroups(str(path), start, group + 1, first_row))
+                        start, first_row, size = group + 1, row, 0
+        return parts
 
-def parquet_parts(pattern: str, suffix: str, field: str) -> list[RowGroups]:
-    """Return runs of row groups that hold about 64 MB of the column."""
-    parts: list[RowGroups] = []
-    for path in matching_files(pattern, suffix):
-        opened = _open(path)
+    def read(self, part: Any) -> Iterator[Document]:
+        """Yield one document a row."""
+        return self.read_from(part, 0)
+
+    def read_from(self, part: Any, first: int) -> Iterator[Document]:
+        """Yield one document a row, without reading what comes before row `first` of the part.
+
+        A row that cannot be read is a fault, so that rows and documents have the same numbers. A
+        file that cannot be opened is one fault.
+        """
+        opened = _open(Path(part.file))
         if isinstance(opened, str):
-            parts.append(RowGroups(str(path)))
-            continue
+            if not first:
+                yield DocumentFault(part.file, opened)
+            return
         with opened as file:
-            column = _column(file.schema_arrow, field)
-            metadata = file.metadata
-            start = row = first_row = size = 0
-            for group in range(metadata.num_row_groups):
-                row += metadata.row_group(group).num_rows
-                size += _column_bytes(metadata.row_group(group), column)
-                if size >= PART_BYTES or group + 1 == metadata.num_row_groups:
-                    parts.append(RowGroups(str(path), start, group + 1, first_row))
-                    start, first_row, size = group + 1, row, 0
-    return parts
+            column = _column(file.schema_arrow, self.field)
+            row = part.first_row
+            first += row
+            for group in range(part.start, part.stop or file.num_row_groups):
+                end = row + file.metadata.row_group(group).num_rows
+                if end > first:
+                    yield from _read_group(file, group, column, row, max(first - row, 0), part.file)
+                row = end
 
-
-def read_parquet(part: RowGroups, field: str, first: int = 0) -> Iterator[Document]:
-    """Yield a document a row, from row `first` of the part on; one row group's batch at a time.
-
-    A row that cannot be read is a fault, so that rows and documents have the same numbers. A file
-    that cannot be opened is one fault.
-    """
-    opened = _open(Path(part.file))
-    if isinstance(opened, str):
-        if not first:
-            yield DocumentFault(part.file, opened)
-        return
-    with opened as file:
-        column = _column(file.schema_arrow, field)
-        row = part.first_row
-        first += row
-        for group in range(part.start, part.stop or file.num_row_groups):
-            end = row + file.metadata.row_group(group).num_rows
-            if end > first:
-                yield from _read_group(file, group, column, row, max(first - row, 0), part.file)
-            row = end
+    def settings(self) -> str:
+        """Return the field."""
+        return f" {self.field}"
 
 
 def _read_group(
@@ -101,24 +103,24 @@ def _read_group(
         rows = min(max(BATCH_BYTES // largest, 1), BATCH_ROWS)
         batches = file.iter_batches(rows, row_groups=[group], columns=[column], use_threads=False)
         for batch in batches:
-            values = leaf(batch, column)
+            values = select_column(batch, column)
             unread = values.slice(skipped)
             row += len(values) - len(unread)
             skipped -= len(values) - len(unread)
             if (left := left - _text_bytes(unread)) < 0:
                 raise ValueError("its row group repeats its values: too much text for its size")
-            for document in texts(unread, column, name, row):
+            for document in read_texts(unread, column, name, row):
                 yield document
                 row += 1
         if row < end:  # a damaged page may say that it holds fewer
             raise ValueError(f"its row group has {end - row} rows less than the file says")
     except (ValueError, OSError) as error:  # pyarrow's own derive from these
-        reason = first_line(error)
+        reason = summarize_error(error)
         for number in range(row + skipped, end):
             yield DocumentFault(f"{name}, row {number + 1}", reason)
 
 
-def texts(values: Any, field: str, name: str, row: int) -> Iterator[Document]:
+def read_texts(values: Any, field: str, name: str, row: int) -> Iterator[Document]:
     """Yield the text of each value of an Arrow array.
 
     Args:
@@ -159,7 +161,7 @@ def _text_types() -> set[Any]:
     return {getattr(pa, name)() for name in names if hasattr(pa, name)}
 
 
-def first_line(error: Exception) -> str:
+def summarize_error(error: Exception) -> str:
     """Return what a library says in its first line, or the error's class."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
@@ -168,10 +170,11 @@ def _open(path: Path) -> Any | str:
     """Return the file, or what is wrong with it."""
     try:
         require_regular(path)
+        parquet = require_package("pyarrow.parquet", 'the "parquet" source needs', "data")
         # Read in small pieces: a row group may be larger than the memory.
-        return parquet().ParquetFile(path, buffer_size=2**20, pre_buffer=False)
+        return parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
     except (ValueError, OSError) as error:
-        return f"not a Parquet file: {first_line(error)}"
+        return f"not a Parquet file: {summarize_error(error)}"
 
 
 def _column(schema: Any, field: str) -> str | ValueError:
@@ -191,7 +194,7 @@ def _column(schema: Any, field: str) -> str | ValueError:
     return field
 
 
-def leaf(rows: Any, column: str) -> Any:
+def select_column(rows: Any, column: str) -> Any:
     """Return a column of an Arrow table or batch, or the field within structs that it names."""
     if column in rows.schema.names:
         return rows.column(column)
@@ -218,29 +221,3 @@ def _text_bytes(values: Any) -> int:
         return int(values.nbytes)
     lengths = pc.take(pc.binary_length(values.dictionary), values.indices)
     return pc.sum(lengths).as_py() or 0
-
-
-@sources.register
-class ParquetSource(FileSource):
-    """A column of text in Parquet files, one document a row (extra `[data]`)."""
-
-    name: Literal["parquet"] = "parquet"
-    field: str = "text"
-    """the column that holds the text; dots lead into structs"""
-    suffix: ClassVar[str] = ".parquet"
-
-    def parts(self) -> Sequence[Any]:
-        """Return runs of row groups."""
-        return parquet_parts(self.path, self.suffix, self.field)
-
-    def read(self, part: Any) -> Iterator[Document]:
-        """Yield one document a row."""
-        return self.read_from(part, 0)
-
-    def read_from(self, part: Any, first: int) -> Iterator[Document]:
-        """Yield one document a row, without reading what comes before."""
-        return read_parquet(part, self.field, first)
-
-    def settings(self) -> str:
-        """Return the field."""
-        return f" {self.field}"

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .tokenizer import Ids, MarkedText, Tokenizer
-from .tokenizer_files import byte_characters, write_files
+from .tokenizer import Ids, MaskedDocument, Tokenizer
+from .tokenizer_files import byte_characters, byte_level_model, write_files
 
 
 class ByteTokenizer:
@@ -32,17 +31,17 @@ class ByteTokenizer:
         """Return the bytes of several texts."""
         return [self.encode(text) for text in texts]
 
-    def encode_marked(self, texts: Sequence[MarkedText]) -> list[tuple[Ids, NDArray[np.bool_]]]:
-        """Return the bytes of several documents; those of a learned character are learned."""
-        found = []
-        for marked in texts:
-            ids = self.encode(marked.text)
+    def encode_masked(self, texts: Sequence[MaskedDocument]) -> list[tuple[Ids, NDArray[np.bool_]]]:
+        """Return the bytes of several documents, and which of them lie in loss ranges."""
+        encoded = []
+        for document in texts:
+            ids = self.encode(document.text)
             characters = np.cumsum((ids & 0xC0) != 0x80) - 1  # 10xxxxxx continues a character
-            found.append((ids, learned_tokens(marked, characters, characters + 1)))
-        return found
+            encoded.append((ids, mask_tokens(document, characters, characters + 1)))
+        return encoded
 
-    def prepare_bulk(self) -> str:
-        """Return how bytes are had: there is nothing to prepare."""
+    def enable_fast_encoding(self) -> str:
+        """Return the name of the encoder: there is nothing faster."""
         return "str.encode"
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -50,19 +49,22 @@ class ByteTokenizer:
         return bytes(int(token) for token in ids if token < 256).decode(errors="replace")
 
     def save(self, folder: Path) -> None:
-        """Write what gives the same ids in transformers; it needs no files itself."""
-        write_files(folder, json.dumps(_byte_level_model(), indent=2).encode(), _BYTES_SETTINGS)
+        """Write files that give the same ids in transformers; this class needs none of them."""
+        vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
+        model = byte_level_model({"vocab": vocabulary, "merges": []}, {"<|endoftext|>": 256})
+        write_files(folder, json.dumps(model, indent=2).encode(), _BYTES_SETTINGS)
 
 
 def count_bytes(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> int:
     """Return how many bytes of text some ids stand for, special tokens left out.
 
-    In their text, bytes that are not UTF-8 are U+FFFD, which has three bytes of its own: unless
-    the text does hold that character, it counts as one.
+    A byte that is not UTF-8 is decoded to U+FFFD, which has three bytes of its own: it counts as
+    one byte, unless the text itself holds that character.
 
     Args:
-        ids: tokens.
-        text: what they are decoded to.
+        tokenizer: the tokenizer of the ids.
+        ids: the tokens.
+        text: the decoded text of the ids.
     """
     if isinstance(tokenizer, ByteTokenizer):
         return sum(token < 256 for token in ids)
@@ -71,21 +73,21 @@ def count_bytes(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> int:
     return len(text.encode())
 
 
-def learned_tokens(
-    marked: MarkedText, starts: NDArray[np.int64], stops: NDArray[np.int64]
+def mask_tokens(
+    document: MaskedDocument, starts: NDArray[np.int64], stops: NDArray[np.int64]
 ) -> NDArray[np.bool_]:
-    """Return which tokens are learned, [T].
+    """Return the loss mask of a document's tokens, [T].
 
     Args:
-        marked: the document.
-        starts: [T], the first character of each token.
-        stops: [T], the character after its last.
+        document: the text and its loss ranges.
+        starts: [T]; the first character of each token.
+        stops: [T]; the character after the last one of each token.
     """
-    length = len(marked.text)
+    length = len(document.text)
     inside = np.zeros(length + 1, dtype=np.int64)
-    for start, stop in marked.learned:
+    for start, stop in document.loss_ranges:
         inside[start + 1 : stop + 1] = 1
-    before = np.cumsum(inside)  # [k]: learned characters among the first k
+    before = np.cumsum(inside)  # [k]: characters of loss ranges among the first k
     starts = np.minimum(starts, max(length - 1, 0))
     stops = np.minimum(np.maximum(stops, starts + 1), length)
     return np.asarray(before[stops] - before[starts] == stops - starts)
@@ -97,21 +99,3 @@ _BYTES_SETTINGS = {
     "split_special_tokens": True,
     "clean_up_tokenization_spaces": False,
 }
-
-
-def _byte_level_model() -> dict[str, Any]:
-    """Return a `tokenizer.json` of 256 bytes, no merges, and the end-of-document token."""
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    end = {"id": 256, "content": "<|endoftext|>", "special": True}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {
-        "version": "1.0",
-        "added_tokens": [{**end, **flags}],
-        "pre_tokenizer": {**byte_level, "use_regex": False},
-        "decoder": {**byte_level, "use_regex": False},
-        "model": {
-            "type": "BPE",
-            "vocab": {character: byte for byte, character in enumerate(byte_characters())},
-            "merges": [],
-        },
-    }

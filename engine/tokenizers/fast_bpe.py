@@ -1,6 +1,6 @@
 """Byte-level BPE by tiktoken where it gives the ids of a `tokenizer.json`, several times faster.
 
-That it does is proven when it is first needed, not assumed:
+The equivalence is verified for each tokenizer when it is first needed:
 
 1. The text is cut by one of the patterns in `patterns.py`, and both regular expression engines have
    the same letters, digits and white space, which is compared for each code point up to
@@ -37,15 +37,16 @@ CLASSES = (r"\p{L}", r"\p{N}", r"\s")
 CASED = (r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]")
 ANY_CASE = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 ANY_CASE_LETTERS = "(?i:[strevmld])"
+DIFFER = "the two libraries do not find the same characters by "
 PLAIN_FLAGS = ("single_word", "lstrip", "rstrip")
 
 
-class Unproven(Exception):
-    """Why tiktoken may give other ids."""
+class NotEquivalent(Exception):
+    """The reason why tiktoken may give other ids."""
 
 
 class AddedTokens(NamedTuple):
-    """Tokens that are looked for in the text before it is cut."""
+    """Tokens that the library looks for in the text before it cuts the text into pieces."""
 
     pattern: re.Pattern[str]
     ids: Mapping[str, int]
@@ -55,10 +56,10 @@ class FastBPE:
     """A byte-level BPE that tiktoken computes.
 
     Args:
-        native: of the tokenizers library.
+        native: the tokenizer of the tokenizers library.
 
     Raises:
-        Unproven: it may give other ids.
+        NotEquivalent: tiktoken may give other ids.
     """
 
     def __init__(self, native: Any) -> None:
@@ -73,7 +74,7 @@ class FastBPE:
         self._ascii_only = description.get("normalizer") is not None
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids | None]:
-        """Return the ids of several texts on all cores; None where it is not proven or cannot."""
+        """Return the ids of several texts on all cores; None for texts that `encode` refuses."""
         threads = _threads()
         if threads < 2 or len(texts) < 2:
             return [self.encode(text) for text in texts]
@@ -81,7 +82,7 @@ class FastBPE:
             return list(pool.map(self.encode, texts, chunksize=16))
 
     def encode(self, text: str) -> Ids | None:
-        """Return the text's ids, or None."""
+        """Return the text's ids; None where they are not verified or tiktoken fails."""
         if not text.isascii() and (self._ascii_only or _codes(text).max() > LAST_CHECKED):
             return None
         try:
@@ -131,28 +132,22 @@ def _split(text: str, added: Sequence[AddedTokens]) -> Iterator[str | int]:
 def _pattern(description: Mapping[str, Any]) -> str:
     """Return the regular expression that cuts the text."""
     if description.get("normalizer") not in (None, {"type": "NFC"}):
-        raise Unproven("it has a normalizer")
+        raise NotEquivalent("it has a normalizer")
     cutter = description.get("pre_tokenizer") or {}
     steps = cutter.get("pretokenizers") if cutter.get("type") == "Sequence" else [cutter]
     *splits, last = steps or [{}]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space", True):
-        raise Unproven("its text is not cut into bytes alone")
+        raise NotEquivalent("its text is not cut into bytes alone")
+    pattern = None
     if last.get("use_regex", True):
-        pattern = PATTERNS["gpt2"] if not splits else None
-    else:
-        pattern = _split_pattern(splits)
+        pattern = None if splits else PATTERNS["gpt2"]
+    elif len(splits) == 1 and splits[0].get("type") == "Split":
+        (split,) = splits
+        if split.get("behavior") == "Isolated" and not split.get("invert"):
+            pattern = split["pattern"].get("Regex")
     if pattern not in PATTERNS.values():
-        raise Unproven("its pattern is none of those that were compared")
+        raise NotEquivalent("its pattern is none of those that were compared")
     return str(pattern)
-
-
-def _split_pattern(splits: Sequence[Mapping[str, Any]]) -> str | None:
-    if len(splits) != 1 or splits[0].get("type") != "Split":
-        return None
-    split = splits[0]
-    if split.get("behavior") != "Isolated" or split.get("invert"):
-        return None
-    return str(split["pattern"].get("Regex"))
 
 
 @lru_cache
@@ -163,31 +158,26 @@ def _check_engines(pattern: str) -> None:
     classes = [*CLASSES, *(CASED if r"\p{Lu}" in pattern else ())]
     if "(?i:" in pattern:
         classes.append(ANY_CASE_LETTERS)
-    for each in classes:
-        together = _codes(_found(each, characters) + _left(each, characters))
-        if not np.array_equal(np.sort(together), codes):
-            raise _Differ(each)
-    if "(?i:" in pattern:
-        letters = _found(ANY_CASE_LETTERS, characters)
+    for one_class in classes:
+        both = _match(one_class, characters) + _remove(one_class, characters)
+        if not np.array_equal(np.sort(_codes(both)), codes):
+            raise NotEquivalent(DIFFER + one_class)
+    if ANY_CASE_LETTERS in classes:
+        letters = _match(ANY_CASE_LETTERS, characters)
         endings = [f"'{one}{two}" for one in letters for two in letters]
         for text in (characters, *endings):
-            if _found(ANY_CASE, text) + _left(ANY_CASE, text) != text:
-                raise _Differ(ANY_CASE)
+            if _match(ANY_CASE, text) + _remove(ANY_CASE, text) != text:
+                raise NotEquivalent(DIFFER + ANY_CASE)
 
 
-class _Differ(Unproven):
-    def __init__(self, pattern: str) -> None:
-        super().__init__(f"the two libraries do not find the same characters by {pattern}")
+def _match(pattern: str, text: str) -> str:
+    """Return what tiktoken's engine finds in the text, end to end."""
+    encoding = _encoding(pattern, {bytes([byte]): byte for byte in range(256)})
+    return str(encoding.encode_to_numpy(text).astype(np.uint8).tobytes(), "utf-8")
 
 
-def _found(pattern: str, text: str) -> str:
-    """Return what tiktoken's engine finds, end to end."""
-    found = _encoding(pattern, {bytes([byte]): byte for byte in range(256)}).encode_to_numpy(text)
-    return str(found.astype(np.uint8).tobytes(), "utf-8")
-
-
-def _left(pattern: str, text: str) -> str:
-    """Return the text without what the other engine finds."""
+def _remove(pattern: str, text: str) -> str:
+    """Return the text without what the tokenizers library's engine finds."""
     from tokenizers import Regex, normalizers
 
     return str(normalizers.Replace(Regex(pattern), "").normalize_str(text))
@@ -197,7 +187,7 @@ def _encoding(pattern: str, ranks: Mapping[bytes, int]) -> Any:
     try:
         import tiktoken
     except ImportError as error:
-        raise Unproven('tiktoken is not installed: pip install "trainer[data]"') from error
+        raise NotEquivalent('tiktoken is not installed: pip install "trainer[data]"') from error
     return tiktoken.Encoding(
         "trainer", pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens={}
     )
@@ -208,10 +198,10 @@ def _ranks(
 ) -> tuple[dict[bytes, int], NDArray[np.uint32]]:
     """Return ranks in the order of the merges, and the id of each."""
     if model.get("type") != "BPE":
-        raise Unproven(f"its model is {model.get('type')}, not BPE")
+        raise NotEquivalent(f"its model is {model.get('type')}, not BPE")
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
         if model.get(key):
-            raise Unproven(f"its model has {key}")
+            raise NotEquivalent(f"its model has {key}")
     vocabulary, names = model["vocab"], byte_characters()
     rank_of = {name: rank for rank, name in enumerate(names)}
     merges = [tuple(each.split(" ") if isinstance(each, str) else each) for each in model["merges"]]
@@ -221,11 +211,11 @@ def _ranks(
         if union not in rank_of:
             rank_of[union] = len(rank_of)
         elif union != newest:
-            raise Unproven(f"rules for {union!r} stand apart")
+            raise NotEquivalent(f"rules for {union!r} stand apart")
         newest = union
     missing = [name for name in rank_of if name not in vocabulary]
     if missing:
-        raise Unproven(f"its vocabulary lacks {missing[0]!r}")
+        raise NotEquivalent(f"its vocabulary lacks {missing[0]!r}")
     whole_words = bool(model.get("ignore_merges"))
     _check_reachable(vocabulary, merges, list(rank_of)[len(names) :], whole_words)
     if whole_words:
@@ -234,13 +224,13 @@ def _ranks(
         for name in alone:
             halves = [(name[:cut], name[cut:]) for cut in range(1, len(name))]
             if any(left in vocabulary and right in vocabulary for left, right in halves):
-                raise Unproven(f"no rule makes {name!r}")
+                raise NotEquivalent(f"no rule makes {name!r}")
         rank_of |= {name: len(rank_of) + index for index, name in enumerate(alone)}
     byte_of = {name: byte for byte, name in enumerate(names)}
     try:
         ranks = {bytes(map(byte_of.__getitem__, name)): rank for name, rank in rank_of.items()}
     except KeyError as error:
-        raise Unproven(f"a token holds {error.args[0]!r}, which stands for no byte") from error
+        raise NotEquivalent(f"a token holds {error.args[0]!r}, which stands for no byte") from error
     return ranks, np.array([vocabulary[name] for name in rank_of], dtype=np.uint32)
 
 
@@ -257,15 +247,15 @@ def _check_reachable(
     for token, encoding in zip(tokens, alone.encode_batch_fast(list(tokens)), strict=True):
         pieces = len(encoding.ids)
         if pieces != 1 and not (whole_words and pieces > 2):
-            raise Unproven(f"its rules do not make {token!r} of its bytes")
+            raise NotEquivalent(f"its rules do not make {token!r} of its bytes")
 
 
 def _added_tokens(added: Sequence[Mapping[str, Any]], native: Any) -> list[AddedTokens]:
     """Return the added tokens in the order in which the library looks for them."""
     if any(token.get(flag) for token in added for flag in PLAIN_FLAGS):
-        raise Unproven("an added token takes the space around it")
+        raise NotEquivalent("an added token takes the space around it")
     if any(not token["content"] for token in added):
-        raise Unproven("an added token is empty")
+        raise NotEquivalent("an added token is empty")
     found = []
     for normalized in (False, True):
         texts = [t["content"] for t in added if bool(t.get("normalized")) == normalized]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128_hexdigest
 
-from ..core.errors import DataError, EnvironmentFault, nearest
-from .byte_tokenizer import learned_tokens
-from .fast_bpe import FastBPE, Unproven
-from .tokenizer import Ids, MarkedText
-from .tokenizer_files import TokenizerFiles, read_files, write_files
+from ..core.errors import DataError, nearest
+from ..core.registry import require_package
+from .byte_tokenizer import mask_tokens
+from .fast_bpe import FastBPE, NotEquivalent
+from .tokenizer import Ids, MaskedDocument
+from .tokenizer_files import TokenizerFiles, find_eos_token, read_files, write_files
 
 MAX_VOCABULARY = 2**24
 FAST_FROM_CHARACTERS = 2**22
-USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+SPACE = "\u2581"
+"""stands for a space in vocabularies of SentencePiece"""
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +52,8 @@ class HuggingFaceTokenizer:
                 f"{place}: an id is {self.vocab_size - 1}; "
                 f"{MAX_VOCABULARY - 1} is the largest possible"
             )
-        self.eos_token = eos_token or _eos_token(self.files, vocabulary)
+        named = eos_token or self.files.special_tokens.get("eos_token")
+        self.eos_token = named or find_eos_token(place, vocabulary)
         if self.eos_token not in vocabulary:
             hint = nearest(self.eos_token, vocabulary)
             raise DataError(f"{place}: no token is named {self.eos_token!r}", hint)
@@ -72,45 +75,41 @@ class HuggingFaceTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of several texts, tokenised on all cores."""
         self._characters += sum(map(len, texts))
-        if self._characters >= FAST_FROM_CHARACTERS and not self.encoder:
-            self.prepare_bulk()
-        found: list[Ids | None] = [None] * len(texts)
-        if self._fast:
-            found = self._fast.encode_batch(texts)
-        left = [index for index, ids in enumerate(found) if ids is None]
-        encodings = self._tokenizer.encode_batch_fast(
-            [texts[index] for index in left], add_special_tokens=False
-        )
-        for index, encoding in zip(left, encodings, strict=True):
-            found[index] = np.array(encoding.ids, dtype=np.uint32)
-        return [ids for ids in found if ids is not None]
+        if self._characters >= FAST_FROM_CHARACTERS:
+            self.enable_fast_encoding()
+        fast = self._fast.encode_batch(texts) if self._fast else [None] * len(texts)
+        left = [text for text, ids in zip(texts, fast, strict=True) if ids is None]
+        encodings = iter(self._tokenizer.encode_batch_fast(left, add_special_tokens=False))
+        return [
+            np.array(next(encodings).ids, dtype=np.uint32) if ids is None else ids for ids in fast
+        ]
 
-    def prepare_bulk(self) -> str:
-        """Choose the library that encodes much text; done by itself after some millions.
+    def enable_fast_encoding(self) -> str:
+        """Use tiktoken if it is verified to give the same ids; done after some millions of bytes.
 
         Returns:
-            its name, and why the faster one is not taken if it is not.
+            the name of the encoder, and why tiktoken is not used if it is not.
         """
         if not self.encoder:
             try:
                 self._fast = FastBPE(self._tokenizer)
-                self.encoder = "tiktoken, proven to give the same ids"
-            except Unproven as reason:
+                self.encoder = "tiktoken, verified to give the same ids"
+            except NotEquivalent as reason:
                 self.encoder = f"tokenizers ({reason})"
             log.info("%s: encoding with %s", self.files.place, self.encoder)
         return self.encoder
 
-    def encode_marked(self, texts: Sequence[MarkedText]) -> list[tuple[Ids, NDArray[np.bool_]]]:
-        """Return ids by the library's offsets; its normalizer's changes are traced back."""
+    def encode_masked(self, texts: Sequence[MaskedDocument]) -> list[tuple[Ids, NDArray[np.bool_]]]:
+        """Return ids and loss masks by the library's offsets, which undo its normalizer."""
         encodings = self._tokenizer.encode_batch(
-            [marked.text for marked in texts], add_special_tokens=False
+            [document.text for document in texts], add_special_tokens=False
         )
-        found = []
-        for marked, encoding in zip(texts, encodings, strict=True):
-            offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-            learned = learned_tokens(marked, offsets[:, 0], offsets[:, 1])
-            found.append((np.array(encoding.ids, dtype=np.uint32), learned))
-        return found
+        encoded = []
+        for document, encoding in zip(texts, encodings, strict=True):
+            starts, stops = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+            mask = mask_tokens(document, starts, stops)
+            encoded.append((np.array(encoding.ids, dtype=np.uint32), mask))
+        return encoded
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of the ids, special tokens left out."""
@@ -129,23 +128,17 @@ class HuggingFaceTokenizer:
         write_files(folder, self.files.content, settings)
 
 
-def library() -> Any:
+def import_tokenizers() -> Any:
     """Return the `tokenizers` package.
 
     Raises:
         EnvironmentFault: it is not installed.
     """
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise EnvironmentFault(
-            "this tokenizer needs the tokenizers package", 'pip install "trainer[hf]"'
-        ) from error
-    return tokenizers
+    return require_package("tokenizers", "this tokenizer needs", "hf")
 
 
 def _load(place: str, content: bytes) -> Any:
-    native = library().Tokenizer
+    native = import_tokenizers().Tokenizer
     try:
         tokenizer = native.from_str(content.decode())
     except (KeyboardInterrupt, SystemExit):
@@ -156,22 +149,6 @@ def _load(place: str, content: bytes) -> Any:
     tokenizer.no_truncation()
     tokenizer.post_processor = None  # without special tokens it only cuts spaces off the offsets
     return tokenizer
-
-
-def _eos_token(files: TokenizerFiles, vocabulary: Mapping[str, int]) -> str:
-    """Return the end-of-document token that the files name, or one of its usual names."""
-    if "eos_token" in files.special_tokens:
-        return files.special_tokens["eos_token"]
-    for name in USUAL_EOS:
-        if name in vocabulary:
-            return name
-    raise DataError(
-        f"{files.place}: nothing says which token ends a document", "set tokenizer.eos_token"
-    )
-
-
-SPACE = "\u2581"
-"""stands for a space in vocabularies of SentencePiece"""
 
 
 def vocabulary_bytes(content: bytes, vocabulary: Mapping[str, int]) -> NDArray[np.int64] | None:
@@ -191,15 +168,17 @@ def vocabulary_bytes(content: bytes, vocabulary: Mapping[str, int]) -> NDArray[n
     description = json.loads(content)
     decoder = description.get("decoder") or {}
     parts = decoder.get("decoders", [decoder])
-    size: Callable[[str], int]
-    if any(part.get("type") == "ByteLevel" for part in parts):
-        size = len
-    elif not any(map(_makes_spaces, parts)):
+    byte_level = any(part.get("type") == "ByteLevel" for part in parts)
+    if not byte_level and not any(map(_makes_spaces, parts)):
         return None
-    elif description["model"].get("byte_fallback"):
-        size = _size_of_byte_or_text
-    else:
-        size = _size_of_text
+    byte_fallback = bool(description["model"].get("byte_fallback"))
+
+    def size(token: str) -> int:
+        if byte_level:
+            return len(token)
+        is_byte = byte_fallback and re.fullmatch("<0x[0-9A-F]{2}>", token)
+        return 1 if is_byte else len(token.replace(SPACE, " ").encode())
+
     table = np.zeros(max(vocabulary.values(), default=-1) + 1, dtype=np.int64)
     for token, number in vocabulary.items():
         table[number] = size(token)
@@ -209,13 +188,4 @@ def vocabulary_bytes(content: bytes, vocabulary: Mapping[str, int]) -> NDArray[n
 
 
 def _makes_spaces(decoder: Mapping[str, Any]) -> bool:
-    pattern = decoder.get("pattern", {}).get("String")
-    return SPACE in (pattern, decoder.get("replacement"))
-
-
-def _size_of_text(token: str) -> int:
-    return len(token.replace(SPACE, " ").encode())
-
-
-def _size_of_byte_or_text(token: str) -> int:
-    return 1 if re.fullmatch("<0x[0-9A-F]{2}>", token) else _size_of_text(token)
+    return SPACE in (decoder.get("pattern", {}).get("String"), decoder.get("replacement"))

@@ -71,7 +71,7 @@ SPECIAL_TOKENS: dict[str, tuple[int, dict[str, int]]] = {
 """by pattern: how many tokens the published file has, and the special ones beside it"""
 
 
-def pattern_named(name: str) -> str:
+def find_pattern(name: str) -> str:
     """Return the regular expression of a name.
 
     Raises:

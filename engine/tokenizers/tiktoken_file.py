@@ -16,14 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import DataError, RecipeError
-from .hf_tokenizer import MAX_VOCABULARY, USUAL_EOS, library
-from .patterns import PATTERNS, SPECIAL_TOKENS, pattern_named
-from .tokenizer_files import TokenizerFiles, byte_characters, read_limited
+from .hf_tokenizer import MAX_VOCABULARY, import_tokenizers
+from .patterns import PATTERNS, SPECIAL_TOKENS, find_pattern
+from .tokenizer_files import (
+    TokenizerFiles,
+    byte_characters,
+    byte_level_model,
+    find_eos_token,
+    read_limited,
+)
 
 MAX_FILE_BYTES = 2**26
 MAX_TOKENS = 2**20
 MAX_TOKEN_BYTES = 2**10
-# Of all rules' tokens. Published vocabularies need less than a tenth.
+# Bytes of the tokens of all rules. Published vocabularies need less than a tenth.
 MAX_RULES_BYTES = 2**26
 
 SpecialTokens = Sequence[str] | Mapping[str, int]
@@ -32,29 +38,25 @@ SpecialTokens = Sequence[str] | Mapping[str, int]
 def read_tiktoken(
     path: Path, pattern: str, special_tokens: SpecialTokens, eos_token: str | None
 ) -> tuple[TokenizerFiles, str]:
-    """Return what rebuilds the tokenizer, and its end-of-document token.
+    """Return the files that rebuild the tokenizer, and its end-of-document token.
 
     Args:
         path: the file of ranks.
         pattern: the name of one of `PATTERNS`, or a regular expression.
-        special_tokens: with their ids, or numbered on from the largest rank; none: those of the
-            model that the pattern is named for.
-        eos_token: which of them ends a document; None: one of the usual names.
+        special_tokens: the special tokens with their ids, or a list that is numbered from the
+            largest rank on; empty: those of the model that the pattern is named for.
+        eos_token: the special token that ends a document; None: the first with a usual name.
 
     Raises:
-        DataError: the file is not what it should be.
-        RecipeError: the pattern or the special tokens do not fit.
+        DataError: the file is missing or malformed.
+        RecipeError: the pattern or the special tokens do not fit the file.
     """
     ranks = read_ranks(path.expanduser())
     special = _special_tokens(path, ranks, pattern, special_tokens)
-    eos_token = eos_token or next((name for name in USUAL_EOS if name in special), None)
-    if eos_token is None:
-        raise DataError(
-            f"{path}: nothing says which token ends a document", "set tokenizer.eos_token"
-        )
+    eos_token = eos_token or find_eos_token(str(path), special)
     is_name = pattern in PATTERNS or pattern.isalnum()
-    expression = pattern_named(pattern) if is_name else _valid(pattern)
-    content = json.dumps(describe(path, ranks, expression, special), ensure_ascii=False)
+    expression = find_pattern(pattern) if is_name else _check_expression(pattern)
+    content = json.dumps(build_model_file(path, ranks, expression, special), ensure_ascii=False)
     return TokenizerFiles(str(path), content.encode()), eos_token
 
 
@@ -62,7 +64,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     """Return the rank of each token.
 
     Raises:
-        DataError: with the line; or a byte has no token, so that some text could not be written.
+        DataError: a line is malformed, or a byte has no token, so that some text has no ids.
     """
     content = read_limited(path, MAX_FILE_BYTES, "tokenizer.path is a file in tiktoken's format")
     ranks: dict[bytes, int] = {}
@@ -136,48 +138,33 @@ def _special_tokens(
     return dict(given)
 
 
-def _valid(pattern: str) -> str:
-    regex = library().Regex
+def _check_expression(pattern: str) -> str:
     try:
-        regex(pattern)
+        import_tokenizers().Regex(pattern)
     except Exception as error:  # the library raises bare Exception
         raise RecipeError(f"tokenizer.pattern: not a regular expression: {error}") from error
     return pattern
 
 
-def describe(
+def build_model_file(
     path: Path, ranks: Mapping[bytes, int], pattern: str, special_tokens: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the `tokenizer.json`.
+    """Return the `tokenizer.json` that gives the same ids.
 
     Raises:
-        DataError: it would be too large.
+        DataError: the file would be too large.
     """
     characters = byte_characters()
     names = {token: "".join(characters[byte] for byte in token) for token in ranks}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     ordered = sorted(ranks, key=ranks.__getitem__)
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
-    return {
-        "version": "1.0",
-        "added_tokens": [
-            {"id": number, "content": name, "special": True, **flags}
-            for name, number in sorted(special_tokens.items(), key=lambda item: item[1])
-        ],
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [{**split, "invert": False}, {**byte_level, "use_regex": False}],
-        },
-        "decoder": {**byte_level, "use_regex": False},
-        "model": {
-            "type": "BPE",
-            "ignore_merges": True,
-            # Added tokens that are not in here too would get other ids.
-            "vocab": {names[token]: ranks[token] for token in ordered} | dict(special_tokens),
-            "merges": [[names[left], names[right]] for left, right in _rules(path, ordered, ranks)],
-        },
+    model = {
+        "ignore_merges": True,
+        # Added tokens that are not in here too would get other ids.
+        "vocab": {names[token]: ranks[token] for token in ordered} | dict(special_tokens),
+        "merges": [[names[left], names[right]] for left, right in _rules(path, ordered, ranks)],
     }
+    return byte_level_model(model, special_tokens, {**split, "invert": False})
 
 
 def _rules(

@@ -13,25 +13,25 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class MarkedText:
-    """A document of which only some parts are learned from, such as the assistant's turns.
+class MaskedDocument:
+    """A document of which only some parts are trained on, such as the assistant's turns.
 
     Args:
         text: the whole document.
-        learned: `[start, stop)` ranges of its characters, ascending, that count in the loss.
+        loss_ranges: the `[start, stop)` ranges of characters that count in the loss, ascending.
     """
 
     text: str
-    learned: tuple[tuple[int, int], ...]
+    loss_ranges: tuple[tuple[int, int], ...]
 
 
 Ids: TypeAlias = "NDArray[Any]"
 PARALLELISM = "TOKENIZERS_PARALLELISM"
-"""the environment variable by which the tokenizers library is kept to one thread"""
+"""the environment variable that limits the tokenizers library to one thread"""
 
 
 class Tokenizer(Protocol):
-    """What the data and generation need of a tokenizer."""
+    """The interface that data, evaluation and generation use."""
 
     vocab_size: int
     """one more than the largest id"""
@@ -50,19 +50,19 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of several texts."""
 
-    def encode_marked(self, texts: Sequence[MarkedText]) -> list[tuple[Ids, NDArray[np.bool_]]]:
-        """Return the ids of several documents, and which of them are learned.
+    def encode_masked(self, texts: Sequence[MaskedDocument]) -> list[tuple[Ids, NDArray[np.bool_]]]:
+        """Return the ids of several documents, and the loss mask of each.
 
-        The ids are those of `encode_batch`. A token is learned if all characters that it stands
-        for, even in part, lie in learned ranges: one that reaches over a range's border is not. A
-        token that stands for none, such as a space put before the text, goes with the character
-        after it.
+        The ids are those of `encode_batch`. A token counts in the loss if all characters that it
+        stands for, even in part, lie in loss ranges: one that crosses the border of a range does
+        not. A token that stands for no character, such as a space put before the text, goes with
+        the character after it.
         """
 
-    def prepare_bulk(self) -> str:
-        """Get ready for much text, and return what will encode it; the ids stay the same.
+    def enable_fast_encoding(self) -> str:
+        """Use the fastest encoder that gives the same ids, and return a description of it.
 
-        Called before processes are forked that encode, it spares each of them the work.
+        Call it before processes are forked that encode: each of them is then spared the check.
         """
 
     def decode(self, ids: Sequence[int]) -> str:

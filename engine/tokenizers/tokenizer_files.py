@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,18 @@ from ..core.files import atomic_write, open_regular
 # The largest known are 35 MB, with ids below 300,000.
 MAX_FILE_BYTES = 2**27
 MAX_SETTINGS_BYTES = 2**23
+USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What Hugging Face keeps of a tokenizer.
+    """The contents of a tokenizer's files.
 
     Args:
-        place: what to call it in messages.
-        content: of `tokenizer.json`.
-        special_tokens: texts by role, such as "eos_token".
-        chat_template: Jinja.
+        place: the name of the tokenizer in messages.
+        content: the bytes of `tokenizer.json`.
+        special_tokens: the texts of special tokens by role, such as "eos_token".
+        chat_template: a Jinja template, or None.
     """
 
     place: str
@@ -55,7 +57,7 @@ def read_files(path: Path) -> TokenizerFiles:
             if name.endswith("_token") and (text := _token_text(token)) is not None
         },
         chat_template=(
-            decoded(template, read_limited(template, MAX_SETTINGS_BYTES))
+            decode_text(template, read_limited(template, MAX_SETTINGS_BYTES))
             if template.is_file()
             else _default_template(config.get("chat_template"))
         ),
@@ -78,7 +80,7 @@ def read_limited(file: Path, limit: int, hint: str = "") -> bytes:
     return content
 
 
-def decoded(file: Path, content: bytes) -> str:
+def decode_text(file: Path, content: bytes) -> str:
     """Return UTF-8 text without a byte-order mark.
 
     Raises:
@@ -116,6 +118,22 @@ def _default_template(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
+def find_eos_token(place: str, names: Container[str]) -> str:
+    """Return the first of the usual end-of-document tokens that a tokenizer has.
+
+    Args:
+        place: the name of the tokenizer in messages.
+        names: the texts of tokens.
+
+    Raises:
+        DataError: it has none of them.
+    """
+    for name in USUAL_EOS:
+        if name in names:
+            return name
+    raise DataError(f"{place}: nothing says which token ends a document", "set tokenizer.eos_token")
+
+
 def write_files(folder: Path, content: bytes, settings: Mapping[str, Any]) -> None:
     """Write a tokenizer as Hugging Face's libraries read it, and sync it to disk.
 
@@ -144,3 +162,35 @@ def byte_characters() -> list[str]:
     others = (byte for byte in range(256) if byte not in printable)
     stand_ins = {byte: 256 + number for number, byte in enumerate(others)}
     return [chr(stand_ins.get(byte, byte)) for byte in range(256)]
+
+
+def byte_level_model(
+    model: Mapping[str, Any],
+    special_tokens: Mapping[str, int],
+    pre_tokenizer: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the `tokenizer.json` of a byte-level BPE.
+
+    Args:
+        model: the vocabulary and the merges.
+        special_tokens: the ids of special tokens by text.
+        pre_tokenizer: what cuts the text before its bytes are mapped; None: nothing.
+    """
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    steps = {"type": "Sequence", "pretokenizers": [pre_tokenizer, byte_level]}
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": number, "content": name, "special": True, **flags}
+            for name, number in sorted(special_tokens.items(), key=itemgetter(1))
+        ],
+        "pre_tokenizer": steps if pre_tokenizer else byte_level,
+        "decoder": byte_level,
+        "model": {"type": "BPE", **model},
+    }

@@ -14,7 +14,7 @@ from trainer.engine.sources import documents, files
 from trainer.engine.sources.configs import DocumentSource, JsonlSource
 from trainer.engine.sources.documents import Document, DocumentFault
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
-from trainer.engine.tokenizers.tokenizer import MarkedText
+from trainer.engine.tokenizers.tokenizer import MaskedDocument
 
 SMALL = 20_000
 
@@ -36,7 +36,7 @@ class MarkedSource(DocumentSource):
     def read(self, part: Any) -> Iterator[Document]:
         for number in range(50):
             text = f"part {part} document {number} " * 5
-            yield MarkedText(text, ((3, 9), (20, len(text)))) if part > 2 else text
+            yield MaskedDocument(text, ((3, 9), (20, len(text)))) if part > 2 else text
         yield DocumentFault("somewhere", f"broken {part}")
         yield ""
 

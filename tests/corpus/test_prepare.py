@@ -21,7 +21,7 @@ from trainer.engine.core.errors import DataError, EnvironmentFault, RecipeError
 from trainer.engine.corpus.configs import TokensSource
 from trainer.engine.corpus.prepare import cache_folder, default_cache, open_or_prepare, open_source
 from trainer.engine.corpus.store import StoreWriter, TokenStore
-from trainer.engine.corpus.tokenise import Tally, Tokenised, make_chunk
+from trainer.engine.corpus.tokenise import make_chunk
 from trainer.engine.sources.configs import JsonlSource, TextSource
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from trainer.engine.tokenizers.tokenizer import Ids
@@ -231,7 +231,7 @@ def test_opening_what_is_cached_takes_milliseconds(tmp_path: Path) -> None:
 def written(folder: Path) -> Path:
     with StoreWriter(folder, ByteTokenizer()) as writer:
         chunk = make_chunk(ByteTokenizer(), ByteTokenizer().encode_batch(["one", "two"]))
-        writer.write(Tokenised(chunk, Tally()))
+        writer.write(chunk)
         writer.finish()
     return folder
 

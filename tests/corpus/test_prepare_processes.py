@@ -28,7 +28,7 @@ from trainer.engine.corpus.tokenise import Tally
 from trainer.engine.sources.configs import TextSource
 from trainer.engine.sources.documents import Document
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
-from trainer.engine.tokenizers.tokenizer import MarkedText
+from trainer.engine.tokenizers.tokenizer import MaskedDocument
 
 pytestmark = pytest.mark.usefixtures("small_parts")
 
@@ -55,15 +55,16 @@ def test_the_tokens_are_those_of_every_document_one_by_one(tmp_path: Path) -> No
         if isinstance(document, str) and document:
             expected += [*document.encode(), 256]
             learned += [True] * (len(document.encode()) + 1)
-        elif isinstance(document, MarkedText):
+        elif isinstance(document, MaskedDocument):
             expected += [*document.text.encode(), 256]
             marks = [
-                any(a <= at < b for a, b in document.learned) for at in range(len(document.text))
+                any(a <= at < b for a, b in document.loss_ranges)
+                for at in range(len(document.text))
             ]
             learned += [*marks, True]
     assert store.tokens.tolist() == expected
-    assert store.learned is not None
-    assert store.learned.tolist() == learned
+    assert store.loss_mask is not None
+    assert store.loss_mask.tolist() == learned
     assert store.skipped == 6
     assert list(store.faults) == [f"somewhere: broken {part}" for part in range(6)]
     assert (store.tokens[store.offsets[1:] - 1] == 256).all()
@@ -75,11 +76,11 @@ def test_the_end_is_learned_only_if_the_text_is_to_its_end(tmp_path: Path) -> No
             return [((0, 2),), ((2, 4),), ()]
 
         def read(self, part: Any) -> Iterator[Document]:
-            yield MarkedText("abcd", part)
+            yield MaskedDocument("abcd", part)
 
     store = TokenStore.open(made(tmp_path / "out", Two()), None)
-    assert store.learned is not None
-    assert store.learned.tolist() == [
+    assert store.loss_mask is not None
+    assert store.loss_mask.tolist() == [
         *(True, True, False, False, False),
         *(False, False, True, True, True),
         *(False, False, False, False, False),

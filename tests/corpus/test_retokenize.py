@@ -15,9 +15,9 @@ from trainer.engine.core.errors import DataError, TrainerError
 from trainer.engine.corpus import retokenize
 from trainer.engine.corpus.manifest import read_manifest
 from trainer.engine.corpus.prepare import open_source
-from trainer.engine.corpus.retokenize import kept_tokenizer
+from trainer.engine.corpus.retokenize import load_bundled_tokenizer
 from trainer.engine.corpus.store import StoreWriter, TokenStore
-from trainer.engine.corpus.tokenise import Tally, Tokenised, make_chunk
+from trainer.engine.corpus.tokenise import make_chunk
 from trainer.engine.sources.configs import JsonlSource
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from trainer.engine.tokenizers.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ def test_a_folder_of_tokens_rebuilds_its_tokenizer_wherever_it_is(
 ) -> None:
     moved = tmp_path / "moved"
     shutil.copytree(folder / "tokens", moved)
-    tokenizer = kept_tokenizer(moved)
+    tokenizer = load_bundled_tokenizer(moved)
     assert texts(moved, tokenizer) == TEXTS * 20
     assert read_manifest(moved).num_tokens < sum(len(text.encode()) for text in TEXTS) * 10
 
@@ -93,7 +93,7 @@ def test_a_document_that_text_cannot_carry_is_named_or_left_out(tmp_path: Path) 
     with StoreWriter(tmp_path / "tokens", ByteTokenizer()) as writer:
         documents = [b"good", b"not \xff utf-8", b"also good"]
         chunk = make_chunk(ByteTokenizer(), [np_bytes(each) for each in documents])
-        writer.write(Tokenised(chunk, Tally()))
+        writer.write(chunk)
         writer.finish(tokenizer_name="bytes")
     arguments = ["retokenize", tmp_path / "tokens", tmp_path / "out", "--tokenizer", "bytes"]
     with pytest.raises(DataError, match="document 1: its text does not give the same tokens"):
@@ -112,7 +112,7 @@ def np_bytes(data: bytes) -> Any:
 def test_tokens_that_mark_what_is_learned_are_refused(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "tokens", ByteTokenizer()) as writer:
         chunk = make_chunk(ByteTokenizer(), [np_bytes(b"ab")], [np_bytes(b"\0\1\1") == 1])
-        writer.write(Tokenised(chunk, Tally()))
+        writer.write(chunk)
         writer.finish(tokenizer_name="bytes")
     with pytest.raises(DataError, match="learned from, and text cannot say it"):
         run("retokenize", tmp_path / "tokens", tmp_path / "out", "--tokenizer", "bytes")
@@ -133,7 +133,7 @@ def test_a_manifest_that_names_another_tokenizer_is_refused(
     shutil.copytree(folder / "tokens", tmp_path / "tokens")
     write_described(tmp_path / "tokens", read_described(tmp_path / "tokens") | change)
     with pytest.raises(DataError, match=message):
-        kept_tokenizer(tmp_path / "tokens")
+        load_bundled_tokenizer(tmp_path / "tokens")
 
 
 def test_a_kept_tokenizer_that_was_changed_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -147,12 +147,12 @@ def test_a_kept_tokenizer_that_was_changed_is_refused(folder: Path, tmp_path: Pa
     said["others"]["tokenizer/tokenizer.json"]["bytes"] = file.stat().st_size
     write_described(tmp_path / "tokens", said)
     with pytest.raises(DataError, match="not the tokenizer that made the tokens"):
-        kept_tokenizer(tmp_path / "tokens")
+        load_bundled_tokenizer(tmp_path / "tokens")
 
 
 def test_the_tokens_train_as_the_text_does(folder: Path, tmp_path: Path) -> None:
     """The folder's tokens are those of the source in the cache."""
-    tokenizer = kept_tokenizer(folder / "tokens")
+    tokenizer = load_bundled_tokenizer(folder / "tokens")
     source = JsonlSource(path=str(folder / "corpus.jsonl"))
     cached = open_source(source, tokenizer, tmp_path)
     assert cached.fingerprint == TokenStore.open(folder / "tokens", tokenizer).fingerprint

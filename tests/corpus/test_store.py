@@ -12,9 +12,14 @@ import pytest
 
 from tests.corpus.stores import read_described, write_described
 from trainer.engine.core.errors import DataError
-from trainer.engine.corpus.manifest import PAGE_TOKENS, CorpusManifest, damaged_files, read_manifest
+from trainer.engine.corpus.manifest import (
+    PAGE_TOKENS,
+    CorpusManifest,
+    find_damaged_files,
+    read_manifest,
+)
 from trainer.engine.corpus.store import StoreWriter, TokenStore
-from trainer.engine.corpus.tokenise import Tally, Tokenised, make_chunk
+from trainer.engine.corpus.tokenise import make_chunk
 from trainer.engine.data.packing import PACKINGS
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 
@@ -30,7 +35,7 @@ def written(folder: Path, shard_tokens: int = 2**28, marked: bool = False) -> Pa
             some = documents[first : first + 10]
             learned = [random.random(len(ids) + 1) < 0.5 for ids in some]
             marks = learned if marked and first >= 50 else None
-            writer.write(Tokenised(make_chunk(ByteTokenizer(), some, marks), Tally()))
+            writer.write(make_chunk(ByteTokenizer(), some, marks))
         writer.finish()
     return folder
 
@@ -52,7 +57,7 @@ def test_shards_are_one_array_in_every_way_of_reading(pair: tuple[Path, Path]) -
     assert one.fingerprint == several.fingerprint
     assert np.array_equal(one.offsets, several.offsets)
     border = 2 * PAGE_TOKENS
-    for mine, theirs in ((several.tokens, one.tokens), (several.learned, one.learned)):
+    for mine, theirs in ((several.tokens, one.tokens), (several.loss_mask, one.loss_mask)):
         assert mine is not None
         assert theirs is not None
         assert mine.dtype == theirs.dtype
@@ -85,10 +90,10 @@ def test_rows_do_not_depend_on_the_shards(pair: tuple[Path, Path], packing: str)
 
 def test_documents_before_the_first_marked_one_are_learned_whole(pair: tuple[Path, Path]) -> None:
     store = TokenStore.open(pair[0], ByteTokenizer())
-    assert store.learned is not None
+    assert store.loss_mask is not None
     border = store.offsets[50]
-    assert store.learned[:border].all()
-    assert 0.45 < store.learned[border:].mean() < 0.55
+    assert store.loss_mask[:border].all()
+    assert 0.45 < store.loss_mask[border:].mean() < 0.55
 
 
 def test_a_view_keeps_the_mapping_alive_and_the_last_one_frees_it(tmp_path: Path) -> None:
@@ -110,7 +115,7 @@ def test_the_files_are_what_their_names_and_the_manifest_say(tmp_path: Path) -> 
     assert [len(shard) for shard in shards[:-1]] == [PAGE_TOKENS] * (SHARDS - 1)
     assert sum(map(len, shards)) == manifest.num_tokens
     assert (np.concatenate(shards) == 256).sum() == manifest.num_documents == 150
-    assert list(damaged_files(folder, manifest)) == []
+    assert list(find_damaged_files(folder, manifest)) == []
 
 
 @pytest.mark.parametrize("name", ["tokens-00000.bin", "tokens-00003.bin", "offsets.npy"])
@@ -119,7 +124,7 @@ def test_a_flipped_bit_in_any_file_is_found(tmp_path: Path, name: str) -> None:
     content = bytearray((folder / name).read_bytes())
     content[len(content) // 2] ^= 4
     (folder / name).write_bytes(content)
-    assert list(damaged_files(folder, read_manifest(folder))) == [name]
+    assert list(find_damaged_files(folder, read_manifest(folder))) == [name]
 
 
 def test_folders_of_the_first_format_still_open(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from trainer.engine.corpus.configs import SyntheticSource
 from trainer.engine.corpus.store import TokenStore
 from trainer.engine.data.batch import IGNORED, Batch
 from trainer.engine.data.dataset import OpenedData, Samples, open_data, split_point
-from trainer.engine.data.loader import Loader, validation_batches
+from trainer.engine.data.loader import Loader, iterate_validation
 from trainer.engine.data.order import TrainingOrder
 from trainer.engine.data.packing import PACKINGS, ConcatRows
 from trainer.engine.data.tables import Data
@@ -179,12 +179,12 @@ def test_validation_is_the_same_for_any_number_of_ranks(packing: str, steps: int
     data = table(packing)
     samples = opened(data).validation
     assert samples is not None
-    alone = list(validation_batches(samples, data, steps, 0, 1))
+    alone = list(iterate_validation(samples, data, steps, 0, 1))
     learned = [row for row in rows_of(alone) if set(np.frombuffer(row[1], np.int64)) != {IGNORED}]
     assert len(learned) == min(steps * data.global_batch, samples.rows_per_epoch)
     assert len(set(learned)) == len(learned)  # nothing twice
     for ranks in (2, 3, 4):
-        shares = [list(validation_batches(samples, data, steps, r, ranks)) for r in range(ranks)]
+        shares = [list(iterate_validation(samples, data, steps, r, ranks)) for r in range(ranks)]
         assert len({len(share) for share in shares}) == 1
         dealt = rows_of([batch for turn in zip(*shares, strict=True) for batch in turn])
         again = [row for row in dealt if set(np.frombuffer(row[1], np.int64)) != {IGNORED}]
@@ -195,7 +195,7 @@ def test_validation_rows_are_those_of_the_split_in_order() -> None:
     data = table(sources=TWO_SOURCES[:1])
     samples = opened(data).validation
     assert samples is not None
-    batches = list(validation_batches(samples, data, 100, 0, 1))
+    batches = list(iterate_validation(samples, data, 100, 0, 1))
     tokens = torch.cat([batch.tokens for batch in batches])[: samples.rows_per_epoch].ravel()
     store = TWO_SOURCES[0].open(ByteTokenizer(), Path())
     border = split_point(store, 0.2, 32)

@@ -17,7 +17,7 @@ from tests.data.test_dataset import opened, rows_of, table
 from trainer.engine.core.errors import DataError
 from trainer.engine.data.loader import Loader
 from trainer.engine.data.packing import PACKINGS, PackedRows
-from trainer.engine.data.workers import read_ahead
+from trainer.engine.data.workers import prefetch_steps
 
 
 def numbered(step: int) -> PackedRows:
@@ -44,7 +44,7 @@ def test_workers_do_not_change_the_order(packing: str, workers: int) -> None:
 def test_workers_leave_the_random_state_alone() -> None:
     torch.manual_seed(0)
     before = torch.random.get_rng_state()
-    with closing(read_ahead(numbered, 5, 2, 60)) as batches:
+    with closing(prefetch_steps(numbered, 5, 2, 60)) as batches:
         assert [int(batch.tokens[0, 0]) for batch in islice(batches, 6)] == [5, 6, 7, 8, 9, 10]
     assert torch.equal(torch.random.get_rng_state(), before)
 
@@ -56,7 +56,7 @@ def test_an_error_in_a_worker_names_worker_and_step() -> None:
         return numbered(step)
 
     with (
-        closing(read_ahead(fails_at_seven, 4, 2, 60)) as batches,
+        closing(prefetch_steps(fails_at_seven, 4, 2, 60)) as batches,
         pytest.raises(DataError, match="step 7: data worker 1: ValueError: bad row"),
     ):
         list(islice(batches, 10))
@@ -70,7 +70,7 @@ def test_a_killed_worker_is_an_error_and_not_a_hang() -> None:
 
     started = time.monotonic()
     with (
-        closing(read_ahead(dies_at_six, 4, 2, 60)) as batches,
+        closing(prefetch_steps(dies_at_six, 4, 2, 60)) as batches,
         pytest.raises(DataError, match=r"step [456]: a data worker died"),
     ):
         list(islice(batches, 10))
@@ -86,7 +86,7 @@ def test_a_hung_worker_is_an_error_after_the_timeout_and_is_ended() -> None:
         return pids_of(step)
 
     with (
-        closing(read_ahead(hangs_at_one, 0, 1, 1)) as batches,
+        closing(prefetch_steps(hangs_at_one, 0, 1, 1)) as batches,
         pytest.raises(DataError, match=r"step 1: data worker 0 gave no batch in 1 s"),
     ):
         workers.extend(int(batch.tokens[0, 0]) for batch in islice(batches, 2))
@@ -94,7 +94,7 @@ def test_a_hung_worker_is_an_error_after_the_timeout_and_is_ended() -> None:
 
 
 def test_workers_ignore_the_signals_of_a_stopping_job() -> None:
-    with closing(read_ahead(pids_of, 0, 2, 60)) as batches:
+    with closing(prefetch_steps(pids_of, 0, 2, 60)) as batches:
         pids = {int(batch.tokens[0, 0]) for batch in islice(batches, 4)}
         for pid in pids:
             os.kill(pid, signal.SIGTERM)
@@ -106,8 +106,8 @@ def test_workers_ignore_the_signals_of_a_stopping_job() -> None:
 PARENT = """
 import os, signal, sys
 from tests.data.test_loader import pids_of
-from trainer.engine.data.workers import read_ahead
-batches = read_ahead(pids_of, 0, 2, 60)
+from trainer.engine.data.workers import prefetch_steps
+batches = prefetch_steps(pids_of, 0, 2, 60)
 print(*(int(next(batches).tokens[0, 0]) for _ in range(2)), flush=True)
 """
 

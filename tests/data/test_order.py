@@ -13,7 +13,7 @@ from trainer.engine.data.order import (
     ValidationOrder,
     interleave,
     permute,
-    shares,
+    round_weights,
 )
 
 WEIGHTS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=20)
@@ -53,7 +53,7 @@ def test_permutations_look_random() -> None:
 @example([512.0, 2**-8, 2**-8])
 @settings(max_examples=50)
 def test_shares_round_the_weights(weights: list[float]) -> None:
-    counts = np.array(shares(weights))
+    counts = np.array(round_weights(weights))
     exact = np.array(weights) / sum(weights) * MIXTURE_PERIOD
     assert counts.sum() == MIXTURE_PERIOD
     assert counts.min() >= 1
@@ -66,7 +66,7 @@ def test_shares_round_the_weights(weights: list[float]) -> None:
 def test_every_prefix_of_a_mixture_is_close_to_the_weights(weights: list[float]) -> None:
     order = TrainingOrder([10**6] * len(weights), weights, 0, shuffle=False)
     source, _ = order.locate(np.arange(2 * MIXTURE_PERIOD))
-    counts = np.array(shares(weights))
+    counts = np.array(round_weights(weights))
     for which in {0, len(weights) - 1}:
         seen = np.cumsum(source == which)
         due = np.arange(1, len(source) + 1) * counts[which] / MIXTURE_PERIOD

@@ -179,7 +179,7 @@ def test_many_pieces_are_packed_in_little_time() -> None:
 def marked_store(lengths: list[int], seed: int) -> TokenStore:
     store = store_of([length + 1 for length in lengths])
     learned = np.random.default_rng(seed).random(store.num_tokens) < 0.6
-    return replace(store, learned=learned)
+    return replace(store, loss_mask=learned)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -190,16 +190,16 @@ def test_labels_that_are_not_learned_are_masked_and_nothing_else_changes(
 ) -> None:
     marked = marked_store(lengths, seed)
     packed = PACKINGS[packing](marked, 0, marked.num_tokens, seq_len)
-    plain = PACKINGS[packing](replace(marked, learned=None), 0, marked.num_tokens, seq_len)
+    plain = PACKINGS[packing](replace(marked, loss_mask=None), 0, marked.num_tokens, seq_len)
     numbers = np.arange(packed.num_rows)[::-1]
     rows, expected = packed.gather(numbers), plain.gather(numbers)
     assert rows.tokens.tolist() == expected.tokens.tolist()
     # Every token but eos is another number, and what an eos ends stands before it.
-    assert marked.learned is not None
+    assert marked.loss_mask is not None
     stream = marked.tokens.tolist()
     is_learned = {
         (before, token): bool(flag)
-        for before, token, flag in zip([None, *stream], stream, marked.learned, strict=False)
+        for before, token, flag in zip([None, *stream], stream, marked.loss_mask, strict=False)
     }
     for inputs, labels, truth in zip(rows.tokens, rows.labels, expected.labels, strict=True):
         naive = [

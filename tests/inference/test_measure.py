@@ -12,7 +12,7 @@ from tests.conversion.models import hf_folder, loaded_by_transformers
 from trainer.engine.core.errors import DataError
 from trainer.engine.corpus.configs import TokensSource
 from trainer.engine.corpus.store import StoreWriter
-from trainer.engine.corpus.tokenise import Tally, Tokenised, make_chunk
+from trainer.engine.corpus.tokenise import make_chunk
 from trainer.engine.inference.inputs import Dtype
 from trainer.engine.inference.measure import measure_source, measure_validation
 from trainer.engine.inference.open import open_model
@@ -20,7 +20,7 @@ from trainer.engine.inference.score import windows
 from trainer.engine.recipe.schema import Recipe
 from trainer.engine.sources.configs import JsonlSource, TextSource
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer, count_bytes
-from trainer.engine.tokenizers.tokenizer import MarkedText
+from trainer.engine.tokenizers.tokenizer import MaskedDocument
 
 TEXT = "def naïve(x):\n    return [x * i for i in range(10)]  # ü\n"
 
@@ -143,7 +143,7 @@ def test_batches_and_limits(opened, tmp_path):
 
 
 def test_only_learned_parts_count(opened, theirs):
-    document = MarkedText("user: two?\nbot: 2.\n", ((11, 19),))
+    document = MaskedDocument("user: two?\nbot: 2.\n", ((11, 19),))
 
     class Chats(TextSource):
         def parts(self):
@@ -153,7 +153,7 @@ def test_only_learned_parts_count(opened, theirs):
             yield document
 
     found = measure(opened, Chats(path="unused"))
-    ((ids, learned),) = opened.tokenizer.encode_marked([document])
+    ((ids, learned),) = opened.tokenizer.encode_masked([document])
     cost = costs(theirs, [opened.tokenizer.eos_id, *ids.tolist()])
     assert found.tokens == learned.sum()
     assert found.nll == pytest.approx(cost[torch.from_numpy(learned)].sum().item(), rel=1e-5)
@@ -177,7 +177,7 @@ def test_bytes_that_are_no_utf8_are_counted_once_each(opened, tmp_path):
     documents = [b"a\xc3", b"\xe2\x82", "\ufffdü".encode(), b"\xff\xfeb"]
     with StoreWriter(tmp_path / "tokens", ByteTokenizer()) as writer:
         ids = [np.frombuffer(document, dtype=np.uint8) for document in documents]
-        writer.write(Tokenised(make_chunk(ByteTokenizer(), ids), Tally()))
+        writer.write(make_chunk(ByteTokenizer(), ids))
         writer.finish()
     source = TokensSource(path=str(tmp_path / "tokens"))
     found = measure(replace(opened, tokenizer=ByteTokenizer()), source)

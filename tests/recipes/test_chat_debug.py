@@ -12,7 +12,7 @@ import trainer
 from trainer.engine.recipe.load import load_recipe
 from trainer.engine.sources.chat import ChatSource
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
-from trainer.engine.tokenizers.tokenizer import MarkedText
+from trainer.engine.tokenizers.tokenizer import MaskedDocument
 
 RECIPE = Path(trainer.__file__).parent.resolve() / "recipes" / "chat_debug.toml"
 
@@ -25,11 +25,13 @@ def test_its_conversations_are_all_read_and_fit_a_row() -> None:
     lines = [json.loads(line) for line in Path(source.path).read_text().splitlines()]
     assert len(documents) == len(lines) > 100
     for document, line in zip(documents, lines, strict=True):
-        assert isinstance(document, MarkedText)
+        assert isinstance(document, MaskedDocument)
         answers = [each["content"] for each in line["messages"] if each["role"] == "assistant"]
-        learned = [document.text[start:stop] for start, stop in document.learned]
+        learned = [document.text[start:stop] for start, stop in document.loss_ranges]
         assert learned == [f"{answer}<|im_end|>\n" for answer in answers]
-    longest = max(len(document.text) for document in documents if isinstance(document, MarkedText))
+    longest = max(
+        len(document.text) for document in documents if isinstance(document, MaskedDocument)
+    )
     assert longest < 2 * table.seq_len
 
 

@@ -26,7 +26,7 @@ from trainer.engine.sources.chat_renderer import (
     TEMPLATES,
     ChatRenderer,
     find_template,
-    rendering,
+    open_renderer,
 )
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer
@@ -72,49 +72,49 @@ def fixed_day(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def renderer(request: pytest.FixtureRequest) -> Iterator[ChatRenderer]:
-    with rendering(template(request.param)) as running:
+    with open_renderer(template(request.param)) as running:
         yield running
 
 
 def learned_text(marked: Any) -> list[str]:
-    return [marked.text[start:stop] for start, stop in marked.learned]
+    return [marked.text[start:stop] for start, stop in marked.loss_ranges]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_texts_and_ids_are_those_of_transformers(name: str, ours: Any, theirs: Any) -> None:
     text, conversations = CASES[name]
     theirs.chat_template = text
-    with rendering(template(text)) as renderer:
+    with open_renderer(template(text)) as renderer:
         for messages in conversations:
             tools = TOOLS if messages is CALL else None
             expected = theirs.apply_chat_template(messages, tools=tools, tokenize=False)
-            marked = renderer.document(messages, tools)
+            marked = renderer.render(messages, tools)
             assert marked.text == expected.removesuffix("</s>")
-            ((ids, _),) = ours.encode_marked([marked])
+            ((ids, _),) = ours.encode_masked([marked])
             eos = [ours.eos_id] * expected.endswith("</s>")
             found = theirs.apply_chat_template(messages, tools=tools, return_dict=True)
             assert [*ids.tolist(), *eos] == found["input_ids"]
             prompt = theirs.apply_chat_template(
                 messages[:1], tokenize=False, add_generation_prompt=True
             )
-            assert renderer.prompt(messages[:1]) == prompt
+            assert renderer.render_prompt(messages[:1]) == prompt
 
 
 @pytest.mark.parametrize(
     ("name", "end"), [("chatml", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("mistral", "</s>")]
 )
 def test_what_ends_an_answer_is_known(name: str, end: str) -> None:
-    with rendering(template(CASES[name][0])) as renderer:
-        assert renderer.end_of_answer() == end
+    with open_renderer(template(CASES[name][0])) as renderer:
+        assert renderer.find_end_of_answer() == end
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "dated"])
 def test_generation_blocks_mark_what_transformers_marks(name: str, ours: Any, theirs: Any) -> None:
     text, conversations = CASES[name]
     theirs.chat_template = text
-    with rendering(template(text)) as renderer:
+    with open_renderer(template(text)) as renderer:
         for messages in conversations:
-            ((_, learned),) = ours.encode_marked([renderer.document(messages)])
+            ((_, learned),) = ours.encode_masked([renderer.render(messages)])
             found = theirs.apply_chat_template(
                 messages, return_dict=True, return_assistant_tokens_mask=True
             )
@@ -125,23 +125,23 @@ def test_generation_blocks_mark_what_transformers_marks(name: str, ours: Any, th
 @pytest.mark.parametrize("renderer", [QWEN], indirect=True)
 def test_without_such_blocks_answers_and_their_ends_are_learned(renderer: ChatRenderer) -> None:
     expected = [" It is 4. 東京 🎉 <|im_end|>\n", "Ünd 6.<|im_end|>\n"]
-    assert learned_text(renderer.document(TALK)) == expected
-    assert learned_text(renderer.document(SYSTEM)) == expected
-    everything = renderer.document(TALK, learn="all")
+    assert learned_text(renderer.render(TALK)) == expected
+    assert learned_text(renderer.render(SYSTEM)) == expected
+    everything = renderer.render(TALK, learn="all")
     assert learned_text(everything) == [everything.text]
 
 
 @pytest.mark.parametrize("renderer", [MISTRAL], indirect=True)
 def test_the_token_that_ends_the_document_is_left_to_the_store(renderer: ChatRenderer) -> None:
-    marked = renderer.document(TALK)
+    marked = renderer.render(TALK)
     assert learned_text(marked) == [" It is 4. 東京 🎉 </s>", "Ünd 6."]
-    assert marked.learned[-1][1] == len(marked.text)
+    assert marked.loss_ranges[-1][1] == len(marked.text)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_our_templates_learn_answers_and_their_ends(name: str) -> None:
-    with rendering(find_template(ByteTokenizer(), name)) as renderer:
-        first, last = learned_text(renderer.document(SYSTEM))
+    with open_renderer(find_template(ByteTokenizer(), name)) as renderer:
+        first, last = learned_text(renderer.render(SYSTEM))
     end = {"chatml": "<|im_end|>\n", "llama3": "<|eot_id|>"}[name]
     assert (first.strip(" "), last) == (
         f"It is 4. 東京 🎉{' ' * (name == 'chatml')}{end}",
@@ -151,34 +151,34 @@ def test_our_templates_learn_answers_and_their_ends(name: str) -> None:
 
 @pytest.mark.parametrize("renderer", [FORGETFUL], indirect=True)
 def test_a_template_that_rewrites_earlier_turns_is_explained(renderer: ChatRenderer) -> None:
-    assert learned_text(renderer.document(TALK[:2])) == ["assistant:  It is 4. 東京 🎉 "]
+    assert learned_text(renderer.render(TALK[:2])) == ["assistant:  It is 4. 東京 🎉 "]
     with pytest.raises(ValueError, match=r"messages\[1\].*generation"):
-        renderer.document(TALK)
+        renderer.render(TALK)
 
 
 @pytest.mark.parametrize("renderer", [MISTRAL], indirect=True)
 def test_what_the_template_refuses_is_told(renderer: ChatRenderer) -> None:
     with pytest.raises(ValueError, match="roles must alternate"):
-        renderer.document(SYSTEM)
-    assert renderer.document(TALK).text.startswith("<s>[INST]")
+        renderer.render(SYSTEM)
+    assert renderer.render(TALK).text.startswith("<s>[INST]")
 
 
 def test_generation_blocks_in_a_macro_are_refused() -> None:
     text = "{% macro say(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
     text += "{% for m in messages %}{{ m.role + ': ' + say(m) }}{% endfor %}"
     with (
-        rendering(template(text)) as renderer,
+        open_renderer(template(text)) as renderer,
         pytest.raises(ValueError, match="inside a macro or filter"),
     ):
-        renderer.document(TALK)
+        renderer.render(TALK)
 
 
 def test_reasoning_has_all_its_names(theirs: Any) -> None:
     text = "{% for m in messages %}{{ m.thinking ~ m.reasoning_content ~ m.content }}{% endfor %}"
     talk = [TALK[0], {**TALK[1], "reasoning": "hm"}]
     theirs.chat_template = text
-    with rendering(template(text)) as renderer:
-        found = renderer.document(talk, learn="all").text
+    with open_renderer(template(text)) as renderer:
+        found = renderer.render(talk, learn="all").text
     assert found == theirs.apply_chat_template(talk, tokenize=False)
     assert "hmhm" in found
 

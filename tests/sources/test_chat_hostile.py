@@ -6,7 +6,7 @@ import pytest
 
 from tests.sources.chats import TALK, template
 from trainer.engine.core.errors import DataError
-from trainer.engine.sources.chat_renderer import ChatRenderer, rendering
+from trainer.engine.sources.chat_renderer import open_renderer
 
 
 @pytest.mark.parametrize(
@@ -19,8 +19,8 @@ from trainer.engine.sources.chat_renderer import ChatRenderer, rendering
     ],
 )
 def test_a_template_that_is_not_valid_is_an_error(text: str, reason: str) -> None:
-    with pytest.raises(DataError, match=reason):
-        ChatRenderer(template(text))
+    with pytest.raises(DataError, match=reason), open_renderer(template(text)):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -46,10 +46,10 @@ def test_a_template_that_is_not_valid_is_an_error(text: str, reason: str) -> Non
 )
 def test_a_hostile_template_gets_nowhere(text: str, reason: str) -> None:
     with (
-        rendering(template(text)) as renderer,
+        open_renderer(template(text)) as renderer,
         pytest.raises(ValueError, match=reason),
     ):
-        renderer.document(TALK, learn="all")
+        renderer.render(TALK, learn="all")
 
 
 @pytest.mark.parametrize(
@@ -70,18 +70,18 @@ def test_a_template_that_never_ends_is_ended(
     assert "MAX_SECONDS = 10\n" in source
     hasty.write_text(source.replace("MAX_SECONDS = 10\n", "MAX_SECONDS = 1\n"))
     monkeypatch.setattr(chat, "SANDBOX", hasty)
-    with pytest.raises((DataError, ValueError)) as error, rendering(template(text)) as renderer:
-        renderer.document(TALK, learn="all")
+    with pytest.raises((DataError, ValueError)) as error, open_renderer(template(text)) as renderer:
+        renderer.render(TALK, learn="all")
     assert any(word in str(error.value) for word in ("10 seconds", "GiB of memory"))
 
 
 def test_a_hostile_template_cannot_say_more_than_fits() -> None:
     text = "{{ raise_exception('x' * 99999999) }}"
     with (
-        rendering(template(text)) as renderer,
+        open_renderer(template(text)) as renderer,
         pytest.raises(ValueError, match="the template stopped: x") as error,
     ):
-        renderer.document(TALK, learn="all")
+        renderer.render(TALK, learn="all")
     assert len(str(error.value)) < 2000
 
 
@@ -99,5 +99,8 @@ def test_the_process_that_renders_can_open_no_file(tmp_path: Path) -> None:
     (tmp_path / "curious.py").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chat, "SANDBOX", tmp_path / "curious.py")
-        with pytest.raises(DataError, match="Too many open files"):
-            ChatRenderer(template("x"))
+        with (
+            pytest.raises(DataError, match="Too many open files"),
+            open_renderer(template("x")),
+        ):
+            pass

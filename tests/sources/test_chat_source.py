@@ -17,7 +17,7 @@ from trainer.engine.data.tables import Data
 from trainer.engine.sources.documents import DocumentFault
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer
-from trainer.engine.tokenizers.tokenizer import MarkedText
+from trainer.engine.tokenizers.tokenizer import MaskedDocument
 
 
 def user(text: Any = "hi") -> dict[str, Any]:
@@ -40,14 +40,14 @@ def documents(path: Path, **settings: Any) -> list[Any]:
 def test_each_line_is_a_document_and_its_answers_are_learned(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", {"messages": TALK}, {"messages": [user(), answer()]})
     first, second = documents(file)
-    assert [first.text[start:stop] for start, stop in first.learned] == [
+    assert [first.text[start:stop] for start, stop in first.loss_ranges] == [
         " It is 4. 東京 🎉 <|im_end|>\n",
         "Ünd 6.<|im_end|>\n",
     ]
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho<|im_end|>\n"
-    assert second == MarkedText(text, ((text.index("ho"), len(text)),))
+    assert second == MaskedDocument(text, ((text.index("ho"), len(text)),))
     everything = documents(file, learn="all")[1]
-    assert everything == MarkedText(text, ((0, len(text)),))
+    assert everything == MaskedDocument(text, ((0, len(text)),))
 
 
 def test_sharegpt_names_are_read_by_setting_the_keys(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_damaged_line_is_named(name: str, found: list[Any]) -> None:
     assert isinstance(fault, DocumentFault)
     assert fault.place.endswith(f"a.jsonl:{number + 2}")
     assert DAMAGED[name][1] in fault.reason
-    assert isinstance(found[0], MarkedText)
+    assert isinstance(found[0], MaskedDocument)
     assert found[-1] == found[0]
 
 
@@ -149,8 +149,8 @@ def test_a_document_that_its_template_ends_has_one_end(tmp_path: Path) -> None:
     store = open_source(source, tokenizer, tmp_path / "cache")
     text = "<s>[INST] hi [/INST]ho</s>"
     assert store.tokens.tolist() == tokenizer.encode(text).tolist()
-    assert store.learned is not None
-    learned = np.asarray(store.tokens)[np.asarray(store.learned)]
+    assert store.loss_mask is not None
+    learned = np.asarray(store.tokens)[np.asarray(store.loss_mask)]
     assert tokenizer.decode(learned[:-1]) == "ho"
     assert learned[-1] == tokenizer.eos_id
 

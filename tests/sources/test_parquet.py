@@ -1,6 +1,6 @@
 """Parquet files: every row is a document, and what cannot be read says where it stands."""
 
-import builtins
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -213,14 +213,7 @@ def test_nothing_that_matches_is_an_error(tmp_path: Path) -> None:
 def test_a_missing_package_is_named_with_its_command(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = builtins.__import__
-
-    def refuse(name: str, *rest: object) -> object:
-        if name.startswith("pyarrow"):
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(EnvironmentFault) as error:
         ParquetSource(path=str(folder)).parts()
     assert 'pip install "trainer[data]"' in error.value.hint

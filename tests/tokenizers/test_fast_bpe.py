@@ -1,4 +1,4 @@
-"""Encoding with tiktoken: only where it is proven to give the ids of the tokenizers library."""
+"""Encoding with tiktoken: only where it is verified to give the ids of the tokenizers library."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer, normalizers
 from trainer.engine.corpus.train_tokenizer import train_tokenizer
 from trainer.engine.sources.configs import PythonSource
 from trainer.engine.tokenizers import fast_bpe, hf_tokenizer
-from trainer.engine.tokenizers.fast_bpe import FastBPE, Unproven
+from trainer.engine.tokenizers.fast_bpe import FastBPE, NotEquivalent
 from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer
 from trainer.engine.tokenizers.tokenizer_files import TokenizerFiles
 
@@ -80,7 +80,7 @@ def test_it_gives_the_ids_of_the_library_for_a_corpus(
     texts = [text for text in PythonSource(max_bytes=400_000).documents() if isinstance(text, str)]
     slow = tokenizer.encode_batch(texts)
     bulk = HuggingFaceTokenizer(tokenizer.files, tokenizer.eos_token)
-    assert bulk.prepare_bulk() == "tiktoken, proven to give the same ids"
+    assert bulk.enable_fast_encoding() == "tiktoken, verified to give the same ids"
     for threads in ("true", "false"):
         monkeypatch.setenv("TOKENIZERS_PARALLELISM", threads)
         for ours, theirs in zip(bulk.encode_batch(texts), slow, strict=True):
@@ -94,7 +94,7 @@ def test_text_that_it_cannot_take_is_left_to_the_library(
     texts = ["a\U000e0041b", " " * 1_200_000 + "x", "plain"]
     assert [fast.encode(text) is None for text in texts] == [True, True, False]
     bulk = HuggingFaceTokenizer(tokenizer.files, tokenizer.eos_token)
-    bulk.prepare_bulk()
+    bulk.enable_fast_encoding()
     for ids, text in zip(bulk.encode_batch(texts), texts, strict=True):
         assert ids.tolist() == ids_of_library(tokenizer, text)
 
@@ -129,13 +129,13 @@ def test_of_vocabularies_at_random_those_that_differ_are_refused(
         expected = [native.encode(text, add_special_tokens=False).ids for text in texts]
         try:
             found = [FastBPE(native).encode(text) for text in texts]
-        except Unproven:
+        except NotEquivalent:
             refused += 1
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(fast_bpe, "_check_reachable", lambda *_: None)
                 try:
                     bold = FastBPE(native)
-                except Unproven:
+                except NotEquivalent:
                     continue
             differ += any(
                 bold.encode(text).tolist() != ids for text, ids in zip(texts, expected, strict=True)
@@ -212,7 +212,7 @@ def space_in_front(whole: Any) -> None:
 def test_whatever_else_a_tokenizer_does_is_left_to_the_library(
     description: dict[str, Any], change: Callable[[Any], None], reason: str
 ) -> None:
-    with pytest.raises(Unproven, match=reason):
+    with pytest.raises(NotEquivalent, match=reason):
         FastBPE(changed(description, change))
 
 
@@ -242,10 +242,10 @@ def test_composed_accents_keep_ascii_text_fast(description: dict[str, Any]) -> N
 def test_other_letters_in_one_library_are_noticed(
     description: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = fast_bpe._found
-    monkeypatch.setattr(fast_bpe, "_found", lambda *each: found(*each).replace("東", ""))
+    match = fast_bpe._match
+    monkeypatch.setattr(fast_bpe, "_match", lambda *arguments: match(*arguments).replace("東", ""))
     fast_bpe._check_engines.cache_clear()
-    with pytest.raises(Unproven, match="do not find the same characters"):
+    with pytest.raises(NotEquivalent, match="do not find the same characters"):
         FastBPE(changed(description, lambda whole: None))
     fast_bpe._check_engines.cache_clear()
 
@@ -267,7 +267,7 @@ def test_the_choice_is_made_once_much_text_has_come_and_is_told(
     content["normalizer"] = {"type": "Lowercase"}
     files = TokenizerFiles("it", json.dumps(content).encode())
     slow = HuggingFaceTokenizer(files, tokenizer.eos_token)
-    assert slow.prepare_bulk() == "tokenizers (it has a normalizer)"
+    assert slow.enable_fast_encoding() == "tokenizers (it has a normalizer)"
     assert slow.encode("A b").tolist() == ids_of_library(slow, "A b")
 
 
@@ -277,7 +277,7 @@ def test_without_tiktoken_the_library_is_taken(
     monkeypatch.setitem(__import__("sys").modules, "tiktoken", None)
     fast_bpe._check_engines.cache_clear()
     bulk = HuggingFaceTokenizer(tokenizer.files, tokenizer.eos_token)
-    assert "tiktoken is not installed" in bulk.prepare_bulk()
+    assert "tiktoken is not installed" in bulk.enable_fast_encoding()
     assert bulk.encode("some text").tolist() == ids_of_library(tokenizer, "some text")
 
 

@@ -20,7 +20,7 @@ from trainer.engine.tokenizers import tiktoken_file
 from trainer.engine.tokenizers.configs import TiktokenTokenizer
 from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer
 from trainer.engine.tokenizers.patterns import PATTERNS, SPECIAL_TOKENS
-from trainer.engine.tokenizers.tiktoken_file import describe, read_ranks
+from trainer.engine.tokenizers.tiktoken_file import build_model_file, read_ranks
 
 TEXTS = [
     "", "def f(self):\n    return None", "naïve 東京 🎉", "  \t\r\n x", "<|endoftext|> in <|pad|>",
@@ -102,7 +102,7 @@ def test_vocabularies_that_no_training_makes_have_tiktokens_ids_too(
     texts = ["".join(numbers.choices("ab ", k=30)) + "<|endoftext|>" for _ in range(10)]
     expected = [theirs.encode(text, allowed_special="all") for text in texts]
     assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == expected
-    assert "tiktoken" in tokenizer.prepare_bulk()
+    assert "tiktoken" in tokenizer.enable_fast_encoding()
     assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == expected
 
 
@@ -220,7 +220,7 @@ def test_which_token_ends_a_document_must_be_known(file: Path) -> None:
 
 def test_every_way_of_making_a_token_has_a_rule(file: Path) -> None:
     ranks = read_ranks(file)
-    rules = describe(file, ranks, "x", {})["model"]["merges"]
+    rules = build_model_file(file, ranks, "x", {})["model"]["merges"]
     ways = sum(
         token[:cut] in ranks and token[cut:] in ranks
         for token in ranks

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from trainer.engine.core.errors import DataError
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer
-from trainer.engine.tokenizers.tokenizer import MarkedText
+from trainer.engine.tokenizers.tokenizer import MaskedDocument
 from trainer.engine.tokenizers.tokenizer_files import byte_characters
 
 TEXTS = [
@@ -85,10 +85,10 @@ def test_hf_ids_are_those_of_the_libraries(folder: Path) -> None:
     assert tokenizer.eos_id == 1
 
 
-def naive_mask(marked: MarkedText, pieces: list[bytes]) -> list[bool]:
+def naive_mask(marked: MaskedDocument, pieces: list[bytes]) -> list[bool]:
     """What is learned, byte by byte, of tokens whose bytes end to end are the text."""
     bytes_learned = [
-        any(start <= index < stop for start, stop in marked.learned)
+        any(start <= index < stop for start, stop in marked.loss_ranges)
         for index, character in enumerate(marked.text)
         for _ in character.encode()
     ]
@@ -101,10 +101,10 @@ def naive_mask(marked: MarkedText, pieces: list[bytes]) -> list[bool]:
 
 
 @st.composite
-def marked_texts(draw: st.DrawFn) -> MarkedText:
+def marked_texts(draw: st.DrawFn) -> MaskedDocument:
     text = draw(st.text(st.sampled_from("ab é東🎉\n<|endoftext|>"), max_size=20))
     borders = sorted(draw(st.sets(st.integers(0, len(text)), max_size=6)))
-    return MarkedText(text, tuple(zip(borders[::2], borders[1::2], strict=False)))
+    return MaskedDocument(text, tuple(zip(borders[::2], borders[1::2], strict=False)))
 
 
 def test_the_stand_ins_of_bytes_are_those_of_the_library() -> None:
@@ -136,8 +136,8 @@ def load_auto(folder: Path):
 
 
 @given(marked_texts())
-def test_bytes_of_learned_characters_are_learned(marked: MarkedText) -> None:
-    ((ids, learned),) = ByteTokenizer().encode_marked([marked])
+def test_bytes_of_learned_characters_are_learned(marked: MaskedDocument) -> None:
+    ((ids, learned),) = ByteTokenizer().encode_masked([marked])
     assert ids.tolist() == list(marked.text.encode())
     assert learned.tolist() == naive_mask(marked, [bytes([token]) for token in ids.tolist()])
 
@@ -149,7 +149,7 @@ def test_hf_tokens_of_learned_characters_are_learned(folder: Path, texts: list) 
     byte_of = {text: byte for byte, text in enumerate(byte_characters())}
     plain = tokenizer.encode_batch([marked.text for marked in texts])
     for marked, expected, (ids, learned) in zip(
-        texts, plain, tokenizer.encode_marked(texts), strict=True
+        texts, plain, tokenizer.encode_masked(texts), strict=True
     ):
         assert ids.tolist() == expected.tolist()
         names = [native.id_to_token(token) for token in ids.tolist()]
@@ -165,7 +165,9 @@ def test_a_space_in_front_of_a_range_is_not_trimmed_away(folder: Path, tmp_path:
     native.post_processor = processors.ByteLevel(trim_offsets=True)
     native.save(str(tmp_path / "tokenizer.json"))
     text = "x return"
-    ((ids, learned),) = HuggingFaceTokenizer(tmp_path).encode_marked([MarkedText(text, ((2, 8),))])
+    ((ids, learned),) = HuggingFaceTokenizer(tmp_path).encode_masked(
+        [MaskedDocument(text, ((2, 8),))]
+    )
     assert native.id_to_token(int(ids[1])).startswith("Ġ")
     assert not learned[:2].any()
     assert learned[2:].all()
@@ -176,7 +178,7 @@ def test_a_token_that_stands_for_no_character_goes_with_the_next(tmp_path: Path)
     native.normalizer = normalizers.Prepend("▁")
     native.save(str(tmp_path / "tokenizer.json"))
     tokenizer = HuggingFaceTokenizer(tmp_path, "<s>")
-    ((ids, learned),) = tokenizer.encode_marked([MarkedText("ab", ((0, 1),))])
+    ((ids, learned),) = tokenizer.encode_masked([MaskedDocument("ab", ((0, 1),))])
     assert (ids.tolist(), learned.tolist()) == ([1, 2, 3], [True, True, False])
 
 
