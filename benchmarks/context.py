@@ -85,7 +85,7 @@ def measure_rank(
     steps = {}
     for name in EXCHANGES:
         context = ContextParallel(dist.group.WORLD, rank, ranks, in_ring=name == "ring")
-        kernels = context.kernels(choose({"attention": "sdpa"}, "cpu", length))
+        kernels = context.adapt_kernels(choose({"attention": "sdpa"}, "cpu", length), None)
         mask = kernels.attention_mask(documents, documents) if with_documents else None
         steps[name] = step_of(kernels.attention, inputs, direction, mask)
     found: dict[str, Any] = {name: [] for name in EXCHANGES}

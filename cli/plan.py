@@ -12,7 +12,7 @@ import typer
 
 from ..engine.core.errors import RecipeError, nearest
 from ..engine.core.files import require_free, write_asked
-from ..engine.parallel.mesh import AXES, EXPERT_AXES
+from ..engine.parallel.mesh import EXPERT_AXES
 from .options import AsJson, Force, Overrides, Recipe
 from .table import print_table
 
@@ -85,7 +85,7 @@ def _print(found: RunPlan) -> None:
 
 
 def _print_mesh(found: RunPlan) -> None:
-    degrees = {axis: getattr(found.degrees, axis) for axis in AXES}
+    degrees = found.degrees.by_axis
     degrees = {axis: degree for axis, degree in degrees.items() if degree > 1}
     text = f"{found.degrees.world} ranks = {_axes(degrees)}; {found.gpus_per_node} ranks a node"
     if found.degrees.expert > 1:
@@ -119,7 +119,7 @@ def _placement_rows(found: RunPlan) -> Iterator[list[str]]:
     shown = [axis.upper() for axis in axes]
     yield ["NAME", "SHAPE", *shown, "LOCAL", "BYTES", "DECIDED BY"]
     for each in found.placements:
-        dims = [each.placed.place.get(axis) for axis in axes]
+        dims = [each.placed.dims.get(axis) for axis in axes]
         yield [
             each.name,
             _shape(each.placed.shape),
@@ -255,7 +255,7 @@ def _candidate_rows(found: Sequence[Candidate]) -> Iterator[list[str]]:
             "" if peak is None else f"{peak / 2**30:.1f}",
             str(each.micro_batch),
             each.recompute,
-            _axes({axis: getattr(each.degrees, axis) for axis in AXES}),
+            _axes(each.degrees.by_axis),
         ]
 
 

@@ -27,11 +27,12 @@ from ..lora.apply import add_adapters, require_adapters
 from ..observe.phases import Phase, PhaseTimer, no_phase
 from ..optim.groups import parameter_groups
 from ..optim.lean import spare_compiler
+from ..parallel.axis import LocalParts
 from ..parallel.blocks import transform_blocks
 from ..parallel.materialize import materialize, without_storage
 from ..parallel.pipeline.cut import num_micro_batches
 from ..parallel.pipeline.measure import measure_costs
-from ..parallel.plan import LocalParts, Plan, make_plan
+from ..parallel.plan import Plan, make_plan
 from ..precision.hardware import DTYPES, LossScale, compute_dtype, dtype_name, require_formats
 from ..precision.products import narrow
 from ..train.average import WeightAverage

@@ -76,7 +76,7 @@ def trace(recipe: Recipe, ranks: int, vocab_size: int) -> list[Traced]:
         simulated_step(recipe, ranks - 1, ranks, vocab_size, compiles=True) as (_, step, plan),
     ):
         _, rows = rows_of(recipe, step)
-        for length in _lengths(recipe, plan.degrees.tensor * plan.degrees.context * 2):
+        for length in _lengths(recipe, 2 * plan.degrees.sequence):
             cut = recipe.data.model_copy(update={"seq_len": length})
             (batch,) = empty_batches(recipe.model_copy(update={"data": cut}), rows, rows)
             step.accumulate([plan.take(batch, step.parallel_model.model)], lr_factor=1.0)

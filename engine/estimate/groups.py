@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..parallel.mesh import AXES, EXPERT_AXES, Degrees, is_sharded
+from ..parallel.mesh import AXES, EXPERT_AXES, GRADIENT_AXES, Degrees
 
 if TYPE_CHECKING:
     from ..recipe.schema import Recipe
@@ -49,8 +49,8 @@ def shown_ranks(degrees: Degrees) -> list[int]:
 def mesh_groups(recipe: Recipe, degrees: Degrees, gpus_per_node: int) -> Iterator[Group]:
     """Yield the groups that talk: along each axis, and along those that work together."""
     axes = [(axis,) for axis in AXES if getattr(degrees, axis) > 1]
-    data = [axis for axis in ("replicate", "shard", "context") if getattr(degrees, axis) > 1]
-    if is_sharded(recipe.parallel, degrees):
+    data = [axis for axis in GRADIENT_AXES if getattr(degrees, axis) > 1]
+    if recipe.parallel.is_sharded(degrees):
         data = [axis for axis in data if axis != "replicate"]
     for along in dict.fromkeys([*axes, tuple(data), *([tuple(a for (a,) in axes)])]):
         if along:

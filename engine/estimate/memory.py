@@ -74,7 +74,7 @@ def estimate_memory(
     """
     vocab_size = recipe.vocab_size
     degrees = known_degrees(recipe, ranks)
-    stages = degrees.get("pipeline", 1)
+    stages = degrees.pipeline
     if stages == 1:
         found = [_simulate(recipe, 0, ranks, vocab_size, on_gpu)]
     else:
@@ -83,8 +83,8 @@ def estimate_memory(
         size > 1
         for size in (
             ranks,
-            degrees["shard"] * degrees["context"],
-            *(degrees[axis] for axis in ("replicate", "context", "tensor", "pipeline")),
+            degrees.fsdp,
+            *(degree for axis, degree in degrees.by_axis.items() if axis != "shard"),
         )
     )
 

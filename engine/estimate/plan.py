@@ -13,11 +13,11 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..parallel.mesh import AXES, EXPERT_AXES, Degrees, expert_grid, resolve_degrees
+from ..parallel.mesh import AXES, EXPERT_AXES, Degrees, expert_grid
 from ..parallel.pipeline.cut import cut_blocks, num_micro_batches, stage_costs
 from ..parallel.pipeline.grid import Grid, bubble_fraction, schedule_grid
 from ..parallel.pipeline.schedule_file import read_schedule
-from ..parallel.placement import Placed
+from ..parallel.placement import ShardPlacement
 from ..recipe.placements import placements
 from .groups import Group, link_among, link_of, mesh_groups, shown_ranks
 
@@ -43,7 +43,7 @@ class Stored:
 
     name: str
     count: int
-    placed: Placed
+    placed: ShardPlacement
     local_shape: tuple[int, ...]
     local_bytes: int
 
@@ -163,7 +163,7 @@ def make_run_plan(
     from .simulate.scale import RankCounter
 
     vocab_size = recipe.vocab_size
-    degrees = resolve_degrees(recipe.parallel, ranks)
+    degrees = recipe.parallel.degrees.resolve(ranks)
     config = recipe.model.with_vocab(vocab_size)
     stored = [store(each, degrees) for each in placements(recipe, degrees, vocab_size)]
     counter = RankCounter(recipe, ranks, vocab_size, on_gpu=on_gpu)
@@ -183,7 +183,7 @@ def make_run_plan(
     )
 
 
-def store(placed: Placed, degrees: Degrees) -> Stored:
+def store(placed: ShardPlacement, degrees: Degrees) -> Stored:
     """Return what a rank stores of a parameter."""
     shape = list(placed.shape)
     # As torch.chunk cuts, first for the tensor axis: the first piece is the largest.
@@ -191,12 +191,12 @@ def store(placed: Placed, degrees: Degrees) -> Stored:
         "expert": degrees.expert,
         "expert_tensor": degrees.expert_tensor,
         "tensor": degrees.tensor,
-        "shard": degrees.shard * degrees.context,
+        "shard": degrees.fsdp,
     }
-    if "expert" in placed.place:
+    if "expert" in placed.dims:
         _, axes["shard"] = expert_grid(degrees, sharded=True)
     for axis, ranks in axes.items():
-        dim = placed.place.get(axis)
+        dim = placed.dims.get(axis)
         if dim is not None:
             shape[dim] = -(-shape[dim] // ranks)
     return Stored(placed.name, 1, placed, tuple(shape), prod(shape) * BYTES)
@@ -208,7 +208,7 @@ def fold(parameters: Sequence[Stored]) -> list[Stored]:
     def form(stored: Stored) -> tuple[object, ...]:
         placed = stored.placed
         name = re.sub(r"\.\d+\.", ".{i}.", placed.name, count=1)
-        return name, placed.shape, tuple(placed.place.items()), placed.decided_by
+        return name, placed.shape, tuple(placed.dims.items()), placed.decided_by
 
     order = {each: number for number, each in enumerate(dict.fromkeys(map(form, parameters)))}
     found = []

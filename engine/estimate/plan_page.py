@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from ..drawing.page import render_page
-from ..parallel.mesh import AXES
 from ..parallel.pipeline.grid import Span, spans
 from .plan import PipelinePlan, RunPlan
 
@@ -40,7 +39,7 @@ def draw_plan(found: RunPlan, name: str) -> str:
 
 
 def _parts(found: RunPlan) -> Iterator[str]:
-    degrees = {axis: getattr(found.degrees, axis) for axis in AXES}
+    degrees = found.degrees.by_axis
     text = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
     yield f"<p>{found.degrees.world} ranks = {text or 'one rank'}</p>"
     for axis in (axis for axis, degree in degrees.items() if degree > 1):
@@ -74,8 +73,8 @@ def _parts(found: RunPlan) -> Iterator[str]:
         (
             each.name,
             _shape(each.placed.shape),
-            _dim(each.placed.place.get("tensor")),
-            _dim(each.placed.place.get("shard")),
+            _dim(each.placed.dims.get("tensor")),
+            _dim(each.placed.dims.get("shard")),
             _shape(each.local_shape),
             f"{each.local_bytes:,}",
             each.placed.decided_by,

@@ -7,10 +7,10 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ..parallel.data import KEEPS_WEIGHTS
-from ..parallel.mesh import AXES, Degrees, is_sharded
+from ..parallel.mesh import AXES, FSDP_AXES, GRADIENT_AXES, Degrees
 from ..parallel.pipeline.cut import cut_blocks, num_micro_batches, num_stages, stage_costs
 from ..parallel.pipeline.grid import Grid, bubble_fraction, parse, schedule_grid
+from ..parallel.tables import KEEPS_WEIGHTS
 from .devices import Device
 
 if TYPE_CHECKING:
@@ -62,12 +62,11 @@ class Candidate:
 
     def apply(self, recipe: Recipe) -> Recipe:
         """Return the recipe, split in this way."""
-        degrees = {axis: getattr(self.degrees, axis) for axis in AXES}
-        return changed(recipe, degrees, self.recompute, self.micro_batch)
+        return changed(recipe, self.degrees, self.recompute, self.micro_batch)
 
     def overrides(self) -> list[str]:
         """Return `--set` values that do the same."""
-        degrees = [f"parallel.{axis}={getattr(self.degrees, axis)}" for axis in AXES]
+        degrees = [f"parallel.{axis}={degree}" for axis, degree in self.degrees.by_axis.items()]
         return [
             *degrees,
             f'parallel.fsdp.strategy="{self.strategy}"',
@@ -76,17 +75,17 @@ class Candidate:
         ]
 
 
-def changed(recipe: Recipe, degrees: dict[str, int], recompute: str, micro_batch: int) -> Recipe:
+def changed(recipe: Recipe, degrees: Degrees, recompute: str, micro_batch: int) -> Recipe:
     """Return a recipe that is split in another way."""
     pipelining = recipe.parallel.pipelining.model_copy(
         update={"micro_batches": 0, "layers_per_stage": [], "modules_per_stage": [], "csv": ""}
     )
     fsdp = recipe.parallel.fsdp
-    if degrees["replicate"] == 1:
+    if degrees.replicate == 1:
         fsdp = fsdp.model_copy(
             update={"strategy": WITHOUT_COPIES.get(fsdp.strategy, fsdp.strategy)}
         )
-    update = {**degrees, "pipelining": pipelining, "fsdp": fsdp}
+    update = {**degrees.by_axis, "pipelining": pipelining, "fsdp": fsdp}
     parallel = recipe.parallel.model_copy(update=update)
     memory = recipe.memory.model_copy(update={"recompute": recompute})
     data = recipe.data.model_copy(update={"micro_batch": micro_batch})
@@ -173,17 +172,16 @@ def estimate(
     weights = (stage * model.block + model.ends) / degrees.tensor
     exposed = (
         stage * passes * _tokens_seconds(tokens, model, degrees, links, 1.5 if again else 1.0)
-        + links.seconds(("shard", "context"), 4 * weights * (pieces - 1) / pieces)
-        * (degrees.pipeline > 1)
+        + links.seconds(FSDP_AXES, 4 * weights * (pieces - 1) / pieces) * (degrees.pipeline > 1)
         + 2 * passes * 2 * tokens * config.dim / degrees.tensor * links.per_byte(("pipeline",))
     )
     if degrees.pipeline == 1:
         gathers = passes * (1 if recipe.parallel.fsdp.strategy in KEEPS_WEIGHTS else 2)
         gathered = (2 * gathers + 4) * weights * (pieces - 1) / pieces
-        exposed += max(0.0, links.seconds(("shard", "context"), gathered) - compute)
+        exposed += max(0.0, links.seconds(FSDP_AXES, gathered) - compute)
     replicas = degrees.dp_cp // pieces
     ring = 2 * (replicas - 1) / replicas * 4 * weights / pieces
-    along = ("replicate",) if pieces > 1 else ("replicate", "shard", "context")
+    along = ("replicate",) if pieces > 1 else GRADIENT_AXES
     exposed += max(0.0, links.seconds(along, ring) - compute / passes * 2 / 3)
     optimizer = weights / pieces * (3 * 4 + 2 * model.state) / device.memory_bandwidth
     return Candidate(
@@ -238,8 +236,8 @@ def _memory(
 
 def _pieces(recipe: Recipe, degrees: Degrees) -> int:
     """Return over how many ranks FSDP splits a parameter."""
-    sharded = is_sharded(recipe.parallel, degrees)
-    return degrees.shard * degrees.context if sharded else 1
+    sharded = recipe.parallel.is_sharded(degrees)
+    return degrees.fsdp if sharded else 1
 
 
 class _Links:

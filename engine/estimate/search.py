@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from math import prod
 from typing import TYPE_CHECKING
 
 from ..core.errors import RecipeError
-from ..parallel.mesh import Degrees
+from ..parallel.mesh import DATA_AXES, MESH, Degrees
 from ..recipe.checks.checks import check
 from .devices import DEVICES
 from .roofline import Candidate, StepSizes, changed, estimate
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 USABLE = 0.9
 """share of a GPU's memory for tensors: the rest is CUDA's, NCCL's and the allocator's"""
 MICRO_BATCHES = (1, 2, 4, 8)
-LEAST_PIECE = 1024
-"""tokens of a sequence that a rank of the context axis computes: fewer do not keep a GPU busy"""
 SIMULATED, MOST_SIMULATED = 3, 8
 """plans that are simulated until so many fit"""
 
@@ -50,7 +49,7 @@ def search(
 
     model = StepSizes.of(recipe)
     found = [
-        estimate(one, Degrees(**degrees), model, DEVICES[gpu], gpus_per_node)
+        estimate(one, degrees, model, DEVICES[gpu], gpus_per_node)
         for one, degrees in variants(recipe, ranks, gpus_per_node)
     ]
     if not found:
@@ -75,18 +74,20 @@ def search(
     return best + fitting[tried + 1 :]
 
 
-def variants(
-    recipe: Recipe, ranks: int, gpus_per_node: int
-) -> Iterator[tuple[Recipe, dict[str, int]]]:
+def variants(recipe: Recipe, ranks: int, gpus_per_node: int) -> Iterator[tuple[Recipe, Degrees]]:
     """Yield the recipe under each plan that validation accepts, and its degrees."""
     rows = {min(recipe.data.micro_batch, recipe.data.global_batch), *MICRO_BATCHES}
     for degrees in _factorings(ranks, gpus_per_node):
-        if degrees["context"] > max(1, recipe.data.seq_len // LEAST_PIECE):
+        if any(
+            getattr(degrees, axis.name) > max(1, recipe.data.seq_len // axis.least_positions)
+            for axis in MESH
+            if axis.least_positions
+        ):
             continue
         once = changed(recipe, degrees, "none", 1)
         if any(True for _ in check(once, ranks)):
             continue
-        share = recipe.data.global_batch // (degrees["replicate"] * degrees["shard"])
+        share = recipe.data.global_batch // degrees.data
         for recompute, micro_batch in product(("none", "full"), sorted(rows)):
             if micro_batch <= share:
                 one = changed(recipe, degrees, recompute, micro_batch)
@@ -94,19 +95,19 @@ def variants(
                     yield one, degrees
 
 
-def _factorings(ranks: int, gpus_per_node: int) -> Iterator[dict[str, int]]:
+def _factorings(ranks: int, gpus_per_node: int) -> Iterator[Degrees]:
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    for pipeline, context, tensor in product(divisors, divisors, divisors):
-        if tensor > gpus_per_node or ranks % (pipeline * context * tensor):
+    inner = [axis for axis in MESH if axis.name not in DATA_AXES]
+    for sizes in product(divisors, repeat=len(inner)):
+        too_wide = any(
+            size > gpus_per_node and axis.inside_nodes
+            for axis, size in zip(inner, sizes, strict=True)
+        )
+        if too_wide or ranks % prod(sizes):
             continue
-        data = ranks // (pipeline * context * tensor)
+        data = ranks // prod(sizes)
         for replicate in divisors:
             # Replicas are worth it between nodes: inside, sharding costs as little.
             if data % replicate == 0 and (replicate == 1 or data // replicate >= gpus_per_node):
-                yield {
-                    "pipeline": pipeline,
-                    "replicate": replicate,
-                    "shard": data // replicate,
-                    "context": context,
-                    "tensor": tensor,
-                }
+                given = {axis.name: size for axis, size in zip(inner, sizes, strict=True)}
+                yield Degrees(**given, replicate=replicate, shard=data // replicate)

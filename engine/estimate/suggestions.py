@@ -11,6 +11,7 @@ from ..recipe.checks.checks import known_degrees
 from .memory import Estimate, simulate_all
 
 if TYPE_CHECKING:
+    from ..parallel.mesh import Degrees
     from ..recipe.schema import Recipe
 
 
@@ -51,7 +52,7 @@ def best_knobs(
             changed = load(changes, ranks)
         except RecipeError:
             continue
-        stages = known_degrees(changed, ranks).get("pipeline", 1)
+        stages = known_degrees(changed, ranks).known.pipeline
         rank = min(place, stages - 1) * (ranks // stages)
         jobs.append((changed, rank, ranks, changed.vocab_size, True))
         tried.append((changes, ranks))
@@ -77,24 +78,22 @@ def _changes(recipe: Recipe, world: int) -> Iterator[tuple[list[str], int]]:
     yield from _sharding(recipe, degrees, world)
     for axis in ("tensor", "pipeline"):
         for other in ("shard", "replicate"):
-            if degrees[other] % 2 == 0:
-                halved = f"parallel.{other}={degrees[other] // 2}"
-                yield [f"parallel.{axis}={2 * degrees[axis]}", halved], world
+            if getattr(degrees, other) % 2 == 0:
+                halved = f"parallel.{other}={getattr(degrees, other) // 2}"
+                yield [f"parallel.{axis}={2 * getattr(degrees, axis)}", halved], world
                 break
 
 
-def _sharding(
-    recipe: Recipe, degrees: dict[str, int], world: int
-) -> Iterator[tuple[list[str], int]]:
-    fsdp, copies = recipe.parallel.fsdp, degrees["shard"] * degrees["replicate"]
-    if copies * degrees["context"] > 1:
+def _sharding(recipe: Recipe, degrees: Degrees, world: int) -> Iterator[tuple[list[str], int]]:
+    fsdp, copies = recipe.parallel.fsdp, degrees.data
+    if degrees.dp_cp > 1:
         if fsdp.strategy in ("shard_grad_op", "no_shard"):
             yield ["parallel.fsdp.strategy=full_shard"], world
         if fsdp.reduce_every == "step":
             yield ["parallel.fsdp.reduce_every=micro_batch"], world
-        if degrees["replicate"] > 1:
+        if degrees.replicate > 1:
             change = ["parallel.replicate=1", f"parallel.shard={copies}"]
             yield [*change, "parallel.fsdp.strategy=full_shard"], world
         if not fsdp.offload:
             yield ["parallel.fsdp.offload=true"], world
-    yield [f"parallel.shard={2 * degrees['shard']}"], 2 * world
+    yield [f"parallel.shard={2 * degrees.shard}"], 2 * world

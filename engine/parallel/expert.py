@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from ...model_zoo.layers.moe import TokenExchange, moe_layers
 from .collectives import (
@@ -32,7 +33,7 @@ from .collectives import (
     wait,
     wait_for_rows,
 )
-from .mesh import EXPERT_AXES
+from .mesh import EXPERT_AXES, expert_grid
 from .tensor.local_views import distribute_parameter, placement
 
 if TYPE_CHECKING:
@@ -42,38 +43,41 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
+    from .axis import LocalRank
     from .mesh import Degrees
 
 
 def shard_experts(
     model: nn.Module,
     mesh: DeviceMesh,
-    degrees: Degrees,
-    placed: Mapping[str, Mapping[str, int | None]],
+    local: LocalRank,
+    split_dims: Mapping[str, Mapping[str, int | None]],
 ) -> list[nn.Module]:
     """Distribute the experts of a model over an expert mesh, in place, and return their modules.
 
     Args:
         model: the model on the meta device.
         mesh: the mesh that `build_expert_mesh` returned.
-        degrees: sizes of all axes.
-        placed: for each parameter name, the tensor dimension that each mesh axis splits.
+        local: this rank.
+        split_dims: for each parameter name, the tensor dimension that each mesh axis splits.
     """
     # FSDP averages gradients over the ranks that hold the same experts, but the loss was scaled for
     # an average over all data-parallel and context ranks.
-    gradient_factor = degrees.tensor / degrees.expert_ranks
+    gradient_factor = local.degrees.tensor / local.degrees.expert_ranks
     expert_group, tensor_group = map(mesh.get_group, EXPERT_AXES)
     layers = moe_layers(model)
     for path, layer in layers.items():
         for key in list(layer.experts._parameters):
-            dims = [placed[f"{path}.experts.{key}"][axis] for axis in EXPERT_AXES]
+            dims = [split_dims[f"{path}.experts.{key}"][axis] for axis in EXPERT_AXES]
             # A parameter that every rank of the expert-tensor group holds whole (a bias) would be
             # added to a token once per rank.
-            factor = 1.0 if dims[1] is not None else 1 / degrees.expert_tensor
+            factor = 1.0 if dims[1] is not None else 1 / local.degrees.expert_tensor
             view = ScaledView(factor, gradient_factor)
             placements = list(map(placement, dims))
             distribute_parameter(layer.experts, key, mesh[EXPERT_AXES], placements, view)
-        layer.experts.exchange = AllToAllExchange(expert_group, tensor_group, layer.permute)
+        layer.experts.exchange = AllToAllExchange(
+            expert_group, tensor_group, layer.permute, local.is_simulated
+        )
     return [layer.experts for layer in layers.values()]
 
 
@@ -85,11 +89,14 @@ class AllToAllExchange(TokenExchange):
         expert_group: process group over which the experts of the layer are divided.
         expert_tensor_group: process group over which the width of each expert is divided.
         permutation: the kernel that sorts tokens by expert.
+        is_balanced: assume that all experts have the same load, as simulations do, which cannot
+            read tensors.
     """
 
     expert_group: ProcessGroup
     expert_tensor_group: ProcessGroup
     permutation: Any
+    is_balanced: bool = False
 
     def dispatch(self, rows: Tensor, weight: Tensor, offs: Tensor) -> tuple[Any, ...]:
         """Start sending tokens to the ranks of their experts; return the arguments of `compute`.
@@ -106,7 +113,12 @@ class AllToAllExchange(TokenExchange):
         arriving = wait(pending).view(ranks, -1)
         arriving = all_gather_rows(arriving, [ranks] * slices, self.expert_tensor_group)
         sums = arriving.view(slices, ranks, -1).sum(2)
-        sent, *received = row_counts(counts.view(ranks, -1).sum(1), sums, len(rows))
+        own_sums = counts.view(ranks, -1).sum(1)
+        if self.is_balanced:
+            sent, *received = balanced_counts(ranks, slices, len(rows))
+        else:
+            # The splits are Python numbers: this waits for the device.
+            sent, *received = torch.cat([own_sums.unsqueeze(0), sums]).tolist()
         splits = Splits(sent, received[dist.get_rank(self.expert_tensor_group)])
         total, exchanges = sum(sent), []
         for x in (rows, weight):
@@ -144,25 +156,26 @@ class AllToAllExchange(TokenExchange):
         return F.pad(own_outputs, (0, 0, 0, count - len(own_outputs)))
 
 
-def row_counts(sent: Tensor, received: Tensor, rows: int) -> list[list[int]]:
-    """Return the splits of the all-to-all as Python numbers, which synchronizes with the device.
+def balanced_counts(ranks: int, slices: int, rows: int) -> list[list[int]]:
+    """Return the rows sent to each rank, and those received, where all experts have the same load.
 
     Args:
-        sent: rows for each rank of the expert group, int [ranks].
-        received: rows from each of them to each rank of the expert-tensor group,
-            int [expert-tensor ranks, ranks].
-        rows: number of this rank's rows; simulations, which cannot read tensors, use it.
+        ranks: of the expert group.
+        slices: ranks of the expert-tensor group.
+        rows: number of this rank's rows.
     """
-    del rows
-    counts: list[list[int]] = torch.cat([sent.unsqueeze(0), received]).tolist()
-    return counts
+    share, more = divmod(rows, ranks)
+    return [[share + (rank < more) for rank in range(ranks)]] * (1 + slices)
 
 
-def balanced_counts(sent: Tensor, received: Tensor, rows: int) -> list[list[int]]:
-    """Return what `row_counts` returns where all experts have the same load."""
-    each, more = divmod(rows, len(sent))
-    counts = [each + (rank < more) for rank in range(len(sent))]
-    return [counts] * (1 + len(received))
+def build_expert_mesh(degrees: Degrees, device_type: str, *, sharded: bool) -> DeviceMesh:
+    """Return the mesh on which experts are placed; all ranks call it."""
+    replicate, shard = expert_grid(degrees, sharded=sharded)
+    return init_device_mesh(
+        device_type,
+        (degrees.pipeline, replicate, shard, degrees.expert, degrees.expert_tensor),
+        mesh_dim_names=("pipeline", "replicate", "shard", *EXPERT_AXES),
+    )
 
 
 @dataclass(frozen=True)

@@ -1,49 +1,94 @@
-"""Reductions of gradients that neither DDP nor FSDP reduces, after the last backward of a step."""
+"""Reductions of gradients: by DDP for replicas, and of what neither DDP nor FSDP reduces."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from inspect import signature
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..core.local import local
+from .axis import AxisParts, LocalParts, LocalRank, ParallelModel, StepSettings
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class ReplicaParts(AxisParts):
+    """Replicates a model over ranks with DDP, which averages gradients in buckets."""
+
+    local: LocalRank
+
+    def wrap(
+        self, wrapped: ParallelModel, parts: LocalParts, settings: StepSettings
+    ) -> ParallelModel:
+        """Wrap a model in DDP."""
+        del parts
+        device, model = self.local.device, wrapped.model
+        # Torch 2.13 renamed this argument and warns of the old name.
+        names = {"broadcast_buffers", "forward_sync_buffers"}
+        known = names & signature(DistributedDataParallel).parameters.keys()
+        options: dict[str, Any] = {max(known): False}
+        ddp = DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            **options,
+            gradient_as_bucket_view=True,
+            init_sync=False,  # the initial values are the same on each rank by construction
+        )
+        if settings.reduce is torch.bfloat16:
+            ddp.register_comm_hook(None, _average_in_bf16)
+
+        def synchronize(last: bool) -> None:
+            ddp.require_backward_grad_sync = last
+
+        return replace(
+            wrapped,
+            forward=ddp,
+            set_gradient_sync=synchronize,
+            gradient_divisor=self.local.degrees.dp_cp,
+            owns_gradient_buffers=True,
+        )
+
+
+def make_axis(local: LocalRank) -> ReplicaParts:
+    """Return what DDP does on this rank."""
+    return ReplicaParts(local)
+
+
+# Torch looks at the annotations of a hook, and takes none that are texts.
+def _average_in_bf16(_, bucket):  # type: ignore[no-untyped-def]
+    """Average gradients over ranks; torch's own hook for it takes no CPU tensors."""
+    gradients = bucket.buffer()
+    sent = gradients.to(torch.bfloat16).div_(dist.get_world_size())
+    work = cast("dist.Work", dist.all_reduce(sent, async_op=True))
+    return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
 
 
 def make_replicated_reduction(
-    summed: Sequence[nn.Parameter],
-    averaged: Sequence[nn.Parameter],
-    mesh: DeviceMesh,
+    parameters: Sequence[nn.Parameter],
+    operation: dist.ReduceOp.RedOpType,
+    groups: Sequence[ProcessGroup],
     device: torch.device,
 ) -> Callable[[], None]:
-    """Return a function that reduces gradients of replicated parameters, one collective an axis.
+    """Return a function that reduces gradients of replicated parameters, one collective a group.
 
     Args:
-        summed: parameters that are replicated over the tensor axis. Each rank has seen a part of
-            the sequence or of the heads, so that their gradients are summed.
-        averaged: parameters that FSDP ignores. Their gradients are averaged over the data axes, as
-            FSDP does with the others.
-        mesh: the mesh that `build_mesh` returned.
+        parameters: of which every rank of the groups holds the same.
+        operation: SUM or AVG.
+        groups: process groups over which the gradients are reduced, one after the other.
         device: the device of collectives; gradients may be offloaded.
     """
-    reductions = []
-    if summed:
-        reductions.append((summed, dist.ReduceOp.SUM, mesh.get_group("tensor")))
-    for axis in ("shard", "replicate"):
-        if averaged and mesh[axis].size() > 1:
-            reductions.append((averaged, dist.ReduceOp.AVG, mesh.get_group(axis)))
 
     def reduce_gradients() -> None:
-        for parameters, operation, group in reductions:
-            gradients = [local(each.grad) for each in parameters if each.grad is not None]
-            if not gradients:
-                continue
+        gradients = [local(each.grad) for each in parameters if each.grad is not None]
+        for group in groups if gradients else ():
             flat = torch.cat([gradient.flatten() for gradient in gradients]).to(device)
             dist.all_reduce(flat, operation, group)
             parts = torch.split(flat, [gradient.numel() for gradient in gradients])

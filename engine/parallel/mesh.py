@@ -1,27 +1,81 @@
-"""Sizes of the parallel axes, and the device meshes that they make."""
+"""The axes along which ranks share a run, and how many ranks each has. Torch-free."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from math import gcd, prod
-from typing import TYPE_CHECKING
+from typing import Literal
 
-from ..core.errors import Problem, RecipeError
-from .tables import Parallel
+from ..core.errors import Problem, RecipeError, nearest
+from ..core.text.display import format_value
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("pipeline", "replicate", "shard", "context", "tensor")
-"""Axes of the device mesh; ranks next to each other differ in the last axis."""
-EXPERT_AXES = ("expert", "expert_tensor")
-"""Axes of the mesh over which experts are placed; other parameters have no such axis."""
+@dataclass(frozen=True)
+class Axis:
+    """A dimension of the device mesh.
+
+    Attributes:
+        name: key of its degree in `[parallel]`, and its field of `Degrees`.
+        aliases: what `parallel.mesh` may call it besides.
+        splits: what its ranks divide among them.
+        reduces_gradients: whether its ranks compute with the same parameters, so that gradients are
+            reduced over it; FSDP then shards parameters over it, unless it holds replicas.
+        pieces: of a sequence that each rank holds; 0: whole sequences.
+        inside_nodes: whether it is worth its traffic only over the links inside a node.
+        least_positions: of a sequence that keep a rank's GPU busy; plans with fewer are not tried.
+        implementation: module in this package with a function `make_axis` (see `axis.AxisParts`);
+            empty: FSDP, DDP and experts, which `plan` applies last.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    splits: Literal["samples", "positions", "layers", "experts"]
+    reduces_gradients: bool = False
+    pieces: int = 0
+    inside_nodes: bool = False
+    least_positions: int = 0
+    implementation: str = ""
+
+
+MESH = (
+    Axis("pipeline", ("pp",), "layers", implementation="pipeline.split"),
+    Axis("replicate", ("dp", "ddp"), "samples", reduces_gradients=True),
+    Axis("shard", ("fsdp",), "samples", reduces_gradients=True),
+    Axis(
+        "context",
+        ("cp",),
+        "positions",
+        reduces_gradients=True,
+        pieces=2,
+        least_positions=1024,
+        implementation="context.context",
+    ),
+    Axis(
+        "tensor",
+        ("tp",),
+        "positions",
+        pieces=1,
+        inside_nodes=True,
+        implementation="tensor.tensor",
+    ),
+)
+"""the axes of the device mesh, in order: ranks next to each other differ in the last one"""
+EXPERT_MESH = (Axis("expert", ("ep",), "experts"), Axis("expert_tensor", ("etp",), "experts"))
+"""the axes over which experts are placed; other parameters have no such axis"""
+
+AXES = tuple(axis.name for axis in MESH)
+EXPERT_AXES = tuple(axis.name for axis in EXPERT_MESH)
+DATA_AXES = tuple(axis.name for axis in MESH if axis.splits == "samples")
+GRADIENT_AXES = tuple(axis.name for axis in MESH if axis.reduces_gradients)
+FSDP_AXES = tuple(name for name in GRADIENT_AXES if name != "replicate")
+SEQUENCE_AXES = tuple(axis.name for axis in MESH if axis.pieces)
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """The size of each axis of the mesh."""
+    """The number of ranks along each axis. In a recipe -1 stands for one that is not known yet."""
 
     pipeline: int = 1
     replicate: int = 1
@@ -33,15 +87,43 @@ class Degrees:
     expert_tensor: int = 1
     """ranks of a pipeline stage over which the width of each expert is divided"""
 
+    def product(self, axes: Iterable[str]) -> int:
+        """Return the number of ranks along some axes together."""
+        return prod(getattr(self, axis) for axis in axes)
+
+    @property
+    def by_axis(self) -> dict[str, int]:
+        """The degree of each axis of the device mesh, in order."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
     @property
     def data(self) -> int:
         """Ranks that read different samples."""
-        return self.replicate * self.shard
+        return self.product(DATA_AXES)
 
     @property
     def dp_cp(self) -> int:
         """Ranks over which gradients are reduced: data parallel times context parallel."""
-        return self.data * self.context
+        return self.product(GRADIENT_AXES)
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks over which FSDP shards parameters, if the strategy shards them."""
+        return self.product(FSDP_AXES)
+
+    @property
+    def sequence(self) -> int:
+        """Ranks that compute parts of the same sequence."""
+        return self.product(SEQUENCE_AXES)
+
+    @property
+    def sequence_pieces(self) -> int:
+        """Pieces of equal length into which a sequence is cut."""
+        return prod(
+            getattr(self, axis.name) * axis.pieces
+            for axis in MESH
+            if axis.pieces and getattr(self, axis.name) > 1
+        )
 
     @property
     def expert_ranks(self) -> int:
@@ -51,7 +133,35 @@ class Degrees:
     @property
     def world(self) -> int:
         """The world size."""
-        return prod(getattr(self, axis) for axis in AXES)
+        return self.product(AXES)
+
+    def is_known(self, *axes: str) -> bool:
+        """Return whether none of the axes waits for the world size."""
+        return all(getattr(self, axis) != -1 for axis in axes)
+
+    @property
+    def known(self) -> Degrees:
+        """These degrees with 1 for each that is not known yet."""
+        return replace(self, **{axis: 1 for axis in AXES if not self.is_known(axis)})
+
+    def fill(self, world: int) -> Degrees:
+        """Return these degrees with what is left of the world size for the one of -1."""
+        left = world // max(1, self.known.world)
+        return replace(self, **{axis: left for axis in AXES if not self.is_known(axis)})
+
+    def resolve(self, world: int) -> Degrees:
+        """Return what `fill` returns.
+
+        Raises:
+            RecipeError: the degrees do not multiply to the world size.
+        """
+        found = self.fill(world)
+        if found.world != world:
+            given = (f"{axis} {n}" for axis, n in self.by_axis.items() if n != 1)
+            message = f"{' x '.join(given) or 'one rank'} does not make {world} ranks"
+            hint = "set one degree to -1 to take what is left over"
+            raise RecipeError([Problem(message, key="parallel", hint=hint)])
+        return found
 
     def coordinate(self, rank: int) -> Degrees:
         """Return the coordinate of a rank on each axis."""
@@ -67,92 +177,46 @@ class Degrees:
         return at.replicate * self.shard + at.shard
 
 
-def resolve_degrees(table: Parallel, world: int) -> Degrees:
-    """Return the degrees with -1 replaced by what is left of the world size.
-
-    Raises:
-        RecipeError: the degrees do not multiply to the world size.
-    """
-    given = {axis: getattr(table, axis) for axis in AXES}
-    known = prod(degree for degree in given.values() if degree > 0)
-    free = [axis for axis, degree in given.items() if degree == -1]
-    if world % known or (not free and known != world):
-        product = " x ".join(f"{axis} {degree}" for axis, degree in given.items() if degree != 1)
-        raise RecipeError(
-            [
-                Problem(
-                    f"{product or 'one rank'} does not make {world} ranks",
-                    key="parallel",
-                    hint="set one degree to -1 to take what is left over",
-                )
-            ]
-        )
-    for axis in free:
-        given[axis] = world // known
-    return Degrees(**given, expert=table.expert, expert_tensor=table.expert_tensor)
-
-
-def is_sharded(table: Parallel, degrees: Degrees) -> bool:
-    """Return whether the plan splits parameters over the ranks that see different samples."""
-    ranks = degrees.shard * degrees.context
-    return table.fsdp.strategy != "no_shard" and (ranks > 1 or table.fsdp.offload)
-
-
-def uses_fsdp(table: Parallel, degrees: Degrees) -> bool:
-    """Return whether FSDP2 reduces the gradients.
-
-    It does so also for mere replicas of weights that tensor parallelism has split, of a pipeline's
-    stages, and beside experts that ranks share: DDP does not know them.
-    """
-    also = degrees.dp_cp > 1 and (degrees.tensor > 1 or degrees.pipeline > 1)
-    return is_sharded(table, degrees) or also or degrees.expert_ranks > 1
-
-
-def build_mesh(degrees: Degrees, device_type: str, *, sharded: bool) -> DeviceMesh:
-    """Return the mesh on which parameters are placed; all ranks call it.
-
-    Its axes are `pipeline`, `replicate`, `shard` and `tensor`. Ranks along the context axis hold
-    the same weights, so weights are sharded over them too. Where nothing is sharded, all of these
-    ranks are replicas.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-
-    replicate, shard = degrees.replicate, degrees.shard * degrees.context
-    if not sharded:
-        replicate, shard = replicate * shard, 1
-    return init_device_mesh(
-        device_type,
-        (degrees.pipeline, replicate, shard, degrees.tensor),
-        mesh_dim_names=("pipeline", "replicate", "shard", "tensor"),
-    )
-
-
 def expert_grid(degrees: Degrees, *, sharded: bool) -> tuple[int, int]:
     """Return how many ranks replicate, and how many shard, each share of the experts."""
-    inner = degrees.shard * degrees.context * degrees.tensor if sharded else 1
+    inner = degrees.fsdp * degrees.tensor if sharded else 1
     shard = inner // gcd(inner, degrees.expert_ranks)
     return degrees.dp_cp * degrees.tensor // degrees.expert_ranks // shard, shard
 
 
-def build_expert_mesh(degrees: Degrees, device_type: str, *, sharded: bool) -> DeviceMesh:
-    """Return the mesh on which experts are placed; all ranks call it."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    replicate, shard = expert_grid(degrees, sharded=sharded)
-    return init_device_mesh(
-        device_type,
-        (degrees.pipeline, replicate, shard, degrees.expert, degrees.expert_tensor),
-        mesh_dim_names=("pipeline", "replicate", "shard", *EXPERT_AXES),
-    )
+_WORDS = {word: axis.name for axis in (*MESH, *EXPERT_MESH) for word in (axis.name, *axis.aliases)}
+LARGEST_DEGREE = 2**20
 
 
-def context_group(degrees: Degrees, device_type: str) -> ProcessGroup:
-    """Return the group of ranks that share this rank's sequences; all ranks call it."""
-    from torch.distributed.device_mesh import init_device_mesh
+def parse_mesh(text: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Parse `parallel.mesh`, such as "dp:2,fsdp:-1,tp:4".
 
-    mesh = init_device_mesh(
-        device_type,
-        (degrees.pipeline * degrees.data, degrees.context, degrees.tensor),
-        mesh_dim_names=("rest", "context", "tensor"),
-    )
-    return mesh.get_group("context")
+    Args:
+        text: `WORD:DEGREE` and commas.
+
+    Returns:
+        the degree of every axis, 1 where the text does not name it; faults, each with a hint.
+    """
+    degrees: dict[str, int] = {}
+    faults = []
+    for entry in text.split(","):
+        word, _, number = (part.strip() for part in entry.partition(":"))
+        axis = _WORDS.get(word.lower())
+        if axis is None:
+            faults.append(_unknown_axis(word, text))
+        elif axis in degrees:
+            faults.append((f"{format_value(entry.strip())} gives {axis} a second time", ""))
+        elif not re.fullmatch(r"-1|[0-9]{1,7}", number) or not -1 <= int(number) <= LARGEST_DEGREE:
+            message = f"expected a degree of {axis}, such as {word}:2, got {format_value(number)}"
+            faults.append((message, "-1 takes what is left over"))
+        else:
+            degrees[axis] = int(number)
+    return {axis: degrees.get(axis, 1) for axis in (*AXES, *EXPERT_AXES)}, faults
+
+
+def _unknown_axis(word: str, text: str) -> tuple[str, str]:
+    if not word:
+        message = f"expected WORD:DEGREE and commas, got {format_value(text)}"
+        return message, 'such as "dp:2,fsdp:-1,tp:4"'
+    known = nearest(word.lower(), _WORDS) or f"known: {', '.join(_WORDS)}"
+    return f"no axis of the mesh is called {format_value(word)}", known

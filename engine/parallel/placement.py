@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ...model_zoo.layout import DOWN, UP, is_adapter, translate
 from ..core.errors import Problem, RecipeError
 from ..core.text.display import join_key
-from .mesh import EXPERT_AXES, Degrees, expert_grid, is_sharded
+from .mesh import EXPERT_AXES, Degrees, expert_grid
 from .rules import check_rules, deciding_rules
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ experts"""
 
 
 @dataclass(frozen=True)
-class Placed:
+class ShardPlacement:
     """One parameter, and how ranks store it.
 
     Attributes:
         name: in the model.
         shape: of the whole.
-        place: mesh axis, "shard" or "tensor", to the dim that it cuts; None where its ranks hold
+        dims: mesh axis, "shard" or "tensor", to the dim that it cuts; None where its ranks hold
             the same. The shard axis has the ranks of `shard` and `context`. Of experts also
             `EXPERT_AXES`; their shard axis is that of `expert_grid`.
         decided_by: `rules.0 "PATTERN"`, `style "columns"` (the model's plan), "fsdp", or "whole".
@@ -48,14 +48,16 @@ class Placed:
 
     name: str
     shape: tuple[int, ...]
-    place: dict[str, int | None]
+    dims: dict[str, int | None]
     decided_by: str
 
 
-def locate(shapes: Shapes, config: ModelConfig, table: Parallel, degrees: Degrees) -> list[Placed]:
+def placements_for(
+    shapes: Shapes, config: ModelConfig, table: Parallel, degrees: Degrees
+) -> list[ShardPlacement]:
     """Return where parameters lie: as the first rule that matches says, else the model's plan."""
     rules = deciding_rules(shapes, table.rules)
-    shard = 0 if is_sharded(table, degrees) else None
+    shard = 0 if table.is_sharded(degrees) else None
     found = []
     for name, shape in shapes.items():
         style, tensor = used_dim(name, config, degrees.tensor)
@@ -71,7 +73,7 @@ def locate(shapes: Shapes, config: ModelConfig, table: Parallel, degrees: Degree
                 "shard": None if shard is None else rule.place.shard_dim,
                 "tensor": rule.place.tensor if degrees.tensor > 1 else None,
             }
-        found.append(Placed(name, shape, where, decided_by))
+        found.append(ShardPlacement(name, shape, where, decided_by))
     return found
 
 
@@ -93,9 +95,11 @@ def _expert_shard_dim(
     return next((dim for dim, size in enumerate(local) if size % ranks == 0), 0)
 
 
-def refuse_misfits(shapes: Shapes, config: ModelConfig, table: Parallel, degrees: Degrees) -> None:
+def require_divisible(
+    shapes: Shapes, config: ModelConfig, table: Parallel, degrees: Degrees
+) -> None:
     """Raise a RecipeError of all rules that these parameters cannot follow."""
-    shard = degrees.shard * degrees.context if is_sharded(table, degrees) else 1
+    shard = degrees.fsdp if table.is_sharded(degrees) else 1
     findings = check_rules(
         shapes, table, lambda name: used_dim(name, config, degrees.tensor)[1], degrees.tensor, shard
     )

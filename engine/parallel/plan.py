@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from . import data
-from .collectives import fuse_with_matmuls
-from .data import ParallelModel
-from .gradient_reduction import make_replicated_reduction, make_tied_reduction
-from .mesh import (
-    Degrees,
-    build_expert_mesh,
-    build_mesh,
-    context_group,
-    is_sharded,
-    resolve_degrees,
-    uses_fsdp,
-)
-from .pipeline.cut import Cut, EndCosts, cut_blocks
-from .pipeline.schedule_file import read_schedule
-from .placement import locate, refuse_misfits
+from .axis import AxisParts, LocalParts, LocalRank, ParallelModel, SplitSettings, StepSettings
+from .mesh import MESH, Degrees
+from .placement import placements_for, require_divisible
 from .tables import Parallel
 
 if TYPE_CHECKING:
@@ -36,32 +22,20 @@ if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
     from ...model_zoo.language_model import LanguageModel
     from ..data.batch import Batch
-    from .context.context import ContextParallel
-    from .pipeline.pipeline import Stage
-
+    from .pipeline.cut import EndCosts
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(LocalRank):
     """The parallelism plan of a run, from the view of one rank.
 
     Attributes:
-        table: the recipe's `[parallel]`.
-        degrees: the size of each axis, with -1 replaced.
-        rank: this rank.
-        device: the device of this rank.
-        mesh: the mesh over which parameters are placed; None: every rank holds them whole.
-        context: splits sequences over the context axis; None without context parallelism.
+        axes: what each axis of more than one rank does, and then FSDP or DDP.
     """
 
-    table: Parallel
-    degrees: Degrees
-    rank: int
-    device: torch.device
-    mesh: DeviceMesh | None
-    context: ContextParallel | None
+    axes: tuple[AxisParts, ...] = ()
 
     @property
     def data_rank(self) -> int:
@@ -75,19 +49,17 @@ class Plan:
 
     def kernels(self, kernels: Kernels, config: ModelConfig) -> Kernels:
         """Return kernels that compute this rank's part of attention and loss."""
-        if self.context:
-            kernels = self.context.kernels(kernels)
-        if self.mesh and self.degrees.tensor > 1:
-            from .tensor.tensor import split_vocabulary
-
-            kernels = split_vocabulary(kernels, config.vocab, self.mesh["tensor"])
+        for axis in self.axes:
+            kernels = axis.adapt_kernels(kernels, config)
         return kernels
 
     def take(self, batch: Batch, model: LanguageModel) -> Batch:
         """Return what this rank computes of rows that its group reads, as its model takes them."""
         if not model.takes_padding:
             batch = replace(batch, padding_mask=None)
-        return self.context.take(batch) if self.context else batch
+        for axis in self.axes:
+            batch = axis.take(batch)
+        return batch
 
     def split(
         self,
@@ -105,85 +77,18 @@ class Plan:
             compute: dtype of gathered parameters.
             reduce: dtype of gradient reduction.
             costs: measured costs by which pipeline stages are balanced; None: estimated ones.
-        """
-        layout, stages, cut, width, whole = config.layout, {}, None, 0, set[str]()
-        kept = set[str]()
-        placed = self._place(model, config)
-        if self.context:
-            self.context.join_counts(model)
-        if self.degrees.pipeline > 1:
-            from .pipeline.pipeline import Stage, prune
-
-            place = self.degrees.coordinate(self.rank).pipeline
-            cut = cut_blocks(self.table.pipelining, self.degrees.pipeline, config, costs)
-            width = config.dim  # type: ignore[attr-defined]
-            prune(model, layout, cut, place)
-            stages = {n: Stage(model, layout, cut, n) for n in cut.stages_of(place)}
-        if self.mesh and self.degrees.tensor > 1:
-            from .tensor.tensor import split
-
-            if self.table.async_tensor:
-                fuse_with_matmuls(self.mesh["tensor"].get_group(), self.device)
-            stored = {n: dims["tensor"] for n, dims in placed.items() if "expert" not in dims}
-            whole = split(model, config, self.mesh["tensor"], stored)
-        if self.mesh and uses_fsdp(self.table, self.degrees):
-            units, sharded = stages.values(), is_sharded(self.table, self.degrees)
-            experts = self._shard_experts(model, placed, sharded)
-            if sharded:
-                kept = self._replicate_parameters(model, placed, self.mesh)
-            placement_arguments = (
-                data.fsdp_placement_arguments(model, placed, kept) if self.table.rules else {}
-            )
-            data.apply_fsdp(
-                model,
-                layout,
-                self.table,
-                self.mesh,
-                self.device,
-                compute,
-                reduce,
-                units,
-                placement_arguments,
-                experts,
-            )
-        return LocalParts(whole, stages, cut, width, kept, layout.embed)
-
-    def _shard_experts(
-        self, model: nn.Module, placed: Mapping[str, Mapping[str, int | None]], sharded: bool
-    ) -> data.ExpertSharding | None:
-        if self.degrees.expert_ranks == 1:
-            return None
-        from .expert import shard_experts
-
-        mesh = build_expert_mesh(self.degrees, self.device.type, sharded=sharded)
-        modules = shard_experts(model, mesh, self.degrees, placed)
-        return data.ExpertSharding(
-            mesh, modules, data.fsdp_placement_arguments(model, placed, ())["shard_placement_fn"]
-        )
-
-    def _place(self, model: LanguageModel, config: ModelConfig) -> dict[str, dict[str, int | None]]:
-        """Return the dims that are cut of each parameter of a model that is whole as yet.
 
         Raises:
             RecipeError: rules that the model's parameters cannot follow.
         """
         shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-        refuse_misfits(shapes, config, self.table, self.degrees)
-        found = locate(shapes, config, self.table, self.degrees)
-        return {each.name: each.place for each in found}
-
-    def _replicate_parameters(
-        self, model: nn.Module, placed: Mapping[str, Mapping[str, int | None]], mesh: DeviceMesh
-    ) -> set[str]:
-        """Let every rank store what no axis cuts, where FSDP would cut it; return their names."""
-        names = {name for name, _ in model.named_parameters() if placed[name]["shard"] is None}
-        if names:
-            from .tensor.local_views import replicate_parameters
-
-            axes = ("replicate", "shard", "tensor")
-            used = tuple(axis for axis in axes if axis == "shard" or mesh[axis].size() > 1)
-            replicate_parameters(model, names, mesh[used])
-        return names
+        require_divisible(shapes, config, self.table, self.degrees)
+        found = placements_for(shapes, config, self.table, self.degrees)
+        settings = SplitSettings({each.name: each.dims for each in found}, compute, reduce, costs)
+        parts = LocalParts(config.layout.embed)
+        for axis in self.axes:
+            parts = axis.split(model, config, parts, settings)
+        return parts
 
     def parallelize(
         self,
@@ -203,77 +108,54 @@ class Plan:
             seq_len: tokens per row of the data.
             micro_batches: micro batches of one optimizer step in a pipeline.
         """
-        found = data.parallelize(model, self.table, self.degrees, self.device, reduce)
-        if self.mesh is None:
-            return found
-        whole = [w for name, w in model.named_parameters() if name in parts.whole]
-        kept = [w for name, w in model.named_parameters() if name in parts.kept]
-        finish = [make_replicated_reduction(whole, kept, self.mesh, self.device)]
-        if parts.cut is not None:
-            from .pipeline.pipeline import Pipeline
-
-            group, place = self.mesh.get_group("pipeline"), self.mesh.get_local_rank("pipeline")
-            other = parts.cut.other_end(place)
-            if other is not None:
-                tied = tuple(model.get_submodule(parts.embed).parameters())
-                finish.append(make_tied_reduction(other, tied, group, self.device))
-                found = replace(found, duplicate_parameters=tied if other < place else ())
-            table = self.table.pipelining
-            length = seq_len // self.degrees.context // self.degrees.tensor
-            pipeline = Pipeline(
-                parts.stages,
-                parts.cut,
-                group,
-                self.device,
-                read_schedule(Path(table.csv)) if table.csv else table.schedule,
-                micro_batches,
-                torch.empty(1, length, parts.width, dtype=model.compute_dtype, device="meta"),
-            )
-            found = replace(found, pipeline=pipeline)
-        return replace(found, post_backward_reductions=finish, manually_reduced={*whole, *kept})
+        wrapped = ParallelModel(model, model)
+        for axis in reversed(self.axes):
+            wrapped = axis.wrap(wrapped, parts, StepSettings(reduce, seq_len, micro_batches))
+        return wrapped
 
 
-@dataclass(frozen=True)
-class LocalParts:
-    """What this rank holds of a model.
-
-    Attributes:
-        whole: names of parameters that are replicated over the tensor axis, whose gradients must be
-            summed over it.
-        stages: this rank's pipeline stages by number.
-        cut: how blocks are divided into stages; None without pipeline parallelism.
-        width: size of the hidden states that stages send each other.
-        kept: names of parameters that FSDP ignores, whose gradients must be averaged over the data
-            axes.
-        embed: path of the embedding.
-    """
-
-    whole: set[str] = field(default_factory=set)
-    stages: dict[int, Stage] = field(default_factory=dict)
-    cut: Cut | None = None
-    width: int = 0
-    kept: set[str] = field(default_factory=set)
-    embed: str = ""
-
-
-def make_plan(table: Parallel, rank: int, ranks: int, device: torch.device) -> Plan:
+def make_plan(
+    table: Parallel, rank: int, ranks: int, device: torch.device, *, is_simulated: bool = False
+) -> Plan:
     """Return a rank's plan; all ranks call it.
+
+    Args:
+        table: the recipe's `[parallel]`.
+        rank: global rank.
+        ranks: the world size.
+        device: the device of this rank.
+        is_simulated: the other ranks do not exist and tensors have no content.
 
     Raises:
         RecipeError: the degrees do not multiply to the number of ranks.
     """
-    degrees = resolve_degrees(table, ranks)
-    sharded = is_sharded(table, degrees)
-    mesh = context = None
-    split = degrees.tensor * degrees.pipeline * degrees.expert_ranks > 1
-    if sharded or split:
-        mesh = build_mesh(degrees, device.type, sharded=sharded)
-    if degrees.context > 1:
-        from .context.context import ContextParallel
-
-        group = context_group(degrees, device.type)
-        place, in_ring = degrees.coordinate(rank).context, table.context_exchange == "ring"
-        context = ContextParallel(group, place, degrees.context, in_ring)
-    elif table.context_exchange == "ring" and rank == 0:
+    degrees = table.degrees.resolve(ranks)
+    if table.context_exchange == "ring" and degrees.context == 1 and rank == 0:
         log.warning('parallel.context_exchange = "ring" has no effect: parallel.context is 1')
-    return Plan(table, degrees, rank, device, mesh, context)
+    mesh, sharded = None, table.is_sharded(degrees)
+    if sharded or degrees.tensor * degrees.pipeline * degrees.expert_ranks > 1:
+        mesh = build_mesh(degrees, device.type, sharded=sharded)
+    local = LocalRank(table, degrees, rank, device, mesh, is_simulated)
+    # Modules are imported where they are used: torch's pipelining and FSDP take a second to load.
+    modules = [axis.implementation for axis in MESH if getattr(degrees, axis.name) > 1]
+    if table.uses_fsdp(degrees):
+        modules.append("fsdp")
+    elif degrees.dp_cp > 1 and not is_simulated:
+        modules.append("gradient_reduction")
+    axes = [import_module(f".{name}", __package__).make_axis(local) for name in modules if name]
+    return Plan(table, degrees, rank, device, mesh, is_simulated, tuple(axes))
+
+
+def build_mesh(degrees: Degrees, device_type: str, *, sharded: bool) -> DeviceMesh:
+    """Return the mesh on which parameters are placed; all ranks call it.
+
+    Its axes are `pipeline`, `replicate`, `shard` and `tensor`. Ranks along the context axis hold
+    the same weights, so weights are sharded over them too. Where nothing is sharded, all of these
+    ranks are replicas.
+    """
+    shard = degrees.fsdp if sharded else 1
+    return init_device_mesh(
+        device_type,
+        (degrees.pipeline, degrees.dp_cp // shard, shard, degrees.tensor),
+        mesh_dim_names=("pipeline", "replicate", "shard", "tensor"),
+    )

@@ -9,10 +9,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from ..core.config import DEFAULTS, Count, CountOrZero, Fraction, RecipePath, Table
-from .axes import parse_mesh
+from .mesh import AXES, EXPERT_AXES, Degrees, parse_mesh
 
 Degree = Annotated[int, Field(ge=-1, le=2**20)]
 StageModules = Annotated[list[str], Field(min_length=1, max_length=10_000)]
+
+
+KEEPS_WEIGHTS = {"shard_grad_op", "hybrid_shard_zero2"}
+"""strategies that keep the gathered weights between forward and backward (ZeRO-2)"""
 
 
 class FSDP(Table):
@@ -118,6 +122,24 @@ class Parallel(Table):
     rules: Annotated[list[Rule], Field(max_length=1000)] = []
     """where single parameters are stored; the first rule that matches wins, before the model's own
     plan"""
+
+    @property
+    def degrees(self) -> Degrees:
+        """The degrees as given: one may be -1."""
+        return Degrees(**{axis: getattr(self, axis) for axis in (*AXES, *EXPERT_AXES)})
+
+    def is_sharded(self, degrees: Degrees) -> bool:
+        """Return whether FSDP shards parameters over the ranks that compute different tokens."""
+        return self.fsdp.strategy != "no_shard" and (degrees.fsdp > 1 or self.fsdp.offload)
+
+    def uses_fsdp(self, degrees: Degrees) -> bool:
+        """Return whether FSDP2 reduces the gradients.
+
+        It does so also for mere replicas of weights that tensor parallelism has split, of a
+        pipeline's stages, and beside experts that ranks share: DDP does not know them.
+        """
+        also = degrees.dp_cp > 1 and (degrees.tensor > 1 or degrees.pipeline > 1)
+        return self.is_sharded(degrees) or also or degrees.expert_ranks > 1
 
     @model_validator(mode="before")
     @classmethod

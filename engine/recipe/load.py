@@ -14,7 +14,7 @@ from ..core.errors import Problem, RecipeError
 from ..core.files import address_problem, require_path
 from ..core.plugin_modules import import_plugins
 from ..core.text.tree import Origin, Tree
-from ..parallel.axes import WORDS, parse_mesh
+from ..parallel.mesh import AXES, EXPERT_AXES, parse_mesh
 from .checks.checks import check
 from .layers import SET, apply_override, read_layers
 from .messages import problems_of
@@ -128,7 +128,7 @@ def _spread_mesh(tree: Tree) -> list[Problem]:
     origin = tree.origin(path)
     degrees, faults = parse_mesh(text)
     problems = [tree.problem(path, *fault) for fault in faults]
-    for axis in [axis for axis in WORDS if axis in table]:
+    for axis in [axis for axis in (*AXES, *EXPERT_AXES) if axis in table]:
         layer = tree.origin(("parallel", axis)).layer
         if layer == origin.layer:
             message = f"parallel.{axis} is given beside it"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from ..lora.sizes import with_adapters
 from ..parallel.mesh import Degrees
-from ..parallel.placement import Placed, locate
+from ..parallel.placement import ShardPlacement, placements_for
 from .schema import Recipe
 
 
-def placements(recipe: Recipe, degrees: Degrees, vocab_size: int) -> list[Placed]:
+def placements(recipe: Recipe, degrees: Degrees, vocab_size: int) -> list[ShardPlacement]:
     """Return where every parameter of a recipe's model lies, in the model's order.
 
     Empty for a model whose config does not know its parameters.
@@ -20,4 +20,4 @@ def placements(recipe: Recipe, degrees: Degrees, vocab_size: int) -> list[Placed
     """
     config = recipe.model.with_vocab(vocab_size)
     shapes = with_adapters(config.parameter_shapes(), config.layout, recipe.lora)
-    return locate(shapes, config, recipe.parallel, degrees)
+    return placements_for(shapes, config, recipe.parallel, degrees)

@@ -64,9 +64,8 @@ class Balance:
             len(order), experts + NUM_OTHER_COUNTS, dtype=torch.float64, device=device
         )
         self._rows, self._same = rows, degrees.world // degrees.data
-        # DDP and FSDP average over copies, and ranks that share a sequence have a mean each.
-        self._shares = rows * degrees.context * degrees.tensor
-        self._factor = degrees.dp_cp / self._shares
+        # Ranks that share a sequence have a mean each.
+        self._shares = rows * degrees.sequence
 
     @property
     def exists(self) -> bool:
@@ -75,14 +74,14 @@ class Balance:
 
     def start(
         self,
-        scale: float,
+        factor: float,
         masks: Sequence[Tensor | None] = (),
         sum_over_ranks: Callable[[Tensor, int], None] = lambda count, same: None,
     ) -> None:
         """Prepare for the passes of a step; all ranks call it.
 
         Args:
-            scale: of its loss.
+            factor: what multiplies the losses of the step, see `TrainStep.loss_factor`.
             masks: of padding, of this rank's batches: all are given or none.
             sum_over_ranks: sums a tensor, of which so many ranks have the same, in place.
         """
@@ -90,14 +89,14 @@ class Balance:
         if self.exists and padding:
             tokens = torch.stack([(~mask).sum() for mask in padding]).sum()
             sum_over_ranks(tokens, self._same)
-            factor = self._rows * padding[0].shape[1] / tokens.clamp(min=1).double()
+            token_factor = self._rows * padding[0].shape[1] / tokens.clamp(min=1).double()
             for layer in self._layers:
-                layer.token_factor.copy_(factor)
+                layer.token_factor.copy_(token_factor)
         if self._layers:
             torch._foreach_zero_([layer.load_counter for layer in self._layers])
             factors = [layer.loss_factor for layer in self._layers]
             torch._foreach_zero_(factors)
-            torch._foreach_add_(factors, scale * self._factor)
+            torch._foreach_add_(factors, factor / self._shares)
 
     def collect(self, sum_over_ranks: Callable[[Tensor], None]) -> None:
         """Take what the layers of all ranks have counted since the start; all ranks call it.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..launch.environment import World
     from ..observe.phases import PhaseTimer
     from ..optim.tables import ScheduleConfig
-    from ..parallel.data import ParallelModel
+    from ..parallel.axis import ParallelModel
     from ..parallel.mesh import Degrees
     from ..tokenizers.tokenizer import Tokenizer
     from .average import WeightAverage

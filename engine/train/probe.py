@@ -112,7 +112,7 @@ class Probe:
         self._layers = layers_of(step.parallel_model.model, layout)
         self.found = {name: LayerSums() for name in self._layers}
         # Gradients are of the loss times these: see `TrainStep.accumulate`.
-        self._unscale = 1 / (step.scale.value * step.degrees.dp_cp)
+        self._unscale = 1 / step.loss_factor
 
     @contextmanager
     def watching(self) -> Iterator[None]:

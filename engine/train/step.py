@@ -14,7 +14,7 @@ from ...model_zoo.language_model import LossRecord, sum_by_source
 from ..data.batch import IGNORED, Batch
 from ..observe.observer import Mean
 from ..observe.phases import Phase, no_phase
-from ..parallel.data import ParallelModel
+from ..parallel.axis import ParallelModel
 from ..parallel.mesh import Degrees
 from ..precision.hardware import LossScale
 from .balance import Balance
@@ -96,6 +96,11 @@ class TrainStep:
     """what metrics call the sources whose losses are reported apart"""
     phase: Phase = no_phase
 
+    @property
+    def loss_factor(self) -> float:
+        """What multiplies every loss, so that gradients are sums times the loss scale."""
+        return self.scale.value * self.parallel_model.gradient_divisor
+
     def accumulate(
         self,
         batches: Sequence[Batch],
@@ -117,11 +122,10 @@ class TrainStep:
         self._sum_over_ranks(counts, self.degrees.world // self.degrees.dp_cp)
         tokens, *source_tokens = counts.unbind()
         # Each loss is a sum over valid tokens, of which micro batches and ranks hold unequal
-        # numbers: it is divided by the global count. DDP and FSDP also divide gradients by the
-        # number of ranks that they reduce over, which is undone here and nowhere else.
-        factor = self.scale.value * self.degrees.dp_cp / tokens.clamp(min=1)
+        # numbers: it is divided by the global count.
+        factor = self.loss_factor / tokens.clamp(min=1)
         masks = [batch.padding_mask for batch in batches]
-        self.balance.start(self.scale.value, masks, self._sum_over_ranks)
+        self.balance.start(self.loss_factor, masks, self._sum_over_ranks)
         if pipeline := self.parallel_model.pipeline:
             with self.phase("pipeline"):
                 sums = pipeline.forward_backward(batches, self.loss, factor, num_sources)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..core.local import local, num_parts
 from ..optim.lean import plain_step
-from ..parallel.data import ParallelModel
+from ..parallel.axis import ParallelModel
 from ..parallel.mesh import Degrees
 from ..precision.hardware import LossScale
 

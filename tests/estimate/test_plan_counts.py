@@ -16,7 +16,6 @@ from trainer.engine.estimate.plan import store
 from trainer.engine.estimate.simulate.count import count_step
 from trainer.engine.estimate.simulate.scale import RankCounter, step_batches
 from trainer.engine.parallel.materialize import materialize
-from trainer.engine.parallel.mesh import resolve_degrees
 from trainer.engine.parallel.plan import make_plan
 from trainer.engine.recipe.placements import placements
 from trainer.engine.recipe.schema import Recipe
@@ -122,7 +121,7 @@ def test_torch_sees_as_many_collectives(real):
 @pytest.mark.parametrize("name", CASES)
 def test_parameters_lie_where_the_plan_says(name, real):
     recipe = recipe_of(name)
-    degrees = resolve_degrees(recipe.parallel, 4)
+    degrees = recipe.parallel.degrees.resolve(4)
     stored = [store(each, degrees) for each in placements(recipe, degrees, VOCAB)]
     expected = {each.name: each.local_shape for each in stored}
     found = {}

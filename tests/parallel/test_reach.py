@@ -18,7 +18,7 @@ def differences():
     context = ContextParallel(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
     found = []
     for name, attend in load_implementations("attention").items():
-        kernels = context.kernels(choose({"attention": name}, "cpu", 64))
+        kernels = context.adapt_kernels(choose({"attention": name}, "cpu", 64), None)
         for reach, with_documents in REACHES:
             generator = torch.Generator().manual_seed(1)
             shapes = [(2, 16, heads, 4) for heads in (4, 2, 2, 4)]

@@ -23,7 +23,7 @@ PIECES = (1, 2, 3, 4, 5)
 
 def ring_kernels(name):
     context = ContextParallel(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), True)
-    return context, context.kernels(choose({"attention": name}, "cpu", 64))
+    return context, context.adapt_kernels(choose({"attention": name}, "cpu", 64), None)
 
 
 def columns(length, dtype):

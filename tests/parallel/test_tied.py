@@ -6,9 +6,10 @@ import torch
 from tests.cases import also
 from tests.distributed import run_ranks
 from tests.model_zoo.peers import SIZES
-from trainer.engine.parallel.data import apply_fsdp
+from trainer.engine.parallel.fsdp import apply_fsdp
 from trainer.engine.parallel.materialize import materialize, without_storage
-from trainer.engine.parallel.mesh import Degrees, build_mesh
+from trainer.engine.parallel.mesh import Degrees
+from trainer.engine.parallel.plan import build_mesh
 from trainer.engine.parallel.tables import Parallel
 from trainer.kernels.choose import choose
 from trainer.model_zoo.llama3.config import Llama3Config

@@ -5,14 +5,14 @@ import re
 import pytest
 from pydantic import ValidationError
 
-from trainer.engine.parallel.axes import WORDS
+from trainer.engine.parallel.mesh import AXES, EXPERT_AXES
 from trainer.engine.parallel.tables import Parallel
 from trainer.engine.recipe.changes import compare
 from trainer.engine.recipe.load import load_recipe
 from trainer.engine.recipe.write import explain, to_toml
 
 RUN = "[run]\nsteps = 1\n"
-DEFAULT = dict.fromkeys(WORDS, 1)
+DEFAULT = dict.fromkeys((*AXES, *EXPERT_AXES), 1)
 
 TEXTS = {
     "dp:2,fsdp:-1,tp:4": {"replicate": 2, "shard": -1, "tensor": 4},
@@ -27,7 +27,7 @@ TEXTS = {
 
 
 def degrees(recipe):
-    return {axis: getattr(recipe.parallel, axis) for axis in WORDS}
+    return {axis: getattr(recipe.parallel, axis) for axis in DEFAULT}
 
 
 @pytest.mark.parametrize("text", list(TEXTS))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ...optim.groups import matcher
-from ...parallel.mesh import AXES, Degrees, resolve_degrees
+from ...parallel.mesh import AXES, Degrees
 from ...parallel.pipeline.cut import cut_blocks, num_micro_batches, stage_holders
 from ...recipe.placements import placements
 from .collectives import ALL_REDUCE, Route
@@ -67,7 +67,7 @@ class RankCounter:
 
     def __init__(self, recipe: Recipe, ranks: int, vocab_size: int, *, on_gpu: bool) -> None:
         self._recipe, self._ranks, self._vocab_size = recipe, ranks, vocab_size
-        self.degrees = resolve_degrees(recipe.parallel, ranks)
+        self.degrees = recipe.parallel.degrees.resolve(ranks)
         self._simulated = cache(partial(self._simulate, on_gpu=on_gpu))
         table, pipeline = recipe.parallel.pipelining, self.degrees.pipeline
         stages = len(stage_holders(table, pipeline)) if pipeline > 1 else 1
@@ -123,7 +123,7 @@ class RankCounter:
             if each.name.startswith(start):
                 block, _, name = each.name.removeprefix(start).partition(".")
                 group = tuple(matches(each.name) for matches in groups)
-                where = name, *each.place.items(), each.shape, each.decided_by, group
+                where = name, *each.dims.items(), each.shape, each.decided_by, group
                 found.setdefault(block, []).append(where)
         alike = bool(found) and len({tuple(block) for block in found.values()}) == 1
         return alike and self._recipe.memory.recompute in ALIKE
@@ -152,7 +152,7 @@ def step_batches(recipe: Recipe, step: TrainStep, plan: Plan) -> list[Batch]:
 def _resized(recipe: Recipe, degrees: Degrees, stages_a_rank: int, size: _Size) -> Recipe:
     """Return a recipe for fewer blocks, micro batches and ranks of a pipeline."""
     parallel, data, model = recipe.parallel, recipe.data, recipe.model
-    given = {axis: getattr(degrees, axis) for axis in AXES} | {"pipeline": size.pipeline}
+    given = degrees.by_axis | {"pipeline": size.pipeline}
     pipelining = parallel.pipelining
     if size.blocks is not None:
         stages = stages_a_rank * size.pipeline

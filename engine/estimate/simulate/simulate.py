@@ -19,10 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ...assemble.assemble import build_model, build_step
 from ...core.errors import RecipeError
 from ...core.local import local
-from ...parallel import data, expert
-from ...parallel.data import ParallelModel
 from ...parallel.materialize import materialize
-from ...parallel.mesh import is_sharded, resolve_degrees, uses_fsdp
 from ...parallel.pipeline.cut import SPLIT_BACKWARD, cut_blocks, num_micro_batches
 from ...parallel.plan import Plan, make_plan
 from ...parallel.tables import Compile
@@ -41,7 +38,6 @@ from .shorten import (
 from .tracker import COMMUNICATION, RECEIVED, MemoryPeak
 
 if TYPE_CHECKING:
-    from ....model_zoo.language_model import LanguageModel
     from ...recipe.schema import Recipe
     from ...train.step import TrainStep
 
@@ -106,7 +102,7 @@ class _Shortened:
     ) -> None:
         self.recipe, self.rank, self.ranks = recipe, rank, ranks
         self.vocab_size, self.on_gpu = vocab_size, on_gpu
-        self.degrees = resolve_degrees(recipe.parallel, ranks)
+        self.degrees = recipe.parallel.degrees.resolve(ranks)
         share = recipe.data.global_batch // self.degrees.data
         table, rows = recipe.parallel.pipelining, min(recipe.data.micro_batch, share)
         if self.degrees.pipeline > 1:
@@ -177,7 +173,7 @@ class _Shortened:
                 on_gpu=self.on_gpu,
                 left=left * self.rows,
             )
-            if uses_fsdp(recipe.parallel, plan.degrees):
+            if recipe.parallel.uses_fsdp(plan.degrees):
                 self.block_bytes = _gathered_bytes(recipe, step)
             more = tracker.live(RECEIVED) * left // (self.count - left)
             peaks = tracker.peaks()
@@ -190,7 +186,7 @@ def _gathered_bytes(recipe: Recipe, step: TrainStep) -> int:
     model, degrees = step.parallel_model.model, step.degrees
     blocks = model.get_submodule(recipe.model.layout.blocks).children()
     local_counts = [sum(local(each).numel() for each in block.parameters()) for block in blocks]
-    sharded = degrees.shard * degrees.context if is_sharded(recipe.parallel, degrees) else 1
+    sharded = degrees.fsdp if recipe.parallel.is_sharded(degrees) else 1
     width = model.compute_dtype.itemsize + DTYPES[recipe.precision.reduce].itemsize
     return max(local_counts) * sharded * width
 
@@ -222,13 +218,8 @@ def simulated_step(
         changes["async_tensor"] = False
         recipe = recipe.model_copy(update={"compile": Compile()})
     recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update=changes)})
-    with (
-        _fake_ranks(rank, ranks),
-        patch.object(data, "_replicate", _without_ddp),
-        # Nobody can look into counts: every expert has the same load.
-        patch.object(expert, "row_counts", expert.balanced_counts),
-    ):
-        plan = make_plan(recipe.parallel, rank, ranks, CPU)
+    with _fake_ranks(rank, ranks):
+        plan = make_plan(recipe.parallel, rank, ranks, CPU, is_simulated=True)
         # Outside of the fake mode: meshes look into tensors.
         built = build_model(recipe, vocab_size, CPU, plan)
         if on_gpu:
@@ -236,12 +227,6 @@ def simulated_step(
         with FakeTensorMode(allow_non_fake_inputs=True):
             materialize(built.model, CPU, 0, fill=False)
             yield recipe, build_step(recipe, built, plan), plan
-
-
-def _without_ddp(model: LanguageModel, device: torch.device, reduce: torch.dtype) -> ParallelModel:
-    """Return what DDP would, without its reducer, which looks into tensors."""
-    del device, reduce
-    return ParallelModel(model, model, lambda last: None)
 
 
 @contextmanager

@@ -15,22 +15,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
 
 from ....kernels.choose import Kernels
 from ....model_zoo.layers.moe import moe_layers
 from ...data.batch import Batch
+from ..axis import AxisParts, LocalParts, LocalRank, SplitSettings
 from ..collectives import all_gather, all_reduce_no_grad
 from .ring import ring_attention
 
 if TYPE_CHECKING:
+    from ....model_zoo.config import ModelConfig
     from ....model_zoo.language_model import LanguageModel
 
 Attention = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
-class ContextParallel:
-    """This rank's place among those that share its sequences.
+class ContextParallel(AxisParts):
+    """Splits sequences over the ranks of the context axis.
 
     Args:
         group: these ranks.
@@ -59,8 +62,9 @@ class ContextParallel:
         tokens, labels, positions = mine
         return replace(batch, tokens=tokens, labels=labels, positions=positions)
 
-    def kernels(self, kernels: Kernels) -> Kernels:
+    def adapt_kernels(self, kernels: Kernels, config: ModelConfig) -> Kernels:
         """Return kernels whose attention sees the keys and values of all ranks."""
+        del config
         if self.in_ring:
             attention = partial(ring_attention, kernel=kernels.partial_attention, group=self.group)
             return replace(kernels, attention=attention, attention_mask=self._documents)
@@ -70,11 +74,19 @@ class ContextParallel:
             attention_mask=partial(self._mask, kernels.attention_mask),
         )
 
-    def join_counts(self, model: LanguageModel) -> None:
+    def split(
+        self,
+        model: LanguageModel,
+        config: ModelConfig,
+        parts: LocalParts,
+        settings: SplitSettings,
+    ) -> LocalParts:
         """Let routers count a sequence's choices of experts on all ranks that have a part of it."""
+        del config, settings
         model.own_positions = lambda whole: torch.cat(self._mine(whole), dim=1)
         for layer in moe_layers(model).values():
             layer.router.sum_of_sequence = partial(all_reduce_no_grad, group=self.group)
+        return parts
 
     def _mine(self, x: Tensor, dim: int = 1) -> list[Tensor]:
         pieces = x.chunk(2 * self.ranks, dim)
@@ -120,3 +132,15 @@ class ContextParallel:
         """Return [B, S, G, K], gathered rank by rank, in the order of the sequence."""
         pieces = found.chunk(2 * self.ranks, dim=1)
         return torch.cat([*pieces[::2], *pieces[::-2]], dim=1)
+
+
+def make_axis(local: LocalRank) -> ContextParallel:
+    """Return what the context axis does on this rank; all ranks call it."""
+    degrees = local.degrees
+    mesh = init_device_mesh(
+        local.device.type,
+        (degrees.pipeline * degrees.data, degrees.context, degrees.tensor),
+        mesh_dim_names=("rest", "context", "tensor"),
+    )
+    place, in_ring = degrees.coordinate(local.rank).context, local.table.context_exchange == "ring"
+    return ContextParallel(mesh.get_group("context"), place, degrees.context, in_ring)

@@ -52,7 +52,7 @@ def measure_costs(
         model.compute_dtype = dtype
         share = data.global_batch // plan.degrees.data
         rows = share // num_micro_batches(plan.table.pipelining, data.micro_batch, share)
-        shape = (rows, data.seq_len // plan.degrees.context)
+        shape = (rows, data.seq_len // (plan.degrees.sequence // plan.degrees.tensor))
         seconds = seconds.new_tensor(part_seconds(model, loss, shape, config.vocab, plan.device))
         if plan.device.type == "cuda":  # the run's own peak is reported
             del model

@@ -32,35 +32,6 @@ if TYPE_CHECKING:
     from ....model_zoo.layout import Layout
 
 
-def prune(model: LanguageModel, layout: Layout, cut: Cut, rank: int) -> None:
-    """Remove from a model (still on `meta`) what no stage of a rank computes, in place.
-
-    What is left keeps its names.
-    """
-    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-    buffers = {name: tuple(buffer.shape) for name, buffer in model.saved_buffers().items()}
-    stages = cut.stages_of(rank)
-    kept = {str(number) for stage in stages for number in cut.blocks(stage)}
-    blocks = model.get_submodule(layout.blocks)
-    for name in list(blocks._modules):
-        if name not in kept:
-            del blocks._modules[name]
-    if not any(map(cut.has_embedding, stages)):
-        _remove(model, layout.embed)
-    if cut.stages - 1 not in stages:
-        _remove(model, layout.head)
-    for name, _ in model.named_parameters():
-        del shapes[name]
-    for name in model.saved_buffers():
-        del buffers[name]
-    model.elsewhere, model.buffers_elsewhere = shapes, buffers
-
-
-def _remove(model: nn.Module, path: str) -> None:
-    parent, _, name = path.rpartition(".")
-    model.get_submodule(parent)._modules[name] = None
-
-
 class Stage(nn.Module):
     """Consecutive blocks of a model, with the embedding or the head at its ends.
 

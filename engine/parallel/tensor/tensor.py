@@ -8,7 +8,7 @@ norm and reduce-scattered after a matmul whose weight is split by rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,12 +22,22 @@ from ....kernels.cross_entropy import reference
 from ....kernels.cross_entropy.reference import IGNORED
 from ....model_zoo.layers.dense import Embedding
 from ....model_zoo.layers.moe import moe_layers
+from ..axis import (
+    AxisParts,
+    LocalParts,
+    LocalRank,
+    ParallelModel,
+    SplitSettings,
+    StepSettings,
+)
 from ..collectives import (
     all_gather,
     all_gather_no_grad,
     all_reduce_no_grad,
+    fuse_with_matmuls,
     reduce_scatter,
 )
+from ..gradient_reduction import make_replicated_reduction
 from ..placement import CUT_DIMS, used_dim
 from .local_views import LocalView, distribute_parameter, placement
 
@@ -39,6 +49,61 @@ if TYPE_CHECKING:
     from ....model_zoo.language_model import LanguageModel
 
 SEQUENCE, WIDTH = 1, 2
+
+
+@dataclass(frozen=True)
+class TensorParallel(AxisParts):
+    """Splits matrices over the ranks of the tensor axis, and the sequence between them.
+
+    Attributes:
+        mesh: the tensor axis.
+        device: the device of this rank.
+        is_async: let inductor fuse matmuls with the collectives beside them.
+    """
+
+    mesh: DeviceMesh
+    device: torch.device
+    is_async: bool
+
+    def adapt_kernels(self, kernels: Kernels, config: ModelConfig) -> Kernels:
+        """Return kernels whose cross entropy takes this rank's rows of the head's weight."""
+        return split_vocabulary(kernels, config.vocab, self.mesh)
+
+    def split(
+        self,
+        model: LanguageModel,
+        config: ModelConfig,
+        parts: LocalParts,
+        settings: SplitSettings,
+    ) -> LocalParts:
+        """Split parameters as the model's layout or a rule says; experts are left alone."""
+        if self.is_async:
+            fuse_with_matmuls(self.mesh.get_group(), self.device)
+        stored = {n: dims["tensor"] for n, dims in settings.dims.items() if "expert" not in dims}
+        return replace(parts, tensor_replicated=split(model, config, self.mesh, stored))
+
+    def wrap(
+        self, wrapped: ParallelModel, parts: LocalParts, settings: StepSettings
+    ) -> ParallelModel:
+        """Sum the gradients of replicated parameters over the axis after the backward pass."""
+        del settings
+        named = wrapped.model.named_parameters()
+        replicated = [weight for name, weight in named if name in parts.tensor_replicated]
+        add = make_replicated_reduction(
+            replicated, dist.ReduceOp.SUM, [self.mesh.get_group()], self.device
+        )
+        # Before FSDP's averages: the order of sums decides about the last bit.
+        return replace(
+            wrapped,
+            post_backward_reductions=[add, *wrapped.post_backward_reductions],
+            manually_reduced={*wrapped.manually_reduced, *replicated},
+        )
+
+
+def make_axis(local: LocalRank) -> TensorParallel:
+    """Return what the tensor axis does on this rank."""
+    assert local.mesh is not None, "a plan that splits matrices has a mesh"
+    return TensorParallel(local.mesh["tensor"], local.device, local.table.async_tensor)
 
 
 def split(

@@ -10,11 +10,10 @@ from ...core.text.display import format_value, make_printable
 from ...core.text.expressions import ExpressionError, compile_expression
 from ...core.text.positions import KeyPath
 from ...core.text.tree import Finding
+from ...parallel.mesh import AXES, DATA_AXES, Degrees
 from ..schema import Recipe
 from .compute_checks import check_memory, check_precision
 from .plan_checks import check_plan
-
-AXES = ("replicate", "shard", "context", "tensor", "pipeline")
 
 
 def check(recipe: Recipe, world: int | None = None) -> list[Finding]:
@@ -31,23 +30,17 @@ def check(recipe: Recipe, world: int | None = None) -> list[Finding]:
     return findings + list(_ranks(recipe, world))
 
 
-def known_degrees(recipe: Recipe, world: int | None) -> dict[str, int]:
-    """Return the degree of each axis, but of one that takes what is left of an unknown number."""
-    degrees = {axis: getattr(recipe.parallel, axis) for axis in AXES}
-    open_axes = [axis for axis, degree in degrees.items() if degree == -1]
-    for axis in open_axes:
-        del degrees[axis]
-    if len(open_axes) == 1 and world is not None:
-        degrees[open_axes[0]] = world // max(1, prod(degrees.values()))
-    return degrees
+def known_degrees(recipe: Recipe, world: int | None) -> Degrees:
+    """Return the degree of each axis; -1 for one that takes what is left of an unknown number."""
+    degrees = recipe.parallel.degrees
+    is_settled = world is not None and list(degrees.by_axis.values()).count(-1) == 1
+    return degrees.fill(world) if is_settled and world is not None else degrees
 
 
 def data_ranks(recipe: Recipe, world: int | None) -> int | None:
     """Return over how many ranks the batch is split, or None while that is open."""
     degrees = known_degrees(recipe, world)
-    if {"replicate", "shard"} <= degrees.keys():
-        return degrees["replicate"] * degrees["shard"]
-    return None
+    return degrees.data if degrees.is_known(*DATA_AXES) else None
 
 
 def _run(recipe: Recipe) -> Iterator[Finding]:
@@ -165,10 +158,10 @@ def _degrees(recipe: Recipe) -> Iterator[Finding]:
 
 def _ranks(recipe: Recipe, world: int | None) -> Iterator[Finding]:
     """Yield what does not fit the number of ranks."""
-    degrees = [getattr(recipe.parallel, axis) for axis in AXES]
-    fixed = prod(degree for degree in degrees if degree > 0)
+    degrees = recipe.parallel.degrees
+    fixed = prod(degree for degree in degrees.by_axis.values() if degree > 0)
     if world is not None:
-        is_open = -1 in degrees
+        is_open = not degrees.is_known(*AXES)
         if world % fixed if is_open else world != fixed:
             relation = "does not divide" if is_open else "is not"
             message = f"the product of the degrees ({fixed}) {relation} the world size ({world})"

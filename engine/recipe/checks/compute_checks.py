@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from math import prod
+from collections.abc import Iterator
 
 from ...core.errors import nearest
 from ...core.text.positions import KeyPath
 from ...core.text.tree import Finding
-from ...parallel.mesh import EXPERT_AXES, Degrees, uses_fsdp
+from ...parallel.mesh import DATA_AXES, SEQUENCE_AXES, Degrees
 from ...parallel.pipeline.cut import SPLIT_BACKWARD
 from ...parallel.tables import FULL_NAME, WORDS
 from ...precision.choose import chosen, misfits, unit
@@ -16,12 +15,12 @@ from ...precision.tables import MX
 from ..schema import Recipe
 
 
-def check_precision(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
+def check_precision(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
     """Yield everything that does not fit the formats.
 
     Args:
         recipe: tables that are each valid alone.
-        degrees: those that are known, by axis.
+        degrees: the degree of each axis; -1 for one that is not known yet.
     """
     tables = recipe.precision.narrow
     if not tables:
@@ -32,7 +31,7 @@ def check_precision(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Find
         for word in tables:
             yield ("precision", word, "enabled"), message, "set it to false"
         return
-    tensor = max(1, degrees.get("tensor", 1)) if config.layout.tensor else 1
+    tensor = max(1, degrees.known.tensor) if config.layout.tensor else 1
     for word, table in tables.items():
         for key, message, hint in misfits(table, config, tensor, recipe.parallel.expert_tensor):
             yield ("precision", word, *key), message, hint
@@ -53,10 +52,11 @@ def _dtype(recipe: Recipe) -> Iterator[Finding]:
         yield ("precision", "compute"), message, 'take "bf16", or leave it to "auto"'
 
 
-def _tokens(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
+def _tokens(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
     """Yield a number of tokens that gradients of weights cannot be summed over."""
-    axes = ("context", "tensor") if recipe.model.layout.experts else ("context",)
-    ranks = prod(max(1, degrees.get(axis, 1)) for axis in axes)
+    # Along the tensor axis experts alone see a part of the sequence.
+    axes = [name for name in SEQUENCE_AXES if name != "tensor" or recipe.model.layout.experts]
+    ranks = max(1, degrees.known.product(axes))
     tokens = recipe.data.seq_len // ranks
     for word, table in recipe.precision.narrow.items():
         if tokens % unit(table) == 0 or (table.emulate and not isinstance(table, MX)):
@@ -72,15 +72,15 @@ PARTITIONS = ("inductor", "aot_eager", "aot_eager_decomp_partition")
 """backends that decide what a compiled block keeps for its backward pass"""
 
 
-def check_memory(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
+def check_memory(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
     """Yield everything that does not fit.
 
     Args:
         recipe: tables that are each valid alone.
-        degrees: those that are known, by axis.
+        degrees: the degree of each axis; -1 for one that is not known yet.
     """
     yield from _recompute(recipe, degrees)
-    if recipe.parallel.fsdp.reduce_every == "micro_batch" and degrees.get("pipeline", 1) > 1:
+    if recipe.parallel.fsdp.reduce_every == "micro_batch" and degrees.known.pipeline > 1:
         message = "the schedules of pipelines reduce gradients once a step"
         hint = 'keep "step", or parallel.pipeline = 1'
         yield ("parallel", "fsdp", "reduce_every"), message, hint
@@ -90,14 +90,14 @@ def check_memory(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding
             yield path, message, hint
 
 
-def _recompute(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
+def _recompute(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
     memory, compile_ = recipe.memory, recipe.compile
     path: KeyPath = ("memory", "recompute")
     for index, word in enumerate(memory.recompute_keep):
         if word not in WORDS and not FULL_NAME.fullmatch(word):
             hint = nearest(word, WORDS) or f"known: {', '.join(WORDS)}, or as aten.mm.default"
             yield ("memory", "recompute_keep", index), f'no operations are called "{word}"', hint
-    if memory.recompute == "selective" and degrees.get("pipeline", 1) > 1:
+    if memory.recompute == "selective" and degrees.known.pipeline > 1:
         schedule = recipe.parallel.pipelining.schedule
         if schedule in SPLIT_BACKWARD:
             message = f'"{schedule}" goes back twice, and what "selective" keeps is used once'
@@ -110,12 +110,12 @@ def _recompute(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
     elif compile_.backend not in PARTITIONS:
         message = f'the backend "{compile_.backend}" does not choose what is kept'
         yield path, message, 'take compile.backend = "inductor"'
-    if degrees.get("tensor", 1) > 1:
+    if degrees.known.tensor > 1:
         message = 'torch finds no "budget" for blocks whose weights are split'
         yield path, message, 'take "selective", or keep parallel.tensor = 1'
 
 
-def _optimizer_in_backward(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+def _optimizer_in_backward(recipe: Recipe, degrees: Degrees) -> Iterator[tuple[str, str]]:
     """Yield reason and way out."""
     if recipe.optimizer.clip_norm:
         yield (
@@ -130,7 +130,7 @@ def _optimizer_in_backward(recipe: Recipe, degrees: Mapping[str, int]) -> Iterat
             )
     if recipe.precision.compute == "fp16":
         yield "steps that overflow in fp16 are skipped", 'take precision.compute = "bf16"'
-    if degrees.get("pipeline", 1) > 1:
+    if degrees.known.pipeline > 1:
         yield (
             "the micro batches of a pipeline add to a gradient one after the other",
             "keep parallel.pipeline = 1",
@@ -138,18 +138,16 @@ def _optimizer_in_backward(recipe: Recipe, degrees: Mapping[str, int]) -> Iterat
     yield from _copies(recipe, degrees)
 
 
-def _copies(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    if not {"replicate", "shard"} <= degrees.keys():
+def _copies(recipe: Recipe, degrees: Degrees) -> Iterator[tuple[str, str]]:
+    if not degrees.is_known(*DATA_AXES):
         return
-    samples = degrees["replicate"] * degrees["shard"]
-    copies = samples * degrees.get("context", 1)
+    known = degrees.known
     strategy = recipe.parallel.fsdp.strategy
-    among = {axis: getattr(recipe.parallel, axis) for axis in EXPERT_AXES}
-    if copies > 1 and not uses_fsdp(recipe.parallel, Degrees(**degrees, **among)):
+    if known.dp_cp > 1 and not recipe.parallel.uses_fsdp(known):
         hint = "raise parallel.shard" if strategy != "no_shard" else 'take "full_shard"'
         yield "copies (DDP) hold whole gradients until all are reduced", hint
-    share = recipe.data.global_batch // max(1, samples)
-    if share > recipe.data.micro_batch and degrees.get("pipeline", 1) == 1:
+    share = recipe.data.global_batch // max(1, known.data)
+    if share > recipe.data.micro_batch and degrees.known.pipeline == 1:
         count = -(-share // recipe.data.micro_batch)
         message = f"each rank adds up the gradients of {count} micro batches"
         yield message, f"set data.micro_batch = {share}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from ...core.text.display import make_printable
 from ...core.text.positions import KeyPath
 from ...core.text.tree import Finding
 from ...lora.sizes import with_adapters
+from ...parallel.mesh import DATA_AXES, Degrees
 from ...parallel.pipeline.cut import (
     ONE_STAGE_A_RANK,
     SPLIT_BACKWARD,
@@ -28,9 +29,9 @@ from ..schema import Recipe
 PATH: KeyPath = ("parallel", "pipelining")
 
 
-def check_pipeline(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
+def check_pipeline(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
     """Yield what does not fit `[parallel.pipelining]`; the model can be cut."""
-    table, ranks = recipe.parallel.pipelining, degrees["pipeline"]
+    table, ranks = recipe.parallel.pipelining, degrees.pipeline
     if table.csv:
         try:
             file = read_schedule(Path(table.csv))
@@ -52,7 +53,7 @@ def check_pipeline(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Findi
         message = f"{word} splits the backward pass, and compiled blocks cannot"
         hint = 'take "1F1B" or "Interleaved1F1B", or do not compile'
         yield (*PATH, "csv" if table.csv else "schedule"), message, hint
-    if {"replicate", "shard"} <= degrees.keys():
+    if degrees.is_known(*DATA_AXES):
         yield from _micro_batches(recipe, degrees, stages, file)
 
 
@@ -94,10 +95,10 @@ def _schedule_file(recipe: Recipe, ranks: int, file: ScheduleFile) -> Iterator[F
 
 
 def _micro_batches(
-    recipe: Recipe, degrees: Mapping[str, int], stages: int, file: ScheduleFile | None
+    recipe: Recipe, degrees: Degrees, stages: int, file: ScheduleFile | None
 ) -> Iterator[Finding]:
-    table, ranks, data = recipe.parallel.pipelining, degrees["pipeline"], recipe.data
-    share = data.global_batch // (degrees["replicate"] * degrees["shard"])
+    table, ranks, data = recipe.parallel.pipelining, degrees.pipeline, recipe.data
+    share = data.global_batch // degrees.data
     if share < 1:
         return
     count = num_micro_batches(table, data.micro_batch, share)

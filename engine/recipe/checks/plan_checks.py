@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
 from ...core.text.positions import KeyPath
 from ...core.text.tree import Finding
 from ...lora.sizes import with_adapters
-from ...parallel.mesh import EXPERT_AXES
+from ...parallel.mesh import AXES, EXPERT_AXES, SEQUENCE_AXES, Degrees
 from ...parallel.placement import used_dim
 from ...parallel.rules import check_rules, deciding_rules
 from ..schema import Recipe
@@ -19,22 +19,21 @@ OPEN_VOCABULARY = 2**20
 """stands for one that the tokenizer will settle: any even cut of it works out"""
 
 
-def check_plan(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
+def check_plan(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
     """Yield everything that does not fit the degrees.
 
     Args:
         recipe: tables that are each valid alone.
-        degrees: those that are known, by axis.
+        degrees: the degree of each axis; -1 for one that is not known yet.
     """
-    tensor, context = degrees.get("tensor", 1), degrees.get("context", 1)
     yield from _overlap(recipe)
     yield from _unsplittable(recipe, degrees)
-    if tensor > 1:
-        yield from _tensor(recipe, tensor)
-    yield from _sequence(recipe, tensor, context)
-    if context > 1:
+    if degrees.tensor > 1:
+        yield from _tensor(recipe, degrees.tensor)
+    yield from _sequence(recipe, degrees.known)
+    if degrees.context > 1:
         yield from _context(recipe)
-    if degrees.get("pipeline", 1) > 1:
+    if degrees.pipeline > 1:
         if recipe.model.layout.pipeline:
             yield from check_pipeline(recipe, degrees)
         else:
@@ -45,7 +44,7 @@ def check_plan(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
         yield from _rules(recipe, degrees)
 
 
-def _expert(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
+def _expert(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
     given = {axis: getattr(recipe.parallel, axis) for axis in EXPERT_AXES}
     given = {axis: ranks for axis, ranks in given.items() if ranks != 1}
     moe: Any = getattr(recipe.model, "moe", None)
@@ -60,9 +59,9 @@ def _expert(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
         if degree > 1 and count % degree:
             message = f"{degree} ranks cannot share model.moe.{key} = {count} evenly"
             yield ("parallel", axis), message, _nearest(count, degree)
-    stage = ("replicate", "shard", "context", "tensor")
-    if all(axis in degrees for axis in stage):
-        around = prod(degrees[axis] for axis in stage)
+    stage_axes = [axis for axis in AXES if axis != "pipeline"]
+    if degrees.is_known(*stage_axes):
+        around = degrees.product(stage_axes)
         if around % ranks:
             message = f"the {around} ranks of a stage are no multiple of {axes} ({ranks})"
             yield path, message, _nearest(around, ranks)
@@ -92,8 +91,8 @@ def _no_plan(recipe: Recipe, axis: str) -> Finding:
     return ("parallel", axis), message, f"keep parallel.{axis} = 1, and raise parallel.shard"
 
 
-def _unsplittable(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
-    for axis, degree in degrees.items():
+def _unsplittable(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
+    for axis, degree in degrees.by_axis.items():
         if degree > 1 and (why := recipe.model.unsplittable(axis)):
             yield ("parallel", axis), why, f"keep parallel.{axis} = 1"
 
@@ -131,21 +130,20 @@ def _nearest(count: int, degree: int) -> str:
     return f"nearest degree that works: {min(works, key=lambda n: abs(n - degree))}"
 
 
-def _sequence(recipe: Recipe, tensor: int, context: int) -> Iterator[Finding]:
+def _sequence(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
     """Context parallelism cuts a sequence into 2 pieces a rank, tensor parallelism these again."""
-    seq_len = recipe.data.seq_len
-    unit = tensor * context * (2 if context > 1 else 1)
+    seq_len, unit = recipe.data.seq_len, degrees.sequence_pieces
     if seq_len % unit:
-        axes = " and ".join(n for n, d in (("context", context), ("tensor", tensor)) if d > 1)
+        axes = " and ".join(axis for axis in SEQUENCE_AXES if getattr(degrees, axis) > 1)
         message = f"seq_len ({seq_len}) is no multiple of {unit}, into which {axes} cut it"
         below, above = seq_len // unit * unit, (seq_len // unit + 1) * unit
         yield ("data", "seq_len"), message, f"{f'{below} or ' if below else ''}{above} would do"
 
 
-def _rules(recipe: Recipe, degrees: Mapping[str, int]) -> Iterator[Finding]:
-    config, tensor = recipe.model.with_vocab(OPEN_VOCABULARY), degrees.get("tensor", 1)
+def _rules(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
+    config, tensor = recipe.model.with_vocab(OPEN_VOCABULARY), degrees.known.tensor
     shapes = with_adapters(config.parameter_shapes(), config.layout, recipe.lora)
-    shard = degrees.get("shard", 1) * degrees.get("context", 1)
+    shard = degrees.known.fsdp
     if recipe.parallel.fsdp.strategy == "no_shard":
         shard = 1
     has_plan = tensor > 1 and config.layout.tensor

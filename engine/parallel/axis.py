@@ -1,0 +1,176 @@
+"""What an axis of the device mesh does to a run, and the model that comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ...kernels.choose import Kernels
+    from ...model_zoo.config import ModelConfig
+    from ...model_zoo.language_model import LanguageModel
+    from ..data.batch import Batch
+    from .mesh import Degrees
+    from .pipeline.cut import Cut, EndCosts
+    from .pipeline.pipeline import Pipeline, Stage
+    from .tables import Parallel
+
+
+@dataclass(frozen=True)
+class LocalRank:
+    """This rank among all ranks of a run.
+
+    Attributes:
+        table: the recipe's `[parallel]`.
+        degrees: the size of each axis, with -1 replaced.
+        rank: global rank.
+        device: the device of this rank.
+        mesh: the mesh over which parameters are placed; None: every rank holds them whole.
+        is_simulated: the other ranks do not exist and tensors have no content.
+    """
+
+    table: Parallel
+    degrees: Degrees
+    rank: int
+    device: torch.device
+    mesh: DeviceMesh | None
+    is_simulated: bool = False
+
+
+@dataclass(frozen=True)
+class LocalParts:
+    """What this rank holds of a model.
+
+    Attributes:
+        embed: path of the embedding.
+        tensor_replicated: names of parameters that every rank of the tensor axis holds whole. Each
+            has seen a part of the sequence or of the heads, so that their gradients are summed.
+        fsdp_ignored: names of parameters that FSDP does not shard, whose gradients are averaged
+            over the data axes as FSDP does with the others.
+        stages: this rank's pipeline stages by number.
+        cut: how blocks are divided into stages; None without pipeline parallelism.
+        hidden_width: size of the hidden states that stages send each other.
+    """
+
+    embed: str = ""
+    tensor_replicated: set[str] = field(default_factory=set)
+    fsdp_ignored: set[str] = field(default_factory=set)
+    stages: dict[int, Stage] = field(default_factory=dict)
+    cut: Cut | None = None
+    hidden_width: int = 0
+
+
+@dataclass(frozen=True)
+class SplitSettings:
+    """How a model is to be split.
+
+    Attributes:
+        dims: for each parameter name, the tensor dimension that each axis splits; None: the ranks
+            of the axis hold the same.
+        compute: dtype of gathered parameters.
+        reduce: dtype of gradient reduction.
+        costs: measured costs by which pipeline stages are balanced; None: estimated ones.
+    """
+
+    dims: Mapping[str, Mapping[str, int | None]]
+    compute: torch.dtype
+    reduce: torch.dtype
+    costs: EndCosts | None = None
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What wrappers for training need to know of a step.
+
+    Attributes:
+        reduce: dtype of gradient reduction.
+        seq_len: tokens per row of the data.
+        micro_batches: micro batches of one optimizer step in a pipeline.
+    """
+
+    reduce: torch.dtype
+    seq_len: int
+    micro_batches: int
+
+
+@dataclass(frozen=True)
+class ParallelModel:
+    """A model wrapped for distributed training, with the hooks that a training step needs.
+
+    Attributes:
+        model: the unwrapped module. Parameter names, state dicts and evaluation use it.
+        forward: the wrapped forward pass: of DDP, of FSDP2, or of the module itself.
+        set_gradient_sync: called with True before the backward pass of the last micro batch and
+            with False before the others, so that gradients are reduced once per step.
+        gradient_divisor: DDP and FSDP divide gradients by the number of ranks that they reduce
+            over, and a step needs the sum: it multiplies each loss by this number, so that nothing
+            else has to know.
+        post_backward_reductions: called in order after the last backward pass, for gradients that
+            neither DDP nor FSDP reduces (tied embeddings, parameters replicated over the tensor
+            axis).
+        manually_reduced: the parameters whose gradients are final only after these reductions.
+        pipeline: runs the forward and backward passes of a model that is split into pipeline
+            stages; None without pipeline parallelism.
+        duplicate_parameters: parameters of which another rank owns the canonical copy, such as a
+            tied embedding on the last stage. Gradient norms and exports leave them out.
+        owns_gradient_buffers: whether the wrapper uses gradient memory again in the next step (DDP
+            buckets), so that gradients are zeroed in place instead of being set to None.
+    """
+
+    model: LanguageModel
+    forward: Callable[..., Tensor]
+    set_gradient_sync: Callable[[bool], None] = lambda last: None
+    gradient_divisor: int = 1
+    post_backward_reductions: Sequence[Callable[[], None]] = ()
+    manually_reduced: Collection[nn.Parameter] = ()
+    pipeline: Pipeline | None = None
+    duplicate_parameters: tuple[nn.Parameter, ...] = ()
+    owns_gradient_buffers: bool = False
+
+
+class AxisParts:
+    """What one kind of parallelism does to a run on this rank; by default, nothing.
+
+    `plan` calls each method for all axes of more than one rank, from the outermost to the innermost
+    one and then for FSDP or DDP; `wrap` in the opposite order.
+    """
+
+    def adapt_kernels(self, kernels: Kernels, config: ModelConfig) -> Kernels:
+        """Return kernels that compute this rank's part of attention and loss."""
+        del config
+        return kernels
+
+    def take(self, batch: Batch) -> Batch:
+        """Return what this rank computes of rows that its group reads."""
+        return batch
+
+    def split(
+        self,
+        model: LanguageModel,
+        config: ModelConfig,
+        parts: LocalParts,
+        settings: SplitSettings,
+    ) -> LocalParts:
+        """Split a model on the meta device over the axis, in place; parameters keep their names.
+
+        Args:
+            model: the model, as the axes before this one left it.
+            config: the model's config.
+            parts: what the axes before this one returned.
+            settings: how it is to be split.
+        """
+        del model, config, settings
+        return parts
+
+    def wrap(
+        self, wrapped: ParallelModel, parts: LocalParts, settings: StepSettings
+    ) -> ParallelModel:
+        """Wrap a split model for training, once its parameters are on the device."""
+        del parts, settings
+        return wrapped

@@ -1,0 +1,249 @@
+"""FSDP2 shards parameters, gradients and optimizer state over the ranks that compute different
+tokens; HSDP does, where the replicate axis has more than one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import Shard
+
+from .axis import AxisParts, LocalParts, LocalRank, ParallelModel, SplitSettings, StepSettings
+from .blocks import hooks_outside
+from .expert import build_expert_mesh, shard_experts
+from .gradient_reduction import make_replicated_reduction
+from .tables import KEEPS_WEIGHTS, Parallel
+from .tensor.local_views import replicate_parameters
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ...model_zoo.config import ModelConfig
+    from ...model_zoo.language_model import LanguageModel
+    from ...model_zoo.layout import Layout
+    from .pipeline.pipeline import Stage
+
+
+@dataclass(frozen=True)
+class ShardedParts(AxisParts):
+    """Shards this rank's part of a model with FSDP2, and its experts over a mesh of their own.
+
+    Where the strategy shards nothing, FSDP2 only reduces gradients over replicas.
+
+    Attributes:
+        local: this rank.
+        mesh: the mesh that `build_mesh` returned.
+    """
+
+    local: LocalRank
+    mesh: DeviceMesh
+
+    def split(
+        self,
+        model: LanguageModel,
+        config: ModelConfig,
+        parts: LocalParts,
+        settings: SplitSettings,
+    ) -> LocalParts:
+        """Shard parameters; those that a rule keeps whole are ignored by FSDP."""
+        local, dims = self.local, settings.dims
+        experts = None
+        is_sharded = local.table.is_sharded(local.degrees)
+        if local.degrees.expert_ranks > 1:
+            mesh = build_expert_mesh(local.degrees, local.device.type, sharded=is_sharded)
+            modules = shard_experts(model, mesh, local, dims)
+            experts = ExpertSharding(mesh, modules, _placement_function(model, dims))
+        ignored = set[str]()
+        if is_sharded:
+            ignored = {name for name, _ in model.named_parameters() if dims[name]["shard"] is None}
+            self._replicate(model, ignored)
+        arguments: dict[str, Any] = {}
+        if local.table.rules:
+            weights = dict(model.named_parameters())
+            arguments["shard_placement_fn"] = _placement_function(model, dims)
+            arguments["ignored_params"] = {weights[name] for name in ignored}
+        apply_fsdp(
+            model,
+            config.layout,
+            local.table,
+            self.mesh,
+            local.device,
+            settings.compute,
+            settings.reduce,
+            parts.stages.values(),
+            arguments,
+            experts,
+        )
+        return replace(parts, fsdp_ignored=ignored)
+
+    def _replicate(self, model: nn.Module, names: set[str]) -> None:
+        """Let every rank store the parameters that no axis splits and FSDP would shard."""
+        if names:
+            axes = ("replicate", "shard", "tensor")
+            used = tuple(axis for axis in axes if axis == "shard" or self.mesh[axis].size() > 1)
+            replicate_parameters(model, names, self.mesh[used])
+
+    def wrap(
+        self, wrapped: ParallelModel, parts: LocalParts, settings: StepSettings
+    ) -> ParallelModel:
+        """Let a step decide when gradients are reduced, and average those that FSDP ignores."""
+        del settings
+        fsdp = cast("FSDPModule", wrapped.model)
+        always = self.local.table.fsdp.reduce_every == "micro_batch"
+
+        def synchronize(last: bool) -> None:
+            fsdp.set_requires_gradient_sync(last or always)
+            fsdp.set_requires_all_reduce(last)
+            fsdp.set_is_last_backward(last or always)
+
+        named = wrapped.model.named_parameters()
+        ignored = [weight for name, weight in named if name in parts.fsdp_ignored]
+        groups = [
+            self.mesh.get_group(axis)
+            for axis in ("shard", "replicate")
+            if self.mesh[axis].size() > 1
+        ]
+        average = make_replicated_reduction(
+            ignored, dist.ReduceOp.AVG, groups if ignored else [], self.local.device
+        )
+        return replace(
+            wrapped,
+            set_gradient_sync=synchronize,
+            gradient_divisor=self.local.degrees.dp_cp,
+            post_backward_reductions=[average],
+            manually_reduced=ignored,
+        )
+
+
+def make_axis(local: LocalRank) -> ShardedParts:
+    """Return what FSDP does on this rank."""
+    assert local.mesh is not None, "a plan that uses FSDP has a mesh"
+    return ShardedParts(local, local.mesh)
+
+
+@dataclass(frozen=True)
+class ExpertSharding:
+    """The modules of experts, which FSDP shards over a mesh of their own.
+
+    Attributes:
+        mesh: the mesh that `build_expert_mesh` returned.
+        modules: each becomes an FSDP unit.
+        placement: maps a parameter to its placement on the shard axis.
+    """
+
+    mesh: DeviceMesh
+    modules: Sequence[nn.Module]
+    placement: Callable[[nn.Parameter], Shard]
+
+
+def _placement_function(
+    model: nn.Module, dims: Mapping[str, Mapping[str, int | None]]
+) -> Callable[[nn.Parameter], Shard]:
+    """Return the function that tells `fully_shard` which dimension of a parameter to split.
+
+    Args:
+        model: the model on the meta device, before it is sharded.
+        dims: for each parameter name, the tensor dimension that the axis "shard" splits.
+    """
+    by_parameter = {weight: dims[name]["shard"] or 0 for name, weight in model.named_parameters()}
+    return lambda parameter: Shard(by_parameter[parameter])
+
+
+def apply_fsdp(
+    model: LanguageModel,
+    layout: Layout,
+    table: Parallel,
+    mesh: DeviceMesh,
+    device: torch.device,
+    compute: torch.dtype,
+    reduce: torch.dtype,
+    stages: Collection[Stage] = (),
+    placement_arguments: Mapping[str, Any] | None = None,
+    experts: ExpertSharding | None = None,
+) -> None:
+    """Apply FSDP2 to a model on the meta device, in place; HSDP if the replicate axis is above 1.
+
+    Each block is an FSDP unit, and so is the head unless it is tied to the embedding. The root unit
+    has the remaining parameters.
+
+    Args:
+        model: the model, or this rank's part of it.
+        layout: names of its embedding, blocks and head.
+        table: the recipe's `[parallel]`.
+        mesh: the mesh that `build_mesh` returned.
+        device: the device of this rank.
+        compute: dtype of gathered parameters.
+        reduce: dtype of gradient reduction.
+        stages: this rank's pipeline stages, which become the root units.
+        placement_arguments: further arguments of `fully_shard`; default: dimension 0 of every
+            parameter is split.
+        experts: modules that are sharded over a mesh of their own.
+    """
+    pinned = device.type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=pinned) if table.fsdp.offload else OffloadPolicy()
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False
+    )
+    # A pipeline would otherwise gather the parameters again for each micro batch.
+    keep = table.fsdp.strategy in KEEPS_WEIGHTS or bool(stages)
+
+    def wrap(
+        module: nn.Module, reshard: bool, mesh: DeviceMesh = mesh, **placement_arguments: Any
+    ) -> None:
+        fully_shard(
+            module,
+            mesh=mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"],
+            reshard_after_forward=reshard,
+            mp_policy=policy,
+            offload_policy=offload,
+            **placement_arguments,
+        )
+
+    if experts:
+        for module in experts.modules:
+            wrap(module, not keep, experts.mesh, shard_placement_fn=experts.placement)
+            hooks_outside(module)
+    placement_arguments = placement_arguments or {}
+    blocks = list(cast("nn.ModuleList", model.get_submodule(layout.blocks)))
+    for block in blocks:
+        wrap(block, not keep, **placement_arguments)
+    if stages:
+        modules = dict(model.named_modules())
+        for end in {layout.embed, layout.head} & modules.keys():
+            wrap(modules[end], False, **placement_arguments)
+        for stage in stages:
+            wrap(stage, False, **placement_arguments)
+            _prefetch(stage, [part for part in blocks if part in stage.parts], table.fsdp.prefetch)
+        return
+    head = model.get_submodule(layout.head)
+    embedding = set(model.get_submodule(layout.embed).parameters())
+    units = blocks
+    if embedding.isdisjoint(head.parameters()):
+        # Backward needs the head at once: freeing it after forward would only gather it again.
+        wrap(head, False, **placement_arguments)
+        units = [*blocks, head]
+    wrap(model, False, **placement_arguments)
+    _prefetch(model, units, table.fsdp.prefetch)
+
+
+def _prefetch(root: nn.Module, units: Sequence[nn.Module], depth: int) -> None:
+    """Let each unit prefetch the parameters of the next `depth` ones; 0: as PyTorch does."""
+    if not depth:
+        return
+    wrapped = cast("list[FSDPModule]", units)
+    cast("FSDPModule", root).set_modules_to_forward_prefetch(wrapped[:depth])
+    for number, unit in enumerate(wrapped):
+        unit.set_modules_to_forward_prefetch(wrapped[number + 1 : number + 1 + depth])
+        unit.set_modules_to_backward_prefetch(wrapped[max(0, number - depth) : number][::-1])

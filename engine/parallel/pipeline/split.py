@@ -1,0 +1,115 @@
+"""Splits a model into the stages of a pipeline, and wraps this rank's stages for training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..axis import AxisParts, LocalParts, LocalRank, ParallelModel, SplitSettings, StepSettings
+from ..gradient_reduction import make_tied_reduction
+from .cut import Cut, cut_blocks
+from .pipeline import Pipeline, Stage
+from .schedule_file import read_schedule
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ....model_zoo.config import ModelConfig
+    from ....model_zoo.language_model import LanguageModel
+    from ....model_zoo.layout import Layout
+
+
+@dataclass(frozen=True)
+class PipelineParallel(AxisParts):
+    """Gives each rank of the pipeline axis some stages of the model.
+
+    Attributes:
+        local: this rank.
+        mesh: the pipeline axis.
+    """
+
+    local: LocalRank
+    mesh: DeviceMesh
+
+    def split(
+        self,
+        model: LanguageModel,
+        config: ModelConfig,
+        parts: LocalParts,
+        settings: SplitSettings,
+    ) -> LocalParts:
+        """Remove what no stage of this rank computes."""
+        table, rank = self.local.table.pipelining, self.mesh.get_local_rank()
+        cut = cut_blocks(table, self.mesh.size(), config, settings.costs)
+        prune(model, config.layout, cut, rank)
+        stages = {n: Stage(model, config.layout, cut, n) for n in cut.stages_of(rank)}
+        width = config.dim  # type: ignore[attr-defined]
+        return replace(parts, stages=stages, cut=cut, hidden_width=width)
+
+    def wrap(
+        self, wrapped: ParallelModel, parts: LocalParts, settings: StepSettings
+    ) -> ParallelModel:
+        """Run micro batches through the stages; sum the gradients of a tied embedding."""
+        assert parts.cut is not None, "`split` sets it"
+        model, group, rank = wrapped.model, self.mesh.get_group(), self.mesh.get_local_rank()
+        other = parts.cut.other_end(rank)
+        if other is not None:
+            tied = tuple(model.get_submodule(parts.embed).parameters())
+            add = make_tied_reduction(other, tied, group, self.local.device)
+            wrapped = replace(
+                wrapped,
+                # Last: both ends must hold the sums over the other axes.
+                post_backward_reductions=[*wrapped.post_backward_reductions, add],
+                duplicate_parameters=tied if other < rank else (),
+            )
+        table = self.local.table.pipelining
+        length = settings.seq_len // self.local.degrees.sequence
+        pipeline = Pipeline(
+            parts.stages,
+            parts.cut,
+            group,
+            self.local.device,
+            read_schedule(Path(table.csv)) if table.csv else table.schedule,
+            settings.micro_batches,
+            torch.empty(1, length, parts.hidden_width, dtype=model.compute_dtype, device="meta"),
+        )
+        return replace(wrapped, pipeline=pipeline)
+
+
+def make_axis(local: LocalRank) -> PipelineParallel:
+    """Return what the pipeline axis does on this rank."""
+    assert local.mesh is not None, "a plan with a pipeline has a mesh"
+    return PipelineParallel(local, local.mesh["pipeline"])
+
+
+def prune(model: LanguageModel, layout: Layout, cut: Cut, rank: int) -> None:
+    """Remove from a model (still on `meta`) what no stage of a rank computes, in place.
+
+    What is left keeps its names.
+    """
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    buffers = {name: tuple(buffer.shape) for name, buffer in model.saved_buffers().items()}
+    stages = cut.stages_of(rank)
+    kept = {str(number) for stage in stages for number in cut.blocks(stage)}
+    blocks = model.get_submodule(layout.blocks)
+    for name in list(blocks._modules):
+        if name not in kept:
+            del blocks._modules[name]
+    if not any(map(cut.has_embedding, stages)):
+        _remove(model, layout.embed)
+    if cut.stages - 1 not in stages:
+        _remove(model, layout.head)
+    for name, _ in model.named_parameters():
+        del shapes[name]
+    for name in model.saved_buffers():
+        del buffers[name]
+    model.elsewhere, model.buffers_elsewhere = shapes, buffers
+
+
+def _remove(model: nn.Module, path: str) -> None:
+    parent, _, name = path.rpartition(".")
+    model.get_submodule(parent)._modules[name] = None
