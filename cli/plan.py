@@ -119,7 +119,7 @@ def _placement_rows(found: RunPlan) -> Iterator[list[str]]:
     shown = [axis.upper() for axis in axes]
     yield ["NAME", "SHAPE", *shown, "LOCAL", "BYTES", "DECIDED BY"]
     for each in found.placements:
-        dims = [each.placed.dims.get(axis) for axis in axes]
+        dims = [each.placed.place.get(axis) for axis in axes]
         yield [
             each.name,
             _shape(each.placed.shape),

@@ -193,10 +193,10 @@ def store(placed: ShardPlacement, degrees: Degrees) -> Stored:
         "tensor": degrees.tensor,
         "shard": degrees.fsdp,
     }
-    if "expert" in placed.dims:
+    if "expert" in placed.place:
         _, axes["shard"] = expert_grid(degrees, sharded=True)
     for axis, ranks in axes.items():
-        dim = placed.dims.get(axis)
+        dim = placed.place.get(axis)
         if dim is not None:
             shape[dim] = -(-shape[dim] // ranks)
     return Stored(placed.name, 1, placed, tuple(shape), prod(shape) * BYTES)
@@ -208,7 +208,7 @@ def fold(parameters: Sequence[Stored]) -> list[Stored]:
     def form(stored: Stored) -> tuple[object, ...]:
         placed = stored.placed
         name = re.sub(r"\.\d+\.", ".{i}.", placed.name, count=1)
-        return name, placed.shape, tuple(placed.dims.items()), placed.decided_by
+        return name, placed.shape, tuple(placed.place.items()), placed.decided_by
 
     order = {each: number for number, each in enumerate(dict.fromkeys(map(form, parameters)))}
     found = []

@@ -73,8 +73,8 @@ def _parts(found: RunPlan) -> Iterator[str]:
         (
             each.name,
             _shape(each.placed.shape),
-            _dim(each.placed.dims.get("tensor")),
-            _dim(each.placed.dims.get("shard")),
+            _dim(each.placed.place.get("tensor")),
+            _dim(each.placed.place.get("shard")),
             _shape(each.local_shape),
             f"{each.local_bytes:,}",
             each.placed.decided_by,

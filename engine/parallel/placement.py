@@ -40,7 +40,7 @@ class ShardPlacement:
     Attributes:
         name: in the model.
         shape: of the whole.
-        dims: mesh axis, "shard" or "tensor", to the dim that it cuts; None where its ranks hold
+        place: mesh axis, "shard" or "tensor", to the dim that it cuts; None where its ranks hold
             the same. The shard axis has the ranks of `shard` and `context`. Of experts also
             `EXPERT_AXES`; their shard axis is that of `expert_grid`.
         decided_by: `rules.0 "PATTERN"`, `style "columns"` (the model's plan), "fsdp", or "whole".
@@ -48,7 +48,7 @@ class ShardPlacement:
 
     name: str
     shape: tuple[int, ...]
-    dims: dict[str, int | None]
+    place: dict[str, int | None]
     decided_by: str
 
 

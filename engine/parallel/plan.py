@@ -84,7 +84,7 @@ class Plan(LocalRank):
         shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
         require_divisible(shapes, config, self.table, self.degrees)
         found = placements_for(shapes, config, self.table, self.degrees)
-        settings = SplitSettings({each.name: each.dims for each in found}, compute, reduce, costs)
+        settings = SplitSettings({each.name: each.place for each in found}, compute, reduce, costs)
         parts = LocalParts(config.layout.embed)
         for axis in self.axes:
             parts = axis.split(model, config, parts, settings)

@@ -133,7 +133,7 @@ def test_all_plans_that_validation_accepts_are_searched(recipe):
     loaded = loaded.model_copy(update={"data": loaded.data.model_copy(update={"seq_len": 4096})})
     found = list(variants(loaded, 4, 8))
     assert all(not list(check(one, 4)) for one, _ in found)
-    degrees = {Degrees(**degrees) for _, degrees in found}
+    degrees = {degrees for _, degrees in found}
     assert Degrees(pipeline=4) not in degrees, "two blocks make no four stages"
     assert {Degrees(shard=4), Degrees(pipeline=2, tensor=2), Degrees(context=4)} <= degrees
 

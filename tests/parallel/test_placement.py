@@ -38,10 +38,10 @@ def test_the_first_rule_that_matches_decides():
     ]
     # Not to train: FSDP cannot cut dim 1 of a norm.
     found = by_name(Degrees(shard=2, tensor=2), parallel={"rules": rules})
-    assert found["layers.0.mlp.up.weight"].dims == {"shard": 1, "tensor": None}
+    assert found["layers.0.mlp.up.weight"].place == {"shard": 1, "tensor": None}
     assert found["layers.0.mlp.up.weight"].decided_by == r'rules.0 "layers\.0\..*"'
-    assert found["layers.1.mlp.up.weight"].dims == {"shard": 0, "tensor": 1}
-    assert found["head.norm.weight"].dims == {"shard": None, "tensor": None}
+    assert found["layers.1.mlp.up.weight"].place == {"shard": 0, "tensor": 1}
+    assert found["head.norm.weight"].place == {"shard": None, "tensor": None}
     assert found["head.norm.weight"].decided_by == r'rules.2 "head\.norm\.weight"'
     assert found["head.proj.weight"].decided_by == 'style "columns"'
     assert found["embed.weight"].shape == (320, 32)
@@ -51,11 +51,11 @@ def test_what_no_rule_decides_follows_the_plan():
     assert {each.decided_by for each in by_name(Degrees()).values()} == {"whole"}
     sharded = by_name(Degrees(shard=2)).values()
     assert {each.decided_by for each in sharded} == {"fsdp"}
-    assert {each.dims["shard"] for each in sharded} == {0}
+    assert {each.place["shard"] for each in sharded} == {0}
     split = by_name(Degrees(tensor=4))
-    assert split["layers.0.attention.k.weight"].dims["tensor"] is None  # two heads, four ranks
+    assert split["layers.0.attention.k.weight"].place["tensor"] is None  # two heads, four ranks
     assert split["layers.0.attention.k.weight"].decided_by == 'style "key_value"'
-    assert split["layers.0.mlp.down.weight"].dims == {"shard": None, "tensor": 1}
+    assert split["layers.0.mlp.down.weight"].place == {"shard": None, "tensor": 1}
 
 
 def test_it_needs_no_torch():

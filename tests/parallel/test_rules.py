@@ -84,7 +84,7 @@ def test_weights_lie_as_told_and_the_curves_are_those_of_one_process(plan):
     parallel = {"shard": 1, "rules": KEPT} | PLANS[plan]
     degrees = Degrees(**{axis: size for axis, size in parallel.items() if isinstance(size, int)})
     recipe = recipe_with(parallel=parallel)
-    told = {each.name: each.dims for each in placements(recipe, degrees, 257)}
+    told = {each.name: each.place for each in placements(recipe, degrees, 257)}
     expected = curves_of_one_process("{}")
     for (losses, norms), places in run_ranks(degrees.world, curves_and_places, recipe, timeout=300):
         assert losses == pytest.approx(expected[0], abs=1e-5, rel=1e-5)

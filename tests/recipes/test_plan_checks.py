@@ -2,6 +2,7 @@
 
 import pytest
 
+from trainer.engine.parallel.mesh import Degrees
 from trainer.engine.recipe.checks.plan_checks import check_plan
 from trainer.model_zoo.deepseek_v3.config import DeepSeekV3Config
 from trainer.model_zoo.layout import Layout
@@ -213,7 +214,7 @@ class Unplanned(Llama3Config):
 @pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
 def test_a_model_without_a_plan_for_an_axis_is_refused(load, axis):
     recipe = load(RUN).recipe.model_copy(update={"model": Unplanned()})
-    ((path, message, hint),) = check_plan(recipe, {axis: 2})
+    ((path, message, hint),) = check_plan(recipe, Degrees(**{axis: 2}, shard=-1))
     assert path == ("parallel", axis)
     assert message == 'the model "llama3" has no plan for this axis'
     assert hint == f"keep parallel.{axis} = 1, and raise parallel.shard"
@@ -229,7 +230,7 @@ def test_a_model_without_a_plan_for_an_axis_is_refused(load, axis):
 def test_sizes_that_an_axis_cannot_split_are_refused(load, axis, changes, why):
     model = DeepSeekV3Config(n_layers=4, **changes)
     recipe = load(RUN).recipe.model_copy(update={"model": model})
-    ((path, message, hint),) = check_plan(recipe, {axis: 2})
+    ((path, message, hint),) = check_plan(recipe, Degrees(**{axis: 2}, shard=-1))
     assert path == ("parallel", axis)
     assert message.startswith(why)
     assert hint == f"keep parallel.{axis} = 1"
@@ -241,10 +242,10 @@ class Windowed(Llama3Config):
 
 def test_a_ring_is_refused_where_attention_has_windows_or_sinks(load):
     recipe = load(RUN).recipe.model_copy(update={"model": Windowed()})
-    assert list(check_plan(recipe, {"context": 2})) == []
+    assert list(check_plan(recipe, Degrees(context=2, shard=-1))) == []
     ring = recipe.parallel.model_copy(update={"context_exchange": "ring"})
     ((path, message, hint),) = check_plan(
-        recipe.model_copy(update={"parallel": ring}), {"context": 2}
+        recipe.model_copy(update={"parallel": ring}), Degrees(context=2, shard=-1)
     )
     assert path == ("parallel", "context_exchange")
     assert message == 'the model "llama3" has windows or sinks, which no ring attends with'

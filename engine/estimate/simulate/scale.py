@@ -123,7 +123,7 @@ class RankCounter:
             if each.name.startswith(start):
                 block, _, name = each.name.removeprefix(start).partition(".")
                 group = tuple(matches(each.name) for matches in groups)
-                where = name, *each.dims.items(), each.shape, each.decided_by, group
+                where = name, *each.place.items(), each.shape, each.decided_by, group
                 found.setdefault(block, []).append(where)
         alike = bool(found) and len({tuple(block) for block in found.values()}) == 1
         return alike and self._recipe.memory.recompute in ALIKE
