@@ -11,20 +11,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.choose import Kernels
-from .decoder_config import DecoderConfig
+from .decoder_config import DecoderConfig, GroupedQueryConfig
 from .language_model import BlockCache, Constant, KVCache, LanguageModel, LossFunction, Normal
-from .layers.dense import Embedding, Linear, RMSNorm
+from .layers.attention import GroupedQueryAttention
+from .layers.configs import YarnScaling
+from .layers.dense import Embedding, GatedMLP, Linear, RMSNorm
 from .layers.moe import MoE, moe_layers
-from .layers.rotary import frequencies, rotation
+from .layers.rotary import frequencies, rotation, scale_frequencies, yarn
 
 
-class Prediction(NamedTuple):
-    """What else a model shall learn to predict.
+class FurtherTarget(NamedTuple):
+    """Labels that a model learns to predict beside the next token.
 
     Attributes:
-        hidden: [B, S, D], normed.
+        hidden: [B, S, D], hidden states after a norm, which the head's weight is applied to.
         labels: [B, S], as those of `LanguageModel.forward`.
-        weight: of its loss.
+        weight: factor of the loss for these labels.
     """
 
     hidden: Tensor
@@ -35,7 +37,7 @@ class Prediction(NamedTuple):
 class Head(nn.Module):
     """Final norm, and the projection to logits or to the loss.
 
-    Norm, projection and loss are one module, so that whoever shards weights gathers them once.
+    Norm, projection and loss are one module, so that FSDP gathers their weights once.
 
     Args:
         dim: width of the residual stream.
@@ -56,7 +58,7 @@ class Head(nn.Module):
         loss: LossFunction | None = None,
         tied_weight: Tensor | None = None,
         *,
-        ahead: Callable[[Tensor], Iterator[Prediction]] | None = None,
+        further_targets: Callable[[Tensor], Iterator[FurtherTarget]] | None = None,
     ) -> Tensor:
         """Return [B, S, V] logits in fp32, or the summed loss if `labels` and `loss` are given.
 
@@ -65,7 +67,8 @@ class Head(nn.Module):
             labels: [B, S].
             loss: see `LanguageModel.forward`.
             tied_weight: [V, D], the embedding's weight where there is no projection of its own.
-            ahead: normed hidden states -> what else the same weight predicts: a part of the sum.
+            further_targets: maps the normed hidden states to targets whose losses are added, such
+                as those of multi-token prediction.
         """
         weight_VD = tied_weight if self.proj is None else self.proj.local("weight")
         assert weight_VD is not None, "a head without projection needs the embedding's weight"
@@ -73,15 +76,15 @@ class Head(nn.Module):
         if labels is None or loss is None:
             return F.linear(x_BSD, weight_VD.to(x_BSD.dtype)).float()
         total = loss(x_BSD.flatten(0, 1), weight_VD, labels.flatten())
-        for also in ahead(x_BSD) if ahead else ():
-            # In this module, so that whoever shards weights still gathers them once.
-            found = loss(also.hidden.flatten(0, 1), weight_VD, also.labels.flatten())
-            total = total + also.weight * found
+        for target in further_targets(x_BSD) if further_targets else ():
+            # In this module, so that sharded weights are still gathered once.
+            further = loss(target.hidden.flatten(0, 1), weight_VD, target.labels.flatten())
+            total = total + target.weight * further
         return total
 
 
 Tables = tuple[Tensor, Tensor, Tensor | None]
-"""what a block is given beside the stream: cosine, sine and mask"""
+"""what a block takes beside the residual stream: cosine, sine and mask"""
 
 
 class Block(nn.Module):
@@ -140,7 +143,7 @@ class Decoder(LanguageModel):
         self.config = config
         self.attention_mask = kernels.attention_mask
         self.embed = Embedding(config.vocab, config.dim)
-        self.layers = nn.ModuleList(self.block(i, kernels) for i in range(config.num_blocks))
+        self.layers = nn.ModuleList(self.make_block(i, kernels) for i in range(config.num_blocks))
         self.takes_padding = bool(moe_layers(self))
         own_rows = None if config.tie_embeddings else config.vocab
         self.head = Head(config.dim, own_rows, config.norm_eps, kernels)
@@ -148,17 +151,36 @@ class Decoder(LanguageModel):
         found = self.rotary_frequencies(torch.device("cpu"))
         self.register_buffer("frequencies", found, persistent=False)
 
-    def block(self, number: int, kernels: Kernels) -> nn.Module:
-        """Return block `number`, which is called as `Block` is."""
+    def make_block(self, number: int, kernels: Kernels) -> Block:
+        """Return block `number`; for families whose blocks are more than attention and MLP."""
+        return Block(self.make_attention(number, kernels), self.make_mlp(number, kernels))
+
+    def make_attention(self, number: int, kernels: Kernels) -> nn.Module:
+        """Return the attention half of block `number`, which is called as in `Block`."""
         raise NotImplementedError
 
+    def make_mlp(self, number: int, kernels: Kernels) -> nn.Module:
+        """Return the feed-forward half of block `number`."""
+        config, experts = self.config, self.config.experts_of(number)
+        if experts is not None:
+            return MoE(config.dim, experts, config.norm_eps, kernels)
+        return GatedMLP(config.dim, config.ffn_dim, config.norm_eps, kernels)
+
     def rotary_frequencies(self, device: torch.device) -> Tensor:
-        """Return the frequencies of the rotary embedding, [K / 2]."""
-        return frequencies(self.config.rotary_width, self.config.rope_theta, device)
+        """Return the frequencies of the rotary embedding, [K / 2], scaled as the config says."""
+        theta, scaling = self.config.rope_theta, self.config.frequency_scaling
+        unscaled = frequencies(self.config.rotary_width, theta, device)
+        if scaling is None:
+            return unscaled
+        if isinstance(scaling, YarnScaling):
+            return yarn(unscaled, theta, **scaling.blend)
+        return scale_frequencies(unscaled, **scaling.model_dump())
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what turns queries and keys at [S] or [B, S] positions: see `rotary.rotation`."""
-        return rotation(positions, self.frequencies)
+        """Return cosine and sine for [S] or [B, S] positions; see `rotary.rotation`."""
+        scaling = self.config.frequency_scaling
+        scale = 1.0 if scaling is None else scaling.rotation_scale
+        return rotation(positions, self.frequencies, scale)
 
     def tables(
         self, positions: Tensor, document_ids: Tensor | None, cache: KVCache | None
@@ -240,3 +262,13 @@ class Decoder(LanguageModel):
         self.frequencies = self.rotary_frequencies(torch.device("cpu")).to(device)
         for layer in moe_layers(self).values():
             layer.init_buffers(device)
+
+
+class GroupedQueryDecoder(Decoder):
+    """A decoder of grouped-query attention, and of SwiGLU or experts: Llama 3, Mixtral, Qwen3."""
+
+    config: GroupedQueryConfig
+
+    def make_attention(self, number: int, kernels: Kernels) -> nn.Module:
+        """Return the attention half of a block, which is the same for all."""
+        return GroupedQueryAttention(self.config, kernels, qk_norm=self.config.has_head_norms)

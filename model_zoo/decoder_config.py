@@ -6,12 +6,16 @@ Torch-free.
 from __future__ import annotations
 
 import math
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import model_validator
 
 from .config import ModelConfig, PositiveFloat, Size
-from .layers.configs import MoESettings
+from .layers.configs import MoESettings, RopeScaling, YarnScaling
+
+if TYPE_CHECKING:
+    from ..kernels.choose import Kernels
+    from .language_model import LanguageModel
 
 
 class DecoderConfig(ModelConfig):
@@ -49,6 +53,9 @@ class DecoderConfig(ModelConfig):
             return self
         return self.model_copy(update={"vocab_size": -(-vocab_size // 64) * 64})
 
+    if TYPE_CHECKING:
+        ffn_dim: Size  # a key of families that have blocks without experts
+
     @property
     def num_blocks(self) -> int:
         """Number of all blocks that are trained; a family may have more than `n_layers`."""
@@ -56,20 +63,49 @@ class DecoderConfig(ModelConfig):
 
     @property
     def rotary_width(self) -> int:
-        """How many numbers of each head are turned by the rotary embedding."""
+        """How many numbers of each head the rotary embedding rotates."""
+        raise NotImplementedError
+
+    @property
+    def frequency_scaling(self) -> RopeScaling | YarnScaling | None:
+        """How rotary frequencies are scaled; None in families without the key `rope_scaling`."""
+        return getattr(self, "rope_scaling", None)
+
+    def experts_of(self, number: int) -> MoESettings | None:
+        """Return the experts of block `number`; None for a block with one feed-forward layer."""
+        return getattr(self, "moe", None)
+
+    def attention_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return name (inside of a block) and shape of the parameters of a block's attention."""
         raise NotImplementedError
 
     def block_shapes(self, number: int) -> dict[str, tuple[int, ...]]:
         """Return name (inside of the block) and shape of block `number`'s parameters, in order."""
-        raise NotImplementedError
+        if experts := self.experts_of(number):
+            return {**self.attention_shapes(), **experts.shapes(self.dim)}
+        return {
+            **self.attention_shapes(),
+            "mlp.norm.weight": (self.dim,),
+            "mlp.gate.weight": (self.ffn_dim, self.dim),
+            "mlp.up.weight": (self.ffn_dim, self.dim),
+            "mlp.down.weight": (self.dim, self.ffn_dim),
+        }
 
-    def block_products(self, number: int) -> float:
-        """Return how many of block `number`'s weights multiply each token: its matrices'."""
-        shapes = self.block_shapes(number).values()
-        return float(sum(math.prod(shape) for shape in shapes if len(shape) == 2))
+    def matmul_parameters(self, number: int) -> float:
+        """Return how many weights of block `number` multiply each token, of experts those taken."""
+        experts = self.experts_of(number)
+        matrices = [
+            math.prod(shape)
+            for name, shape in self.block_shapes(number).items()
+            if len(shape) == 2 and not (experts and name.startswith("mlp."))
+        ]
+        return float(sum(matrices) + (experts.active_parameters(self.dim) if experts else 0))
 
-    def score_products(self, number: int, seq_len: int) -> float:
-        """Return multiplications a token of block `number`'s scores and of what they weigh."""
+    def attention_multiplications(self, number: int, seq_len: int) -> float:
+        """Return the multiplications a token of block `number`'s scores and weighted values.
+
+        Causal attention is counted at half.
+        """
         raise NotImplementedError
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -85,7 +121,7 @@ class DecoderConfig(ModelConfig):
     def flops_per_token(self, seq_len: int) -> float:
         """Return floating-point operations a token of one training step."""
         blocks = sum(
-            self.block_products(number) + self.score_products(number, seq_len)
+            self.matmul_parameters(number) + self.attention_multiplications(number, seq_len)
             for number in range(self.num_blocks)
         )
         return 6.0 * (blocks + self.dim * self.vocab)
@@ -98,21 +134,24 @@ class DecoderConfig(ModelConfig):
         16 bytes an element. In the time of a byte a GPU multiplies and adds about 150 times (H100:
         989e12 operations and 3.35e12 bytes a second); a weight does so three times a token.
         """
-        return 16 * 150 / 3 / self._width_of_products
+        return 16 * 150 / 3 / self._mean_matmul_width
 
     @property
     def head_cost(self) -> float:
         """The projection's products over those of a block's weights."""
-        return self.vocab / self._width_of_products
+        return self.vocab / self._mean_matmul_width
 
     @property
-    def _width_of_products(self) -> float:
+    def _mean_matmul_width(self) -> float:
         """The mean over blocks of their weights that multiply, over `dim`."""
-        products = sum(self.block_products(number) for number in range(self.n_layers))
-        return products / self.n_layers / self.dim
+        parameters = sum(self.matmul_parameters(number) for number in range(self.n_layers))
+        return parameters / self.n_layers / self.dim
 
     def hf_config(self) -> dict[str, Any]:
         """Return what all decoders say in config.json, as transformers 5 writes it."""
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
+        if self.frequency_scaling is not None:
+            rope |= self.frequency_scaling.hf_config()
         return {
             "hidden_act": "silu",
             "attention_bias": False,
@@ -122,13 +161,16 @@ class DecoderConfig(ModelConfig):
             "vocab_size": self.vocab,
             "max_position_embeddings": self.max_seq_len,
             "rms_norm_eps": self.norm_eps,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rope_parameters": rope,
             "tie_word_embeddings": self.tie_embeddings,
         }
 
 
 class GroupedQueryConfig(DecoderConfig):
     """A decoder whose attention is `GroupedQueryAttention`."""
+
+    has_head_norms: ClassVar[bool] = False
+    """whether each head's queries and keys have a norm before they are rotated"""
 
     n_kv_heads: Size = 2
     """key-value heads; n_heads is a multiple of it"""
@@ -163,22 +205,20 @@ class GroupedQueryConfig(DecoderConfig):
     def attention_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of the parameters of a block's attention."""
         queries, keys = self.n_heads * self.head_width, self.n_kv_heads * self.head_width
-        return {
+        shapes: dict[str, tuple[int, ...]] = {
             "attention.norm.weight": (self.dim,),
             "attention.q.weight": (queries, self.dim),
             "attention.k.weight": (keys, self.dim),
             "attention.v.weight": (keys, self.dim),
             "attention.o.weight": (self.dim, queries),
         }
+        if self.has_head_norms:
+            shapes["attention.q_norm.weight"] = (self.head_width,)
+            shapes["attention.k_norm.weight"] = (self.head_width,)
+        return shapes
 
-    @property
-    def attention_products(self) -> float:
-        """How many weights of a block's attention multiply each token."""
-        shapes = self.attention_shapes().values()
-        return float(sum(math.prod(shape) for shape in shapes if len(shape) == 2))
-
-    def score_products(self, number: int, seq_len: int) -> float:
-        """Return those of two products a score, causal attention counted at half."""
+    def attention_multiplications(self, number: int, seq_len: int) -> float:
+        """Return the multiplications a token of scores and weighted values."""
         return float(self.n_heads * self.head_width * seq_len)
 
     def hf_config(self) -> dict[str, Any]:
@@ -186,17 +226,8 @@ class GroupedQueryConfig(DecoderConfig):
         heads = {"num_key_value_heads": self.n_kv_heads, "head_dim": self.head_width}
         return {**super().hf_config(), **heads}
 
+    def build(self, kernels: Kernels) -> LanguageModel:
+        """Return the module; families whose blocks differ return their own."""
+        from .decoder import GroupedQueryDecoder
 
-def mlp_shapes(dim: int, ffn_dim: int) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of the parameters of a block's `GatedMLP`."""
-    return {
-        "mlp.norm.weight": (dim,),
-        "mlp.gate.weight": (ffn_dim, dim),
-        "mlp.up.weight": (ffn_dim, dim),
-        "mlp.down.weight": (dim, ffn_dim),
-    }
-
-
-def moe_shapes(dim: int, settings: MoESettings) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of the parameters of a block's `MoE`."""
-    return {f"mlp.{name}": shape for name, shape in settings.shapes(dim).items()}
+        return GroupedQueryDecoder(self, kernels)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import Field, NonNegativeFloat
 
 from ..config import PositiveFloat, Size, sizes_of, validate
-from ..decoder_config import DecoderConfig, mlp_shapes
+from ..decoder_config import DecoderConfig
 from ..layers.configs import LatentSizes, MoESettings, YarnScaling
 from .layout import LAYOUT
 
@@ -139,36 +138,25 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
         """Of the scores, beside 1 / sqrt(K)."""
         return 1.0 if self.rope_scaling is None else self.rope_scaling.query_scale
 
-    def is_dense(self, number: int) -> bool:
-        """Return whether block `number` is without experts."""
-        return number < min(self.n_dense_layers, self.n_layers)
+    def experts_of(self, number: int) -> MoESettings | None:
+        """Return the experts of block `number`; the first `n_dense_layers` blocks have none."""
+        return None if number < min(self.n_dense_layers, self.n_layers) else self.moe
+
+    def attention_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return name and shape of the parameters of a block's attention."""
+        return self.latent_shapes(self.dim, self.n_heads)
 
     def block_shapes(self, number: int) -> dict[str, tuple[int, ...]]:
         """Return name and shape of a block's parameters."""
-        shapes = self.attention_shapes(self.dim, self.n_heads)
-        if self.is_dense(number):
-            shapes |= mlp_shapes(self.dim, self.ffn_dim)
-        else:
-            shapes |= {f"mlp.{name}": shape for name, shape in self.moe.shapes(self.dim).items()}
+        shapes = super().block_shapes(number)
         if number < self.n_layers:
             return shapes
         norms = ("embed_norm", "hidden_norm", "join", "norm")
         more = {f"{name}.weight": (self.dim,) for name in norms}
         return {**shapes, **more, "join.weight": (self.dim, 2 * self.dim)}
 
-    def block_products(self, number: int) -> float:
-        """Return how many of block `number`'s weights multiply each token."""
-        if self.is_dense(number):
-            return super().block_products(number)
-        others = [
-            math.prod(shape)
-            for name, shape in self.block_shapes(number).items()
-            if len(shape) == 2 and not name.startswith("mlp.")
-        ]
-        return float(sum(others) + self.moe.products(self.dim))
-
-    def score_products(self, number: int, seq_len: int) -> float:
-        """Return those of two products a score, causal attention counted at half."""
+    def attention_multiplications(self, number: int, seq_len: int) -> float:
+        """Return the multiplications a token of scores and weighted values."""
         return self.n_heads * (self.key_head_dim + self.value_head_dim) / 2 * seq_len
 
     def flops_per_token(self, seq_len: int) -> float:
@@ -195,16 +183,14 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
 
     def hf_config(self) -> dict[str, Any]:
         """Return what transformers' `DeepseekV3Config` or `DeepseekV2Config` says of this model."""
-        found, moe = super().hf_config(), self.moe
-        if self.rope_scaling is not None:
-            found["rope_parameters"] |= self.rope_scaling.hf_config()
+        moe = self.moe
         version, method = "3", "noaux_tc"
         if moe.score == "softmax":
             version, method = "2", "group_limited_greedy" if moe.is_grouped else "greedy"
         return {
             "architectures": [f"DeepseekV{version}ForCausalLM"],
             "model_type": f"deepseek_v{version}",
-            **found,
+            **super().hf_config(),
             "num_key_value_heads": self.n_heads,
             "q_lora_rank": self.q_lora_rank,
             "kv_lora_rank": self.kv_lora_rank,

@@ -10,22 +10,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.choose import Kernels
-from ..decoder import Block, Decoder, Prediction
+from ..decoder import Block, Decoder, FurtherTarget
 from ..language_model import BlockCache, KVCache, LossFunction
-from ..layers.dense import GatedMLP, Linear, RMSNorm
+from ..layers.dense import Linear, RMSNorm
 from ..layers.latent_attention import LatentAttention
-from ..layers.moe import MoE
-from ..layers.rotary import rotation, yarn
 from .config import DeepSeekV3Config
 
 IGNORED = -100
 
 
 class PredictionBlock(Block):
-    """One more block, which helps to predict a token that is farther ahead (section 2.2).
+    """One more block, for multi-token prediction (section 2.2).
 
     Args:
-        block: whose layers it takes.
+        block: its attention and its feed-forward layer become this block's.
         dim: width of the residual stream.
         norm_eps: see `RMSNorm`.
         kernels: the implementations.
@@ -50,7 +48,7 @@ class PredictionBlock(Block):
         """Return normed hidden states [B, S, D] (equations 21 and 22).
 
         Args:
-            x: [B, S, 2 D]: embeddings of the tokens so far ahead, then what came before this block.
+            x: [B, S, 2 D]: embeddings of further tokens, then the hidden states before this block.
             cos: see `Block`, as for the others.
         """
         embedded_BSD, hidden_BSD = x.chunk(2, dim=-1)
@@ -62,39 +60,23 @@ class PredictionBlock(Block):
 
 
 class DeepSeekV3(Decoder):
-    """DeepSeek-V3: latent attention, experts, and in training predictions farther ahead."""
+    """DeepSeek-V3: latent attention, experts, and multi-token prediction in training."""
 
     config: DeepSeekV3Config
 
-    def block(self, number: int, kernels: Kernels) -> Block:
-        """Return a block: the first ones are dense, the last ones predict farther ahead."""
-        config = self.config
-        attention = LatentAttention(
-            config.dim, config.n_heads, config, config.query_scale, config.norm_eps, kernels
-        )
-        block = Block(attention, self._mlp(number, kernels))
+    def make_block(self, number: int, kernels: Kernels) -> Block:
+        """Return a block; those after the last layer predict further tokens."""
+        config, block = self.config, super().make_block(number, kernels)
         if number < config.n_layers:
             return block
         return PredictionBlock(block, config.dim, config.norm_eps, kernels)
 
-    def _mlp(self, number: int, kernels: Kernels) -> nn.Module:
+    def make_attention(self, number: int, kernels: Kernels) -> nn.Module:
+        """Return latent attention."""
         config = self.config
-        if config.is_dense(number):
-            return GatedMLP(config.dim, config.ffn_dim, config.norm_eps, kernels)
-        return MoE(config.dim, config.moe, config.norm_eps, kernels)
-
-    def rotary_frequencies(self, device: torch.device) -> Tensor:
-        """Return the frequencies, stretched where the config says so."""
-        found, config = super().rotary_frequencies(device), self.config
-        if config.rope_scaling is None:
-            return found
-        return yarn(found, config.rope_theta, **config.rope_scaling.blend)
-
-    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what turns queries and keys."""
-        scaling = self.config.rope_scaling
-        scale = 1.0 if scaling is None else scaling.rotation_scale
-        return rotation(positions, self.frequencies, scale)
+        return LatentAttention(
+            config.dim, config.n_heads, config, config.query_scale, config.norm_eps, kernels
+        )
 
     def forward(
         self,
@@ -111,10 +93,10 @@ class DeepSeekV3(Decoder):
     ) -> Tensor:
         """Return logits, the summed loss, or hidden states: see `LanguageModel`.
 
-        In training the loss includes the predictions farther ahead.
+        In training the loss includes multi-token prediction.
         """
         count, ends = self.config.n_layers, blocks is None or blocks.stop > self.config.n_layers
-        is_ahead = self.training and ends and self.config.mtp_depth and loss is not None
+        predicts_further = self.training and ends and self.config.mtp_depth and loss is not None
         before = super().forward(
             tokens,
             labels=labels,
@@ -124,20 +106,22 @@ class DeepSeekV3(Decoder):
             padding_mask=padding_mask,
             cache=cache,
             hidden=hidden,
-            blocks=range(count) if is_ahead else blocks,
+            blocks=range(count) if predicts_further else blocks,
         )
-        if not is_ahead:
+        if not predicts_further:
             return before
-        assert tokens is not None, "a loss farther ahead needs the tokens"
+        assert tokens is not None, "multi-token prediction needs the tokens"
         assert labels is not None, "a loss needs labels"
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        ahead = partial(self._ahead, tokens, labels, positions, document_ids, padding_mask)
+        targets = partial(
+            self._further_targets, tokens, labels, positions, document_ids, padding_mask
+        )
         tied_weight = self.embed.local("weight") if self.config.tie_embeddings else None
-        out: Tensor = self.head(before, labels, loss, tied_weight, ahead=ahead)
+        out: Tensor = self.head(before, labels, loss, tied_weight, further_targets=targets)
         return out
 
-    def _ahead(
+    def _further_targets(
         self,
         tokens: Tensor,
         labels: Tensor,
@@ -145,8 +129,8 @@ class DeepSeekV3(Decoder):
         document_ids: Tensor | None,
         padding_mask: Tensor | None,
         hidden_BSD: Tensor,
-    ) -> Iterator[Prediction]:
-        """Yield what predicts the tokens 2, 3, ... ahead of each position (section 2.2).
+    ) -> Iterator[FurtherTarget]:
+        """Yield hidden states and labels of tokens 2, 3, ... after each position (section 2.2).
 
         Where a row or document ends before that token, there is nothing to predict.
         """
@@ -154,20 +138,20 @@ class DeepSeekV3(Decoder):
         cos, sin = self.rotation(positions)
         mask = None if document_ids is None else self.attention_mask(document_ids, document_ids)
         for depth in range(1, config.mtp_depth + 1):
-            embedded_BSD = self.embed(_shifted(tokens, depth, 0)).to(self.compute_dtype)
+            embedded_BSD = self.embed(_shift(tokens, depth, 0)).to(self.compute_dtype)
             x_BS2D = torch.cat((embedded_BSD, hidden_BSD), dim=-1)
             block = getattr(self.layers, str(config.n_layers + depth - 1))
-            is_filler = padding_mask
-            if is_filler is not None:  # what looks ahead at filler is none of a document's tokens
-                is_filler = is_filler | _shifted(is_filler, depth, False)
-            hidden_BSD = block(x_BS2D, cos, sin, mask, None, self.token_weights(is_filler))
-            targets_BS = _shifted(labels, depth, IGNORED)
+            is_padding = padding_mask
+            if is_padding is not None:  # a position whose further token is padding predicts nothing
+                is_padding = is_padding | _shift(is_padding, depth, False)
+            hidden_BSD = block(x_BS2D, cos, sin, mask, None, self.token_weights(is_padding))
+            targets_BS = _shift(labels, depth, IGNORED)
             if document_ids is not None:
-                same = _shifted(document_ids, depth, -1) == document_ids
+                same = _shift(document_ids, depth, -1) == document_ids
                 targets_BS = targets_BS.where(same, IGNORED)
-            yield Prediction(hidden_BSD, targets_BS, config.mtp_weight / config.mtp_depth)
+            yield FurtherTarget(hidden_BSD, targets_BS, config.mtp_weight / config.mtp_depth)
 
 
-def _shifted(x_BS: Tensor, count: int, fill: int) -> Tensor:
-    """Return what stands `count` positions later; `fill` where the row ends before."""
+def _shift(x_BS: Tensor, count: int, fill: int) -> Tensor:
+    """Return each position's value `count` positions later; `fill` where the row ends before."""
     return F.pad(x_BS[:, count:], (0, min(count, x_BS.shape[1])), value=fill)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from ..config import PositiveFloat, Size
-from ..decoder_config import GroupedQueryConfig, moe_shapes
+from ..decoder_config import GroupedQueryConfig
 from ..layers.configs import MoESettings, YarnScaling
 from ..layout import ATTENTION_HF, ENDS_HF, GROUPED_QUERY_KEYS, HF_ALSO, HF_KEYS, YARN_KEYS, Layout
 
@@ -147,11 +147,11 @@ class GptOssConfig(GroupedQueryConfig):
     def block_shapes(self, number: int) -> dict[str, tuple[int, ...]]:
         """Return name and shape of a block's parameters."""
         experts, ffn_dim = self.moe.num_experts, self.moe.expert_ffn_dim
-        found = {**self.attention_shapes(), **moe_shapes(self.dim, self.moe)}
-        # In the module's order: a router's after its weight, the experts' after theirs.
-        gate_up, down = found.pop("mlp.experts.gate_up"), found.pop("mlp.experts.down")
+        shapes = super().block_shapes(number)
+        # In the module's order: the router's bias comes before the experts' weights, theirs after.
+        gate_up, down = shapes.pop("mlp.experts.gate_up"), shapes.pop("mlp.experts.down")
         return {
-            **found,
+            **shapes,
             "mlp.router.logit_bias": (experts,),
             "mlp.experts.gate_up": gate_up,
             "mlp.experts.down": down,
@@ -159,31 +159,24 @@ class GptOssConfig(GroupedQueryConfig):
             "mlp.experts.down_bias": (experts, self.dim),
         }
 
-    def block_products(self, number: int) -> float:
-        """Return how many of block `number`'s weights multiply each token."""
-        return self.attention_products + self.moe.products(self.dim)
-
-    def score_products(self, number: int, seq_len: int) -> float:
-        """Return those of two products a score, causal attention counted at half.
+    def attention_multiplications(self, number: int, seq_len: int) -> float:
+        """Return the multiplications a token of scores and weighted values.
 
         In a window W positions wide a query sees min(its position, W) keys: on average
         W (1 - W / 2 S), of which `super` counts half of what it is given.
         """
         if not self.is_local(number) or self.window >= seq_len:
-            return super().score_products(number, seq_len)
+            return super().attention_multiplications(number, seq_len)
         seen = 2 * self.window - self.window**2 / seq_len
         return self.n_heads * self.head_width * seen
 
     def hf_config(self) -> dict[str, Any]:
         """Return what transformers' `GptOssConfig` says of this model."""
-        found = super().hf_config()
-        if self.rope_scaling is not None:
-            found["rope_parameters"] |= self.rope_scaling.hf_config()
         words = ("full_attention", "sliding_attention")
         return {
             "architectures": ["GptOssForCausalLM"],
             "model_type": "gpt_oss",
-            **found,
+            **super().hf_config(),
             "attention_bias": True,
             "sliding_window": self.window,
             "layer_types": [words[self.is_local(number)] for number in range(self.n_layers)],

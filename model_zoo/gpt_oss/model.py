@@ -8,12 +8,11 @@ from torch import Tensor, nn
 
 from ...kernels.choose import Kernels
 from ...kernels.swiglu.reference import clamped_swiglu
-from ..decoder import Block, Decoder
+from ..decoder import Decoder
 from ..language_model import Constant, Normal
 from ..layers.attention import GroupedQueryAttention
 from ..layers.configs import MoESettings
 from ..layers.moe import Experts, MoE
-from ..layers.rotary import rotation, yarn
 from ..layers.router import Router
 from .config import GptOssConfig
 
@@ -91,24 +90,15 @@ class GptOss(Decoder):
 
     config: GptOssConfig
 
-    def block(self, number: int, kernels: Kernels) -> Block:
-        """Return a block that sees a window of the row, or all of it."""
+    def make_attention(self, number: int, kernels: Kernels) -> nn.Module:
+        """Return attention that sees a window of the row, or all of it."""
         config = self.config
         window = config.window if config.is_local(number) else None
-        attention = GroupedQueryAttention(config, kernels, bias=True, sinks=True, window=window)
-        return Block(attention, ClampedMoE(config, kernels))
+        return GroupedQueryAttention(config, kernels, bias=True, sinks=True, window=window)
 
-    def rotary_frequencies(self, device: torch.device) -> Tensor:
-        """Return the frequencies, stretched where the config says so."""
-        found, scaling = super().rotary_frequencies(device), self.config.rope_scaling
-        if scaling is None:
-            return found
-        return yarn(found, self.config.rope_theta, **scaling.blend)
-
-    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what turns queries and keys, and makes them larger."""
-        scaling = self.config.rope_scaling
-        return rotation(positions, self.frequencies, scaling.rotation_scale if scaling else 1.0)
+    def make_mlp(self, number: int, kernels: Kernels) -> nn.Module:
+        """Return experts with biases."""
+        return ClampedMoE(self.config, kernels)
 
     def initial_values(self, name: str) -> Normal | Constant:
         """Return the rule by which the parameter `name` starts: biases at zero."""

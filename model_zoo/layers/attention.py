@@ -19,7 +19,7 @@ class GroupedQueryAttention(LocalParameters):
     Args:
         config: sizes.
         kernels: the implementations.
-        qk_norm: whether each head's queries and keys are normalised before they are turned
+        qk_norm: whether each head's queries and keys are normalised before they are rotated
             (arXiv:2302.05442, section 2.1, with the norm of each head by itself).
         bias: whether the projections have one.
         sinks: whether each head has a learned score for attention that goes nowhere.
@@ -75,21 +75,23 @@ class GroupedQueryAttention(LocalParameters):
         heads = (*x_BSD.shape[:2], -1, self.head_width)
         q_BSHK, k_BSGK = self.q(x_BSD).view(heads), self.k(x_BSD).view(heads)
         v_BSGK = self.v(x_BSD).view(heads)
-        q_BSHK, k_BSGK = self.place(q_BSHK, k_BSGK, cos, sin)
+        q_BSHK, k_BSGK = self.apply_rotary(q_BSHK, k_BSGK, cos, sin)
         if cache is not None:
             k_BSGK, v_BSGK = cache.extend(k_BSGK, v_BSGK)
-        out_BSHK = self.attention(q_BSHK, k_BSGK, v_BSGK, mask, **self._reach(mask))
+        out_BSHK = self.attention(q_BSHK, k_BSGK, v_BSGK, mask, **self._limits(mask))
         out_BSD: Tensor = self.o(out_BSHK.flatten(2))
         return out_BSD
 
-    def place(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Tell queries, [B, S, H, K], and keys, [B, S, G, K], where they are."""
+    def apply_rotary(
+        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate queries, [B, S, H, K], and keys, [B, S, G, K], after their norms if there are."""
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         return self.rotary(query, cos, sin), self.rotary(key, cos, sin)
 
-    def _reach(self, mask: Tensor | None) -> dict[str, Any]:
-        """Return what attention is told beside the mask, which already tells chunks apart."""
+    def _limits(self, mask: Tensor | None) -> dict[str, Any]:
+        """Return the keyword arguments of attention; a mask separates chunks already."""
         chunk = self.chunk if mask is None else None
         sinks = None if self.sinks is None else self.local("sinks")
         given = {"window": self.window, "chunk": chunk, "sinks": sinks}

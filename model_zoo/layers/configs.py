@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, model_validator
 
@@ -93,34 +93,34 @@ class MoESettings(Sizes):
         return self.num_shared * (self.shared_ffn_dim or self.expert_ffn_dim)
 
     def shapes(self, dim: int) -> dict[str, tuple[int, ...]]:
-        """Return name and shape of the layer's parameters, in the module's order."""
+        """Return name (inside of a block) and shape of the layer's parameters, in order."""
         experts, ffn_dim, shared = self.num_experts, self.expert_ffn_dim, self.shared_width
-        found: dict[str, tuple[int, ...]] = {
-            "norm.weight": (dim,),
-            "router.weight": (experts, dim),
-            "experts.gate_up": (experts, 2, ffn_dim, dim),
-            "experts.down": (experts, dim, ffn_dim),
+        shapes: dict[str, tuple[int, ...]] = {
+            "mlp.norm.weight": (dim,),
+            "mlp.router.weight": (experts, dim),
+            "mlp.experts.gate_up": (experts, 2, ffn_dim, dim),
+            "mlp.experts.down": (experts, dim, ffn_dim),
         }
         if shared:
-            found |= {
-                "shared.gate.weight": (shared, dim),
-                "shared.up.weight": (shared, dim),
-                "shared.down.weight": (dim, shared),
+            shapes |= {
+                "mlp.shared.gate.weight": (shared, dim),
+                "mlp.shared.up.weight": (shared, dim),
+                "mlp.shared.down.weight": (dim, shared),
             }
-        return found
+        return shapes
 
-    def products(self, dim: int) -> int:
+    def active_parameters(self, dim: int) -> int:
         """Return how many of the layer's weights multiply each token."""
         chosen = 3 * self.experts_per_token * self.expert_ffn_dim
         return dim * (self.num_experts + chosen + 3 * self.shared_width)
 
-    def kept(self, dim: int) -> int:
-        """Return how many numbers a token the layer keeps for its backward pass.
+    def saved_activations(self, dim: int) -> int:
+        """Return how many numbers a token the layer saves for its backward pass.
 
-        Of each expert its input and output, gate, up and their product.
+        Of each expert these are input and output, gate, up and the product of the two.
         """
-        a_row = 2 * dim + 3 * self.expert_ffn_dim
-        return self.experts_per_token * a_row + 3 * self.shared_width
+        per_row = 2 * dim + 3 * self.expert_ffn_dim
+        return self.experts_per_token * per_row + 3 * self.shared_width
 
 
 class LatentSizes(Sizes):
@@ -153,7 +153,7 @@ class LatentSizes(Sizes):
             )
         return self
 
-    def attention_shapes(self, dim: int, n_heads: int) -> dict[str, tuple[int, ...]]:
+    def latent_shapes(self, dim: int, n_heads: int) -> dict[str, tuple[int, ...]]:
         """Return name and shape of the layer's parameters, in order."""
         queries = n_heads * self.key_head_dim
         if self.q_lora_rank is None:
@@ -173,7 +173,10 @@ class LatentSizes(Sizes):
 
 
 class RopeScaling(Sizes):
-    """Llama 3.1's stretching of the rotary frequencies for long contexts."""
+    """Llama 3.1's scaling of the rotary frequencies for long contexts."""
+
+    rotation_scale: ClassVar[float] = 1.0
+    """what cosine and sine are multiplied by"""
 
     factor: PositiveFloat = 8.0
     """low frequencies are divided by this"""

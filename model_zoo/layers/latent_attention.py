@@ -11,15 +11,15 @@ from ...kernels.choose import Kernels
 from ..language_model import BlockCache
 from .configs import LatentSizes
 from .dense import Linear, RMSNorm
-from .rotary import halves
+from .rotary import interleaved_to_half
 
 
 class LatentAttention(nn.Module):
     """Norm and multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
     Keys and values of all heads are made from a latent of C numbers; beside it each position has
-    one key of R numbers that is turned by the rotary embedding and that all heads share. Of a
-    head's K = N + R numbers the last R are turned, in pairs of neighbours. The cache holds C + R.
+    one key of R numbers that the rotary embedding rotates and that all heads share. Of a
+    head's K = N + R numbers the last R are rotated, in interleaved pairs. The cache holds C + R.
 
     Args:
         dim: width of the residual stream.
@@ -74,21 +74,21 @@ class LatentAttention(nn.Module):
         sizes, x_BSD = self.sizes, self.norm(x)
         q_BSHK = self._queries(x_BSD, cos, sin)
         widths = (sizes.kv_lora_rank, sizes.rope_head_dim)
-        latent_BSC, turned_BSR = self.kv_down(x_BSD).split(widths, dim=-1)
+        latent_BSC, rotated_BSR = self.kv_down(x_BSD).split(widths, dim=-1)
         latent_BSC = self.kv_norm(latent_BSC)
-        turned_BS1R = self.rotary(halves(turned_BSR.unsqueeze(2)), cos, sin)
+        rotated_BS1R = self.rotary(interleaved_to_half(rotated_BSR.unsqueeze(2)), cos, sin)
         attend = self._attend
         if cache is not None:
-            latent_BL1C, turned_BS1R = cache.extend(latent_BSC.unsqueeze(2), turned_BS1R)
+            latent_BL1C, rotated_BS1R = cache.extend(latent_BSC.unsqueeze(2), rotated_BS1R)
             latent_BSC = latent_BL1C.squeeze(2)
             if max(x.shape[1], sizes.kv_lora_rank) < cache.length:
                 attend = self._attend_to_latents
-        out_BSHW = attend(q_BSHK, latent_BSC, turned_BS1R, mask)
+        out_BSHW = attend(q_BSHK, latent_BSC, rotated_BS1R, mask)
         out_BSD: Tensor = self.o(out_BSHW.flatten(2))
         return out_BSD
 
     def _queries(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return [B, S, H, K], the last R of K turned."""
+        """Return [B, S, H, K], the last R of K rotated."""
         sizes = self.sizes
         if sizes.q_lora_rank is None:
             up, narrow = self.q, x_BSD
@@ -98,20 +98,20 @@ class LatentAttention(nn.Module):
             narrow = narrow * self.query_scale
         q_BSHK = up(narrow).unflatten(-1, (-1, sizes.key_head_dim))
         q_BSHN, q_BSHR = q_BSHK.split((sizes.nope_head_dim, sizes.rope_head_dim), dim=-1)
-        return torch.cat((q_BSHN, self.rotary(halves(q_BSHR), cos, sin)), dim=-1)
+        return torch.cat((q_BSHN, self.rotary(interleaved_to_half(q_BSHR), cos, sin)), dim=-1)
 
     def _attend(
-        self, q_BSHK: Tensor, latent_BLC: Tensor, turned_BL1R: Tensor, mask: Tensor | None
+        self, q_BSHK: Tensor, latent_BLC: Tensor, rotated_BL1R: Tensor, mask: Tensor | None
     ) -> Tensor:
         """Return [B, S, H, W], with keys and values of all positions made from the latents."""
         made_BLHJ = self.kv_up(latent_BLC).unflatten(-1, (-1, sum(self._ups)))
         k_BLHN, v_BLHW = made_BLHJ.split(self._ups, dim=-1)
-        shared_BLHR = turned_BL1R.expand(-1, -1, k_BLHN.shape[2], -1)
+        shared_BLHR = rotated_BL1R.expand(-1, -1, k_BLHN.shape[2], -1)
         out: Tensor = self.attention(q_BSHK, torch.cat((k_BLHN, shared_BLHR), -1), v_BLHW, mask)
         return out
 
     def _attend_to_latents(
-        self, q_BSHK: Tensor, latent_BLC: Tensor, turned_BL1R: Tensor, mask: Tensor | None
+        self, q_BSHK: Tensor, latent_BLC: Tensor, rotated_BL1R: Tensor, mask: Tensor | None
     ) -> Tensor:
         """Return what `_attend` does, for few queries and many positions.
 
@@ -128,6 +128,6 @@ class LatentAttention(nn.Module):
         # Attention divides by the root of this width.
         query = torch.cat((q_BSHC, q_BSHR), -1) * math.sqrt((C + R) / (N + R))
         latent_BL1C = latent_BLC.unsqueeze(2)
-        key = torch.cat((latent_BL1C, turned_BL1R), -1)
+        key = torch.cat((latent_BL1C, rotated_BL1R), -1)
         mean_BSHC = self.attention(query, key, latent_BL1C, mask)
         return torch.einsum("bshc,chw->bshw", mean_BSHC, to_value_CHW)

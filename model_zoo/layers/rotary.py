@@ -18,7 +18,7 @@ def frequencies(width: int, theta: float, device: torch.device | None = None) ->
     return 1.0 / theta**exponents
 
 
-def stretch(
+def scale_frequencies(
     frequencies: Tensor,
     *,
     factor: float,
@@ -32,8 +32,8 @@ def stretch(
     (transformers, modeling_rope_utils.py).
     """
     turns = original_max_seq_len * frequencies / (2 * math.pi)
-    kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
-    return (1 - kept) * frequencies / factor + kept * frequencies
+    unscaled = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    return (1 - unscaled) * frequencies / factor + unscaled * frequencies
 
 
 def yarn(
@@ -70,15 +70,15 @@ def yarn(
     if first == last:
         last += 0.001
     steps = torch.arange(count, dtype=torch.float32, device=frequencies.device)
-    stretched = ((steps - first) / (last - first)).clamp(0, 1)
-    return frequencies / factor * stretched + frequencies * (1 - stretched)
+    scaled = ((steps - first) / (last - first)).clamp(0, 1)
+    return frequencies / factor * scaled + frequencies * (1 - scaled)
 
 
-def halves(x: Tensor) -> Tensor:
-    """Return [..., K] with the neighbours of each pair, 2i and 2i + 1, at i and i + K / 2.
+def interleaved_to_half(x: Tensor) -> Tensor:
+    """Return [..., K] with the pair 2i and 2i + 1 moved to i and i + K / 2.
 
-    For weights whose pairs are neighbours (arXiv:2104.09864): `rotary` then turns the same pairs.
-    The order is another than before, the same for queries and keys: their products stay.
+    `rotary` rotates the pairs (i, i + K / 2). Weights of some models have interleaved pairs
+    (arXiv:2104.09864). Queries and keys change their order alike, so their products stay the same.
     """
     return x.view(*x.shape[:-1], -1, 2).mT.flatten(-2)
 
@@ -89,7 +89,7 @@ def rotation(positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> tupl
     Args:
         positions: [S] or [B, S].
         frequencies: [K / 2].
-        scale: of what is turned.
+        scale: factor of both.
 
     Returns:
         Two tensors [..., S, 1, K / 2], to be broadcast over heads.

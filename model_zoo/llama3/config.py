@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from ..config import Size
-from ..decoder_config import GroupedQueryConfig, mlp_shapes
+from ..decoder_config import GroupedQueryConfig
 from ..layers.configs import RopeScaling
 from ..layout import (
     ATTENTION_HF,
@@ -20,11 +20,6 @@ from ..layout import (
     SCALING_KEYS,
     Layout,
 )
-
-if TYPE_CHECKING:
-    from ...kernels.choose import Kernels
-    from .model import Llama3
-
 
 LAYOUT = Layout(
     embed="embed",
@@ -126,25 +121,12 @@ class Llama3Config(GroupedQueryConfig):
     rope_scaling: RopeScaling | None = None
     """stretching of the rotary frequencies; none leaves them alone"""
 
-    def block_shapes(self, number: int) -> dict[str, tuple[int, ...]]:
-        """Return name and shape of a block's parameters."""
-        return {**self.attention_shapes(), **mlp_shapes(self.dim, self.ffn_dim)}
-
     def hf_config(self) -> dict[str, Any]:
         """Return what transformers' `LlamaConfig` says of this model."""
-        found = super().hf_config()
-        if self.rope_scaling is not None:
-            found["rope_parameters"] |= self.rope_scaling.hf_config()
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            **found,
+            **super().hf_config(),
             "mlp_bias": False,
             "intermediate_size": self.ffn_dim,
         }
-
-    def build(self, kernels: Kernels) -> Llama3:
-        """Return the module."""
-        from .model import Llama3
-
-        return Llama3(self, kernels)

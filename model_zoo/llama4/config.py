@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import NonNegativeFloat, model_validator
 
 from ..config import Size
-from ..decoder_config import GroupedQueryConfig, mlp_shapes, moe_shapes
+from ..decoder_config import GroupedQueryConfig
 from ..layers.configs import MoESettings, RopeScaling
 from ..layout import (
     ATTENTION_HF,
@@ -155,58 +155,43 @@ class Llama4Config(GroupedQueryConfig):
     temperature_floor: Size = 64
     """positions a step"""
 
-    def is_turned(self, number: int) -> bool:
+    def has_rotary(self, number: int) -> bool:
         """Return whether block `number` is one with RoPE."""
         return (number + 1) % self.nope_every != 0
 
-    def has_experts(self, number: int) -> bool:
-        """Return whether block `number` has experts."""
-        return (number + 1) % self.moe_every == 0
+    def experts_of(self, number: int) -> MoESettings | None:
+        """Return the experts of block `number`, or None where it has none."""
+        return self.moe if (number + 1) % self.moe_every == 0 else None
 
     @model_validator(mode="after")
     def _check_experts(self) -> Self:
         self.moe.require(**FORM, shared_ffn_dim=None, scale=1.0, groups=1)
         return self
 
-    def block_shapes(self, number: int) -> dict[str, tuple[int, ...]]:
-        """Return name and shape of a block's parameters."""
-        if self.has_experts(number):
-            return {**self.attention_shapes(), **moe_shapes(self.dim, self.moe)}
-        return {**self.attention_shapes(), **mlp_shapes(self.dim, self.ffn_dim)}
-
-    def block_products(self, number: int) -> float:
-        """Return how many of block `number`'s weights multiply each token."""
-        if self.has_experts(number):
-            return self.attention_products + self.moe.products(self.dim)
-        return super().block_products(number)
-
-    def score_products(self, number: int, seq_len: int) -> float:
-        """Return those of two products a score, causal attention counted at half."""
-        reach = min(self.chunk, seq_len) if self.is_turned(number) else seq_len
-        return super().score_products(number, reach)
+    def attention_multiplications(self, number: int, seq_len: int) -> float:
+        """Return the multiplications a token of scores and weighted values in a block's chunks."""
+        reach = min(self.chunk, seq_len) if self.has_rotary(number) else seq_len
+        return super().attention_multiplications(number, reach)
 
     def hf_config(self) -> dict[str, Any]:
         """Return what transformers' `Llama4TextConfig` says of this model."""
-        found = super().hf_config()
-        turned = [self.is_turned(number) for number in range(self.n_layers)]
-        if self.rope_scaling is not None:
-            found["rope_parameters"] |= self.rope_scaling.hf_config()
+        rotary = [self.has_rotary(number) for number in range(self.n_layers)]
         return {
             "architectures": ["Llama4ForCausalLM"],
             "model_type": "llama4_text",
-            **found,
+            **super().hf_config(),
             "intermediate_size_mlp": self.ffn_dim,
             "attention_chunk_size": self.chunk,
             "no_rope_layer_interval": self.nope_every,
-            "no_rope_layers": [int(is_turned) for is_turned in turned],
+            "no_rope_layers": list(map(int, rotary)),
             "layer_types": [
-                f"{'chunked' if is_turned else 'full'}_attention" for is_turned in turned
+                f"{'chunked' if has_rotary else 'full'}_attention" for has_rotary in rotary
             ],
             "use_qk_norm": self.qk_norm,
             "attn_temperature_tuning": True,
             "attn_scale": self.temperature_scale,
             "floor_scale": self.temperature_floor,
-            "moe_layers": [n for n in range(self.n_layers) if self.has_experts(n)],
+            "moe_layers": [n for n in range(self.n_layers) if self.experts_of(n)],
             "interleave_moe_layer_step": self.moe_every,
             "num_local_experts": self.moe.num_experts,
             "num_experts_per_tok": self.moe.experts_per_token,

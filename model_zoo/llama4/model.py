@@ -13,20 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.choose import Kernels
-from ..decoder import Block, Decoder, Tables
+from ..decoder import Decoder, Tables
 from ..language_model import KVCache
 from ..layers.attention import GroupedQueryAttention
-from ..layers.dense import GatedMLP
 from ..layers.moe import Experts, MoE
-from ..layers.rotary import halves, stretch
+from ..layers.rotary import interleaved_to_half
 from .config import Llama4Config
 
 
 class Llama4Attention(GroupedQueryAttention):
     """Attention of one of two kinds.
 
-    Most blocks turn queries and keys, and see a chunk of the row. The others see all of it, and
-    know where queries are by their scale alone: the later, the larger (arXiv:2501.19399).
+    Most blocks rotate queries and keys and attend within a chunk of the row. The others attend to
+    the whole row without rotation; there later queries are scaled up (arXiv:2501.19399).
 
     Args:
         config: sizes.
@@ -35,19 +34,23 @@ class Llama4Attention(GroupedQueryAttention):
     """
 
     def __init__(self, config: Llama4Config, number: int, kernels: Kernels) -> None:
-        is_turned = config.is_turned(number)
-        super().__init__(config, kernels, chunk=config.chunk if is_turned else None)
-        self.is_turned = is_turned
+        has_rotary = config.has_rotary(number)
+        super().__init__(config, kernels, chunk=config.chunk if has_rotary else None)
+        self.has_rotary = has_rotary
         self.norm_eps = config.norm_eps if config.qk_norm else None
 
-    def place(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn both and normalise them, or scale the queries by `cos`."""
-        if not self.is_turned:
+    def apply_rotary(
+        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate both and normalise them, or scale the queries by `cos`."""
+        if not self.has_rotary:
             return (query * cos).to(query.dtype), key
-        q_BSHK, k_BSGK = super().place(halves(query), halves(key), cos, sin)
-        return self._normalised(q_BSHK), self._normalised(k_BSGK)
+        q_BSHK, k_BSGK = super().apply_rotary(
+            interleaved_to_half(query), interleaved_to_half(key), cos, sin
+        )
+        return self._normalise(q_BSHK), self._normalise(k_BSGK)
 
-    def _normalised(self, x: Tensor) -> Tensor:
+    def _normalise(self, x: Tensor) -> Tensor:
         if self.norm_eps is None:
             return x
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -76,20 +79,16 @@ class Llama4(Decoder):
 
     config: Llama4Config
 
-    def block(self, number: int, kernels: Kernels) -> Block:
-        """Return a block of one of two kinds of attention, and of experts or without."""
-        config = self.config
-        mlp: nn.Module
-        if config.has_experts(number):
-            mlp = Llama4MoE(config.dim, config.moe, config.norm_eps, kernels)
-        else:
-            mlp = GatedMLP(config.dim, config.ffn_dim, config.norm_eps, kernels)
-        return Block(Llama4Attention(config, number, kernels), mlp)
+    def make_attention(self, number: int, kernels: Kernels) -> nn.Module:
+        """Return attention of one of two kinds."""
+        return Llama4Attention(self.config, number, kernels)
 
-    def rotary_frequencies(self, device: torch.device) -> Tensor:
-        """Return the frequencies, stretched where the config says so."""
-        found, scaling = super().rotary_frequencies(device), self.config.rope_scaling
-        return found if scaling is None else stretch(found, **scaling.model_dump())
+    def make_mlp(self, number: int, kernels: Kernels) -> nn.Module:
+        """Return a feed-forward layer, or experts that read weighted rows."""
+        config = self.config
+        if config.experts_of(number) is None:
+            return super().make_mlp(number, kernels)
+        return Llama4MoE(config.dim, config.moe, config.norm_eps, kernels)
 
     def tables(
         self, positions: Tensor, document_ids: Tensor | None, cache: KVCache | None
@@ -105,9 +104,9 @@ class Llama4(Decoder):
             near = self.attention_mask(ids, keys)
             far = self.attention_mask(ids >> 32, keys >> 32)
         scale = self._scale(positions)
-        turned, still = (*self.rotation(positions), near), (scale, scale, far)
+        with_rotary, without = (*self.rotation(positions), near), (scale, scale, far)
         blocks = range(self.config.n_layers)
-        return [turned if self.config.is_turned(number) else still for number in blocks]
+        return [with_rotary if self.config.has_rotary(number) else without for number in blocks]
 
     def _scale(self, positions: Tensor) -> Tensor:
         """Return what queries at [S] or [B, S] positions are multiplied by, [..., S, 1, 1]."""

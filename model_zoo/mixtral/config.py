@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from ..decoder_config import GroupedQueryConfig, moe_shapes
+from ..decoder_config import GroupedQueryConfig
 from ..layers.configs import MoESettings
 from ..layout import (
     ATTENTION_HF,
@@ -20,11 +20,6 @@ from ..layout import (
     MOE_TENSOR,
     Layout,
 )
-
-if TYPE_CHECKING:
-    from ...kernels.choose import Kernels
-    from .model import Mixtral
-
 
 EXPERTS = "model.layers.{i}.block_sparse_moe.experts"
 EXPERTS_HF = {
@@ -123,14 +118,6 @@ class MixtralConfig(GroupedQueryConfig):
         self.moe.require(**FORM, scale=1.0, groups=1)
         return self
 
-    def block_shapes(self, number: int) -> dict[str, tuple[int, ...]]:
-        """Return name and shape of a block's parameters."""
-        return {**self.attention_shapes(), **moe_shapes(self.dim, self.moe)}
-
-    def block_products(self, number: int) -> float:
-        """Return how many of block `number`'s weights multiply each token."""
-        return self.attention_products + self.moe.products(self.dim)
-
     def hf_config(self) -> dict[str, Any]:
         """Return what transformers' `MixtralConfig` says of this model."""
         return {
@@ -143,9 +130,3 @@ class MixtralConfig(GroupedQueryConfig):
             "intermediate_size": self.moe.expert_ffn_dim,
             "router_aux_loss_coef": self.moe.aux_weight,
         }
-
-    def build(self, kernels: Kernels) -> Mixtral:
-        """Return the module."""
-        from .model import Mixtral
-
-        return Mixtral(self, kernels)

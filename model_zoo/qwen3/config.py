@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 from pydantic import model_validator
 
 from ..config import PositiveFloat, Size, flat, sizes_of, validate
-from ..decoder_config import GroupedQueryConfig, mlp_shapes, moe_shapes
+from ..decoder_config import GroupedQueryConfig
 from ..layers.configs import MoESettings
 from ..layout import (
     ATTENTION_HF,
@@ -28,11 +28,6 @@ from ..layout import (
     QK_NORM_TENSOR,
     Layout,
 )
-
-if TYPE_CHECKING:
-    from ...kernels.choose import Kernels
-    from .model import Qwen3
-
 
 LAYOUT = Layout(
     embed="embed",
@@ -105,6 +100,7 @@ class Qwen3Config(GroupedQueryConfig):
     """Qwen3: grouped-query attention with normalised queries and keys, and SwiGLU or experts."""
 
     layout: ClassVar = LAYOUT
+    has_head_norms: ClassVar = True
     flavors: ClassVar = {
         "debug": {},
         "0.6b": {
@@ -195,24 +191,6 @@ class Qwen3Config(GroupedQueryConfig):
             self.moe.require(score="softmax", scale=1.0, num_shared=0, groups=1, balance_bias=False)
         return self
 
-    def block_shapes(self, number: int) -> dict[str, tuple[int, ...]]:
-        """Return name and shape of a block's parameters."""
-        if self.moe is None:
-            return {**self.attention_shapes(), **mlp_shapes(self.dim, self.ffn_dim)}
-        return {**self.attention_shapes(), **moe_shapes(self.dim, self.moe)}
-
-    def block_products(self, number: int) -> float:
-        """Return how many of block `number`'s weights multiply each token."""
-        if self.moe is None:
-            return super().block_products(number)
-        return self.attention_products + self.moe.products(self.dim)
-
-    def attention_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return name and shape of the parameters of a block's attention."""
-        width = (self.head_width,)
-        norms = {"attention.q_norm.weight": width, "attention.k_norm.weight": width}
-        return {**super().attention_shapes(), **norms}
-
     def hf_config(self) -> dict[str, Any]:
         """Return what transformers' `Qwen3Config` or `Qwen3MoeConfig` says of this model."""
         found = {
@@ -248,9 +226,3 @@ class Qwen3Config(GroupedQueryConfig):
         sizes = sizes_of({**MOE_DEFAULTS, **given}, cls)
         sizes["moe"]["aux_scope"] = BALANCE["aux_scope"]
         return cast("Self", validate(cls, sizes))
-
-    def build(self, kernels: Kernels) -> Qwen3:
-        """Return the module."""
-        from .model import Qwen3
-
-        return Qwen3(self, kernels)

@@ -194,5 +194,5 @@ def test_flops_per_token_equal_those_counted(changes):
     model, length = our_model("matmul", **changes), 64
     x = tokens(2, length)
     config = model.config
-    scores = 6 * sum(config.score_products(n, length) for n in range(config.num_blocks))
+    scores = 6 * sum(config.attention_multiplications(n, length) for n in range(config.num_blocks))
     assert flops_of(model, x) == config.flops_per_token(length) + scores

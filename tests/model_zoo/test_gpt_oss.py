@@ -93,7 +93,7 @@ def test_scores_are_counted_within_windows(seq_len):
     pairs = sum(min(position + 1, 64) for position in range(seq_len))
     # Two products a pair; half of the row is what the base class counts of a causal one.
     exact = 2 * pairs * 4 * 16 / seq_len
-    assert config.score_products(0, seq_len) == pytest.approx(
+    assert config.attention_multiplications(0, seq_len) == pytest.approx(
         exact, rel=0.3 if seq_len < 5 else 0.02
     )
-    assert config.score_products(1, seq_len) == 4 * 16 * seq_len
+    assert config.attention_multiplications(1, seq_len) == 4 * 16 * seq_len

@@ -127,7 +127,7 @@ def test_a_cache_holds_the_latent_and_the_shared_key_alone_and_keeps_borders():
 def test_the_config_knows_the_parameters(q_lora_rank):
     layer = our_layer(q_lora_rank=q_lora_rank)
     shapes = {f"attention.{n}": tuple(p.shape) for n, p in layer.named_parameters()}
-    assert list(layer.sizes.attention_shapes(DIM, HEADS).items()) == list(shapes.items())
+    assert list(layer.sizes.latent_shapes(DIM, HEADS).items()) == list(shapes.items())
 
 
 def test_sizes_that_cannot_be_are_refused():

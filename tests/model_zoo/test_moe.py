@@ -259,13 +259,13 @@ def test_forced_balance_gives_every_expert_as_many_rows():
 @pytest.mark.parametrize("name", SETTINGS)
 def test_shapes_of_parameters_are_those_of_the_module(name):
     moe = layer(**SETTINGS[name])
-    found = {name: tuple(weight.shape) for name, weight in moe.named_parameters()}
+    found = {f"mlp.{name}": tuple(weight.shape) for name, weight in moe.named_parameters()}
     assert list(found.items()) == list(moe.settings.shapes(DIM).items())
 
 
 def test_products_count_what_a_token_takes():
     settings = MoESettings(num_experts=8, experts_per_token=2, expert_ffn_dim=32, num_shared=1)
-    assert settings.products(16) == 16 * 8 + 3 * 3 * 16 * 32
+    assert settings.active_parameters(16) == 16 * 8 + 3 * 3 * 16 * 32
 
 
 @pytest.mark.parametrize(

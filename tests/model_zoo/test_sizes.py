@@ -36,7 +36,7 @@ def test_flops_per_token_equal_those_counted(family, changes):
     config, length = models[family].model_validate({"vocab_size": 61, **changes}), 64
     model = built(config, "matmul")
     x = torch.randint(0, 61, (2, length))
-    scores = 6 * sum(config.score_products(n, length) for n in range(config.num_blocks))
+    scores = 6 * sum(config.attention_multiplications(n, length) for n in range(config.num_blocks))
     assert flops_of(model, x) == config.flops_per_token(length) + scores
 
 

@@ -5,18 +5,10 @@ from unittest.mock import patch
 
 from tests.train.plans import BASE, assembled, recipe_with, train, whole
 from trainer.engine.core.registry import models
-from trainer.model_zoo.decoder import Block, Decoder
 from trainer.model_zoo.decoder_config import GroupedQueryConfig
-from trainer.model_zoo.layers.attention import GroupedQueryAttention
 from trainer.model_zoo.layers.configs import MoESettings
-from trainer.model_zoo.layers.moe import MoE, moe_layers
+from trainer.model_zoo.layers.moe import moe_layers
 from trainer.model_zoo.layout import ATTENTION_TENSOR, ENDS_TENSOR, MOE_TENSOR, Layout
-
-
-class ExpertsModel(Decoder):
-    def block(self, number, kernels):
-        c = self.config
-        return Block(GroupedQueryAttention(c, kernels), MoE(c.dim, c.moe, c.norm_eps, kernels))
 
 
 class ExpertsConfig(GroupedQueryConfig):
@@ -35,17 +27,6 @@ class ExpertsConfig(GroupedQueryConfig):
     name: Literal["experts_sample"] = "experts_sample"
     moe: MoESettings = MoESettings()
     """the experts"""
-
-    def block_shapes(self, number):
-        shapes = {f"mlp.{name}": shape for name, shape in self.moe.shapes(self.dim).items()}
-        return self.attention_shapes() | shapes
-
-    def block_products(self, number):
-        attention = {n: s for n, s in self.attention_shapes().items() if len(s) == 2}
-        return sum(a * b for a, b in attention.values()) + self.moe.products(self.dim)
-
-    def build(self, kernels):
-        return ExpertsModel(self, kernels)
 
 
 BALANCED = {"balance_bias": True, "bias_rate": 0.01, "aux_weight": 0.05, "z_weight": 1e-3}
