@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -31,9 +30,9 @@ class MetricsLog:
     """Appends rows with full float precision, one write call a row.
 
     Args:
-        path: the file; made if missing.
-        resume_step: the step the run goes on from; rows of later steps are dropped, and so is a
-            last line that a kill has torn.
+        path: the file, which is created if it is missing.
+        resume_step: the step after which the run resumes; rows of later steps are dropped, and a
+            last line that a kill left incomplete.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
@@ -42,11 +41,11 @@ class MetricsLog:
         self.rewind(resume_step)
 
     def rewind(self, step: int, *, is_evaluated: bool = True) -> None:
-        """Drop the rows of steps after `step`; those at it stay. Also used by a rollback.
+        """Drop the rows of steps after `step`, for a resumed run and for a rollback.
 
         Args:
-            step: the last one whose rows stay.
-            is_evaluated: False: its evaluation goes too, because it will be done again.
+            step: the last step whose rows stay.
+            is_evaluated: False drops the evaluation after `step` too, which will be done again.
         """
         self.close()
         if self.path.exists():
@@ -64,10 +63,10 @@ class MetricsLog:
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append a row; it must have `kind` and `step`.
+        """Append a row with `kind` and `step`.
 
         Raises:
-            OSError: the disk is full. Rows written later are whole again.
+            OSError: the disk is full. Rows that are written later are complete again.
         """
         line = json.dumps(plain(dict(row)), allow_nan=False)
         data = (b"\n" if self._torn else b"") + line.encode() + b"\n"
@@ -75,7 +74,7 @@ class MetricsLog:
         self._torn = os.write(self._file, data) != len(data)
 
     def sync(self) -> None:
-        """Make the rows survive a power cut; called before a checkpoint that relies on them."""
+        """Make the rows survive a power cut, before a checkpoint is saved."""
         os.fsync(self._file)
 
     def close(self) -> None:
@@ -86,13 +85,13 @@ class MetricsLog:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a finished or live run; a torn line is left out."""
+    """Return the rows of a run; an incomplete line is skipped."""
     with open_regular(path) as file:
         return list(decode_rows(file.read().decode("utf-8", errors="replace")))
 
 
 def decode_rows(text: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows in some lines of the file, words for numbers turned into numbers."""
+    """Yield the rows of a file's text, with "NaN" and "Infinity" as floats."""
     for _, row in _rows(text):
         for key, value in row.items():
             if isinstance(value, str):
@@ -101,7 +100,7 @@ def decode_rows(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each whole line, with its newline, and its row."""
+    """Yield each complete line, with its newline, and the row in it."""
     for line in text.split("\n")[:-1]:
         try:
             row = json.loads(line)
@@ -113,7 +112,7 @@ def _rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON can hold it: a number that is not finite becomes a word."""
+    """Return a value that JSON can hold: a number that is not finite becomes a string."""
     if isinstance(value, dict):
         return {key: plain(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -123,35 +122,8 @@ def plain(value: Any) -> Any:
     return value
 
 
-class EventLog:
-    """Appends events. What a resumed run does again it also records again: no event is there twice.
-
-    Args:
-        folder: the run directory.
-        resume_step: the step the run resumes after; events of later steps are dropped.
-    """
-
-    def __init__(self, folder: Path, resume_step: int) -> None:
-        self._log = MetricsLog(folder / EVENTS_FILE, resume_step)
-
-    def write(self, event: dict[str, Any]) -> None:
-        """Write an event so that it survives a power cut; it has `kind`, `step` and `batch`.
-
-        Raises:
-            OSError: the disk is full.
-        """
-        step, batch = event["step"], event["batch"]
-        name = f"{event['kind']}-{step}" + (f"-batch-{batch}" if batch != step else "")
-        self._log.write({"id": name, **event, "time": round(time.time(), 3)})
-        self._log.sync()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._log.close()
-
-
 def read_events(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a run directory, oldest first; a line that is no event is left out."""
+    """Yield the events of a run directory, oldest first; a line that is not an event is skipped."""
     with suppress(OSError), open_regular(folder / EVENTS_FILE) as file:
         for row in decode_rows(file.read(MAX_EVENTS_BYTES).decode("utf-8", errors="replace")):
             if isinstance(row.get("id"), str) and isinstance(row.get("kind"), str):

@@ -73,7 +73,7 @@ def export_run(
         tensors |= parts.average.prepare(found.manifest.tensors) if parts.average else {}
         load_state(found.path, found.manifest, tensors, group, parts.model.saved_elsewhere)
     names = [FINAL]
-    names += [AVERAGE] * (parts.average is not None and parts.average.begun)
+    names += [AVERAGE] * (parts.average is not None and parts.average.has_begun)
     names += [ADAPTER] * (parts.recipe.lora.rank > 0)
     ranks.reduce(lambda: None, lambda _: _clear(run))
     faults.point("train.export", ranks.rank, step)
@@ -82,7 +82,7 @@ def export_run(
             base = parts.recipe.run.init_from
             save_adapter(run / ADAPTER, parts.model, parts.model_config, base=base, group=group)
         elif name == AVERAGE and parts.average is not None:
-            with parts.average.in_place():
+            with parts.average.swap_in():
                 _export(parts, run / AVERAGE, group)
         else:
             _export(parts, run / FINAL, group)

@@ -186,10 +186,9 @@ def _compute(
     )
     step = replace(step, weight_update=unclipped)
     probe = Probe(step, parts.model_config.layout)
-    with probe.watching():
+    with probe.watch():
         gradients = step.accumulate(next(batches))
-    loss = gradients.loss / gradients.tokens.clamp(min=1)
-    return loss.item(), gradients.norm.item(), probe.found
+    return gradients.mean_loss.item(), gradients.norm.item(), probe.layers
 
 
 def _skip_what_was_rolled_back(position: Position, target: ReplayTarget) -> None:

@@ -77,11 +77,11 @@ def ending(saved: Manifest, parts: Assembled) -> str:
     """Return why nothing is left to do after a checkpoint; empty: the run goes on."""
     if saved.extra.get("unevaluated"):
         return ""
-    best = Best.restored(saved.extra)
+    best = Best.from_manifest(saved.extra)
     if saved.step >= parts.total_steps:
         return "finished before"
     if best.is_exhausted(parts.recipe.evaluate):
-        return f"stopped early before, {best.told()}"
+        return f"stopped early before, {best.describe()}"
     return ""
 
 

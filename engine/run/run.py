@@ -159,7 +159,7 @@ class Session:
         if self.world.rank == 0:
             atomic_write(self.directory.recipe, to_toml(recipe))
         state = self._state(parts, position.step, identity.attempt)
-        with self._recorded(state), recorder.opened(position.step):
+        with self._recorded(state), recorder.open(position.step):
             outcome = self._train(parts, position, saver, health)
             state.warnings = health.conclude()
             if outcome == "stopped":
@@ -242,7 +242,7 @@ class Session:
     def _tell_end(self, outcome: str, position: Position, warnings: Sequence[str]) -> None:
         for text in warnings:
             self.progress.warn(text)
-        early = f"{outcome}, {position.best.told()}" if outcome == "stopped early" else outcome
+        early = f"{outcome}, {position.best.describe()}" if outcome == "stopped early" else outcome
         self.progress.note(f"{early}: {position.step} steps in {self.directory.path}")
 
     def _export(

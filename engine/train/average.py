@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, kept beside them."""
+"""An exponential moving average of the weights."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 class WeightAverage:
     """The average `a <- decay * a + (1 - decay) * w` of every trained weight, in fp32.
 
-    It begins as a copy of the weights at its first update. Each rank keeps the part that it keeps
-    of the weights, so nothing is communicated.
+    The first update copies the weights. Each rank averages its shards of the weights, so nothing
+    is communicated.
 
     Args:
-        model: with its parameters in memory, laid out as they will stay.
+        model: the model with its parameters in memory, sharded as in training.
         table: the recipe's `[ema]`.
+
+    Attributes:
+        has_begun: whether there was an update.
     """
 
     def __init__(self, model: nn.Module, table: EMA) -> None:
@@ -34,55 +37,58 @@ class WeightAverage:
             name: torch.empty_like(weight, dtype=torch.float32)
             for name, weight in self._weights.items()
         }
-        self.begun = False
+        self.has_begun = False
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after `step` steps, if it is due. Nothing waits for the device."""
+        """Add the weights after `step` steps if that is due; nothing waits for the device."""
         if step % self._table.interval:
             return
         averages = [local(tensor) for tensor in self._averages.values()]
         weights = [local(tensor) for tensor in self._weights.values()]
-        if self.begun:
+        if self.has_begun:
             torch._foreach_lerp_(averages, weights, 1 - self._table.decay)
         else:
             torch._foreach_copy_(averages, weights)
-            self.begun = True
+            self.has_begun = True
 
     def state(self) -> dict[str, Tensor]:
-        """Return the average by `ema.NAME`; nothing before the first update."""
-        return {f"ema.{name}": tensor for name, tensor in self._averages.items() if self.begun}
+        """Return the average as `ema.NAME`; nothing before the first update."""
+        return {f"ema.{name}": tensor for name, tensor in self._averages.items() if self.has_begun}
 
     def prepare(self, saved: Collection[str]) -> dict[str, Tensor]:
-        """Return what is to be read from a checkpoint that holds the names `saved`.
+        """Return the tensors that a checkpoint fills.
 
-        From one without an average it begins anew at its next update.
+        Args:
+            saved: names of the tensors in the checkpoint. Without an average among them the next
+                update begins a new one.
         """
-        self.begun = any(name.startswith("ema.") for name in saved)
+        self.has_begun = any(name.startswith("ema.") for name in saved)
         return self.state()
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Give the model the average for a while; its own weights come back bit for bit.
+    def swap_in(self) -> Iterator[None]:
+        """Give the model the average within a context; its own weights return bit for bit.
 
-        Weights and averages change places, with memory for one tensor more.
+        Weights and averages are exchanged one by one, with the memory of one tensor more.
         """
-        if not self.begun:
+        if not self.has_begun:
             yield
             return
-        self._exchange()
+        self._swap()
         try:
             yield
         finally:
-            self._exchange()
+            self._swap()
 
     @torch.no_grad()
-    def _exchange(self) -> None:
+    def _swap(self) -> None:
         for module in self._model.modules():
             if reshard := getattr(module, "reshard", None):
-                reshard()  # FSDP may still hold weights that it has gathered
+                # FSDP2 may still hold gathered weights, which it would compute with (ZeRO-2).
+                reshard()
         for weight, average in zip(self._weights.values(), self._averages.values(), strict=True):
-            ours, theirs = local(weight), local(average)
-            kept = ours.clone()
-            ours.copy_(theirs)
-            theirs.copy_(kept)
+            shard, average_shard = local(weight), local(average)
+            copy = shard.clone()
+            shard.copy_(average_shard)
+            average_shard.copy_(copy)

@@ -1,4 +1,4 @@
-"""What balances the load of experts from step to step, and measures it."""
+"""The loads of experts: what balances them from step to step, and their metrics."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 
 
 def warn_of_capacity(config: ModelConfig, table: Data, degrees: Degrees) -> None:
-    """Warn if experts drop tokens by their number in a part of a batch.
+    """Warn if which tokens experts drop depends on the micro batch and the ranks.
 
     Args:
-        config: the model's.
-        table: how large a batch is, and a micro batch.
-        degrees: of the ranks.
+        config: the model's config.
+        table: the recipe's `[data]`.
+        degrees: the ranks along each axis.
     """
     capacity = getattr(getattr(config, "moe", None), "capacity_factor", None)
     is_split = degrees.world > 1 or table.micro_batch < table.global_batch
@@ -41,36 +41,40 @@ def warn_of_capacity(config: ModelConfig, table: Data, degrees: Degrees) -> None
 
 
 class Balance:
-    """The loads of all experts of all ranks in a step, and what follows from them.
+    """The loads of the experts of all layers and ranks in a step.
 
     Args:
-        model: in memory; this rank's part of it.
-        degrees: of the ranks.
+        model: this rank's part of the model, in memory.
+        degrees: the ranks along each axis.
         rows: sequences of a step over all ranks.
-        device: of this rank.
+        device: the device of this rank.
     """
 
     def __init__(
         self, model: LanguageModel, degrees: Degrees, rows: int, device: torch.device
     ) -> None:
-        mine = moe_layers(model)
-        shapes = {f"{name}{ROUTER}": tuple(each.router.weight.shape) for name, each in mine.items()}
+        local_layers = moe_layers(model)
+        shapes = {
+            f"{name}{ROUTER}": tuple(layer.router.weight.shape)
+            for name, layer in local_layers.items()
+        }
+        # Also the layers of other pipeline stages: all ranks must sum tensors of one shape.
         shapes |= {name: shape for name, shape in model.elsewhere.items() if name.endswith(ROUTER)}
         order = sorted(shapes, key=_by_number)
-        self._layers = list(mine.values())
-        self._places = [order.index(f"{name}{ROUTER}") for name in mine]
+        self._layers = list(local_layers.values())
+        self._rows_of_layers = [order.index(f"{name}{ROUTER}") for name in local_layers]
         experts = max((shape[0] for shape in shapes.values()), default=0)
-        self._found = torch.zeros(
+        self._loads = torch.zeros(
             len(order), experts + NUM_OTHER_COUNTS, dtype=torch.float64, device=device
         )
-        self._rows, self._same = rows, degrees.world // degrees.data
+        self._rows, self._num_equal = rows, degrees.world // degrees.data
         # Ranks that share a sequence have a mean each.
         self._shares = rows * degrees.sequence
 
     @property
     def exists(self) -> bool:
-        """Whether any rank has experts."""
-        return len(self._found) > 0
+        """Whether the model has experts, on this rank or on another."""
+        return len(self._loads) > 0
 
     def start(
         self,
@@ -78,17 +82,20 @@ class Balance:
         masks: Sequence[Tensor | None] = (),
         sum_over_ranks: Callable[[Tensor, int], None] = lambda count, same: None,
     ) -> None:
-        """Prepare for the passes of a step; all ranks call it.
+        """Prepare for the forward and backward passes of a step; all ranks call it.
 
         Args:
-            factor: what multiplies the losses of the step, see `TrainStep.loss_factor`.
-            masks: of padding, of this rank's batches: all are given or none.
-            sum_over_ranks: sums a tensor, of which so many ranks have the same, in place.
+            factor: multiplies the losses of the step; see `TrainStep.loss_factor`.
+            masks: padding masks of this rank's batches; all are given or none.
+            sum_over_ranks: sums a tensor in place; the second argument is the number of ranks that
+                hold the same numbers.
         """
         padding = [mask for mask in masks if mask is not None]
         if self.exists and padding:
+            # Padding has no load: a layer's mean is over real tokens, of which ranks have
+            # unequal numbers.
             tokens = torch.stack([(~mask).sum() for mask in padding]).sum()
-            sum_over_ranks(tokens, self._same)
+            sum_over_ranks(tokens, self._num_equal)
             token_factor = self._rows * padding[0].shape[1] / tokens.clamp(min=1).double()
             for layer in self._layers:
                 layer.token_factor.copy_(token_factor)
@@ -99,48 +106,51 @@ class Balance:
             torch._foreach_add_(factors, factor / self._shares)
 
     def collect(self, sum_over_ranks: Callable[[Tensor], None]) -> None:
-        """Take what the layers of all ranks have counted since the start; all ranks call it.
+        """Sum what the layers of all ranks have counted since `start`; all ranks call it.
 
         Args:
-            sum_over_ranks: sums a tensor in place.
+            sum_over_ranks: sums a tensor over all ranks in place.
         """
-        self._found.zero_()
-        for place, layer in zip(self._places, self._layers, strict=True):
-            self._found[place].copy_(layer.load_counter)
-        sum_over_ranks(self._found)
+        self._loads.zero_()
+        for row, layer in zip(self._rows_of_layers, self._layers, strict=True):
+            self._loads[row].copy_(layer.load_counter)
+        sum_over_ranks(self._loads)
 
     def loss(self) -> Tensor:
-        """Return what the routers' losses add to what the step minimises: 0 without experts."""
-        return self._found[:, -1].sum() / self._shares
+        """Return the auxiliary loss of all routers, as the step minimises it; 0 without experts."""
+        return self._loads[:, -1].sum() / self._shares
 
     @torch.no_grad()
     def update(self) -> None:
-        """Let the routers of this rank know the loads that were found."""
-        loads = self._found[:, :-NUM_OTHER_COUNTS]
+        """Adjust the routers of this rank by the loads of the step."""
+        loads = self._loads[:, :-NUM_OTHER_COUNTS]
         mean = loads.mean(1, keepdim=True)
-        # Counts are exact in fp64, so that every plan finds the same signs.
+        # Counts are exact in fp64, so that signs are the same under every parallel plan.
         signs, shares = (mean - loads).sign(), loads / mean.clamp(min=1)
-        for place, layer in zip(self._places, self._layers, strict=True):
+        for row, layer in zip(self._rows_of_layers, self._layers, strict=True):
             router = layer.router
-            # A bias is frozen with the weights: adapters go with what they were trained beside. Not
-            # `router.weight`, which tensor parallelism makes a view without gradient.
+            # A bias is frozen with the weights: adapters stay with the routing that they were
+            # trained for. `router.weight` does not say so: under tensor parallelism it is a view
+            # without gradient.
             if router.bias is not None and next(router.parameters()).requires_grad:
-                router.bias.add_(signs[place], alpha=layer.settings.bias_rate)
+                router.bias.add_(signs[row], alpha=layer.settings.bias_rate)
             if router.load is not None:
-                router.load.copy_(shares[place])
+                router.load.copy_(shares[row])
 
-    def measures(self) -> dict[str, Tensor]:
-        """Return scalars of the step, for the log; nothing waits for the device.
+    def metrics(self) -> dict[str, Tensor]:
+        """Return the metrics of the step, on the device.
 
-        `max_violation` is how far the busiest expert's load lies above the mean (arXiv:2408.15664,
-        equation 4), of the worst layer; `mean_violation` its mean over layers. `idle_experts` had
-        no token. `router_entropy` is a token's, in nats, and `drop_rate` a share of rows.
+        Returns:
+            `max_violation`: how far the load of the busiest expert lies above the mean
+            (arXiv:2408.15664, equation 4), in the worst layer; `mean_violation`: the mean over
+            layers; `idle_experts`: experts without a token; `router_entropy`: of a token, in nats;
+            `drop_rate`: the share of rows that were dropped.
         """
         loads, (dropped, entropy, _) = (
-            self._found[:, :-NUM_OTHER_COUNTS],
-            self._found[:, -NUM_OTHER_COUNTS:].unbind(1),
+            self._loads[:, :-NUM_OTHER_COUNTS],
+            self._loads[:, -NUM_OTHER_COUNTS:].unbind(1),
         )
-        # Layers that no gradient reaches count nothing.
+        # A layer that no gradient reaches counts nothing, and must not count as balanced.
         is_counted = loads.sum(1) > 0
         violations = (loads.amax(1) / loads.mean(1).clamp(min=1) - 1) * is_counted
         rows = loads.sum().clamp(min=1)
@@ -154,5 +164,5 @@ class Balance:
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
-    """Return what sorts names by the numbers in them, not by their digits."""
+    """Return a key that sorts names by the numbers in them: block 2 before block 10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"\.", name)]

@@ -25,16 +25,22 @@ if TYPE_CHECKING:
 
 
 def validate(parts: Parts, stop: StopFlag | None = None) -> dict[str, float]:
-    """Return loss, perplexity, bits per byte and the loss of each source on the validation split.
+    """Measure the validation split, on all ranks together, with the averaged weights if any.
 
-    Bits per byte compare models of different tokenizers; some tokenizers cannot tell them. The
-    numbers are of the averaged weights if there are any. All ranks together; each gets the same.
+    Bits per byte compare models of different tokenizers; some tokenizers do not know them.
+
+    Args:
+        parts: the parts of the run, whose validation batches are read.
+        stop: asked before each batch; None never stops.
+
+    Returns:
+        `loss`, `perplexity`, `bits_per_byte` and the loss of each source, the same on all ranks.
 
     Raises:
-        StopRequested: on all ranks, because `stop` was set on one.
+        StopRequested: on all ranks, because a signal asked one of them to stop.
     """
     sources = parts.data.validation.separate_labels if parts.data.validation else ()
-    with parts.average.in_place() if parts.average else nullcontext():
+    with parts.average.swap_in() if parts.average else nullcontext():
         losses = evaluate(
             parts.model,
             until_stopped(parts.validation, stop) if stop else parts.validation,
@@ -50,23 +56,27 @@ def validate(parts: Parts, stop: StopFlag | None = None) -> dict[str, float]:
 
 
 def until_stopped(batches: Iterable[Batch], stop: StopFlag) -> Iterator[Batch]:
-    """Yield the batches until any rank is asked to stop; each has equally many.
+    """Yield batches until a signal asks any rank to stop.
 
-    A process alone may also give up within a batch, such as the first one, which compiles.
+    Args:
+        batches: this rank's batches, equally many on each rank.
+        stop: knows whether a signal came.
 
     Raises:
-        StopRequested: a rank was.
+        StopRequested: a signal came.
     """
     for number, batch in enumerate(batches):
         faults.point("train.evaluate", step=number)
         if stop.agree():
             raise StopRequested
+        # One process may give up within a batch (the first one compiles). Of several ranks none
+        # may: the others would wait for it in a collective.
         with stop.giving_up() if stop.is_alone else nullcontext():
             yield batch
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss): infinity where that is too large for a number."""
+    """Return exp(loss), or infinity where that is too large for a float."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -84,40 +94,40 @@ def evaluate(
     sources: Sequence[str] = (),
     num_bytes: int | None = None,
 ) -> dict[str, float]:
-    """Return the task's mean loss over the valid tokens of all batches on all ranks.
-
-    Every rank must hold the same number of batches.
+    """Measure the mean task loss over the valid tokens of all batches on all ranks.
 
     Args:
-        model: the bare module.
-        batches: of this rank.
-        loss: of the recipe.
-        device: where the model is.
-        degrees: of the ranks.
-        pipeline: of the model, if it is cut into stages.
-        sources: what metrics call the sources that losses are told apart by.
-        num_bytes: of the text that this rank's labels stand for, if known.
+        model: the unwrapped module.
+        batches: this rank's batches, equally many on each rank.
+        loss: the loss function of the recipe.
+        device: the device of the model.
+        degrees: the ranks along each axis.
+        pipeline: the pipeline of a model that is split into stages.
+        sources: what metrics call the sources whose losses are reported apart.
+        num_bytes: bytes of the text that this rank's labels stand for, if known.
 
     Returns:
-        `loss`, `bits_per_byte` if bytes are known, and `loss/LABEL` of each source that has tokens.
+        `loss`, `bits_per_byte` if bytes are known, and `loss/NAME` of each source with tokens.
     """
     model.eval()
     num_sources = len(sources)
+    # Rows: loss, tokens, bytes; columns: all sources, then each.
     sums = torch.zeros(3, 1 + num_sources, dtype=torch.float64, device=device)
     if pipeline is None or pipeline.has_end:
         sums[2, 0] = num_bytes or 0
     for batch in batches:
-        heartbeat.touch()
+        heartbeat.touch()  # each batch is progress: a long evaluation is no hang
         batch = batch.to(device)
         if pipeline:
-            found = pipeline.evaluate(batch, loss, num_sources)
+            batch_sums = pipeline.evaluate(batch, loss, num_sources)
         else:
-            _, found = forward_loss(model, batch, loss, num_sources)
+            _, batch_sums = forward_loss(model, batch, loss, num_sources)
         if pipeline is None or pipeline.has_end:
-            sums[0] += found[1:]
+            sums[0] += batch_sums[1:]
             sums[1] += count_tokens(batch, num_sources)
     if degrees.world > 1:
-        dist.all_reduce(sums)  # those of ranks with the same tokens too: only the ratio counts
+        # Ranks with the same tokens add them several times: the ratios below do not change.
+        dist.all_reduce(sums)
     model.train()
     totals, tokens, (total_bytes, *_) = sums.tolist()
     means = {"loss": totals[0] / max(tokens[0], 1)}

@@ -1,29 +1,58 @@
-"""Writes a run's events down, with the samples of each."""
+"""The events of a run: steps that are worth a look, written to events.jsonl with their samples."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from ..data.samples import TrainingSamples
-from ..observe.metrics import EventLog
+from ..observe.metrics import EVENTS_FILE, MetricsLog
+from .spikes import Spike
 
 if TYPE_CHECKING:
-    from .health import Event
+    from ..data.samples import TrainingSamples
+
+
+@dataclass(frozen=True)
+class Event:
+    """A step that is worth a look.
+
+    Attributes:
+        kind: why it is.
+        step: number of the step, counted from 1.
+        batch: number of the global batch, counted from 1; above `step` after a rollback.
+        loss: task loss of the step.
+        grad_norm: gradient norm before clipping.
+        lr: learning rate of the step.
+        action: the policy that was applied.
+        spike: the usual values that the step was compared with, for a spike.
+    """
+
+    kind: Literal["non_finite", "spike", "drift"]
+    step: int
+    batch: int
+    loss: float
+    grad_norm: float
+    lr: float
+    action: str
+    spike: Spike | None = None
 
 
 @dataclass
 class EventRecorder:
-    """Appends to events.jsonl on rank 0; does nothing on others.
+    """Appends events to events.jsonl on rank 0; does nothing on others.
+
+    A resumed run records again the events of the steps that it repeats, so that no event is lost
+    and none is there twice.
 
     Args:
         folder: the run directory; None on all ranks but one.
         samples: the training samples.
-        global_batch: how many of them a step has.
-        attempt: which attempt at the run this is.
+        global_batch: number of samples in a step.
+        attempt: number of this attempt at the run.
         report: tells the user that an event could not be written.
     """
 
@@ -32,22 +61,24 @@ class EventRecorder:
     global_batch: int
     attempt: int
     report: Callable[[str], None]
-    _log: EventLog | None = field(default=None, init=False)
+    _log: MetricsLog | None = field(default=None, init=False)
 
     @contextmanager
-    def opened(self, resume_step: int) -> Iterator[None]:
-        """Hold the file open, without the events of steps that are run again."""
+    def open(self, resume_step: int) -> Iterator[None]:
+        """Hold the file open; events of steps after `resume_step` are dropped from it."""
         if self.folder is None:
             yield
             return
-        with closing(EventLog(self.folder, resume_step)) as self._log:
+        with closing(MetricsLog(self.folder / EVENTS_FILE, resume_step)) as self._log:
             yield
 
     def record(self, event: Event) -> None:
-        """Write an event; a full disk must not end a run for it."""
+        """Write an event so that it survives a power cut; a full disk must not end the run."""
         if self._log is None:
             return
+        batch = f"-batch-{event.batch}" if event.batch != event.step else ""
         row: dict[str, Any] = {
+            "id": f"{event.kind}-{event.step}{batch}",
             "kind": event.kind,
             "step": event.step,
             "batch": event.batch,
@@ -59,12 +90,13 @@ class EventRecorder:
         }
         if event.spike:
             row["signals"] = list(event.spike.signals)
-            row |= {f"loss_{key}": value for key, value in event.spike.loss._asdict().items()}
-            levels = event.spike.grad_norm._asdict()
-            row |= {f"grad_norm_{key}": value for key, value in levels.items()}
+            for name, level in (("loss", event.spike.loss), ("grad_norm", event.spike.grad_norm)):
+                row |= {f"{name}_{key}": value for key, value in level._asdict().items()}
         first = (event.batch - 1) * self.global_batch
         row["samples"] = self.samples.describe(first, self.global_batch)
+        row["time"] = round(time.time(), 3)
         try:
             self._log.write(row)
+            self._log.sync()
         except OSError as error:
-            self.report(f"an event of step {event.step} is lost: {error.strerror}")
+            self.report(f"the event of step {event.step} is lost: {error.strerror}")

@@ -15,11 +15,10 @@ from .evaluate import validate
 if TYPE_CHECKING:
     from ..data.batch import Batch
     from ..launch.signals import StopFlag
-    from ..observe.observer import Number, Observer
+    from ..observe.observer import Observer
     from .health import Health
     from .parts import Parts, Position
     from .saving import Saver
-    from .step import Gradients
 
 
 Outcome = Literal["finished", "stopped early", "stopped"]
@@ -38,10 +37,21 @@ def train(
     Until the first step is done, and while a rollback reads a checkpoint, a signal ends the process
     at once; later it waits for the end of the step, and gives up an evaluation or a wait for data.
 
+    Args:
+        parts: what is trained, and with what; all of it is changed in place.
+        position: how far the run is; kept up to date.
+        saver: writes and restores checkpoints.
+        health: examines the loss and the gradient of each step.
+        observer: records and shows numbers.
+        stop: knows whether a signal asked this process or another rank to stop.
+
+    Returns:
+        how training ended.
+
     Raises:
         Diverged: training diverged, and the policies of `[resilience]` say to stop.
         CheckpointError: a checkpoint could not be written.
-        Stopped: by a signal, while nothing can be lost.
+        Stopped: a signal came while nothing could be lost.
     """
     step, total = parts.step, parts.total_steps
     batches = observer.timed(parts.loader.steps(position.batch))
@@ -52,14 +62,17 @@ def train(
     while outcome is None and position.step < total:
         heartbeat.begin_step(position.step + 1)
         batch = _fetch(batches, stop)
+        # Ranks vote before a step, so that none waits in a collective for one that has stopped.
         if stop.agree() or batch is None:
             return _save_and_stop(parts, position, saver, observer)
         lr_factor = parts.schedule.factor(position.step, total)
         faults.point("train.step", parts.world.rank, position.step + 1)
         gradients = step.accumulate(batch, lr_factor, before_update=saver.wait_staged)
+        # Counted also if the step is skipped: after a rollback the batch is not read again.
         position.batch += 1
         lr = parts.peak_lr * lr_factor
         if health.should_step(gradients, position.step + 1, position.batch, lr):
+            # A save in the background may still be copying the weights that change now.
             saver.wait_staged()
             step.update(lr_factor)
         step.clear()
@@ -67,22 +80,23 @@ def train(
             observer.start(position.step, int(position.tokens))
             continue
         position.step += 1
-        stop.defer()
+        stop.defer()  # now there is work to lose: a signal waits for the end of the step
+        # A tensor on the device: as a Python number it would make the host wait in each step.
         position.tokens = position.tokens + gradients.tokens
         if parts.average:
             parts.average.update(position.step)
-        values = _values(gradients, lr)
-        if observer.is_due(position.step):
-            health.verify()
-            values |= step.measures(gradients)
-        observer.on_step(position.step, values, position.tokens)
+        is_due = observer.is_due(position.step)
+        if is_due:
+            health.verify()  # the row waits for the device in any case
+        metrics = step.metrics(gradients, lr) if is_due else {}
+        observer.on_step(position.step, metrics, position.tokens)
         outcome = _evaluate_and_save(parts, position, saver, observer, health, stop)
         _collect_garbage(position.step, parts.gc_interval)
     return outcome or "finished"
 
 
 def _fetch(batches: Iterator[list[Batch]], stop: StopFlag) -> list[Batch] | None:
-    """Return this rank's next batch; None: it was asked to stop while it waited long for that."""
+    """Return this rank's next batch, or None if a signal came during a long wait for it."""
     try:
         with stop.giving_up():
             return next(batches)
@@ -91,7 +105,8 @@ def _fetch(batches: Iterator[list[Batch]], stop: StopFlag) -> list[Batch] | None
 
 
 def _roll_back(position: Position, saver: Saver, stop: StopFlag) -> bool:
-    """Go back to the newest checkpoint, which is also what a restart would do; see `Saver`."""
+    """Restore the newest checkpoint; return False where there is none yet."""
+    # A restart would do the same, so a signal may end the process at once.
     stop.end_at_once()
     went_back = saver.roll_back(position)
     stop.defer()
@@ -99,7 +114,7 @@ def _roll_back(position: Position, saver: Saver, stop: StopFlag) -> bool:
 
 
 def _save_and_stop(parts: Parts, position: Position, saver: Saver, observer: Observer) -> Outcome:
-    observer.sync()
+    observer.sync()  # no checkpoint is ever ahead of the rows of metrics.jsonl
     with parts.phases("checkpoint"):
         saver.save_last(position)
     return "stopped"
@@ -113,14 +128,18 @@ def _evaluate_and_save(
     health: Health,
     stop: StopFlag,
 ) -> Outcome | None:
-    """Do what is due after a step; return how the run ends, if it ends here."""
+    """Evaluate and save if that is due after a step.
+
+    Returns:
+        how training ends, or None if it continues.
+    """
     step, total = position.step, parts.total_steps
     due = _is_due(step, parts.evaluate.interval, total) and parts.validation
     position.unevaluated = False
     try:
         improved = bool(due) and _evaluate(parts, position, observer, health, stop)
     except StopRequested:
-        parts.model.train()
+        parts.model.train()  # the evaluation was given up before it did that
         position.unevaluated = True
         return _save_and_stop(parts, position, saver, observer)
     exhausted = position.best.is_exhausted(parts.evaluate)
@@ -137,16 +156,6 @@ def _evaluate_and_save(
     return "stopped early" if exhausted else None
 
 
-def _values(gradients: Gradients, lr: float) -> dict[str, Number]:
-    loss = gradients.loss / gradients.tokens.clamp(min=1)
-    return {
-        "loss": loss,
-        "total_loss": gradients.total_loss,
-        "grad_norm": gradients.norm,
-        "lr": lr,
-    }
-
-
 def _collect_garbage(step: int, interval: int) -> None:
     if interval and step % interval == 0:
         gc.collect(1)
@@ -155,12 +164,12 @@ def _collect_garbage(step: int, interval: int) -> None:
 def _evaluate(
     parts: Parts, position: Position, observer: Observer, health: Health, stop: StopFlag
 ) -> bool:
-    """Measure the validation loss; return whether it is the best so far."""
+    """Measure the validation loss, and return whether it is the best so far."""
     with observer.paused(), parts.phases("evaluation"):
         values = validate(parts, stop)
     observer.on_evaluation(position.step, values)
-    health.take_evaluation(position.step, values["loss"])
-    return position.best.take(parts.evaluate, position.step, values)
+    health.check_evaluation(position.step, values["loss"])
+    return position.best.update(parts.evaluate, position.step, values)
 
 
 def _is_due(step: int, interval: int, total: int) -> bool:
@@ -169,14 +178,17 @@ def _is_due(step: int, interval: int, total: int) -> bool:
 
 @contextmanager
 def paced_garbage_collection(interval: int) -> Iterator[None]:
-    """Leave Python's garbage collection to the training loop, if `interval` is not 0.
+    """Leave Python's garbage collection to the training loop.
 
-    Ranks that collect at different steps wait for each other.
+    Otherwise ranks collect at different steps, and in each such step all others wait.
+
+    Args:
+        interval: optimizer steps between collections; 0 leaves Python's own schedule alone.
     """
     if not interval:
         yield
         return
-    gc.freeze()
+    gc.freeze()  # modules and the model are never looked at again
     gc.disable()
     try:
         yield

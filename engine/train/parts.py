@@ -30,21 +30,26 @@ if TYPE_CHECKING:
 
 @dataclass
 class Best:
-    """Every rank holds the same: what is evaluated is the same number on all of them."""
+    """The best evaluation so far, the same on every rank.
+
+    Attributes:
+        metric: name of the metric; the search starts again with another metric or direction.
+        direction: "min" or "max".
+        score: value of the metric, None before the first finite one.
+        step: number of steps after which it was reached.
+        bad: evaluations since then.
+    """
 
     metric: str = ""
-    """what the score is of; another metric or direction starts anew"""
     direction: str = ""
     score: float | None = None
     step: int = 0
-    """when it was reached"""
     bad: int = 0
-    """evaluations since then"""
 
-    def take(self, table: Evaluate, step: int, values: Mapping[str, float]) -> bool:
-        """Take note of an evaluation; return whether it is the best so far.
+    def update(self, table: Evaluate, step: int, values: Mapping[str, float]) -> bool:
+        """Compare an evaluation with the best so far, and return whether it is better.
 
-        A value that is not finite never is. A smaller change than `min_delta` is no improvement.
+        A value that is not finite is never better, nor is one by less than `min_delta`.
         """
         if (self.metric, self.direction) != (table.metric, table.direction):
             self.metric, self.direction = table.metric, table.direction
@@ -60,39 +65,56 @@ class Best:
         return False
 
     def is_exhausted(self, table: Evaluate) -> bool:
-        """Return whether the run should end early."""
+        """Return whether `patience` evaluations in a row brought no improvement."""
         return 0 < table.patience <= self.bad and (self.metric, self.direction) == (
             table.metric,
             table.direction,
         )
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint's manifest keeps."""
+        """Return the state that a checkpoint's manifest keeps."""
         return asdict(self)
 
     @staticmethod
-    def restored(extra: Mapping[str, Any]) -> Best:
-        """Return what a manifest's `extra` says; nothing yet in those of former versions."""
+    def from_manifest(extra: Mapping[str, Any]) -> Best:
+        """Read the state from a manifest's `extra`; earlier versions have none."""
         return Best(**extra.get("best", {}))
 
-    def told(self) -> str:
-        """Return in words why a run ends early."""
-        found = "none was finite"
+    def describe(self) -> str:
+        """Say why a run ends early."""
+        best = "none was finite"
         if self.score is not None:
-            found = f"the best is {self.score:.6g} at step {self.step}"
-        return f"{self.metric} not better in {self.bad} evaluations ({found})"
+            best = f"the best is {self.score:.6g} at step {self.step}"
+        return f"{self.metric} not better in {self.bad} evaluations ({best})"
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything that a training loop needs, built and in place.
+    """Everything that a training loop works with, on this rank.
 
     Attributes:
-        phases: names and times the phases of the step and of what surrounds it.
-        peak_lr: learning rate that the schedule's factor multiplies, for the log.
-        global_batch: samples of one optimizer step.
-        gc_interval: optimizer steps between collections of Python's garbage; 0: left to Python.
-        notes: what the log says before the first step.
+        model_config: the sizes and names of the model.
+        tokenizer: the tokenizer of the recipe.
+        data: the training and validation samples.
+        degrees: the ranks along each axis of the mesh.
+        parallel_model: the model, wrapped for distributed training.
+        optimizer: the optimizer of `step`.
+        average: the moving average of the weights, if the recipe has one.
+        step: computes and applies gradients.
+        phases: names and times the phases of a step.
+        loader: reads this rank's batches.
+        validation: this rank's batches of the validation split.
+        total_steps: number of optimizer steps of the run.
+        device: the device of this rank.
+        world: the place of this rank among the processes.
+        schedule: gives the learning rate's factor for a step.
+        peak_lr: learning rate that the factor multiplies, for the log.
+        global_batch: number of samples in one optimizer step.
+        gc_interval: optimizer steps between garbage collections; 0 leaves them to Python.
+        evaluate: the recipe's `[evaluate]`.
+        checkpoint: the recipe's `[checkpoint]`.
+        resilience: the recipe's `[resilience]`.
+        notes: lines that the log shows before the first step.
     """
 
     model_config: ModelConfig
@@ -120,21 +142,25 @@ class Parts:
 
     @property
     def model(self) -> LanguageModel:
-        """The bare module."""
+        """The unwrapped module."""
         return self.parallel_model.model
 
 
 @dataclass
 class Position:
-    """Counts that a resumed run goes on from."""
+    """How far a run is, which its checkpoints keep.
+
+    Attributes:
+        step: finished optimizer steps.
+        batch: global batches that were read; ahead of `step` after a rollback.
+        tokens: tokens trained on; counted on the device, so that nothing waits for it.
+        unevaluated: whether a signal stopped the evaluation after `step`, so that it is done again
+            when the run resumes.
+        best: the best evaluation so far.
+    """
 
     step: int = 0
-    """finished optimizer steps"""
     batch: int = 0
-    """global batches read; ahead of `step` after a rollback"""
     tokens: int | Tensor = 0
-    """tokens trained on; counted on the device, so that nothing waits for it"""
     unevaluated: bool = False
-    """a signal stopped the evaluation after `step`, which is to be done when the run resumes"""
     best: Best = field(default_factory=Best)
-    """the best evaluation so far"""

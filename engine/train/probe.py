@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Sums:
-    """What is known of some numbers, so that micro batches and ranks can be added.
+    """Statistics of some numbers that can be added over micro batches and ranks.
 
     Attributes:
-        squares: sum of the squares of the finite ones.
-        count: how many there are.
-        largest: absolute value of the largest finite one.
-        non_finite: how many are NaN or infinite.
+        squares: sum of the squares of the finite numbers.
+        count: how many numbers there are.
+        largest: largest absolute value of a finite number.
+        non_finite: how many numbers are NaN or infinite.
     """
 
     squares: float = 0.0
@@ -37,7 +37,7 @@ class Sums:
 
     @property
     def rms(self) -> float:
-        """Root mean square; 0 of nothing."""
+        """Root mean square; 0 without numbers."""
         return float((self.squares / self.count) ** 0.5) if self.count else 0.0
 
     @property
@@ -46,7 +46,7 @@ class Sums:
         return float(self.squares**0.5)
 
     def add(self, other: Sums) -> None:
-        """Add what is known of other numbers, in place."""
+        """Add the statistics of other numbers, in place."""
         self.squares += other.squares
         self.count += other.count
         self.largest = max(self.largest, other.largest)
@@ -55,71 +55,75 @@ class Sums:
 
 @dataclass
 class LayerSums:
-    """One layer's output, the gradient of the loss by it, and the gradients of its weights."""
+    """Statistics of a layer's output, of the gradient of that, and of the weights' gradients."""
 
     activations: Sums = field(default_factory=Sums)
     gradients: Sums = field(default_factory=Sums)
     weights: Sums = field(default_factory=Sums)
 
     def add(self, other: LayerSums) -> None:
-        """Add another rank's part, in place."""
-        for each in fields(self):
-            getattr(self, each.name).add(getattr(other, each.name))
+        """Add the statistics of another rank, in place."""
+        for name, sums in vars(self).items():
+            sums.add(getattr(other, name))
 
 
 def measure(tensor: Tensor, share: float = 1.0) -> Sums:
-    """Return what is known of a tensor's numbers.
+    """Return the statistics of this rank's part of a tensor.
 
     Args:
-        tensor: on any device; this waits for it.
-        share: what each number counts for, where several ranks hold the same ones.
+        tensor: a tensor on any device; this waits for it.
+        share: weight of each number, below 1 where several ranks hold the same numbers.
     """
     values = local(tensor).double()
-    finite = values.isfinite()
-    values = values.where(finite, 0.0)
+    is_finite = values.isfinite()
+    values = values.where(is_finite, 0.0)
     largest = values.abs().amax() if values.numel() else values.new_zeros(())
-    found = torch.stack([values.square().sum(), largest, finite.sum().double()])
-    squares, largest_one, good = found.tolist()
+    # One copy from the device for all of them.
+    numbers = torch.stack([values.square().sum(), largest, is_finite.sum().double()])
+    squares, max_value, num_finite = numbers.tolist()
     count = values.numel()
-    return Sums(squares * share, count * share, largest_one, (count - good) * share)
+    return Sums(squares * share, count * share, max_value, (count - num_finite) * share)
 
 
 def layers_of(model: nn.Module, layout: Layout) -> dict[str, nn.Module]:
-    """Return the layers that are measured: embedding, blocks and their parts, parts of the head."""
-    found: dict[str, nn.Module] = {}
+    """Return the layers to measure: embedding, blocks and their parts, parts of the head."""
+    layers: dict[str, nn.Module] = {}
     for name, module in model.named_children():
-        if name != layout.blocks:
-            parts = {f"{name}.{part}": each for part, each in module.named_children()}
-            found |= parts or {name: module}
-            continue
-        for number, block in module.named_children():
-            for part, each in block.named_children():
-                found[f"{name}.{number}.{part}"] = each
-            found[f"{name}.{number}"] = block
-    return found
+        blocks = {name: module}
+        if name == layout.blocks:
+            blocks = {f"{name}.{number}": block for number, block in module.named_children()}
+        for path, block in blocks.items():
+            parts = {f"{path}.{part}": child for part, child in block.named_children()}
+            layers |= parts
+            if name == layout.blocks or not parts:
+                layers[path] = block
+    return layers
 
 
 class Probe:
-    """Measures the layers of a training step while `watching`.
+    """Measures the layers of a model in a training step.
 
     Args:
-        step: whose model is measured.
-        layout: where its blocks are.
+        step: the step that is measured.
+        layout: names of the model's blocks.
+
+    Attributes:
+        layers: the statistics of this rank by the layer's name.
     """
 
     def __init__(self, step: TrainStep, layout: Layout) -> None:
         self._step = step
-        self._layers = layers_of(step.parallel_model.model, layout)
-        self.found = {name: LayerSums() for name in self._layers}
-        # Gradients are of the loss times these: see `TrainStep.accumulate`.
+        self._modules = layers_of(step.parallel_model.model, layout)
+        self.layers = {name: LayerSums() for name in self._modules}
+        # Gradients are those of the loss times this factor.
         self._unscale = 1 / step.loss_factor
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Measure the passes inside, and the weights' gradients that they leave."""
+    def watch(self) -> Iterator[None]:
+        """Measure the passes within the context, and then the gradients of the weights."""
         hooks = [
             module.register_forward_hook(partial(self._take_output, name))
-            for name, module in self._layers.items()
+            for name, module in self._modules.items()
         ]
         try:
             yield
@@ -129,35 +133,35 @@ class Probe:
         self._take_weights()
 
     def _take_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        # A pipeline asks for shapes with tensors on `meta`; recomputation calls a layer once more.
+        # A pipeline asks for shapes with tensors on `meta`.
         if not isinstance(output, Tensor) or output.is_meta or not output.ndim:
             return
+        # Recomputation calls the layer once more, within the backward pass.
         if torch._C._current_autograd_node() is not None:
             return
-        self.found[name].activations.add(measure(output.detach()))
+        self.layers[name].activations.add(measure(output.detach()))
         if output.requires_grad:
-            watch: Any = output.register_hook  # torch has no types for it
-            watch(partial(self._take_gradient, name))
+            register_hook: Any = output.register_hook  # torch has no types for it
+            register_hook(partial(self._take_gradient, name))
 
     def _take_gradient(self, name: str, gradient: Tensor) -> None:
-        self.found[name].gradients.add(measure(gradient * self._unscale))
+        self.layers[name].gradients.add(measure(gradient * self._unscale))
 
     def _take_weights(self) -> None:
         parallel_model, degrees = self._step.parallel_model, self._step.degrees
-        holders = degrees.world // degrees.pipeline
-        elsewhere = set(map(id, parallel_model.duplicate_parameters))
+        num_holders = degrees.world // degrees.pipeline
+        duplicates = set(map(id, parallel_model.duplicate_parameters))
         for name, weight in parallel_model.model.named_parameters():
-            if weight.grad is not None and id(weight) not in elsewhere:
-                layer = owner_of(name, self.found)
-                sums = measure(weight.grad, num_parts(weight.grad) / holders)
-                self.found[layer].weights.add(sums)
+            if weight.grad is not None and id(weight) not in duplicates:
+                sums = measure(weight.grad, num_parts(weight.grad) / num_holders)
+                self.layers[owner_of(name, self.layers)].weights.add(sums)
 
 
 def owner_of(parameter: str, layers: Mapping[str, Any]) -> str:
     """Return the innermost layer that a parameter belongs to.
 
     Raises:
-        KeyError: none.
+        KeyError: it belongs to none.
     """
     name = parameter
     while name not in layers:
@@ -168,17 +172,17 @@ def owner_of(parameter: str, layers: Mapping[str, Any]) -> str:
 
 
 def merge(parts: Sequence[Mapping[str, LayerSums]]) -> dict[str, LayerSums]:
-    """Add the ranks' parts, in the order of the model: each pipeline stage has its own layers."""
+    """Add the statistics of all ranks, in the order of the model; stages have different layers."""
     whole: dict[str, LayerSums] = {}
     for part in parts:
         for name, sums in part.items():
             whole.setdefault(name, LayerSums()).add(sums)
     first = {name: number for number, name in enumerate(whole)}
 
-    def place(name: str) -> tuple[int, int]:
+    def position(name: str) -> tuple[int, int]:
         block = re.search(r"\.(\d+)(\.|$)", name)
         if block:
             return int(block[1]), first[name]
         return (-1 if name.startswith("embed") else 2**31), first[name]
 
-    return {name: whole[name] for name in sorted(whole, key=place)}
+    return {name: whole[name] for name in sorted(whole, key=position)}

@@ -1,4 +1,4 @@
-"""Between the training loop and the checkpoint store."""
+"""Saves a run to its checkpoint store while it trains, and restores it."""
 
 from __future__ import annotations
 
@@ -32,14 +32,17 @@ class Saver:
     """Saves and restores a run: weights, optimizer, random numbers, position.
 
     Args:
-        identity: what the manifest says of the run besides its position (recipe, versions, ...).
-        report: tells the user of a save that failed while the run continues.
+        store: the checkpoints of the run.
+        parts: the parts of the run, restored in place.
+        health: its state is saved, and no step is saved before it was examined.
+        identity: what manifests say of the run besides its position (recipe, versions, ...).
+        report: tells the user about a save that failed while the run continues.
     """
 
     tolerated_failures = 2
-    """saves in a row that may fail while training continues: there is the checkpoint before"""
+    """saves in a row that may fail while training continues: an older checkpoint exists"""
     pauses_seconds = (1.0, 5.0)
-    """before each further attempt at a save that must not fail"""
+    """waits before further attempts at a save that must not fail"""
 
     def __init__(
         self,
@@ -65,9 +68,9 @@ class Saver:
         failure is reported and training continues, until it is the third in a row.
 
         Raises:
-            CheckpointError: this save failed as often as it was tried, after others that failed.
+            CheckpointError: the third save in a row failed in all of its attempts.
         """
-        self.finish()
+        self.finish()  # at most one save is in flight
         if self._failures >= self.tolerated_failures:
             self.save_last(position)
         elif position.step != self._saved_step:
@@ -76,15 +79,15 @@ class Saver:
     def save_last(self, position: Position, contents: Literal["full", "weights"] = "full") -> None:
         """Save the state that the run ends with, and return when it is on the disk.
 
-        No step follows that could save again, so a failure is not tolerated: the save is tried
-        again, and then the run fails. All ranks decide alike, since each failure is that of all.
+        A failed save is tried again, and then the run fails, because no later step saves again.
+        All ranks decide alike: the store makes the failure of one the failure of all.
 
         Args:
             position: how far the run is.
-            contents: of the checkpoint.
+            contents: "weights" leaves out optimizer and random numbers.
 
         Raises:
-            CheckpointError: it failed each time; the message says which steps are lost.
+            CheckpointError: every attempt failed; the message says which steps are lost.
         """
         self.finish()
         if position.step == self._saved_step:
@@ -108,8 +111,8 @@ class Saver:
         *,
         sync: bool = False,
     ) -> None:
-        """Start a save, or do it, as the mode or `sync` says."""
-        self._health.verify()
+        """Start a save; wait for it if `sync` or the checkpoint mode says so."""
+        self._health.verify()  # raises if a step was not finite: such a state is never saved
         parts = self._parts
         table = parts.checkpoint
         tensors = train_state.model_state(parts.model)
@@ -139,11 +142,12 @@ class Saver:
         self._store.save(tensors, info, best=best, sync=sync)
 
     def _is_spoiled(self, tensors: Mapping[str, Tensor], step: int, *, must_save: bool) -> bool:
-        """Return whether the last update made weights that are not finite: none are ever saved.
+        """Return whether the last update made weights that are not finite, which are not saved.
 
         Raises:
-            Diverged: nothing will go back to the checkpoint before.
+            Diverged: the run cannot roll back, because it ends here or the policy is another.
         """
+        # The next loss would show it, but the state of this step is saved before that.
         find = partial(train_state.non_finite, tensors)
         names = self._ranks.reduce(
             find, lambda parts: sorted({name for part in parts for name in part})
@@ -158,16 +162,16 @@ class Saver:
         return True
 
     def _optimizer_numbers(self) -> dict[str, float]:
-        """Return the numbers of all parameters, also of those that other stages hold."""
+        """Return the optimizer's numbers for the parameters of all pipeline stages."""
         numbers = train_state.optimizer_numbers(self._parts.model, self._parts.optimizer)
         if self._parts.degrees.pipeline == 1:
             return numbers
-        everywhere: list[dict[str, float]] = [{} for _ in range(self._parts.degrees.world)]
-        dist.all_gather_object(everywhere, numbers, self._store.group)
-        return {name: number for each in everywhere for name, number in each.items()}
+        by_rank: list[dict[str, float]] = [{} for _ in range(self._parts.degrees.world)]
+        dist.all_gather_object(by_rank, numbers, self._store.group)
+        return {name: number for numbers in by_rank for name, number in numbers.items()}
 
     def _tolerate(self, work: Callable[[], None]) -> None:
-        """Let a save fail: the checkpoint before it is still there, and others follow."""
+        """Report a save that fails: there is an older checkpoint, and later saves follow."""
         try:
             work()
         except CheckpointError as error:
@@ -175,11 +179,11 @@ class Saver:
             self._failures += 1
             self._report(
                 f"{error.message} (failure {self._failures} of at most {self.tolerated_failures} "
-                "in a row; the run continues with the checkpoint before)"
+                "in a row; the run continues with an older checkpoint)"
             )
 
     def _loss_of(self, step: int, error: CheckpointError) -> CheckpointError:
-        """Return an error that says what is lost when the state after `step` cannot be saved."""
+        """Return an error that says which steps are lost if the state after `step` is not saved."""
         try:
             found = self._store.latest()
         except CheckpointError:
@@ -198,10 +202,15 @@ class Saver:
         return CheckpointError(message, error.hint)
 
     def restore(self, path: Path, manifest: Manifest, position: Position) -> None:
-        """Read a full checkpoint into the run, in place.
+        """Restore the run from a full checkpoint, in place.
+
+        Args:
+            path: folder of the checkpoint.
+            manifest: its verified manifest.
+            position: set to the position in the checkpoint.
 
         Raises:
-            CheckpointError: it holds weights only, or does not fit.
+            CheckpointError: the checkpoint holds weights only, or does not fit the run.
         """
         heartbeat.enter("resume")
         if manifest.contents != "full":
@@ -217,17 +226,18 @@ class Saver:
         tensors |= train_state.optimizer_state(parts.model, parts.optimizer)
         if parts.average:
             tensors |= parts.average.prepare(manifest.tensors)
+        # A rank that the saving run did not have keeps the seed that it has begun with.
         generators = train_state.random_state(rank) if rank < manifest.world else {}
-        state, elsewhere = {**tensors, **generators}, parts.model.saved_elsewhere
+        state, remote = {**tensors, **generators}, parts.model.saved_elsewhere
         faults.point("checkpoint.read", rank, manifest.step)
-        load_state(path, manifest, state, self._store.group, elsewhere)
+        load_state(path, manifest, state, self._store.group, remote)
         if generators:
             train_state.restore_random_state(rank, generators)
         position.step = manifest.step
         position.batch = manifest.samples // parts.global_batch
         position.tokens = manifest.extra["tokens"]
         parts.data.train.restore(manifest.extra.get("streams", {}))
-        position.best = Best.restored(manifest.extra)
+        position.best = Best.from_manifest(manifest.extra)
         self._health.restore(manifest.extra.get("health", {}))
         position.unevaluated = manifest.extra.get("unevaluated", False)
         if parts.checkpoint.keep_best:
@@ -236,13 +246,16 @@ class Saver:
         self._saved_step = -1 if position.unevaluated else manifest.step
 
     def roll_back(self, position: Position) -> bool:
-        """Go back to the newest checkpoint, but stay behind the data that was read.
+        """Restore the newest checkpoint, but continue after the data that was read.
+
+        Args:
+            position: set to the checkpoint's, apart from the batch.
 
         Returns:
-            False where there is none yet, and leaving the step out must do.
+            False if there is no checkpoint yet, so that the step is only skipped.
 
         Raises:
-            CheckpointError: there is none, and the step has changed weights already.
+            CheckpointError: there is no checkpoint, and the step has already changed weights.
         """
         batch = position.batch
         self.finish()
@@ -253,22 +266,23 @@ class Saver:
                 raise CheckpointError(what, "lower checkpoint.interval")
             self._report(f"{what}; the step is skipped")
             return False
+        # They are kept, so that rollbacks without progress come to an end.
         counts = self._health.counts
         self.restore(found.path, found.manifest, position)
         position.batch, self._health.counts = batch, counts
         return True
 
     def wait_staged(self) -> None:
-        """Wait until the state being saved is copied; to be called before weights change."""
+        """Wait until the state of a save in the background is copied, before weights change."""
         with self._parts.phases("checkpoint"):
             self._store.wait_staged()
 
     def poll(self) -> None:
-        """Report a save in the background that failed."""
+        """Report a save in the background if it has failed."""
         self._tolerate(self._store.poll)
 
     def finish(self) -> None:
-        """Wait for the save in flight, and report it if it failed."""
+        """Wait for the save in flight, and report it if it has failed."""
         self._tolerate(self._store.finish)
         if self._saved_step >= 0:
             self._failures = 0

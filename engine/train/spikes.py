@@ -1,8 +1,7 @@
-"""Tells steps whose loss or gradient norm is far above those before, by median and MAD.
+"""Find steps whose loss or gradient norm is far above the ones before, by median and MAD.
 
-Only what lies above counts: a loss that falls is what training is for. Everything is computed in
-Python's floats from the numbers of the steps, so that a resumed run and all ranks decide alike.
-Torch-free.
+Only high values count. Everything is computed in Python's floats from the numbers of the steps, so
+that a resumed run and all ranks decide alike. Torch-free.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from typing import Any, NamedTuple
 NORMAL_MAD = 1.4826
 """the standard deviation of a normal distribution over its median absolute deviation"""
 LEAST_LOSS_SPREAD = 0.02
-"""of the median, or of 1 where that is less: a loss that hardly varies is no reason for alarm"""
+"""share of the median (of 1 if the median is less): a loss that hardly varies has no spikes"""
 LEAST_NORM_SPREAD = 0.2
-"""of the logarithm of the gradient norm: a threshold of 8 is then a factor of 5 at least"""
+"""of the logarithm of the gradient norm: a threshold of 8 is then at least a factor of 5"""
 LOST_SHARE = 0.25
 """a run diverges when it has lost this share of what it had gained, or more"""
 WORSE_SHARE = 0.5
 """... or when its loss is above that of the first step by this share"""
 RECENT = 16
-"""steps whose median is the loss that a run ends with"""
+"""number of last steps whose median is the loss that a run ends with"""
 
 
 class Level(NamedTuple):
-    """The median of some steps' values, and the value above which one is a spike."""
+    """The median of a window of values, and the limit above which a value is a spike."""
 
     median: float
     limit: float
@@ -40,9 +39,9 @@ class Spike:
     """A step above the limits.
 
     Attributes:
-        signals: which numbers are: "loss", "grad_norm".
-        loss: of the steps before.
-        grad_norm: of the steps before.
+        signals: which of its numbers are: "loss", "grad_norm".
+        loss: the level of the losses before it.
+        grad_norm: the level of the gradient norms before it.
     """
 
     signals: tuple[str, ...]
@@ -67,9 +66,9 @@ def loss_level(losses: Sequence[float], threshold: float) -> Level:
 
 
 def norm_level(norms: Sequence[float], threshold: float) -> Level:
-    """Return the same of gradient norms by their logarithms: a norm varies by factors.
+    """Return the level of gradient norms, all above 0, by their logarithms.
 
-    All norms are above 0; the least spread of the logarithm is 0.2.
+    Norms vary by factors. The least spread of the logarithm is 0.2.
     """
     logs = [math.log(norm) for norm in norms]
     middle = median(logs)
@@ -82,8 +81,9 @@ class SpikeDetector:
     """Compares each step with a window of the steps before it.
 
     Args:
-        window: how many steps.
-        threshold: in standard deviations, estimated by the median absolute deviation.
+        window: number of steps.
+        threshold: distance from the median to the limit, in standard deviations, which are
+            estimated by the median absolute deviation.
     """
 
     def __init__(self, window: int, threshold: float) -> None:
@@ -95,20 +95,20 @@ class SpikeDetector:
         self._is_drifting = False
 
     def judge(self, loss: float, norm: float) -> Spike | None:
-        """Compare a step's finite numbers with the window; None: usual, or too early to tell."""
+        """Compare a step with the window; None if it is usual, or the window is too short."""
         if norm <= 0 or len(self._steps) < self._least:
             return None
         losses, norms = zip(*self._steps, strict=True)
-        at_loss = loss_level(losses, self._threshold)
-        at_norm = norm_level(norms, self._threshold)
-        above = {"loss": loss > at_loss.limit, "grad_norm": norm > at_norm.limit}
+        loss_limits = loss_level(losses, self._threshold)
+        norm_limits = norm_level(norms, self._threshold)
+        above = {"loss": loss > loss_limits.limit, "grad_norm": norm > norm_limits.limit}
         signals = tuple(name for name in above if above[name])
-        return Spike(signals, at_loss, at_norm) if signals else None
+        return Spike(signals, loss_limits, norm_limits) if signals else None
 
     def add(self, step: int, loss: float, norm: float) -> bool:
-        """Take a step into the window; return whether the run begins to diverge with it.
+        """Add a step to the window, and return whether the run begins to diverge with it.
 
-        A step without gradient has learned nothing, and is left out.
+        A step without gradient is left out.
         """
         if norm <= 0:
             return False
@@ -117,7 +117,7 @@ class SpikeDetector:
         self._steps.append((loss, norm))
         if len(self._steps) < self._least:
             return False
-        level = loss_level([each for each, _ in self._steps], self._threshold)
+        level = loss_level([loss for loss, _ in self._steps], self._threshold)
         if self._best is None or level.median < self._best.median:
             self._best = BestLoss(level.median, level.limit, step)
         was, limit = self._is_drifting, self.loss_limit()
@@ -125,7 +125,7 @@ class SpikeDetector:
         return self._is_drifting and not was
 
     def loss_limit(self) -> float:
-        """Return the median loss above which a run diverges: infinite before its start."""
+        """Return the median loss above which a run diverges; infinite before the first step."""
         if self._first is None:
             return math.inf
         worse = self._first + WORSE_SHARE * max(abs(self._first), 1)
@@ -135,7 +135,7 @@ class SpikeDetector:
         return min(worse, max(self._best.limit, lost))
 
     def losses(self) -> tuple[float, float, int]:
-        """Return the loss of the last steps, the best one, and the step of that."""
+        """Return the loss of the last steps, the best loss, and the step of the best."""
         recent = [loss for loss, _ in self._steps][-RECENT:]
         last = median(recent) if recent else 0.0
         if self._best is None or (self._first is not None and self._first < self._best.median):
@@ -143,16 +143,16 @@ class SpikeDetector:
         return last, self._best.median, self._best.step
 
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs to decide alike; finite JSON."""
+        """Return the state that a resumed run needs to decide alike, as finite JSON."""
         return {
-            "steps": [list(each) for each in self._steps],
+            "steps": [list(step) for step in self._steps],
             "first": self._first,
             "best": self._best and asdict(self._best),
             "is_drifting": self._is_drifting,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` returned, with a window of another size too."""
+        """Restore what `state` returned, also for a window of another size."""
         self._steps.clear()
         self._steps.extend((loss, norm) for loss, norm in state.get("steps", []))
         self._first = state.get("first")

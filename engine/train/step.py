@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...model_zoo.language_model import LossRecord, sum_by_source
 from ..data.batch import IGNORED, Batch
-from ..observe.observer import Mean
+from ..observe.observer import Mean, Number
 from ..observe.phases import Phase, no_phase
 from ..parallel.axis import ParallelModel
 from ..parallel.mesh import Degrees
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 
 def count_tokens(batch: Batch, num_sources: int = 0) -> Tensor:
-    """Return how many labels count, in all and by source, int64 [1 + num_sources]."""
+    """Count the labels that are trained on.
+
+    Returns:
+        int64 [1 + num_sources]: the count of all labels, then of each source.
+    """
     rows = (batch.labels != IGNORED).sum(1)
     tokens = rows.sum().view(1)
     if batch.sources is None or not num_sources:
@@ -36,17 +40,21 @@ def count_tokens(batch: Batch, num_sources: int = 0) -> Tensor:
 def forward_loss(
     forward: Callable[..., Tensor], batch: Batch, loss: LossFunction, num_sources: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of a batch that is minimised, and what `LossRecord.sums` makes of it.
+    """Run the forward pass of a batch.
 
     Args:
-        forward: the model, or what wraps it.
-        batch: on the model's device.
-        loss: of the recipe.
-        num_sources: see `LossRecord.sums`.
+        forward: the model, or its wrapper.
+        batch: a micro batch on the model's device.
+        loss: the loss function of the recipe.
+        num_sources: how many sources have a loss of their own in the metrics.
+
+    Returns:
+        the summed loss that is minimised, and the sums that `LossRecord.sums` makes of it.
     """
     record = LossRecord(loss)
     total = forward(
         batch.tokens,
+        # The head computes the loss, in chunks: all logits at once would not fit in memory.
         labels=batch.labels,
         loss=record,
         positions=batch.positions,
@@ -57,15 +65,15 @@ def forward_loss(
 
 
 class Gradients(NamedTuple):
-    """What forward and backward of a step leave behind, all on the device.
+    """The results of a step's forward and backward passes, summed over all ranks, on the device.
 
     Args:
-        loss: the task's, summed over the valid tokens of the global batch.
-        tokens: how many they are.
-        norm: global gradient norm, before clipping.
-        total_loss: what is minimised, a mean over the valid tokens: regularisers are a part of it.
-        source_losses: `loss` by source, where there are several.
-        source_tokens: `tokens` by source.
+        loss: the task loss, summed over the valid tokens of the global batch.
+        tokens: number of valid tokens in the global batch.
+        norm: global gradient norm before clipping.
+        total_loss: the minimised loss with regularisers, a mean over the valid tokens.
+        source_losses: `loss` of each source, where sources are reported apart.
+        source_tokens: `tokens` of each source.
     """
 
     loss: Tensor
@@ -75,13 +83,30 @@ class Gradients(NamedTuple):
     source_losses: Sequence[Tensor] = ()
     source_tokens: Sequence[Tensor] = ()
 
+    @property
+    def mean_loss(self) -> Tensor:
+        """The task loss, a mean over the valid tokens of the global batch."""
+        return self.loss / self.tokens.clamp(min=1)
+
 
 @dataclass
 class TrainStep:
-    """Computes the exact mean gradient over the valid tokens of a global batch.
+    """Computes the exact mean gradient over the valid tokens of a global batch, and applies it.
 
-    Micro batches and ranks may hold unequal numbers of them: each loss is a sum, and the sum is
-    divided by the count over all ranks.
+    Micro batches and ranks may hold unequal numbers of valid tokens: each loss is a sum, and the
+    sum is divided by the count over all ranks.
+
+    Attributes:
+        parallel_model: the model, wrapped for distributed training.
+        optimizer: changes the weights; each of its groups has `peak_lr`.
+        loss: the loss function of the recipe.
+        weight_update: clips gradients and steps the optimizer, after or within the backward pass.
+        scale: the loss scale of fp16; 1 for other dtypes.
+        device: the device of this rank.
+        degrees: the ranks along each axis.
+        balance: the loads of experts.
+        sources: what metrics call the sources whose losses are reported apart.
+        phase: returns the context around a phase of the step.
     """
 
     parallel_model: ParallelModel
@@ -93,7 +118,6 @@ class TrainStep:
     degrees: Degrees
     balance: Balance
     sources: Sequence[str] = ()
-    """what metrics call the sources whose losses are reported apart"""
     phase: Phase = no_phase
 
     @property
@@ -119,6 +143,7 @@ class TrainStep:
         batches = [batch.to(self.device) for batch in batches]
         num_sources = len(self.sources)
         counts = torch.stack([count_tokens(batch, num_sources) for batch in batches]).sum(0)
+        # Tensor and pipeline ranks hold the same labels.
         self._sum_over_ranks(counts, self.degrees.world // self.degrees.dp_cp)
         tokens, *source_tokens = counts.unbind()
         # Each loss is a sum over valid tokens, of which micro batches and ranks hold unequal
@@ -131,12 +156,14 @@ class TrainStep:
                 sums = pipeline.forward_backward(batches, self.loss, factor, num_sources)
         else:
             sums = self._forward_backward(batches, factor, before_update)
+        # Only the last pipeline stage has a loss, so its tensor ranks alone hold the same one.
         self._sum_over_ranks(sums, self.degrees.tensor)
         if self.balance.exists:
             self.balance.collect(self._sum_over_ranks)
         with self.phase("clip"):
-            for finish in self.parallel_model.post_backward_reductions:
-                finish()
+            # In the same order on all ranks: each of these is a collective.
+            for reduce_gradients in self.parallel_model.post_backward_reductions:
+                reduce_gradients()
             norm = self.weight_update.finish()
         total = sums[0] / tokens.clamp(min=1)
         if self.balance.exists:
@@ -149,6 +176,7 @@ class TrainStep:
         num_sources = len(self.sources)
         sums = torch.zeros(2 + num_sources, device=self.device)
         for number, batch in enumerate(batches, 1):
+            # Gradients add up locally, and are reduced once, with the last micro batch.
             self.parallel_model.set_gradient_sync(number == len(batches))
             with self.phase("forward"):
                 forward = self.parallel_model.forward
@@ -160,11 +188,16 @@ class TrainStep:
             sums += parts
         return sums
 
-    def _sum_over_ranks(self, count: Tensor, same: int = 1) -> None:
-        """Sum over all ranks, of which `same` count the same, in place."""
+    def _sum_over_ranks(self, tensor: Tensor, num_equal: int = 1) -> None:
+        """Sum a tensor over all ranks in place.
+
+        Args:
+            tensor: this rank's numbers.
+            num_equal: number of ranks that hold the same numbers, which count once.
+        """
         if self.degrees.world > 1:
-            dist.all_reduce(count)
-            count.div_(same, rounding_mode=None if count.is_floating_point() else "floor")
+            dist.all_reduce(tensor)
+            tensor.div_(num_equal, rounding_mode=None if tensor.is_floating_point() else "floor")
 
     def update(self, lr_factor: float) -> None:
         """Let the optimizer change the weights, and the routers of experts their biases.
@@ -176,14 +209,18 @@ class TrainStep:
             self.weight_update.apply(lr_factor)
             self.balance.update()
 
-    def measures(self, gradients: Gradients) -> dict[str, Tensor | Mean]:
-        """Return what else is worth a line of the log, on the device: losses by source, loads."""
+    def metrics(self, gradients: Gradients, lr: float) -> dict[str, Number]:
+        """Return the metrics of a step, on the device: losses, norm, rate, loads of experts."""
         sums = zip(gradients.source_losses, gradients.source_tokens, strict=True)
-        found: dict[str, Tensor | Mean] = {
-            f"loss/{label}": Mean(*each) for label, each in zip(self.sources, sums, strict=True)
+        return {
+            "loss": gradients.mean_loss,
+            "total_loss": gradients.total_loss,
+            "grad_norm": gradients.norm,
+            "lr": lr,
+            **{f"loss/{name}": Mean(*each) for name, each in zip(self.sources, sums, strict=True)},
+            **(self.balance.metrics() if self.balance.exists else {}),
         }
-        return found | (self.balance.measures() if self.balance.exists else {})
 
     def clear(self) -> None:
-        """Drop the gradients, or make them zero where they have a place of their own."""
+        """Drop the gradients, or zero them where the wrapper owns their memory."""
         self.optimizer.zero_grad(set_to_none=not self.parallel_model.owns_gradient_buffers)

@@ -122,4 +122,4 @@ def frozen():
     parts = assembled(moe_recipe(BALANCED, lora={"rank": 3, "targets": TARGETS["one"]}))
     train(parts, STEPS)
     biases = [layer.router.bias.tolist() for layer in layers_of(parts)]
-    return biases, {name: value.item() for name, value in parts.step.balance.measures().items()}
+    return biases, {name: value.item() for name, value in parts.step.balance.metrics().items()}

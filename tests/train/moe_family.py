@@ -55,7 +55,7 @@ def trained(recipe):
     losses, norms = train(parts)
     buffers = parts.model.saved_buffers().items()
     state = {name: buffer.numpy() for name, buffer in buffers}
-    measures = {name: value.item() for name, value in parts.step.balance.measures().items()}
+    measures = {name: value.item() for name, value in parts.step.balance.metrics().items()}
     return losses, norms, whole(parts.model) | state, measures
 
 

@@ -165,7 +165,7 @@ def measured():
         layer.router.register_forward_hook(note)
     parts.step.accumulate(next(parts.loader.steps(0)))
     return (
-        {name: value.item() for name, value in parts.step.balance.measures().items()},
+        {name: value.item() for name, value in parts.step.balance.metrics().items()},
         loads,
         shares,
     )
@@ -189,7 +189,7 @@ def test_biases_make_loads_even():
         model.mlp(x).sum().backward()
         balance.collect(lambda counts: None)
         balance.update()
-        found.append(balance.measures()["mean_violation"].item())
+        found.append(balance.metrics()["mean_violation"].item())
     assert found[0] > 0.4
     assert all(violation < 0.1 for violation in found[-10:])
 

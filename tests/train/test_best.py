@@ -216,7 +216,7 @@ def test_settings_without_an_effect_are_warned_about(tmp_path, capsys):
 def take_all(values, **settings):
     table, best = Evaluate(**settings), Best()
     taken = [
-        best.take(table, step, {"loss": value, "perplexity": -value})
+        best.update(table, step, {"loss": value, "perplexity": -value})
         for step, value in enumerate(values, 1)
     ]
     return taken, best
@@ -241,5 +241,5 @@ def test_another_metric_or_direction_starts_anew():
     _, best = take_all([3.0, 2.0, 2.5])
     table = Evaluate(direction="max", patience=1)
     assert not best.is_exhausted(table), "the count is of the other direction"
-    assert best.take(table, 4, {"loss": 1.0})
+    assert best.update(table, 4, {"loss": 1.0})
     assert (best.score, best.step) == (1.0, 4)

@@ -66,7 +66,7 @@ def test_off_looks_at_nothing():
 def test_a_skipped_spike_does_not_get_usual_and_too_many_end_the_run():
     found, reports, events = health("skip", max_skips=3)
     assert admit(found, [*LOSSES, 40.0, 41.0, 4.0]) == [True] * 40 + [False, False, True]
-    assert found.conclude() == ["steps left out: 2 (see events.jsonl)"]
+    assert found.conclude() == ["steps skipped or rolled back: 2 (see events.jsonl)"]
     with pytest.raises(Diverged, match="more than 3 bad steps in a row"):
         admit(found, [40.0] * 4, start=44)
     assert [event.action for event in events] == ["skip"] * 6
@@ -105,7 +105,7 @@ def test_a_finite_explosion_is_no_silent_end():
 
 def test_a_validation_that_is_not_finite_and_a_run_without_gradients_are_told():
     found, reports, _ = health()
-    found.take_evaluation(10, math.nan)
+    found.check_evaluation(10, math.nan)
     admit(found, [0.0] * 20, [0.0] * 20)
     told = ["the validation loss at step 10 is nan", "nothing was learned: no step had a gradient"]
     assert found.conclude() == told
@@ -230,7 +230,9 @@ def test_a_rollback_recovers_from_weights_that_an_update_has_spoiled(tmp_path):
     recipe = write_recipe(tmp_path / "run", steps=12)
     overrides = ["resilience.non_finite=rollback"]
     assert finish(start(recipe, before=spoil, overrides=overrides)) == [0], complaints(recipe)
-    assert examine(tmp_path / "run" / "run").warnings == ["steps left out: 1 (see events.jsonl)"]
+    assert examine(tmp_path / "run" / "run").warnings == [
+        "steps skipped or rolled back: 1 (see events.jsonl)"
+    ]
     step, state = tensors(tmp_path / "run")
     assert step == 12
     assert all(value.isfinite().all() for value in state.values() if value.is_floating_point())

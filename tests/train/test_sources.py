@@ -47,7 +47,8 @@ def found(recipe):
     """Return the losses of the first step and of an evaluation, as rows have them."""
     parts = assembled(recipe)
     gradients = parts.step.accumulate(next(parts.loader.steps(0)))
-    row = {"loss": gradients.loss / gradients.tokens, **parts.step.measures(gradients)}
+    metrics = parts.step.metrics(gradients, lr=0.0)
+    row = {name: value for name, value in metrics.items() if name.startswith("loss")}
     validation = validate(parts)
     del validation["perplexity"]
     return to_floats(row), validation
