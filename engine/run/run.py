@@ -159,7 +159,7 @@ class Session:
         if self.world.rank == 0:
             atomic_write(self.directory.recipe, to_toml(recipe))
         state = self._state(parts, position.step, identity.attempt)
-        with self._recorded(state), recorder.open(position.step):
+        with self._recorded(state), recorder.open_log(position.step):
             outcome = self._train(parts, position, saver, health)
             state.warnings = health.conclude()
             if outcome == "stopped":

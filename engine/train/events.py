@@ -64,7 +64,7 @@ class EventRecorder:
     _log: MetricsLog | None = field(default=None, init=False)
 
     @contextmanager
-    def open(self, resume_step: int) -> Iterator[None]:
+    def open_log(self, resume_step: int) -> Iterator[None]:
         """Hold the file open; events of steps after `resume_step` are dropped from it."""
         if self.folder is None:
             yield
