@@ -154,7 +154,7 @@ def hf2hf(
     plugin: Plugin = None,
     as_json: AsJson = False,
 ) -> None:
-    """Hugging Face folder to another, cast or cut anew."""
+    """Hugging Face folder to another, cast or split into files of another size."""
     _convert("hf2hf", source, target, dtype, None, None, verify, plugin, as_json, shard_size)
 
 

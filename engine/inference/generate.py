@@ -134,13 +134,13 @@ def _last_logits(
     Args:
         model: in evaluation mode.
         tokens: [B, S].
-        columns: what else the model is told of each of them, [B, S].
+        columns: the model's other inputs for each token, [B, S].
         cache: of the positions before them; extended.
     """
     for start in range(0, tokens.shape[1], PREFILL_TOKENS):
         piece = slice(start, start + PREFILL_TOKENS)
-        told = {name: column[:, piece] for name, column in columns.items()}
-        logits: Tensor = model(tokens[:, piece], cache=cache, **told)
+        inputs = {name: column[:, piece] for name, column in columns.items()}
+        logits: Tensor = model(tokens[:, piece], cache=cache, **inputs)
     return logits
 
 

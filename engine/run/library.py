@@ -78,7 +78,7 @@ def assemble(recipe: Recipe) -> Assembled:
     Raises:
         RecipeError: the recipe does not fit the model, the data or the number of ranks.
         DataError: a source cannot be read.
-        TrainerError: there are other ranks, and nobody has joined them.
+        TrainerError: there are other ranks, and `joined_ranks` was not entered.
     """
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""What a run finds before it trains: may it go on from a checkpoint, is anything left to do."""
+"""Decide whether a run may resume from a checkpoint, and whether anything is left to do."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def identify(parts: Assembled, found: Found | None) -> SaveInfo:
 
 
 def ending(saved: Manifest, parts: Assembled) -> str:
-    """Return why nothing is left to do after a checkpoint; empty: the run goes on."""
+    """Return why nothing is left to do after a checkpoint; empty while there is more to train."""
     if saved.extra.get("unevaluated"):
         return ""
     best = Best.from_manifest(saved.extra)
