@@ -163,12 +163,12 @@ models: Registry[ModelConfig] = Registry(
 )
 
 
-def require_package(module: str, purpose: str, extra: str) -> Any:
+def require_package(module: str, user: str, extra: str) -> Any:
     """Import a package that only some runs need.
 
     Args:
-        module: what to import, such as "pyarrow.parquet".
-        purpose: who needs it, for the message, such as "chat templates need".
+        module: the module to import, such as "pyarrow.parquet".
+        user: the part that needs it, for the message, such as "a chat template".
         extra: the extra of our package that installs it.
 
     Raises:
@@ -178,5 +178,6 @@ def require_package(module: str, purpose: str, extra: str) -> Any:
         return import_module(module)
     except ImportError as error:
         raise EnvironmentFault(
-            f"{purpose} the {module.partition('.')[0]} package", f'pip install "trainer[{extra}]"'
+            f"{user} needs the {module.partition('.')[0]} package",
+            f'pip install "trainer[{extra}]"',
         ) from error

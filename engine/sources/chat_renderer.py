@@ -211,7 +211,7 @@ def open_renderer(template: ChatTemplate) -> Iterator[ChatRenderer]:
         DataError: the template is not valid.
         EnvironmentFault: `jinja2` is not installed.
     """
-    require_package("jinja2", "chat templates need", "hf")
+    require_package("jinja2", "a chat template", "hf")
     process = subprocess.Popen(
         [sys.executable, "-P", str(SANDBOX)],
         stdin=subprocess.PIPE,

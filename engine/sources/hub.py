@@ -206,7 +206,7 @@ def import_datasets() -> Any:
     Raises:
         EnvironmentFault: it is not installed, or older than version 4, which runs scripts.
     """
-    datasets = require_package("datasets", 'the "hf" source needs', "data")
+    datasets = require_package("datasets", 'the "hf" source', "data")
     if int(datasets.__version__.split(".")[0]) < 4:
         raise EnvironmentFault(
             f"datasets {datasets.__version__} may run code that comes with the data",

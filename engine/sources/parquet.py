@@ -170,7 +170,7 @@ def _open(path: Path) -> Any | str:
     """Return the file, or what is wrong with it."""
     try:
         require_regular(path)
-        parquet = require_package("pyarrow.parquet", 'the "parquet" source needs', "data")
+        parquet = require_package("pyarrow.parquet", 'the "parquet" source', "data")
         # Read in small pieces: a row group may be larger than the memory.
         return parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
     except (ValueError, OSError) as error:

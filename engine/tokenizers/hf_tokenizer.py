@@ -134,7 +134,7 @@ def import_tokenizers() -> Any:
     Raises:
         EnvironmentFault: it is not installed.
     """
-    return require_package("tokenizers", "this tokenizer needs", "hf")
+    return require_package("tokenizers", "this tokenizer", "hf")
 
 
 def _load(place: str, content: bytes) -> Any:
