@@ -5,6 +5,7 @@ These names stay where they are; other modules may move between versions. Torch-
 
 from __future__ import annotations
 
+from .engine.checkpoint.tables import CheckpointMode, checkpoint_modes
 from .engine.core.config import Component, Count, CountOrZero, LocalPath, RecipePath, Table
 from .engine.core.errors import (
     CheckpointError,
@@ -30,6 +31,7 @@ MarkedText = MaskedDocument  # the name of versions before 0.1
 
 __all__ = [
     "CheckpointError",
+    "CheckpointMode",
     "Component",
     "Count",
     "CountOrZero",
@@ -57,6 +59,7 @@ __all__ = [
     "Tracker",
     "TrackerConfig",
     "TrainerError",
+    "checkpoint_modes",
     "kernels",
     "losses",
     "models",

@@ -18,7 +18,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import torch
 import xxhash
@@ -29,7 +29,7 @@ from ..core.errors import CheckpointError
 from ..core.files import open_regular, require_regular
 from .box import Box, covers
 from .manifest import FileEntry, Manifest, TensorEntry
-from .tensors import FileTensor, Form, TensorRows, dtype_name, nbytes
+from .tensors import FileTensor, Form, StoredChunk, dtype_name, nbytes
 
 INDEX = "index.json"
 # A part takes about 40 bytes. Read, an index takes up to 20 times its size.
@@ -91,13 +91,6 @@ class LocalChunk:
     def bytes(self) -> int:
         """Size of the part."""
         return nbytes(self.box.sizes, self.dtype)
-
-
-class StoredChunk(NamedTuple):
-    """A part of a tensor in a file, and where it begins in the tensor."""
-
-    start: tuple[int, ...]
-    tensor: TensorRows
 
 
 @dataclass(frozen=True)

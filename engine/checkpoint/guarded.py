@@ -30,9 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..core.errors import CheckpointError
 from ..core.files import open_regular
-from .chunks import StoredChunk
 from .manifest import Manifest, TensorEntry
-from .tensors import FileTensor, dtype_name
+from .tensors import FileTensor, StoredChunk, dtype_name
 from .torch_file import read_file_tensors, require_few_objects
 
 CONTENTS = ".metadata"

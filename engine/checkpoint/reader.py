@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,13 +12,13 @@ from ...model_zoo.layout import is_load
 from ..core.errors import CheckpointError, nearest
 from ..core.local import local
 from ..core.text.display import MAX_SHOWN, list_problems
-from .box import Box, local_box
-from .chunks import StoredChunk, read_chunks
+from .box import local_box
+from .chunks import read_chunks
 from .find import find_checkpoint
 from .manifest import Manifest, TensorEntry
 from .ranks import Ranks
 from .state import model_state
-from .tensors import dtype_name
+from .tensors import dtype_name, fill_box
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -135,26 +135,9 @@ def read_tensors(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) ->
         for name, tensor in state.items():
             box = local_box(tensor)
             if box is not None:  # else all of it is on other ranks
-                _fill(local(tensor), box, chunks[name])
+                fill_box(local(tensor), box, chunks[name])
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _fill(target: Tensor, box: Box, chunks: Sequence[StoredChunk]) -> None:
-    """Fill this rank's part of a tensor.
-
-    Args:
-        box: where the part lies in the tensor.
-        chunks: stored parts that cover the whole tensor.
-    """
-    for start, stored in chunks:
-        common = box.overlap(Box(start, stored.shape))
-        if common is None:
-            continue
-        source = common.shift(start)
-        first, count = (source.start[0], source.sizes[0]) if source.start else (0, 1)
-        rows = source.columns(stored.read(first, first + count))
-        common.shift(box.start).view(target).copy_(rows)
 
 
 def _section(name: str) -> str:

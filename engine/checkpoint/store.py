@@ -18,6 +18,7 @@ from .commit import Staging, commit, free_bytes
 from .find import Found, newest_intact
 from .manifest import SaveInfo, read_manifest
 from .ranks import Ranks
+from .tables import checkpoint_modes
 from .writer import Writer
 
 if TYPE_CHECKING:
@@ -33,8 +34,7 @@ class CheckpointStore:
     by this run alone.
 
     Args:
-        mode: "sync"; "async": copy the state in a thread, then write it while training goes on;
-            "async_pinned": the same through page-locked memory, for GPUs.
+        mode: a name of `checkpoint_modes`.
         keep: how many checkpoints stay.
         group: a gloo group of all ranks that nothing else uses, because a save in the background
             communicates too; None: one process, and no collective is ever called.
@@ -43,10 +43,11 @@ class CheckpointStore:
     def __init__(self, folder: Path, *, mode: str, keep: int, group: ProcessGroup | None) -> None:
         self.folder = folder
         self.group = group
-        self._mode = mode
         self._keep = keep
         self._ranks = Ranks(group)
-        self._writer = Writer(self._ranks, pinned=mode == "async_pinned")
+        allocate = checkpoint_modes[mode].model_validate({"name": mode}).build()
+        self._copies = allocate is not None
+        self._writer = Writer(self._ranks, allocate)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._in_flight: Future[None] | None = None
         self._staging: Staging | None = None
@@ -83,7 +84,7 @@ class CheckpointStore:
             CheckpointError: a save that is not in the background failed; nothing is left of it.
         """
         self._wait()
-        if sync or self._mode == "sync":
+        if sync or not self._copies:
             self._commit(state, info, best, None)
             return
         on_gpu = any(tensor.is_cuda for tensor in state.values())

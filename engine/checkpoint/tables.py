@@ -1,10 +1,41 @@
-"""The recipe's `[checkpoint]` table. Torch-free."""
+"""The recipe's `[checkpoint]` table, and the registry of its modes. Torch-free."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from ..core.config import Count, CountOrZero, Table
+from ..core.config import Component, Count, CountOrZero, OneOf, Table
+from ..core.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Allocate = Callable[["Tensor"], "Tensor"]
+"""returns memory on the CPU for a copy of a tensor, of the same shape and dtype"""
+
+
+class CheckpointMode(Component):
+    """How a save takes the state, so that training may go on while it is written."""
+
+    def build(self) -> Allocate | None:
+        """Return what allocates the memory for copies, or None to write the state itself.
+
+        With copies, a save continues in a thread while training goes on; the memory is used again
+        by the next save. Without, training waits until the checkpoint is complete.
+        """
+        raise NotImplementedError
+
+
+checkpoint_modes: Registry[CheckpointMode] = Registry(
+    "checkpoint_mode",
+    default="async",
+    built_in={
+        "sync": "engine.checkpoint.modes:Sync",
+        "async": "engine.checkpoint.modes:Async",
+        "async_pinned": "engine.checkpoint.modes:AsyncPinned",
+    },
+)
 
 
 class Checkpoint(Table):
@@ -14,9 +45,9 @@ class Checkpoint(Table):
     """optimizer steps between checkpoints; 0: only at the end"""
     keep: Count = 2
     """how many of the newest are kept"""
-    mode: Literal["sync", "async", "async_pinned"] = "async"
-    """"async" copies the state and writes while training goes on; "async_pinned" copies through
-    pinned memory on a GPU"""
+    mode: Annotated[str, OneOf(checkpoint_modes)] = "async"
+    """"sync": training waits for the disk; "async": the state is copied and written while training
+    continues; "async_pinned": copied through page-locked memory of a GPU's host"""
     last: Literal["full", "weights"] = "full"
     """what the final checkpoint holds"""
     keep_best: bool = False

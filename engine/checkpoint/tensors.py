@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..core.errors import CheckpointError
+from .box import Box
 
 BLOCK_BYTES = 2**23
 """What a thread holds of a tensor at a time, as long as a row is not longer."""
@@ -182,33 +183,49 @@ class InMemoryTensor:
         return part.cpu().contiguous()
 
 
+class StoredChunk(NamedTuple):
+    """A part of a tensor, and where it begins in the tensor."""
+
+    start: tuple[int, ...]
+    tensor: TensorRows
+
+
 @dataclass(frozen=True)
 class ConcatenatedTensor:
-    """A tensor put together from boxes of it that lie apart.
+    """A tensor put together from parts that lie apart.
 
     Args:
-        parts: where each begins, and the part itself; together they cover the tensor once.
+        parts: together they cover every element once.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[tuple[tuple[int, ...], TensorRows], ...]
+    parts: tuple[StoredChunk, ...]
 
     def read(self, first: int, last: int) -> Tensor:
         """Return some rows."""
-        whole = torch.empty(_part(self.shape, first, last), dtype=self.dtype)
-        for start, part in self.parts:
-            top = start[0] if start else 0
-            low, high = max(first, top), min(last, top + row_count(part.shape))
-            if low >= high:
-                continue
-            sides = tuple(
-                slice(begin, begin + size)
-                for begin, size in zip(start[1:], part.shape[1:], strict=True)
-            )
-            box = whole[(slice(low - first, high - first), *sides)] if start else whole
-            box.copy_(part.read(low - top, high - top))
-        return whole
+        rows = torch.empty(_part(self.shape, first, last), dtype=self.dtype)
+        start = (first, *(0,) * (len(self.shape) - 1)) if self.shape else ()
+        fill_box(rows, Box(start, tuple(rows.shape)), self.parts)
+        return rows
+
+
+def fill_box(target: Tensor, box: Box, parts: Iterable[StoredChunk]) -> None:
+    """Fill one box of a tensor.
+
+    Args:
+        target: memory for the box alone.
+        box: where it lies in the tensor.
+        parts: stored parts, which cover the whole tensor.
+    """
+    for start, stored in parts:
+        common = box.overlap(Box(start, stored.shape))
+        if common is None:
+            continue
+        source = common.shift(start)
+        first, count = (source.start[0], source.sizes[0]) if source.start else (0, 1)
+        rows = source.columns(stored.read(first, first + count))
+        common.shift(box.start).view(target).copy_(rows)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from .box import local_box
 from .chunks import CODES, INDEX, LocalChunk, file_name, lay_out_chunks, tensor_entries, write_index
 from .manifest import FileEntry, TensorEntry
 from .ranks import Ranks
+from .tables import Allocate
 from .tensors import as_bytes
 
 BLOCK_BYTES = 2**22
@@ -30,12 +31,12 @@ class Writer:
     What several ranks hold alike is divided between them: each writes, and copies, only its part.
 
     Args:
-        pinned: copy into page-locked memory, which a GPU fills while it computes.
+        allocate: returns memory for a copy of a tensor; None where nothing is ever copied.
     """
 
-    def __init__(self, ranks: Ranks, pinned: bool = False) -> None:
+    def __init__(self, ranks: Ranks, allocate: Allocate | None) -> None:
         self._ranks = ranks
-        self._pinned = pinned and torch.cuda.is_available()
+        self._allocate = allocate
         self._held: list[LocalChunk] | None = None
         self._chunks: list[LocalChunk] = []
         self._files: list[list[LocalChunk]] = []
@@ -62,9 +63,10 @@ class Writer:
         Args:
             after: what the GPU must have done before the state may be read.
 
-        Returns an event that the GPU passes when it has made the copies, or None when they are
-        complete already.
+        Returns:
+            an event that the GPU passes when it has made the copies, or None without a GPU.
         """
+        assert self._allocate is not None
         # A stream of its own lets the copies run beside the next step's kernels.
         side = None if after is None else torch.cuda.Stream(after.device)  # type: ignore[no-untyped-call]
         with torch.no_grad(), torch.cuda.stream(side):
@@ -73,12 +75,12 @@ class Writer:
             for name, source in self._sources.items():
                 heartbeat.touch()
                 if name not in self._buffers:
-                    self._buffers[name] = torch.empty(
-                        source.shape, dtype=source.dtype, device="cpu", pin_memory=self._pinned
-                    )
-                self._buffers[name].copy_(source, non_blocking=self._pinned)
+                    self._buffers[name] = self._allocate(source)
+                buffer = self._buffers[name]
+                # Copies into ordinary memory must block: the GPU could fill it after it is read.
+                buffer.copy_(source, non_blocking=source.is_cuda and buffer.is_pinned())
         self._sources = dict(self._buffers)
-        return side.record_event() if side and self._pinned else None
+        return side.record_event() if side else None
 
     def write(self, folder: Path) -> dict[str, FileEntry]:
         """Write this rank's part, or its copy, into a folder that exists, and sync it.

@@ -19,6 +19,7 @@ from ..checkpoint.tensors import (
     ConcatenatedTensor,
     DerivedTensor,
     FileTensor,
+    StoredChunk,
     TensorRows,
     differing,
 )
@@ -144,7 +145,7 @@ def _join(name: str, full: Shape, parts: Sequence[Mapping[str, FileTensor]]) -> 
         return regions[0]
     width = regions[0].shape[dim]
     placed = tuple(
-        (tuple(number * width if at == dim else 0 for at in range(len(full))), region)
+        StoredChunk(tuple(number * width * (at == dim) for at in range(len(full))), region)
         for number, region in enumerate(regions)
     )
     return ConcatenatedTensor(regions[0].dtype, full, placed)

@@ -18,6 +18,7 @@ from ..checkpoint.tensors import (
     ConcatenatedTensor,
     DerivedTensor,
     FileTensor,
+    StoredChunk,
     TensorRows,
     nbytes,
 )
@@ -114,9 +115,11 @@ def open_parameter(
         return regions[0]
     # A matrix of a stack lies as a box of the stack does.
     ones = (1,) * (len(shape) - len(part.shape))
-    boxes = [replace(region, shape=(*ones, *region.shape)) for region in regions]
-    starts = [part.start for part in parts]
-    return ConcatenatedTensor(regions[0].dtype, shape, tuple(zip(starts, boxes, strict=True)))
+    boxes = [
+        StoredChunk(part.start, replace(tensor, shape=(*ones, *tensor.shape)))
+        for part, tensor in zip(parts, regions, strict=True)
+    ]
+    return ConcatenatedTensor(regions[0].dtype, shape, tuple(boxes))
 
 
 def open_stored_tensor(stored: StoredTensor) -> FileTensor | Mxfp4:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import resource
 from pathlib import Path
+from typing import Literal
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.engine.checkpoint import retention
 from trainer.engine.checkpoint.find import find_checkpoint
 from trainer.engine.checkpoint.manifest import SaveInfo, read_manifest, verify
 from trainer.engine.checkpoint.reader import load_state, load_weights
+from trainer.engine.checkpoint.tables import Allocate, CheckpointMode, checkpoint_modes
 from trainer.engine.core.errors import CheckpointError, EnvironmentFault, ExitCode
 
 from ..distributed import run_ranks
@@ -55,6 +58,30 @@ def test_torch_itself_can_load_it(tmp_path: Path) -> None:
 
 def test_no_checkpoint_is_none_and_not_an_error(tmp_path: Path) -> None:
     assert open_store(tmp_path / "run" / "checkpoints").latest() is None
+
+
+def test_a_mode_of_a_plugin_allocates_the_copies(tmp_path: Path) -> None:
+    allocated = []
+
+    def allocate(source: Tensor) -> Tensor:
+        allocated.append(torch.empty(source.shape, dtype=source.dtype))
+        return allocated[-1]
+
+    class Own(CheckpointMode):
+        name: Literal["own"] = "own"
+
+        def build(self) -> Allocate:
+            return allocate
+
+    with patch.dict(checkpoint_modes._places), patch.dict(checkpoint_modes._configs):
+        checkpoint_modes.register(Own)
+        store = open_store(tmp_path, "own")
+    for step in (1, 2):
+        store.save(state_of(step), SaveInfo(step=step))
+        store.wait_staged()
+    store.finish()
+    assert len(allocated) == len(state_of(1)), "the second save uses the memory of the first"
+    assert differing(find_checkpoint(tmp_path), 2) == []
 
 
 @pytest.mark.parametrize("mode", ["sync", "async", "async_pinned"])
