@@ -21,7 +21,7 @@ from typer.main import get_command, get_group
 
 from ..engine.core.errors import ExitCode, TrainerError
 from ..engine.core.text.display import make_lines_printable
-from ..engine.launch.ending import end_process
+from ..engine.launch.ending import end_process, skip_teardown
 from ..engine.launch.environment import TRACEBACK
 from .options import check_paths
 
@@ -123,12 +123,16 @@ def trainer(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line and exit with the code of the public contract."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:  # a process of its own
+        skip_teardown()
+        arguments = sys.argv[1:]
     if "--traceback" in arguments:
         os.environ[TRACEBACK] = "1"
     # Before torch is loaded: its threads sleep while they wait. Spinning ones take the core from
     # those that they wait for, where others use the machine too.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Else pydantic looks for plugins of its own in all installed packages, which delays a start.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

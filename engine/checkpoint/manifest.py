@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from ..core.errors import CheckpointError
@@ -55,6 +55,8 @@ class FileEntry(TypedDict):
 @dataclass(frozen=True, kw_only=True)
 class SaveInfo:
     """What the run says of the state that it saves. Everything is plain, finite JSON."""
+
+    __pydantic_config__ = ConfigDict(defer_build=True)
 
     step: int
     samples: int = 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import threading
 import time
 from collections.abc import Iterable
@@ -20,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from . import faults
 from .errors import LostContact
@@ -42,6 +41,8 @@ Text = Annotated[str, Field(max_length=LONGEST_REASON, pattern=r"^[ -~]*$")]
 @dataclass(frozen=True, kw_only=True)
 class Beat:
     """The newest report of one rank."""
+
+    __pydantic_config__ = ConfigDict(defer_build=True)
 
     rank: Count
     attempt: Count
@@ -188,7 +189,7 @@ class BeatFile:
 
     def __init__(self, folder: Path, rank: int, attempt: int, interval: float) -> None:
         self._rank, self._attempt, self._interval = rank, attempt, interval
-        self._host = _plain(socket.gethostname())
+        self._host = _plain(os.uname().nodename)
         self._lock = threading.Lock()
         self._ended = False
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 
 from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -15,6 +14,8 @@ from pydantic_core import PydanticCustomError, core_schema
 from .errors import EnvironmentFault
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     from ...model_zoo.config import ModelConfig
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -83,6 +84,8 @@ class Registry(Generic[Config]):
 
     @cached_property
     def _installed(self) -> dict[str, EntryPoint]:
+        from importlib.metadata import entry_points  # slow, and needed for foreign names alone
+
         return {entry.name: entry for entry in entry_points(group=f"trainer.{self.kind}")}
 
     def _load(self, entry: EntryPoint) -> None:

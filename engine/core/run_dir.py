@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import socket
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -133,7 +132,7 @@ class RunDirectory:
             ) from error
         holder = {
             "pid": os.getpid(),
-            "host": socket.gethostname(),
+            "host": os.uname().nodename,
             "start": datetime.now().astimezone().isoformat(timespec="seconds"),
         }
         os.ftruncate(file, 0)

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from .errors import Stopped
 from .files import atomic_write, read_regular
@@ -24,6 +24,8 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 @dataclass(kw_only=True)
 class RunState:
     """One attempt; the file holds the newest."""
+
+    __pydantic_config__ = ConfigDict(defer_build=True)
 
     total_steps: Count
     """where the run is to end; 0 if it failed before that was known"""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 from collections.abc import Collection
 from pathlib import Path
 
@@ -33,7 +32,7 @@ class Unfinished:
         refuse_existing(target)
         self.target = target
         clear_unfinished(target.parent, [target.name])
-        folder = target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}")
+        folder = target.with_name(f".tmp-{target.name}-{os.urandom(4).hex()}")
         self.path = folder / target.name
         """where to write"""
         self._lock: int | None = None
