@@ -123,9 +123,10 @@ def trainer(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line and exit with the code of the public contract."""
-    if arguments is None:  # a process of its own
-        skip_teardown()
+    if arguments is None:
         arguments = sys.argv[1:]
+        if "run" not in arguments[:2]:  # threads of a run may still have to end
+            skip_teardown()
     if "--traceback" in arguments:
         os.environ[TRACEBACK] = "1"
     # Before torch is loaded: its threads sleep while they wait. Spinning ones take the core from
