@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import trainer
+from trainer.engine.recipe.load import load_recipe
+from trainer.engine.recipe.schema import REGISTRIES
 
 ROOT = Path(trainer.__file__).absolute().parents[1]
 DEBUG = str(Path(trainer.__file__).parent / "recipes/llama3_debug.toml")
@@ -58,3 +60,26 @@ def test_threads_sleep_while_they_wait_unless_told_otherwise(given, found):
         env=environment | ({"OMP_WAIT_POLICY": given} if given else {}),
     )  # fmt: skip
     assert done.stdout.splitlines()[-1] == found
+
+
+BESIDE_THEIR_REGISTRY = {
+    "trainer.engine.loss.tables", "trainer.engine.observe.tables",
+    "trainer.engine.sources.configs", "trainer.engine.tokenizers.configs",
+}  # fmt: skip
+
+
+def test_components_that_a_recipe_does_not_name_are_not_imported(tmp_path):
+    show = "    print(*(each for each in sys.modules if each.startswith('trainer.')))"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", SCRIPT + show, "validate", DEBUG],
+        capture_output=True, text=True, timeout=60, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    verdict, modules = done.stdout.splitlines()
+    assert verdict.endswith("valid")
+    recipe = load_recipe(DEBUG).recipe
+    named = {type(each).__module__ for each in (recipe.model, recipe.optimizer, recipe.schedule)}
+    known = {registry[name].__module__ for registry in REGISTRIES.values() for name in registry}
+    imported = known & set(modules.split())
+    assert imported - BESIDE_THEIR_REGISTRY == named
+    assert len(known - imported) > 5
