@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..engine.core.errors import ExitCode, RecipeError
-from .data_text import prepared_text, print_inspection, recipe_lines
+from .data_text import format_prepared, format_recipe, print_inspection
 from .options import AsJson
 from .table import echo
 from .train_tokenizer import train_tokenizer
@@ -93,10 +93,10 @@ def prepare(
             [each.for_tokenizer(built) for each in group],
             built,
             loaded.tokenizer.name,
-            _whole_pages(shard_tokens),
+            _check_shard_tokens(shard_tokens),
             workers,
         )
-        for name, group in _groups(loaded, is_one_corpus=bool(chosen)).items()
+        for name, group in _group_sources(loaded, is_one_corpus=bool(chosen)).items()
     }
     _run(jobs, as_json)
 
@@ -129,7 +129,7 @@ def retokenize(
         [StoredDocuments.of(source, on_error)],
         config.build(),
         config.name,
-        _whole_pages(shard_tokens),
+        _check_shard_tokens(shard_tokens),
         workers,
     )
     _run({out: job}, as_json)
@@ -147,17 +147,14 @@ def inspect(
     """
     from ..engine.corpus.inspect import inspect_folder
 
-    found = (
-        _inspect_recipe(path, samples)
-        if path.suffix == ".toml"
-        else [inspect_folder(path, samples)]
-    )
+    is_recipe = path.suffix == ".toml"
+    inspections = _inspect_recipe(path, samples) if is_recipe else [inspect_folder(path, samples)]
     if as_json:
-        typer.echo(json.dumps([asdict(each) for each in found], indent=1))
+        typer.echo(json.dumps([asdict(inspection) for inspection in inspections], indent=1))
     else:
-        for each in found:
-            print_inspection(each)
-    if any(each.damaged for each in found):
+        for inspection in inspections:
+            print_inspection(inspection)
+    if any(inspection.damaged for inspection in inspections):
         raise typer.Exit(ExitCode.DATA)
 
 
@@ -175,51 +172,50 @@ def _source_overrides(
     """Return the `--set` for the recipe's `[[data.sources]]` that arguments and options mean."""
     from ..engine.sources.files import infer_source
 
-    places = [{"name": kind or infer_source(path), "path": path} for path in paths]
+    tables = [{"name": kind or infer_source(path), "path": path} for path in paths]
     if not paths and kind:  # one that needs no path, such as a dataset on the hub
-        places = [{"name": kind}]
+        tables = [{"name": kind}]
     given = {key: value for key, value in options.items() if value}
-    if not places and given:
+    if not tables and given:
         key, value = next(iter(given.items()))
         raise RecipeError(
             f"--{key.replace('_', '-')} is for sources given on the command line",
             f"for those of a recipe: --set data.sources.0.{key}={value}",
         )
-    found = ["data.sources=[]"] if places else []
-    for number, place in enumerate(places):
-        texts = [f"{key}={json.dumps(value)}" for key, value in (place | given).items()]
-        found += [f"data.sources.{number}.{text}" for text in [*texts, *settings]]
-    return found
+    overrides = ["data.sources=[]"] if tables else []
+    for number, table in enumerate(tables):
+        texts = [f"{key}={json.dumps(value)}" for key, value in (table | given).items()]
+        overrides += [f"data.sources.{number}.{text}" for text in [*texts, *settings]]
+    return overrides
 
 
 def _load(recipe: Path | None, overrides: Sequence[str]) -> Recipe:
     from ..engine.recipe.load import load_overrides, load_recipe
 
-    loaded = (
-        load_recipe(recipe, overrides) if recipe else load_overrides(["run.steps=1", *overrides])
-    )
-    return loaded.recipe
+    if recipe:
+        return load_recipe(recipe, overrides).recipe
+    return load_overrides(["run.steps=1", *overrides]).recipe
 
 
-def _groups(recipe: Recipe, is_one_corpus: bool) -> dict[str, list[DocumentSource]]:
-    """Return which sources become one folder, by its name within the target."""
+def _group_sources(recipe: Recipe, is_one_corpus: bool) -> dict[str, list[DocumentSource]]:
+    """Return the sources of each folder, by the folder's name within the target."""
     from ..engine.sources.configs import DocumentSource
 
-    found = {
+    readable = {
         f"{number}.{source.name}": source
         for number, source in enumerate(recipe.data.sources)
         if isinstance(source, DocumentSource)
     }
-    if is_one_corpus and len(found) < len(recipe.data.sources):
+    if is_one_corpus and len(readable) < len(recipe.data.sources):
         raise RecipeError("this source holds no documents to tokenise")
-    if not found:
+    if not readable:
         raise RecipeError("no source of the recipe holds documents to tokenise")
-    if is_one_corpus or len(found) == 1:
-        return {"": list(found.values())}
-    return {name: [source] for name, source in found.items()}
+    if is_one_corpus or len(readable) == 1:
+        return {"": list(readable.values())}
+    return {name: [source] for name, source in readable.items()}
 
 
-def _whole_pages(shard_tokens: int) -> int:
+def _check_shard_tokens(shard_tokens: int) -> int:
     if shard_tokens % 2**16:
         raise RecipeError(f"--shard-tokens {shard_tokens}: not a multiple of 65536")
     return shard_tokens
@@ -241,11 +237,11 @@ def _run(jobs: dict[Path, Preparation], as_json: bool) -> None:
         facts = {"out": str(folder), "new": is_new, "seconds": seconds}
         rows.append({**facts, **manifest.model_dump(mode="json", include=counts)})
         if not as_json:
-            echo(prepared_text(rows[-1]))
+            echo(format_prepared(rows[-1]))
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
     else:
-        echo("\nin a recipe:\n\n" + recipe_lines(jobs))
+        echo("\nin a recipe:\n\n" + format_recipe(jobs))
 
 
 def _inspect_recipe(path: Path, samples: int) -> list[Inspection]:
@@ -255,17 +251,16 @@ def _inspect_recipe(path: Path, samples: int) -> list[Inspection]:
 
     recipe = _load(path, [])
     tokenizer = recipe.tokenizer.build()
-    table = recipe.data
-    cache = cache_folder(table.cache_dir)
-    found = []
-    for source in table.sources:
-        if isinstance(source, DocumentSource) and getattr(source, "streaming", False):
+    cache = cache_folder(recipe.data.cache_dir)
+    inspections = []
+    for source in recipe.data.sources:
+        if isinstance(source, DocumentSource) and source.is_streamed:
             echo(f"note: the streaming source {source.name} is left out", err=True)
             continue
         store = open_source(source, tokenizer, cache)
-        if store.folder:
-            each = inspect_folder(store.folder, samples, tokenizer)
-        else:
-            each = inspect_store(store, tokenizer, samples)
-        found.append(replace(each, tokenizer=recipe.tokenizer.name))
-    return found
+        inspections.append(
+            inspect_folder(store.folder, samples, tokenizer)
+            if store.folder
+            else inspect_store(store, tokenizer, samples)
+        )
+    return [replace(each, tokenizer=recipe.tokenizer.name) for each in inspections]

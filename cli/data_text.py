@@ -1,4 +1,4 @@
-"""What `trainer data` prints."""
+"""The output of `trainer data`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ BAR_WIDTH = 40
 SAMPLE_CHARACTERS = 300
 
 
-def prepared_text(row: Mapping[str, Any]) -> str:
-    """Return what a folder of tokens holds, in a line."""
+def format_prepared(row: Mapping[str, Any]) -> str:
+    """Return the size of a folder of tokens, in a line."""
     text = f"{row['out']}: {row['num_tokens']:,} tokens in {row['num_documents']:,} documents"
     if not row["new"]:
         return f"{text}, already done"
@@ -30,7 +30,7 @@ def prepared_text(row: Mapping[str, Any]) -> str:
     return f"{text}; {row['text_bytes'] / 1e6:,.2f} MB of text in {row['seconds']} s"
 
 
-def recipe_lines(jobs: Mapping[Path, Preparation]) -> str:
+def format_recipe(jobs: Mapping[Path, Preparation]) -> str:
     """Return the tables with which a recipe reads the folders."""
     from ..engine.tokenizers.configs import tokenizers
 
@@ -50,12 +50,12 @@ def _quoted(path: Path) -> str:
     return json.dumps(str(path), ensure_ascii=False)
 
 
-def print_inspection(found: Inspection) -> None:
+def print_inspection(inspection: Inspection) -> None:
     """Print counts, a histogram of lengths, and some documents."""
-    echo(f"{found.place}\n")
-    print_table(_facts(found))
+    echo(f"{inspection.place}\n")
+    print_table(_facts(inspection))
     echo("\ntokens a document")
-    most = max(bar.documents for bar in found.histogram)
+    most = max(bar.documents for bar in inspection.histogram)
     print_table(
         [
             [
@@ -63,40 +63,40 @@ def print_inspection(found: Inspection) -> None:
                 f"{bar.documents:,}".rjust(14),
                 "#" * -(-bar.documents * BAR_WIDTH // most),
             ]
-            for bar in found.histogram
+            for bar in inspection.histogram
         ]
     )
-    for number, text in found.samples.items():
+    for number, text in inspection.samples.items():
         echo(f"\ndocument {number:,}:\n  {make_printable(text[:SAMPLE_CHARACTERS])}")
-    for name in found.damaged:
+    for name in inspection.damaged:
         echo(f"\ndamaged: {name} is not what was written")
-    if found.unchecked:
-        names = " and ".join(found.unchecked)
+    if inspection.unchecked:
+        names = " and ".join(inspection.unchecked)
         echo(f"\nnot checked: {names}: an older version wrote no checksums for them")
     echo()
 
 
-def _facts(found: Inspection) -> list[list[str]]:
-    quantiles = ", ".join(f"{name} {value:,}" for name, value in found.quantiles.items())
-    same = found.duplicates
+def _facts(inspection: Inspection) -> list[list[str]]:
+    quantiles = ", ".join(f"{name} {value:,}" for name, value in inspection.quantiles.items())
+    same = inspection.duplicates
     duplicates = f"{same.documents:,} ({same.tokens:,} tokens)"
     if same.documents:
         duplicates += f"; document {same.most_frequent:,} is there {same.times:,} times"
     facts = {
-        "documents": f"{found.documents:,}",
-        "tokens": f"{found.tokens:,}",
-        "lengths": f"mean {found.mean_length:,.1f}, {quantiles}",
+        "documents": f"{inspection.documents:,}",
+        "tokens": f"{inspection.tokens:,}",
+        "lengths": f"mean {inspection.mean_length:,.1f}, {quantiles}",
         "duplicates": duplicates,
-        "empty": f"{found.empty:,}",
-        "skipped": f"{found.skipped:,}"
-        + (f", such as {make_printable(found.faults[0])}" if found.faults else ""),
+        "empty": f"{inspection.empty:,}",
+        "skipped": f"{inspection.skipped:,}"
+        + (f", such as {make_printable(inspection.faults[0])}" if inspection.faults else ""),
     }
-    if found.learned_tokens != found.tokens:
-        share = found.learned_tokens / found.tokens
-        facts["learned from"] = f"{found.learned_tokens:,} tokens ({share:.1%})"
-    if found.text_bytes:
-        ratio = found.text_bytes / found.tokens
-        facts["text"] = f"{found.text_bytes / 1e6:,.2f} MB, {ratio:.2f} bytes a token"
-    if found.tokenizer:
-        facts["tokenizer"] = make_printable(found.tokenizer)
+    if inspection.learned_tokens != inspection.tokens:
+        share = inspection.learned_tokens / inspection.tokens
+        facts["learned from"] = f"{inspection.learned_tokens:,} tokens ({share:.1%})"
+    if inspection.text_bytes:
+        ratio = inspection.text_bytes / inspection.tokens
+        facts["text"] = f"{inspection.text_bytes / 1e6:,.2f} MB, {ratio:.2f} bytes a token"
+    if inspection.tokenizer:
+        facts["tokenizer"] = make_printable(inspection.tokenizer)
     return [[name, value] for name, value in facts.items()]

@@ -14,7 +14,7 @@ from .options import AsJson
 from .table import echo
 
 if TYPE_CHECKING:
-    from ..engine.sources.configs import DocumentSource
+    from ..engine.sources.configs import DocumentSource, SourceConfig
 
 
 def train_tokenizer(
@@ -49,7 +49,7 @@ def train_tokenizer(
     from ..engine.corpus import train_tokenizer as training
 
     started = time.monotonic()
-    tokenizer, read = training.train_tokenizer(
+    tokenizer, corpus = training.train_tokenizer(
         document_sources(sources, field),
         out,
         vocab_size=vocab_size,
@@ -61,32 +61,32 @@ def train_tokenizer(
     summary = {
         "out": str(out),
         "vocab_size": tokenizer.vocab_size,
-        "documents": read.documents,
-        "bytes": read.bytes,
-        "skipped": read.skipped,
+        "documents": corpus.documents,
+        "bytes": corpus.bytes,
+        "skipped": corpus.skipped,
         "seconds": round(time.monotonic() - started, 2),
     }
     if as_json:
         typer.echo(json.dumps(summary))
         return
     echo(
-        f"{out}: {tokenizer.vocab_size:,} tokens from {read.documents:,} documents "
-        f"({read.bytes:,} bytes) in {summary['seconds']} s"
+        f"{out}: {tokenizer.vocab_size:,} tokens from {corpus.documents:,} documents "
+        f"({corpus.bytes:,} bytes) in {summary['seconds']} s"
     )
     if tokenizer.vocab_size < vocab_size:
         echo(f"note: the text has too few frequent pairs for {vocab_size:,} tokens")
 
 
 def document_sources(paths: Sequence[str], field: str) -> list[DocumentSource]:
-    """Return what paths mean: a recipe's training sources, or files by how their names end.
+    """Return the training sources of recipes, and sources of other files by their names.
 
     Raises:
         RecipeError: a recipe is not valid, or has no sources of documents.
     """
-    return [source for path in paths for source in _sources(path, field)]
+    return [source for path in paths for source in _open_path(path, field)]
 
 
-def _sources(path: str, field: str) -> list[DocumentSource]:
+def _open_path(path: str, field: str) -> list[DocumentSource]:
     from ..engine.core.errors import RecipeError
     from ..engine.core.files import require_path
     from ..engine.recipe.load import load_recipe
@@ -95,17 +95,15 @@ def _sources(path: str, field: str) -> list[DocumentSource]:
     from ..engine.tokenizers.byte_tokenizer import ByteTokenizer
 
     require_path(path)
+    configs: list[SourceConfig]
     if path.endswith(".toml"):
-        found = [
-            source.for_tokenizer(ByteTokenizer())
-            for source in load_recipe(path).recipe.data.sources
-            if isinstance(source, DocumentSource) and source.split == "train"
-        ]
+        table = load_recipe(path).recipe.data
+        configs = [source for source in table.sources if source.split == "train"]
     else:
         config = sources[infer_source(path)]
         keys = {"name": infer_source(path), "path": path, "field": field}
-        made = config.model_validate({key: keys[key] for key in keys if key in config.model_fields})
-        found = [made] if isinstance(made, DocumentSource) else []
-    if not found:
+        configs = [config.model_validate({k: keys[k] for k in keys if k in config.model_fields})]
+    readable = [each for each in configs if isinstance(each, DocumentSource)]
+    if not readable:
         raise RecipeError(f"{path}: no source in it holds documents")
-    return found
+    return [source.for_tokenizer(ByteTokenizer()) for source in readable]

@@ -1,9 +1,9 @@
 """Compares the files of a token store with their checksums, once for each state of a file.
 
-What has been compared is written down beside the tokens, or in the user's cache folder where the
-store is read-only: a file's name, size, times and checksum, a line each. A file that was touched
-since is compared again. Lines are only ever added, so that processes need no lock; one that was cut
-short by another writer fits no file.
+A record beside the tokens, or in the user's cache folder if the store is read-only, holds a line
+for each file that was compared: its name, size, times and checksum. A file that changed since is
+compared again. Lines are only appended, so that processes need no lock; a line that another writer
+cut short matches no file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_RECORD_BYTES = 2**26
 THREADS = 8
 # How /proc names file systems that several machines see.
 SHARED = {"nfs", "nfs4", "lustre", "gpfs", "ceph", "beegfs", "cifs", "smb3", "9p", "afs", "wekafs"}
-AFRESH = (
+PREPARE_AGAIN = (
     "restore it from a copy, or delete the folder and prepare it again; "
     "of its cache a run does that by itself"
 )
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Share(NamedTuple):
-    """Which of the files a process compares: every `ranks`-th from `rank` on."""
+    """The share of the files that a process compares: every `ranks`-th from `rank` on."""
 
     rank: int = 0
     ranks: int = 1
@@ -55,29 +55,28 @@ def require_intact(folder: Path, cache: Path, share: Share = ALONE) -> None:
     """Compare the files of a store that were never compared, or changed since.
 
     Args:
-        folder: of the store.
-        cache: takes the record if the folder cannot be written.
-        share: the processes that divide the work.
+        folder: the folder of the store.
+        cache: the folder of the record if the store cannot be written.
+        share: this process's share of the files.
 
     Raises:
         DataError: a file does not hold what was written.
         EnvironmentFault: a file cannot be read.
     """
-    manifest = read_manifest(folder)
-    elsewhere = xxh3_128_hexdigest(os.fsencode(folder.resolve())) + RECORD
-    records = (folder / RECORD, cache / elsewhere)
-    known = {line for record in records for line in _lines(record)}
-    files = manifest.all_files
-    lines = {name: _line(folder, name, files[name]) for name in share.of(folder, sorted(files))}
+    files = read_manifest(folder).all_files
+    in_cache = xxh3_128_hexdigest(os.fsencode(folder.resolve())) + RECORD
+    records = (folder / RECORD, cache / in_cache)
+    known = {line for record in records for line in _read_lines(record)}
+    lines = {name: _describe(folder, name, files[name]) for name in share.of(folder, sorted(files))}
     new = [name for name, line in lines.items() if line not in known]
     if not new:
         return
     size = sum(files[name].bytes for name in new) / 1e9
     log.info("%s: comparing %d files (%.2f GB) with their checksums, once", folder, len(new), size)
-    for name, found in zip(new, _hash_files([folder / name for name in new]), strict=True):
-        if found != files[name]:
-            raise DataError(f"{folder / name}: does not hold what was written", AFRESH)
-        _add(records, lines[name])
+    for name, entry in zip(new, _hash_files([folder / name for name in new]), strict=True):
+        if entry != files[name]:
+            raise DataError(f"{folder / name}: does not hold what was written", PREPARE_AGAIN)
+        _append(records, lines[name])
 
 
 def _hash_files(files: Sequence[Path]) -> Iterator[TokenFileEntry]:
@@ -90,7 +89,7 @@ def _hash_files(files: Sequence[Path]) -> Iterator[TokenFileEntry]:
         pool.shutdown(cancel_futures=True)
 
 
-def _line(folder: Path, name: str, entry: TokenFileEntry) -> str:
+def _describe(folder: Path, name: str, entry: TokenFileEntry) -> str:
     try:
         status = (folder / name).stat()
     except OSError as error:
@@ -100,8 +99,8 @@ def _line(folder: Path, name: str, entry: TokenFileEntry) -> str:
     return f"{name} {status.st_size} {times} {entry.xxh3}"
 
 
-def _lines(record: Path) -> list[str]:
-    """Return what was compared before; nothing where that cannot be read."""
+def _read_lines(record: Path) -> list[str]:
+    """Return the lines of a record; none if it cannot be read."""
     try:
         descriptor = os.open(record, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
@@ -110,8 +109,8 @@ def _lines(record: Path) -> list[str]:
         return []
 
 
-def _add(records: Sequence[Path], line: str) -> None:
-    """Write a line to the first record that takes it; else the file is compared again next time."""
+def _append(records: Sequence[Path], line: str) -> None:
+    """Append a line to the first record that can be written."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     for record in records:
         try:

@@ -1,4 +1,4 @@
-"""What a corpus of tokens holds."""
+"""Inspects a corpus of tokens: counts, lengths, duplicates, samples, damage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Duplicates:
 
 
 @dataclass(frozen=True)
-class Bar:
+class LengthBin:
     """Documents of similar length."""
 
     shortest: int
@@ -50,8 +50,9 @@ class Inspection:
     tokens: int
     documents: int
     learned_tokens: int
+    """tokens that count in the loss"""
     empty: int
-    """documents without tokens, stored or left out when they were read"""
+    """documents without tokens: stored, or left out when they were read"""
     skipped: int
     """documents that could not be read"""
     faults: list[str]
@@ -60,7 +61,7 @@ class Inspection:
     tokenizer: str
     mean_length: float
     quantiles: dict[str, int]
-    histogram: list[Bar]
+    histogram: list[LengthBin]
     duplicates: Duplicates
     damaged: list[str]
     """files whose bytes are not those that were written"""
@@ -74,9 +75,9 @@ def inspect_folder(folder: Path, samples: int, tokenizer: Tokenizer | None = Non
     """Inspect a folder of tokens, all bytes of it.
 
     Args:
-        folder: of the store.
+        folder: the folder of the store.
         samples: how many documents to decode.
-        tokenizer: that made it; None: the one that is kept there.
+        tokenizer: the tokenizer of the tokens; None: the one that is kept beside them.
 
     Raises:
         DataError: it is incomplete.
@@ -87,12 +88,12 @@ def inspect_folder(folder: Path, samples: int, tokenizer: Tokenizer | None = Non
         damaged = [OFFSETS]
     if manifest.tokenizer_name and not damaged and not tokenizer:
         tokenizer = load_bundled_tokenizer(folder)
-    found = inspect_store(store, None if damaged else tokenizer, samples)
+    inspection = inspect_store(store, None if damaged else tokenizer, samples)
     return replace(
-        found,
+        inspection,
         tokenizer=manifest.tokenizer_name,
         text_bytes=manifest.text_bytes or None,
-        empty=found.empty + manifest.empty,
+        empty=inspection.empty + manifest.empty,
         damaged=damaged,
         unchecked=list_unchecked_files(manifest),
     )
@@ -113,7 +114,7 @@ def inspect_store(store: TokenStore, tokenizer: Tokenizer | None, samples: int =
         raise DataError(f"{store.place}: holds no documents")
     lengths = np.maximum(np.diff(store.offsets) - 1, 0)
     levels = {"shortest": 0.0, "median": 0.5, "p90": 0.9, "p99": 0.99, "longest": 1.0}
-    found = np.quantile(lengths, list(levels.values()), method="nearest")
+    quantiles = np.quantile(lengths, list(levels.values()), method="nearest")
     return Inspection(
         place=store.place,
         tokens=store.num_tokens,
@@ -127,22 +128,22 @@ def inspect_store(store: TokenStore, tokenizer: Tokenizer | None, samples: int =
         text_bytes=None,
         tokenizer="",
         mean_length=float(lengths.mean()),
-        quantiles=dict(zip(levels, found.tolist(), strict=True)),
+        quantiles=dict(zip(levels, quantiles.tolist(), strict=True)),
         histogram=length_histogram(lengths),
         duplicates=find_duplicates(store, lengths),
         damaged=[],
         unchecked=[],
-        samples=_samples(store, tokenizer, samples) if tokenizer else {},
+        samples=_decode_samples(store, tokenizer, samples) if tokenizer else {},
     )
 
 
-def length_histogram(lengths: NDArray[np.int64]) -> list[Bar]:
+def length_histogram(lengths: NDArray[np.int64]) -> list[LengthBin]:
     """Count documents by the power of two at or below their length; 0 is alone."""
-    kind = np.frexp(lengths.astype(np.float64))[1]  # 0, then 1, 2..3, 4..7, ...
-    counts = np.bincount(kind)
+    power_of = np.frexp(lengths.astype(np.float64))[1]  # 0, then 1, 2..3, 4..7, ...
+    counts = np.bincount(power_of)
     first = int(np.flatnonzero(counts)[0])
     return [
-        Bar(2 ** (power - 1) if power else 0, 2**power - 1, int(counts[power]))
+        LengthBin(2 ** (power - 1) if power else 0, 2**power - 1, int(counts[power]))
         for power in range(first, len(counts))
     ]
 
@@ -173,12 +174,12 @@ def find_duplicates(store: TokenStore, lengths: NDArray[np.int64]) -> Duplicates
     )
 
 
-def _samples(store: TokenStore, tokenizer: Tokenizer, count: int) -> dict[int, str]:
+def _decode_samples(store: TokenStore, tokenizer: Tokenizer, count: int) -> dict[int, str]:
     """Decode the beginning of documents that are spread over the corpus."""
-    numbers = np.unique(np.linspace(0, store.num_documents - 1, count).round().astype(int))
-    found = {}
-    for number in numbers.tolist():
-        start, stop = store.offsets[number : number + 2].tolist()
-        ids = store.tokens[start : min(stop - 1, start + SAMPLE_TOKENS)]
-        found[number] = tokenizer.decode(ids.tolist())
-    return found
+    numbers = np.unique(np.linspace(0, store.num_documents - 1, count).round().astype(int)).tolist()
+    starts, stops = store.offsets[numbers], store.offsets[[number + 1 for number in numbers]] - 1
+    stops = np.minimum(stops, starts + SAMPLE_TOKENS)
+    return {
+        number: tokenizer.decode(store.tokens[start:stop].tolist())
+        for number, start, stop in zip(numbers, starts.tolist(), stops.tolist(), strict=True)
+    }

@@ -1,4 +1,4 @@
-"""`tokens.json`: what a folder of tokens holds, and whether its files are as it says."""
+"""`tokens.json`: the description of a folder of tokens, and the checks of its files."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class CorpusManifest(Table):
     shard_tokens: Annotated[int, Field(ge=PAGE_TOKENS, le=2**53, multiple_of=PAGE_TOKENS)] = 2**53
     """tokens a file; the last has fewer"""
     learned: bool = False
-    """whether files say which tokens are learned from"""
+    """whether the store has loss masks, in files of this name"""
     fingerprint: str = ""
     """xxh3-128 of all tokens; what a resumed run must find unchanged"""
     tokenizer: str
     """the tokenizer's fingerprint"""
     tokenizer_name: str = ""
-    """what a recipe calls it; its files are in the folder `tokenizer`"""
+    """the tokenizer's name in a recipe; its files are in the folder `tokenizer`"""
     vocab_size: Count
     eos_id: CountOrZero
     files: Annotated[dict[str, TokenFileEntry], Field(max_length=2**20)]
@@ -65,11 +65,11 @@ class CorpusManifest(Table):
     sources: list[dict[str, Any]] = []
     """the sources' tables, as a recipe has them"""
     inputs: str = ""
-    """a hash of all that it was made from"""
+    """a hash of everything that the tokens were made from"""
 
     @model_validator(mode="after")
     def _names_its_own_files(self) -> CorpusManifest:
-        """Refuse files that the counts do not ask for: names come from nowhere else."""
+        """Refuse files that the counts do not imply, so that no other file is ever opened."""
         if len(self.files) != 1 + self.num_shards * (1 + self.learned):
             raise ValueError(f"files: {len(self.files)}; not for {self.num_tokens} tokens")
         sizes = {OFFSETS: self.files[OFFSETS].bytes if OFFSETS in self.files else None}
@@ -110,7 +110,7 @@ def shard_name(column: str, number: int) -> str:
 
 
 def serialize_manifest(manifest: CorpusManifest) -> bytes:
-    """Return the content of `tokens.json`; its first line is the XXH3-128 of all after it."""
+    """Return the content of `tokens.json`; its first line is the XXH3-128 of all that follows."""
     body = manifest.model_dump_json(indent=1).encode().removeprefix(b"{\n")
     return _first_line(body) + body
 
@@ -120,7 +120,7 @@ def _first_line(body: bytes) -> bytes:
 
 
 def read_manifest(folder: Path) -> CorpusManifest:
-    """Return what `tokens.json` says, when every file that it names has its size.
+    """Read `tokens.json`, and check that every file that it names has its size.
 
     Raises:
         DataError: something is missing, malformed or of another size.
@@ -143,10 +143,10 @@ def read_manifest(folder: Path) -> CorpusManifest:
         said = first["msg"].removeprefix("Value error, ")
         raise DataError(": ".join(filter(None, (str(file), key, said))), AGAIN) from error
     for name, entry in manifest.all_files.items():
-        size = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if size != entry.bytes:
-            found = "missing" if size is None else f"{size} bytes"
-            raise DataError(f"{folder / name}: {found}; {INDEX} says {entry.bytes} bytes", AGAIN)
+        file = folder / name
+        state = f"{file.stat().st_size} bytes" if file.is_file() else "missing"
+        if state != f"{entry.bytes} bytes":
+            raise DataError(f"{file}: {state}; {INDEX} says {entry.bytes} bytes", AGAIN)
     return manifest
 
 
@@ -166,7 +166,7 @@ AGAIN = "prepare it again"
 
 
 def find_damaged_files(folder: Path, manifest: CorpusManifest) -> Iterator[str]:
-    """Read every file; yield those whose bytes are not what was written, or cannot be read."""
+    """Read every file; yield the names of those that are damaged or cannot be read."""
     for name, entry in manifest.all_files.items():
         try:
             if hash_file(folder / name) != entry:
@@ -176,7 +176,7 @@ def find_damaged_files(folder: Path, manifest: CorpusManifest) -> Iterator[str]:
 
 
 def list_unchecked_files(manifest: CorpusManifest) -> list[str]:
-    """Return the files of which nothing says what was written."""
+    """Return the names of the files that have no checksum."""
     if manifest.format == FORMAT:
         return []
     return [INDEX, "tokenizer/"] if manifest.tokenizer_name else [INDEX]

@@ -26,13 +26,13 @@ LAST_SECONDS = 2.0
 
 
 @dataclass
-class Read:
-    """How much a tokenizer was trained on.
+class CorpusSize:
+    """The size of the text that a tokenizer was trained on.
 
     Attributes:
-        documents: with text in them.
-        bytes: of their text.
-        skipped: those that could not be read.
+        documents: the number of documents that hold text.
+        bytes: the bytes of their text.
+        skipped: the number of documents that could not be read.
     """
 
     documents: int = 0
@@ -49,30 +49,30 @@ def train_tokenizer(
     min_frequency: int = 2,
     pattern: str = "llama3",
     max_bytes: int = 0,
-) -> tuple[HuggingFaceTokenizer, Read]:
+) -> tuple[HuggingFaceTokenizer, CorpusSize]:
     """Write a folder in Hugging Face's format; the same documents give the same bytes.
 
     Args:
-        sources: whose documents it is trained on.
-        out: is created; absent if anything goes wrong.
-        vocab_size: tokens in all: 256 bytes, the special tokens, and what is learned.
+        sources: the documents.
+        out: the folder to create; nothing is left there after an error.
+        vocab_size: tokens in all: 256 bytes, the special tokens, and merged pairs.
         special_tokens: get the ids from 0 on; the first ends a document.
         min_frequency: pairs that are rarer are not merged.
-        pattern: name of the regular expression that cuts text before pairs are counted.
-        max_bytes: documents after so many bytes of text are not read; 0: all are.
+        pattern: the name of the regular expression that cuts text before pairs are counted.
+        max_bytes: no further documents are read after so many bytes of text; 0: all are.
 
     Raises:
-        RecipeError: `out` is taken, or the sizes do not fit.
+        RecipeError: `out` exists, or the sizes do not fit.
         DataError: a document cannot be read, or there are none.
         EnvironmentFault: `tokenizers` is not installed, or `out` cannot be written.
     """
     _check(out, vocab_size, special_tokens)
-    read = Read()
-    texts = _texts(sources, max_bytes, read)
+    corpus = CorpusSize()
+    texts = _read_texts(sources, max_bytes, corpus)
     content = _train(texts, vocab_size, special_tokens, min_frequency, find_pattern(pattern))
-    if not read.documents:
-        raise DataError(f"the sources hold no text ({read.skipped} documents skipped)")
-    return _write(content, out, special_tokens[0]), read
+    if not corpus.documents:
+        raise DataError(f"the sources hold no text ({corpus.skipped} documents skipped)")
+    return _write(content, out, special_tokens[0]), corpus
 
 
 def _check(out: Path, vocab_size: int, special_tokens: Sequence[str]) -> None:
@@ -97,26 +97,23 @@ def _check(out: Path, vocab_size: int, special_tokens: Sequence[str]) -> None:
         raise RecipeError(f"{out}: is there already", "name a new folder")
 
 
-def _texts(sources: Sequence[DocumentSource], max_bytes: int, read: Read) -> Iterator[str]:
+def _read_texts(
+    sources: Sequence[DocumentSource], max_bytes: int, corpus: CorpusSize
+) -> Iterator[str]:
     """Yield texts, and count them."""
-    for text in _documents(sources, read):
-        size = len(text.encode())
-        if max_bytes and read.bytes + size > max_bytes:
-            break
-        read.documents += 1
-        read.bytes += size
-        yield text
-
-
-def _documents(sources: Sequence[DocumentSource], read: Read) -> Iterator[str]:
-    for source in sources:
-        for document in source.documents():
-            if isinstance(document, DocumentFault):
-                if source.on_error == "stop":
-                    raise DataError(f"{document.place}: {document.reason}", "repair it")
-                read.skipped += 1
-            elif text := text_of(document):
-                yield text
+    pairs = ((document, source.on_error) for source in sources for document in source.documents())
+    for document, on_error in pairs:
+        if isinstance(document, DocumentFault):
+            if on_error == "stop":
+                raise DataError(f"{document.place}: {document.reason}", "repair it")
+            corpus.skipped += 1
+        elif text := text_of(document):
+            size = len(text.encode())
+            if max_bytes and corpus.bytes + size > max_bytes:
+                return
+            corpus.documents += 1
+            corpus.bytes += size
+            yield text
 
 
 def _train(
@@ -158,10 +155,10 @@ def _train(
 
 
 def read_interruptibly(items: Iterable[Any], read: Callable[[Iterator[Any]], object]) -> None:
-    """Let a function that hears no signals read items in a thread, so that this one hears them.
+    """Run a native function that reads items in a thread, so that this thread handles signals.
 
     Raises:
-        BaseException: of the function, or of a signal's handler.
+        BaseException: the function's, or that of a signal handler.
     """
     failures: list[BaseException] = []
     interrupted = threading.Event()
@@ -172,14 +169,15 @@ def read_interruptibly(items: Iterable[Any], read: Callable[[Iterator[Any]], obj
         except BaseException as error:
             failures.append(error)
 
-    thread = threading.Thread(target=run, daemon=True)  # whose end the interpreter does not await
+    # A daemon: the interpreter does not wait for its end.
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
         while thread.is_alive():
             thread.join(0.1)
     except BaseException:
         interrupted.set()
-        thread.join(LAST_SECONDS)  # then it reads no more, and needs the interpreter no more
+        thread.join(LAST_SECONDS)  # it reads no more items, and then runs no more Python
         raise
     if failures:
         raise failures[0]

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from ..tokenizers.tokenizer import Tokenizer
 
 
-def count_bytes(batches: Iterable[Batch], tokenizer: Tokenizer) -> int | None:
+def count_label_bytes(batches: Iterable[Batch], tokenizer: Tokenizer) -> int | None:
     """Return how many bytes of text the labels that count stand for.
 
     None where the tokenizer cannot tell: it has no `token_bytes`, or that is None.

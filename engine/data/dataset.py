@@ -1,8 +1,7 @@
-"""Sources become samples that are addressed by number."""
+"""Opens the sources of a recipe, splits and packs them, and numbers their samples."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,10 +25,10 @@ class OpenedData:
     """The `[data]` table, opened.
 
     Attributes:
-        train: endless samples.
-        validation: each row once; None where nothing is held out.
-        fingerprint: per source, what a resumed run must find unchanged; JSON.
-        notes: what the user should know.
+        train: the training samples, without end.
+        validation: each held-out row once; None if nothing is held out.
+        fingerprint: for each source, what a resumed run must find unchanged; JSON.
+        notes: sentences for the user.
     """
 
     train: TrainingSamples
@@ -38,8 +37,8 @@ class OpenedData:
     notes: list[str]
 
 
-class _Part(NamedTuple):
-    """The rows of a source, its share, and what metrics call it."""
+class _PackedSource(NamedTuple):
+    """The rows of a source, its weight, and its label in metrics."""
 
     packed: Packed
     weight: float
@@ -48,10 +47,10 @@ class _Part(NamedTuple):
 
 @dataclass
 class _Opening:
-    """What has been opened so far."""
+    """The sources that have been opened so far."""
 
-    train: list[_Part] = field(default_factory=list)
-    validation: list[_Part] = field(default_factory=list)
+    train: list[_PackedSource] = field(default_factory=list)
+    validation: list[_PackedSource] = field(default_factory=list)
     fingerprint: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -63,9 +62,9 @@ def open_data(
 
     Args:
         table: the `[data]` table.
-        tokenizer: the recipe's.
-        seed: of the order of samples.
-        run: the run's directory, of which each has its own streams; empty: nothing is trained.
+        tokenizer: the recipe's tokenizer.
+        seed: the seed of the order of samples.
+        run: the run's directory; streams are tokenised for it alone. Empty: nothing is trained.
         share: the processes that divide the comparison of files with their checksums.
 
     Raises:
@@ -81,7 +80,7 @@ def open_data(
         if isinstance(source, DocumentSource) and source.is_streamed:
             producer = stream_producer(source, tokenizer, table, cache, run, name)
             stream = Stream(name, producer, table, source_key(seed, len(opening.train)))
-            opening.train.append(_Part(stream, source.weight, label))
+            opening.train.append(_PackedSource(stream, source.weight, label))
             opening.fingerprint[name] = {"stream": stream.fingerprint}
             opening.notes.append(f"{label}: a stream, tokenised while training")
         else:
@@ -93,7 +92,8 @@ def open_data(
             opening.notes.append(_note(label, store))
     if not opening.train:
         raise DataError('no source has split = "train"', "data.sources needs one")
-    packed, rows, weights, labels = _columns(opening.train)
+    packed, weights, labels = zip(*opening.train, strict=True)
+    rows = [source.num_rows for source in packed]
     order = TrainingOrder(rows, weights, seed, shuffle=table.shuffle)
     train = TrainingSamples(packed, order, tokenizer.vocab_size, labels)
     if train.streams and fraction and not opening.validation:
@@ -101,12 +101,12 @@ def open_data(
             'no validation: streams hold nothing out; another source may have split = "validation"'
         )
     for stream in train.streams.values() if run else ():
-        stream.start_producer()  # now: later the process would be a copy of one with a model
+        stream.start_producer()  # now: a later fork would copy a process with a model
     validation = None
     if opening.validation:
-        packed, rows, weights, labels = _columns(opening.validation)
-        order_of_rows = ValidationOrder(rows, weights)
-        validation = Samples(packed, order_of_rows, tokenizer.vocab_size, labels)
+        packed, weights, labels = zip(*opening.validation, strict=True)
+        each_once = ValidationOrder([source.num_rows for source in packed], weights)
+        validation = Samples(packed, each_once, tokenizer.vocab_size, labels)
     return OpenedData(train, validation, opening.fingerprint, opening.notes)
 
 
@@ -119,27 +119,29 @@ def _split(
     fraction: float,
 ) -> None:
     """Add a source's rows to the training, and those that it holds out to the validation."""
-    end = store.num_tokens
-    border = end
+    border = end = store.num_tokens
     if source.split == "validation":
         border = 0
     elif fraction:
         border = split_point(store, fraction, table.seq_len)
-    parts = ((opening.train, 0, border), (opening.validation, border, end))
-    for part, start, stop in parts:
+    for part, start, stop in ((opening.train, 0, border), (opening.validation, border, end)):
         if start < stop:
             packed = PACKINGS[table.packing](store, start, stop, table.seq_len)
             if not packed.num_rows and not (part is opening.validation and fraction):
                 needed = table.seq_len + 1 if table.packing == "concat" else 2
-                raise _too_short(source, stop - start, needed)
+                raise DataError(
+                    f'the "{source.name}" source has {stop - start} tokens for {source.split}; '
+                    f"a row needs {needed}",
+                    "give it more text, or lower data.seq_len",
+                )
             if packed.num_rows:
-                part.append(_Part(packed, source.weight, label))
+                part.append(_PackedSource(packed, source.weight, label))
 
 
 def split_point(store: TokenStore, fraction: float, seq_len: int) -> int:
-    """Return where the held-out tail of a source begins; its end if there is no room for a row.
+    """Return the token at which the held-out tail begins; the last if a row does not fit in it.
 
-    The nearest document border is taken if it changes the tail by less than half.
+    The nearest document border is taken if it changes the length of the tail by less than half.
     """
     row = seq_len + 1
     tail = max(round(store.num_tokens * fraction), row)
@@ -149,24 +151,8 @@ def split_point(store: TokenStore, fraction: float, seq_len: int) -> int:
     after = int(np.searchsorted(store.offsets, target))
     borders = [int(border) for border in store.offsets[max(after - 1, 0) : after + 1]]
     nearest = min(borders, key=lambda border: abs(border - target))
-    in_reach = row <= nearest <= store.num_tokens - row and abs(nearest - target) <= tail // 2
-    return nearest if in_reach else target
-
-
-def _columns(
-    parts: Sequence[_Part],
-) -> tuple[list[Packed], list[int], list[float], list[str]]:
-    """Return the sources, how many rows each has, their weights and their labels."""
-    packed = [part.packed for part in parts]
-    rows = [source.num_rows for source in packed]
-    return packed, rows, [part.weight for part in parts], [part.label for part in parts]
-
-
-def _too_short(source: SourceConfig, tokens: int, needed: int) -> DataError:
-    return DataError(
-        f'the "{source.name}" source has {tokens} tokens for {source.split}; a row needs {needed}',
-        "give it more text, or lower data.seq_len",
-    )
+    is_close = row <= nearest <= store.num_tokens - row and abs(nearest - target) <= tail // 2
+    return nearest if is_close else target
 
 
 def _note(label: str, store: TokenStore) -> str:

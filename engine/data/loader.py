@@ -1,4 +1,4 @@
-"""Hands each rank its share of each global batch, step by step."""
+"""The micro batches of a rank, step by step."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Loader:
     dealt to the ranks in turn, so that the samples of a step are the same for any number of ranks.
 
     Args:
-        samples: what to read.
+        samples: the samples of the run.
         table: the `[data]` table.
-        rank: which data rank this is.
-        ranks: how many there are; divides `global_batch`.
-        take: what this rank needs of a micro batch that several ranks read.
+        rank: the data-parallel rank.
+        ranks: the number of data-parallel ranks; divides `global_batch`.
+        take: selects what this rank needs of a micro batch that several ranks read.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ def iterate_validation(
     """
     size = min(table.micro_batch, table.global_batch // ranks)
     total = min(steps * table.global_batch, samples.rows_per_epoch)
-    for turn in range(-(-total // (size * ranks))):
-        mine = np.arange(size) + (turn * ranks + rank) * size
+    for number in range(-(-total // (size * ranks))):
+        mine = np.arange(size) + (number * ranks + rank) * size
         rows = samples.gather(np.minimum(mine, total - 1))
         rows.labels[mine >= total] = IGNORED
         if rows.padding_mask is not None:

@@ -104,17 +104,17 @@ class TrainingOrder:
         if not self.shuffle:
             return source, index
         row = np.empty_like(index)
-        for which in range(len(self.rows)):
-            mine = np.flatnonzero(source == which)
-            if self.rows[which] == ENDLESS:
+        for number, rows in enumerate(self.rows.tolist()):
+            mine = np.flatnonzero(source == number)
+            if rows == ENDLESS:  # a stream shuffles within its windows
                 row[mine] = index[mine]
                 continue
-            key = mix(self.keys[which] + epoch[mine].astype(np.uint64) * GOLDEN)
-            row[mine] = permute(index[mine].astype(np.uint64), int(self.rows[which]), key)
+            key = mix(self.keys[number] + epoch[mine].astype(np.uint64) * GOLDEN)
+            row[mine] = permute(index[mine].astype(np.uint64), rows, key)
         return source, row
 
     def locate_epochs(self, samples: Indices) -> tuple[Indices, Indices, Indices]:
-        """Return the source of each sample, its epoch there and its turn in that, each [N]."""
+        """Return the source of each sample, and its epoch and index in that source, each [N]."""
         period, slot = np.divmod(samples, MIXTURE_PERIOD)
         source = self.slots[0][slot]
         epoch, index = np.divmod(
@@ -123,7 +123,7 @@ class TrainingOrder:
         return source, epoch, index
 
     def count_rows(self, sample: int) -> Indices:
-        """Return how many rows of each source the samples before this one are, [sources]."""
+        """Return how many rows of each source the samples before this one have, [sources]."""
         period, slot = divmod(sample, MIXTURE_PERIOD)
         counts: Indices = np.bincount(self.slots[0][:slot], minlength=len(self.rows))
         return period * self.counts + counts

@@ -36,10 +36,13 @@ class PackedRows(NamedTuple):
 
     @classmethod
     def concatenate(cls, parts: Iterable[PackedRows]) -> PackedRows:
-        """Return the rows of several, one after the other."""
+        """Return the rows of several batches, one after the other."""
+        first, *others = parts
+        if not others:
+            return first
         return cls._make(
             None if columns[0] is None else np.concatenate(columns)
-            for columns in zip(*parts, strict=True)
+            for columns in zip(first, *others, strict=True)
         )
 
 
@@ -78,13 +81,25 @@ class ConcatRows:
 
     def gather(self, rows: Indices) -> PackedRows:
         """Return the rows of these numbers, [B]."""
-        windows = self.windows[rows]
-        columns = np.empty((2, len(rows), self.seq_len), dtype=np.int64)
-        columns[0] = windows[:, :-1]
-        columns[1] = windows[:, 1:]
-        if self.loss_mask is not None:
-            np.copyto(columns[1], IGNORED, where=~self.loss_mask[rows][:, 1:])
-        return PackedRows(columns[0], columns[1])
+        counted = None if self.loss_mask is None else self.loss_mask[rows][:, 1:]
+        return PackedRows(*_inputs_and_labels(self.windows[rows], counted))
+
+
+def _inputs_and_labels(
+    windows: NDArray[Any], counted: NDArray[np.bool_] | None
+) -> NDArray[np.int64]:
+    """Return the inputs and the labels of overlapping windows, [2, B, S].
+
+    Args:
+        windows: [B, S + 1]; the tokens.
+        counted: [B, S]; which labels count in the loss; None: all.
+    """
+    columns = np.empty((2, len(windows), windows.shape[1] - 1), dtype=np.int64)
+    columns[0] = windows[:, :-1]
+    columns[1] = windows[:, 1:]
+    if counted is not None:
+        np.copyto(columns[1], IGNORED, where=~counted)
+    return columns
 
 
 class DocumentSlices(NamedTuple):
@@ -93,14 +108,14 @@ class DocumentSlices(NamedTuple):
     starts: Indices
     """[P]; where each begins in the store's tokens"""
     lengths: Indices
-    """[P]; the label of the last input is the token after the piece"""
+    """[P]; the label of the last input is the token after the slice"""
 
 
-def cut(store: TokenStore, start: int, stop: int, seq_len: int) -> DocumentSlices:
-    """Cut the documents of tokens `[start, stop)` into pieces.
+def slice_documents(store: TokenStore, start: int, stop: int, seq_len: int) -> DocumentSlices:
+    """Cut the documents of tokens `[start, stop)` into slices of at most `seq_len` inputs.
 
     A document of L tokens, its end-of-document token included, has L - 1 predictions; each is in
-    exactly one piece.
+    exactly one slice.
     """
     first = int(np.searchsorted(store.offsets, start, side="right")) - 1
     last = int(np.searchsorted(store.offsets, stop, side="left"))
@@ -114,38 +129,35 @@ def cut(store: TokenStore, start: int, stop: int, seq_len: int) -> DocumentSlice
 
 
 class PaddedRows:
-    """One piece of a document a row, padded at the right.
+    """One slice of a document a row, padded at the right.
 
     Attention needs no mask: no token before the padding attends to it, and it has no labels.
     """
 
     def __init__(self, store: TokenStore, start: int, stop: int, seq_len: int) -> None:
-        self.pieces = cut(store, start, stop, seq_len)
-        self.num_rows = len(self.pieces.starts)
+        self.slices = slice_documents(store, start, stop, seq_len)
+        self.num_rows = len(self.slices.starts)
         self.store = store
-        self.place = np.arange(seq_len + 1)
+        self.positions = np.arange(seq_len + 1)
 
     def gather(self, rows: Indices) -> PackedRows:
         """Return the rows of these numbers, [B]."""
-        index = self.pieces.starts[rows][:, None] + self.place
+        index = self.slices.starts[rows][:, None] + self.positions
+        mask = self.store.loss_mask
+        counted = None if mask is None else mask.take(index[:, 1:], mode="clip")
         windows = self.store.tokens.take(index, mode="clip")
-        columns = np.empty((2, len(rows), len(self.place) - 1), dtype=np.int64)
-        columns[0] = windows[:, :-1]
-        columns[1] = windows[:, 1:]
-        if self.store.loss_mask is not None:
-            counted = self.store.loss_mask.take(index[:, 1:], mode="clip")
-            np.copyto(columns[1], IGNORED, where=~counted)
-        padding = self.place[:-1] >= self.pieces.lengths[rows][:, None]
-        np.copyto(columns[0], self.store.eos_id, where=padding)
-        np.copyto(columns[1], IGNORED, where=padding)
-        return PackedRows(columns[0], columns[1], padding_mask=padding)
+        tokens, labels = _inputs_and_labels(windows, counted)
+        padding = self.positions[:-1] >= self.slices.lengths[rows][:, None]
+        np.copyto(tokens, self.store.eos_id, where=padding)
+        np.copyto(labels, IGNORED, where=padding)
+        return PackedRows(tokens, labels, padding_mask=padding)
 
 
 class DocumentRows:
-    """Rows of whole pieces, with little padding; attention and loss stay inside a piece."""
+    """Rows of whole slices, with little padding; attention and loss stay inside a slice."""
 
     def __init__(self, store: TokenStore, start: int, stop: int, seq_len: int) -> None:
-        pieces = cut(store, start, stop, seq_len)
+        pieces = slice_documents(store, start, stop, seq_len)
         row, self.num_rows = best_fit_decreasing(pieces.lengths, seq_len)
         by_row = np.argsort(row, kind="stable")
         counts = np.bincount(row, minlength=self.num_rows)
@@ -165,9 +177,9 @@ class DocumentRows:
         """Return the rows of these numbers, [B]."""
         shape = (len(rows), self.seq_len)
         counts = self.counts[rows]
-        piece, number = _ranges(self.first[rows], counts)
+        piece, number = _concatenate_ranges(self.first[rows], counts)
         starts, lengths = self.starts[piece], self.lengths[piece]
-        index, positions = _ranges(starts, lengths)
+        index, positions = _concatenate_ranges(starts, lengths)
         columns = np.empty((2, len(index)), dtype=np.int64)
         # A label is the next input, except at the end of a piece. Only padding, which is
         # overwritten, can lie beyond the store's end.
@@ -178,7 +190,7 @@ class DocumentRows:
             counted = self.store.loss_mask.take(index + 1, mode="clip")
             np.copyto(columns[1], IGNORED, where=~counted)
         padding = self.padding[rows]
-        padded, _ = _ranges(np.arange(1, shape[0] + 1) * shape[1] - padding, padding)
+        padded, _ = _concatenate_ranges(np.arange(1, shape[0] + 1) * shape[1] - padding, padding)
         columns[0, padded] = self.store.eos_id
         columns[1, padded] = IGNORED
         padding_mask = np.zeros(len(index), dtype=np.bool_)
@@ -192,8 +204,8 @@ class DocumentRows:
         )
 
 
-def _ranges(starts: Indices, lengths: Indices) -> tuple[Indices, Indices]:
-    """Return ranges of integers end to end, and each one's place in its range, [sum(lengths)]."""
+def _concatenate_ranges(starts: Indices, lengths: Indices) -> tuple[Indices, Indices]:
+    """Return ranges of integers end to end, and each one's index in its range, [sum(lengths)]."""
     ends = np.cumsum(lengths)
     begins = ends - lengths
     flat = np.arange(lengths.sum())

@@ -1,8 +1,9 @@
-"""A run's samples, addressed by number."""
+"""The samples of a run by number: which source, which row, and their tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,9 @@ class Samples:
 
     Args:
         sources: the packed sources.
-        order: which source and row a sample is.
-        vocab_size: tokens must be below it.
-        labels: what metrics call each source.
+        order: maps the number of a sample to its source and row.
+        vocab_size: the size of the vocabulary, which every token must be below.
+        labels: the label of each source in metrics.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Samples:
         return rows._replace(sources=source) if self.separate_labels else rows
 
     def _locate(self, samples: Indices) -> tuple[Indices, Indices]:
-        """Return source and row of each sample; some thousands are worked out at a time."""
+        """Return the source and row of each sample; some thousands are computed at a time."""
         first, last = int(samples[0]), int(samples[-1])
         known = self._located_from
         if not (known <= first and last < known + len(self._located[0])):
@@ -95,36 +96,22 @@ class Samples:
         rows = PackedRows.concatenate(
             self.sources[index].gather(group) for index, group in zip(which, groups, strict=True)
         )
-        place = np.argsort(order)
-        return PackedRows._make(None if column is None else column[place] for column in rows)
+        rank = np.argsort(order)
+        return PackedRows._make(None if column is None else column[rank] for column in rows)
 
 
 class TrainingSamples(Samples):
-    """Endless samples, some of which may come from streams.
-
-    Args:
-        sources: the packed sources, and streams.
-        order: which source and row a sample is.
-        vocab_size: tokens must be below it.
-        labels: what metrics call each source.
-    """
+    """Samples without end, some of which may come from streams."""
 
     order: TrainingOrder
 
-    def __init__(
-        self,
-        sources: Sequence[Packed],
-        order: TrainingOrder,
-        vocab_size: int,
-        labels: Sequence[str] = (),
-    ) -> None:
-        super().__init__(sources, order, vocab_size, labels)
-        self.streams = {
-            index: source for index, source in enumerate(sources) if isinstance(source, Stream)
-        }
+    @cached_property
+    def streams(self) -> dict[int, Stream]:
+        """The sources that are tokenised while training, by index."""
+        return {index: each for index, each in enumerate(self.sources) if isinstance(each, Stream)}
 
     def ensure(self, first: int, stop: int) -> None:
-        """Have the streams' rows tokenised.
+        """Make the rows of streams ready.
 
         Raises:
             DataError: a document cannot be read.
@@ -135,7 +122,7 @@ class TrainingSamples(Samples):
                 stream.ensure(int(begins[index]), int(ends[index]))
 
     def describe(self, first: int, count: int) -> dict[str, dict[str, list[int]]]:
-        """Return where samples come from: by source the numbers of samples, epochs and rows.
+        """Return the origin of samples: for each source the numbers of samples, epochs and rows.
 
         A row is counted within its source, in the order of the source's documents; in a stream
         within the order in which it is read.
@@ -151,14 +138,14 @@ class TrainingSamples(Samples):
         }
 
     def state(self, sample: int) -> dict[str, Any]:
-        """Return what the streams need to go on at a sample that was reached; JSON."""
+        """Return what the streams need to resume at a sample that is ready; JSON."""
         drawn = self.order.count_rows(sample)
         return {
             stream.name: stream.state(int(drawn[index])) for index, stream in self.streams.items()
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Resume where `state` was taken."""
         for stream in self.streams.values():
             if stream.name in state:
                 stream.restore(state[stream.name])

@@ -19,7 +19,7 @@ from ..data.dataset import open_data
 from ..data.loader import iterate_validation
 from ..sources.configs import DocumentSource, SourceConfig
 from ..sources.documents import DocumentFault
-from ..tokenizers.byte_tokenizer import count_bytes
+from ..tokenizers.byte_tokenizer import count_text_bytes
 from ..tokenizers.tokenizer import MaskedDocument, Tokenizer
 from ..train.evaluate import perplexity
 from .inputs import find_texts
@@ -88,7 +88,7 @@ class Measured:
     def count_tokens(self, tokenizer: Tokenizer, ids: Sequence[int]) -> None:
         """Count bytes and words of the text that tokens stand for."""
         text = tokenizer.decode(ids)
-        self.count_text(text, count_bytes(tokenizer, ids, text))
+        self.count_text(text, count_text_bytes(tokenizer, ids, text))
 
     def per(self, unit: str) -> dict[str, float]:
         """Return count, loss (nats), bits and perplexity a token, byte or word."""
@@ -273,5 +273,5 @@ def _stored(source: SourceConfig, tokenizer: Tokenizer) -> Iterator[Encoded]:
         counted = None if store.loss_mask is None else np.asarray(store.loss_mask[start:stop])
         shown = ids if counted is None else ids[counted]
         text = tokenizer.decode(shown.tolist())
-        num_bytes = count_bytes(tokenizer, shown.tolist(), text)
+        num_bytes = count_text_bytes(tokenizer, shown.tolist(), text)
         yield Encoded(ids, text, counted, store.eos_id, num_bytes)

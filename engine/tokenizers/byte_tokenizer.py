@@ -55,7 +55,7 @@ class ByteTokenizer:
         write_files(folder, json.dumps(model, indent=2).encode(), _BYTES_SETTINGS)
 
 
-def count_bytes(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> int:
+def count_text_bytes(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> int:
     """Return how many bytes of text some ids stand for, special tokens left out.
 
     A byte that is not UTF-8 is decoded to U+FFFD, which has three bytes of its own: it counts as

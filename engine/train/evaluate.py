@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ..core import faults
 from ..core.heartbeat import heartbeat
-from ..data.batch import Batch, count_bytes
+from ..data.batch import Batch, count_label_bytes
 from ..launch.signals import StopRequested
 from .step import count_tokens, forward_loss
 
@@ -49,7 +49,7 @@ def validate(parts: Parts, stop: StopFlag | None = None) -> dict[str, float]:
             parts.degrees,
             parts.parallel_model.pipeline,
             sources,
-            count_bytes(parts.validation, parts.tokenizer),
+            count_label_bytes(parts.validation, parts.tokenizer),
         )
     loss = losses.pop("loss")
     return {"loss": loss, "perplexity": perplexity(loss), **losses}

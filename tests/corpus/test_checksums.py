@@ -217,14 +217,15 @@ def test_older_stores_are_opened_and_inspect_says_what_it_could_not_check(
 
 
 def test_a_flip_in_a_streams_window_has_it_made_again(tmp_path: Path) -> None:
-    from trainer.engine.data.windows import Cursor, Producer, Reader
+    from trainer.engine.data.producer import Producer
+    from trainer.engine.data.windows import Cursor, WindowReader
     from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "some words " * 20}) + "\n")
     source = JsonlSource(path=str(tmp_path / "a.jsonl"))
     (tmp_path / "windows").mkdir()
     producer = Producer(source, ByteTokenizer(), tmp_path / "windows", 16)
-    producer._make(Reader(source, Cursor()), 0)
+    producer.write_window(WindowReader(source, Cursor()), 0)
     folder = window_folder(tmp_path / "windows", 0)
     for name in ("place.json", "tokens.json", "tokens-00000.bin", "offsets.npy"):
         content = (folder / name).read_bytes()

@@ -18,7 +18,7 @@ from trainer.engine.data.packing import (
     DocumentRows,
     PaddedRows,
     best_fit_decreasing,
-    cut,
+    slice_documents,
 )
 
 LENGTHS = st.lists(st.integers(0, 70), min_size=1, max_size=60)
@@ -151,7 +151,7 @@ def test_placing_equal_lengths_together_is_best_fit_decreasing(lengths: list[int
 @pytest.mark.parametrize(("mean", "seq_len"), [(30, 256), (200, 256), (600, 1024), (5000, 2048)])
 def test_rows_are_fuller_than_next_fit_makes_them(mean: int, seq_len: int) -> None:
     store = store_of(random_lengths(3000, mean))
-    pieces = cut(store, 0, store.num_tokens, seq_len)
+    pieces = slice_documents(store, 0, store.num_tokens, seq_len)
     packed = DocumentRows(store, 0, store.num_tokens, seq_len)
     fill = pieces.lengths.sum() / (packed.num_rows * seq_len)
     assert packed.num_rows < next_fit_rows(pieces.lengths.tolist(), seq_len)
@@ -161,7 +161,7 @@ def test_rows_are_fuller_than_next_fit_makes_them(mean: int, seq_len: int) -> No
 def test_a_part_of_the_stream_holds_the_predictions_inside_it() -> None:
     store = store_of([10, 10, 10])
     start, stop = 5, 27  # inside the first and the last document
-    pieces = cut(store, start, stop, 8)
+    pieces = slice_documents(store, start, stop, 8)
     inside = []
     for first, length in zip(*pieces, strict=True):
         inside += [(index, index + 1) for index in range(first, first + length)]

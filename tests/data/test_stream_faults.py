@@ -25,7 +25,7 @@ from trainer.engine.core.errors import DataError, RecipeError
 from trainer.engine.corpus.configs import SyntheticSource
 from trainer.engine.data import stream
 from trainer.engine.data.loader import Loader
-from trainer.engine.data.windows import Cursor, Reader
+from trainer.engine.data.windows import Cursor, WindowReader
 from trainer.engine.recipe.load import load_recipe
 from trainer.engine.sources.configs import JsonlSource, SourceConfig
 
@@ -199,14 +199,14 @@ def test_abandoned_streams_are_removed_and_live_ones_are_not(
 
 def test_a_reader_started_anywhere_reads_the_rest(tmp_path: Path) -> None:
     source = source_of("parquet", tmp_path / "corpus")
-    reader = Reader(source, Cursor())
+    reader = WindowReader(source, Cursor())
     places, found = [], []
     for _ in range(40):
-        places.append(reader.place)
-        found.append(list(reader.window(700)))
+        places.append(reader.cursor)
+        found.append(list(reader.read(700)))
     assert [text for window in found[:20] for text in window][:250] == TEXTS[:250]
     for number in (0, 5, 21, 39):
-        assert list(Reader(source, places[number]).window(700)) == found[number]
+        assert list(WindowReader(source, places[number]).read(700)) == found[number]
     assert all(before <= after for before, after in pairwise(places))
 
 

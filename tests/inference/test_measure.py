@@ -19,7 +19,7 @@ from trainer.engine.inference.open import open_model
 from trainer.engine.inference.score import windows
 from trainer.engine.recipe.schema import Recipe
 from trainer.engine.sources.configs import JsonlSource, TextSource
-from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer, count_bytes
+from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer, count_text_bytes
 from trainer.engine.tokenizers.tokenizer import MaskedDocument
 
 TEXT = "def naïve(x):\n    return [x * i for i in range(10)]  # ü\n"
@@ -187,13 +187,13 @@ def test_bytes_that_are_no_utf8_are_counted_once_each(opened, tmp_path):
 def test_a_foreign_vocabulary_counts_a_torn_character_as_one_byte(opened):
     tokenizer = opened.tokenizer
     whole = tokenizer.encode("\ufffd naïve").tolist()
-    assert count_bytes(tokenizer, whole, "\ufffd naïve") == len("\ufffd naïve".encode())
+    assert count_text_bytes(tokenizer, whole, "\ufffd naïve") == len("\ufffd naïve".encode())
     torn = next(
         ids
         for text in ("日", "ü", "😀")
         if "\ufffd" in tokenizer.decode(ids := tokenizer.encode(f"ab{text}").tolist()[:-1])
     )
-    assert count_bytes(tokenizer, torn, tokenizer.decode(torn)) == 3
+    assert count_text_bytes(tokenizer, torn, tokenizer.decode(torn)) == 3
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])

@@ -16,7 +16,7 @@ from tokenizers import (
     trainers,
 )
 
-from trainer.engine.data.batch import IGNORED, Batch, count_bytes
+from trainer.engine.data.batch import IGNORED, Batch, count_label_bytes
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer
 from trainer.engine.tokenizers.tokenizer_files import TokenizerFiles
@@ -92,6 +92,6 @@ def test_what_tokens_do_not_tell_is_not_guessed() -> None:
     assert words.token_bytes is None
     labels = torch.tensor([[65, 256, IGNORED, 66]])
     batch = Batch(labels.clamp(min=0), labels)
-    assert count_bytes([batch, batch], words) is None
-    assert count_bytes([batch, batch], object()) is None  # type: ignore[arg-type]
-    assert count_bytes([batch, batch], ByteTokenizer()) == 4
+    assert count_label_bytes([batch, batch], words) is None
+    assert count_label_bytes([batch, batch], object()) is None  # type: ignore[arg-type]
+    assert count_label_bytes([batch, batch], ByteTokenizer()) == 4
