@@ -128,7 +128,7 @@ def peak_bytes(step: Callable[[], None]) -> int:
     """Return the most bytes that a step's tensors hold at a moment, its inputs left out."""
     with MemoryTracker() as tracker:
         step()
-    return tracker.peak
+    return tracker.peak().total
 
 
 def kept_bytes(step: Callable[[], None]) -> int:

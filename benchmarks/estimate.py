@@ -75,16 +75,17 @@ OUTSIDE = ("CUDA context", "NCCL")
 
 def simulated_peak(file: Path, world: int, whose: str, changes: Sequence[str]) -> dict[str, float]:
     """Return GiB of tensors and of what torch reserves, in a process that simulates one rank."""
-    from trainer.engine.estimate.devices import margins
-    from trainer.engine.estimate.simulate import simulate
+    from trainer.engine.estimate.devices import overhead
+    from trainer.engine.estimate.simulate import build
+    from trainer.engine.estimate.simulate.extrapolate import simulate_memory
     from trainer.engine.recipe.load import load_recipe
 
     recipe = load_recipe(file, list(changes), world).recipe
     if whose == "theirs":
         splits_vocabulary = recipe.parallel.tensor > 1
-        simulate.with_gpu_kernels = partial(with_whole_logits, splits_vocabulary)
-    found = simulate.simulate(recipe, 0, world, VOCABULARY, on_gpu=True)
-    more = margins(found.peak_bytes, 0, found.block_bytes, "h100")
+        build.with_gpu_kernels = partial(with_whole_logits, splits_vocabulary)
+    found = simulate_memory(recipe, 0, world, VOCABULARY, on_gpu=True)
+    more = overhead(found.peak_bytes, 0, found.block_bytes, "h100")
     inside = sum(size for name, size in more.items() if name not in OUTSIDE)
     return {"tensors": found.peak_bytes / GIB, "reserved": (found.peak_bytes + inside) / GIB}
 
@@ -94,7 +95,7 @@ def with_whole_logits(splits_vocabulary: bool, built: Any) -> Any:
     import torch
     import torch.nn.functional as F
 
-    from trainer.engine.estimate.gpu import with_gpu_kernels
+    from trainer.engine.estimate.simulate.build import with_gpu_kernels
 
     class SplitCrossEntropy(torch.autograd.Function):
         """The steps of torch.distributed.tensor.parallel.loss_parallel, without its sums."""

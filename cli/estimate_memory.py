@@ -15,7 +15,7 @@ from .table import print_table
 
 if TYPE_CHECKING:
     from ..engine.estimate.memory import Estimate
-    from ..engine.estimate.suggestions import Knob
+    from ..engine.estimate.suggestions import Suggestion
 
 GIB = 2**30
 KINDS = (
@@ -60,14 +60,14 @@ def estimate_memory(
     found = estimate_memory(loaded, world, on_gpu=not cpu, gpu=gpu or "h100")
     memory = GPU_MIB[gpu] * 2**20 if gpu else None
     left = None if memory is None else memory - max(each.total_bytes for each in found)
-    best: list[Knob] | None = None
+    best: list[Suggestion] | None = None
     if knobs or (left is not None and left < 0):
-        from ..engine.estimate.suggestions import best_knobs
+        from ..engine.estimate.suggestions import suggest
 
         def load(changes: Sequence[str], ranks: int) -> Any:
             return load_recipe(recipe, [*given, *changes], ranks).recipe
 
-        best = best_knobs(loaded, found, world, load)
+        best = suggest(loaded, found, world, load)
     if as_json:
         print(json.dumps(_as_json(found, gpu, left, best), indent=1))
         return
@@ -79,7 +79,7 @@ def estimate_memory(
 
 
 def _as_json(
-    found: Sequence[Estimate], gpu: str, left: int | None, best: Sequence[Knob] | None
+    found: Sequence[Estimate], gpu: str, left: int | None, best: Sequence[Suggestion] | None
 ) -> dict[str, Any]:
     shown: dict[str, Any] = {"ranks": [each.as_json() for each in found]}
     if left is not None:
@@ -115,7 +115,7 @@ def _verdict(gpu: str, memory: int, left: int) -> str:
     return f"{gpu}: {_size(memory)}, {_size(left)} left"
 
 
-def _print_knobs(best: Sequence[Knob], world: int) -> None:
+def _print_knobs(best: Sequence[Suggestion], world: int) -> None:
     if not best:
         print("no change that was tried saves memory")
         return

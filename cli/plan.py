@@ -17,7 +17,7 @@ from .options import AsJson, Force, Overrides, Recipe
 from .table import print_table
 
 if TYPE_CHECKING:
-    from ..engine.estimate.plan import Needs, PipelinePlan, RunPlan
+    from ..engine.estimate.plan import PipelinePlan, RankCost, RunPlan
     from ..engine.estimate.roofline import Candidate
 
 MOST_CELLS = 100
@@ -171,7 +171,7 @@ def _work(found: RunPlan) -> str:
     )
 
 
-def _flow_rows(places: Sequence[Needs]) -> Iterator[list[str]]:
+def _flow_rows(places: Sequence[RankCost]) -> Iterator[list[str]]:
     yield ["PLACES", "AXES", "COLLECTIVE", "RANKS", "LINK", "CALLS", "MESSAGE", "LINK BYTES"]
     flows: dict[tuple[str, ...], list[int]] = {}
     for needs in places:

@@ -6,15 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 from warnings import catch_warnings
 
 import torch
 from torch._dynamo.utils import counters, graph_break_reasons
 
 from ...kernels.cross_entropy import op as compiled_loss
-from ..estimate.simulate.instrumented import empty_batches, rows_of
-from ..estimate.simulate.simulate import simulated_step
+from ..estimate.simulate.build import empty_batches, rows_of, simulate_rank
+from ..estimate.simulate.torch_internals import replace_attribute
 
 if TYPE_CHECKING:
     from ..recipe.schema import Recipe
@@ -73,12 +72,12 @@ def trace(recipe: Recipe, ranks: int, vocab_size: int) -> list[Traced]:
     counters.clear()
     with (
         tracer.watching(),
-        simulated_step(recipe, ranks - 1, ranks, vocab_size, compiles=True) as (_, step, plan),
+        simulate_rank(recipe, ranks - 1, ranks, vocab_size, compiles=True) as (_, step, plan),
     ):
-        _, rows = rows_of(recipe, step)
+        _, rows = rows_of(recipe.data, step)
         for length in _lengths(recipe, 2 * plan.degrees.sequence):
-            cut = recipe.data.model_copy(update={"seq_len": length})
-            (batch,) = empty_batches(recipe.model_copy(update={"data": cut}), rows, rows)
+            data = recipe.data.model_copy(update={"seq_len": length})
+            (batch,) = empty_batches(data, rows, rows)
             step.accumulate([plan.take(batch, step.parallel_model.model)], lr_factor=1.0)
             step.clear()
             if step.parallel_model.pipeline:  # whose stages know one length
@@ -111,7 +110,7 @@ class _Tracer:
         compiled_loss.compiled_inner.cache_clear()
         stand_in = self._compile_with(torch.compile)
         # What torch warns of when a graph breaks is in our own words already.
-        with catch_warnings(action="ignore"), patch.object(torch, "compile", stand_in):
+        with catch_warnings(action="ignore"), replace_attribute(torch, "compile", stand_in):
             yield
         compiled_loss.compiled_inner.cache_clear()
 

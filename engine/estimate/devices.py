@@ -82,25 +82,25 @@ estimates of three plans to within 6 % of the peaks of reserved memory that torc
 al. (2024, arXiv:2401.08156) lost 15 % on average; expandable segments lose less."""
 
 
-def margins(
-    peak_bytes: int, communicators: int, gathered_ahead: int, gpu: str = "h100"
+def overhead(
+    peak_bytes: int, communicators: int, prefetched: int, gpu: str = "h100"
 ) -> dict[str, int]:
-    """Return the bytes of each thing that no simulation sees, by name.
+    """Return the bytes that a GPU holds and no simulation sees, by name.
 
     Args:
-        peak_bytes: most that tensors hold.
-        communicators: that a rank is in.
-        gathered_ahead: bytes of a block's weights, and of its gradients on their way to shards,
-            that copies of the next block's overlap with.
+        peak_bytes: the most that tensors hold.
+        communicators: the number of communicators of a rank.
+        prefetched: a block's gathered weights and its gradients before they are reduced, in bytes:
+            FSDP holds those of the next block at the same time.
         gpu: a name of `GPU_MIB`.
     """
     workspace = WORKSPACE if gpu in BEFORE_HOPPER else HOPPER_WORKSPACE
-    found = {
+    sizes = {
         "CUDA context": CONTEXT,
         "NCCL": COMMUNICATOR * communicators,
         # Of two libraries, for the thread that runs forward and the one that runs backward.
         "cuBLAS": 4 * workspace,
-        "prefetch": gathered_ahead,
+        "prefetch": prefetched,
         "fragmentation": int(FRAGMENTATION * peak_bytes),
     }
-    return {name: size for name, size in found.items() if size}
+    return {name: size for name, size in sizes.items() if size}

@@ -1,15 +1,15 @@
-"""The mesh of a run: who is where, who talks to whom, and over which link. Torch-free."""
+"""Process groups of a mesh: their ranks, links, and the bytes of their collectives. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..parallel.mesh import AXES, EXPERT_AXES, GRADIENT_AXES, Degrees
 
-if TYPE_CHECKING:
-    from ..recipe.schema import Recipe
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+ALL_TO_ALL, BROADCAST = "all-to-all", "broadcast"
+SEND_NEXT, SEND_PREVIOUS = "send to next", "send to previous"
 
 INSIDE, ACROSS = "inside nodes", "across nodes"
 ALL_SHOWN = 32
@@ -46,11 +46,17 @@ def shown_ranks(degrees: Degrees) -> list[int]:
     return corners
 
 
-def mesh_groups(recipe: Recipe, degrees: Degrees, gpus_per_node: int) -> Iterator[Group]:
-    """Yield the groups that talk: along each axis, and along those that work together."""
+def mesh_groups(degrees: Degrees, gpus_per_node: int, *, sharded: bool) -> Iterator[Group]:
+    """Yield the process groups of a mesh: of each axis, and of axes that reduce together.
+
+    Args:
+        degrees: the size of each axis of the mesh.
+        gpus_per_node: the ranks that fast links join.
+        sharded: parameters are split over the ranks that see different samples.
+    """
     axes = [(axis,) for axis in AXES if getattr(degrees, axis) > 1]
     data = [axis for axis in GRADIENT_AXES if getattr(degrees, axis) > 1]
-    if recipe.parallel.is_sharded(degrees):
+    if sharded:
         data = [axis for axis in data if axis != "replicate"]
     for along in dict.fromkeys([*axes, tuple(data), *([tuple(a for (a,) in axes)])]):
         if along:
@@ -92,3 +98,22 @@ def link_of(degrees: Degrees, rank: int, axes: Sequence[str], kind: str, gpus_pe
 def link_among(ranks: Iterable[int], gpus_per_node: int) -> str:
     """Return whether all of these ranks are in one node."""
     return INSIDE if len({rank // gpus_per_node for rank in ranks}) == 1 else ACROSS
+
+
+def ring_bytes(kind: str, message_bytes: int, ranks: int) -> int:
+    """Return what a rank sends to its neighbour while a ring of ranks does a collective.
+
+    Every ring is the same bandwidth-optimal one (Patarasuk and Yuan 2009, JPDC 69(2)): an
+    all-reduce is a reduce-scatter and an all-gather, each of them in `ranks - 1` steps.
+
+    Args:
+        kind: of collective.
+        message_bytes: what the rank puts in.
+        ranks: of the group.
+    """
+    if kind in (SEND_NEXT, SEND_PREVIOUS):
+        return message_bytes
+    if kind == ALL_GATHER:
+        return (ranks - 1) * message_bytes
+    rounds = 2 if kind == ALL_REDUCE else 1
+    return -(-rounds * (ranks - 1) * message_bytes // ranks)

@@ -6,38 +6,52 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.errors import EnvironmentFault
-from ..recipe.checks.checks import known_degrees
-from .devices import margins
+from ..parallel.pipeline.cut import cut_blocks
+from .devices import overhead
 
 if TYPE_CHECKING:
+    from ...model_zoo.config import ModelConfig
+    from ..parallel.mesh import Degrees
+    from ..parallel.tables import Pipelining
     from ..recipe.schema import Recipe
-    from .simulate.simulate import Simulation
+    from .simulate.extrapolate import Simulation
 
 PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.distributed.pipelining",
     "torch._dynamo.utils",
-    f"{__package__}.simulate.simulate",
+    f"{__package__}.simulate.extrapolate",
 ]
+
+
+class RankJob(NamedTuple):
+    """The simulation of one rank; see `simulate_memory` for the fields."""
+
+    recipe: Recipe
+    rank: int
+    ranks: int
+    vocab_size: int
+    on_gpu: bool
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a rank needs.
+    """The memory that a rank needs.
 
     Attributes:
-        rank: the first of those that need the same.
-        peak_bytes: most that tensors hold at a moment, what is offloaded left out.
-        at_peak: bytes then, by kind.
-        margins: bytes that no simulation sees, by name; empty where no GPU is meant.
+        rank: the first of the ranks that need the same.
+        peak_bytes: the most that tensors hold at a moment, without what is offloaded.
+        at_peak: the bytes at that moment, by kind.
+        margins: the bytes that no simulation sees, by name; empty where no GPU is meant.
     """
 
     rank: int
@@ -47,7 +61,7 @@ class Estimate:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """The sum of the peak and the margins."""
         return self.peak_bytes + sum(self.margins.values())
 
     def as_json(self) -> dict[str, Any]:
@@ -63,120 +77,110 @@ def estimate_memory(
     Ranks along the other axes hold the same, up to a row of an uneven weight.
 
     Args:
-        recipe: validated for that many ranks.
-        ranks: of the run.
+        recipe: the recipe, validated for that many ranks.
+        ranks: the world size.
         on_gpu: compute as a GPU would, and add what it holds besides tensors.
-        gpu: which, a name of `GPU_MIB`.
+        gpu: a name of `GPU_MIB`.
 
     Raises:
         RecipeError, DataError: as when the run is assembled.
         EnvironmentFault: a simulation was killed.
     """
-    vocab_size = recipe.vocab_size
-    degrees = known_degrees(recipe, ranks)
-    stages = degrees.pipeline
-    if stages == 1:
-        found = [_simulate(recipe, 0, ranks, vocab_size, on_gpu)]
-    else:
-        found = list(_pipeline(recipe, stages, ranks, vocab_size, on_gpu))
-    communicators = sum(
-        size > 1
-        for size in (
-            ranks,
-            degrees.fsdp,
-            *(degree for axis, degree in degrees.by_axis.items() if axis != "shard"),
-        )
+    degrees = recipe.parallel.degrees.resolve(ranks)
+    whole = RankJob(recipe, 0, ranks, recipe.vocab_size, on_gpu)
+    simulations = (
+        [_simulate(whole)] if degrees.pipeline == 1 else _simulate_pipeline(whole, degrees)
     )
+    along = [degree for axis, degree in degrees.by_axis.items() if axis != "shard"]
+    communicators = sum(size > 1 for size in (ranks, degrees.fsdp, *along))
+    return [
+        Estimate(
+            one.rank,
+            one.peak_bytes,
+            one.at_peak,
+            overhead(one.peak_bytes, communicators, one.block_bytes, gpu) if on_gpu else {},
+        )
+        for one in simulations
+    ]
 
-    def more(each: Simulation) -> dict[str, int]:
-        return margins(each.peak_bytes, communicators, each.block_bytes, gpu) if on_gpu else {}
 
-    return [Estimate(each.rank, each.peak_bytes, each.at_peak, more(each)) for each in found]
+def _simulate_pipeline(job: RankJob, degrees: Degrees) -> list[Simulation]:
+    """Return what the first rank of each place needs.
 
-
-def _pipeline(
-    recipe: Recipe, stages: int, ranks: int, vocab_size: int, on_gpu: bool
-) -> Iterator[Simulation]:
-    """Yield what the first rank of each place needs.
-
-    Under 1F1B, stages between the ends that have as many blocks differ in how many micro batches
-    they hold alone. A peak is the highest of straight lines in that number; if the second of such
+    Under 1F1B, stages between the ends that have as many blocks differ only in how many micro
+    batches they hold. A peak is the highest of straight lines in that number; if the second of such
     stages is on the line from the first to the last, all are.
     """
-    size = ranks // stages
+    stages, size = degrees.pipeline, degrees.world // degrees.pipeline
 
-    def simulated(places: Sequence[int]) -> dict[int, Simulation]:
-        jobs = [(recipe, place * size, ranks, vocab_size, on_gpu) for place in places]
+    def simulate(places: Sequence[int]) -> dict[int, Simulation]:
+        jobs = [job._replace(rank=place * size) for place in places]
         return dict(zip(places, simulate_all(jobs), strict=True))
 
-    between = list(_between(recipe, stages, vocab_size))
-    skipped = {place for first, last in between for place in range(first + 2, last)}
-    found = simulated([place for place in range(stages) if place not in skipped])
-    for first, last in between:
+    config = job.recipe.model.with_vocab(job.vocab_size)
+    equal = list(_equal_stages(job.recipe.parallel.pipelining, stages, config))
+    skipped = {place for first, last in equal for place in range(first + 2, last)}
+    by_place = simulate([place for place in range(stages) if place not in skipped])
+    for first, last in equal:
         rest = range(first + 2, last)
-        line = _on_a_line(found[first], found[first + 1], found[last], last - first)
-        found |= {p: line(p - first, p * size) for p in rest} if line else simulated(rest)
-    for place in range(stages):
-        yield found[place]
+        line = line_through(by_place[first], by_place[first + 1], by_place[last], last - first)
+        by_place |= {p: line(p - first, p * size) for p in rest} if line else simulate(rest)
+    return [by_place[place] for place in range(stages)]
 
 
-Job = tuple["Recipe", int, int, int, bool]
-"""recipe, rank, ranks, size of the vocabulary, whether as on a GPU"""
-
-
-def simulate_all(jobs: Sequence[Job]) -> list[Simulation]:
-    """Simulate several ranks, each in a process of its own: torch remembers the groups of a rank.
+def simulate_all(jobs: Sequence[RankJob]) -> list[Simulation]:
+    """Simulate several ranks, each in its own process, since PyTorch keeps process groups.
 
     Raises:
         RecipeError: as when the run is assembled.
         EnvironmentFault: a simulation was killed.
     """
-    from concurrent.futures.process import BrokenProcessPool
-
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     workers = max(1, min(len(os.sched_getaffinity(0)), len(jobs)))
     with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
-        futures = [pool.submit(_simulate, *job) for job in jobs]
         try:
-            return [future.result() for future in futures]
+            return list(pool.map(_simulate, jobs))
         except BrokenProcessPool as error:
             raise EnvironmentFault("a simulation was killed", "is memory short?") from error
 
 
-def _between(recipe: Recipe, stages: int, vocab_size: int) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last of four or more stages that are alike."""
-    from ..parallel.pipeline.cut import cut_blocks
+def _simulate(job: RankJob) -> Simulation:
+    # It loads torch, which the parent process of several simulations can spare.
+    from .simulate.extrapolate import simulate_memory
 
-    table = recipe.parallel.pipelining
+    return simulate_memory(*job[:-1], on_gpu=job.on_gpu)
+
+
+def _equal_stages(table: Pipelining, stages: int, config: ModelConfig) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last of four or more consecutive stages of as many blocks."""
     if table.schedule != "1F1B":
         return
-    cut = cut_blocks(table, stages, recipe.model.with_vocab(vocab_size))
+    cut = cut_blocks(table, stages, config)
     places: dict[int, list[int]] = defaultdict(list)
     for place in range(1, stages - 1):
         places[len(cut.blocks(place))].append(place)
-    for alike in places.values():
-        if len(alike) > 3 and alike[-1] - alike[0] == len(alike) - 1:
-            yield alike[0], alike[-1]
+    for equal in places.values():
+        if len(equal) > 3 and equal[-1] - equal[0] == len(equal) - 1:
+            yield equal[0], equal[-1]
 
 
-def _on_a_line(first: Simulation, second: Simulation, last: Simulation, steps: int) -> Any:
-    """Return what gives the simulations between the first and the last, or None if no line does."""
+def line_through(
+    first: Simulation, second: Simulation, last: Simulation, steps: int
+) -> Callable[[int, int], Simulation] | None:
+    """Return a function from a step and a rank to a simulation between the first and the last.
+
+    None if the second simulation is not on the line through the others.
+    """
     if (second.peak_bytes - first.peak_bytes) * steps != last.peak_bytes - first.peak_bytes:
         return None
 
-    def at(step: int, rank: int) -> Simulation:
+    def interpolate(step: int, rank: int) -> Simulation:
+        low, high = first.at_peak, second.at_peak
         kinds = {
-            kind: first.at_peak.get(kind, 0)
-            + step * (second.at_peak.get(kind, 0) - first.at_peak.get(kind, 0))
-            for kind in {**first.at_peak, **second.at_peak}
+            kind: low.get(kind, 0) + step * (high.get(kind, 0) - low.get(kind, 0))
+            for kind in {**low, **high}
         }
         return replace(first, rank=rank, peak_bytes=sum(kinds.values()), at_peak=kinds)
 
-    return at
-
-
-def _simulate(recipe: Recipe, rank: int, ranks: int, vocab_size: int, on_gpu: bool) -> Simulation:
-    from .simulate.simulate import simulate
-
-    return simulate(recipe, rank, ranks, vocab_size, on_gpu=on_gpu)
+    return interpolate

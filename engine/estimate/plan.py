@@ -1,29 +1,33 @@
-"""What a run's ranks hold, compute and tell each other: known before any of them exists.
-
-Torch is loaded where ranks are simulated.
-"""
+"""What a run's ranks hold, compute and send, from simulations of some ranks."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..parallel.mesh import AXES, EXPERT_AXES, Degrees, expert_grid
+from ..parallel.mesh import (
+    AXES,
+    EXPERT_AXES,
+    Degrees,
+    expert_grid,
+)
 from ..parallel.pipeline.cut import cut_blocks, num_micro_batches, stage_costs
 from ..parallel.pipeline.grid import Grid, bubble_fraction, schedule_grid
 from ..parallel.pipeline.schedule_file import read_schedule
 from ..parallel.placement import ShardPlacement
 from ..recipe.placements import placements
-from .groups import Group, link_among, link_of, mesh_groups, shown_ranks
+from .groups import Group, link_among, link_of, mesh_groups, ring_bytes, shown_ranks
+from .simulate.count import StepCounts
+from .simulate.extrapolate import count_ranks
 
 if TYPE_CHECKING:
+    from ...model_zoo.config import ModelConfig
+    from ..parallel.tables import Pipelining
     from ..recipe.schema import Recipe
-    from .simulate.count import StepCounts
 
 BYTES = 4
 """of a weight: all are kept in fp32"""
@@ -101,19 +105,19 @@ class Flow:
 
 
 @dataclass(frozen=True)
-class Needs:
+class RankCost:
     """What the first rank of a place in the pipeline needs; the others there need the same, up to
     a row of an uneven weight.
 
     Attributes:
-        place: in the pipeline.
-        rank: the first one there.
-        parameters: that it stores.
-        weight_bytes: of them.
-        optimizer_bytes: of the optimizer's state.
-        model_flops: of a step, without what is computed again.
-        again_flops: computed again in a step: recomputation, and the scores of fused attention.
-        flows: what it sends in a step.
+        place: the coordinate on the pipeline axis.
+        rank: the first rank there.
+        parameters: the number of parameters that it stores.
+        weight_bytes: the bytes of these parameters.
+        optimizer_bytes: the bytes of the optimizer's state.
+        model_flops: the FLOPs of a step, without recomputed ones.
+        again_flops: the recomputed FLOPs of a step, the scores of fused attention among them.
+        flows: the traffic that it sends in a step.
     """
 
     place: int
@@ -143,7 +147,7 @@ class RunPlan:
     placements: list[Stored]
     pipeline: PipelinePlan | None
     formula_flops: float
-    needs: list[Needs]
+    needs: list[RankCost]
 
 
 def make_run_plan(
@@ -160,25 +164,28 @@ def make_run_plan(
     Raises:
         RecipeError, DataError: as when the run is assembled.
     """
-    from .simulate.scale import RankCounter
-
     vocab_size = recipe.vocab_size
     degrees = recipe.parallel.degrees.resolve(ranks)
     config = recipe.model.with_vocab(vocab_size)
     stored = [store(each, degrees) for each in placements(recipe, degrees, vocab_size)]
-    counter = RankCounter(recipe, ranks, vocab_size, on_gpu=on_gpu)
-    tokens = recipe.data.global_batch * recipe.data.seq_len
+    costs = count_ranks(recipe, ranks, vocab_size, on_gpu=on_gpu)
+    data, pipeline = recipe.data, None
+    if degrees.pipeline > 1:
+        table, share = recipe.parallel.pipelining, data.global_batch // degrees.data
+        micro_batches = num_micro_batches(table, data.micro_batch, share)
+        pipeline = plan_pipeline(table, degrees.pipeline, config, micro_batches)
     return RunPlan(
         degrees=degrees,
         gpus_per_node=gpus_per_node,
         coordinates={rank: degrees.coordinate(rank) for rank in shown_ranks(degrees)},
-        groups=list(mesh_groups(recipe, degrees, gpus_per_node)),
+        groups=list(
+            mesh_groups(degrees, gpus_per_node, sharded=recipe.parallel.is_sharded(degrees))
+        ),
         placements=fold(stored),
-        pipeline=plan_pipeline(recipe, degrees, vocab_size) if degrees.pipeline > 1 else None,
-        formula_flops=config.flops_per_token(recipe.data.seq_len) * tokens,
+        pipeline=pipeline,
+        formula_flops=config.flops_per_token(data.seq_len) * data.global_batch * data.seq_len,
         needs=[
-            needs_of(counter.count(place), place, degrees, gpus_per_node)
-            for place in range(degrees.pipeline)
+            rank_cost(counts, place, degrees, gpus_per_node) for place, counts in enumerate(costs)
         ],
     )
 
@@ -210,46 +217,42 @@ def fold(parameters: Sequence[Stored]) -> list[Stored]:
         name = re.sub(r"\.\d+\.", ".{i}.", placed.name, count=1)
         return name, placed.shape, tuple(placed.place.items()), placed.decided_by
 
-    order = {each: number for number, each in enumerate(dict.fromkeys(map(form, parameters)))}
-    found = []
-    for _, alike in groupby(sorted(parameters, key=lambda p: order[form(p)]), form):
-        run: list[Stored] = []
-        for each in alike:
-            if run and _block(each) != _block(run[-1]) + 1:
-                found.append(_folded(run))
-                run = []
-            run.append(each)
-        found.append(_folded(run))
-    return found
+    by_form: dict[object, list[list[Stored]]] = {}
+    for parameter in parameters:
+        runs = by_form.setdefault(form(parameter), [])
+        if runs and block_of(parameter) == block_of(runs[-1][-1]) + 1:
+            runs[-1].append(parameter)
+        else:
+            runs.append([parameter])
+    return [fold_run(run) for runs in by_form.values() for run in runs]
 
 
-def _block(stored: Stored) -> int:
+def fold_run(run: Sequence[Stored]) -> Stored:
+    """Return the same parameter of consecutive blocks as one, named by the range of blocks."""
+    if len(run) == 1:
+        return run[0]
+    blocks = f".{block_of(run[0])}-{block_of(run[-1])}."
+    return replace(run[0], name=re.sub(r"\.\d+\.", blocks, run[0].name, count=1), count=len(run))
+
+
+def block_of(stored: Stored) -> int:
+    """Return the number of a parameter's block, or -1 outside of blocks."""
     number = re.search(r"\.(\d+)\.", stored.placed.name)
     return int(number[1]) if number else -1
 
 
-def _folded(run: Sequence[Stored]) -> Stored:
-    first, last = run[0], run[-1]
-    if first is last:
-        return first
-    blocks = f".{_block(first)}-{_block(last)}."
-    name = re.sub(r"\.\d+\.", blocks, first.name, count=1)
-    return replace(first, name=name, count=len(run))
-
-
-def plan_pipeline(recipe: Recipe, degrees: Degrees, vocab_size: int) -> PipelinePlan:
-    """Return how micro batches pass through the stages."""
-    table, ranks = recipe.parallel.pipelining, degrees.pipeline
-    config = recipe.model.with_vocab(vocab_size)
+def plan_pipeline(
+    table: Pipelining, ranks: int, config: ModelConfig, micro_batches: int
+) -> PipelinePlan:
+    """Return how micro batches pass through the stages of a pipeline of so many ranks."""
     cut = cut_blocks(table, ranks, config)
-    share = recipe.data.global_batch // degrees.data
-    micro_batches = num_micro_batches(table, recipe.data.micro_batch, share)
-    costs, stages = stage_costs(cut, config), []
-    for number in range(cut.stages):
-        blocks = cut.blocks(number)
-        stages.append(
-            StagePlan(cut.rank_of(number), (blocks.start, blocks.stop - 1), costs[number])
+    costs = stage_costs(cut, config)
+    stages = [
+        StagePlan(
+            cut.rank_of(number), (cut.blocks(number).start, cut.blocks(number).stop - 1), cost
         )
+        for number, cost in enumerate(costs)
+    ]
     if table.csv:
         rows = read_schedule(Path(table.csv)).rows
         grid: Grid = [[str(action) for action in row] for row in rows]
@@ -259,10 +262,8 @@ def plan_pipeline(recipe: Recipe, degrees: Degrees, vocab_size: int) -> Pipeline
     return PipelinePlan(name, micro_batches, stages, bubble_fraction(grid, costs), grid)
 
 
-def needs_of(counts: StepCounts, place: int, degrees: Degrees, gpus_per_node: int) -> Needs:
-    """Return what the first rank of a place needs, from what was counted."""
-    from .simulate.collectives import ring_bytes
-
+def rank_cost(counts: StepCounts, place: int, degrees: Degrees, gpus_per_node: int) -> RankCost:
+    """Return what the first rank of a place needs, from the counts of a step."""
     rank = place * (degrees.world // degrees.pipeline)
     flows = []
     for route, size in counts.message_bytes.items():
@@ -276,7 +277,7 @@ def needs_of(counts: StepCounts, place: int, degrees: Degrees, gpus_per_node: in
         flows.append(Flow(route.axes, route.kind, ranks, link, calls, size, sent))
     order = (*AXES, *EXPERT_AXES)
     flows.sort(key=lambda flow: (len(flow.axes), order.index(flow.axes[0]), flow.kind, flow.ranks))
-    return Needs(
+    return RankCost(
         place=place,
         rank=rank,
         parameters=counts.held["parameters"],

@@ -7,6 +7,9 @@ from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from ..optim.groups import parameter_groups
 from ..parallel.mesh import AXES, FSDP_AXES, GRADIENT_AXES, Degrees
 from ..parallel.pipeline.cut import cut_blocks, num_micro_batches, num_stages, stage_costs
 from ..parallel.pipeline.grid import Grid, bubble_fraction, parse, schedule_grid
@@ -14,7 +17,9 @@ from ..parallel.tables import KEEPS_WEIGHTS
 from .devices import Device
 
 if TYPE_CHECKING:
-    from ..recipe.schema import Recipe
+    from ..data.tables import Data
+    from ..optim.tables import OptimizerConfig
+    from ..parallel.tables import Memory, Parallel
 
 EFFICIENCY = 0.6
 """share of a GPU's products a second that a block reaches, with all that is not a product"""
@@ -22,8 +27,6 @@ LINK_EFFICIENCY = 0.8
 """share of a link's bandwidth that collectives reach"""
 LOSS_ROWS, LOSS_BYTES = 2048, 10
 """rows of logits at a time, and bytes of each logit: in bf16, in fp32, and its gradient"""
-WITHOUT_COPIES = {"hybrid_shard": "full_shard", "hybrid_shard_zero2": "shard_grad_op"}
-"""strategy with copies -> the same without"""
 
 
 @dataclass(frozen=True)
@@ -53,16 +56,16 @@ class Candidate:
     @property
     def seconds(self) -> float:
         """Of a step."""
-        return (
-            self.compute_seconds
-            + self.exposed_seconds
-            + self.bubble_seconds
-            + self.optimizer_seconds
-        )
+        return sum(self.parts().values())
 
-    def apply(self, recipe: Recipe) -> Recipe:
-        """Return the recipe, split in this way."""
-        return changed(recipe, self.degrees, self.recompute, self.micro_batch)
+    def parts(self) -> dict[str, float]:
+        """Return the parts of the time of a step."""
+        return {
+            "products": self.compute_seconds,
+            "communication that products do not hide": self.exposed_seconds,
+            "pipeline bubble": self.bubble_seconds,
+            "the optimizer": self.optimizer_seconds,
+        }
 
     def overrides(self) -> list[str]:
         """Return `--set` values that do the same."""
@@ -75,90 +78,76 @@ class Candidate:
         ]
 
 
-def changed(recipe: Recipe, degrees: Degrees, recompute: str, micro_batch: int) -> Recipe:
-    """Return a recipe that is split in another way."""
-    pipelining = recipe.parallel.pipelining.model_copy(
-        update={"micro_batches": 0, "layers_per_stage": [], "modules_per_stage": [], "csv": ""}
-    )
-    fsdp = recipe.parallel.fsdp
-    if degrees.replicate == 1:
-        fsdp = fsdp.model_copy(
-            update={"strategy": WITHOUT_COPIES.get(fsdp.strategy, fsdp.strategy)}
-        )
-    update = {**degrees.by_axis, "pipelining": pipelining, "fsdp": fsdp}
-    parallel = recipe.parallel.model_copy(update=update)
-    memory = recipe.memory.model_copy(update={"recompute": recompute})
-    data = recipe.data.model_copy(update={"micro_batch": micro_batch})
-    return recipe.model_copy(update={"parallel": parallel, "memory": memory, "data": data})
-
-
 @dataclass(frozen=True)
 class StepSizes:
     """Sizes that the formulas take.
 
     Attributes:
-        block: parameters of one.
-        ends: parameters of embedding and head together.
-        state: bytes of optimizer state, a parameter.
-        kept: elements a token that a block keeps for its backward pass, shared by tensor ranks.
-        whole: of those that each of them keeps: what enters attention and the feed-forward layer.
+        config: the model's config.
+        block: the parameters of a block.
+        ends: the parameters of embedding and head together.
+        state: the bytes of optimizer state for each parameter.
+        saved: elements for each token that a block saves for its backward pass, over all ranks of
+            the tensor axis.
+        replicated: those that each rank of the tensor axis saves: the inputs of attention and of
+            the feed-forward layer.
     """
 
     config: Any
     block: int
     ends: int
     state: float
-    kept: int
-    whole: int
+    saved: int
+    replicated: int
 
     @classmethod
-    def of(cls, recipe: Recipe) -> StepSizes:
-        """Return a recipe's; see Korthikanti et al. 2022, arXiv:2205.05198, section 4."""
-        config: Any = recipe.model.with_vocab(recipe.vocab_size)
+    def of(cls, config: Any, optimizer: OptimizerConfig) -> StepSizes:
+        """Return a model's sizes; see Korthikanti et al. 2022, arXiv:2205.05198, section 4."""
         shapes = config.parameter_shapes()
         start = f"{config.layout.blocks}."
         blocks = sum(prod(shape) for name, shape in shapes.items() if name.startswith(start))
         heads = (config.n_heads + config.n_kv_heads) * config.head_width
         moe = getattr(config, "moe", None)
-        wide = 3 * config.ffn_dim if moe is None else moe.saved_activations(config.dim)
+        wide = 3 * config.ffn_dim if moe is None else moe.kept(config.dim)
         return cls(
             config,
             block=blocks // config.n_layers,
             ends=sum(map(prod, shapes.values())) - blocks,
-            state=_state_bytes(recipe),
-            kept=2 * config.dim + 3 * heads + wide,
-            whole=2 * config.dim,
+            state=_state_bytes(optimizer),
+            saved=2 * config.dim + 3 * heads + wide,
+            replicated=2 * config.dim,
         )
 
 
-def _state_bytes(recipe: Recipe) -> float:
+def _state_bytes(config: OptimizerConfig) -> float:
     """Return the bytes of the optimizer's state for one parameter, tried out on a small one."""
-    import torch
-
-    from ..optim.groups import parameter_groups
-
     weight = torch.nn.Parameter(torch.zeros(64, 64))
-    config = recipe.optimizer.model_copy(update={"groups": []})
+    config = config.model_copy(update={"groups": []})
     optimizer = config.build(parameter_groups([("weight", weight)], config), weight.device)
     weight.grad = torch.zeros_like(weight)
     optimizer.step()
-    states = (each for state in optimizer.state.values() for each in state.values())
-    return sum(each.nbytes for each in states if torch.is_tensor(each)) / weight.numel()
+    states = (value for state in optimizer.state.values() for value in state.values())
+    return sum(value.nbytes for value in states if torch.is_tensor(value)) / weight.numel()
 
 
 def estimate(
-    recipe: Recipe, degrees: Degrees, model: StepSizes, device: Device, gpus_per_node: int
+    degrees: Degrees,
+    parallel: Parallel,
+    memory: Memory,
+    data: Data,
+    model: StepSizes,
+    device: Device,
+    gpus_per_node: int,
 ) -> Candidate:
-    """Return how long a step takes and how much memory, by formulas: a quick first answer."""
-    data = recipe.data
+    """Return the time of a step and the memory of a rank, by formulas: a quick first answer."""
     share = data.global_batch // degrees.data
-    passes = num_micro_batches(recipe.parallel.pipelining, data.micro_batch, share)
+    passes = num_micro_batches(parallel.pipelining, data.micro_batch, share)
     rows = share // passes
     tokens = rows * data.seq_len // degrees.context
-    again = recipe.memory.recompute == "full"
+    recomputes, strategy = memory.recompute == "full", parallel.fsdp.strategy
     config, stage, bubble, in_flight = model.config, model.config.n_layers, 0.0, 1
     if degrees.pipeline > 1:
-        table = recipe.parallel.pipelining
+        table = parallel.pipelining
         cut = cut_blocks(table, degrees.pipeline, config)
         stages = num_stages(table, degrees.pipeline)
         grid = _grid(table.schedule, degrees.pipeline, stages, passes)
@@ -166,17 +155,17 @@ def estimate(
         in_flight = _most_in_flight(grid)
         stage = max(len(cut.blocks(n)) for n in range(stages)) * (stages // degrees.pipeline)
     work = config.flops_per_token(data.seq_len) * data.global_batch * data.seq_len
-    compute = work / degrees.world * (4 / 3 if again else 1) / (device.flops * EFFICIENCY)
+    compute = work / degrees.world * (4 / 3 if recomputes else 1) / (device.flops * EFFICIENCY)
     links = _Links(degrees, device, gpus_per_node)
-    pieces = _pieces(recipe, degrees)
+    pieces = degrees.fsdp if parallel.is_sharded(degrees) else 1
     weights = (stage * model.block + model.ends) / degrees.tensor
     exposed = (
-        stage * passes * _tokens_seconds(tokens, model, degrees, links, 1.5 if again else 1.0)
+        stage * passes * _tokens_seconds(tokens, model, degrees, links, 1.5 if recomputes else 1.0)
         + links.seconds(FSDP_AXES, 4 * weights * (pieces - 1) / pieces) * (degrees.pipeline > 1)
         + 2 * passes * 2 * tokens * config.dim / degrees.tensor * links.per_byte(("pipeline",))
     )
     if degrees.pipeline == 1:
-        gathers = passes * (1 if recipe.parallel.fsdp.strategy in KEEPS_WEIGHTS else 2)
+        gathers = passes * (1 if strategy in KEEPS_WEIGHTS else 2)
         gathered = (2 * gathers + 4) * weights * (pieces - 1) / pieces
         exposed += max(0.0, links.seconds(FSDP_AXES, gathered) - compute)
     replicas = degrees.dp_cp // pieces
@@ -186,14 +175,24 @@ def estimate(
     optimizer = weights / pieces * (3 * 4 + 2 * model.state) / device.memory_bandwidth
     return Candidate(
         degrees,
-        recipe.parallel.fsdp.strategy,
-        recipe.memory.recompute,
+        strategy,
+        memory.recompute,
         rows,
         compute,
         exposed,
         (compute + exposed) * bubble / (1 - bubble),
         optimizer,
-        _memory(recipe, degrees, model, weights, stage * in_flight, tokens, passes),
+        _memory(
+            degrees,
+            model,
+            weights,
+            pieces,
+            stage * in_flight,
+            tokens,
+            keeps_weights=degrees.pipeline > 1 or strategy in KEEPS_WEIGHTS,
+            keeps_gradients=passes > 1 and pieces > 1,
+            recomputes=recomputes,
+        ),
     )
 
 
@@ -211,33 +210,27 @@ def _tokens_seconds(
 
 
 def _memory(
-    recipe: Recipe,
     degrees: Degrees,
     model: StepSizes,
     weights: float,
+    pieces: int,
     live_blocks: int,
     tokens: int,
-    passes: int,
+    *,
+    keeps_weights: bool,
+    keeps_gradients: bool,
+    recomputes: bool,
 ) -> int:
     """Return the bytes of a rank: weights, gradients, optimizer, activations and logits."""
-    pieces = _pieces(recipe, degrees)
     held = weights / pieces * (4 + 4 + model.state)
-    keeps = degrees.pipeline > 1 or recipe.parallel.fsdp.strategy in KEEPS_WEIGHTS
-    gathered = weights * 2 if keeps else 2 * 2 * model.block / degrees.tensor
-    if passes > 1 and pieces > 1:
+    gathered = weights * 2 if keeps_weights else 2 * 2 * model.block / degrees.tensor
+    if keeps_gradients:
         gathered += 4 * weights  # gradients are not reduced before the last micro batch
-    one_block = 2 * tokens * (model.kept / degrees.tensor + model.whole)
-    kept = 2 * tokens * model.config.dim / degrees.tensor
-    activations = live_blocks * (kept if recipe.memory.recompute == "full" else one_block)
-    working = 2 * one_block
+    one_block = 2 * tokens * (model.saved / degrees.tensor + model.replicated)
+    inputs = 2 * tokens * model.config.dim / degrees.tensor
+    activations = live_blocks * (inputs if recomputes else one_block)
     logits = min(LOSS_ROWS, tokens * degrees.context) * model.config.vocab / degrees.tensor
-    return int(held + gathered + activations + working + LOSS_BYTES * logits)
-
-
-def _pieces(recipe: Recipe, degrees: Degrees) -> int:
-    """Return over how many ranks FSDP splits a parameter."""
-    sharded = recipe.parallel.is_sharded(degrees)
-    return degrees.fsdp if sharded else 1
+    return int(held + gathered + activations + 2 * one_block + LOSS_BYTES * logits)
 
 
 class _Links:

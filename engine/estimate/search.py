@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -15,13 +15,16 @@ from ..core.errors import RecipeError
 from ..parallel.mesh import DATA_AXES, MESH, Degrees
 from ..recipe.checks.checks import check
 from .devices import DEVICES
-from .roofline import Candidate, StepSizes, changed, estimate
+from .memory import estimate_memory
+from .roofline import Candidate, StepSizes, estimate
 
 if TYPE_CHECKING:
     from ..recipe.schema import Recipe
 
 USABLE = 0.9
 """share of a GPU's memory for tensors: the rest is CUDA's, NCCL's and the allocator's"""
+WITHOUT_REPLICAS = {"hybrid_shard": "full_shard", "hybrid_shard_zero2": "shard_grad_op"}
+"""FSDP strategy with replicas -> the same without"""
 MICRO_BATCHES = (1, 2, 4, 8)
 SIMULATED, MOST_SIMULATED = 3, 8
 """plans that are simulated until so many fit"""
@@ -45,33 +48,41 @@ def search(
     Raises:
         RecipeError: no plan fits.
     """
-    from .memory import estimate_memory
-
-    model = StepSizes.of(recipe)
-    found = [
-        estimate(one, degrees, model, DEVICES[gpu], gpus_per_node)
-        for one, degrees in variants(recipe, ranks, gpus_per_node)
+    sizes = StepSizes.of(recipe.model.with_vocab(recipe.vocab_size), recipe.optimizer)
+    candidates = [
+        estimate(
+            degrees,
+            variant.parallel,
+            variant.memory,
+            variant.data,
+            sizes,
+            DEVICES[gpu],
+            gpus_per_node,
+        )
+        for variant, degrees in variants(recipe, ranks, gpus_per_node)
     ]
-    if not found:
+    if not candidates:
         raise RecipeError(f"no plan of {ranks} ranks is valid for this recipe")
-    fitting = [each for each in found if each.memory_bytes <= USABLE * memory_bytes]
+    fitting = [one for one in candidates if one.memory_bytes <= USABLE * memory_bytes]
     if not fitting:
-        least = min(each.memory_bytes for each in found) / 2**30
+        least = min(one.memory_bytes for one in candidates) / 2**30
         message = f"no plan of {ranks} ranks fits {gpu}: the least takes {least:.1f} GiB a rank"
         raise RecipeError(message, "more ranks, a shorter data.seq_len, or parallel.fsdp.offload")
-    fitting.sort(key=lambda each: (each.seconds, each.memory_bytes))
+    fitting.sort(key=lambda one: (one.seconds, one.memory_bytes))
     best: list[Candidate] = []
-    for tried in range(min(len(fitting), MOST_SIMULATED)):
-        peaks = estimate_memory(fitting[tried].apply(recipe), ranks, gpu=gpu)
+    others = iter(fitting)
+    for candidate in islice(others, MOST_SIMULATED):
+        split = apply_plan(recipe, candidate.degrees, candidate.recompute, candidate.micro_batch)
+        peaks = estimate_memory(split, ranks, gpu=gpu)
         worst = max(peaks, key=lambda one: one.total_bytes)
         if worst.total_bytes <= memory_bytes:
-            best.append(replace(fitting[tried], simulated_bytes=worst.peak_bytes))
+            best.append(replace(candidate, simulated_bytes=worst.peak_bytes))
         if len(best) == SIMULATED:
             break
     if not best:
         message = f"of {ranks} ranks no plan fits {gpu} that was simulated"
         raise RecipeError(message, "more ranks, a shorter data.seq_len, or parallel.fsdp.offload")
-    return best + fitting[tried + 1 :]
+    return [*best, *others]
 
 
 def variants(recipe: Recipe, ranks: int, gpus_per_node: int) -> Iterator[tuple[Recipe, Degrees]]:
@@ -84,15 +95,32 @@ def variants(recipe: Recipe, ranks: int, gpus_per_node: int) -> Iterator[tuple[R
             if axis.least_positions
         ):
             continue
-        once = changed(recipe, degrees, "none", 1)
+        once = apply_plan(recipe, degrees, "none", 1)
         if any(True for _ in check(once, ranks)):
             continue
         share = recipe.data.global_batch // degrees.data
         for recompute, micro_batch in product(("none", "full"), sorted(rows)):
             if micro_batch <= share:
-                one = changed(recipe, degrees, recompute, micro_batch)
-                if not any(True for _ in check(one, ranks)):
-                    yield one, degrees
+                variant = apply_plan(recipe, degrees, recompute, micro_batch)
+                if not any(True for _ in check(variant, ranks)):
+                    yield variant, degrees
+
+
+def apply_plan(recipe: Recipe, degrees: Degrees, recompute: str, micro_batch: int) -> Recipe:
+    """Return a recipe that is split in another way."""
+    parallel, fsdp = recipe.parallel, recipe.parallel.fsdp
+    free = {"micro_batches": 0, "layers_per_stage": [], "modules_per_stage": [], "csv": ""}
+    if degrees.replicate == 1:
+        strategy = WITHOUT_REPLICAS.get(fsdp.strategy, fsdp.strategy)
+        fsdp = fsdp.model_copy(update={"strategy": strategy})
+    tables = {"pipelining": parallel.pipelining.model_copy(update=free), "fsdp": fsdp}
+    return recipe.model_copy(
+        update={
+            "parallel": parallel.model_copy(update={**degrees.by_axis, **tables}),
+            "memory": recipe.memory.model_copy(update={"recompute": recompute}),
+            "data": recipe.data.model_copy(update={"micro_batch": micro_batch}),
+        }
+    )
 
 
 def _factorings(ranks: int, gpus_per_node: int) -> Iterator[Degrees]:

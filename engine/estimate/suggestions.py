@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..core.errors import RecipeError
-from ..recipe.checks.checks import known_degrees
-from .memory import Estimate, simulate_all
+from .memory import Estimate, RankJob, simulate_all
 
 if TYPE_CHECKING:
     from ..parallel.mesh import Degrees
@@ -16,13 +15,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Knob:
-    """A change, and what the rank that needed most would then need less.
+class Suggestion:
+    """A change of a recipe, and the memory that it saves on the rank that needs most.
 
     Attributes:
         changes: KEY=VALUE, as for `--set`.
-        world: number of ranks.
-        saved_bytes: of tensors at the peak.
+        world: the world size.
+        saved_bytes: the bytes of tensors at the peak that are saved.
     """
 
     changes: Sequence[str]
@@ -30,70 +29,65 @@ class Knob:
     saved_bytes: int
 
 
-def best_knobs(
+def suggest(
     recipe: Recipe,
-    found: Sequence[Estimate],
+    estimates: Sequence[Estimate],
     world: int,
     load: Callable[[Sequence[str], int], Recipe],
-) -> list[Knob]:
+) -> list[Suggestion]:
     """Return the changes that save memory, the best first; each is simulated on one rank.
 
     Args:
-        recipe: as estimated.
-        found: what its ranks need.
-        world: how many there are.
+        recipe: the recipe as estimated.
+        estimates: the memory of each place in the pipeline.
+        world: the world size.
         load: returns the recipe, validated, with changes and for a number of ranks.
     """
-    worst = max(found, key=lambda each: each.peak_bytes)
-    place = found.index(worst)
-    jobs, tried = [], []
-    for changes, ranks in _changes(recipe, world):
+    worst = max(estimates, key=lambda estimate: estimate.peak_bytes)
+    place = estimates.index(worst)
+    jobs, accepted = [], []
+    for changes, ranks in _changes(recipe, recipe.parallel.degrees.resolve(world)):
         try:
             changed = load(changes, ranks)
         except RecipeError:
             continue
-        stages = known_degrees(changed, ranks).known.pipeline
+        stages = changed.parallel.degrees.resolve(ranks).pipeline
         rank = min(place, stages - 1) * (ranks // stages)
-        jobs.append((changed, rank, ranks, changed.vocab_size, True))
-        tried.append((changes, ranks))
-    knobs = [
-        Knob(changes, ranks, worst.peak_bytes - each.peak_bytes)
-        for (changes, ranks), each in zip(tried, simulate_all(jobs), strict=True)
+        jobs.append(RankJob(changed, rank, ranks, changed.vocab_size, on_gpu=True))
+        accepted.append((changes, ranks))
+    suggestions = [
+        Suggestion(changes, ranks, worst.peak_bytes - simulation.peak_bytes)
+        for (changes, ranks), simulation in zip(accepted, simulate_all(jobs), strict=True)
     ]
-    saving = [knob for knob in knobs if knob.saved_bytes > 0]
-    return sorted(saving, key=lambda knob: -knob.saved_bytes)
+    saving = [suggestion for suggestion in suggestions if suggestion.saved_bytes > 0]
+    return sorted(saving, key=lambda suggestion: -suggestion.saved_bytes)
 
 
-def _changes(recipe: Recipe, world: int) -> Iterator[tuple[list[str], int]]:
-    """Yield what may save memory, each with a number of ranks; some of it may not be valid."""
-    degrees = known_degrees(recipe, world)
+def _changes(recipe: Recipe, degrees: Degrees) -> Iterator[tuple[list[str], int]]:
+    """Yield changes that may save memory and a world size for each; some may be invalid."""
+    world, fsdp = degrees.world, recipe.parallel.fsdp
     modes = ("none", "selective", "full")
-    now = recipe.memory.recompute
-    for mode in modes[modes.index(now) + 1 :] if now in modes else ("full",):
-        yield [f"memory.recompute={mode}"], world
+    mode = recipe.memory.recompute
+    for more in modes[modes.index(mode) + 1 :] if mode in modes else ("full",):
+        yield [f"memory.recompute={more}"], world
     if recipe.data.micro_batch > 1:
         yield [f"data.micro_batch={recipe.data.micro_batch // 2}"], world
     if not recipe.memory.optimizer_in_backward:
         yield ["memory.optimizer_in_backward=true", "optimizer.clip_norm=0"], world
-    yield from _sharding(recipe, degrees, world)
-    for axis in ("tensor", "pipeline"):
-        for other in ("shard", "replicate"):
-            if getattr(degrees, other) % 2 == 0:
-                halved = f"parallel.{other}={getattr(degrees, other) // 2}"
-                yield [f"parallel.{axis}={2 * getattr(degrees, axis)}", halved], world
-                break
-
-
-def _sharding(recipe: Recipe, degrees: Degrees, world: int) -> Iterator[tuple[list[str], int]]:
-    fsdp, copies = recipe.parallel.fsdp, degrees.data
     if degrees.dp_cp > 1:
         if fsdp.strategy in ("shard_grad_op", "no_shard"):
             yield ["parallel.fsdp.strategy=full_shard"], world
         if fsdp.reduce_every == "step":
             yield ["parallel.fsdp.reduce_every=micro_batch"], world
         if degrees.replicate > 1:
-            change = ["parallel.replicate=1", f"parallel.shard={copies}"]
+            change = ["parallel.replicate=1", f"parallel.shard={degrees.data}"]
             yield [*change, "parallel.fsdp.strategy=full_shard"], world
         if not fsdp.offload:
             yield ["parallel.fsdp.offload=true"], world
     yield [f"parallel.shard={2 * degrees.shard}"], 2 * world
+    for axis in ("tensor", "pipeline"):
+        for other in ("shard", "replicate"):
+            if getattr(degrees, other) % 2 == 0:
+                halved = f"parallel.{other}={getattr(degrees, other) // 2}"
+                yield [f"parallel.{axis}={2 * getattr(degrees, axis)}", halved], world
+                break

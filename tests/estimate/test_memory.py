@@ -9,8 +9,9 @@ from torch.profiler import ProfilerActivity, profile
 from tests.cases import also, quick
 from tests.distributed import run_ranks
 from trainer.engine.assemble.assemble import build_model, build_step
-from trainer.engine.estimate.simulate.instrumented import empty_batches, track
-from trainer.engine.estimate.simulate.simulate import simulate
+from trainer.engine.estimate.simulate.build import empty_batches
+from trainer.engine.estimate.simulate.extrapolate import simulate_memory
+from trainer.engine.estimate.simulate.instrumented import track
 from trainer.engine.parallel.materialize import materialize
 from trainer.engine.parallel.plan import make_plan
 from trainer.engine.recipe.schema import Recipe
@@ -73,11 +74,12 @@ def built_step(recipe):
 def counted(recipe):
     """Return the peak of this rank's real steps: the second one has an optimizer state."""
     step, plan = built_step(recipe)
-    return track(recipe, step, plan.take, steps=2).peak().total
+    blocks = recipe.model.layout.blocks
+    return track(step, plan.take, recipe.data, blocks, ema=recipe.ema, steps=2).peak().total
 
 
 def simulated(recipe, rank, ranks):
-    found = simulate(recipe, rank, ranks, VOCAB)
+    found = simulate_memory(recipe, rank, ranks, VOCAB)
     assert sum(found.at_peak.values()) == found.peak_bytes
     return found.peak_bytes
 
@@ -97,7 +99,7 @@ def recorded(recipe):
     """Return the peak of a real step as the CPU's allocator tells torch's profiler."""
     step, _ = built_step(recipe)
     share = recipe.data.global_batch // step.degrees.data
-    batches = empty_batches(recipe, share, recipe.data.micro_batch)
+    batches = empty_batches(recipe.data, share, recipe.data.micro_batch)
     for _ in range(2):  # DDP makes its buckets anew in the second
         step.accumulate(batches)
         step.update(1.0)

@@ -7,8 +7,8 @@ import pytest
 
 from tests.report.test_chromium import visit
 from trainer.cli import main as cli
+from trainer.engine.estimate.groups import ring_bytes
 from trainer.engine.estimate.search import search, variants
-from trainer.engine.estimate.simulate.collectives import ring_bytes
 from trainer.engine.parallel.mesh import Degrees
 from trainer.engine.recipe.checks.checks import check
 from trainer.engine.recipe.load import load_recipe

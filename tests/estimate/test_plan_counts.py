@@ -13,8 +13,10 @@ from tests.distributed import run_ranks
 from trainer.engine.assemble.assemble import build_model, build_step
 from trainer.engine.core.local import local
 from trainer.engine.estimate.plan import store
+from trainer.engine.estimate.simulate.build import step_batches
 from trainer.engine.estimate.simulate.count import count_step
-from trainer.engine.estimate.simulate.scale import RankCounter, step_batches
+from trainer.engine.estimate.simulate.extrapolate import count_ranks, smallest_sizes
+from trainer.engine.estimate.simulate.sizes import size_of
 from trainer.engine.parallel.materialize import materialize
 from trainer.engine.parallel.plan import make_plan
 from trainer.engine.recipe.placements import placements
@@ -67,7 +69,7 @@ def counted(name):
     step = build_step(recipe, built, plan)
     # Ranks agree on sizes before the first, and on DDP's buckets before the second.
     for _ in range(3 if name == "replicate" else 2):
-        counts = count_step(step, step_batches(recipe, step, plan), rank)
+        counts = count_step(step, step_batches(recipe.data, step, plan), rank)
     shapes = {key: tuple(local(weight).shape) for key, weight in model_of(step)}
     return counts, shapes, torch_counts(step, recipe, plan, name)
 
@@ -81,15 +83,13 @@ def torch_counts(step, recipe, plan, name):
     if name != "replicate-shard":
         return {}
     with CommDebugMode() as mode:
-        step.accumulate(step_batches(recipe, step, plan))
+        step.accumulate(step_batches(recipe.data, step, plan))
     return {str(operation): count for operation, count in mode.get_comm_counts().items()}
 
 
 def simulated(name):
     """Return what simulated steps need, by place."""
-    recipe = recipe_of(name)
-    counter = RankCounter(recipe, 4, VOCAB, on_gpu=False)
-    return [counter.count(place) for place in range(recipe.parallel.pipeline)]
+    return list(count_ranks(recipe_of(name), 4, VOCAB, on_gpu=False))
 
 
 @pytest.fixture(scope="module")
@@ -140,10 +140,10 @@ def counted_by_formula(recompute):
             "memory": {"recompute": recompute},
         }
     )
-    flops = RankCounter(recipe, 1, VOCAB, on_gpu=True).count(0).flops
+    (counts,) = count_ranks(recipe, 1, VOCAB, on_gpu=True)
     tokens = recipe.data.global_batch * recipe.data.seq_len
     formula = recipe.model.with_vocab(VOCAB).flops_per_token(recipe.data.seq_len) * tokens
-    return flops["model"], flops["again"], formula
+    return counts.flops["model"], counts.flops["again"], formula
 
 
 def test_what_experts_compute_again_is_told_from_what_the_formula_counts():
@@ -184,10 +184,13 @@ def scaled_and_whole(name):
             "memory": {"recompute": recompute},
         }
     )
-    small, whole = (RankCounter(recipe, ranks, VOCAB, on_gpu=True) for _ in range(2))
-    whole._sizes = recipe.parallel.pipeline, (), ()
-    assert all(small._sizes), "pipeline, blocks and micro batches are scaled"
-    return [(small.count(place), whole.count(place)) for place in places]
+    sizes = smallest_sizes(recipe, size_of(recipe, ranks, VOCAB), VOCAB)
+    assert all(sizes), "pipeline, blocks and micro batches are scaled"
+    small, whole = (
+        count_ranks(recipe, ranks, VOCAB, on_gpu=True, places=places, whole=whole)
+        for whole in (False, True)
+    )
+    return list(zip(small, whole, strict=True))
 
 
 @pytest.mark.matrix

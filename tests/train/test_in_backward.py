@@ -72,7 +72,9 @@ def test_gradients_do_not_meet_in_memory():
 def peak(recipe):
     parts = assembled(recipe)
     size = sum(weight.numel() * weight.element_size() for weight in parts.model.parameters())
-    return track(recipe, parts.step, lambda batch, model: batch, steps=2).peak().total, size
+    return track(
+        parts.step, lambda batch, _: batch, recipe.data, recipe.model.layout.blocks, steps=2
+    ).peak().total, size
 
 
 def test_a_loop_that_forgets_the_rate_is_told():

@@ -71,7 +71,13 @@ def held(modes):
     for memory in modes:
         recipe = recipe_with(memory=memory, parallel={"tensor": 2}, data=DATA | {"micro_batch": 8})
         parts = assembled(recipe)
-        peak = track(recipe, parts.step, lambda batch, model: batch, steps=2).peak().total
+        peak = (
+            track(
+                parts.step, lambda batch, _: batch, recipe.data, recipe.model.layout.blocks, steps=2
+            )
+            .peak()
+            .total
+        )
         with CommDebugMode() as counted:
             parts.step.accumulate(next(parts.loader.steps(0)))
         gathers = [n for name, n in counted.get_comm_counts().items() if "all_gather" in str(name)]

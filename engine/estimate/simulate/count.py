@@ -1,80 +1,66 @@
-"""Counts what one rank's step computes and sends: operation by operation, real or simulated."""
+"""Counts the FLOPs and the collectives of one rank's step, real or simulated, by operation."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from ...core.local import local
-from .collectives import Listener, Route
+from .collectives import CollectiveMatcher, Route, named_arguments
 
 if TYPE_CHECKING:
     from ...data.batch import Batch
     from ...train.step import TrainStep
 
 
-_aten = torch.ops.aten
-_FACTORS = {
-    _aten.mm: 0,
-    _aten.bmm: 0,
-    _aten.addmm: 1,
-    _aten.addmm_: 1,
-    _aten.baddbmm: 1,
-    _aten.baddbmm_: 1,
-    _aten._scaled_mm: 0,
-    _aten._grouped_mm: 0,
+_GROUPED = ("aten::_grouped_mm", "trainer::grouped_mm", "trainer::grouped_dw")
+"""matrix products by expert, which PyTorch's counter does not know"""
+_IN_PLACE = {
+    torch.ops.aten.addmm_: torch.ops.aten.addmm,
+    torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm,
 }
-"""operation -> which argument the first factor is; the second one follows"""
-_OURS = ("trainer::grouped_mm", "trainer::grouped_dw")
-"""operations of our own whose first two arguments are the factors"""
+"""matrix products in place -> the same that PyTorch's counter knows"""
 _ATTENTION = ("_scaled_dot_product_", "_flash_attention_", "_efficient_attention_")
 
 
-class Work(NamedTuple):
-    """Floating-point operations.
+def count_flops(
+    operation: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any
+) -> Counter[str]:
+    """Return the FLOPs of one operation: "model" that the model needs, "again" recomputed.
 
-    Attributes:
-        model: what the mathematics asks for.
-        again: what was computed before, and was not kept.
+    Matrix products are counted by the formulas of `torch.utils.flop_counter`, whose formula of
+    attention ignores causal masks and whose mode does not tell recomputation apart.
     """
-
-    model: int = 0
-    again: int = 0
-
-
-def work_of(operation: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Work:
-    """Return the work of one operation: two for each product that is summed."""
     packet = operation.overloadpacket
-    if packet in _FACTORS or operation.name().startswith(_OURS):
-        first = _FACTORS.get(packet, 0)
-        return _in_recomputation(2 * args[first].numel() * out.shape[-1])
     if operation._opname.startswith(_ATTENTION):
-        names = (argument.name for argument in operation._schema.arguments)
-        given = dict(zip(names, args, strict=False)) | kwargs
-        scores, values = _attention(given)
+        scores, values = _attention_flops(named_arguments(operation, args, kwargs))
         if operation._opname.endswith(("backward", "backward_for_cpu")):
-            # It makes the scores anew, which no fused kernel keeps.
-            return Work(2 * (scores + values), scores)
-        return _in_recomputation(scores + values)
-    return Work()
-
-
-def _in_recomputation(count: int) -> Work:
-    # What runs again saves tensors for gradients; what computes gradients does not.
+            # Fused kernels do not keep the scores: the backward pass recomputes them.
+            return Counter(model=2 * (scores + values), again=scores)
+        flops = scores + values
+    elif operation.name().startswith(_GROUPED):
+        flops = 2 * args[0].numel() * out.shape[-1]
+    elif formula := flop_registry.get(_IN_PLACE.get(packet, packet)):
+        flops = formula(*args, **kwargs, out_val=out)
+    else:
+        return Counter()
+    # A recomputed forward pass runs inside of the backward pass and saves tensors for gradients;
+    # the operations that compute gradients save nothing.
     in_backward = torch._C._current_graph_task_id() != -1
     saves = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    return Work(again=count) if in_backward and saves else Work(model=count)
+    return Counter({"again" if in_backward and saves else "model": flops})
 
 
-def _attention(given: dict[str, Any]) -> tuple[int, int]:
-    """Return the work of scores and of weighted values.
+def _attention_flops(given: dict[str, Any]) -> tuple[int, int]:
+    """Return the FLOPs of the scores and of the weighted values.
 
     Causal attention counts at half (PaLM, arXiv:2204.02311, appendix B), attention with a mask in
     full: fused kernels compute all of it.
@@ -92,9 +78,9 @@ class StepCounts:
     """What one rank's step needs.
 
     Attributes:
-        calls: collectives, by route.
-        message_bytes: what the rank puts into them; see `traffic.Call`.
-        flops: "model" and "again"; see `flops.Work`.
+        calls: the number of collectives by route.
+        message_bytes: the bytes that the rank puts into them; see `match_collective`.
+        flops: "model" and "again"; see `count_flops`.
         held: "parameters" in number, and bytes of "weights" and of the "optimizer".
     """
 
@@ -105,48 +91,49 @@ class StepCounts:
 
 
 class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fills in `StepCounts` from all operations that run meanwhile."""
+    """Counts all operations that run while it is active."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, matcher: CollectiveMatcher) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts = StepCounts()
-        self._listener = listener
+        self._matcher = matcher
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
-        found = func(*args, **kwargs)
-        if call := self._listener.heard(func, args, kwargs):
-            self.counts.calls[call.route] += 1
-            self.counts.message_bytes[call.route] += call.message_bytes
-        elif any(work := work_of(func, args, kwargs, found)):
-            self.counts.flops.update(work._asdict())
-        return found
+        out = func(*args, **kwargs)
+        if call := self._matcher.match_collective(func, args, kwargs):
+            route, size = call
+            self.counts.calls[route] += 1
+            self.counts.message_bytes[route] += size
+        else:
+            self.counts.flops += count_flops(func, args, kwargs, out)
+        return out
 
 
 def count_step(step: TrainStep, batches: Sequence[Batch], rank: int) -> StepCounts:
-    """Run a step, and return what it needed.
+    """Run a step and return what it needed.
 
     Args:
-        step: of this rank; its memory is real or simulated.
-        batches: what it computes.
-        rank: this one.
+        step: the rank's training step; its memory is real or simulated.
+        batches: the batches of the step.
+        rank: the rank.
     """
-    model = step.parallel_model.model
-    counter = StepCounter(Listener(step.degrees, rank))
+    counter = StepCounter(CollectiveMatcher(step.degrees, rank))
     with counter:
         step.accumulate(batches, lr_factor=1.0)
         step.update(1.0)
     step.clear()
-    counts = counter.counts
-    parameters = list(model.parameters())
-    states = (each for state in step.optimizer.state.values() for each in state.values())
-    counts.held["parameters"] = sum(local(each).numel() for each in parameters)
-    counts.held["weights"] = _bytes(parameters)
-    counts.held["optimizer"] = _bytes(each for each in states if isinstance(each, Tensor))
-    return counts
+    parameters = list(step.parallel_model.model.parameters())
+    states = (value for state in step.optimizer.state.values() for value in state.values())
+    counter.counts.held.update(
+        parameters=sum(local(parameter).numel() for parameter in parameters),
+        weights=_bytes(parameters),
+        optimizer=_bytes(value for value in states if isinstance(value, Tensor)),
+    )
+    return counter.counts
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(local(each).nbytes for each in tensors)
+    return sum(local(tensor).nbytes for tensor in tensors)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, cast
-from unittest.mock import patch
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from .torch_internals import replace_attribute, watch_memory
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, LOSS, COMMUNICATION = "activations", "logits and loss", "communication"
@@ -63,8 +66,15 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events: list[tuple[HeldMemory, int]] = []
         self._segments: list[tuple[int, Hashable]] = [(0, "")]
         self._live: dict[int, tuple[HeldMemory, weakref.ref[Any]]] = {}
-        self._paused = 0
+        self._paused = False
         self._fake = active_fake_mode()
+        self._hooks = watch_memory(
+            resized=self.resized,
+            paused=self.paused,
+            communicates=partial(self.attribute_to, COMMUNICATION),
+            receives=partial(self.attribute_to, RECEIVED),
+            keeps_gradient=lambda gradient: self.add([gradient], GRADIENTS),
+        )
 
     def enter(self, segment: Hashable) -> None:
         """Begin a part of the run whose peak is asked for; it may be entered again."""
@@ -75,59 +85,41 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return max(self.peaks().values(), key=lambda peak: peak.total)
 
     def peaks(self) -> dict[Hashable, MemoryPeak]:
-        """Return the peak of each segment, with what was held when it began."""
-        highest: dict[Hashable, tuple[int, int]] = {}
-        total, starts = 0, [*self._segments, (len(self._events), "")]
-        for (start, segment), (end, _) in pairwise(starts):
-            best, moment = highest.get(segment, (-1, 0))
-            if total > best:
-                best, moment = total, start
-            for place in range(start, end):
-                held, delta = self._events[place]
-                if held.kind != IN_CPU_MEMORY:
-                    total += delta
-                    if total > best:
-                        best, moment = total, place + 1
-            highest[segment] = best, moment
-        return self._split(highest)
-
-    def _split(self, highest: dict[Hashable, tuple[int, int]]) -> dict[Hashable, MemoryPeak]:
-        wanted = {moment for _, moment in highest.values()}
+        """Return the peak of each segment, which includes what was held when it began."""
+        counted = (0 if held.kind == IN_CPU_MEMORY else delta for held, delta in self._events)
+        totals = [0, *accumulate(counted)]
+        moments: dict[Hashable, int] = {}
+        for (start, segment), (end, _) in pairwise([*self._segments, (len(self._events), "")]):
+            highest = max(range(start, end + 1), key=totals.__getitem__)
+            moments[segment] = max(moments.get(segment, highest), highest, key=totals.__getitem__)
+        # Kinds are added up in a second pass, because a copy at each new maximum takes too long.
         kinds: Counter[str] = Counter()
-        found = {0: Counter[str]()}
-        for place, (held, delta) in enumerate(self._events, 1):
-            kinds[held.kind] += delta
-            if place in wanted:
-                found[place] = Counter({k: n for k, n in kinds.items() if k != IN_CPU_MEMORY})
+        kinds_at, wanted = {0: Counter[str]()}, {*moments.values()}
+        for moment, (held, delta) in enumerate(self._events, 1):
+            if held.kind != IN_CPU_MEMORY:
+                kinds[held.kind] += delta
+            if moment in wanted:
+                kinds_at[moment] = kinds.copy()
         return {
-            segment: MemoryPeak(total, found[moment])
-            for segment, (total, moment) in highest.items()
+            segment: MemoryPeak(totals[moment], kinds_at[moment])
+            for segment, moment in moments.items()
         }
 
     def live(self, kind: str) -> int:
         """Return the bytes of a kind that are held now."""
         return sum(held.size for held, _ in self._live.values() if held.kind == kind)
 
-    @contextmanager
-    def labelled(self, kind: str) -> Iterator[None]:
-        """Count what is made meanwhile as `kind`, but for what a backward pass makes."""
-        before, self.kind = self.kind, kind
-        try:
-            yield
-        finally:
-            self.kind = before
+    def labelled(self, kind: str) -> AbstractContextManager[None]:
+        """Count tensors that are made meanwhile as `kind`, but for those of a backward pass."""
+        return replace_attribute(self, "kind", kind)
 
-    def forcing(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that does the same, all that it makes being counted as `kind`."""
+    def attribute_to(self, kind: str) -> AbstractContextManager[None]:
+        """Count all tensors that are made meanwhile as `kind`, those of a backward pass too."""
+        return replace_attribute(self, "_forced", kind)
 
-        def forced(*args: Any, **kwargs: Any) -> Any:
-            before, self._forced = self._forced, kind
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._forced = before
-
-        return forced
+    def paused(self) -> AbstractContextManager[None]:
+        """Do not count tensors that are made meanwhile."""
+        return replace_attribute(self, "_paused", True)
 
     def add(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Count tensors that exist, or count them as another kind."""
@@ -137,8 +129,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(self, tensor: Tensor, kind: str, relabel: bool = False) -> None:
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
-        if isinstance(tensor, _asynchronous()):
-            tensor = cast("Any", tensor).elem
+        if isinstance(tensor, AsyncCollectiveTensor):
+            tensor = tensor.elem
         device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
         if device.type == "meta":
             return
@@ -153,7 +145,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events.append((held, held.size))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage anew: FSDP gathers weights into it, and gives it back."""
+        """Count the new size of a storage: FSDP gathers weights into it, and frees them."""
         if entry := self._live.get(storage._cdata):
             held, size = entry[0], _size(storage)
             held.kind = COMMUNICATION
@@ -165,27 +157,13 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events.append((held, -held.size))
 
     def __enter__(self) -> MemoryTracker:
-        from .torch_internals import watched
-
-        self._patches: list[Any] = [patch.object(*each) for each in watched(self)]
-        for each in self._patches:
-            each.start()
+        self._hooks.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for each in self._patches:
-            each.stop()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not count what is made meanwhile."""
-        self._paused += 1
-        try:
-            yield
-        finally:
-            self._paused -= 1
+        self._hooks.__exit__(None, None, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
@@ -207,12 +185,6 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self.kind
         # Inside of a backward pass, only a forward pass that is done again wants gradients.
         return ACTIVATIONS if torch.is_grad_enabled() else TEMPORARY
-
-
-def _asynchronous() -> type:
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-    return AsyncCollectiveTensor
 
 
 def _size(storage: torch.UntypedStorage) -> int:

@@ -3,14 +3,16 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from tests.cases import quick
 from tests.distributed import run_ranks
-from trainer.engine.assemble.assemble import build_model
-from trainer.engine.estimate.memory import _on_a_line
-from trainer.engine.estimate.simulate.shorten import are_alike, enough_micro_batches
-from trainer.engine.estimate.simulate.simulate import Simulation, simulate
+from trainer.engine.estimate.memory import line_through
+from trainer.engine.estimate.simulate.extrapolate import Simulation, simulate_memory
+from trainer.engine.estimate.simulate.sizes import (
+    enough_micro_batches,
+    have_identical_blocks,
+    size_of,
+)
 from trainer.engine.parallel.mesh import Degrees
 from trainer.engine.recipe.schema import Recipe
 
@@ -54,7 +56,7 @@ PLANS = {
 
 
 def peak(recipe, rank, ranks, whole):
-    return simulate(recipe, rank, ranks, 500, on_gpu=True, whole=whole)
+    return simulate_memory(recipe, rank, ranks, 500, on_gpu=True, whole=whole)
 
 
 @pytest.mark.parametrize("plan", quick(PLANS, "1F1B"))
@@ -76,12 +78,12 @@ def test_short_runs_tell_the_peak_of_the_whole_one(plan):
         {"memory": {"recompute": "every_n"}},
         {"lora": {"rank": 2, "targets": ["layers.3.*.q.weight"]}},
         {"optimizer": {"groups": [{"match": "layers.5.*", "lr": 0.1}]}},
+        {"parallel": {"tensor": 2, "rules": [{"match": "layers.1.*", "place": {"tensor": None}}]}},
     ],
 )
 def test_blocks_that_differ_are_seen(changes):
     def alike(recipe):
-        built = build_model(recipe, 500, torch.device("cpu"))
-        return are_alike(recipe, [built])
+        return have_identical_blocks([recipe], Degrees(tensor=2), 500)
 
     assert alike(Recipe.model_validate(BASE))
     assert not alike(Recipe.model_validate(BASE | changes))
@@ -90,9 +92,11 @@ def test_blocks_that_differ_are_seen(changes):
 def test_as_many_micro_batches_as_show_all_that_a_rank_does():
     def enough(schedule, count):
         parallel = {"pipeline": 4, "shard": 1, "pipelining": {"schedule": schedule}}
-        recipe = Recipe.model_validate(BASE | {"parallel": parallel})
-        degrees = Degrees(pipeline=4)
-        return [enough_micro_batches(recipe, degrees, rank, count) for rank in range(4)]
+        data, model = BASE["data"] | {"global_batch": count}, BASE["model"] | {"n_layers": 8}
+        recipe = Recipe.model_validate({"parallel": parallel, "data": data, "model": model})
+        table, size = recipe.parallel.pipelining, size_of(recipe, 4, 500)
+        assert size.micro_batches == count
+        return [enough_micro_batches(table, size, place) for place in range(4)]
 
     assert enough("1F1B", 64) == [5, 4, 3, 3]
     assert enough("GPipe", 16) == [16] * 4  # all are in flight at once
@@ -104,7 +108,7 @@ def test_stages_between_two_are_read_off_a_line_only_if_they_are_on_it():
     first = Simulation(2, 100, {"parameters": 40, "activations": 60}, 0)
     second = replace(first, rank=4, peak_bytes=90, at_peak={"parameters": 40, "activations": 50})
     last = replace(first, rank=8, peak_bytes=70, at_peak={"parameters": 40, "activations": 30})
-    line = _on_a_line(first, second, last, 3)
+    line = line_through(first, second, last, 3)
     third = Simulation(6, 80, {"parameters": 40, "activations": 40}, 0)
     assert line(2, 6) == third
-    assert _on_a_line(first, second, replace(last, peak_bytes=75), 3) is None
+    assert line_through(first, second, replace(last, peak_bytes=75), 3) is None

@@ -1,0 +1,275 @@
+"""What the ranks of a long run need, from simulations of a few blocks and micro batches.
+
+Blocks are identical, and so are micro batches after the first few. Whatever is counted in a step
+grows along a line with the number of blocks, and along a line with the number of micro batches, so
+that a few short runs give it exactly.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...core.local import local
+from ...parallel.pipeline.cut import SPLIT_BACKWARD
+from ...precision.hardware import DTYPES
+from ..groups import ALL_REDUCE
+from .build import SimulatedRank, simulate_rank, step_batches
+from .collectives import Route
+from .count import StepCounts, count_step
+from .instrumented import NUM_ENDS, BlockSegment, track
+from .sizes import RunSize, enough_micro_batches, have_identical_blocks, resize, size_of
+from .torch_internals import fake_process_group
+from .tracker import COMMUNICATION, RECEIVED, MemoryPeak
+
+if TYPE_CHECKING:
+    from ...recipe.schema import Recipe
+
+SHORTEST = NUM_ENDS + 1
+"""blocks of the shorter of two tracked runs: a first one, a last one, and one that is neither"""
+SMALL_PIPELINE = 3
+"""ranks of a short pipeline: a first one, a last one, and one that stands for all between them"""
+MOST_STAGES = 3
+"""With more stages a rank frees weights and gathers them again, as the schedule decides
+(`_add_unshard_reshard` in torch.distributed.pipelining.schedules)."""
+DDP_BUCKET = 25 * 2**20
+"""bytes of one all-reduce, DDP's default"""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The memory that a rank's steps need.
+
+    Attributes:
+        rank: the rank.
+        peak_bytes: the most that tensors hold at a moment, without what is offloaded.
+        at_peak: the bytes at that moment, by kind.
+        block_bytes: a block's weights as FSDP gathers them and their gradients before it reduces
+            them, in bytes; 0 without FSDP.
+    """
+
+    rank: int
+    peak_bytes: int
+    at_peak: dict[str, int]
+    block_bytes: int
+
+
+def simulate_memory(
+    recipe: Recipe,
+    rank: int,
+    ranks: int,
+    vocab_size: int,
+    *,
+    on_gpu: bool = False,
+    whole: bool = False,
+) -> Simulation:
+    """Return the memory that a rank's steps need.
+
+    A process may simulate one rank only, since PyTorch keeps process groups.
+
+    Args:
+        recipe: the recipe, validated for that many ranks.
+        rank: the rank to simulate.
+        ranks: the world size.
+        vocab_size: the tokenizer's vocabulary size.
+        on_gpu: compute as a GPU would; see `simulate_rank`.
+        whole: simulate all blocks and micro batches.
+    """
+    size = size_of(recipe, ranks, vocab_size)
+    place = size.degrees.coordinate(rank).pipeline
+    count, steps = size.micro_batches, 0
+    if not whole:
+        count = enough_micro_batches(recipe.parallel.pipelining, size, place)
+        steps = _spare_blocks(recipe.parallel.pipelining.schedule, size, place)
+    recipe = resize(recipe, size, micro_batches=count if count < size.micro_batches else 0)
+    short = [
+        resize(recipe, size, blocks=[max(1, blocks - less) for blocks in size.blocks])
+        for less in ((steps, steps + 1) if steps else ())
+    ]
+    with fake_process_group(rank, ranks):
+        if short and not have_identical_blocks([recipe, *short], size.degrees, vocab_size):
+            short = []
+        runs: list[dict[Any, MemoryPeak]] = []
+        block_bytes = 0
+        for shortened in short or [recipe]:
+            with simulate_rank(shortened, rank, ranks, vocab_size, on_gpu=on_gpu) as simulated:
+                runs.append(_segment_peaks(simulated, size, count, offloads=on_gpu))
+                block_bytes = _gathered_bytes(simulated)
+    peaks = _extend(runs[0], runs[1], steps) if short else runs[0].values()
+    peak = max(peaks, key=lambda peak: peak.total)
+    peak.kinds[COMMUNICATION] += peak.kinds.pop(RECEIVED, 0)
+    at_peak = {kind: held for kind, held in sorted(peak.kinds.items()) if held}
+    return Simulation(rank, peak.total, at_peak, block_bytes)
+
+
+def _spare_blocks(schedule: str, size: RunSize, place: int) -> int:
+    """Return by how many blocks each stage of a tracked run may be shorter."""
+    if size.degrees.pipeline > 1 and schedule in SPLIT_BACKWARD:
+        return 0  # no hook tells when the backward pass of a block's weights begins
+    spare = min(size.blocks[stage] for stage in size.stages_of(place)) - SHORTEST - 1
+    return spare if spare * 2 >= SHORTEST else 0  # else a short run saves no time
+
+
+def _segment_peaks(
+    simulated: SimulatedRank, size: RunSize, count: int, *, offloads: bool
+) -> dict[Any, MemoryPeak]:
+    """Return the peak of each segment of a step that computes `count` of all micro batches."""
+    recipe, step, plan = simulated
+    left = size.micro_batches - count
+    tracker = track(
+        step,
+        plan.take,
+        recipe.data,
+        recipe.model.layout.blocks,
+        ema=recipe.ema,
+        offloads=offloads and recipe.parallel.fsdp.offload,
+        owns_gradient_buffers=plan.degrees.dp_cp > 1 and plan.mesh is None,
+        left=left * size.rows,
+    )
+    more = tracker.live(RECEIVED) * left // count
+    return {
+        segment: MemoryPeak(peak.total + more, peak.kinds + Counter({RECEIVED: more}))
+        for segment, peak in tracker.peaks().items()
+    }
+
+
+def _gathered_bytes(simulated: SimulatedRank) -> int:
+    recipe, step, plan = simulated
+    degrees, model = plan.degrees, step.parallel_model.model
+    if not recipe.parallel.uses_fsdp(degrees):
+        return 0
+    blocks = model.get_submodule(recipe.model.layout.blocks).children()
+    largest = max(sum(local(weight).numel() for weight in block.parameters()) for block in blocks)
+    sharded = degrees.fsdp if recipe.parallel.is_sharded(degrees) else 1
+    width = model.compute_dtype.itemsize + DTYPES[recipe.precision.reduce].itemsize
+    return largest * sharded * width
+
+
+def _extend(
+    longer: Mapping[Any, MemoryPeak], shorter: Mapping[Any, MemoryPeak], steps: int
+) -> Iterator[MemoryPeak]:
+    """Yield the peaks of the segments of a run that has more blocks.
+
+    At a given moment of a step, counted in blocks from where its stage starts or ends, each further
+    block holds the same bytes more. So the peaks of the segments grow along straight lines, and the
+    highest of these lines is the peak. Between two ends a segment is never above both.
+
+    Args:
+        longer: the peaks of a run by segment.
+        shorter: the peaks of a run with one block less in each stage.
+        steps: by how many blocks a stage of the run is longer than one of the longer run.
+    """
+    before = _by_name(shorter)
+    for name, peak in _by_name(longer).items():
+        yield MemoryPeak(
+            peak.total + steps * (peak.total - before[name].total),
+            _on_line(before[name].kinds, peak.kinds, (0, 1), 1 + steps),
+        )
+
+
+def _by_name(peaks: Mapping[Any, MemoryPeak]) -> dict[Hashable, MemoryPeak]:
+    return {
+        name: peak
+        for segment, peak in peaks.items()
+        for name in (segment.names() if isinstance(segment, BlockSegment) else (segment,))
+    }
+
+
+def _on_line(low: Counter[Any], high: Counter[Any], xs: Sequence[int], x: int) -> Counter[Any]:
+    """Return the counts at `x` of the lines through those at two `xs`."""
+    x0, x1 = xs
+    return Counter(
+        {key: low[key] + (high[key] - low[key]) * (x - x0) // (x1 - x0) for key in {*low, *high}}
+    )
+
+
+def count_ranks(
+    recipe: Recipe,
+    ranks: int,
+    vocab_size: int,
+    *,
+    on_gpu: bool,
+    places: Iterable[int] | None = None,
+    whole: bool = False,
+) -> Iterator[StepCounts]:
+    """Yield what the first rank of each place in the pipeline computes, sends and holds in a step.
+
+    Args:
+        recipe: the recipe, validated for that many ranks.
+        ranks: the world size.
+        vocab_size: the tokenizer's vocabulary size.
+        on_gpu: compute as a GPU would; see `simulate_rank`.
+        places: the coordinates on the pipeline axis; None: all.
+        whole: simulate all blocks and micro batches.
+    """
+    size = size_of(recipe, ranks, vocab_size)
+    own = size.degrees.pipeline, (), ()
+    pipeline, blocks, counts = own if whole else smallest_sizes(recipe, size, vocab_size)
+    last, inner = size.degrees.pipeline - 1, ranks // size.degrees.pipeline
+
+    @cache
+    def simulate(place: int, num_blocks: int, micro_batches: int) -> StepCounts:
+        stages = [num_blocks] * (size.stages_per_rank * pipeline) if num_blocks else []
+        small = resize(recipe, size, pipeline=pipeline, blocks=stages, micro_batches=micro_batches)
+        rank = place * inner
+        with simulate_rank(small, rank, pipeline * inner, vocab_size, on_gpu=on_gpu) as simulated:
+            return _count(simulated, rank)
+
+    for place in range(size.degrees.pipeline) if places is None else places:
+        near = place if pipeline > last else {0: 0, last: pipeline - 1}.get(place, 1)
+        rows = []
+        for b in blocks or (0,):
+            samples = [simulate(near, b, m) for m in counts or (0,)]
+            rows.append(_extend_counts(samples, counts, size.micro_batches))
+        num_blocks = sum(size.blocks[stage] for stage in size.stages_of(place))
+        yield _extend_counts(rows, [size.stages_per_rank * b for b in blocks], num_blocks)
+
+
+def smallest_sizes(
+    recipe: Recipe, size: RunSize, vocab_size: int
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Return the pipeline ranks of the short runs, and their numbers of blocks of a stage and of
+    micro batches; an empty tuple stands for the run's own.
+    """
+    table, stages = recipe.parallel.pipelining, len(size.stage_to_rank)
+    pipeline = size.degrees.pipeline
+    blocks: tuple[int, ...] = ()
+    if table.csv:
+        return pipeline, (), ()
+    if sum(size.blocks) > 2 * stages:
+        short = [resize(recipe, size, blocks=[n] * stages) for n in (1, 2)]
+        if have_identical_blocks([recipe, *short], size.degrees, vocab_size):
+            blocks = (1, 2)
+    if size.stages_per_rank > MOST_STAGES:
+        return pipeline, blocks, ()
+    if blocks:
+        pipeline = min(pipeline, SMALL_PIPELINE)
+    least = pipeline * (size.stages_per_rank if table.schedule == "DualPipeV" else 1)
+    return pipeline, blocks, (least, 2 * least) if size.micro_batches > 2 * least else ()
+
+
+def _count(simulated: SimulatedRank, rank: int) -> StepCounts:
+    recipe, step, plan = simulated
+    counts = count_step(step, step_batches(recipe.data, step, plan), rank)
+    if plan.mesh is None and plan.degrees.dp_cp > 1:
+        # A simulation has no DDP: add its all-reduce of the gradients.
+        width = torch.bfloat16.itemsize if recipe.precision.reduce == "bf16" else None
+        gradients = (w for w in step.parallel_model.model.parameters() if w.requires_grad)
+        reduced = sum(w.numel() * (width or w.dtype.itemsize) for w in gradients)
+        axes = tuple(axis for axis, degree in plan.degrees.by_axis.items() if degree > 1)
+        counts.message_bytes[Route(axes, ALL_REDUCE)] += reduced
+        counts.calls[Route(axes, ALL_REDUCE)] += -(-reduced // DDP_BUCKET)
+    return counts
+
+
+def _extend_counts(samples: Sequence[StepCounts], xs: Sequence[int], x: int) -> StepCounts:
+    """Return the counts at `x` of lines through those at two `xs`; the only ones without `xs`."""
+    if not xs:
+        return samples[0]
+    low, high = (vars(sample) for sample in samples)
+    return StepCounts(**{name: _on_line(low[name], high[name], xs, x) for name in low})
