@@ -89,6 +89,11 @@ class State(NamedTuple):
     mark: float
     """differs whenever there was progress"""
 
+    @property
+    def where(self) -> str:
+        """The step and the phase, or the phase alone before the first step."""
+        return f"step {self.step}, {self.phase}" if self.step else self.phase
+
 
 class Heartbeat:
     """The progress of this process's main thread.

@@ -99,7 +99,7 @@ def _job() -> Iterator[Finding]:
         yield Finding("job", "note" if world.note else "ok", world.note or "one process")
     else:
         text = f"rank {world.rank} of {world.world_size}, started by {world.launcher}"
-        yield Finding("job", "ok", f"{text}, meets at {world.meeting_point}")
+        yield Finding("job", "ok", f"{text}, rendezvous at {world.rendezvous}")
 
 
 def _devices() -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""How a rank's process is made: its command line, its environment, its ties to the parent."""
+"""The process of a rank: its command line, its environment, and its end with the parent's."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _PR_SET_PDEATHSIG = 1
 
 
 def trainer_command(arguments: Sequence[str]) -> list[str]:
-    """Return the command line that runs this package's CLI, whatever the working directory holds.
+    """Return the command line that runs this package's CLI.
 
-    `-P` keeps the working directory off the path: a folder there may be called like a package.
+    `-P` keeps the working directory off the path, where a folder may have the name of a package.
     """
     return [sys.executable, "-P", "-m", PACKAGE, *arguments]
 
 
-def preparation(command: Sequence[str]) -> Callable[[], None]:
-    """Return what a child does between fork and exec.
+def make_preexec_function(command: Sequence[str]) -> Callable[[], None]:
+    """Return the function that a child calls between fork and exec.
 
     Args:
-        command: what it becomes. Our own command line starts with signals blocked, and unblocks
-            them when it can answer.
+        command: command line of the child. Our own begins with signals blocked, and unblocks them
+            when it can answer.
     """
     is_ours = PACKAGE in command
     parent = os.getpid()
@@ -40,7 +40,7 @@ def preparation(command: Sequence[str]) -> Callable[[], None]:
     def prepare() -> None:
         if libc is not None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
+        if os.getppid() != parent:  # the parent died before the line above
             os._exit(1)
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # drops what is pending
@@ -52,10 +52,13 @@ def preparation(command: Sequence[str]) -> Callable[[], None]:
 
 
 @contextmanager
-def store_file() -> Iterator[tuple[str, Sequence[int]]]:
-    """Yield the path of a file in which ranks of this machine meet, and descriptors for them.
+def create_store_file() -> Iterator[tuple[str, Sequence[int]]]:
+    """Create the file that ranks of this machine share as their store.
 
     On Linux the file has no name, and is gone with its last user, however that ends.
+
+    Yields:
+        the path of the file, and the descriptors that the ranks must inherit.
     """
     if hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
         file = os.memfd_create("trainer-store")
@@ -71,8 +74,8 @@ def store_file() -> Iterator[tuple[str, Sequence[int]]]:
 def rank_environment(environ: Mapping[str, str], rank: int, nproc: int) -> dict[str, str]:
     """Return the environment of one rank.
 
-    Threads are shared out, gloo stays on the loopback interface (a laptop's address changes), and
-    the package is found where this process found it.
+    Ranks share the cores, gloo uses the loopback interface (a laptop's address changes), and the
+    package is imported from where this process imported it.
     """
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     defaults = {
@@ -92,7 +95,7 @@ def rank_environment(environ: Mapping[str, str], rank: int, nproc: int) -> dict[
 
 
 def _uninstalled_folder() -> str:
-    """Return the path entry that this package comes from, unless every interpreter has it."""
+    """Return the entry of the path that has this package; empty if it is installed."""
     folder = Path(sys.modules[PACKAGE].__file__ or "").absolute().parent.parent
     on_path = any(Path(entry).absolute() == folder for entry in sys.path)
     return str(folder) if on_path and folder.name not in ("site-packages", "dist-packages") else ""

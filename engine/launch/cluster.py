@@ -1,4 +1,4 @@
-"""How a cluster starts a run: command lines of torchrun, batch scripts of SLURM. Torch-free."""
+"""Command lines of torchrun and batch scripts of SLURM. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..core.text.display import format_value
 def torchrun_commands(
     nodes: int, processes: int, host: str, port: int, arguments: Sequence[str]
 ) -> list[str]:
-    """Return what each machine runs, the first one first.
+    """Return the command line of each machine, in the order of their node ranks.
 
     Args:
-        nodes: machines.
-        processes: ranks on each.
-        host: the first machine, as the others reach it.
-        port: free there.
-        arguments: of `trainer`.
+        nodes: number of machines.
+        processes: number of ranks on each.
+        host: name or address of the first machine, as the others reach it.
+        port: a free port of that machine.
+        arguments: arguments of `trainer`.
 
     Source: torch.distributed.run.
     """
@@ -28,8 +28,8 @@ def torchrun_commands(
     run = ["--no-python", "trainer", *arguments]
     if nodes == 1:
         return [shlex.join([*words, "--standalone", *run])]
-    meeting = [f"--master-addr={host}", f"--master-port={port}"]
-    return [shlex.join([*words, f"--node-rank={node}", *meeting, *run]) for node in range(nodes)]
+    endpoint = [f"--master-addr={host}", f"--master-port={port}"]
+    return [shlex.join([*words, f"--node-rank={node}", *endpoint, *run]) for node in range(nodes)]
 
 
 SECONDS_TO_SAVE = 300
@@ -62,14 +62,14 @@ def batch_script(
     """Return the text of a batch script.
 
     Args:
-        options: of sbatch, by their long names.
-        command: what each task runs, quoted for the shell.
+        options: options of sbatch by their long names.
+        command: command of each task, quoted for the shell.
         notes: lines of a comment.
-        job: shell words that name the job to be queued again.
-        requeue: do so when the run was stopped and has saved.
+        job: shell words that name the job to requeue.
+        requeue: whether to requeue the job when the run was stopped and has saved.
 
     Raises:
-        RecipeError: a value cannot stand in a script.
+        RecipeError: a value has a character that a script cannot hold.
 
     Source: sbatch(1), scontrol(1).
     """
@@ -101,10 +101,10 @@ def _option(name: str, value: str | int) -> str:
 
 
 def require_one_line(text: str) -> str:
-    """Return a text that can stand in a script.
+    """Return a text, if it fits on one line of a script.
 
     Raises:
-        RecipeError: it has a line break, or another character that is not printable.
+        RecipeError: the text has a line break or another character that is not printable.
     """
     if not text.isprintable():
         hint = "leave out line breaks and other characters that do not print"
@@ -116,7 +116,7 @@ def require_time(text: str) -> None:
     """Check a time limit: MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS.
 
     Raises:
-        RecipeError: it is something else, or leaves hardly any time before the run is told to save.
+        RecipeError: the text has another form, or leaves too little time before the run must save.
     """
     match = _TIME.fullmatch(text)
     if not match:

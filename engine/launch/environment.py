@@ -14,12 +14,25 @@ from ..core.errors import EnvironmentFault
 STORE = "TRAINER_STORE"
 ATTEMPT = "TRAINER_ATTEMPT"
 TRACEBACK = "TRAINER_TRACEBACK"
-"""set where tracebacks of errors are wanted on the screen; ranks inherit it"""
+"""set if errors are shown with tracebacks; ranks inherit it"""
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a job and this one's place among them."""
+    """The place of this process among the processes of a job.
+
+    Attributes:
+        rank: number of this process among all.
+        world_size: number of processes of the job.
+        local_rank: number of this process among those of its machine.
+        local_world_size: number of processes on this machine.
+        node_rank: number of this machine.
+        launcher: what started this process: "none", "trainer", "torchrun" or "slurm".
+        rendezvous: where ranks find each other: a file's path, or `tcp://host:port`.
+        launcher_serves_store: whether the launcher, not rank 0, serves the store there.
+        attempt: restarts of the job so far; each attempt uses keys of its own in the store.
+        note: what the user should know about the environment.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -27,15 +40,10 @@ class World:
     local_world_size: int = 1
     node_rank: int = 0
     launcher: str = "none"
-    """what started this process: "none", "trainer", "torchrun" or "slurm\""""
-    meeting_point: str = ""
-    """where ranks find each other: a file's path, or `tcp://host:port`"""
-    hosted: bool = False
-    """whether the launcher itself answers at the meeting point"""
+    rendezvous: str = ""
+    launcher_serves_store: bool = False
     attempt: int = 0
-    """how often the launcher has restarted the job; each attempt meets anew"""
     note: str = ""
-    """something about the environment that the user should know"""
 
     def __post_init__(self) -> None:
         for name, index, size in (
@@ -55,15 +63,15 @@ class World:
 
 
 def find_world(environ: Mapping[str, str] = os.environ) -> World:
-    """Return the world that our launcher, torchrun, Kubernetes or SLURM describes, else one rank.
+    """Read the world that our launcher, torchrun, Kubernetes or SLURM describes; else one rank.
 
     Raises:
-        EnvironmentFault: variables are missing, malformed or contradict each other.
+        EnvironmentFault: environment variables are missing, malformed or contradictory.
     """
     if STORE in environ:
         return replace(
             _torch_world(environ, "trainer"),
-            meeting_point=environ[STORE],
+            rendezvous=environ[STORE],
             attempt=_number(environ, ATTEMPT),
         )
     if "RANK" in environ:
@@ -88,8 +96,8 @@ def _from_torchrun(environ: Mapping[str, str]) -> World:
     return replace(
         world,
         node_rank=_number(environ, "GROUP_RANK", default=0),
-        meeting_point=address,
-        hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        rendezvous=address,
+        launcher_serves_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", default=0),
     )
 
@@ -146,7 +154,7 @@ def _from_slurm(environ: Mapping[str, str]) -> World:
         local_world_size=counts[node_rank],
         node_rank=node_rank,
         launcher="slurm",
-        meeting_point=address,
+        rendezvous=address,
         attempt=_number(environ, "SLURM_RESTART_COUNT", default=0),
     )
 
@@ -155,7 +163,7 @@ def _from_slurm(environ: Mapping[str, str]) -> World:
 def flight_recorder(folder: Path) -> Iterator[None]:
     """Let NCCL record its collectives, and write them to `folder` when one fails or times out.
 
-    Must be entered before the process group is made. What the user has set stays.
+    It must be entered before the process group is created. Variables that are set stay.
 
     Source: torch/csrc/distributed/c10d/FlightRecorder.hpp, ProcessGroupNCCL.hpp (2.13).
     """
@@ -187,15 +195,15 @@ def tasks_per_node(counts: str) -> list[int]:
     """Return SLURM's short form as a list: `4(x2),1` gives [4, 4, 1].
 
     Raises:
-        EnvironmentFault: it is something else.
+        EnvironmentFault: the text has another form.
     """
-    found: list[int] = []
+    tasks: list[int] = []
     for part in counts.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part.strip())
         if not match:
             raise EnvironmentFault(f"SLURM_STEP_TASKS_PER_NODE is {counts!r}, not like `4(x2),1`")
-        found += [int(match[1])] * int(match[2] or 1)
-    return found
+        tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks
 
 
 def _word(environ: Mapping[str, str], name: str) -> str:
@@ -215,7 +223,7 @@ def _number(
     end: int = 2**31,
     default: int | None = None,
 ) -> int:
-    """Return a variable as a number from `low` up to but not including `end`."""
+    """Read a variable as a number from `low` up to but not including `end`."""
     if default is not None and not environ.get(name):
         return default
     value = _word(environ, name)

@@ -20,14 +20,14 @@ CONSEQUENCES = ("lost contact", "hang")
 
 @dataclass
 class RankEnd:
-    """How a rank ended by itself.
+    """The end of a rank that the launcher did not cause.
 
     Attributes:
-        number: its rank.
-        code: its exit code, or a signal's number with a minus.
-        log: its log.
-        log_start: where the log of this attempt begins.
-        beat: its newest report, if there is one.
+        number: number of the rank.
+        code: exit code, or the negative number of a signal.
+        log: path of the rank's log.
+        log_start: offset in the log at which this attempt begins.
+        beat: the newest report of the rank, if there is one.
     """
 
     number: int
@@ -38,7 +38,7 @@ class RankEnd:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it ended because of another rank."""
+        """Whether the rank ended because of another one."""
         return self.code > 0 and self.beat is not None and self.beat.ended in CONSEQUENCES
 
 
@@ -48,9 +48,9 @@ class Cause:
 
     Attributes:
         code: the exit code of the job.
-        sentence: which rank failed first, and how.
-        details: more lines for the screen: the end of a log.
-        rank: the rank that failed first; None: the job hung.
+        sentence: says which rank failed first, and how.
+        details: further lines for the screen: the end of a log.
+        rank: the rank that failed first; None if the job hung.
     """
 
     code: int
@@ -66,14 +66,14 @@ class Cause:
 def find_cause(ends: Sequence[RankEnd], beats: Sequence[Beat], *, whole_tail: bool) -> Cause:
     """Return why a job failed.
 
-    A rank that died by a signal is the cause, however the others ended; then the first that failed
-    of something else than a lost connection; then, of ranks that all waited, the one that the
-    others waited for. SIGABRT comes last: NCCL aborts the ranks that lost another one.
+    The first of these is the cause: a rank that was killed by a signal; the first rank with an
+    error other than a lost connection; the rank that all others waited for. SIGABRT comes last:
+    NCCL aborts the ranks that have lost another one.
 
     Args:
-        ends: of the ranks that ended by themselves, in the order in which that was noticed.
+        ends: the ranks that ended by themselves, in the order in which that was noticed.
         beats: the newest reports of all ranks of this attempt.
-        whole_tail: show all of the last lines of a log, tracebacks too.
+        whole_tail: whether to show all of the last lines of a log, with tracebacks.
     """
     causes = sorted((end for end in ends if not end.is_consequence), key=_order)
     behind = furthest_behind(beats)
@@ -85,37 +85,39 @@ def find_cause(ends: Sequence[RankEnd], beats: Sequence[Beat], *, whole_tail: bo
     if behind and is_late and cause.code == -signal.SIGABRT:
         sentence += f"; the furthest behind is {behind.describe(time.time())}"
     details = []
-    if cause.number or cause.code < 0:  # what rank 0 said is on the screen
+    if cause.number or cause.code < 0:  # the output of rank 0 is on the screen already
         details = [f"the end of {cause.log}:", *_tail(cause, whole_tail=whole_tail)]
     return Cause(max(cause.code, ExitCode.FAILED), sentence, details, cause.number)
 
 
 def _is_late(behind: Beat, ends: Sequence[RankEnd]) -> bool:
-    """Return whether a rank had not ended when the others gave up, or says itself that it hung."""
+    """Return whether a rank had not ended when the others gave up, or reported that it hung."""
     return behind.ended == "hang" or behind.rank not in {end.number for end in ends}
 
 
 def _order(end: RankEnd) -> tuple[bool, bool, bool, float]:
     killed = end.code < 0 and end.code != -signal.SIGABRT
     failed_at = end.beat.written if end.beat and end.beat.ended == "error" else 0.0
-    # Without a report, an error that we foresaw explains the lost connections that follow from it.
+    # Without a report, a known exit code explains the lost connections that follow from it.
     unexplained = end.beat is None and end.code not in OWN_CODES
     return not killed, end.code == -signal.SIGABRT, unexplained, failed_at
 
 
 def _explain(end: RankEnd) -> str:
-    """Return how a rank ended, and where it was."""
+    """Say how a rank ended, and in which phase."""
     where = f", {end.beat.where}" if end.beat else ""
     if end.code < 0:
         text = f"rank {end.number} was killed by {signal.Signals(-end.code).name}{where}"
         is_kill = -end.code == signal.SIGKILL
-        return f"{text}; if nobody did that, the machine ran out of memory" if is_kill else text
+        return (
+            f"{text}; unless someone did that, the machine ran out of memory" if is_kill else text
+        )
     text = f"rank {end.number} ended with exit code {end.code}{where}"
     return f"{text}: {end.beat.reason}" if end.beat and end.beat.reason else text
 
 
 def _tail(end: RankEnd, *, whole_tail: bool) -> list[str]:
-    """Return the last lines of a log; from its last message on, unless all is asked for."""
+    """Return the last lines of a log, from the last error message if `whole_tail` is False."""
     try:
         with end.log.open("rb") as file:
             file.seek(max(end.log_start, end.log.stat().st_size - TAIL_BYTES))
@@ -127,15 +129,16 @@ def _tail(end: RankEnd, *, whole_tail: bool) -> list[str]:
 
 
 class Restarts:
-    """How often a job is started again, counted since its last progress.
+    """Counts the restarts of a job since its last progress.
 
     Args:
-        limit: how many restarts without progress are allowed.
+        limit: number of restarts without progress that are allowed.
         newest_step: returns the step of the newest complete checkpoint, None if there is none.
-        resume_arguments: added to the command once the job has saved a checkpoint, so that it
-            resumes from that whatever the recipe says.
+        resume_arguments: added to the command after the job has saved a checkpoint, so that the
+            job resumes from it whatever the recipe says.
 
     Attributes:
+        limit: number of restarts without progress that are allowed.
         count: restarts since the last progress.
     """
 
@@ -153,11 +156,11 @@ class Restarts:
         self._has_saved = False
 
     def arguments(self) -> list[str]:
-        """Return what to add to the command of the next attempt."""
+        """Return the arguments that the next attempt adds to the command."""
         return list(self._resume_arguments) if self._has_saved else []
 
     def allow(self) -> bool:
-        """Return whether a job that just failed may be started again, and count that."""
+        """Return whether a job that has failed may be started again, and count the restart."""
         step = self._newest_step()
         if step != self._step:
             self._step, self._has_saved, self.count = step, True, 0

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 def pick_device(world: World) -> torch.device:
-    """Return this process's GPU, or the CPU where there is none.
+    """Return the GPU of this process, or the CPU of a machine without GPUs.
 
     Raises:
-        EnvironmentFault: more processes than GPUs on this machine.
+        EnvironmentFault: this machine has more processes than GPUs.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -58,19 +58,21 @@ def process_group(
     timeout_seconds: float,
     on_join: Callable[[RankPeers], None] = lambda peers: None,
 ) -> Iterator[dist.ProcessGroup | None]:
-    """Join the other ranks; yield a gloo group of all for flags and files, None for one process.
+    """Create the default process group, and destroy it at the end of the context.
 
-    The default group is NCCL on GPUs and gloo on CPUs. Each attempt of a restarted job meets under
-    its own names: a dead attempt's addresses would be tried otherwise (pytorch#135712).
+    The default group is NCCL on GPUs and gloo on CPUs; one process has none.
 
     Args:
-        world: who meets where.
-        device: of this rank.
+        world: the place of this process among the ranks.
+        device: the device of this rank.
         timeout_seconds: how long a collective waits for the other ranks.
-        on_join: called with the other ranks, when they have been joined.
+        on_join: called with the other ranks once the group exists.
+
+    Yields:
+        a gloo group of all ranks, for flags and files; None for one process.
 
     Raises:
-        EnvironmentFault: they could not meet.
+        EnvironmentFault: the group could not be created.
         LostContact: another rank was lost.
     """
     if world.world_size == 1:
@@ -96,17 +98,19 @@ def process_group(
         host = dist.new_group(backend="gloo", timeout=timeout) if on_gpu else dist.group.WORLD
     except (OSError, RuntimeError, ValueError) as error:
         raise EnvironmentFault(
-            f"rank {world.rank} of {world.world_size} could not meet the others at "
-            f"{world.meeting_point}: {str(error).splitlines()[0]}",
+            f"rank {world.rank} of {world.world_size} could not join the process group at "
+            f"{world.rendezvous}: {str(error).splitlines()[0]}",
             "check that all ranks run, and that this address and port are free and reachable",
         ) from error
     skip_teardown()
-    serves_store = world.rank == 0 and not world.hosted and "tcp://" in world.meeting_point
+    serves_store = (
+        world.rank == 0 and not world.launcher_serves_store and "tcp://" in world.rendezvous
+    )
     on_join(RankPeers(host, store, serves_store))
     try:
         yield host
-        # A rank that leaves early breaks the last collective of the others. After an error there
-        # is nothing to wait for: the process ends, and the launcher ends the others.
+        # A rank that leaves early breaks the last collective of the others. After an error no
+        # rank waits: this process ends, and the launcher ends the others.
         dist.monitored_barrier(host, timedelta(seconds=min(timeout_seconds, TEARDOWN_SECONDS)))
     except RuntimeError as error:
         if "gloo" not in str(error) and not isinstance(error, dist.DistError):
@@ -117,9 +121,9 @@ def process_group(
 
 @dataclass(frozen=True)
 class RankPeers:
-    """The other ranks of a job, reached by an all-reduce, and by the job's store between those.
+    """The other ranks of a job, reached by an all-reduce, or by the job's store at other times.
 
-    Where the store is gone, nothing is told and nothing is learned.
+    Calls do nothing where the store is gone.
 
     Args:
         group: a gloo group of all ranks, so that no GPU is waited for.
@@ -175,13 +179,13 @@ class RankPeers:
 
 def _store(world: World, timeout: timedelta) -> Store:
     store: Store
-    if world.meeting_point.startswith("tcp://"):
-        address = urlsplit(world.meeting_point)
+    if world.rendezvous.startswith("tcp://"):
+        address = urlsplit(world.rendezvous)
         assert address.hostname, "find_world gives a host and a port"
         host, port = address.hostname, address.port or 0
         listener = None
-        if world.rank == 0 and not world.hosted:
-            # By itself the store would listen at all addresses of this machine.
+        if world.rank == 0 and not world.launcher_serves_store:
+            # Without a socket of ours the store would listen at all addresses of this machine.
             several = world.local_world_size < world.world_size
             listener = open_listener(host, port, has_other_nodes=several).detach()
         store = TCPStore(
@@ -194,13 +198,14 @@ def _store(world: World, timeout: timedelta) -> Store:
             master_listen_fd=listener,
         )
     else:
-        store = FileStore(world.meeting_point, world.world_size)
+        store = FileStore(world.rendezvous, world.world_size)
         store.set_timeout(timeout)
+    # A restarted job must not read the addresses of a dead attempt (pytorch#135712).
     return PrefixStore(f"trainer/attempt{world.attempt}", store)
 
 
-def group_of_its_own(world: World, timeout_seconds: float) -> dist.ProcessGroup | None:
-    """Return a gloo group for saves in the background, which must not meet other collectives."""
+def create_checkpoint_group(world: World, timeout_seconds: float) -> dist.ProcessGroup | None:
+    """Create a gloo group for saves in the background, apart from the collectives of training."""
     if world.world_size == 1:
         return None
     group: dist.ProcessGroup = dist.new_group(
@@ -213,15 +218,15 @@ Address = tuple[socket.AddressFamily, str]
 
 
 def open_listener(host: str, port: int, *, has_other_nodes: bool) -> socket.socket:
-    """Return a socket that listens at the address of a host, which is this machine.
+    """Return a socket that listens at an address of this machine.
 
-    It listens at all addresses where that one cannot be used: it is not this machine's own (a
-    Kubernetes service, an address that is translated), or it is a loopback address (Debian gives
-    its own name one) while ranks on other machines are to reach it.
+    It listens at all addresses if the given one cannot be used: this machine does not have it (a
+    Kubernetes service, a translated address), or it is a loopback address (Debian's for its own
+    name) while ranks on other machines connect.
 
     Args:
-        host: name or address that the ranks were given.
-        port: free there.
+        host: name or address of this machine that the ranks were given.
+        port: a free port.
         has_other_nodes: whether ranks on other machines connect.
 
     Raises:

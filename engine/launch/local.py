@@ -1,4 +1,4 @@
-"""Start the ranks of a job on this machine, pass signals on, and leave nothing behind. Torch-free.
+"""Start the ranks of a job on this machine, and pass signals to them. Torch-free.
 
 Each rank is a process in a session of its own: a terminal's Ctrl-C reaches this parent alone, which
 passes it on once. The kernel kills the ranks when the parent dies (Linux).
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..core.errors import EnvironmentFault, ExitCode
 from ..core.heartbeat import read_beats
-from .child import preparation, rank_environment, store_file
+from .child import create_store_file, make_preexec_function, rank_environment
 from .ending import STOP_SIGNALS, SignalPipe, print_error
 from .environment import ATTEMPT, STORE, TRACEBACK
 from .failure import Cause, RankEnd, Restarts, find_cause
@@ -41,25 +41,25 @@ def launch(
 ) -> int:
     """Run `nproc` ranks of a command until all have ended; return the exit code of the job.
 
-    The first of SIGTERM, SIGINT, SIGHUP and SIGUSR1 is passed on to all ranks; they are killed
+    The first of SIGTERM, SIGINT, SIGHUP and SIGUSR1 is passed on to all ranks. They are killed
     after `stop_timeout_seconds`, and at once by a second SIGINT. When one rank fails, the others
     are ended within seconds.
 
     Args:
-        command: what each rank runs; it finds its rank with `environment.find_world`.
-        nproc: how many ranks.
-        log_dir: output of ranks other than 0 is appended to `rank-N.log` there.
-        stop_timeout_seconds: how long ranks may take to save after a signal.
-        restarts: how a job that died of something unforeseen is started again; None: it is not.
-        signals: of a caller that listens to them already.
-        on_failure: called with the sentence that says which rank failed and how.
+        command: command line of each rank, which finds its number with `environment.find_world`.
+        nproc: number of ranks.
+        log_dir: folder of `rank-N.log`, to which the output of ranks other than 0 is appended.
+        stop_timeout_seconds: time that ranks have to save after a signal.
+        restarts: counts the restarts of a job that failed unexpectedly; None allows none.
+        signals: the pipe of a caller that listens to signals already.
+        on_failure: called with a sentence that says which rank failed and how.
 
     Returns:
         0 if all ranks returned 0; 75 if they stopped with a checkpoint; 130 if they were killed
         while stopping; else the code of the rank that failed first.
 
     Raises:
-        EnvironmentFault: a process or a log file cannot be made.
+        EnvironmentFault: a process or a log file cannot be created.
     """
     restarts = restarts or Restarts(0)
     with nullcontext(signals) if signals else SignalPipe(LAUNCHER_SIGNALS) as pipe:
@@ -99,15 +99,15 @@ class _Job:
         self._signals = signals
         self._ranks: list[_Rank] = []
         self._failed: list[_Rank] = []
-        """those that ended by themselves, in the order in which that was noticed"""
+        """ranks that ended by themselves, in the order in which that was noticed"""
         self._pending_signals: list[tuple[float, int]] = []
-        """when the ranks that still run get which signal"""
+        """the time at which the running ranks get a signal, and its number; in order"""
         self.cause: Cause | None = None
 
     def run(self, command: Sequence[str], log_dir: Path, attempt: int) -> int:
         """Start the ranks, wait for their ends, and return the job's exit code."""
         try:
-            with store_file() as (store, descriptors):
+            with create_store_file() as (store, descriptors):
                 environ = {**os.environ, STORE: store, ATTEMPT: str(attempt)}
                 self._start(command, log_dir, environ, descriptors)
                 self._wait()
@@ -124,7 +124,7 @@ class _Job:
             now = time.monotonic()
             until = min((due for due, _ in self._pending_signals), default=now + 60.0)
             for number in self._signals.read(max(0.0, until - now)):
-                self._handle(number)
+                self._handle_signal(number)
             self._reap()
             self._deliver_due()
 
@@ -136,7 +136,7 @@ class _Job:
         descriptors: Sequence[int],
     ) -> None:
         log_dir.mkdir(parents=True, exist_ok=True)
-        prepare = preparation(command)
+        prepare = make_preexec_function(command)
         for number in range(self._nproc):
             log = log_dir / f"rank-{number}.log"
             log_start = log.stat().st_size if log.exists() else 0
@@ -164,7 +164,7 @@ class _Job:
     def _running(self) -> list[_Rank]:
         return [rank for rank in self._ranks if rank.code is None]
 
-    def _handle(self, number: int) -> None:
+    def _handle_signal(self, number: int) -> None:
         kind = self._signals.judge(number)
         if kind == "repeated" and number == signal.SIGINT:
             self._pending_signals = [(0.0, signal.SIGKILL)]
@@ -180,12 +180,12 @@ class _Job:
             rank.code = rank.process.poll()
             if rank.code is None:
                 continue
-            _kill_group(rank.process)  # what it left behind: data workers
+            _kill_group(rank.process)  # its data workers
             if rank.is_ended_by_us or rank.code in (ExitCode.DONE, ExitCode.STOPPED_AND_SAVED):
                 continue
             if not self._failed:
                 end = time.monotonic() + SETTLE_SECONDS
-                # Whoever runs on for so long may hang: its stacks say where.
+                # A rank that runs for another second may hang: its stacks say where.
                 self._pending_signals += [
                     (end, STACKS_SIGNAL),
                     (end + 0.1, signal.SIGTERM),
@@ -208,7 +208,7 @@ class _Job:
         codes = [rank.code for rank in self._ranks]
         if not self._failed:
             if any(code not in (ExitCode.DONE, ExitCode.STOPPED_AND_SAVED) for code in codes):
-                return ExitCode.INTERRUPTED  # they did not stop in time
+                return ExitCode.INTERRUPTED  # killed because they did not stop in time
             stopped = ExitCode.STOPPED_AND_SAVED in codes
             return ExitCode.STOPPED_AND_SAVED if stopped else ExitCode.DONE
         beats = {

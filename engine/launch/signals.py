@@ -1,4 +1,4 @@
-"""Stopping on a signal: after the step, or at once while nothing can be lost. Torch-free."""
+"""Stop a run on a signal: after the step, or at once while nothing can be lost. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ if TYPE_CHECKING:
     from .group import RankPeers
 
 GRACE_SECONDS = 20.0
-"""how long the main thread may sit in C++ before the process is ended from outside of it"""
+"""how long the main thread may work in C++ before another thread ends the process"""
 _END = 0
-"""in the pipe: ends the thread that reads it"""
+"""the number in the pipe that ends the thread which reads it"""
 
 
 class StopRequested(BaseException):
-    """Raised in the main thread to give up what can be done again; the run saves and stops."""
+    """Raised in the main thread to give up work that can be repeated; the run saves and stops."""
 
 
 class StopFlag:
     """Set by SIGTERM, SIGINT, SIGHUP or SIGUSR1; a second one of the first three exits with 130.
 
-    SIGUSR1 is a scheduler's early warning, so what follows it counts as the first. A thread reads
-    the signals: also while the main thread waits in a collective, the second one ends the process.
+    SIGUSR1 is a scheduler's early warning, so the signal after it counts as the first. A thread
+    reads the signals, so that the second one ends the process also while the main thread waits in
+    a collective.
 
-    As a context, entered in the main thread, it puts back the handlers it found. Where signals were
-    blocked before, as by `cli/entry.py`, it stays to the end of the process.
+    As a context, entered in the main thread, it puts back the handlers that it found. Where signals
+    were blocked before, as by `cli/entry.py`, it stays until the process ends.
 
     Attributes:
-        reason: the name of the first signal, empty before.
+        reason: name of the first signal, empty before it.
     """
 
     def __init__(self) -> None:
@@ -83,11 +84,11 @@ class StopFlag:
 
     @property
     def requested(self) -> bool:
-        """Whether this process was asked to stop."""
+        """Whether a signal asked this process to stop."""
         return bool(self.reason)
 
     def agree(self) -> bool:
-        """Return whether any rank was asked to stop; all ranks call it together.
+        """Return whether a signal asked any rank to stop; all ranks call it together.
 
         Raises:
             LostContact: another rank ended.
@@ -108,14 +109,14 @@ class StopFlag:
     ) -> None:
         """Let a signal raise `Stopped` from now on, on all ranks: nothing can be lost.
 
-        If the main thread does not come to it, as it works in C++, the process is ended after
-        `GRACE_SECONDS`.
+        If the main thread does not raise it within `GRACE_SECONDS`, because it works in C++, the
+        process is ended.
 
         Args:
-            answer: returns the exit code; None: the last one given, at first 130.
-            record: writes that the run was stopped, where the main thread cannot, as it does not
-                answer; None: the last one given.
-            abruptly: end the process without raising: there is nothing to clean up either.
+            answer: returns the exit code; None keeps the last one given, which is 130 at first.
+            record: writes that the run was stopped, if the main thread does not answer; None keeps
+                the last one given.
+            abruptly: end the process without raising, because there is nothing to clean up.
 
         Raises:
             Stopped: a signal has come already.
@@ -128,16 +129,16 @@ class StopFlag:
             self._leave()
 
     def defer(self) -> None:
-        """Let a signal only set the flag from now on: `agree` must be called now and then."""
+        """Let a signal only set the flag from now on, which `agree` reports."""
         self._at_once = False
 
     def finish(self) -> None:
-        """Let a first signal change nothing any more: the work is done."""
+        """Let a first signal change nothing from now on, because the work is done."""
         self._at_once, self._is_over = False, True
 
     @contextmanager
-    def giving_up(self) -> Iterator[None]:
-        """Let a signal raise `StopRequested` if this block takes long and can be done again."""
+    def interruptible(self) -> Iterator[None]:
+        """Let a signal raise `StopRequested` if this block takes long; it can be repeated."""
         self._waiting_since = time.monotonic()
         try:
             yield
@@ -145,7 +146,7 @@ class StopFlag:
             self._waiting_since = 0.0
 
     def join(self, peers: RankPeers) -> None:
-        """Learn from now on when another rank is asked to stop, also where ranks do not `agree`."""
+        """Watch from now on whether another rank is asked to stop, also without `agree`."""
         self._peers = peers
         if self in _active:
             threading.Thread(target=self._watch, args=(peers,), daemon=True).start()
@@ -156,8 +157,8 @@ class StopFlag:
             self._peers.leave(self.reason, code)
 
     @contextmanager
-    def following(self) -> Iterator[None]:
-        """Raise `Stopped` instead of an error that comes of a stop, of this rank or another."""
+    def convert_errors(self) -> Iterator[None]:
+        """Raise `Stopped` in place of an error that follows from a stop of this or another rank."""
         try:
             yield
         except Exception as error:
@@ -168,7 +169,7 @@ class StopFlag:
             raise
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Do what only the main thread can; the rest is `_receive`'s."""
+        """Raise, which only the main thread can do; `_receive` does the rest."""
         if self._at_once:
             if self._grace_seconds and not _imports(frame):
                 self._leave()
@@ -177,7 +178,7 @@ class StopFlag:
             raise StopRequested
 
     def _leave(self) -> None:
-        if not self._is_leaving:  # once: what cleans up on the way must not be disturbed
+        if not self._is_leaving:  # once: clean-up that this starts must not be interrupted
             self._is_leaving = True
             raise Stopped(self._answer())
 
@@ -211,7 +212,7 @@ class StopFlag:
                 )
 
     def _end(self, code: ExitCode) -> None:
-        """End the process although the main thread does not answer."""
+        """End the process, because the main thread does not answer."""
         notice = threading.Thread(target=self.leave_job, args=(code,), daemon=True)
         notice.start()
         notice.join(3 * TICK_SECONDS)
@@ -221,7 +222,7 @@ class StopFlag:
         end_abruptly(code)
 
     def _watch(self, peers: RankPeers) -> None:
-        """Tell the other ranks of a signal, and look for theirs where this rank may act on it."""
+        """Tell the other ranks of a signal, and look for theirs while this rank may act on it."""
         while not (self._is_over or self.requested):
             time.sleep(TICK_SECONDS)
             if (self._at_once or self._waits_long()) and peers.is_asked():
@@ -240,7 +241,7 @@ def _run_handler() -> None:
 
 
 def _imports(frame: FrameType | None) -> bool:
-    """Return whether a module is being imported: C++ code in it may drop what a handler raises."""
+    """Return whether a module is being imported, whose C++ code may drop an exception."""
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             return True
@@ -254,7 +255,7 @@ def _ignore_signals() -> None:
 
 
 def _forget_in_child() -> None:
-    """Keep forked data workers out of it: they neither report signals nor die of Ctrl-C."""
+    """Let forked data workers ignore signals: they neither report them nor die of Ctrl-C."""
     if _active:
         signal.set_wakeup_fd(-1)
         for number in STOP_SIGNALS:

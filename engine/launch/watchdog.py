@@ -19,26 +19,26 @@ from .rank_log import RankLog
 
 REPORTS_PER_LIMIT = 30
 REPORTS_PER_SECOND = 100
-"""of all ranks together, above which each reports less often: one shared file system takes them"""
+"""of all ranks together; more ranks report less often, to spare a shared file system"""
 GRACE_INTERVALS = 3
-"""how long a rank that found a hang waits for the stacks of the others"""
+"""how many intervals a rank that found a hang waits for the stacks of the others"""
 
 
 class Watchdog:
-    """A thread of each rank that writes its heartbeat and notices when it makes no progress.
+    """A thread of each rank that writes the rank's heartbeat and notices a lack of progress.
 
-    Ranks in lockstep all stop when one does, so each writes its own stacks, and then names the one
-    that the others wait for. Several ranks end; a single process is only reported, since nobody
+    When one rank hangs, all stop in their next collective: each writes its own stacks, names the
+    rank that the others wait for, and ends. A job of one process is only reported, because no rank
     waits for it, and a debugger may hold it.
 
-    Time is counted in waits of this thread: a job that is suspended as a whole, by a scheduler or
-    by closing a laptop, does not hang.
+    Time is counted in waits of this thread, so that a job does not hang while it is suspended as a
+    whole, by a scheduler or by closing a laptop.
 
     Args:
-        log: of this rank; its folder holds the heartbeats too.
-        world: this rank's place among the others.
-        limit_seconds: of time without progress.
-        record: keeps the reason why the run failed, on one rank, before the process ends.
+        log: the log of this rank, whose folder holds the heartbeats too.
+        world: the place of this rank among the others.
+        limit_seconds: time without progress after which a rank hangs.
+        record: keeps the reason why the run failed, before the process ends; None on most ranks.
     """
 
     def __init__(
@@ -83,42 +83,34 @@ class Watchdog:
         self._file.end(error)
 
     def _watch(self) -> None:
-        mark, idle, told = heartbeat.state.mark, 0.0, False
+        mark, idle, is_reported = heartbeat.state.mark, 0.0, False
         while not self._done.wait(self._interval):
             self._file.write()
             self._arm()
             if heartbeat.state.mark != mark or not heartbeat.timed:
-                mark, idle, told = heartbeat.state.mark, 0.0, False
+                mark, idle, is_reported = heartbeat.state.mark, 0.0, False
                 continue
             idle += self._interval
-            if idle >= self._limit + self._interval and not told:
-                told = True
-                self._tell()
-            if (
-                idle >= self._limit + GRACE_INTERVALS * self._interval
-                and self._world.world_size > 1
-            ):
-                self._end()
+            # One interval later than the limit: the heartbeats of all ranks show the hang then.
+            if idle >= self._limit + self._interval and not is_reported:
+                is_reported = True
+                self._report_hang()
+            is_over = idle >= self._limit + GRACE_INTERVALS * self._interval
+            if is_over and self._world.world_size > 1:
+                self._end_process()
 
     def _arm(self) -> None:
-        """Let a thread in C write the stacks if this one does not get Python's lock for so long."""
+        """Let a thread in C write the stacks if this one does not get Python's lock in time."""
         if self._log.descriptor >= 0:
             faulthandler.dump_traceback_later(self._limit, file=self._log.descriptor)
 
-    def _tell(self) -> None:
-        state = heartbeat.state
-        title = (
-            f"no progress for {self._limit:g} s in step {state.step}, {state.phase}; the stacks:"
-        )
-        self._log.write_stacks(title)
+    def _report_hang(self) -> None:
+        text = f"no progress for {self._limit:g} s in {heartbeat.state.where}; the stacks"
+        self._log.write_stacks(f"{text}:")
         if self._world.world_size == 1:
-            where = f"in step {state.step}, {state.phase}"
-            print_error(
-                f"warning: no progress for {self._limit:g} s {where}; "
-                f"the stacks of its threads are in {self._log.path}"
-            )
+            print_error(f"warning: {text} of its threads are in {self._log.path}")
 
-    def _end(self) -> None:
+    def _end_process(self) -> None:
         """Name the rank that the others wait for, and end this process."""
         beats = [b for b in read_beats(self._log.path.parent) if b.rank < self._world.world_size]
         behind = furthest_behind(beats)
@@ -128,7 +120,7 @@ class Watchdog:
         self._log.write(text)
         if self._record:
             self._record(text)
-        if self._world.launcher != "trainer":  # ours says it once for all ranks
+        if self._world.launcher != "trainer":  # our launcher prints it once for all ranks
             print_error(f"error: {text}")
         show_cursor()
         os._exit(ExitCode.FAILED)

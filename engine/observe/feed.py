@@ -24,7 +24,7 @@ CLOSE_SECONDS = 30.0
 MAX_WAITING = 10_000
 
 
-class Record:
+class SentRows:
     """The id of a run in a service, and the newest step that the service has.
 
     Args:
@@ -79,7 +79,7 @@ class Record:
         temporary.replace(self._path)
 
 
-class Feed:
+class RowSender:
     """Sends rows in a thread of its own, so that a slow service never holds up a step.
 
     Args:
@@ -88,7 +88,7 @@ class Feed:
         send: hands one row to the service; raises if that fails.
     """
 
-    def __init__(self, record: Record, metrics: Path, send: Callable[[Row], None]) -> None:
+    def __init__(self, record: SentRows, metrics: Path, send: Callable[[Row], None]) -> None:
         self._record = record
         self._send = send
         self._waiting: queue.Queue[Row | None] = queue.Queue(MAX_WAITING)

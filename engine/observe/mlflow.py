@@ -11,7 +11,7 @@ from ..core.errors import EnvironmentFault
 from ..core.run_dir import read_recipe
 from ..core.text.display import join_key, redact
 from ..core.text.tree import leaves
-from .feed import Feed, Record, scalars
+from .feed import RowSender, SentRows, scalars
 
 if TYPE_CHECKING:
     from .tables import MLflow
@@ -46,7 +46,7 @@ class MLflowTracker:
         steps = recipe.get("run", {}).get("steps")
         self._last_step = steps if isinstance(steps, int) else 0
         target = f"{redact(config.tracking_uri)} {config.experiment}"
-        record = Record(run_dir / "trackers" / "mlflow.json", target)
+        record = SentRows(run_dir / "trackers" / "mlflow.json", target)
         try:
             self._client = mlflow.MlflowClient(tracking_uri=uri)
             self._open(config, record, run_dir, recipe)
@@ -56,7 +56,7 @@ class MLflowTracker:
                 "check metrics.trackers' tracking_uri; SQL stores need the package `mlflow`",
             ) from error
         self._record = record
-        self._feed = Feed(record, run_dir / "metrics.jsonl", self._send)
+        self._feed = RowSender(record, run_dir / "metrics.jsonl", self._send)
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Queue the row's numbers."""
@@ -71,7 +71,7 @@ class MLflowTracker:
             self._client.set_terminated(self._record.run_id, status)
 
     def _open(
-        self, config: MLflow, record: Record, run_dir: Path, recipe: Mapping[str, Any]
+        self, config: MLflow, record: SentRows, run_dir: Path, recipe: Mapping[str, Any]
     ) -> None:
         """Go on with the run of the record, or begin one."""
         if record.run_id and self._reopen(record.run_id):

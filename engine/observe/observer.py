@@ -94,7 +94,7 @@ class Observer:
         """
         self._start(step, is_evaluated)
         if self._profiler:
-            with self._saved_from_profiling():
+            with self._contain_profiler_errors():
                 self._profiler.begin(step)
         self._throughput.start(step, tokens)
 
@@ -140,7 +140,7 @@ class Observer:
         with self._phases("logging"):
             self._observe(step, values, tokens)
         if self._profiler:
-            with self._throughput.paused(), self._saved_from_profiling():
+            with self._throughput.exclude_time(), self._contain_profiler_errors():
                 self._profiler.end_step()
 
     def _observe(self, step: int, values: Mapping[str, Number], tokens: Number) -> None:
@@ -161,13 +161,13 @@ class Observer:
         if self._log is not None:
             self._record({"kind": "eval", "step": step, **to_floats(values)})
 
-    def paused(self) -> AbstractContextManager[None]:
+    def exclude_time(self) -> AbstractContextManager[None]:
         """Leave out the time that passes inside from step times and rates."""
-        return self._throughput.paused()
+        return self._throughput.exclude_time()
 
-    def timed(self, items: Iterator[Item]) -> Iterator[Item]:
+    def measure_waits(self, items: Iterator[Item]) -> Iterator[Item]:
         """Yield the items (the data), counting how long each was waited for."""
-        items = self._throughput.timed(items)
+        items = self._throughput.measure_waits(items)
         while True:
             with self._phases("data"):
                 item = next(items, None)
@@ -191,7 +191,7 @@ class Observer:
         self._progress.close()
 
     def _show_profile(self, profiler: Profiler) -> None:
-        with self._saved_from_profiling():
+        with self._contain_profiler_errors():
             profiler.finish()
             if profiler.summary is None:
                 self._warn("nothing was profiled: the run ended before step profile.start did")
@@ -200,7 +200,7 @@ class Observer:
                 self._progress.note(line)
 
     @contextmanager
-    def _saved_from_profiling(self) -> Iterator[None]:
+    def _contain_profiler_errors(self) -> Iterator[None]:
         """Let no fault of a profiler end a run."""
         try:
             yield

@@ -157,7 +157,7 @@ def _compact(row: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def logged_to(progress: Progress) -> Iterator[None]:
+def forward_logs(progress: Progress) -> Iterator[None]:
     """Show what our own modules log: information as notes, anything graver as warnings."""
     logger, handler = logging.getLogger("trainer"), _ProgressHandler(progress)
     before = logger.level

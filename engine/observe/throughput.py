@@ -133,7 +133,7 @@ class Rates:
 
 
 class Throughput:
-    """Counts tokens and time between readings; time spent in `paused` does not count.
+    """Counts tokens and time between readings; time spent in `exclude_time` does not count.
 
     Args:
         flops_per_token: of one training step.
@@ -179,7 +179,7 @@ class Throughput:
         return rates
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def exclude_time(self) -> Iterator[None]:
         """Leave out the time of an evaluation or a synchronous save."""
         paused_at = self._clock()
         try:
@@ -187,7 +187,7 @@ class Throughput:
         finally:
             self._started += self._clock() - paused_at
 
-    def timed(self, items: Iterator[Item]) -> Iterator[Item]:
+    def measure_waits(self, items: Iterator[Item]) -> Iterator[Item]:
         """Yield the items, counting how long each was waited for."""
         while True:
             asked_at = self._clock()

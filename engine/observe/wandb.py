@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.errors import EnvironmentFault
 from ..core.run_dir import read_recipe
 from ..core.text.display import redact
-from .feed import Feed, Record, scalars
+from .feed import RowSender, SentRows, scalars
 
 if TYPE_CHECKING:
     from .tables import WandB
@@ -34,7 +34,7 @@ class WandBTracker:
                 f"the tracker wandb needs a package that is missing: {error}",
                 "pip install 'trainer[wandb]'",
             ) from error
-        record = Record(
+        record = SentRows(
             run_dir / "trackers" / "wandb.json", f"{config.entity}/{config.project} {config.mode}"
         )
         if not record.run_id:
@@ -65,7 +65,7 @@ class WandBTracker:
                 f"W&B cannot be used: {error}",
                 '`wandb login`, or mode = "offline" and `wandb sync` later',
             ) from error
-        self._feed = Feed(record, run_dir / "metrics.jsonl", self._send)
+        self._feed = RowSender(record, run_dir / "metrics.jsonl", self._send)
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Queue the row's numbers."""

@@ -16,7 +16,7 @@ from ..checkpoint.state import seed_everything
 from ..checkpoint.store import CheckpointStore
 from ..core.errors import CheckpointError, RecipeError, nearest
 from ..core.text.display import make_printable
-from ..launch.group import group_of_its_own, pick_device, process_group
+from ..launch.group import create_checkpoint_group, pick_device, process_group
 from ..observe.metrics import read_events
 from ..recipe.changes import require_unchanged
 from ..report.status import newest_rows, number
@@ -92,7 +92,7 @@ def replay(recipe: Recipe, world: World, word: str, allow_changed: Sequence[str]
     device = pick_device(world)
     timeout_seconds = recipe.resilience.collective_timeout_seconds
     with process_group(world, device, timeout_seconds):
-        group = group_of_its_own(world, timeout_seconds)
+        group = create_checkpoint_group(world, timeout_seconds)
         ranks = Ranks(group)
         found = newest_intact(folder, ranks, before=target.step)
         if found is None and recipe.run.resume not in ("auto", "never"):

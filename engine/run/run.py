@@ -22,9 +22,9 @@ from ..core.heartbeat import heartbeat
 from ..core.run_dir import RunDirectory
 from ..core.run_state import RunState, record_attempt, record_stop
 from ..launch import ending as process_ending
-from ..launch.group import group_of_its_own, pick_device, process_group
+from ..launch.group import create_checkpoint_group, pick_device, process_group
 from ..launch.signals import StopFlag
-from ..observe.progress import Progress, logged_to, open_progress
+from ..observe.progress import Progress, forward_logs, open_progress
 from ..recipe.changes import require_unchanged
 from ..recipe.write import to_toml
 from ..train.events import EventRecorder
@@ -78,7 +78,7 @@ def run(
             else:
                 record = partial(record_stop, folder) if world.rank == 0 else None
                 stop.end_at_once(answer, record)
-            with stop.following():
+            with stop.convert_errors():
                 return _run(recipe, world, stop, allow_changed, dry_run=dry_run, parts=parts)
         except Stopped as stopped:
             stop.leave_job(stopped.exit_code)
@@ -108,14 +108,14 @@ def _run(
         group = stack.enter_context(process_group(world, device, timeout_seconds, stop.join))
         progress = open_progress(world.rank)
         stack.callback(progress.close)
-        stack.enter_context(logged_to(progress))
+        stack.enter_context(forward_logs(progress))
         if dry_run:
             for line in describe(assemble(recipe, world, device)):
                 progress.note(line)
             stop.finish()
             return ExitCode.DONE
         session = Session(recipe, world, device, group, directory, stop, progress)
-        with stop.following():
+        with stop.convert_errors():
             return session.train(allow_changed, parts)
 
 
@@ -189,7 +189,7 @@ class Session:
     def _train(self, parts: Assembled, position: Position, saver: Saver, health: Health) -> Outcome:
         """Train and save the last state; an export that a signal would interrupt is left out."""
         with (
-            self.stop.following(),
+            self.stop.convert_errors(),
             closing(open_observer(parts, self.directory, self.progress, self.group)) as observer,
             paced_garbage_collection(self.recipe.run.gc_interval),
         ):
@@ -219,7 +219,7 @@ class Session:
             self.directory.checkpoints,
             mode=checkpoint.mode,
             keep=checkpoint.keep,
-            group=group_of_its_own(self.world, resilience.collective_timeout_seconds),
+            group=create_checkpoint_group(self.world, resilience.collective_timeout_seconds),
         )
         store.probe()
         return store

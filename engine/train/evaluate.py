@@ -71,7 +71,7 @@ def until_stopped(batches: Iterable[Batch], stop: StopFlag) -> Iterator[Batch]:
             raise StopRequested
         # One process may give up within a batch (the first one compiles). Of several ranks none
         # may: the others would wait for it in a collective.
-        with stop.giving_up() if stop.is_alone else nullcontext():
+        with stop.interruptible() if stop.is_alone else nullcontext():
             yield batch
 
 

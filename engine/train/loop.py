@@ -54,7 +54,7 @@ def train(
         Stopped: a signal came while nothing could be lost.
     """
     step, total = parts.step, parts.total_steps
-    batches = observer.timed(parts.loader.steps(position.batch))
+    batches = observer.measure_waits(parts.loader.steps(position.batch))
     observer.start(position.step, int(position.tokens), is_evaluated=not position.unevaluated)
     outcome: Outcome | None = None
     if position.unevaluated:
@@ -98,7 +98,7 @@ def train(
 def _fetch(batches: Iterator[list[Batch]], stop: StopFlag) -> list[Batch] | None:
     """Return this rank's next batch, or None if a signal came during a long wait for it."""
     try:
-        with stop.giving_up():
+        with stop.interruptible():
             return next(batches)
     except StopRequested:
         return None
@@ -148,7 +148,7 @@ def _evaluate_and_save(
     best = improved and parts.checkpoint.keep_best
     if last or best or _is_due(step, parts.checkpoint.interval, total):
         observer.sync()
-        with observer.paused(), parts.phases("checkpoint"):
+        with observer.exclude_time(), parts.phases("checkpoint"):
             if last:
                 saver.save_last(position, parts.checkpoint.last)
             else:
@@ -165,7 +165,7 @@ def _evaluate(
     parts: Parts, position: Position, observer: Observer, health: Health, stop: StopFlag
 ) -> bool:
     """Measure the validation loss, and return whether it is the best so far."""
-    with observer.paused(), parts.phases("evaluation"):
+    with observer.exclude_time(), parts.phases("evaluation"):
         values = validate(parts, stop)
     observer.on_evaluation(position.step, values)
     health.check_evaluation(position.step, values["loss"])

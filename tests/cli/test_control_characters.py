@@ -12,7 +12,7 @@ from trainer.cli import generate as generate_command
 from trainer.cli import main as cli
 from trainer.engine.core.errors import CheckpointError, Problem, RecipeError
 from trainer.engine.core.text.display import make_lines_printable, make_printable
-from trainer.engine.observe.progress import LineProgress, logged_to
+from trainer.engine.observe.progress import LineProgress, forward_logs
 
 ESC = "\x1b]0;owned\x07\x1b[2J"
 HOSTILE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
@@ -116,7 +116,7 @@ def test_an_unforeseen_error_is_escaped(capsys, monkeypatch):
 
 def test_what_a_run_logs_is_escaped(capsys):
     progress = LineProgress(sys.stdout)
-    with logged_to(progress):
+    with forward_logs(progress):
         logging.getLogger("trainer.engine.data").warning("%s", ESC)
         progress.note(ESC)
     assert not HOSTILE.search(capsys.readouterr().out)

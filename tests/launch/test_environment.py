@@ -48,37 +48,39 @@ def test_our_launcher() -> None:
 
 def test_torchrun() -> None:
     world = find_world(TORCHRUN)
-    assert world == World(5, 8, 1, 4, 1, "torchrun", "tcp://node1:29500", hosted=True, attempt=2)
+    assert world == World(
+        5, 8, 1, 4, 1, "torchrun", "tcp://node1:29500", launcher_serves_store=True, attempt=2
+    )
 
 
 def test_a_kubernetes_pod_that_knows_only_its_rank() -> None:
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     world = find_world({name: TORCHRUN[name] for name in names})
     assert (world.rank, world.local_rank, world.local_world_size) == (5, 0, 1)
-    assert not world.hosted
+    assert not world.launcher_serves_store
 
 
 def test_slurm() -> None:
     world = find_world(SLURM)
     assert (world.rank, world.world_size, world.local_rank) == (6, 7, 2)
     assert (world.local_world_size, world.node_rank, world.launcher) == (3, 1, "slurm")
-    assert world.meeting_point == "tcp://gpu07:13456"
+    assert world.rendezvous == "tcp://gpu07:13456"
 
 
 def test_all_ranks_of_a_slurm_step_meet_at_one_place_and_other_steps_elsewhere() -> None:
     places = {
         find_world(
             {**SLURM, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0", **step}
-        ).meeting_point
+        ).rendezvous
         for step in ({}, {"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "123458"})
     }
     assert len(places) == 3
-    assert find_world(SLURM).meeting_point in places
+    assert find_world(SLURM).rendezvous in places
 
 
 def test_slurm_with_an_address_of_the_users_choice() -> None:
     world = find_world({**SLURM, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4242"})
-    assert world.meeting_point == "tcp://10.0.0.1:4242"
+    assert world.rendezvous == "tcp://10.0.0.1:4242"
 
 
 def test_a_batch_script_without_srun_is_one_process_and_says_so() -> None:

@@ -108,7 +108,7 @@ except EnvironmentFault as error:
 """
     code, out, _, seconds = launch(code, tmp_path)
     assert code == 3
-    assert "rank 0 of 2 could not meet the others" in out
+    assert "rank 0 of 2 could not join the process group" in out
     assert seconds < 55, "the other sleeps for ten minutes"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainer.engine.observe.feed import Feed, Record, scalars
+from trainer.engine.observe.feed import RowSender, SentRows, scalars
 from trainer.engine.observe.metrics import MetricsLog
 
 Sent = list[tuple[str, int, float]]
@@ -18,8 +18,8 @@ Sent = list[tuple[str, int, float]]
 def attempt(folder: Path, resume_step: int, last: int, sent: Sent, loss: float) -> None:
     """Log the steps of one attempt, as the observer does: first the file, then the tracker."""
     log = MetricsLog(folder / "metrics.jsonl", resume_step)
-    feed = Feed(
-        Record(folder / "trackers" / "service.json", "place"),
+    feed = RowSender(
+        SentRows(folder / "trackers" / "service.json", "place"),
         log.path,
         lambda row: sent.append((row["kind"], row["step"], row["loss"])),
     )
@@ -47,7 +47,7 @@ def test_what_was_never_sent_is_sent_by_the_next_attempt(tmp_path: Path) -> None
     for step in (1, 2, 3):
         log.write({"kind": "train", "step": step, "loss": 0.5})
     log.close()
-    Record(tmp_path / "trackers" / "service.json", "place").add({"kind": "train", "step": 1})
+    SentRows(tmp_path / "trackers" / "service.json", "place").add({"kind": "train", "step": 1})
     sent: Sent = []
     attempt(tmp_path, 3, 4, sent, 1.0)
     assert [step for kind, step, _ in sent if kind == "train"] == [2, 3, 4]
@@ -60,15 +60,15 @@ def test_a_failure_is_told_and_leaves_the_rows_for_later(tmp_path: Path) -> None
         tried.set()
         raise ConnectionError("no route")
 
-    record = Record(tmp_path / "trackers" / "service.json", "place")
-    feed = Feed(record, tmp_path / "metrics.jsonl", refuse)
+    record = SentRows(tmp_path / "trackers" / "service.json", "place")
+    feed = RowSender(record, tmp_path / "metrics.jsonl", refuse)
     feed.log({"kind": "train", "step": 1, "loss": 1.0})
     assert tried.wait(10)
     with pytest.raises(ConnectionError):
         feed.close()
     with pytest.raises(ConnectionError):
         feed.log({"kind": "train", "step": 2, "loss": 1.0})
-    assert Record(tmp_path / "trackers" / "service.json", "place").step == -1
+    assert SentRows(tmp_path / "trackers" / "service.json", "place").step == -1
 
 
 def test_a_slow_service_does_not_hold_up_a_step(tmp_path: Path) -> None:
@@ -79,7 +79,9 @@ def test_a_slow_service_does_not_hold_up_a_step(tmp_path: Path) -> None:
         assert gate.wait(10)
         sent.append(row["step"])
 
-    feed = Feed(Record(tmp_path / "trackers" / "s.json", ""), tmp_path / "metrics.jsonl", wait)
+    feed = RowSender(
+        SentRows(tmp_path / "trackers" / "s.json", ""), tmp_path / "metrics.jsonl", wait
+    )
     for step in range(100):
         feed.log({"kind": "train", "step": step})
     assert sent == []
@@ -90,14 +92,14 @@ def test_a_slow_service_does_not_hold_up_a_step(tmp_path: Path) -> None:
 
 def test_the_record_belongs_to_one_place_and_survives_damage(tmp_path: Path) -> None:
     path = tmp_path / "trackers" / "s.json"
-    record = Record(path, "a")
+    record = SentRows(path, "a")
     record.begin("id-1")
     record.add({"kind": "train", "step": 4})
-    assert (Record(path, "a").run_id, Record(path, "a").step) == ("id-1", 4)
-    assert (Record(path, "b").run_id, Record(path, "b").step) == ("", -1)
+    assert (SentRows(path, "a").run_id, SentRows(path, "a").step) == ("id-1", 4)
+    assert (SentRows(path, "b").run_id, SentRows(path, "b").step) == ("", -1)
     for text in ("", "[]", '{"target": "a", "step": "x"}'):
         path.write_text(text)
-        assert Record(path, "a").run_id == ""
+        assert SentRows(path, "a").run_id == ""
 
 
 def test_only_numbers_are_sent() -> None:

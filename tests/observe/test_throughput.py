@@ -107,9 +107,9 @@ def test_evaluations_and_the_wait_for_data_are_told_apart() -> None:
             yield item
 
     throughput.start(0, 0)
-    for _ in throughput.timed(data()):
+    for _ in throughput.measure_waits(data()):
         clock.now += 1.0
-    with throughput.paused():
+    with throughput.exclude_time():
         clock.now += 30.0
     rates = throughput.read(2, 50)
     assert rates.step_seconds == pytest.approx(1.25)
