@@ -24,9 +24,6 @@ class TorchOperator(Protocol[P, R]):
     def register_fake(self, function: Callable[P, Any], /) -> Callable[P, Any]:
         """Say which shapes and dtypes come out, for tracing without data."""
 
-    def register_kernel(self, device_type: str, function: Callable[P, Any], /) -> Any:
-        """Say what computes the operation on a device type."""
-
     def register_autograd(
         self, backward: Callable[..., Any], /, *, setup_context: Callable[..., None]
     ) -> None:
@@ -34,7 +31,11 @@ class TorchOperator(Protocol[P, R]):
 
 
 def operator(
-    name: str, *, cuda: str = "", mutates_args: tuple[str, ...] = ()
+    name: str,
+    *,
+    cuda: str = "",
+    mutates_args: tuple[str, ...] = (),
+    fake: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[P, R]], TorchOperator[P, R]]:
     """Make a function the operation `trainer::NAME`, which torch.compile keeps as one call.
 
@@ -44,6 +45,8 @@ def operator(
             same arguments. It is imported at the first call: Triton is installed only where there
             is a GPU. Empty: the decorated function serves all devices, else CPUs alone.
         mutates_args: names of the arguments that are written to.
+        fake: maps the same arguments to empty tensors of the right shapes and dtypes, for tracing
+            without data; left out where `register_fake` gives it.
     """
 
     def define(function: Callable[P, R]) -> TorchOperator[P, R]:
@@ -56,6 +59,8 @@ def operator(
         if cuda:
             target = f"{__package__}.{cuda}"
             operation.register_kernel("cuda", lambda *args: load(target)(*args))
+        if fake is not None:
+            operation.register_fake(fake)
         return cast("TorchOperator[P, R]", operation)
 
     return define

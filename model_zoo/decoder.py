@@ -92,7 +92,8 @@ class Block(nn.Module):
 
     Args:
         attention: takes [B, S, D], rotation, mask and cache, as `GroupedQueryAttention` does.
-        mlp: takes [B, S, D]. Each has its own norm and returns what is added.
+        mlp: takes [B, S, D] and token weights, as `MoE` does. Each half has its own norm and
+            returns what is added to the residual stream.
     """
 
     def __init__(self, attention: nn.Module, mlp: nn.Module) -> None:
@@ -114,9 +115,7 @@ class Block(nn.Module):
         See `MoE` for `token_weights`, and `GroupedQueryAttention` for the rest.
         """
         x_BSD = x + self.attention(x, cos, sin, mask, cache)
-        has_experts = isinstance(self.mlp, MoE)
-        added_BSD = self.mlp(x_BSD, token_weights) if has_experts else self.mlp(x_BSD)
-        out_BSD: Tensor = x_BSD + added_BSD
+        out_BSD: Tensor = x_BSD + self.mlp(x_BSD, token_weights)
         return out_BSD
 
 

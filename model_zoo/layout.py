@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, product
 from typing import Any, TypeVar
@@ -88,17 +88,6 @@ class Layout:
     hf_follow: tuple[str, ...] = ()
     hf_also: Mapping[str, str] = field(default_factory=dict)
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
-
-    def tensor_styles(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the style of each parameter.
-
-        Raises:
-            KeyError: the table lacks some.
-        """
-        styles = {name: translate(name, self.tensor) for name in names}
-        if missing := [name for name, style in styles.items() if style is None]:
-            raise KeyError(f"no tensor parallel style for {', '.join(missing)}")
-        return {name: style for name, style in styles.items() if style is not None}
 
     def is_expert(self, name: str) -> bool:
         """Return whether a parameter has a row for each expert."""

@@ -56,7 +56,12 @@ def _takes(x: Tensor, *widths: int) -> bool:
     return x.dtype in FLOATS and all(width * x.element_size() % ALIGNMENT == 0 for width in widths)
 
 
-@operator("add_grouped_dw", cuda="grouped_gemm.triton_dw:add_grouped_dw", mutates_args=("total",))
+@operator(
+    "add_grouped_dw",
+    cuda="grouped_gemm.triton_dw:add_grouped_dw",
+    mutates_args=("total",),
+    fake=lambda total, dy, x, offs: None,
+)
 def add_grouped_dw(total: Tensor, dy: Tensor, x: Tensor, offs: Tensor) -> None:
     """Add the products to a gradient; see `reference.add_grouped_dw`."""
     reference.add_grouped_dw(total, dy, x, offs)
@@ -73,7 +78,13 @@ def _grouped_mm(
     return y
 
 
-@operator("grouped_dw", cuda="grouped_gemm.triton_dw:grouped_dw")
+@operator(
+    "grouped_dw",
+    cuda="grouped_gemm.triton_dw:grouped_dw",
+    fake=lambda dy, x, offs, out_dtype: dy.new_empty(
+        offs.shape[0], dy.shape[1], x.shape[1], dtype=out_dtype
+    ),
+)
 def _grouped_dw(dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
     if out_dtype == dy.dtype == x.dtype and _takes(x, dy.shape[1], x.shape[1]):
         return F.grouped_mm(dy.mT, x, offs=offs)
@@ -85,16 +96,6 @@ def _(x: Tensor, w: Tensor, offs: Tensor, trans_w: bool, out_dtype: torch.dtype)
     if x.dtype != w.dtype:
         raise TypeError(f"rows are {x.dtype}, weights {w.dtype}: cast one of them")
     return x.new_empty(x.shape[0], w.shape[1 if trans_w else 2], dtype=out_dtype)
-
-
-@_grouped_dw.register_fake
-def _(dy: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor:
-    return dy.new_empty(offs.shape[0], dy.shape[1], x.shape[1], dtype=out_dtype)
-
-
-@add_grouped_dw.register_fake
-def _(total: Tensor, dy: Tensor, x: Tensor, offs: Tensor) -> None:
-    return None
 
 
 def _save_mm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -66,7 +66,13 @@ def _product(
     return grouped_mm_fp8(x8, x_scale, w8, w_scale, offs, out_dtype=out_dtype)
 
 
-@operator("grouped_mm_fp8", cuda="grouped_gemm_fp8.triton:grouped_mm_fp8")
+@operator(
+    "grouped_mm_fp8",
+    cuda="grouped_gemm_fp8.triton:grouped_mm_fp8",
+    fake=lambda x, x_scale, w, w_scale, offs, out_dtype=torch.bfloat16: x.new_empty(
+        (x.shape[0], w.shape[1]), dtype=out_dtype
+    ),
+)
 def grouped_mm_fp8(
     x: Tensor,
     x_scale: Tensor,
@@ -77,15 +83,3 @@ def grouped_mm_fp8(
 ) -> Tensor:
     """Return each row times the weight of its group; see `reference.grouped_mm_fp8`."""
     return reference.grouped_mm_fp8(x, x_scale, w, w_scale, offs, out_dtype=out_dtype)
-
-
-@grouped_mm_fp8.register_fake
-def _(
-    x: Tensor,
-    x_scale: Tensor,
-    w: Tensor,
-    w_scale: Tensor,
-    offs: Tensor,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    return x.new_empty((x.shape[0], w.shape[1]), dtype=out_dtype)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..operators import operator
 
 
-@operator("add_aux_loss")
+@operator("add_aux_loss", fake=lambda x, *_: torch.empty_like(x))
 def add_aux_loss(x: Tensor, loss: Tensor, factor: Tensor, counter: Tensor, load: Tensor) -> Tensor:
     """Return x; the backward pass adds the gradient of `factor * loss`, and `load` to `counter`.
 
@@ -29,21 +29,12 @@ def add_aux_loss(x: Tensor, loss: Tensor, factor: Tensor, counter: Tensor, load:
     return x.clone()  # an operation of torch must not return its input
 
 
-@add_aux_loss.register_fake
-def _(x: Tensor, loss: Tensor, factor: Tensor, counter: Tensor, load: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-@operator("add_to_counter")
+@operator("add_to_counter", fake=lambda grad, *_: torch.empty_like(grad))
 def _add_to_counter(grad: Tensor, counter: Tensor, load: Tensor) -> Tensor:
-    # The gradient passes through, so that compilers keep an operation that returns nothing new.
+    # The gradient passes through: compilers drop an operation whose result is unused, and do not
+    # know that this one writes.
     counter.data.add_(load)
     return grad.clone()
-
-
-@_add_to_counter.register_fake
-def _(grad: Tensor, counter: Tensor, load: Tensor) -> Tensor:
-    return torch.empty_like(grad)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

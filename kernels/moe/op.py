@@ -95,23 +95,21 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Ten
 _up_swiglu.register_autograd(_differentiate, setup_context=_keep)
 
 
-@operator("moe_swiglu_backward", cuda="moe.triton:swiglu_backward")
+@operator(
+    "moe_swiglu_backward",
+    cuda="moe.triton:swiglu_backward",
+    fake=lambda grad, gate_up: gate_up.new_empty(gate_up.shape),
+)
 def _swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     return reference.swiglu_backward(grad, gate_up)
 
 
-@_swiglu_backward.register_fake
-def _(grad: Tensor, gate_up: Tensor) -> Tensor:
-    return gate_up.new_empty(gate_up.shape)
-
-
-@operator("scale_by_router_weight", cuda="moe.triton:scale_by_router_weight")
+@operator(
+    "scale_by_router_weight",
+    cuda="moe.triton:scale_by_router_weight",
+    fake=lambda grad, h, slot, weight: tuple(t.new_empty(t.shape) for t in (grad, h, weight)),
+)
 def _scale_by_router_weight(
     grad: Tensor, h: Tensor, slot: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return reference.scale_by_router_weight(grad, h, slot, weight)
-
-
-@_scale_by_router_weight.register_fake
-def _(grad: Tensor, h: Tensor, slot: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return grad.new_empty(grad.shape), h.new_empty(h.shape), weight.new_empty(weight.shape)

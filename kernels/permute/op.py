@@ -11,37 +11,36 @@ from ..operators import operator, save_inputs
 from . import reference
 
 
-@operator("permute", cuda="permute.triton:permute")
+@operator(
+    "permute",
+    cuda="permute.triton:permute",
+    fake=lambda x, slot, weight=None: x.new_empty(slot.shape[0] * slot.shape[1], x.shape[1]),
+)
 def permute(x: Tensor, slot: Tensor, weight: Tensor | None = None) -> Tensor:
     """Return the row of each token at the slots of its choices; see `reference.permute`."""
     return reference.permute(x, slot, weight)
 
 
-@operator("unpermute", cuda="permute.triton:unpermute")
+@operator(
+    "unpermute",
+    cuda="permute.triton:unpermute",
+    fake=lambda y, slot, weight=None: y.new_empty(slot.shape[0], y.shape[1]),
+)
 def unpermute(y: Tensor, slot: Tensor, weight: Tensor | None = None) -> Tensor:
     """Return the weighted sum of each token's rows; see `reference.unpermute`."""
     return reference.unpermute(y, slot, weight)
 
 
-@operator("row_dots", cuda="permute.triton:row_dots")
+@operator(
+    "row_dots",
+    cuda="permute.triton:row_dots",
+    fake=lambda x, y, slot: x.new_empty(
+        slot.shape, dtype=torch.promote_types(x.dtype, torch.float32)
+    ),
+)
 def row_dots(x: Tensor, y: Tensor, slot: Tensor) -> Tensor:
     """Return the dot product of each row with its token's; see `reference.row_dots`."""
     return reference.row_dots(x, y, slot)
-
-
-@permute.register_fake
-def _(x: Tensor, slot: Tensor, weight: Tensor | None = None) -> Tensor:
-    return x.new_empty(slot.shape[0] * slot.shape[1], x.shape[1])
-
-
-@unpermute.register_fake
-def _(y: Tensor, slot: Tensor, weight: Tensor | None = None) -> Tensor:
-    return y.new_empty(slot.shape[0], y.shape[1])
-
-
-@row_dots.register_fake
-def _(x: Tensor, y: Tensor, slot: Tensor) -> Tensor:
-    return x.new_empty(slot.shape, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def _permute_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -50,15 +50,14 @@ def _(w: Tensor, pow2: bool, layout: str) -> list[Tensor]:
     return {"row": rows, "column": columns, "both": rows + columns}[layout]
 
 
-@operator("dequant", cuda="quantize.triton:dequant")
+@operator(
+    "dequant",
+    cuda="quantize.triton:dequant",
+    fake=lambda q, scale, dtype: q.new_empty(q.shape, dtype=dtype),
+)
 def dequant(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return q times the scale of each 128 x 128 block; see the reference."""
     return reference.dequant(q, scale, dtype)
-
-
-@dequant.register_fake
-def _(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return q.new_empty(q.shape, dtype=dtype)
 
 
 def _values(like: Tensor, *shape: int) -> Tensor:

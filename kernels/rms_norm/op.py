@@ -40,19 +40,19 @@ def _(
     return x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape), inverse
 
 
-@operator("rms_norm_backward", cuda="rms_norm.triton:backward")
+@operator(
+    "rms_norm_backward",
+    cuda="rms_norm.triton:backward",
+    fake=lambda grad, grad_total, x, weight, inverse: (
+        x.new_empty(x.shape),
+        weight.new_empty(weight.shape),
+    ),
+)
 def _backward(
     grad: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor]:
     grad_x, grad_weight = reference.backward(grad, x, weight, inverse)
     return (grad_x if grad_total is None else grad_x + grad_total).contiguous(), grad_weight
-
-
-@_backward.register_fake
-def _(
-    grad: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, inverse: Tensor
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

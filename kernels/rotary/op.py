@@ -18,14 +18,11 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _rotary(x, cos, sin, False)
 
 
-@operator("rotary", cuda="rotary.triton:rotary")
+@operator(
+    "rotary", cuda="rotary.triton:rotary", fake=lambda x, cos, sin, inverse: x.new_empty(x.shape)
+)
 def _rotary(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     return reference.rotary(x, cos, -sin if inverse else sin).contiguous()
-
-
-@_rotary.register_fake
-def _(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -10,15 +10,14 @@ from ..operators import operator, save_inputs
 from . import reference
 
 
-@operator("swiglu", cuda="swiglu.triton:forward")
+@operator(
+    "swiglu",
+    cuda="swiglu.triton:forward",
+    fake=lambda gate, up, row_weight=None: gate.new_empty(gate.shape),
+)
 def swiglu(gate: Tensor, up: Tensor, row_weight: Tensor | None = None) -> Tensor:
     """Return silu(gate) * up, times each row's weight; see the reference."""
     return reference.swiglu(gate, up, row_weight).contiguous()
-
-
-@swiglu.register_fake
-def _(gate: Tensor, up: Tensor, row_weight: Tensor | None = None) -> Tensor:
-    return gate.new_empty(gate.shape)
 
 
 @operator("swiglu_backward", cuda="swiglu.triton:backward")

@@ -126,8 +126,8 @@ class GatedMLP(nn.Module):
         self.down = Linear(ffn_dim, dim)
         self.activation = kernels.swiglu
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return what [B, S, D] adds to the residual stream."""
+    def forward(self, x: Tensor, token_weights: Tensor | None = None) -> Tensor:
+        """Return what [B, S, D] adds to the residual stream; token weights are for `MoE` alone."""
         x_BSD = x if self.norm is None else self.norm(x)
         out_BSD: Tensor = self.down(self.activation(self.gate(x_BSD), self.up(x_BSD)))
         return out_BSD

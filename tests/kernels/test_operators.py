@@ -1,12 +1,17 @@
 """The operators as torch sees them: their gradients, and what they tell tracers and compilers."""
 
+import ast
+import inspect
+
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 from torch.library import opcheck
 
+from tests.kernels.child import ROOT, needs_triton
 from trainer.kernels.cross_entropy import op as cross_entropy
 from trainer.kernels.cross_entropy import reference as cross_entropy_reference
+from trainer.kernels.registry import load
 from trainer.kernels.rms_norm import op as rms_norm
 from trainer.kernels.rms_norm import reference as rms_norm_reference
 from trainer.kernels.rotary import op as rotary
@@ -15,6 +20,23 @@ from trainer.kernels.swiglu import reference as swiglu_reference
 from trainer.kernels.swiglu.reference import clamped_swiglu
 
 EPS = 1e-5
+
+
+def operators():
+    """Yield the function of each operation that Triton computes on GPUs, and what computes it."""
+    for path in sorted((ROOT / "kernels").glob("*/*.py")):
+        for function in ast.walk(ast.parse(path.read_text())):
+            for decorator in getattr(function, "decorator_list", ()):
+                keywords = getattr(decorator, "keywords", ())
+                if target := [k.value.value for k in keywords if k.arg == "cuda"]:
+                    yield pytest.param(function, target[0], id=function.name)
+
+
+@needs_triton
+@pytest.mark.parametrize(("function", "target"), operators())
+def test_what_computes_on_gpus_takes_the_same_arguments(function, target):
+    assert function.args.kwonlyargs == [], "arguments are passed by position"
+    inspect.signature(load(f"trainer.kernels.{target}")).bind(*function.args.args)
 
 
 def rows(*shape, dtype=torch.float64, needs=True):
