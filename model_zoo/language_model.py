@@ -131,14 +131,14 @@ class LanguageModel(nn.Module):
     """
 
     compute_dtype: torch.dtype = torch.float32
-    elsewhere: Mapping[str, tuple[int, ...]] = {}
-    """names and shapes of parameters that other ranks have instead of this one"""
+    remote_parameters: Mapping[str, tuple[int, ...]] = {}
+    """names and shapes of the parameters that other pipeline stages hold instead of this rank"""
     takes_padding: bool = False
     """whether `forward` takes `padding_mask`"""
     own_positions: Callable[[Tensor], Tensor] = staticmethod(lambda whole: whole)
-    """[B, S] of whole rows -> the part that blocks work on, where ranks share a row"""
-    buffers_elsewhere: Mapping[str, tuple[int, ...]] = {}
-    """the same of saved buffers"""
+    """maps [B, S] of whole rows to the positions of this rank, where ranks share a sequence"""
+    remote_buffers: Mapping[str, tuple[int, ...]] = {}
+    """names and shapes of the saved buffers that other pipeline stages hold instead of this rank"""
 
     def forward(
         self,
@@ -182,9 +182,9 @@ class LanguageModel(nn.Module):
         return {name: buffer for name, buffer in self.named_buffers() if name in saved}
 
     @property
-    def saved_elsewhere(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of all that is saved and that other ranks have instead of this one."""
-        return {**self.elsewhere, **self.buffers_elsewhere}
+    def remote_state(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the saved parameters and buffers of other pipeline stages."""
+        return {**self.remote_parameters, **self.remote_buffers}
 
     def initial_values(self, name: str) -> Normal | Constant:
         """Return the rule by which the parameter `name` starts."""

@@ -79,7 +79,7 @@ def load_weights(
     state = model_state(model)
     if not any(map(may_lack, found.manifest.tensors)):
         state = {name: tensor for name, tensor in state.items() if not may_lack(name)}
-    elsewhere = getattr(model, "saved_elsewhere", ())
+    elsewhere = getattr(model, "remote_state", ())
     load_state(found.path, found.manifest, state, group, elsewhere)
     return found.manifest
 

@@ -50,8 +50,8 @@ def load_huggingface(folder: Path, model: LanguageModel, config: ModelConfig) ->
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     elsewhere = {
         name: shape
-        for name, shape in model.saved_elsewhere.items()
-        if name in model.elsewhere or to_hf(name)
+        for name, shape in model.remote_state.items()
+        if name in model.remote_parameters or to_hf(name)
     }
     found = match(stored, shapes | elsewhere, config, settings)
     if not found.problems:

@@ -138,11 +138,11 @@ def _averaged(manifest: Manifest) -> list[str]:
 def _load_native(path: Path, manifest: Manifest, model: LanguageModel, *, average: bool) -> None:
     """Fill a model from a checkpoint, then if asked for with the average of its weights."""
     state = model_state(model)
-    load_state(path, manifest, state, None, model.saved_elsewhere)
+    load_state(path, manifest, state, None, model.remote_state)
     if average:  # over the weights that were just read: frozen weights have no average
         here = [name for name in _averaged(manifest) if f"model.{name}" in state]
         averages = {f"ema.{name}": state[f"model.{name}"] for name in here}
-        load_state(path, manifest, averages, None, model.saved_elsewhere)
+        load_state(path, manifest, averages, None, model.remote_state)
 
 
 def _split_into_stages(recipe: Recipe, ranks: int) -> Recipe:

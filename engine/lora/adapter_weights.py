@@ -136,7 +136,7 @@ def load_adapter(folder: Path, model: LanguageModel, config: ModelConfig, table:
     problems = _compare_settings(read_json(folder / CONFIG, MAX_CONFIG_BYTES), table)
     adapters = {name: value for name, value in model.named_parameters() if is_adapter(name)}
     names = {name: _their_name(name, config) for name in adapters}
-    elsewhere = {_their_name(name, config) for name in model.elsewhere if is_adapter(name)}
+    elsewhere = {_their_name(name, config) for name in model.remote_parameters if is_adapter(name)}
     with open_tensors(folder / WEIGHTS) as file, torch.no_grad():
         found = set(file.keys())
         for ours, theirs in names.items():

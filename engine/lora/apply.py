@@ -69,7 +69,7 @@ def require_adapters(model: LanguageModel, layout: Layout, cut: Cut) -> None:
     Raises:
         RecipeError: the stages of a rank have no adapter; on all ranks alike.
     """
-    names = [*model.elsewhere, *(name for name, _ in model.named_parameters())]
+    names = [*model.remote_parameters, *(name for name, _ in model.named_parameters())]
     places = [name.removeprefix(f"{layout.blocks}.") for name in names if is_adapter(name)]
     adapted = {int(place.partition(".")[0]) for place in places}
     for rank in range(cut.ranks):

@@ -56,7 +56,7 @@ def _multiplying(model: LanguageModel, layout: Layout) -> tuple[list[int], list[
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     counts: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     prefix = f"{layout.blocks}."
-    for name, shape in {**shapes, **model.elsewhere}.items():
+    for name, shape in {**shapes, **model.remote_parameters}.items():
         if name.startswith(prefix) and len(shape) == 2:
             number = int(name.removeprefix(prefix).partition(".")[0])
             counts[number][not is_adapter(name)] += prod(shape)

@@ -71,7 +71,7 @@ def export_run(
     if found is not None:
         tensors = model_state(parts.model)
         tensors |= parts.average.prepare(found.manifest.tensors) if parts.average else {}
-        load_state(found.path, found.manifest, tensors, group, parts.model.saved_elsewhere)
+        load_state(found.path, found.manifest, tensors, group, parts.model.remote_state)
     names = [FINAL]
     names += [AVERAGE] * (parts.average is not None and parts.average.has_begun)
     names += [ADAPTER] * (parts.recipe.lora.rank > 0)

@@ -107,7 +107,7 @@ def ignored_settings(parts: Assembled) -> list[str]:
 def describe(parts: Assembled) -> list[str]:
     """Return what a run would do, a line each."""
     recipe, data = parts.recipe, parts.recipe.data
-    elsewhere = sum(map(prod, parts.model.elsewhere.values()))
+    elsewhere = sum(map(prod, parts.model.remote_parameters.values()))
     parameters = elsewhere + sum(weight.numel() for weight in parts.model.parameters())
     frozen = sum(each.numel() for each in parts.model.parameters() if not each.requires_grad)
     of_them = f", {parameters - frozen:,} of them trained" if frozen else ""

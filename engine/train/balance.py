@@ -59,7 +59,9 @@ class Balance:
             for name, layer in local_layers.items()
         }
         # Also the layers of other pipeline stages: all ranks must sum tensors of one shape.
-        shapes |= {name: shape for name, shape in model.elsewhere.items() if name.endswith(ROUTER)}
+        shapes |= {
+            name: shape for name, shape in model.remote_parameters.items() if name.endswith(ROUTER)
+        }
         order = sorted(shapes, key=_by_number)
         self._layers = list(local_layers.values())
         self._rows_of_layers = [order.index(f"{name}{ROUTER}") for name in local_layers]

@@ -228,7 +228,7 @@ class Saver:
             tensors |= parts.average.prepare(manifest.tensors)
         # A rank that the saving run did not have keeps the seed that it has begun with.
         generators = train_state.random_state(rank) if rank < manifest.world else {}
-        state, remote = {**tensors, **generators}, parts.model.saved_elsewhere
+        state, remote = {**tensors, **generators}, parts.model.remote_state
         faults.point("checkpoint.read", rank, manifest.step)
         load_state(path, manifest, state, self._store.group, remote)
         if generators:

@@ -182,7 +182,7 @@ def test_capacity_in_parts_of_a_batch_is_warned_of(factor, micro_batch, warns, c
 
 def test_biases_make_loads_even():
     model, x, found = torch.nn.Module(), moe_reference.tokens(batch=16, length=64), []
-    model.mlp, model.elsewhere = moe_reference.layer(balance_bias=True, bias_rate=5e-3), {}
+    model.mlp, model.remote_parameters = moe_reference.layer(balance_bias=True, bias_rate=5e-3), {}
     balance = Balance(model, Degrees(), rows=16, device=x.device)
     for _ in range(200):
         balance.start(1.0)

@@ -107,7 +107,7 @@ def prune(model: LanguageModel, layout: Layout, cut: Cut, rank: int) -> None:
         del shapes[name]
     for name in model.saved_buffers():
         del buffers[name]
-    model.elsewhere, model.buffers_elsewhere = shapes, buffers
+    model.remote_parameters, model.remote_buffers = shapes, buffers
 
 
 def _remove(model: nn.Module, path: str) -> None:
