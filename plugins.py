@@ -20,6 +20,7 @@ from .engine.corpus.configs import TokenSource
 from .engine.loss.tables import LossConfig, losses
 from .engine.observe.tables import Tracker, TrackerConfig, trackers
 from .engine.optim.tables import OptimizerConfig, ScheduleConfig, optimizers, schedules
+from .engine.parallel.strategies import Strategy, strategies
 from .engine.sources.configs import DocumentSource, FileSource, SourceConfig, sources
 from .engine.sources.documents import Document, DocumentFault
 from .engine.tokenizers.configs import TokenizerConfig, tokenizers
@@ -53,6 +54,7 @@ __all__ = [
     "Registry",
     "ScheduleConfig",
     "SourceConfig",
+    "Strategy",
     "Table",
     "TokenSource",
     "TokenizerConfig",
@@ -66,6 +68,7 @@ __all__ = [
     "optimizers",
     "schedules",
     "sources",
+    "strategies",
     "tokenizers",
     "trackers",
 ]

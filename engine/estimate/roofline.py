@@ -13,7 +13,6 @@ from ..optim.groups import parameter_groups
 from ..parallel.mesh import AXES, FSDP_AXES, GRADIENT_AXES, Degrees
 from ..parallel.pipeline.cut import cut_blocks, num_micro_batches, num_stages, stage_costs
 from ..parallel.pipeline.grid import Grid, bubble_fraction, parse, schedule_grid
-from ..parallel.tables import KEEPS_WEIGHTS
 from .devices import Device
 
 if TYPE_CHECKING:
@@ -144,7 +143,8 @@ def estimate(
     passes = num_micro_batches(parallel.pipelining, data.micro_batch, share)
     rows = share // passes
     tokens = rows * data.seq_len // degrees.context
-    recomputes, strategy = memory.recompute == "full", parallel.fsdp.strategy
+    recomputes = memory.recompute == "full"
+    keeps_weights = not parallel.fsdp.sharding.reshard_after_forward
     config, stage, bubble, in_flight = model.config, model.config.n_layers, 0.0, 1
     if degrees.pipeline > 1:
         table = parallel.pipelining
@@ -165,7 +165,7 @@ def estimate(
         + 2 * passes * 2 * tokens * config.dim / degrees.tensor * links.per_byte(("pipeline",))
     )
     if degrees.pipeline == 1:
-        gathers = passes * (1 if strategy in KEEPS_WEIGHTS else 2)
+        gathers = passes * (1 if keeps_weights else 2)
         gathered = (2 * gathers + 4) * weights * (pieces - 1) / pieces
         exposed += max(0.0, links.seconds(FSDP_AXES, gathered) - compute)
     replicas = degrees.dp_cp // pieces
@@ -175,7 +175,7 @@ def estimate(
     optimizer = weights / pieces * (3 * 4 + 2 * model.state) / device.memory_bandwidth
     return Candidate(
         degrees,
-        strategy,
+        parallel.fsdp.strategy,
         memory.recompute,
         rows,
         compute,
@@ -189,7 +189,7 @@ def estimate(
             pieces,
             stage * in_flight,
             tokens,
-            keeps_weights=degrees.pipeline > 1 or strategy in KEEPS_WEIGHTS,
+            keeps_weights=degrees.pipeline > 1 or keeps_weights,
             keeps_gradients=passes > 1 and pieces > 1,
             recomputes=recomputes,
         ),

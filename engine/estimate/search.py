@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 USABLE = 0.9
 """share of a GPU's memory for tensors: the rest is CUDA's, NCCL's and the allocator's"""
-WITHOUT_REPLICAS = {"hybrid_shard": "full_shard", "hybrid_shard_zero2": "shard_grad_op"}
-"""FSDP strategy with replicas -> the same without"""
 MICRO_BATCHES = (1, 2, 4, 8)
 SIMULATED, MOST_SIMULATED = 3, 8
 """plans that are simulated until so many fit"""
@@ -111,7 +109,7 @@ def apply_plan(recipe: Recipe, degrees: Degrees, recompute: str, micro_batch: in
     parallel, fsdp = recipe.parallel, recipe.parallel.fsdp
     free = {"micro_batches": 0, "layers_per_stage": [], "modules_per_stage": [], "csv": ""}
     if degrees.replicate == 1:
-        strategy = WITHOUT_REPLICAS.get(fsdp.strategy, fsdp.strategy)
+        strategy = fsdp.sharding.without_replicas or fsdp.strategy
         fsdp = fsdp.model_copy(update={"strategy": strategy})
     tables = {"pipelining": parallel.pipelining.model_copy(update=free), "fsdp": fsdp}
     return recipe.model_copy(

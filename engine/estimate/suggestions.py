@@ -75,7 +75,9 @@ def _changes(recipe: Recipe, degrees: Degrees) -> Iterator[tuple[list[str], int]
     if not recipe.memory.optimizer_in_backward:
         yield ["memory.optimizer_in_backward=true", "optimizer.clip_norm=0"], world
     if degrees.dp_cp > 1:
-        if fsdp.strategy in ("shard_grad_op", "no_shard"):
+        sharding = fsdp.sharding
+        is_wider = not sharding.shards or not sharding.reshard_after_forward
+        if is_wider and not sharding.needs_replicas:
             yield ["parallel.fsdp.strategy=full_shard"], world
         if fsdp.reduce_every == "step":
             yield ["parallel.fsdp.reduce_every=micro_batch"], world

@@ -24,7 +24,7 @@ from .axis import AxisParts, LocalParts, LocalRank, ParallelModel, SplitSettings
 from .blocks import hooks_outside
 from .expert import build_expert_mesh, shard_experts
 from .gradient_reduction import make_replicated_reduction
-from .tables import KEEPS_WEIGHTS, Parallel
+from .tables import Parallel
 from .tensor.local_views import replicate_parameters
 
 if TYPE_CHECKING:
@@ -197,10 +197,10 @@ def apply_fsdp(
         param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False
     )
     # A pipeline would otherwise gather the parameters again for each micro batch.
-    keep = table.fsdp.strategy in KEEPS_WEIGHTS or bool(stages)
+    reshard_blocks = not stages and table.fsdp.sharding.reshard_after_forward
 
     def wrap(
-        module: nn.Module, reshard: bool, mesh: DeviceMesh = mesh, **placement_arguments: Any
+        module: nn.Module, reshard: bool | int, mesh: DeviceMesh = mesh, **placement_arguments: Any
     ) -> None:
         fully_shard(
             module,
@@ -213,12 +213,12 @@ def apply_fsdp(
 
     if experts:
         for module in experts.modules:
-            wrap(module, not keep, experts.mesh, shard_placement_fn=experts.placement)
+            wrap(module, reshard_blocks, experts.mesh, shard_placement_fn=experts.placement)
             hooks_outside(module)
     placement_arguments = placement_arguments or {}
     blocks = list(cast("nn.ModuleList", model.get_submodule(layout.blocks)))
     for block in blocks:
-        wrap(block, not keep, **placement_arguments)
+        wrap(block, reshard_blocks, **placement_arguments)
     if stages:
         modules = dict(model.named_modules())
         for end in {layout.embed, layout.head} & modules.keys():

@@ -78,8 +78,8 @@ def _ignored(table: Parallel) -> Iterator[Finding]:
     """Yield rules that no strategy of FSDP can follow."""
     for index, rule in enumerate(table.rules):
         path: KeyPath = ("parallel", "rules", index, "place")
-        if rule.place.shard is not None and table.fsdp.strategy == "no_shard":
-            message = 'parallel.fsdp.strategy = "no_shard" keeps all weights whole'
+        if rule.place.shard is not None and not table.fsdp.sharding.shards:
+            message = f'parallel.fsdp.strategy = "{table.fsdp.strategy}" keeps all weights whole'
             yield (*path, "shard"), message, 'leave shard out, or take "full_shard"'
         if rule.place.shard_dim is None and table.fsdp.offload:
             message = "parallel.fsdp.offload moves pieces, and this weight would be whole"

@@ -8,23 +8,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ..core.config import DEFAULTS, Count, CountOrZero, Fraction, RecipePath, Table
+from ..core.config import DEFAULTS, Count, CountOrZero, Fraction, OneOf, RecipePath, Table
 from .mesh import AXES, EXPERT_AXES, Degrees, parse_mesh
+from .strategies import Strategy, strategies
 
 Degree = Annotated[int, Field(ge=-1, le=2**20)]
 StageModules = Annotated[list[str], Field(min_length=1, max_length=10_000)]
 
 
-KEEPS_WEIGHTS = {"shard_grad_op", "hybrid_shard_zero2"}
-"""strategies that keep the gathered weights between forward and backward (ZeRO-2)"""
-
-
 class FSDP(Table):
     """How parameters are sharded."""
 
-    strategy: Literal[
-        "full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"
-    ] = "full_shard"
+    strategy: Annotated[str, OneOf(strategies)] = "full_shard"
     """"full_shard" gathers weights for forward and again for backward; "shard_grad_op" keeps them
     between the two; "no_shard" replicates; "hybrid_shard" and "hybrid_shard_zero2" do the first two
     inside the shard axis and replicate over the replicate axis"""
@@ -35,6 +30,11 @@ class FSDP(Table):
     reduce_every: Literal["step", "micro_batch"] = "step"
     """when gradients are reduced and sharded: "step" holds whole ones until the last micro batch,
     "micro_batch" communicates after each and holds shards alone"""
+
+    @property
+    def sharding(self) -> type[Strategy]:
+        """What the strategy does."""
+        return strategies[self.strategy]
 
 
 class Pipelining(Table):
@@ -130,7 +130,7 @@ class Parallel(Table):
 
     def is_sharded(self, degrees: Degrees) -> bool:
         """Return whether FSDP shards parameters over the ranks that compute different tokens."""
-        return self.fsdp.strategy != "no_shard" and (degrees.fsdp > 1 or self.fsdp.offload)
+        return self.fsdp.sharding.shards and (degrees.fsdp > 1 or self.fsdp.offload)
 
     def uses_fsdp(self, degrees: Degrees) -> bool:
         """Return whether FSDP2 reduces the gradients.

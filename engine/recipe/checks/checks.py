@@ -151,7 +151,7 @@ def _degrees(recipe: Recipe) -> Iterator[Finding]:
     for axis in open_axes[1:]:
         message = f"{axis} and {open_axes[0]} are both -1"
         yield ("parallel", axis), message, "give all degrees but one"
-    if parallel.fsdp.strategy.startswith("hybrid") and parallel.replicate == 1:
+    if parallel.fsdp.sharding.needs_replicas and parallel.replicate == 1:
         message = f'"{parallel.fsdp.strategy}" replicates over parallel.replicate, which is 1'
         yield ("parallel", "fsdp", "strategy"), message, "set parallel.replicate"
 

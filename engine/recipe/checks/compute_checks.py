@@ -142,9 +142,9 @@ def _copies(recipe: Recipe, degrees: Degrees) -> Iterator[tuple[str, str]]:
     if not degrees.is_known(*DATA_AXES):
         return
     known = degrees.known
-    strategy = recipe.parallel.fsdp.strategy
     if known.dp_cp > 1 and not recipe.parallel.uses_fsdp(known):
-        hint = "raise parallel.shard" if strategy != "no_shard" else 'take "full_shard"'
+        shards = recipe.parallel.fsdp.sharding.shards
+        hint = "raise parallel.shard" if shards else 'take "full_shard"'
         yield "copies (DDP) hold whole gradients until all are reduced", hint
     share = recipe.data.global_batch // max(1, known.data)
     if share > recipe.data.micro_batch and degrees.known.pipeline == 1:

@@ -143,9 +143,7 @@ def _sequence(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
 def _rules(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
     config, tensor = recipe.model.with_vocab(OPEN_VOCABULARY), degrees.known.tensor
     shapes = with_adapters(config.parameter_shapes(), config.layout, recipe.lora)
-    shard = degrees.known.fsdp
-    if recipe.parallel.fsdp.strategy == "no_shard":
-        shard = 1
+    shard = degrees.known.fsdp if recipe.parallel.fsdp.sharding.shards else 1
     has_plan = tensor > 1 and config.layout.tensor
     ranks = tensor if has_plan else 1
     yield from check_rules(
