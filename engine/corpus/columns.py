@@ -48,7 +48,7 @@ class Column:
             self.hash.update(data)
 
     def end_file(self) -> None:
-        """Sync the file that is being written, and take down what it holds."""
+        """Sync and close the file that is being written, and record its size and checksum."""
         if self._file:
             sync(self._file)
             size = self._file.tell()
@@ -58,14 +58,14 @@ class Column:
             self.close()
 
     def close(self) -> None:
-        """Leave the file as it is."""
+        """Close the file without syncing it."""
         if self._file:
             self._file.close()
             self._file, self._room = None, 0
 
 
 def sync(file: IO[bytes]) -> None:
-    """Wait until what was written is on the disk."""
+    """Wait until the file is on the disk."""
     file.flush()
     os.fsync(file.fileno())
 

@@ -63,4 +63,4 @@ class SyntheticSource(TokenSource):
         """Return the generated tokens."""
         from .synthetic import synthetic_store
 
-        return synthetic_store(self, tokenizer)
+        return synthetic_store(self.num_documents, self.document_tokens, self.seed, tokenizer)

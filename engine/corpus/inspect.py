@@ -64,7 +64,7 @@ class Inspection:
     histogram: list[LengthBin]
     duplicates: Duplicates
     damaged: list[str]
-    """files whose bytes are not those that were written"""
+    """files that are damaged"""
     unchecked: list[str]
     """files without checksums: an older version wrote them"""
     samples: dict[int, str]

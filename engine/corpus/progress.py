@@ -1,4 +1,4 @@
-"""How far tokenising has come: a bar on a terminal, a line now and then anywhere else."""
+"""The progress of tokenising: a bar on a terminal, a line every ten seconds anywhere else."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class TokenisingProgress:
-    """How far a preparation has come.
+    """The progress of a preparation.
 
     Attributes:
-        parts: how many there are.
-        parts_done: how many are in the result.
-        parts_found: how many of these were there already, from an interrupted call.
-        documents: in the result.
-        tokens: in the result.
-        new_tokens: of these, what this call made.
-        new_bytes: of text, from which it did.
-        started: when.
+        parts: the number of parts.
+        parts_done: the number of parts in the result.
+        parts_found: the number of these that an interrupted call had made.
+        documents: the number of documents in the result.
+        tokens: the number of tokens in the result.
+        new_tokens: the number of these that this call made.
+        new_bytes: the bytes of text that this call tokenised.
+        started: the time of the start, by the monotonic clock.
     """
 
     parts: int
@@ -56,7 +56,7 @@ class TokenisingProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """What remains, if parts go on as they did; None: nothing is known."""
+        """The time left if further parts take as long as those before; None: unknown."""
         made = self.parts_done - self.parts_found
         return self.seconds / made * (self.parts - self.parts_done) if made else None
 

@@ -42,7 +42,7 @@ class StoredDocuments(DocumentSource):
         """Open a folder.
 
         Raises:
-            DataError: it is damaged, does not hold its tokenizer, or marks tokens as learned.
+            DataError: it is damaged, does not hold its tokenizer, or has loss masks.
         """
         source = cls.model_validate({"path": str(folder), "on_error": on_error})
         source._store = TokenStore.open(folder, None)
@@ -50,7 +50,7 @@ class StoredDocuments(DocumentSource):
         source._tokenizer = load_bundled_tokenizer(folder)
         if source._store.loss_mask is not None:
             raise DataError(
-                f"{folder}: says which tokens are learned from, and text cannot say it",
+                f"{folder}: has loss masks, which text cannot hold",
                 "prepare the conversations again with the other tokenizer",
             )
         return source

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 IGNORED = -100
-"""the label of a position that is not learned from"""
+"""the label of a position that does not count in the loss"""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Batch:
 
     Attributes:
         tokens: [B, S] int64.
-        labels: [B, S] int64; the token that follows, or -100 where there is nothing to learn.
+        labels: [B, S] int64; the token that follows, or -100 where none counts in the loss.
         positions: [B, S] int64, from the start of each document; None: from the row's start.
         document_ids: [B, S] int32, within the row; attention stays inside a document.
             None: a row is one document.
@@ -61,12 +61,12 @@ if TYPE_CHECKING:
 
 
 def count_label_bytes(batches: Iterable[Batch], tokenizer: Tokenizer) -> int | None:
-    """Return how many bytes of text the labels that count stand for.
+    """Return how many bytes of text the labels that count in the loss stand for.
 
-    None where the tokenizer cannot tell: it has no `token_bytes`, or that is None.
+    None if the tokenizer has no table of them, `token_bytes`.
     """
     table = getattr(tokenizer, "token_bytes", None)  # plugins may lack it
     if table is None:
         return None
     labels = (batch.labels.numpy() for batch in batches)
-    return sum(int(table[each[each != IGNORED]].sum()) for each in labels)
+    return sum(int(table[row[row != IGNORED]].sum()) for row in labels)

@@ -253,13 +253,13 @@ def best_fit_decreasing(lengths: Indices, capacity: int) -> tuple[Indices, int]:
                 room = capacity
                 rows = np.arange(opened, opened - (-len(same) // (capacity // size)))
                 opened += len(rows)
-            each = room // size
-            full, rest = divmod(min(len(same), len(rows) * each), each)
+            per_row = room // size
+            full, rest = divmod(min(len(same), len(rows) * per_row), per_row)
             used = full + (rest > 0)
-            placed = full * each + rest
-            row[same[:placed]] = np.repeat(rows[:used], each)[:placed]
+            placed = full * per_row + rest
+            row[same[:placed]] = np.repeat(rows[:used], per_row)[:placed]
             same = same[placed:]
-            put_back(room - each * size, rows[:full])
+            put_back(room - per_row * size, rows[:full])
             put_back(room - rest * size, rows[full:used])
             put_back(room, rows[used:])
     return _number_by_first_piece(row, opened), opened

@@ -22,7 +22,7 @@ POLL_SECONDS = 1.0
 
 
 class StepDataset:
-    """Rows by step, for a worker: an error is returned rather than raised."""
+    """Rows by step, for a worker; an error is returned instead of being raised."""
 
     def __init__(self, read: Callable[[int], PackedRows]) -> None:
         self.read = read
@@ -99,7 +99,7 @@ def _next(batches: Iterator[Any], timeout_seconds: float, step: int, worker: int
         except RuntimeError as error:
             waited = time.monotonic() - started
             if "timed out" not in str(error):
-                # Any of them: torch names the process, and not whose turn it was.
+                # Any worker: torch names the one that died, which need not be this step's.
                 raise DataError(
                     f"step {step}: a data worker died: {error}",
                     "out of memory? fewer data.workers need less",

@@ -59,7 +59,7 @@ class ChatSource(FileSource):
         return self
 
     def for_tokenizer(self, tokenizer: Tokenizer) -> DocumentSource:
-        """Return the source with the template that it means for this tokenizer."""
+        """Return the source with the chat template for this tokenizer."""
         source = self.model_copy()
         source._template = find_template(
             tokenizer, self.template, self.template_file, self.variables, self.date
@@ -99,7 +99,8 @@ class ChatSource(FileSource):
                 messages.append(self._parse_message(value, messages[-1]["role"] if index else ""))
             except ValueError as error:
                 raise ValueError(f"{self.field}[{index}]: {error}"[:300]) from error
-        if self.learn == "assistant" and all(each["role"] != "assistant" for each in messages):
+        roles = {message["role"] for message in messages}
+        if self.learn == "assistant" and "assistant" not in roles:
             raise ValueError("no message is the assistant's: there is nothing to learn from")
         return messages
 
@@ -124,7 +125,7 @@ class ChatSource(FileSource):
 
     def _resolved(self) -> ChatTemplate:
         if self._template is None:
-            raise RuntimeError("for_tokenizer comes first: it finds the chat template")
+            raise RuntimeError("call for_tokenizer first: it finds the chat template")
         return self._template
 
 

@@ -1,6 +1,6 @@
 """Renders chat templates; a program of its own, so that no template can harm its caller.
 
-A template comes with a tokenizer that somebody else made. Jinja's sandbox keeps it from reaching
+A template comes with a tokenizer from a stranger. Jinja's sandbox keeps it from reaching
 Python's objects; that this is another process, with limits on time, memory and files, keeps it from
 taking the machine. It reads a JSON object a line and answers each with one:
 
@@ -66,8 +66,8 @@ class Renderer:
 
     Args:
         template: Jinja.
-        variables: what it finds beside the messages, such as `bos_token`.
-        today: what `strftime_now` tells it.
+        variables: the variables beside the messages, such as `bos_token`.
+        today: the date that `strftime_now` gives.
     """
 
     def __init__(self, template: str, variables: dict[str, Any], today: date) -> None:
@@ -147,10 +147,10 @@ def _raise_exception(message: str) -> None:
 def _with_reasoning(message: Message) -> Message:
     """Give an answer's reasoning all the names that templates look for."""
     names = ("reasoning_content", "thinking", "reasoning")
-    found = next((message[name] for name in names if message.get(name) is not None), None)
-    if found is None:
+    reasoning = next((message[name] for name in names if message.get(name) is not None), None)
+    if reasoning is None:
         return message
-    return {"thinking": found, **message, "reasoning_content": found}
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def reply_to(renderer: Renderer, request: dict[str, Any]) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def matching_files(pattern: str, suffix: str) -> list[Path]:
     elif path.exists() or not has_magic(pattern):
         files = [path]
     else:
-        files = [Path(found) for found in glob(str(path), recursive=True)]
+        files = [Path(match) for match in glob(str(path), recursive=True)]
     files = sorted(file for file in files if file.is_file())
     if not files:
         what = "no such file"
@@ -155,7 +155,7 @@ def content_fingerprint(pattern: str, suffix: str) -> str:
 
 
 def text_parts(pattern: str, suffix: str) -> list[Part]:
-    """Return parts whose spans are documents: a file each, and those over 64 MiB cut at lines."""
+    """Return parts whose spans are documents: whole files, or lines of files over 64 MiB."""
     return file_parts(matching_files(pattern, suffix), MAX_DOCUMENT_BYTES)
 
 
@@ -184,7 +184,7 @@ def read_text(part: Part) -> Iterator[Document]:
 
 
 def _whole_characters(block: bytes) -> bytes:
-    """Return the block without the last character, which may go on after it."""
+    """Return the block without its last character, which may continue after it."""
     end = len(block) - 1
     while end > len(block) - 4 and block[end] & 0xC0 == 0x80:  # 10xxxxxx continues a character
         end -= 1

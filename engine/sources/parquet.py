@@ -23,7 +23,7 @@ TEXT_BESIDE, TEXT_A_BYTE = 2**30, 1000
 
 
 class RowGroups(NamedTuple):
-    """Consecutive row groups of a file; none: the file could not be opened."""
+    """Consecutive row groups of a file; `stop` is 0 if the file could not be opened."""
 
     file: str
     start: int = 0
@@ -139,8 +139,8 @@ def read_texts(values: Any, field: str, name: str, row: int) -> Iterator[Documen
         kind = kind.value_type
     if kind not in _text_types():
         raise ValueError(f'"{field}" is {kind}, expected strings')
-    for number, each in enumerate(values, row + 1):
-        value = each.value if is_dictionary else each
+    for number, value in enumerate(values, row + 1):
+        value = value.value if is_dictionary else value
         try:
             if not value.is_valid:
                 raise ValueError(f'"{field}" is null, expected a string')
@@ -162,12 +162,12 @@ def _text_types() -> set[Any]:
 
 
 def summarize_error(error: Exception) -> str:
-    """Return what a library says in its first line, or the error's class."""
+    """Return the first line of an error's message, or the name of its class."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def _open(path: Path) -> Any | str:
-    """Return the file, or what is wrong with it."""
+    """Return the opened file, or a sentence that says what is wrong with it."""
     try:
         require_regular(path)
         parquet = require_package("pyarrow.parquet", 'the "parquet" source', "data")
@@ -187,8 +187,8 @@ def _column(schema: Any, field: str) -> str | ValueError:
         if name not in known:
             has = ", ".join(sorted(known)[:10]) or "no fields"
             hint = nearest(name, known)
-            found = f'no field "{field}"; there is: {has}' + (f"; {hint}" if hint else "")
-            return ValueError(found[:300])
+            reason = f'no field "{field}"; there is: {has}' + (f"; {hint}" if hint else "")
+            return ValueError(reason[:300])
         kind = schema.field(name).type if kind is None else kind.field(name).type
         known = [kind.field(index).name for index in range(kind.num_fields)]
     return field

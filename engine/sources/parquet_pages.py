@@ -1,8 +1,8 @@
-"""How large the pages of a Parquet column are once they are unpacked, told by their headers.
+"""Checks how large the pages of a Parquet column become when they are decompressed.
 
-pyarrow unpacks a page as a whole, and what the file says of a column in its footer need not be
-true. A page's header is a struct of Thrift's compact protocol, whose fields 1 to 3 are the page's
-type and its sizes, unpacked and packed.
+pyarrow decompresses a page as a whole, and the sizes in the file's footer may be wrong. The header
+of a page is a struct of Thrift's compact protocol. Its fields 1 to 3 are the page's type, and its
+decompressed and compressed sizes.
 
 Source: https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift
 """

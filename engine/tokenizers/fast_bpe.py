@@ -204,7 +204,7 @@ def _ranks(
             raise NotEquivalent(f"its model has {key}")
     vocabulary, names = model["vocab"], byte_characters()
     rank_of = {name: rank for rank, name in enumerate(names)}
-    merges = [tuple(each.split(" ") if isinstance(each, str) else each) for each in model["merges"]]
+    merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
     newest = ""
     for left, right in merges:
         union = left + right
@@ -220,7 +220,7 @@ def _ranks(
     _check_reachable(vocabulary, merges, list(rank_of)[len(names) :], whole_words)
     if whole_words:
         # No rule makes them, and no two tokens: they are taken only where they are a whole piece.
-        alone = sorted(vocabulary.keys() - rank_of.keys() - {each["content"] for each in added})
+        alone = sorted(vocabulary.keys() - rank_of.keys() - {token["content"] for token in added})
         for name in alone:
             halves = [(name[:cut], name[cut:]) for cut in range(1, len(name))]
             if any(left in vocabulary and right in vocabulary for left, right in halves):
@@ -256,12 +256,12 @@ def _added_tokens(added: Sequence[Mapping[str, Any]], native: Any) -> list[Added
         raise NotEquivalent("an added token takes the space around it")
     if any(not token["content"] for token in added):
         raise NotEquivalent("an added token is empty")
-    found = []
+    added_tokens = []
     for normalized in (False, True):
         texts = [t["content"] for t in added if bool(t.get("normalized")) == normalized]
         if texts:
             # Of alternatives, the first that fits is taken: the longest goes first.
             pattern = "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
             ids = {text: int(native.token_to_id(text)) for text in texts}
-            found.append(AddedTokens(re.compile(pattern), ids))
-    return found
+            added_tokens.append(AddedTokens(re.compile(pattern), ids))
+    return added_tokens
