@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from glob import glob, has_magic
-from hashlib import blake2b
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,60 +34,6 @@ JSON_KINDS = {
     type(None): "null", dict: "an object", bool: "true or false", int: "a number",
     float: "a number", list: "an array", str: "a string",
 }  # fmt: skip
-
-# Installed packages, tests full of deliberately odd text, and a module that differs by machine.
-PYTHON_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-PYTHON_LEFT_OUT_PREFIX = "_sysconfigdata"
-
-
-def python_files() -> list[tuple[str, os.stat_result]]:
-    """Return the path and status of each module of the standard library, in a fixed random order.
-
-    The order follows a hash of the path within the library, so that any run of modules, such as the
-    held-out tail, is a random sample.
-
-    Raises:
-        DataError: the library is not in a folder.
-    """
-    root = sysconfig.get_path("stdlib")
-    if not os.path.isdir(root):
-        raise DataError(
-            f"{root}: this interpreter's standard library is not there as files",
-            'use another source, such as "text"',
-        )
-    modules: list[tuple[bytes, str, os.stat_result]] = []
-    folders = [root]
-    while folders:
-        with os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                if entry.name in PYTHON_LEFT_OUT or entry.name.startswith(PYTHON_LEFT_OUT_PREFIX):
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
-                elif entry.name.endswith(".py"):
-                    inside = Path(entry.path).relative_to(root).as_posix()
-                    modules.append((blake2b(inside.encode()).digest(), entry.path, entry.stat()))
-    return [(path, status) for _, path, status in sorted(modules, key=itemgetter(0))]
-
-
-def python_documents(max_bytes: int) -> Iterator[Document]:
-    """Yield the texts of the standard library's modules, at most `max_bytes` bytes (0: all)."""
-    total = 0
-    for path, status in python_files():
-        total += status.st_size
-        if max_bytes and total > max_bytes:
-            return
-        try:
-            yield Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            continue  # the user chose no file here and could repair none
-
-
-def python_fingerprint(max_bytes: int) -> str:
-    """Return the interpreter's version and the modules' sizes and times."""
-    states = [(path, status.st_size, status.st_mtime_ns) for path, status in python_files()]
-    hashed = xxh3_128_hexdigest(repr(states).encode())
-    return f"python {platform.python_version()} {max_bytes} {hashed}"
 
 
 def matching_files(pattern: str, suffix: str) -> list[Path]:
@@ -126,31 +68,37 @@ def matching_files(pattern: str, suffix: str) -> list[Path]:
 
 def files_fingerprint(pattern: str, suffix: str) -> str:
     """Return a hash of the files' names, sizes and times."""
-    states = []
-    for file in matching_files(pattern, suffix):
-        try:
-            status = file.stat()
-        except OSError as error:
-            raise DataError(f"{file}: {error.strerror}") from error
-        states.append((str(file), status.st_size, status.st_mtime_ns))
-    return xxh3_128_hexdigest(repr(states).encode())
+    return _hash_states(matching_files(pattern, suffix), _file_state)
 
 
 def content_fingerprint(pattern: str, suffix: str) -> str:
     """Return a hash of the files' names, sizes, and first and last bytes, wherever they are."""
     files = matching_files(pattern, suffix)
     root = os.path.commonpath([file.parent for file in files])
+
+    def describe(file: Path) -> tuple[str, int, str]:
+        with open_regular(file) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            ends = opened.read(FINGERPRINT_BYTES)
+            opened.seek(max(size - FINGERPRINT_BYTES, 0))
+            ends += opened.read(FINGERPRINT_BYTES)
+        return os.path.relpath(file, root), size, xxh3_128_hexdigest(ends)
+
+    return _hash_states(files, describe)
+
+
+def _file_state(file: Path) -> tuple[str, int, int]:
+    status = file.stat()
+    return str(file), status.st_size, status.st_mtime_ns
+
+
+def _hash_states(files: Sequence[Path], describe: Callable[[Path], tuple[Any, ...]]) -> str:
     states = []
     for file in files:
         try:
-            with open_regular(file) as opened:
-                size = os.fstat(opened.fileno()).st_size
-                ends = opened.read(FINGERPRINT_BYTES)
-                opened.seek(max(size - FINGERPRINT_BYTES, 0))
-                ends += opened.read(FINGERPRINT_BYTES)
+            states.append(describe(file))
         except OSError as error:
             raise DataError(f"{file}: {error.strerror}") from error
-        states.append((os.path.relpath(file, root), size, xxh3_128_hexdigest(ends)))
     return xxh3_128_hexdigest(repr(states).encode())
 
 

@@ -49,12 +49,11 @@ class ParquetSource(FileSource):
                 parts.append(RowGroups(str(path)))
                 continue
             with opened as file:
-                column = _column(file.schema_arrow, self.field)
                 metadata = file.metadata
                 start = row = first_row = size = 0
                 for group in range(metadata.num_row_groups):
                     row += metadata.row_group(group).num_rows
-                    size += _column_bytes(metadata.row_group(group), column)
+                    size += _column_bytes(metadata.row_group(group), self.field)
                     if size >= PART_BYTES or group + 1 == metadata.num_row_groups:
                         parts.append(RowGroups(str(path), start, group + 1, first_row))
                         start, first_row, size = group + 1, row, 0
@@ -76,13 +75,13 @@ class ParquetSource(FileSource):
                 yield DocumentFault(part.file, opened)
             return
         with opened as file:
-            column = _column(file.schema_arrow, self.field)
             row = part.first_row
             first += row
             for group in range(part.start, part.stop or file.num_row_groups):
                 end = row + file.metadata.row_group(group).num_rows
                 if end > first:
-                    yield from _read_group(file, group, column, row, max(first - row, 0), part.file)
+                    skipped = max(first - row, 0)
+                    yield from _read_group(file, group, self.field, row, skipped, part.file)
                 row = end
 
     def settings(self) -> str:
@@ -91,13 +90,12 @@ class ParquetSource(FileSource):
 
 
 def _read_group(
-    file: Any, group: int, column: str | ValueError, row: int, skipped: int, name: str
+    file: Any, group: int, column: str, row: int, skipped: int, name: str
 ) -> Iterator[Document]:
     metadata = file.metadata.row_group(group)
     end = row + metadata.num_rows
     try:
-        if isinstance(column, ValueError):
-            raise column
+        _check_column(file.schema_arrow, column)
         left = TEXT_BESIDE + TEXT_A_BYTE * measure_pages(name, metadata, column)
         largest = max(_column_bytes(metadata, column), 1)  # one value may be all of them
         rows = min(max(BATCH_BYTES // largest, 1), BATCH_ROWS)
@@ -177,21 +175,25 @@ def _open(path: Path) -> Any | str:
         return f"not a Parquet file: {summarize_error(error)}"
 
 
-def _column(schema: Any, field: str) -> str | ValueError:
-    """Return the column's path; a name with dots is a column, or a field within structs."""
+def _check_column(schema: Any, field: str) -> None:
+    """Check that a schema has a column, or a field within structs, of a name with dots.
+
+    Raises:
+        ValueError: it has neither.
+    """
     if field in schema.names:
-        return field
+        return
     known = list(schema.names)
     kind: Any = None
     for name in field.split("."):
         if name not in known:
             has = ", ".join(sorted(known)[:10]) or "no fields"
             hint = nearest(name, known)
-            reason = f'no field "{field}"; there is: {has}' + (f"; {hint}" if hint else "")
-            return ValueError(reason[:300])
+            raise ValueError(
+                (f'no field "{field}"; there is: {has}' + (f"; {hint}" if hint else ""))[:300]
+            )
         kind = schema.field(name).type if kind is None else kind.field(name).type
         known = [kind.field(index).name for index in range(kind.num_fields)]
-    return field
 
 
 def select_column(rows: Any, column: str) -> Any:
@@ -204,8 +206,8 @@ def select_column(rows: Any, column: str) -> Any:
     return pc.struct_field(rows.column(first), more)
 
 
-def _column_bytes(row_group: Any, column: str | ValueError) -> int:
-    """Return the decompressed bytes of a column; those of all where there is no such column."""
+def _column_bytes(row_group: Any, column: str) -> int:
+    """Return the decompressed bytes of a column; of all columns if there is no such column."""
     for index in range(row_group.num_columns):
         if row_group.column(index).path_in_schema == column:
             return int(row_group.column(index).total_uncompressed_size)

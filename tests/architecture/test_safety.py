@@ -35,7 +35,7 @@ OPENS = {
     "engine/corpus/checksums.py: os.open",  # neither follows links nor waits
     "engine/corpus/checksums.py: read_text",  # /proc
     "engine/corpus/prepare.py: read_text",  # checked to be a file
-    "engine/sources/files.py: read_text",  # the interpreter's own library
+    "engine/sources/configs.py: read_text",  # the interpreter's own library
     "engine/doctor/machine.py: read_text",  # /proc
     "engine/drawing/page.py: read_text",  # ours
     "engine/core/files.py: open",  # a descriptor
