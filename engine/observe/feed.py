@@ -1,14 +1,13 @@
-"""What trackers of a service have in common: each row is sent once, whatever happens. Torch-free.
+"""Sends each row of metrics.jsonl to a tracking service once. Torch-free.
 
-metrics.jsonl is the truth, and a tracker a copy of it. The run's id there and how far the copy has
-got are kept in `trackers/NAME.json` of the run directory. When a run goes on, rows that were never
-sent are sent; steps that are repeated are not, because such services cannot take a step back.
+`trackers/NAME.json` of the run directory holds the run's id in the service and the newest step that
+was sent. A run that resumes sends the rows that were never sent, but not those of steps that it
+repeats, because such services do not replace a step.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import queue
 import threading
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..core.files import read_regular
+from ..core.files import atomic_write, read_regular
 from .metrics import read
 
 Row = Mapping[str, Any]
@@ -28,8 +27,13 @@ class SentRows:
     """The id of a run in a service, and the newest step that the service has.
 
     Args:
-        path: where it is kept.
-        target: which place of the service it is about; another place begins anew.
+        path: the JSON file that holds them.
+        target: the project in the service; for another one the file's content is ignored.
+
+    Attributes:
+        run_id: id of the run in the service, empty before there is one.
+        step: the newest step of which a row was sent, -1 before there is one.
+        kinds: kinds of the rows of that step.
     """
 
     def __init__(self, path: Path, target: str) -> None:
@@ -42,7 +46,7 @@ class SentRows:
         self.kinds = set(content.get("kinds", ())) if same else set()
 
     def begin(self, run_id: str) -> None:
-        """Take note of a new run there."""
+        """Store the id of a new run in the service."""
         self.run_id, self.step, self.kinds = run_id, -1, set()
         self._write()
 
@@ -52,7 +56,7 @@ class SentRows:
         return bool(step > self.step or (step == self.step and row["kind"] not in self.kinds))
 
     def add(self, row: Row) -> None:
-        """Take note of a row that was sent."""
+        """Store that a row was sent."""
         if row["step"] > self.step:
             self.step, self.kinds = row["step"], set()
         self.kinds.add(row["kind"])
@@ -66,7 +70,6 @@ class SentRows:
             return {}
 
     def _write(self) -> None:
-        """Replace the file; not synced, because a step that is sent twice does little harm."""
         content = {
             "target": self._target,
             "run_id": self.run_id,
@@ -74,18 +77,16 @@ class SentRows:
             "kinds": sorted(self.kinds),
         }
         self._path.parent.mkdir(exist_ok=True)
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(content) + "\n", "utf-8")
-        temporary.replace(self._path)
+        atomic_write(self._path, json.dumps(content) + "\n")
 
 
 class RowSender:
-    """Sends rows in a thread of its own, so that a slow service never holds up a step.
+    """Sends rows in a thread, so that a slow service never holds up a step.
 
     Args:
-        record: what was sent before.
-        metrics: metrics.jsonl, whose rows that were never sent are sent first.
-        send: hands one row to the service; raises if that fails.
+        record: the rows that were sent before.
+        metrics: metrics.jsonl; rows in it that were never sent are sent first.
+        send: sends one row to the service, and raises if that fails.
     """
 
     def __init__(self, record: SentRows, metrics: Path, send: Callable[[Row], None]) -> None:
@@ -101,7 +102,7 @@ class RowSender:
         self._thread.start()
 
     def log(self, row: Row) -> None:
-        """Queue a row; raises what an earlier one failed with."""
+        """Queue a row; raises the error of an earlier one."""
         if self._error is not None:
             raise self._error
         try:
@@ -110,7 +111,7 @@ class RowSender:
             raise TimeoutError(f"{MAX_WAITING:,} rows wait to be sent") from None
 
     def close(self) -> None:
-        """Send what is queued, for a while; the next attempt sends what is left."""
+        """Send the queued rows for up to half a minute; the next attempt sends the rest."""
         with suppress(queue.Full):
             self._waiting.put(None, timeout=CLOSE_SECONDS)
         self._thread.join(CLOSE_SECONDS)

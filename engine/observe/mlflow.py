@@ -32,7 +32,7 @@ class MLflowTracker:
         uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
         uri = uri or (run_dir.resolve().parent / "mlruns").as_uri()
         if uri.startswith("file:") or "://" not in uri:
-            # MLflow 3 wants to hear that its folders of files are meant.
+            # MLflow 3 refuses its file store without this variable.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         try:
             import mlflow
@@ -50,7 +50,7 @@ class MLflowTracker:
         try:
             self._client = mlflow.MlflowClient(tracking_uri=uri)
             self._open(config, record, run_dir, recipe)
-        except Exception as error:  # its stores raise what they like
+        except Exception as error:  # stores raise errors of many libraries
             raise EnvironmentFault(
                 f"MLflow at {redact(uri)} cannot be used: {redact(str(error))}",
                 "check metrics.trackers' tracking_uri; SQL stores need the package `mlflow`",
@@ -59,11 +59,11 @@ class MLflowTracker:
         self._feed = RowSender(record, run_dir / "metrics.jsonl", self._send)
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Queue the row's numbers."""
+        """Queue the numbers of a row."""
         self._feed.log(row)
 
     def close(self) -> None:
-        """Send what is queued and say how the run stands."""
+        """Send the queued rows, and set the status of the run."""
         try:
             self._feed.close()
         finally:
@@ -73,16 +73,18 @@ class MLflowTracker:
     def _open(
         self, config: MLflow, record: SentRows, run_dir: Path, recipe: Mapping[str, Any]
     ) -> None:
-        """Go on with the run of the record, or begin one."""
+        """Resume the run of the record, or create one."""
         if record.run_id and self._reopen(record.run_id):
             return
-        found = self._client.get_experiment_by_name(config.experiment)
-        experiment = (
-            found.experiment_id if found else self._client.create_experiment(config.experiment)
+        experiment = self._client.get_experiment_by_name(config.experiment)
+        experiment_id = (
+            experiment.experiment_id
+            if experiment
+            else self._client.create_experiment(config.experiment)
         )
         pairs = (tag.partition("=") for tag in config.tags)
         run = self._client.create_run(
-            experiment,
+            experiment_id,
             run_name=config.run_name or run_dir.resolve().name,
             tags={key: value or "true" for key, _, value in pairs},
         )
@@ -96,7 +98,7 @@ class MLflowTracker:
             self._client.log_batch(record.run_id, params=parameters[start : start + BATCH])
 
     def _reopen(self, run_id: str) -> bool:
-        """Mark a run as running; return whether it is still there."""
+        """Mark a run as running, and return whether it still exists."""
         from mlflow.exceptions import MlflowException
 
         try:

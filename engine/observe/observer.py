@@ -1,4 +1,4 @@
-"""The one place that watches a run, and the only one that may wait for the device to do so."""
+"""Records and shows the metrics of a run; the only place that waits for the device to do so."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Item = TypeVar("Item")
 
 
 class Mean(NamedTuple):
-    """A mean that does not exist where there is nothing to count."""
+    """A mean of some numbers, which a row leaves out if there are none."""
 
     total: Tensor
     number: Tensor
@@ -38,19 +38,19 @@ Number = Tensor | float | Mean
 class Observer:
     """Records and shows steps and evaluations on rank 0; does nothing on others.
 
-    Rows are written at step 1, at each multiple of the interval and at the last step: which steps
-    have one depends on the step alone, so that resumed and uninterrupted runs have the same.
+    Rows are written at step 1, at each multiple of the interval and at the last step, so that
+    resumed and uninterrupted runs have the same rows.
 
     Args:
         table: the recipe's `[metrics]`.
-        directory: where metrics.jsonl and the trackers' files go.
-        rank: this process's.
-        total_steps: of the run.
+        directory: the run directory, with metrics.jsonl and the files of trackers.
+        rank: number of this rank.
+        total_steps: number of optimizer steps of the run.
         progress: the screen.
         throughput: counts time and tokens.
         memory: returns the peak memory in bytes without waiting for the device.
         phases: times the phases of a step.
-        profiler: of this rank, if its steps are profiled.
+        profiler: the profiler of this rank, if its steps are profiled.
         compare_ranks: returns more columns for the row of a step; all ranks call it together.
     """
 
@@ -82,15 +82,15 @@ class Observer:
         self._trackers: list[Tracker] = []
 
     def start(self, step: int, tokens: int, *, is_evaluated: bool = True) -> None:
-        """Begin after `step` steps and `tokens` tokens; what was recorded beyond is dropped.
+        """Begin at a position of the run; rows of later steps are dropped.
 
         Args:
-            step: finished.
-            tokens: trained on.
-            is_evaluated: whether an evaluation after this step counts.
+            step: finished optimizer steps.
+            tokens: tokens trained on.
+            is_evaluated: whether the evaluation after `step` was done.
 
         Raises:
-            EnvironmentFault: a tracker cannot be used, and the run is only starting.
+            EnvironmentFault: a tracker cannot be used, and no step is done yet.
         """
         self._start(step, is_evaluated)
         if self._profiler:
@@ -106,14 +106,14 @@ class Observer:
             self._log = MetricsLog(self._directory.metrics, step)
         self._log.rewind(step, is_evaluated=is_evaluated)
         configs = list(self._table.trackers)
-        if self._table.tensorboard and not any(isinstance(c, TensorBoard) for c in configs):
+        if self._table.tensorboard and all(c.name != "tensorboard" for c in configs):
             configs.append(TensorBoard())
         for config in configs:
             self._open_tracker(config, step)
         self._progress.start(step, self._total_steps)
 
     def _open_tracker(self, config: TrackerConfig, step: int) -> None:
-        """Add a tracker; one that cannot be used keeps no run from going on."""
+        """Add a tracker; a run that resumes continues without one that cannot be used."""
         try:
             self._trackers.append(config.build(self._directory.path, step))
         except Exception as error:
@@ -133,9 +133,9 @@ class Observer:
         """Observe a finished optimizer step.
 
         Args:
-            step: how many steps are finished, counted from 1.
-            values: numbers of this step alone, the same on all ranks (`loss`, `grad_norm`, `lr`).
-            tokens: trained on so far, over all ranks and attempts.
+            step: number of the step, counted from 1.
+            values: metrics of the step, the same on all ranks; only needed if `is_due`.
+            tokens: tokens trained on so far, over all ranks and attempts.
         """
         with self._phases("logging"):
             self._observe(step, values, tokens)
@@ -157,16 +157,16 @@ class Observer:
         self._record({**row, "memory_bytes": self._memory()})
 
     def on_evaluation(self, step: int, values: Mapping[str, Number]) -> None:
-        """Record an evaluation after `step` steps; `values` holds its `loss`."""
+        """Record an evaluation after `step` steps, whose `values` have a `loss`."""
         if self._log is not None:
             self._record({"kind": "eval", "step": step, **to_floats(values)})
 
     def exclude_time(self) -> AbstractContextManager[None]:
-        """Leave out the time that passes inside from step times and rates."""
+        """Leave the time of the context out of step times and rates."""
         return self._throughput.exclude_time()
 
     def measure_waits(self, items: Iterator[Item]) -> Iterator[Item]:
-        """Yield the items (the data), counting how long each was waited for."""
+        """Yield the items (the data), and measure how long each was waited for."""
         items = self._throughput.measure_waits(items)
         while True:
             with self._phases("data"):
@@ -176,13 +176,13 @@ class Observer:
             yield item
 
     def sync(self) -> None:
-        """Make the rows so far survive a power cut: call it before a checkpoint is saved."""
+        """Make the rows so far survive a power cut, before a checkpoint is saved."""
         if self._log is not None:
             with suppress(OSError):
                 self._log.sync()
 
     def close(self) -> None:
-        """Close the files and leave the screen."""
+        """Close the files and the progress bar, and show the profile."""
         if self._profiler:
             self._show_profile(self._profiler)
         self._close_trackers()
@@ -201,7 +201,7 @@ class Observer:
 
     @contextmanager
     def _contain_profiler_errors(self) -> Iterator[None]:
-        """Let no fault of a profiler end a run."""
+        """Report an error of the profiler, and continue without it."""
         try:
             yield
         except Exception as error:
@@ -235,9 +235,9 @@ class Observer:
 
 
 def to_floats(values: Mapping[str, Number]) -> dict[str, float]:
-    """Return tensors of no dimension, numbers and means as floats; a mean of nothing is left out.
+    """Return scalar tensors, numbers and means as floats, with one copy from the device.
 
-    What is on a device is copied once for all of them.
+    A mean of no numbers is left out.
     """
     tensors = {
         (name, part): tensor
@@ -245,15 +245,15 @@ def to_floats(values: Mapping[str, Number]) -> dict[str, float]:
         for part, tensor in enumerate(value if isinstance(value, Mean) else [value])
         if isinstance(tensor, Tensor)
     }
-    found: dict[tuple[str, int], float] = {}
+    numbers: dict[tuple[str, int], float] = {}
     if tensors:
         # Exact: fp32 and counts up to 2**53 fit in fp64.
         stacked = torch.stack([value.detach().double() for value in tensors.values()])
-        found = dict(zip(tensors, stacked.tolist(), strict=True))
+        numbers = dict(zip(tensors, stacked.tolist(), strict=True))
     floats = {}
     for name, value in values.items():
         if not isinstance(value, Mean):
-            floats[name] = found[name, 0] if isinstance(value, Tensor) else value
-        elif count := found[name, 1]:
-            floats[name] = found[name, 0] / count
+            floats[name] = numbers[name, 0] if isinstance(value, Tensor) else value
+        elif count := numbers[name, 1]:
+            floats[name] = numbers[name, 0] / count
     return floats

@@ -15,7 +15,6 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
 from ..core.files import atomic_write, sync_folder
 from .phases import PhaseTimer
-from .tables import Profile
 
 SNAPSHOT_EVENTS = 200_000
 MAX_OPERATORS = 15
@@ -24,16 +23,16 @@ UNMARKED = "other"
 
 @dataclass(frozen=True)
 class Operator:
-    """What one operator costs a step."""
+    """The cost of an operator in a step."""
 
     name: str
     calls: float
     seconds: float
-    """without the operators that it calls; on a GPU, of its kernels"""
+    """its own time, without the operators that it calls; on a GPU the time of its kernels"""
     flops_per_second: float | None
-    """where torch's profiler knows how many there are"""
+    """for operators whose FLOPs torch's profiler knows"""
     allocated_bytes: int
-    """what it allocated less what it freed; 0 where memory was not recorded"""
+    """allocated less freed bytes; 0 if memory was not recorded"""
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,13 @@ class Summary:
     step_seconds: float
     phase_seconds: dict[str, float]
     peak_bytes: dict[str, int]
-    """by phase, over what was in use when profiling began; empty where it was not recorded"""
+    """by phase, over the memory in use when profiling began; empty if it was not recorded"""
     operators: list[Operator]
     flops_per_step: float
     files: list[str]
 
     def phases(self) -> dict[str, float]:
-        """Return seconds by phase, the longest first, and last what no phase covers."""
+        """Return seconds by phase, the longest first; last the time that no phase covers."""
         ordered = sorted(self.phase_seconds.items(), key=lambda pair: -pair[1])
         return dict(ordered) | {UNMARKED: self.step_seconds - sum(self.phase_seconds.values())}
 
@@ -84,13 +83,15 @@ class Summary:
 
 @dataclass
 class Profiler:
-    """Profiles `table.steps` steps, from the `table.start`-th of this attempt.
+    """Profiles `steps` steps of this attempt.
 
     A step lasts from the end of the one before to its own end, so an evaluation or a checkpoint
     counts to the step after it.
 
     Args:
-        table: the recipe's `[profile]`.
+        start: the first profiled step, counted from where this attempt starts.
+        steps: number of profiled steps.
+        memory: whether to record every allocation.
         phases: times the phases of the training step.
         folder: where the files go.
         rank: this process's rank.
@@ -102,7 +103,9 @@ class Profiler:
         summary: what was profiled; None before it is written.
     """
 
-    table: Profile
+    start: int
+    steps: int
+    memory: bool
     phases: PhaseTimer
     folder: Path
     rank: int
@@ -114,20 +117,20 @@ class Profiler:
     _first_step: int = field(default=0, init=False)
 
     def begin(self, step: int) -> None:
-        """Begin the schedule after `step` steps; nothing after a rollback, when it is under way."""
+        """Begin the schedule after `step` steps; a rollback does not begin it again."""
         if self._profile is not None:
             return
-        self._first_step = step + self.table.start
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints when it starts and stops
+        self._first_step = step + self.start
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Kineto prints when it starts and stops
         on_gpu = self.device.type == "cuda"
-        warmup = min(1, self.table.start - 1)
+        warmup = min(1, self.start - 1)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the first step cannot have one before it to warm up
+            warnings.simplefilter("ignore")  # no step before the first one could warm up
             steps = schedule(
-                skip_first=self.table.start - 1 - warmup,
+                skip_first=self.start - 1 - warmup,
                 wait=0,
                 warmup=warmup,
-                active=self.table.steps,
+                active=self.steps,
                 repeat=1,
             )
         self._profile = profile(
@@ -135,13 +138,13 @@ class Profiler:
             schedule=steps,
             on_trace_ready=self._write,
             with_flops=True,
-            profile_memory=self.table.memory,
+            profile_memory=self.memory,
         )
         self._profile.start()
         self._start_timing_if_due(self._profile)
 
     def end_step(self) -> None:
-        """Take note of the end of a step; after the last profiled one the files are written."""
+        """Tell the schedule that a step has ended; the last profiled one writes the files."""
         if self._profile is not None and self.summary is None:
             self.phases.end_step()
             self._profile.step()
@@ -165,13 +168,13 @@ class Profiler:
 
     @property
     def _takes_snapshot(self) -> bool:
-        return self.device.type == "cuda" and self.table.memory
+        return self.device.type == "cuda" and self.memory
 
     def _write(self, trace: profile) -> None:
         times = self.phases.stop()
         if times is None:
             return
-        memory_phases = times.phase_seconds if self.table.memory else ()
+        memory_phases = times.phase_seconds if self.memory else ()
         self.summary = Summary(
             rank=self.rank,
             device=self.device.type,
@@ -210,8 +213,8 @@ def operators(trace: profile, device_type: str, steps: int) -> list[Operator]:
 
     Args:
         trace: a `torch.profiler.profile` that has ended.
-        device_type: whose time counts.
-        steps: how many it saw.
+        device_type: the device whose time counts.
+        steps: number of steps that it has seen.
     """
     on_gpu = device_type == "cuda"
     found = []
@@ -229,11 +232,11 @@ def operators(trace: profile, device_type: str, steps: int) -> list[Operator]:
 
 
 def peaks(trace: Any, device_type: str, phases: Collection[str]) -> dict[str, int]:
-    """Return the most memory in use during each phase, over what was when profiling began.
+    """Return the peak memory of each phase, over the memory in use when profiling began.
 
     Args:
-        trace: a `torch.profiler.profile` that recorded memory and has ended.
-        device_type: whose memory counts.
+        trace: a `torch.profiler.profile` with memory that has ended.
+        device_type: the device whose memory counts.
         phases: names of the phases.
     """
     events = trace.profiler.kineto_results.events()

@@ -1,6 +1,6 @@
-"""What a run shows while it trains: a live bar on a terminal, plain lines anywhere else.
+"""The screen of a run that trains: a progress bar on a terminal, plain lines anywhere else.
 
-Output is a courtesy: when the reader goes away (`| head -1`, a closed terminal), training goes on.
+When the reader of the output is gone (`| head -1`, a closed terminal), training continues.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ class Progress:
         """Begin after `step` finished steps of `total`."""
 
     def advance(self, step: int) -> None:
-        """Take note of a finished step; called for each one, so it must be cheap."""
+        """Count a finished step; called for each one, so it must be cheap."""
 
     def show(self, row: Mapping[str, Any]) -> None:
         """Show a row of metrics.jsonl."""
 
     def note(self, text: str) -> None:
-        """Print a message without tearing the bar."""
+        """Print a message above the bar."""
 
     def warn(self, text: str) -> None:
-        """Print a warning without tearing the bar."""
+        """Print a warning above the bar."""
 
     def close(self) -> None:
-        """Leave the screen as a shell expects it."""
+        """Remove the bar and show the cursor."""
 
 
 def open_progress(rank: int, stream: TextIO | None = None) -> Progress:
@@ -55,7 +55,7 @@ class LineProgress(Progress):
         self._total = 0
 
     def start(self, step: int, total: int) -> None:
-        """Say which steps are ahead."""
+        """Print the range of steps."""
         self._total = total
         self._print(f"training from step {step + 1} to {total}")
 
@@ -116,7 +116,7 @@ class LiveProgress(Progress):
         self._bar.print(f"warning: {text}", "yellow")
 
     def close(self) -> None:
-        """Draw the bar a last time and give the cursor back."""
+        """Draw the bar a last time, and show the cursor."""
         self._draw(force=True)
         self._bar.close()
 
@@ -133,7 +133,7 @@ class LiveProgress(Progress):
 
 
 def _cells(row: Mapping[str, Any], total: int) -> list[str]:
-    """Return `name value` for each number of a row that people watch, each with a fixed width."""
+    """Return `name value` for each number of a row that is shown, each with a fixed width."""
     cells = [f"loss {row['loss']:<8.5g}"]
     if row["kind"] != "train":
         return cells
@@ -158,7 +158,7 @@ def _compact(row: Mapping[str, Any]) -> str:
 
 @contextmanager
 def forward_logs(progress: Progress) -> Iterator[None]:
-    """Show what our own modules log: information as notes, anything graver as warnings."""
+    """Show the log messages of this package: information as notes, all else as warnings."""
     logger, handler = logging.getLogger("trainer"), _ProgressHandler(progress)
     before = logger.level
     logger.setLevel(logging.INFO)

@@ -19,22 +19,26 @@ if TYPE_CHECKING:
 
 
 class Tracker(Protocol):
-    """A sink of metric rows, used on one process only."""
+    """A service or file that gets metric rows; only rank 0 has one."""
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Take one row of metrics.jsonl (`kind`, `step` and numbers)."""
+        """Send one row of metrics.jsonl (`kind`, `step` and numbers)."""
 
     def close(self) -> None:
-        """Flush what is buffered."""
+        """Send the rows that are buffered."""
 
 
 class TrackerConfig(Component):
     """Base of every tracker's table."""
 
     def build(self, run_dir: Path, resume_step: int) -> Tracker:
-        """Return the tracker; rows after `resume_step` that an earlier attempt wrote are void.
+        """Build the tracker.
 
-        The resolved recipe is in the run directory already: `status.read_recipe(run_dir)`.
+        Args:
+            run_dir: the run directory, which holds the resolved recipe already
+                (`run_dir.read_recipe`).
+            resume_step: the step after which the run resumes; rows of later steps, which an earlier
+                attempt wrote, are void.
         """
         raise NotImplementedError
 
@@ -123,14 +127,24 @@ class Profile(Table):
         device: torch.device,
         flops_per_step: float,
     ) -> Profiler:
-        """Return the profiler of a rank; see `Profiler` for the arguments."""
+        """Build the profiler of a rank; `Profiler` describes the arguments."""
         from .profiler import Profiler
 
-        return Profiler(self, phases, folder, rank, is_main, device, flops_per_step)
+        return Profiler(
+            self.start,
+            self.steps,
+            self.memory,
+            phases,
+            folder,
+            rank,
+            is_main,
+            device,
+            flops_per_step,
+        )
 
 
 AnyTracker = Annotated[TrackerConfig, Named(trackers)]
-"""outside `Metrics`, whose field has the registry's name"""
+"""any tracker's table; outside `Metrics`, whose field has the name of the registry"""
 
 
 class Metrics(Table):

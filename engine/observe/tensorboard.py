@@ -16,9 +16,10 @@ class TensorBoardTracker:
     """Writes each number of a row as a scalar `kind/name`.
 
     Args:
-        folder: of the event files; each attempt adds one.
-        resume_step: what earlier attempts wrote for later steps is void: TensorBoard drops it when
-            it reads the restart mark (tensorboard: event_accumulator, purge_orphaned_data).
+        folder: folder of the event files; each attempt adds one.
+        resume_step: the step after which the run resumes. TensorBoard drops later rows of earlier
+            attempts when it reads the restart mark (tensorboard: event_accumulator,
+            purge_orphaned_data).
 
     Raises:
         EnvironmentFault: TensorBoard is not installed.

@@ -78,10 +78,10 @@ _PEAKS: tuple[tuple[str, PeakFlops], ...] = (
 
 
 def peak_flops(device_name: str, compute: str) -> float | None:
-    """Return a device's dense peak in FLOP/s, or None if it is not known (a slice of a GPU, too).
+    """Return the dense peak of a device in FLOP/s; None if it is unknown, or for a GPU's slice.
 
     Args:
-        device_name: as `torch.cuda.get_device_name` says it.
+        device_name: the name that `torch.cuda.get_device_name` returns.
         compute: "bf16", "fp16" or "fp32" (without TF32).
     """
     if re.search(r"\b(MIG|GRID)\b", device_name):
@@ -100,9 +100,9 @@ def device_peak_flops(device: torch.device, compute: str) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory in use at once since the start.
+    """Return the peak memory since the start of the process.
 
-    On a GPU what its allocator gave out, on a CPU what the process had resident.
+    For a GPU the memory that its allocator has given out, for a CPU the resident memory.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -110,7 +110,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def resident_peak_bytes() -> int:
-    """Return the most memory that this process had resident."""
+    """Return the peak resident memory of this process."""
     try:
         # getrusage would count the process that started this one (its value survives exec).
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
@@ -122,23 +122,23 @@ def resident_peak_bytes() -> int:
 
 @dataclass(frozen=True)
 class Rates:
-    """Means over the steps since the last reading."""
+    """Means over the steps since the last call of `read`."""
 
     tokens_per_second: float
     step_seconds: float
     data_seconds: float
-    """of `step_seconds`, how long the step waited for data"""
+    """the part of `step_seconds` that was waited for data"""
     mfu: float | None
     """model FLOP/s utilization (PaLM, arXiv:2204.02311, appendix B), 0 to 1"""
 
 
 class Throughput:
-    """Counts tokens and time between readings; time spent in `exclude_time` does not count.
+    """Measures tokens per second and step times, without the time spent in `exclude_time`.
 
     Args:
-        flops_per_token: of one training step.
+        flops_per_token: operations of a training step for each token.
         peak_flops: dense peak of all devices of the run together, None if unknown.
-        clock: returns seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -153,18 +153,18 @@ class Throughput:
         self.start(0, 0)
 
     def start(self, step: int, tokens: int) -> None:
-        """Begin to count after `step`, at which `tokens` in all had been trained on."""
+        """Begin to measure after `step` steps and `tokens` tokens."""
         self._step = step
         self._tokens = tokens
         self._waited = 0.0
         self._started = self._clock()
 
     def read(self, step: int, tokens: int) -> Rates:
-        """Return the rates since the last reading, and begin anew.
+        """Return the rates since the last call.
 
         Args:
             step: finished optimizer steps.
-            tokens: trained on so far, over all ranks.
+            tokens: tokens trained on so far, over all ranks.
         """
         seconds = max(self._clock() - self._started, 1e-9)
         steps = max(step - self._step, 1)
@@ -180,7 +180,7 @@ class Throughput:
 
     @contextmanager
     def exclude_time(self) -> Iterator[None]:
-        """Leave out the time of an evaluation or a synchronous save."""
+        """Leave out the time of the context, such as an evaluation or a synchronous save."""
         paused_at = self._clock()
         try:
             yield
@@ -188,7 +188,7 @@ class Throughput:
             self._started += self._clock() - paused_at
 
     def measure_waits(self, items: Iterator[Item]) -> Iterator[Item]:
-        """Yield the items, counting how long each was waited for."""
+        """Yield the items, and measure how long each was waited for."""
         while True:
             asked_at = self._clock()
             try:
@@ -200,6 +200,7 @@ class Throughput:
 
 
 LOCAL_PHASES = ("data", "optimizer")
+"""phases without a collective under any plan"""
 SLOW_RATIO = 1.5
 SLOW_SHARE = 0.05
 ROWS_IN_A_ROW = 3
@@ -208,19 +209,18 @@ ROWS_IN_A_ROW = 3
 class SlowRanks:
     """Compares the time of a step that each rank spends by itself, outside collectives.
 
-    The step time itself says nothing: each rank waits for the slowest, so all have the same. What
-    differs is the time before they wait: for data, in the optimizer, and in the forward pass where
-    the plan has no collectives there (copies of the model alone). It is measured on the host. Where
-    a GPU is behind, the host's time in the forward pass is that of its kernels once their queue is
-    full.
+    The step time is the same on all ranks, because each waits for the slowest. The time before that
+    wait differs: waiting for data, the optimizer, and the forward pass if it has no collectives
+    (replicas alone). It is measured on the host. Of a GPU that lags behind, the host's time in the
+    forward pass is the time of the kernels as soon as their queue is full.
 
-    A rank is slow when that time is over `SLOW_RATIO` of the median rank's, and the difference over
-    `SLOW_SHARE` of the step, in `ROWS_IN_A_ROW` rows of metrics.jsonl.
+    A rank is slow if this time exceeds `SLOW_RATIO` times the median rank's, and the difference
+    exceeds `SLOW_SHARE` of the step, in `ROWS_IN_A_ROW` rows of metrics.jsonl.
 
     Args:
-        group: a gloo group of all ranks; None: one process, and nothing is measured.
+        group: a gloo group of all ranks; None for one process, which measures nothing.
+        warn: shows a message to the user, on rank 0.
         local_forward: whether the forward pass has no collectives.
-        warn: tells the user, on rank 0.
     """
 
     def __init__(
@@ -233,15 +233,15 @@ class SlowRanks:
         self._step, self._started = -1, 0.0
 
     def compare(self, step: int) -> dict[str, float]:
-        """Return which rank is the slowest and by how much; all ranks call it together.
+        """Find the slowest rank; all ranks call it together.
 
         Args:
-            step: how many steps are finished.
+            step: number of finished steps.
 
         Returns:
-            on rank 0 `slowest_rank`, and the seconds of a step that it (`rank_seconds_max`) and the
-            median rank (`rank_seconds_median`) spend by themselves; empty in one process, on other
-            ranks, and at the first call.
+            on rank 0 `slowest_rank`, and the seconds of a step that the slowest rank
+            (`rank_seconds_max`) and the median rank (`rank_seconds_median`) spend by themselves;
+            empty in one process, on other ranks, and at the first call.
         """
         if self._group is None:
             return {}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class WandBTracker:
     """Sends rows to one run of W&B, the same one after each resume.
 
-    Its server learns the numbers and the recipe without secrets; nothing of the command line, the
+    The server gets the numbers and the recipe without secrets, but nothing of the command line, the
     code, the console or the environment.
 
     Raises:
@@ -68,11 +68,11 @@ class WandBTracker:
         self._feed = RowSender(record, run_dir / "metrics.jsonl", self._send)
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Queue the row's numbers."""
+        """Queue the numbers of a row."""
         self._feed.log(row)
 
     def close(self) -> None:
-        """Send what is queued and close the run."""
+        """Send the queued rows, and close the run."""
         try:
             self._feed.close()
         finally:
