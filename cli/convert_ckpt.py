@@ -244,13 +244,15 @@ def _progress(stack: ExitStack, way: str) -> Callable[[int], Advance]:
 
     def start(total: int) -> Advance:
         started, done = time.monotonic(), 0
+        units = (("GB", 10**9), ("MB", 10**6), ("kB", 1000))
+        unit, scale = next((each for each in units if total >= each[1]), units[-1])
 
         def advance(count: int) -> None:
             nonlocal done
             done += count
             speed = max(done, 1) / max(time.monotonic() - started, 1e-3)
-            below = f"{done / 1e9:.2f} of {total / 1e9:.2f} GB · {speed / 1e6:,.0f} MB/s"
-            bar.update(way, done, total, (total - done) / speed, below)
+            below = f"{done / scale:.1f}/{total / scale:.1f} {unit} · {speed / 1e6:,.0f} MB/s"
+            bar.update(way, done, total, (total - done) / speed, below, force=done >= total)
 
         return advance
 
