@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ...model_zoo.layers.dense import AdaptedLinear
 from ...model_zoo.layout import DOWN, is_adapter
 from ..checkpoint.find import find_checkpoint
 from ..checkpoint.ranks import Ranks
@@ -19,6 +20,8 @@ from ..core.errors import CheckpointError
 from ..lora.adapter_weights import CONFIG, THEIRS, WEIGHTS
 from ..recipe.changes import load_saved_recipe
 from .hf_files import write_json
+from .native import read_section
+from .source_weights import merge_tensors
 from .writing import complete_or_absent, sync
 
 if TYPE_CHECKING:
@@ -54,8 +57,6 @@ def save_adapter(
         CheckpointError: there are no adapters, Hugging Face has no names for them, or writing
             failed.
     """
-    from ...model_zoo.layers.dense import AdaptedLinear
-
     adapters = {}
     for name, value in model.named_parameters():
         if is_adapter(name):
@@ -85,9 +86,6 @@ def export_adapter(checkpoint: Path, folder: Path, *, base: str | None = None) -
         RecipeError: the folder exists.
         CheckpointError: the checkpoint is damaged or has no adapters, or writing failed.
     """
-    from .native import read_section
-    from .source_weights import merge_tensors
-
     found = find_checkpoint(checkpoint)
     recipe = load_saved_recipe(found.path, found.manifest)
     saved = read_section(found.path, found.manifest, "model")

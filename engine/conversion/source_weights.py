@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...kernels.choose import choose
 from ...model_zoo.config import SettingsError
 from ...model_zoo.layout import DOWN, UP, is_adapter
 from ..checkpoint.tensors import DerivedTensor, TensorRows
@@ -18,6 +19,7 @@ from ..core.errors import CheckpointError
 from ..core.text.display import list_problems
 from ..formats.hf_match import Shape, misfits
 from ..lora.adapter_weights import merge
+from ..parallel.materialize import without_storage
 
 if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
@@ -76,9 +78,6 @@ def parameter_shapes(
     Raises:
         CheckpointError: a size is larger than all tensors together.
     """
-    from ...kernels.choose import choose
-    from ..parallel.materialize import without_storage
-
     elements = sum(math.prod(shape) for shape in found.values())
     keys = [key for key in config.layout.hf_keys.values() if not key.startswith("rope_scaling.")]
     problems = [

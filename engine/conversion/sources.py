@@ -26,6 +26,7 @@ from ..formats.hf_folder import CONFIG, StoredTensor, list_tensors, read_config
 from ..formats.hf_match import Match, Shape, differing_ends, match
 from ..lora.tables import LoRA
 from ..recipe.changes import load_saved_recipe
+from .native import read_section
 from .source_weights import (
     SourceWeights,
     config_or_error,
@@ -99,8 +100,6 @@ def open_native(path: Path, recipe: Recipe | None, section: str = "model") -> So
     Raises:
         CheckpointError: there is none, or it does not fit its recipe.
     """
-    from .native import read_section
-
     folder, manifest = _newest(path)
     saved = load_saved_recipe(folder, manifest) if recipe is None else recipe
     tensors = read_section(folder, manifest, section)

@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from ... import __version__
-from ..checkpoint.manifest import SaveInfo
+from ..checkpoint.manifest import SaveInfo, read_manifest
 from ..checkpoint.tensors import Form, TensorRows, nbytes
 from ..checkpoint.torch_file import complete, descriptor, read_file_tensors, reserve
 from ..core.text.display import remove_secrets
@@ -33,6 +33,7 @@ from .hf_files import (
     side_files,
     write_json,
 )
+from .native import read_section, write_native
 from .source_weights import SourceWeights, hf_parts
 from .writing import Advance, Extent, create, extents, sync, whole, write_all
 
@@ -80,8 +81,6 @@ class Job:
 
 def write_checkpoint(job: Job, temporary: Path) -> None:
     """Write one of our checkpoints, with the tokenizer's files beside the weights."""
-    from .native import write_native
-
     temporary.mkdir()
     recipe = remove_secrets(job.recipe.model_dump(mode="json"))
     if job.tokenizer is not None and job.recipe.tokenizer.name != "bytes":
@@ -157,9 +156,6 @@ def write_torch(job: Job, temporary: Path) -> None:
 
 def read_checkpoint(folder: Path, _: Job) -> dict[str, TensorRows]:
     """Return what was written to a checkpoint of ours, by our names."""
-    from ..checkpoint.manifest import read_manifest
-    from .native import read_section
-
     return read_section(folder, read_manifest(folder), "model")
 
 
