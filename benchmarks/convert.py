@@ -28,7 +28,7 @@ PROMISED = 0.8
 """speed of a conversion as a share of a copy's"""
 BOUND_BYTES = 10**9
 """memory beside twice the largest tensor"""
-WAYS = {"hf2dcp": "hf", "dcp2hf": "dcp", "hf2hf": "hf"}
+CONVERSIONS = {"hf2dcp": "hf", "dcp2hf": "dcp", "hf2hf": "hf"}
 
 
 def main() -> None:
@@ -58,7 +58,7 @@ def measure(folder: Path, gigabytes: float, rounds: int) -> dict[str, Any]:
         "idle_peak_bytes": run_child("idle", folder, folder)["peak_bytes"],
         "memory_bound_bytes": 2 * largest + BOUND_BYTES,
     }
-    for way, source in WAYS.items():
+    for way, source in CONVERSIONS.items():
         pairs = []
         for number in range(rounds):
             turns = ["copy", way] if number % 2 else [way, "copy"]
@@ -148,7 +148,7 @@ def copy(source: Path, target: Path) -> None:
 
 def show(measured: dict[str, Any]) -> None:
     rows = []
-    for way in WAYS:
+    for way in CONVERSIONS:
         found = measured[way]
         rows.append(
             [

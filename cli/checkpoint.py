@@ -97,21 +97,21 @@ def prune(
     _checkpoints(path)
     folder = checkpoints_folder(path)
     with _locked(folder.parent) as run:
-        doomed = retention.superfluous(folder, keep) + retention.abandoned_folders(folder)
-        links = [each for each in doomed if each.is_symlink()]
-        doomed = [each for each in doomed if each not in links]
+        to_remove = retention.list_prunable(folder, keep) + retention.list_abandoned(folder)
+        links = [each for each in to_remove if each.is_symlink()]
+        to_remove = [each for each in to_remove if each not in links]
         failures: list[str] = []
         if not dry_run:
-            whys = {each: retention.remove(each) for each in doomed}
-            doomed = [each for each, why in whys.items() if not why]
-            failures = [*filter(None, whys.values()), *retention.clear_leftovers(folder)]
+            reasons = {each: retention.remove(each) for each in to_remove}
+            to_remove = [each for each, why in reasons.items() if not why]
+            failures = [*filter(None, reasons.values()), *retention.clear_leftovers(folder)]
             failures += run.clear_exports() if run else []
     left = [f"{each} is left: it is a link" for each in links] + failures
     if as_json:
-        removed = [str(each) for each in doomed]
+        removed = [str(each) for each in to_remove]
         typer.echo(json.dumps({"removed": removed, "left": left, "dry_run": dry_run}))
     else:
-        for each in doomed:
+        for each in to_remove:
             echo(f"{'would remove' if dry_run else 'removed'} {each}")
         for text in left:
             echo(text, err=True)
@@ -157,7 +157,7 @@ def _locked(run: Path) -> Iterator[RunDirectory | None]:
 
 def _summary(path: Path, hashes: bool) -> dict[str, Any]:
     from ..engine.checkpoint.manifest import read_manifest, verify
-    from ..engine.checkpoint.retention import best_of
+    from ..engine.checkpoint.retention import read_best_alias
 
     problems = verify(path, hashes)
     try:
@@ -172,7 +172,7 @@ def _summary(path: Path, hashes: bool) -> dict[str, Any]:
         "bytes": manifest.bytes,
         "world": manifest.world,
         "saved_at": manifest.saved_at,
-        "best": path == best_of(path.parent),
+        "best": path == read_best_alias(path.parent),
         "problems": problems,
     }
 

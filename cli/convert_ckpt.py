@@ -179,7 +179,7 @@ def dcp2peft(
 
 
 def _convert(
-    way: str,
+    conversion: str,
     source: Path,
     target: Path,
     dtype: DType | None,
@@ -206,7 +206,7 @@ def _convert(
     )
     begin = time.monotonic()
     with ExitStack() as stack:
-        done = convert(way, source, target, options, _progress(stack, way))
+        done = convert(conversion, source, target, options, _progress(stack, conversion))
     seconds = time.monotonic() - begin
     if as_json:
         echo(
@@ -235,7 +235,7 @@ def _bytes(text: str) -> int:
     return count
 
 
-def _progress(stack: ExitStack, way: str) -> Callable[[int], Advance]:
+def _progress(stack: ExitStack, conversion: str) -> Callable[[int], Advance]:
     """Return what shows a bar on a terminal, and nothing elsewhere."""
     if not is_terminal(sys.stderr):
         return lambda _: lambda _: None
@@ -252,7 +252,7 @@ def _progress(stack: ExitStack, way: str) -> Callable[[int], Advance]:
             done += count
             speed = max(done, 1) / max(time.monotonic() - started, 1e-3)
             below = f"{done / scale:.1f}/{total / scale:.1f} {unit} · {speed / 1e6:,.0f} MB/s"
-            bar.update(way, done, total, (total - done) / speed, below, force=done >= total)
+            bar.update(conversion, done, total, (total - done) / speed, below, force=done >= total)
 
         return advance
 

@@ -122,7 +122,7 @@ def _launch(
 ) -> int:
     """Start the ranks on this machine; return the exit code of the job."""
     from ..engine.checkpoint.manifest import MANIFEST
-    from ..engine.checkpoint.retention import step_folders, step_of
+    from ..engine.checkpoint.retention import list_checkpoints, parse_step
     from ..engine.core.run_dir import RunDirectory
     from ..engine.core.run_state import record_failure
     from ..engine.launch.child import trainer_command
@@ -136,8 +136,8 @@ def _launch(
             pass
 
     def newest_step() -> int | None:
-        folders = step_folders(directory.checkpoints) if directory.checkpoints.is_dir() else []
-        steps = [step_of(folder) for folder in folders if (folder / MANIFEST).is_file()]
+        folders = list_checkpoints(directory.checkpoints) if directory.checkpoints.is_dir() else []
+        steps = [parse_step(folder) for folder in folders if (folder / MANIFEST).is_file()]
         return steps[-1] if steps else None
 
     with SignalPipe(LAUNCHER_SIGNALS) as signals:

@@ -98,7 +98,7 @@ def local_box(tensor: Tensor) -> Box | None:
     return Box(tuple(start), tuple(sizes))
 
 
-def held_box(parameter: DTensor) -> Box | None:
+def contiguous_box(parameter: DTensor) -> Box | None:
     """Return the part of a parameter that this rank holds, or None if it is not one box."""
     mesh, placements = parameter.device_mesh, parameter.placements
     for dim, size in enumerate(parameter.shape):
@@ -117,7 +117,7 @@ def holds_rows(parameter: DTensor) -> bool:
         for axis, placement in enumerate(parameter.placements)
         if _dim(placement)
     )
-    return max(others, default=1) == 1 and held_box(parameter) is not None
+    return max(others, default=1) == 1 and contiguous_box(parameter) is not None
 
 
 def _dim(placement: Placement) -> int | None:

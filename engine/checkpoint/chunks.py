@@ -29,7 +29,7 @@ from ..core.errors import CheckpointError
 from ..core.files import open_regular, require_regular
 from .box import Box, covers
 from .manifest import FileEntry, Manifest, TensorEntry
-from .tensors import FileTensor, Form, StoredChunk, dtype_name, nbytes
+from .tensors import FileTensor, StoredChunk, TensorSpec, dtype_name, nbytes
 
 INDEX = "index.json"
 # A part takes about 40 bytes. Read, an index takes up to 20 times its size.
@@ -103,7 +103,7 @@ class FileLayout:
 
 
 def lay_out_file(
-    tensors: Mapping[str, Form], metadata: Mapping[str, str] | None = None
+    tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None
 ) -> FileLayout:
     """Decide where each tensor lies in a safetensors file.
 

@@ -27,7 +27,7 @@ def free_bytes(folder: Path) -> int:
 
 
 @contextmanager
-def writing(folder: Path, needed: int) -> Iterator[None]:
+def explain_write_errors(folder: Path, needed: int) -> Iterator[None]:
     """Check that there is space for `needed` bytes, and explain what fails in the block.
 
     Raises:
@@ -40,10 +40,10 @@ def writing(folder: Path, needed: int) -> Iterator[None]:
     except TrainerError:
         raise
     except Exception as error:
-        raise _explained(error, folder, needed) from error
+        raise _explain_write_error(error, folder, needed) from error
 
 
-def _explained(error: Exception, folder: Path, needed: int) -> CheckpointError:
+def _explain_write_error(error: Exception, folder: Path, needed: int) -> CheckpointError:
     cause: BaseException | None = error  # torch's writers may wrap the system's reason
     while cause and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
@@ -112,7 +112,7 @@ def commit(
 
 
 def _make_temporary(folder: Path, step: int) -> str:
-    name = retention.temporary_name(step)
+    name = retention.make_temporary_name(step)
     try:
         (folder / name).mkdir()
     except OSError as error:
@@ -130,7 +130,7 @@ def _write_part(
         staging.done.set()
         if staging.copied is not None:
             staging.copied.synchronize()
-    with writing(temporary, writer.planned_bytes):
+    with explain_write_errors(temporary, writer.planned_bytes):
         faults.point("checkpoint.before_write", rank, step)
         part = writer.write(temporary)
         faults.point("checkpoint.after_write", rank, step)
@@ -147,7 +147,7 @@ def _publish(
 ) -> None:
     """Complete the folder, name it, and delete what it makes superfluous; on rank 0."""
     files = {name: entry for entries in parts for name, entry in entries.items()}
-    with writing(temporary, 0):
+    with explain_write_errors(temporary, 0):
         files |= writer.finish(temporary)
         manifest = Manifest(
             **vars(info),
@@ -169,8 +169,8 @@ def _publish(
         retention.publish(temporary, info.step)
         faults.point("checkpoint.after_rename", 0, info.step)
     if best:
-        retention.point_best(temporary.parent, info.step)
+        retention.set_best_alias(temporary.parent, info.step)
         faults.point("checkpoint.after_best", 0, info.step)
-    for path in retention.superfluous(temporary.parent, keep):
+    for path in retention.list_prunable(temporary.parent, keep):
         if why := retention.remove(path):
             retention.warn_once(why)

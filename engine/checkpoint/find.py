@@ -12,14 +12,14 @@ from ..core.files import require_path
 from ..core.text.display import list_problems
 from .manifest import MANIFEST, Manifest, check_hashes, check_listing, read_manifest, verify
 from .ranks import Ranks
-from .retention import STEP, step_folders, step_of
+from .retention import STEP, list_checkpoints, parse_step
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
-class Found:
+class IntactCheckpoint:
     """An intact checkpoint, and why newer ones were passed over."""
 
     path: Path
@@ -27,7 +27,7 @@ class Found:
     skipped: list[str]
 
 
-def find_checkpoint(path: Path, group: ProcessGroup | None = None) -> Found:
+def find_checkpoint(path: Path, group: ProcessGroup | None = None) -> IntactCheckpoint:
     """Return the newest intact checkpoint at a path; see `candidates` and `Ranks`.
 
     Raises:
@@ -51,7 +51,7 @@ def candidates(path: Path) -> list[Path]:
     require_path(path)
     if is_checkpoint(path):
         return [path.resolve() if path.is_symlink() else path]
-    return step_folders(checkpoints_folder(path))[::-1]
+    return list_checkpoints(checkpoints_folder(path))[::-1]
 
 
 def code_before_training(run: Path, resume: str) -> ExitCode:
@@ -82,7 +82,7 @@ def checkpoints_folder(path: Path) -> Path:
     return inner if os.path.isdir(inner) else path
 
 
-def newest_intact(path: Path, ranks: Ranks, before: int | None = None) -> Found | None:
+def newest_intact(path: Path, ranks: Ranks, before: int | None = None) -> IntactCheckpoint | None:
     """Return the newest checkpoint whose every byte is as it was saved; None: there is none.
 
     The ranks divide the hashing between them and agree.
@@ -97,11 +97,11 @@ def newest_intact(path: Path, ranks: Ranks, before: int | None = None) -> Found 
     """
     skipped: list[str] = []
     for candidate in ranks.reduce(lambda: None, lambda _: candidates(path)):
-        if before is not None and step_of(candidate) >= before:
+        if before is not None and parse_step(candidate) >= before:
             continue
         manifest, problems = _check(candidate, ranks)
         if manifest is not None and not problems:
-            return Found(candidate, manifest, skipped)
+            return IntactCheckpoint(candidate, manifest, skipped)
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         skipped.append(f"{candidate.name}: {problems[0]}{more}")
     if skipped:

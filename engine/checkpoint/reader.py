@@ -29,7 +29,7 @@ def load_state(
     manifest: Manifest,
     state: Mapping[str, Tensor],
     group: ProcessGroup | None,
-    elsewhere: Collection[str] = (),
+    remote: Collection[str] = (),
 ) -> None:
     """Fill `state` in place from a checkpoint that was saved by any number of ranks.
 
@@ -41,7 +41,7 @@ def load_state(
     Args:
         path: a checkpoint that was found intact, and its manifest.
         group: as for `CheckpointStore`.
-        elsewhere: weights and buffers that other ranks have instead of this one.
+        remote: weights and buffers that other ranks have instead of this one.
 
     Raises:
         CheckpointError: names, shapes or dtypes differ, all listed, and no tensor was touched; or
@@ -51,9 +51,9 @@ def load_state(
         saved = manifest.tensors
         state = {name: each for name, each in state.items() if name in saved or not is_load(name)}
         left = (_parameter(name) for name in saved if is_load(name) and name not in state)
-        elsewhere = {*elsewhere, *left}
+        remote = {*remote, *left}
     ranks = Ranks(group)
-    ranks.reduce(lambda: _check_fit(path, manifest, state, elsewhere), lambda _: None)
+    ranks.reduce(lambda: _check_fit(path, manifest, state, remote), lambda _: None)
     ranks.reduce(lambda: read_tensors(path, manifest, state), lambda _: None)
 
 
@@ -79,19 +79,19 @@ def load_weights(
     state = model_state(model)
     if not any(map(may_lack, found.manifest.tensors)):
         state = {name: tensor for name, tensor in state.items() if not may_lack(name)}
-    elsewhere = getattr(model, "remote_state", ())
-    load_state(found.path, found.manifest, state, group, elsewhere)
+    remote = getattr(model, "remote_state", ())
+    load_state(found.path, found.manifest, state, group, remote)
     return found.manifest
 
 
-def misfits(
-    state: Mapping[str, Tensor], manifest: Manifest, elsewhere: Collection[str] = ()
+def find_mismatches(
+    state: Mapping[str, Tensor], manifest: Manifest, remote: Collection[str] = ()
 ) -> list[str]:
     """Return how names, shapes and dtypes of a state differ from a checkpoint's."""
     problems: list[str] = []
     saved = manifest.tensors
     sections = {_section(name) for name in state}
-    others = {name for name in saved if elsewhere and _parameter(name) in elsewhere}
+    others = {name for name in saved if remote and _parameter(name) in remote}
     expected = {name for name in saved if _section(name) in sections - {"rng"}} - others
     missing = [name for name in state if name not in saved]
     for name in missing:
@@ -112,14 +112,14 @@ def misfits(
 
 
 def _check_fit(
-    path: Path, manifest: Manifest, state: Mapping[str, Tensor], elsewhere: Collection[str]
+    path: Path, manifest: Manifest, state: Mapping[str, Tensor], remote: Collection[str]
 ) -> None:
     if manifest.contents == "weights" and any(_section(name) == "optimizer" for name in state):
         raise CheckpointError(
             f"{path} holds weights only: it has no optimizer state to resume from",
             "start another run from its weights with run.init_from",
         )
-    problems = misfits(state, manifest, elsewhere)
+    problems = find_mismatches(state, manifest, remote)
     if problems:
         raise CheckpointError(list_problems(f"{path} does not fit:", problems))
 

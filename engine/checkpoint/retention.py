@@ -30,25 +30,25 @@ ABANDONED = re.compile(r"abandoned-step-\d{8,}-[0-9a-f]{8}")
 log = logging.getLogger(__name__)
 
 
-def step_folders(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder, intact or not, oldest step first.
 
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    return sorted(_named(folder, STEP), key=step_of)
+    return sorted(_list_named(folder, STEP), key=parse_step)
 
 
-def abandoned_folders(folder: Path) -> list[Path]:
+def list_abandoned(folder: Path) -> list[Path]:
     """Return the checkpoints that the run has turned away from.
 
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    return sorted(_named(folder, ABANDONED))
+    return sorted(_list_named(folder, ABANDONED))
 
 
-def _named(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+def _list_named(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
     if not os.path.isdir(folder):  # no error of a name that cannot be one
         return []
     try:
@@ -57,12 +57,12 @@ def _named(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error
 
 
-def step_of(path: Path) -> int:
+def parse_step(path: Path) -> int:
     """Return the step that a checkpoint folder's name says."""
     return int(path.name.removeprefix("step-"))
 
 
-def temporary_name(step: int) -> str:
+def make_temporary_name(step: int) -> str:
     """Return a fresh name to write a checkpoint under."""
     return f".tmp-{folder_name(step)}-{secrets.token_hex(4)}"
 
@@ -78,30 +78,30 @@ def publish(temporary: Path, step: int) -> Path:
     if final.is_symlink():
         final.unlink()  # the checkpoint that it leads to stays
     elif final.exists():
-        replaced = final.rename(_marked(final, ".old-"))
+        replaced = final.rename(_mark(final, ".old-"))
     temporary.rename(final)
-    for beyond in step_folders(folder):
-        if step_of(beyond) > step:
-            beyond.rename(_marked(beyond, "abandoned-"))
+    for beyond in list_checkpoints(folder):
+        if parse_step(beyond) > step:
+            beyond.rename(_mark(beyond, "abandoned-"))
     sync_folder(folder)
     if replaced and (why := remove(replaced)):
         warn_once(why)
     return final
 
 
-def superfluous(folder: Path, keep: int) -> list[Path]:
+def list_prunable(folder: Path, keep: int) -> list[Path]:
     """Return all but the `keep` newest checkpoints and the one that `best` points to.
 
     A checkpoint whose names or sizes are wrong does not count as kept, and is superfluous only when
     it is older than those that do. Without any good one, nothing is.
     """
-    good = [path for path in step_folders(folder) if not verify(path, hashes=False)]
-    oldest_kept = step_of(good[-keep:][0]) if good else 0
-    old = [path for path in step_folders(folder) if step_of(path) < oldest_kept]
-    return [path for path in old if path != best_of(folder)]
+    good = [path for path in list_checkpoints(folder) if not verify(path, hashes=False)]
+    oldest_kept = parse_step(good[-keep:][0]) if good else 0
+    old = [path for path in list_checkpoints(folder) if parse_step(path) < oldest_kept]
+    return [path for path in old if path != read_best_alias(folder)]
 
 
-def best_of(folder: Path) -> Path | None:
+def read_best_alias(folder: Path) -> Path | None:
     """Return the checkpoint that the alias `best` points to; None: there is no such alias."""
     try:
         name = os.readlink(folder / BEST)
@@ -110,7 +110,7 @@ def best_of(folder: Path) -> Path | None:
     return folder / name if STEP.fullmatch(name) else None
 
 
-def point_best(folder: Path, step: int) -> None:
+def set_best_alias(folder: Path, step: int) -> None:
     """Let the alias `best` point to the checkpoint of `step`. Readers see the old or the new one.
 
     A failure is told and changes nothing else: the checkpoint is saved.
@@ -125,15 +125,15 @@ def point_best(folder: Path, step: int) -> None:
         log.warning("%s could not be renewed: %s", alias, error)
 
 
-def settle_best(folder: Path, best: int, last: int) -> None:
+def restore_best_alias(folder: Path, best: int, last: int) -> None:
     """Make the alias what it was when step `last` was the newest and step `best` the best.
 
     A kill may have come before it was renewed; or it points beyond `last`, to a past that is left.
     """
-    pointed = best_of(folder)
+    pointed = read_best_alias(folder)
     if (folder / folder_name(best)).is_dir():
-        point_best(folder, best)
-    elif pointed and (step_of(pointed) > last or not pointed.is_dir()):
+        set_best_alias(folder, best)
+    elif pointed and (parse_step(pointed) > last or not pointed.is_dir()):
         try:
             (folder / BEST).unlink(missing_ok=True)
         except OSError as error:
@@ -150,7 +150,7 @@ def remove(path: Path) -> str:
         return why
     try:
         hidden = path.name.startswith(".")
-        return delete_folder(path if hidden else path.rename(_marked(path, ".del-")))
+        return delete_folder(path if hidden else path.rename(_mark(path, ".del-")))
     except OSError as error:
         return f"{path} could not be deleted: {error}"
 
@@ -180,5 +180,5 @@ def clear_leftovers(folder: Path) -> list[str]:
     return reasons
 
 
-def _marked(path: Path, mark: str) -> Path:
+def _mark(path: Path, mark: str) -> Path:
     return path.with_name(f"{mark}{path.name}-{secrets.token_hex(4)}")

@@ -35,7 +35,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 @torch.no_grad()
-def non_finite(state: Mapping[str, Tensor]) -> list[str]:
+def find_non_finite(state: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the tensors in which a number of this rank is NaN or infinite."""
     parts = {name: local(tensor) for name, tensor in state.items() if tensor.is_floating_point()}
     parts = {name: part for name, part in parts.items() if part.numel() and part.itemsize > 1}

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core.errors import CheckpointError, EnvironmentFault
 from . import retention
 from .commit import Staging, commit, free_bytes
-from .find import Found, newest_intact
+from .find import IntactCheckpoint, newest_intact
 from .manifest import SaveInfo, read_manifest
 from .ranks import Ranks
 from .tables import checkpoint_modes
@@ -121,7 +121,7 @@ class CheckpointStore:
         self._wait()
         self.poll()
 
-    def latest(self) -> Found | None:
+    def latest(self) -> IntactCheckpoint | None:
         """Return the newest checkpoint whose every byte is as it was saved; None: there is none.
 
         Raises:
@@ -130,9 +130,11 @@ class CheckpointStore:
         self._wait()
         return newest_intact(self.folder, self._ranks)
 
-    def settle_best(self, best: int, last: int) -> None:
+    def restore_best_alias(self, best: int, last: int) -> None:
         """Make the alias `best` what it was after step `last`, when step `best` was the best."""
-        self._ranks.reduce(lambda: None, lambda _: retention.settle_best(self.folder, best, last))
+        self._ranks.reduce(
+            lambda: None, lambda _: retention.restore_best_alias(self.folder, best, last)
+        )
 
     def _wait(self) -> None:
         """Wait for the save in flight and keep its failure for `poll`."""
@@ -173,7 +175,7 @@ def _make_ready(folder: Path) -> None:
             f"cannot write checkpoints to {folder}: {error.strerror}",
             "set run.dir to a folder that you may write to",
         ) from error
-    saved = retention.step_folders(folder)
+    saved = retention.list_checkpoints(folder)
     needed, free = _size_of(saved[-1]) if saved else 0, free_bytes(folder)
     if free < needed:
         raise EnvironmentFault(

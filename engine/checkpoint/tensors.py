@@ -27,7 +27,7 @@ DTYPES = {
 }
 """by their names in safetensors files; weights of others are not read"""
 
-Form = tuple[torch.dtype, tuple[int, ...]]
+TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 """dtype and shape"""
 
 
@@ -66,7 +66,7 @@ def nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def blocks(
+def read_blocks(
     tensor: TensorRows, dtype: torch.dtype, first: int, last: int, name: str = ""
 ) -> Iterator[Tensor]:
     """Yield the rows from `first` to `last` as flat pieces of `BLOCK_BYTES` in a dtype.
@@ -110,7 +110,7 @@ def as_bytes(flat: Tensor) -> memoryview:
     return memoryview(memory)
 
 
-def differing(written: TensorRows, expected: TensorRows, dtype: torch.dtype) -> bool:
+def differs(written: TensorRows, expected: TensorRows, dtype: torch.dtype) -> bool:
     """Return whether a tensor read back is not, bit for bit, what was to be written."""
     if written.shape != expected.shape or written.dtype != dtype:
         return True

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..core.errors import CheckpointError
 from ..core.files import open_regular
-from .tensors import BLOCK_BYTES, FileTensor, Form, nbytes
+from .tensors import BLOCK_BYTES, FileTensor, TensorSpec, nbytes
 
 ENTRY = b"PK\x01\x02"
 """Begins an entry of an archive's table of contents."""
@@ -61,7 +61,7 @@ def read_file_tensors(path: Path, start: int = 0, size: int | None = None) -> An
         ) from error
 
 
-def reserve(path: Path, forms: Mapping[str, Form]) -> dict[str, FileTensor]:
+def write_without_data(path: Path, forms: Mapping[str, TensorSpec]) -> dict[str, FileTensor]:
     """Write a file as `torch.save` does, without its data; return where each tensor's belongs."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -73,12 +73,12 @@ def reserve(path: Path, forms: Mapping[str, Form]) -> dict[str, FileTensor]:
     return regions
 
 
-def descriptor(checksum: int) -> bytes:
+def encode_descriptor(checksum: int) -> bytes:
     """Return the first bytes after the data of a record of a CRC-32."""
     return b"PK\x07\x08" + checksum.to_bytes(4, "little")
 
 
-def complete(path: Path) -> None:
+def fill_checksums(path: Path) -> None:
     """Copy the CRC-32 behind each record of data to the archive's table of contents."""
     with open(path, "r+b") as file, zipfile.ZipFile(file) as archive:
         file.seek(archive.start_dir)

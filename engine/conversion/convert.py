@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...model_zoo.layout import is_load
-from ..checkpoint.tensors import DTYPES, TensorRows, differing, nbytes
+from ..checkpoint.tensors import DTYPES, TensorRows, differs, nbytes
 from ..core.errors import CheckpointError, DataError, RecipeError
 from ..core.files import require_path
 from ..core.text.display import list_problems
@@ -25,7 +25,7 @@ from .meta import open_meta
 from .source_weights import SourceWeights
 from .sources import open_huggingface, open_native, open_torch
 from .targets import Job
-from .writing import Advance, Counter, complete_or_absent, parallel
+from .writing import Advance, Counter, publish_when_complete, run_in_threads
 
 if TYPE_CHECKING:
     from ..tokenizers.tokenizer import Tokenizer
@@ -46,7 +46,7 @@ class Target:
 NATIVE = Target(targets.write_checkpoint, targets.read_checkpoint)
 HUGGINGFACE = Target(targets.write_huggingface, targets.read_huggingface)
 TORCH = Target(targets.write_torch, targets.read_torch)
-WAYS: dict[str, tuple[Open, Target]] = {
+CONVERSIONS: dict[str, tuple[Open, Target]] = {
     "hf2dcp": (open_huggingface, NATIVE),
     "dcp2hf": (open_native, HUGGINGFACE),
     "meta2dcp": (open_meta, NATIVE),
@@ -84,7 +84,7 @@ class Converted:
 
 
 def convert(
-    way: str,
+    conversion: str,
     source: Path,
     target: Path,
     options: Options,
@@ -93,7 +93,7 @@ def convert(
     """Convert a checkpoint; the target appears when it is complete.
 
     Args:
-        way: a key of `WAYS`.
+        conversion: a key of `CONVERSIONS`.
         started: hears how many bytes there will be, and returns what hears of each step.
 
     Raises:
@@ -105,7 +105,7 @@ def convert(
         require_path(path)
     _refuse_nesting(source, target)
     recipe = load_recipe(options.recipe).recipe if options.recipe else None
-    opener, format_ = WAYS[way]
+    opener, format_ = CONVERSIONS[conversion]
     if options.section != "model":
         opener = partial(open_native, section=options.section)
     opened = opener(source, recipe)
@@ -113,9 +113,11 @@ def convert(
         opened.tensors = {name: t for name, t in opened.tensors.items() if not is_load(name)}
     # A Hugging Face folder's own files say what transformers needs.
     has_own = format_ is HUGGINGFACE and opened.settings is not None
-    job = _job(opened, target, options, wants_tokenizer=not has_own and format_ is not TORCH)
+    job = _prepare_job(
+        opened, target, options, wants_tokenizer=not has_own and format_ is not TORCH
+    )
     rounds = 2 if options.verify else 1
-    with complete_or_absent(target, job.bytes) as temporary:
+    with publish_when_complete(target, job.bytes) as temporary:
         job.advance = Counter(started(job.bytes * rounds))
         format_.write(job, temporary)
         if options.verify:
@@ -139,7 +141,9 @@ def _refuse_nesting(source: Path, target: Path) -> None:
         raise RecipeError(f"{target} lies inside of {source}", "name a target outside of it")
 
 
-def _job(opened: SourceWeights, target: Path, options: Options, *, wants_tokenizer: bool) -> Job:
+def _prepare_job(
+    opened: SourceWeights, target: Path, options: Options, *, wants_tokenizer: bool
+) -> Job:
     odd = [
         f"{name} is {tensor.dtype}"
         for name, tensor in opened.tensors.items()
@@ -147,7 +151,7 @@ def _job(opened: SourceWeights, target: Path, options: Options, *, wants_tokeniz
     ]
     if odd:
         raise CheckpointError(list_problems(f"{opened.place} holds more than plain weights:", odd))
-    config, side = _tokenizer_of(opened, options)
+    config, side = _choose_tokenizer(opened, options)
     tokenizer = _build(config, opened, options) if wants_tokenizer else None
     if config is None or tokenizer is None:
         config, side = BytesTokenizer(), opened.side
@@ -168,7 +172,7 @@ def _job(opened: SourceWeights, target: Path, options: Options, *, wants_tokeniz
     )
 
 
-def _tokenizer_of(
+def _choose_tokenizer(
     opened: SourceWeights, options: Options
 ) -> tuple[TokenizerConfig | None, Path | None]:
     """Return the tokenizer's table, and the folder whose files are copied as they are.
@@ -226,11 +230,13 @@ def _verify(job: Job, target: Target, temporary: Path) -> None:
 
     def compare(name: str) -> str:
         dtype, shape = job.forms[name]
-        differs = differing(written[name], job.opened.tensors[name], dtype)
+        is_wrong = differs(written[name], job.opened.tensors[name], dtype)
         job.advance(nbytes(shape, dtype))
-        return name if differs else ""
+        return name if is_wrong else ""
 
-    wrong = [name for name in parallel([partial(compare, name) for name in job.forms]) if name]
+    wrong = [
+        name for name in run_in_threads([partial(compare, name) for name in job.forms]) if name
+    ]
     if wrong:
         raise CheckpointError(
             list_problems(f"what was written differs from {job.opened.place}:", wrong),

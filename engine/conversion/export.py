@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.box import held_box, holds_rows
+from ..checkpoint.box import contiguous_box, holds_rows
 from ..checkpoint.chunks import FileLayout
-from ..checkpoint.commit import writing
+from ..checkpoint.commit import explain_write_errors
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.tensors import InMemoryTensor, row_bytes
 from ..core.unfinished import Unfinished
@@ -21,15 +21,15 @@ from ..formats.hf_folder import CONFIG
 from ..formats.hf_layout import rows_to_hf
 from .hf_files import (
     GENERATION,
-    config_json,
-    generation_json,
-    index_of,
+    build_config_json,
+    build_generation_json,
+    build_index,
+    find_main_dtype,
     lay_out,
-    main_dtype,
     write_json,
 )
 from .source_weights import hf_parts
-from .writing import Extent, create, extents, sync, write_all
+from .writing import Extent, create_file, split_into_extents, sync, write_all
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -69,7 +69,9 @@ def export_huggingface(
         CheckpointError: the model has no Hugging Face names, or writing failed; nothing is left.
     """
     ranks = Ranks(group)
-    table = ranks.reduce(lambda: _listed(weights, config, dtype), partial(_merged, config.layout))
+    table = ranks.reduce(
+        lambda: _list_weights(weights, config, dtype), partial(_merge_lists, config.layout)
+    )
     forms = {
         part.name: (entry.dtype, part.shape) for entry in table.values() for part in entry.parts
     }
@@ -96,9 +98,9 @@ def export_huggingface(
     try:
         ranks.reduce(lambda: _write_own_rows(weights, places, mine), lambda _: None)
         failure = _write_gathered(weights, places, mine)
-        ranks.reduce(lambda: _settle(failure), lambda _: None)
-        settings = config_json(config, main_dtype(forms), tokenizer.eos_id)
-        small = index_of(shards, forms)
+        ranks.reduce(lambda: _raise_failure(failure), lambda _: None)
+        settings = build_config_json(config, find_main_dtype(forms), tokenizer.eos_id)
+        small = build_index(shards, forms)
         ranks.reduce(lambda: None, lambda _: _finish(begun[0], small, settings, tokenizer))
     except BaseException:
         for each in begun:
@@ -125,7 +127,7 @@ class _Place:
     dtype: torch.dtype
 
 
-def _listed(
+def _list_weights(
     weights: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype | None
 ) -> dict[str, tuple[list[Part], torch.dtype]]:
     """Return the tensors there, and their dtype, of this rank's weights."""
@@ -136,7 +138,7 @@ def _listed(
     }
 
 
-def _merged(
+def _merge_lists(
     layout: Layout, found: list[dict[str, tuple[list[Part], torch.dtype]]]
 ) -> dict[str, _Entry]:
     """Return the weights of all ranks, in the order of the model."""
@@ -158,10 +160,10 @@ def _begin(folder: Path, shards: Mapping[str, FileLayout], begun: list[Unfinishe
     """Make an unfinished folder with files of their final sizes; on rank 0."""
     unfinished = Unfinished(folder)
     try:
-        with writing(folder.parent, sum(layout.size for layout in shards.values())):
+        with explain_write_errors(folder.parent, sum(layout.size for layout in shards.values())):
             unfinished.path.mkdir()
             for file, layout in shards.items():
-                create(unfinished.path / file, layout.size, layout.head)
+                create_file(unfinished.path / file, layout.size, layout.head)
     except BaseException:
         unfinished.discard()
         raise
@@ -189,7 +191,7 @@ def _write_gathered(
     A rank that cannot write goes on gathering, for the others; its failure is returned.
     """
     failure: Exception | None = None
-    for name in (name for name in places if _is_cut_otherwise(weights[name])):
+    for name in (name for name in places if _must_gather(weights[name])):
         whole = cast("DTensor", weights[name].detach()).full_tensor()
         if name not in mine or failure is not None:
             continue
@@ -205,7 +207,7 @@ def _own_rows(tensor: Tensor, is_my_turn: bool) -> tuple[Tensor, int] | None:
     if type(tensor) in (Tensor, nn.Parameter):
         return (tensor, 0) if is_my_turn else None
     sharded = cast("DTensor", tensor.detach())
-    box, coordinate = held_box(sharded), sharded.device_mesh.get_coordinate()
+    box, coordinate = contiguous_box(sharded), sharded.device_mesh.get_coordinate()
     if box is None or coordinate is None or not holds_rows(sharded):
         return None
     placed = zip(coordinate, sharded.placements, strict=True)
@@ -214,7 +216,7 @@ def _own_rows(tensor: Tensor, is_my_turn: bool) -> tuple[Tensor, int] | None:
     return sharded.to_local(), box.start[0]
 
 
-def _is_cut_otherwise(tensor: Tensor) -> bool:
+def _must_gather(tensor: Tensor) -> bool:
     is_plain = type(tensor) in (Tensor, nn.Parameter)
     return not is_plain and not holds_rows(cast("DTensor", tensor))
 
@@ -231,18 +233,20 @@ def _extents(places: list[_Place], rows: Tensor, first_row: int) -> Iterator[Ext
                 continue
             held = rows[(number, *part.start[1 : -len(part.shape)])]
         offset = place.offset + start * row_bytes(part.shape, place.dtype)
-        yield from extents(place.file, offset, InMemoryTensor(held), place.dtype, part.name)
+        yield from split_into_extents(
+            place.file, offset, InMemoryTensor(held), place.dtype, part.name
+        )
 
 
 def _write(todo: list[Extent]) -> None:
     files = sorted({extent.file for extent in todo})
     if files:
-        with writing(files[0].parent, 0):
+        with explain_write_errors(files[0].parent, 0):
             write_all(todo, lambda _: None)
             sync(files)
 
 
-def _settle(failure: Exception | None) -> None:
+def _raise_failure(failure: Exception | None) -> None:
     if failure is not None:
         raise failure
 
@@ -255,11 +259,11 @@ def _finish(
 ) -> None:
     """Write the small files and publish; on rank 0."""
     temporary = unfinished.path
-    with writing(unfinished.target.parent, 0):
+    with explain_write_errors(unfinished.target.parent, 0):
         for name, text in small.items():
             (temporary / name).write_text(text, encoding="utf-8")
         write_json(temporary / CONFIG, settings)
-        write_json(temporary / GENERATION, generation_json(tokenizer.eos_id))
+        write_json(temporary / GENERATION, build_generation_json(tokenizer.eos_id))
         tokenizer.save(temporary)
         sync(sorted(temporary.iterdir()))
         unfinished.publish()

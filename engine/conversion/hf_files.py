@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.chunks import FileLayout, lay_out_file
-from ..checkpoint.tensors import Form, dtype_name, nbytes
+from ..checkpoint.tensors import TensorSpec, dtype_name, nbytes
 from ..formats.hf_folder import INDEX, SINGLE
 
 if TYPE_CHECKING:
@@ -33,13 +33,13 @@ TOKENIZER_FILES = (
 MAX_SIDE_BYTES = 2**28
 
 
-def lay_out(tensors: Mapping[str, Form], shard_bytes: int) -> dict[str, FileLayout]:
+def lay_out(tensors: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str, FileLayout]:
     """Divide tensors over files, in their order, each file of at most `shard_bytes` if it can.
 
     Returns:
         the names of the files, and where each tensor lies in them.
     """
-    groups: list[dict[str, Form]] = [{}]
+    groups: list[dict[str, TensorSpec]] = [{}]
     filled = 0
     for name, (dtype, shape) in tensors.items():
         size = nbytes(shape, dtype)
@@ -57,7 +57,9 @@ def lay_out(tensors: Mapping[str, Form], shard_bytes: int) -> dict[str, FileLayo
     }
 
 
-def index_of(shards: Mapping[str, FileLayout], tensors: Mapping[str, Form]) -> dict[str, str]:
+def build_index(
+    shards: Mapping[str, FileLayout], tensors: Mapping[str, TensorSpec]
+) -> dict[str, str]:
     """Return the index of several files by its name; of one file, nothing."""
     if len(shards) == 1:
         return {}
@@ -74,7 +76,7 @@ def index_of(shards: Mapping[str, FileLayout], tensors: Mapping[str, Form]) -> d
     return {INDEX: json.dumps(content, indent=2) + "\n"}
 
 
-def main_dtype(tensors: Mapping[str, Form]) -> str:
+def find_main_dtype(tensors: Mapping[str, TensorSpec]) -> str:
     """Return the dtype that most elements have, as config.json names it."""
     sizes: dict[str, int] = {}
     for dtype, shape in tensors.values():
@@ -82,7 +84,7 @@ def main_dtype(tensors: Mapping[str, Form]) -> str:
     return max(sizes, key=lambda name: sizes[name])
 
 
-def config_json(config: ModelConfig, dtype: str, eos_id: int | None) -> dict[str, Any]:
+def build_config_json(config: ModelConfig, dtype: str, eos_id: int | None) -> dict[str, Any]:
     """Return config.json, with the rotary settings in the spellings of transformers 4 and 5."""
     settings = config.hf_config()
     rope = settings.get("rope_parameters")
@@ -96,7 +98,7 @@ def config_json(config: ModelConfig, dtype: str, eos_id: int | None) -> dict[str
     return {**settings, "dtype": dtype, "torch_dtype": dtype, **_ends(eos_id)}
 
 
-def generation_json(eos_id: int | None) -> dict[str, Any]:
+def build_generation_json(eos_id: int | None) -> dict[str, Any]:
     """Return generation_config.json."""
     return {"_from_model_config": True, **_ends(eos_id)}
 
@@ -111,7 +113,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         file.write(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def side_files(folder: Path) -> list[Path]:
+def list_side_files(folder: Path) -> list[Path]:
     """Return the tokenizer's and generation's files in a folder, if they have a sane size.
 
     Links are followed within the folder, and to the blobs of Hugging Face's cache: a folder from

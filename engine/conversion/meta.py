@@ -21,13 +21,13 @@ from ..checkpoint.tensors import (
     FileTensor,
     StoredChunk,
     TensorRows,
-    differing,
+    differs,
 )
 from ..checkpoint.torch_file import check_records
 from ..core.errors import CheckpointError
 from ..formats.hf_folder import read_json
 from ..formats.hf_match import Shape
-from .source_weights import SourceWeights, config_or_error, parameter_shapes, refuse_misfits
+from .source_weights import SourceWeights, config_or_error, parameter_shapes, require_match
 from .sources import read_state_dict, rows_of
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def open_meta(folder: Path, recipe: Recipe | None) -> SourceWeights:
     """Open a folder; the files are joined, and the rotary order is made ours.
 
     Raises:
-        CheckpointError: it cannot be read, or does not fit, all misfits listed.
+        CheckpointError: it cannot be read, or does not fit, with every mismatch listed.
     """
     files = _consolidated(folder)
     params = read_json(folder / PARAMS, MAX_PARAMS_BYTES)
@@ -63,14 +63,14 @@ def open_meta(folder: Path, recipe: Recipe | None) -> SourceWeights:
     shapes = parameter_shapes(config, counted, folder)
     if config.tie_embeddings and {NAMES[EMBED], NAMES[HEAD]} <= first.keys():
         ends = [_join(name, shapes[EMBED], parts) for name in (NAMES[EMBED], NAMES[HEAD])]
-        if recipe is None and differing(ends[1], ends[0], ends[0].dtype):
+        if recipe is None and differs(ends[1], ends[0], ends[0].dtype):
             config = config.model_copy(update={"tie_embeddings": False})
             shapes = parameter_shapes(config, counted, folder)
     elif recipe is None and NAMES[HEAD] not in first:
         config = config.model_copy(update={"tie_embeddings": True})
         shapes = parameter_shapes(config, counted, folder)
     sources = {name: translate(name, NAMES) or name for name in shapes}
-    _refuse_misfits(folder, sources, shapes, parts)
+    _require_match(folder, sources, shapes, parts)
     tensors = {
         name: _reorder_rotary(name, _join(theirs, shapes[name], parts), config)
         for name, theirs in sources.items()
@@ -103,7 +103,7 @@ def _llama3(recipe: Recipe) -> Llama3Config:
     return recipe.model
 
 
-def _refuse_misfits(
+def _require_match(
     folder: Path,
     sources: Mapping[str, str],
     shapes: Mapping[str, Shape],
@@ -117,7 +117,7 @@ def _refuse_misfits(
         }
         if NAMES[HEAD] not in sources.values():
             there.pop(NAMES[HEAD], None)  # equal to the embedding
-        refuse_misfits(folder, sources, wanted, there, f"consolidated.{number:02d}.pth")
+        require_match(folder, sources, wanted, there, f"consolidated.{number:02d}.pth")
 
 
 def _share(first: FileTensor | None, full: Shape, count: int) -> Shape:

@@ -26,9 +26,9 @@ from ..checkpoint.manifest import (
     file_entry,
     write_manifest,
 )
-from ..checkpoint.tensors import ConcatenatedTensor, Form, TensorRows
+from ..checkpoint.tensors import ConcatenatedTensor, TensorRows, TensorSpec
 from ..core.errors import CheckpointError
-from .writing import Advance, Extent, create, sync, whole, write_all
+from .writing import Advance, Extent, create_file, sync, whole_slice, write_all
 
 FILE_BYTES = 2**28
 """A file is written by one thread, which hashes it meanwhile: there are enough for all cores."""
@@ -57,7 +57,7 @@ def read_section(folder: Path, manifest: Manifest, section: str) -> dict[str, Te
 def write_native(
     folder: Path,
     tensors: Mapping[str, TensorRows],
-    forms: Mapping[str, Form],
+    forms: Mapping[str, TensorSpec],
     info: SaveInfo,
     advance: Advance,
     checks: Sequence[Callable[[], str]] = (),
@@ -75,8 +75,8 @@ def write_native(
     work = []
     for number, chunks in enumerate(files):
         path, layout = folder / file_name(number), lay_out_chunks(chunks)
-        create(path, layout.size)
-        content = [whole(tensors[name], forms[name][0], name) for name in layout.offsets]
+        create_file(path, layout.size)
+        content = [whole_slice(tensors[name], forms[name][0], name) for name in layout.offsets]
         work.append(Extent(path, 0, [layout.head, *content]))
     hashes = write_all(work, advance, checks)
     sync([extent.file for extent in work] + beside)
@@ -95,7 +95,7 @@ def write_native(
         raise CheckpointError(f"{folder}: {problems[0]}")
 
 
-def _divide(forms: Mapping[str, Form]) -> list[list[LocalChunk]]:
+def _divide(forms: Mapping[str, TensorSpec]) -> list[list[LocalChunk]]:
     """Return the tensors of each file, about equally large, so that all threads end together."""
     whole_tensors = [
         LocalChunk(name, dtype, shape, Box((0,) * len(shape), shape))

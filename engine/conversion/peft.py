@@ -22,7 +22,7 @@ from ..recipe.changes import load_saved_recipe
 from .hf_files import write_json
 from .native import read_section
 from .source_weights import merge_tensors
-from .writing import complete_or_absent, sync
+from .writing import publish_when_complete, sync
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -125,7 +125,9 @@ def _write(
     every = {layout.to_hf(name) for name in names} - {None}
     rank = max(len(value) for name, value in adapters.items() if name.endswith(DOWN))
     settings = _settings(rank, alpha, _targets(modules, every), base)
-    with complete_or_absent(folder, sum(value.nbytes for value in tensors.values())) as temporary:
+    with publish_when_complete(
+        folder, sum(value.nbytes for value in tensors.values())
+    ) as temporary:
         temporary.mkdir()
         save_file(tensors, temporary / WEIGHTS, {"format": "pt"})
         write_json(temporary / CONFIG, settings)

@@ -17,7 +17,7 @@ from ...model_zoo.layout import DOWN, UP, is_adapter
 from ..checkpoint.tensors import DerivedTensor, TensorRows
 from ..core.errors import CheckpointError
 from ..core.text.display import list_problems
-from ..formats.hf_match import Shape, misfits
+from ..formats.hf_match import Shape, list_mismatches
 from ..lora.adapter_weights import merge
 from ..parallel.materialize import without_storage
 
@@ -108,7 +108,7 @@ def _value(config: ModelConfig, key: str) -> Any:
     return found
 
 
-def refuse_misfits(
+def require_match(
     place: Path,
     sources: Mapping[str, str],
     shapes: Mapping[str, Shape],
@@ -121,7 +121,7 @@ def refuse_misfits(
     Raises:
         CheckpointError: everything that does not fit.
     """
-    problems = misfits(sources, shapes, found, word)
+    problems = list_mismatches(sources, shapes, found, word)
     if problems:
         raise CheckpointError(list_problems(f"{place} does not fit the model:", problems), hint)
 

@@ -23,7 +23,7 @@ from ..core.errors import CheckpointError
 from ..core.registry import models
 from ..core.text.display import list_problems, quote_name
 from ..formats.hf_folder import CONFIG, StoredTensor, list_tensors, read_config
-from ..formats.hf_match import Match, Shape, differing_ends, match
+from ..formats.hf_match import Match, Shape, compare_tied_weights, match
 from ..lora.tables import LoRA
 from ..recipe.changes import load_saved_recipe
 from .native import read_section
@@ -32,7 +32,7 @@ from .source_weights import (
     config_or_error,
     merge_tensors,
     parameter_shapes,
-    refuse_misfits,
+    require_match,
 )
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def open_huggingface(folder: Path, recipe: Recipe | None) -> SourceWeights:
     """Open a Hugging Face folder; its config.json gives the sizes, unless a recipe does.
 
     Raises:
-        CheckpointError: it cannot be read, or does not fit, all misfits listed.
+        CheckpointError: it cannot be read, or does not fit, with every mismatch listed.
     """
     stored, settings = list_tensors(folder), read_config(folder)
     found = {name: tensor.shape for name, tensor in stored.items()}
@@ -60,12 +60,12 @@ def open_huggingface(folder: Path, recipe: Recipe | None) -> SourceWeights:
     else:
         raise CheckpointError(f"{folder} has no {CONFIG}", "describe the model with --recipe")
     shapes = parameter_shapes(config, found, folder)
-    fit = _matched(folder, "the folder", stored, shapes, config, settings)
+    fit = _match_folder(folder, "the folder", stored, shapes, config, settings)
     tensors = fit.rows(shapes, stored)
     return SourceWeights(folder, config, tensors, recipe, settings, folder, fit.notes)
 
 
-def _matched(
+def _match_folder(
     place: Path,
     word: str,
     stored: Mapping[str, StoredTensor],
@@ -76,11 +76,11 @@ def _matched(
     """Compare tensors of Hugging Face's names with a model.
 
     Raises:
-        CheckpointError: they do not fit, all misfits listed.
+        CheckpointError: they do not fit, with every mismatch listed.
     """
     fit = match(stored, shapes, config, settings, word)
     if not fit.problems:
-        fit.problems = differing_ends(stored, fit, config.layout)
+        fit.problems = compare_tied_weights(stored, fit, config.layout)
         fit.hint = "describe it with --recipe, and model.tie_embeddings = false"
     if fit.problems:
         raise CheckpointError(
@@ -118,7 +118,7 @@ def open_native(path: Path, recipe: Recipe | None, section: str = "model") -> So
     found = {name: tensor.shape for name, tensor in tensors.items()}
     config = saved.model.with_vocab(rows_of(found, f"{saved.model.layout.embed}.weight"))
     shapes = parameter_shapes(config, found, folder)
-    refuse_misfits(folder, {name: name for name in shapes}, shapes, found, "the checkpoint")
+    require_match(folder, {name: name for name in shapes}, shapes, found, "the checkpoint")
     ordered = {name: tensors[name] for name in shapes}
     checks = [
         partial(_check_file, folder, manifest, name)
@@ -132,7 +132,7 @@ def open_torch(file: Path, recipe: Recipe | None) -> SourceWeights:
     """Open a state dict that `torch.save` wrote, by our parameter names or Hugging Face's.
 
     Raises:
-        CheckpointError: it is not read, or does not fit, all misfits listed.
+        CheckpointError: it is not read, or does not fit, with every mismatch listed.
     """
     notes: list[str] = []
     tensors = read_state_dict(file, notes)
@@ -147,7 +147,7 @@ def open_torch(file: Path, recipe: Recipe | None) -> SourceWeights:
         config = config.with_vocab(rows_of(found, embed if is_ours else their_embed))
     shapes = parameter_shapes(config, found, file)
     if is_ours:
-        refuse_misfits(file, {name: name for name in shapes}, shapes, found, "the file")
+        require_match(file, {name: name for name in shapes}, shapes, found, "the file")
         rows: dict[str, TensorRows] = {name: tensors[name] for name in shapes}
     else:
         names = {dtype: name for name, dtype in DTYPES.items()}
@@ -157,7 +157,7 @@ def open_torch(file: Path, recipe: Recipe | None) -> SourceWeights:
             )
             for name, each in tensors.items()
         }
-        fit = _matched(file, "the file", stored, shapes, config, settings)
+        fit = _match_folder(file, "the file", stored, shapes, config, settings)
         rows = fit.rows(shapes, stored)
         notes += fit.notes
     checks = [partial(check_records, file)]

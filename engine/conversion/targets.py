@@ -17,25 +17,30 @@ import xxhash
 
 from ... import __version__
 from ..checkpoint.manifest import SaveInfo, read_manifest
-from ..checkpoint.tensors import Form, TensorRows, nbytes
-from ..checkpoint.torch_file import complete, descriptor, read_file_tensors, reserve
+from ..checkpoint.tensors import TensorRows, TensorSpec, nbytes
+from ..checkpoint.torch_file import (
+    encode_descriptor,
+    fill_checksums,
+    read_file_tensors,
+    write_without_data,
+)
 from ..core.text.display import remove_secrets
 from ..formats.hf_folder import CONFIG, MAX_CONFIG_BYTES, list_tensors, read_json
 from ..formats.hf_layout import extract_part, open_parameter, open_stored_tensor
 from ..tokenizers.configs import HFTokenizer
 from .hf_files import (
     GENERATION,
-    config_json,
-    generation_json,
-    index_of,
+    build_config_json,
+    build_generation_json,
+    build_index,
+    find_main_dtype,
     lay_out,
-    main_dtype,
-    side_files,
+    list_side_files,
     write_json,
 )
 from .native import read_section, write_native
 from .source_weights import SourceWeights, hf_parts
-from .writing import Advance, Extent, create, extents, sync, whole, write_all
+from .writing import Advance, Extent, create_file, split_into_extents, sync, whole_slice, write_all
 
 if TYPE_CHECKING:
     from ...model_zoo.layout import Part
@@ -59,7 +64,7 @@ class Job:
 
     opened: SourceWeights
     target: Path
-    forms: Mapping[str, Form]
+    forms: Mapping[str, TensorSpec]
     recipe: Recipe
     tokenizer: Tokenizer | None
     side: Path | None
@@ -124,18 +129,18 @@ def write_huggingface(job: Job, temporary: Path) -> None:
         for theirs, offset in layout.offsets.items()
     }
     for file, layout in shards.items():
-        create(temporary / file, layout.size, layout.head)
+        create_file(temporary / file, layout.size, layout.head)
     for ours, parts in job.hf_parts.items():
         for part in parts:
             tensor = extract_part(opened.tensors[ours], part)
-            todo += extents(*places[part.name], tensor, forms[part.name][0], part.name)
+            todo += split_into_extents(*places[part.name], tensor, forms[part.name][0], part.name)
     write_all(todo, job.advance, opened.checks)
-    for name, text in index_of(shards, forms).items():
+    for name, text in build_index(shards, forms).items():
         (temporary / name).write_text(text, encoding="utf-8")
     _tokenizer_files(job, temporary)
     if not (temporary / GENERATION).exists():
         write_json(temporary / GENERATION, generation)
-    settings = _settings(job, main_dtype(forms), generation)
+    settings = _settings(job, find_main_dtype(forms), generation)
     write_json(temporary / CONFIG, settings)
     sync(sorted(temporary.iterdir()))
 
@@ -144,13 +149,15 @@ def write_torch(job: Job, temporary: Path) -> None:
     """Write a dictionary of tensors by our names, as `torch.save` does."""
     todo = [
         # In one piece: the CRC-32 that follows is of all.
-        Extent(temporary, region.offset, [whole(tensor, region.dtype, name), descriptor])
-        for name, region in reserve(temporary, job.forms).items()
+        Extent(
+            temporary, region.offset, [whole_slice(tensor, region.dtype, name), encode_descriptor]
+        )
+        for name, region in write_without_data(temporary, job.forms).items()
         if nbytes(region.shape, region.dtype)
         for tensor in [job.opened.tensors[name]]
     ]
     write_all(todo, job.advance, job.opened.checks)
-    complete(temporary)
+    fill_checksums(temporary)
     sync([temporary])
 
 
@@ -176,7 +183,7 @@ def read_torch(file: Path, _: Job) -> dict[str, TensorRows]:
 
 def _tokenizer_files(job: Job, folder: Path) -> None:
     """Copy the tokenizer's files, or have it write them."""
-    for file in side_files(job.side) if job.side else []:
+    for file in list_side_files(job.side) if job.side else []:
         shutil.copyfile(file, folder / file.name)
     if job.tokenizer is not None and not (folder / "tokenizer.json").exists():
         job.tokenizer.save(folder)
@@ -184,8 +191,10 @@ def _tokenizer_files(job: Job, folder: Path) -> None:
 
 def _generation(job: Job) -> dict[str, Any]:
     """Return generation_config.json: the one that is copied, else ours."""
-    found = [file for file in side_files(job.side) if file.name == GENERATION] if job.side else []
-    return read_json(found[0], MAX_CONFIG_BYTES) if found else generation_json(_eos_id(job))
+    found = (
+        [file for file in list_side_files(job.side) if file.name == GENERATION] if job.side else []
+    )
+    return read_json(found[0], MAX_CONFIG_BYTES) if found else build_generation_json(_eos_id(job))
 
 
 def _settings(job: Job, dtype: str, generation: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,7 +208,7 @@ def _settings(job: Job, dtype: str, generation: Mapping[str, Any]) -> dict[str, 
         for key in ("bos_token_id", "eos_token_id", "pad_token_id")
         if generation.get(key) is not None
     }
-    return {**config_json(job.opened.config, dtype, _eos_id(job)), **ids}
+    return {**build_config_json(job.opened.config, dtype, _eos_id(job)), **ids}
 
 
 def _eos_id(job: Job) -> int | None:

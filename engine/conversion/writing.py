@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import xxhash
 
-from ..checkpoint.commit import writing
-from ..checkpoint.tensors import TensorRows, as_bytes, blocks, row_bytes, row_count
+from ..checkpoint.commit import explain_write_errors
+from ..checkpoint.tensors import TensorRows, as_bytes, read_blocks, row_bytes, row_count
 from ..core.unfinished import Unfinished
 
 PIECE_BYTES = 2**26
@@ -56,12 +56,12 @@ class Extent:
     content: Sequence[Content]
 
 
-def whole(tensor: TensorRows, dtype: torch.dtype, name: str) -> FileSlice:
+def whole_slice(tensor: TensorRows, dtype: torch.dtype, name: str) -> FileSlice:
     """Return a tensor as one piece."""
     return FileSlice(tensor, dtype, 0, row_count(tensor.shape), name)
 
 
-def extents(
+def split_into_extents(
     file: Path, offset: int, tensor: TensorRows, dtype: torch.dtype, name: str
 ) -> Iterator[Extent]:
     """Yield a tensor in pieces that several threads can write."""
@@ -84,10 +84,10 @@ def write_all(
         checks: other work that must succeed, done beside it.
     """
     writes = [partial(_write, each, advance) for each in work]
-    return parallel([*checks, *writes])[len(checks) :]
+    return run_in_threads([*checks, *writes])[len(checks) :]
 
 
-def parallel(work: Sequence[Callable[[], str]]) -> list[str]:
+def run_in_threads(work: Sequence[Callable[[], str]]) -> list[str]:
     """Do work in as many threads as there are cores; the first failure ends it all."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "convert") as pool:
         running = [pool.submit(each) for each in work]
@@ -118,7 +118,7 @@ def _write(extent: Extent, advance: Advance) -> str:
 
 
 def _blocks(piece: FileSlice) -> Iterator[memoryview]:
-    for block in blocks(piece.tensor, piece.dtype, piece.first, piece.last, piece.name):
+    for block in read_blocks(piece.tensor, piece.dtype, piece.first, piece.last, piece.name):
         yield as_bytes(block)
 
 
@@ -131,7 +131,7 @@ def _write_at(descriptor: int, position: int, block: memoryview) -> int:
 
 def sync(files: Sequence[Path]) -> None:
     """Make the contents of files survive a power failure."""
-    parallel([partial(_sync, file) for file in files])
+    run_in_threads([partial(_sync, file) for file in files])
 
 
 def _sync(file: Path) -> str:
@@ -143,7 +143,7 @@ def _sync(file: Path) -> str:
     return ""
 
 
-def create(file: Path, size: int, head: bytes = b"") -> None:
+def create_file(file: Path, size: int, head: bytes = b"") -> None:
     """Make a file of a size, with its first bytes."""
     with open(file, "xb") as opened:
         opened.write(head)
@@ -151,7 +151,7 @@ def create(file: Path, size: int, head: bytes = b"") -> None:
 
 
 @contextmanager
-def complete_or_absent(target: Path, needed: int) -> Iterator[Path]:
+def publish_when_complete(target: Path, needed: int) -> Iterator[Path]:
     """Give a name to write a file or a folder under; it gets the target's when the block ends well.
 
     Args:
@@ -164,7 +164,7 @@ def complete_or_absent(target: Path, needed: int) -> Iterator[Path]:
     """
     unfinished = Unfinished(target)
     try:
-        with writing(target.parent, needed):
+        with explain_write_errors(target.parent, needed):
             yield unfinished.path
             unfinished.publish()
     except BaseException:

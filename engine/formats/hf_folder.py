@@ -76,7 +76,7 @@ def _list_files(folder: Path) -> dict[str, StoredTensor]:
     if INDEX not in regular:
         raise _nothing_to_read(folder, regular)
     weight_map = _read_index(folder / INDEX)
-    problems = _misnamed_files(weight_map, regular)
+    problems = _list_bad_file_names(weight_map, regular)
     if problems:
         raise CheckpointError(list_problems(f"{folder / INDEX} cannot be followed:", problems))
     tensors: dict[str, StoredTensor] = {}
@@ -169,7 +169,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _misnamed_files(weight_map: dict[str, str], regular: set[str]) -> list[str]:
+def _list_bad_file_names(weight_map: dict[str, str], regular: set[str]) -> list[str]:
     problems = []
     for file in sorted(set(weight_map.values())):
         if file != Path(file).name or not file.endswith(".safetensors"):

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ...model_zoo.layout import is_adapter
-from ..checkpoint.box import held_box
+from ..checkpoint.box import contiguous_box
 from ..checkpoint.tensors import BLOCK_BYTES, TensorRows, row_bytes, row_count
 from ..core.errors import CheckpointError
 from ..core.text.display import list_problems
 from .hf_folder import CONFIG, list_tensors, read_config
-from .hf_match import differing_ends, match
+from .hf_match import compare_tied_weights, match
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -37,8 +37,8 @@ def load_huggingface(folder: Path, model: LanguageModel, config: ModelConfig) ->
         config: what the model was built from.
 
     Raises:
-        CheckpointError: the folder cannot be read or is of another model, all misfits listed, and
-            no tensor was touched.
+        CheckpointError: the folder cannot be read or is of another model. Every mismatch is listed,
+            and no tensor was touched.
     """
     stored = list_tensors(folder)
     settings = read_config(folder)
@@ -55,7 +55,7 @@ def load_huggingface(folder: Path, model: LanguageModel, config: ModelConfig) ->
     }
     found = match(stored, shapes | elsewhere, config, settings)
     if not found.problems:
-        found.problems = differing_ends(stored, found, config.layout)
+        found.problems = compare_tied_weights(stored, found, config.layout)
         found.hint = "give it two with model.tie_embeddings = false"
     if found.problems:
         text = list_problems(f"{folder} does not fit the model:", found.problems)
@@ -75,7 +75,7 @@ def fill_parameter(parameter: Tensor, stored: TensorRows) -> None:
         _fill_rows(parameter, stored, 0)
         return
     sharded = cast("DTensor", parameter)
-    local, box = sharded.to_local(), held_box(sharded)
+    local, box = sharded.to_local(), contiguous_box(sharded)
     if box is None:
         # Importing it takes half as long as torch itself; only sharded runs pay.
         from torch.distributed.tensor import distribute_tensor

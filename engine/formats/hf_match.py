@@ -1,4 +1,4 @@
-"""Whether a Hugging Face folder is of a model: names, shapes and settings, all misfits at once."""
+"""Compares a Hugging Face folder with a model: names, shapes, settings; lists every mismatch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...model_zoo.config import flat, impossible, inconsistent
 from ...model_zoo.config import shown as text
-from ..checkpoint.tensors import DTYPES, TensorRows, differing
+from ..checkpoint.tensors import DTYPES, TensorRows, differs
 from ..core.errors import nearest
 from ..core.text.display import MAX_SHOWN, quote_name
 from .hf_folder import CONFIG, StoredTensor
@@ -68,7 +68,7 @@ def match(
         return match
     if settings is not None:
         match.problems, match.hint = _compare_settings(settings, config)
-    embed, head = _ends(layout)
+    embed, head = _tied_names(layout)
     # Without config.json's word, a missing projection is taken for a tied one.
     tied_there = (settings or {}).get("tie_word_embeddings", True)
     for name, shape in shapes.items():
@@ -85,12 +85,14 @@ def match(
     found = {name: tensor.shape for name, tensor in stored.items()}
     names = {part.ours: part.name for part in match.parts}
     wanted = {part.ours: part.shape for part in match.parts}
-    match.problems += misfits(names, wanted, found, place, extra)
-    match.problems += _misstored(match.sources, stored)
+    match.problems += list_mismatches(names, wanted, found, place, extra)
+    match.problems += _list_unreadable_dtypes(match.sources, stored)
     return match
 
 
-def _misstored(sources: Mapping[str, list[Part]], stored: Mapping[str, StoredTensor]) -> list[str]:
+def _list_unreadable_dtypes(
+    sources: Mapping[str, list[Part]], stored: Mapping[str, StoredTensor]
+) -> list[str]:
     """Return the tensors of a dtype that is not read, or not that of the others beside them."""
     problems = []
     for name, parts in sources.items():
@@ -106,7 +108,7 @@ def _misstored(sources: Mapping[str, list[Part]], stored: Mapping[str, StoredTen
     return problems
 
 
-def misfits(
+def list_mismatches(
     sources: Mapping[str, str],
     shapes: Mapping[str, Shape],
     found: Mapping[str, Shape],
@@ -158,20 +160,22 @@ def _compare_settings(settings: Mapping[str, Any], config: ModelConfig) -> tuple
     return problems, f"set in [model]: {wanted}"
 
 
-def _ends(layout: Layout) -> tuple[str, str]:
+def _tied_names(layout: Layout) -> tuple[str, str]:
     """Return Hugging Face's names of the embedding's weight and the projection's."""
     embed = layout.to_hf(f"{layout.embed}.weight")
     head = layout.to_hf(f"{layout.head}.proj.weight")
     return embed or "", head or ""
 
 
-def differing_ends(stored: Mapping[str, StoredTensor], match: Match, layout: Layout) -> list[str]:
+def compare_tied_weights(
+    stored: Mapping[str, StoredTensor], match: Match, layout: Layout
+) -> list[str]:
     """Compare a projection that is there with the embedding, if the model has one for both."""
-    embed, head = _ends(layout)
+    embed, head = _tied_names(layout)
     if head not in stored or any(part.name == head for part in match.parts):
         return []
     one, other = stored[embed], stored[head]
     dtype = DTYPES.get(other.dtype)
-    if dtype and not differing(open_stored_tensor(other), open_stored_tensor(one), dtype):
+    if dtype and not differs(open_stored_tensor(other), open_stored_tensor(one), dtype):
         return []
     return [f"{head} is there and differs from {embed}; the model has one weight for both"]

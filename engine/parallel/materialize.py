@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...model_zoo.language_model import Constant, Normal
-from ..checkpoint.box import Box, held_box
+from ..checkpoint.box import Box, contiguous_box
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -91,7 +91,7 @@ def _fill_shard(parameter: DTensor, rule: Normal | Constant, key: str) -> None:
     # Importing it takes half as long as torch itself; only sharded runs pay.
     from torch.distributed.tensor import distribute_tensor
 
-    local, box = parameter.to_local(), held_box(parameter)
+    local, box = parameter.to_local(), contiguous_box(parameter)
     if isinstance(rule, Constant):
         local.fill_(rule.value)
     elif box is None:

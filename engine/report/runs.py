@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.manifest import Manifest, read_manifest
-from ..checkpoint.retention import step_folders
+from ..checkpoint.retention import list_checkpoints
 from ..core.errors import CheckpointError
 from ..core.files import open_regular, read_regular
 from ..core.run_dir import read_recipe
@@ -80,7 +80,7 @@ class RunData:
 
 def read_run(path: Path, name: str) -> RunData:
     """Read a run directory, live or dead; what is missing or damaged there is left out."""
-    folders = step_folders(path / "checkpoints")
+    folders = list_checkpoints(path / "checkpoints")
     return RunData(
         name=name,
         path=path,

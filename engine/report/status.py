@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..checkpoint.manifest import MANIFEST
-from ..checkpoint.retention import step_folders, step_of
+from ..checkpoint.retention import list_checkpoints, parse_step
 from ..core.errors import RecipeError, nearest
 from ..core.files import open_regular
 from ..core.heartbeat import furthest_behind, read_beats
@@ -96,8 +96,8 @@ def examine(path: Path, now: float | None = None) -> RunStatus:
     events = list(read_events(path))
     train = [row for row in rows if row.get("kind") == "train"]
     evals = [row for row in rows if row.get("kind") == "eval"]
-    checkpoints = [each for each in step_folders(path / "checkpoints") if _is_complete(each)]
-    saved = step_of(checkpoints[-1]) if checkpoints else None
+    checkpoints = [each for each in list_checkpoints(path / "checkpoints") if _is_complete(each)]
+    saved = parse_step(checkpoints[-1]) if checkpoints else None
     last: Mapping[str, Any] = train[-1] if train else {}
     total = record.total_steps or None if record else _steps_of(read_recipe(path))
     state = _state(holder, record, int(last.get("step", 0)), total, saved)

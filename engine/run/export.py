@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ..assemble.assemble import Assembled
-    from ..checkpoint.find import Found
+    from ..checkpoint.find import IntactCheckpoint
 
 FINAL, AVERAGE, ADAPTER = EXPORTS
 RECORD = "exported.json"
@@ -45,7 +45,7 @@ def export_run(
     run: Path,
     step: int,
     group: ProcessGroup | None,
-    found: Found | None = None,
+    found: IntactCheckpoint | None = None,
 ) -> list[Path]:
     """Write the weights after the run's last step, unless that is done; all ranks call it.
 

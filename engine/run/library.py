@@ -131,8 +131,8 @@ def convert(direction: str, source: str | Path, target: str | Path, **options: A
     """
     from ..conversion import convert as conversion
 
-    if direction not in conversion.WAYS:
-        hint = nearest(direction, conversion.WAYS) or ""
+    if direction not in conversion.CONVERSIONS:
+        hint = nearest(direction, conversion.CONVERSIONS) or ""
         raise RecipeError(f"no conversion is named {direction!r}", hint)
     chosen = conversion.Options(**options)
     return conversion.convert(direction, Path(source), Path(target), chosen)

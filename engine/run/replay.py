@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..assemble.assemble import Assembled, assemble
-from ..checkpoint.find import Found, find_checkpoint, newest_intact
+from ..checkpoint.find import IntactCheckpoint, find_checkpoint, newest_intact
 from ..checkpoint.manifest import SaveInfo
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.state import seed_everything
@@ -154,7 +154,7 @@ def _for_replay(recipe: Recipe) -> Recipe:
 
 def _compute(
     parts: Assembled,
-    found: Found | None,
+    found: IntactCheckpoint | None,
     target: ReplayTarget,
     group: ProcessGroup | None,
     allow_changed: Sequence[str],

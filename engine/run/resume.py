@@ -21,7 +21,7 @@ from ..train.parts import Best
 
 if TYPE_CHECKING:
     from ..assemble.assemble import Assembled
-    from ..checkpoint.find import Found
+    from ..checkpoint.find import IntactCheckpoint
     from ..checkpoint.manifest import Manifest
 
 
@@ -48,7 +48,7 @@ def refuse_other_data(saved: Manifest, parts: Assembled, allowed: Sequence[str])
         raise RecipeError(problems)
 
 
-def identify(parts: Assembled, found: Found | None) -> SaveInfo:
+def identify(parts: Assembled, found: IntactCheckpoint | None) -> SaveInfo:
     """Return what each checkpoint of this attempt says of the run.
 
     Args:

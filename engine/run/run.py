@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..assemble.assemble import Assembled, assemble
-from ..checkpoint.find import Found, code_before_training, find_checkpoint
+from ..checkpoint.find import IntactCheckpoint, code_before_training, find_checkpoint
 from ..checkpoint.state import seed_everything
 from ..checkpoint.store import CheckpointStore
 from ..core.errors import ExitCode, LostContact, Problem, RecipeError, Stopped, TrainerError
@@ -176,7 +176,7 @@ class Session:
         return ExitCode.DONE
 
     def _end_again(
-        self, parts: Assembled, health: Health, found: Found, group: ProcessGroup | None
+        self, parts: Assembled, health: Health, found: IntactCheckpoint, group: ProcessGroup | None
     ) -> None:
         """Do what is left to do at the end of a run that has no more steps."""
         state = self._state(parts, found.manifest.step, found.manifest.attempt)
@@ -246,7 +246,11 @@ class Session:
         self.progress.note(f"{early}: {position.step} steps in {self.directory.path}")
 
     def _export(
-        self, parts: Assembled, step: int, group: ProcessGroup | None, found: Found | None = None
+        self,
+        parts: Assembled,
+        step: int,
+        group: ProcessGroup | None,
+        found: IntactCheckpoint | None = None,
     ) -> None:
         """Write what `checkpoint.export` asks for, unless it is there."""
         if self.recipe.checkpoint.export != "none":
@@ -254,7 +258,7 @@ class Session:
             for folder in export_run(parts, self.directory.path, step, group, found):
                 self.progress.note(f"exported {folder}")
 
-    def _find_start(self, store: CheckpointStore) -> Found | None:
+    def _find_start(self, store: CheckpointStore) -> IntactCheckpoint | None:
         """Return the checkpoint to resume from, as `run.resume` says."""
         resume = self.recipe.run.resume
         if resume not in ("auto", "never"):

@@ -148,7 +148,7 @@ class Saver:
             Diverged: the run cannot roll back, because it ends here or the policy is another.
         """
         # The next loss would show it, but the state of this step is saved before that.
-        find = partial(train_state.non_finite, tensors)
+        find = partial(train_state.find_non_finite, tensors)
         names = self._ranks.reduce(
             find, lambda parts: sorted({name for part in parts for name in part})
         )
@@ -241,7 +241,7 @@ class Saver:
         self._health.restore(manifest.extra.get("health", {}))
         position.unevaluated = manifest.extra.get("unevaluated", False)
         if parts.checkpoint.keep_best:
-            self._store.settle_best(position.best.step, position.step)
+            self._store.restore_best_alias(position.best.step, position.step)
         parts.step.scale.restore(manifest.extra["loss_scale"])
         self._saved_step = -1 if position.unevaluated else manifest.step
 

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor
 
-from trainer.engine.checkpoint.find import Found
+from trainer.engine.checkpoint.find import IntactCheckpoint
 from trainer.engine.checkpoint.manifest import SaveInfo, read_manifest
 from trainer.engine.checkpoint.reader import load_state, read_tensors
 from trainer.engine.checkpoint.store import CheckpointStore
@@ -39,7 +39,7 @@ def blank() -> dict[str, Tensor]:
     return {name: torch.full_like(tensor, -1) for name, tensor in state_of(0).items()}
 
 
-def differing(found: Found, step: int) -> list[str]:
+def differing(found: IntactCheckpoint, step: int) -> list[str]:
     """Load a checkpoint and return the names whose values are not those of the step."""
     loaded = blank()
     load_state(found.path, found.manifest, loaded, None)

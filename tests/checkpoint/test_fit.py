@@ -1,4 +1,4 @@
-"""A state that does not fit is refused with all its misfits, before a tensor is touched."""
+"""A state that does not fit is refused with all its find_mismatches, before a tensor is touched."""
 
 from __future__ import annotations
 

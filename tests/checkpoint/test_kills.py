@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainer.engine.checkpoint.find import Found, find_checkpoint
+from trainer.engine.checkpoint.find import IntactCheckpoint, find_checkpoint
 from trainer.engine.checkpoint.manifest import SaveInfo
 from trainer.engine.checkpoint.reader import load_state
 
@@ -25,7 +25,7 @@ def large_state(step: int) -> dict[str, Tensor]:
     return {f"model.{i}": torch.full((128, 256), float(step + i)) for i in range(6)}
 
 
-def values_are_of_its_step(found: Found) -> bool:
+def values_are_of_its_step(found: IntactCheckpoint) -> bool:
     loaded = {name: torch.zeros_like(tensor) for name, tensor in large_state(0).items()}
     load_state(found.path, found.manifest, loaded, None)
     expected = large_state(found.manifest.step)

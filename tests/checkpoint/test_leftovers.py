@@ -143,7 +143,7 @@ def test_a_folder_that_cannot_be_read_is_foreseen(
     monkeypatch.setattr(os, "listdir", listdir)
     result = call("list", tmp_path)
     assert getattr(result.exception, "exit_code", None) == ExitCode.CHECKPOINT
-    assert retention.best_of(tmp_path) is None
+    assert retention.read_best_alias(tmp_path) is None
 
 
 def test_prune_deletes_what_a_killed_export_left(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_retention_deletes_nothing_while_none_is_good(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     for step in (1, 2):
         (tmp_path / f"step-0000000{step}" / "manifest.json").unlink()
-    assert retention.superfluous(tmp_path, keep=1) == []
+    assert retention.list_prunable(tmp_path, keep=1) == []
 
 
 def test_what_lies_beyond_the_step_saved_is_set_aside(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_what_lies_beyond_the_step_saved_is_set_aside(tmp_path: Path) -> None:
     assert found is not None
     assert found.manifest.step == 2
     assert differing(found, 20) == []
-    assert [path.name[:23] for path in retention.abandoned_folders(tmp_path)] == [
+    assert [path.name[:23] for path in retention.list_abandoned(tmp_path)] == [
         "abandoned-step-00000003"
     ]
     assert not [name for name in names(tmp_path) if name.startswith(".")]

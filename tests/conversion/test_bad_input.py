@@ -20,7 +20,7 @@ from tests.conversion.models import hf_folder
 from tests.conversion.run import convert, refused
 from tests.formats.hf_folders import config_of
 from trainer.engine.conversion import writing
-from trainer.engine.conversion.convert import WAYS
+from trainer.engine.conversion.convert import CONVERSIONS
 
 Capture = pytest.CaptureFixture[str]
 
@@ -44,7 +44,7 @@ def kind(way: str) -> str:
     return way.partition("2")[0]
 
 
-@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("way", list(CONVERSIONS))
 def test_each_way_works_and_an_existing_target_is_not_replaced(
     sources: dict[str, Path], tmp_path: Path, way: str, capsys: Capture
 ) -> None:
@@ -56,13 +56,13 @@ def test_each_way_works_and_an_existing_target_is_not_replaced(
         assert f"{target} exists: not replaced; remove it, or give another name" in said
 
 
-@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("way", list(CONVERSIONS))
 def test_a_source_that_is_not_there_is_refused(tmp_path: Path, way: str, capsys: Capture) -> None:
     missing = tmp_path / "missing"
     assert str(missing) in refused(capsys, 5, way, missing, tmp_path / "out")
 
 
-@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("way", list(CONVERSIONS))
 def test_a_source_of_the_other_kind_is_refused(
     sources: dict[str, Path], tmp_path: Path, way: str, capsys: Capture
 ) -> None:
@@ -72,7 +72,7 @@ def test_a_source_of_the_other_kind_is_refused(
     assert str(other) in refused(capsys, 5, way, other, tmp_path / "out")
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "torch2dcp"])
+@pytest.mark.parametrize("way", [way for way in CONVERSIONS if way != "torch2dcp"])
 def test_a_target_inside_the_source_is_refused(
     sources: dict[str, Path], way: str, capsys: Capture
 ) -> None:
@@ -82,7 +82,7 @@ def test_a_target_inside_the_source_is_refused(
     assert not (source / "deep").exists()
 
 
-@pytest.mark.parametrize("way", [*WAYS, "dcp2peft"])
+@pytest.mark.parametrize("way", [*CONVERSIONS, "dcp2peft"])
 @pytest.mark.parametrize("name", ["a" * 300, "circle"])
 def test_names_that_cannot_be_used_are_refused(
     sources: dict[str, Path], tmp_path: Path, way: str, name: str, capsys: Capture
@@ -207,7 +207,7 @@ def test_a_full_disk_leaves_nothing(
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(writing, "_write_at", full)
-    for way in WAYS:
+    for way in CONVERSIONS:
         said = refused(capsys, 5, way, sources[kind(way)], tmp_path / "out")
         assert "no space" in said
 

@@ -72,8 +72,8 @@ def test_auto_tokenizer_reads_the_byte_tokenizer(tmp_path: Path) -> None:
     assert tokenizer.encode(text) == list(text.encode())
     assert tokenizer.decode(list(text.encode())) == text
     assert tokenizer.eos_token_id == 256
-    config_json = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert config_json["eos_token_id"] == 256
+    build_config_json = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert build_config_json["eos_token_id"] == 256
 
 
 def test_a_dtype_can_be_asked_for(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from tests.formats.hf_folders import config_of
 from trainer.engine.conversion.hf_files import lay_out
-from trainer.engine.conversion.writing import create
+from trainer.engine.conversion.writing import create_file
 from trainer.engine.parallel.materialize import without_storage
 from trainer.kernels.choose import choose
 from trainer.model_zoo.language_model import LanguageModel
@@ -37,7 +37,7 @@ def test_memory_stays_within_its_bound(tmp_path: Path) -> None:
     source.mkdir()
     (source / "config.json").write_text(json.dumps(config.hf_config()))
     [(file, layout)] = lay_out(forms, 10**12).items()
-    create(source / file, layout.size, layout.head)  # zeros that take no space
+    create_file(source / file, layout.size, layout.head)  # zeros that take no space
     largest = 2 * 2048 * 4096
     assert layout.size > 2 * 10**9
     script = (

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.conversion.models import hf_folder, tensors_of
 from tests.conversion.run import convert, refused
 from tests.formats.hf_folders import config_of, empty_model
-from trainer.engine.checkpoint.tensors import InMemoryTensor, blocks
+from trainer.engine.checkpoint.tensors import InMemoryTensor, read_blocks
 from trainer.engine.conversion.export import export_huggingface
 from trainer.engine.core.errors import CheckpointError
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
@@ -99,7 +99,7 @@ def test_a_number_beyond_is_refused_and_one_within_is_written(
 ) -> None:
     def written(value: float) -> Callable[[], list[torch.Tensor]]:
         tensor = InMemoryTensor(torch.tensor([0.0, value], dtype=source))
-        return lambda: list(blocks(tensor, target, 0, 2, "weight"))
+        return lambda: list(read_blocks(tensor, target, 0, 2, "weight"))
 
     with pytest.raises(CheckpointError, match="weight does not fit"):
         written(number)()

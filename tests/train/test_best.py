@@ -180,7 +180,7 @@ def kill_before_the_alias():
     """Die when the first best checkpoint is published and not yet pointed to."""
     from trainer.engine.checkpoint import retention
 
-    retention.point_best = lambda folder, step: os.kill(os.getpid(), 9)
+    retention.set_best_alias = lambda folder, step: os.kill(os.getpid(), 9)
 
 
 def test_a_kill_between_checkpoint_and_alias_is_made_good(tmp_path):
