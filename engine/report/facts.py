@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from ..checkpoint.manifest import Manifest
 from ..core.run_state import read_state
+from ..drawing.elements import format_short
 from .plots import SOURCE
 from .runs import BITS, RunData, have_different_tokenizers, lacks_bits_per_byte
 from .status import clock
-from .svg import shown
 
 MAX_SOURCES = 12
 """that have a column of their own"""
@@ -23,7 +23,7 @@ class Number:
 
     title: str
     value: Callable[[RunData], float | None]
-    show: Callable[[float], str] = shown
+    show: Callable[[float], str] = format_short
     best: Callable[[Sequence[float]], float] | None = None
     """which of the runs' values is the best, where one is"""
     per_token: bool = False
@@ -57,7 +57,7 @@ def _seconds(run: RunData) -> float | None:
 
 
 def _loss_text(value: float) -> str:
-    return f"{value:.4f}" if abs(value) < 1e4 else shown(value)
+    return f"{value:.4f}" if abs(value) < 1e4 else format_short(value)
 
 
 NUMBERS = (
@@ -66,10 +66,12 @@ NUMBERS = (
     Number("Training loss", lambda run: run.last("train", "loss"), _loss_text, min, True),
     Number("Validation loss", lambda run: run.last("eval", "loss"), _loss_text, min, True),
     Number("Best validation", _best_loss, _loss_text, min, True),
-    Number("Best perplexity", _perplexity, shown, min, True),
+    Number("Best perplexity", _perplexity, format_short, min, True),
     Number("Bits per byte", lambda run: run.last("eval", BITS), _loss_text, min, per_byte=True),
     Number("Best bits per byte", _best_bits, _loss_text, min, per_byte=True),
-    Number("Tokens/s", lambda run: run.median("train", "tokens_per_second"), shown, max, True),
+    Number(
+        "Tokens/s", lambda run: run.median("train", "tokens_per_second"), format_short, max, True
+    ),
     Number("MFU", lambda run: run.median("train", "mfu"), lambda value: f"{value:.1%}", max),
     Number("Peak memory", _memory, lambda value: f"{value:.2f} GiB", min),
     Number("Training time", _seconds, clock, None),

@@ -5,6 +5,7 @@ Everything that comes from files is escaped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from html import escape
@@ -12,14 +13,26 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from ..drawing.elements import (
+    NUM_COLOURS,
+    Scale,
+    format_short,
+    log_ticks,
+    padded,
+    section,
+    svg,
+    ticks,
+    visible,
+)
 from ..drawing.page import render_page
 from .facts import numbers_of
 from .plots import Plot, Series, plots_of
 from .runs import RunData, names_of, read_run
-from .svg import draw
 from .tables import facts, numbers, profiles, recipe_differences, swatch, times, whole_recipe
 
-HERO_WIDTH = 1264
+WIDTH, HEIGHT, HERO_WIDTH, HERO_HEIGHT = 620, 230, 1264, 330
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 28
+MAX_MARKERS = 60
 _STATES = {"running", "finished", "stopped", "failed", "died"}
 
 
@@ -108,19 +121,20 @@ def _plots(plots: Sequence[tuple[Plot, list[Series]]], names: Sequence[str]) -> 
     if not plots:
         yield "<section><p>No rows in metrics.jsonl yet.</p></section>"
     numbered = list(enumerate(plots))
-    for section, group in groupby(numbered, key=lambda each: each[1][0].section):
-        yield f'<section><h2>{escape(section)}</h2><div class="plots">'
+    for title, group in groupby(numbered, key=lambda item: item[1][0].section):
+        figures = ""
         for index, (plot, series) in group:
             hero = " hero" if index == 0 else ""
             unit = f' <span class="quiet">{plot.unit}</span>' if plot.unit else ""
-            picture = draw(plot, series, names, HERO_WIDTH if hero else 620)
-            yield (
+            size = (HERO_WIDTH, HERO_HEIGHT) if hero else (WIDTH, HEIGHT)
+            picture = _draw(plot, series, names, *size)
+            figures += (
                 f'<figure class="plot{hero}" data-plot="{index}"><figcaption>'
                 f"<h3>{escape(plot.title)}{unit}</h3>{_key(series)}<label hidden>"
                 f'<input type="checkbox" class="log"{" checked" * plot.log}>log</label>'
                 f"</figcaption>{picture}</figure>"
             )
-        yield "</div></section>"
+        yield section(title, f'<div class="plots">{figures}</div>')
 
 
 def _key(series: Sequence[Series]) -> str:
@@ -133,3 +147,63 @@ def _key(series: Sequence[Series]) -> str:
         '<svg class="swatch" viewBox="0 0 18 10" aria-hidden="true">'
         '<path class="line ink dashed" d="M1 5H17"/></svg>validation</span>'
     )
+
+
+def _draw(
+    plot: Plot, series: Sequence[Series], names: Sequence[str], width: int, height: int
+) -> str:
+    """Return a picture over optimizer steps: what the page shows until its script draws it again.
+
+    Args:
+        plot: says whether the scale is logarithmic.
+        series: the curves.
+        names: the runs' names, for readers that cannot see the picture.
+        width: in pixels.
+        height: in pixels.
+    """
+    xs = [x for one in series for x in one.step]
+    ys = [y for one in series for y in one.y if y is not None and (y > 0 or not plot.log)]
+    low, high = visible(ys) if ys else (0.0, 1.0)
+    to_scale = math.log10 if plot.log and ys else float
+    across = Scale(min(xs), max(xs), LEFT, width - RIGHT)
+    bottom = height - BOTTOM
+    down = Scale(*padded(to_scale(low), to_scale(high)), bottom, TOP)
+    shapes = [*_grid(across, down, plot.log, width, bottom)]
+    if high < max(ys, default=0.0):
+        note = f"&uarr; up to {format_short(max(ys))}"
+        shapes.append(f'<text class="tick end" x="{width - RIGHT}" y="{TOP}">{note}</text>')
+    for one in series:
+        points = [
+            None if y is None or (plot.log and y <= 0) else (across(x), down(to_scale(y)))
+            for x, y in zip(one.step, one.y, strict=True)
+        ]
+        shapes += _line(one, points)
+    runs = ", ".join(dict.fromkeys(names[one.run] for one in series))
+    return svg(width, height, f"{plot.title} of {runs}", shapes)
+
+
+def _grid(across: Scale, down: Scale, log: bool, width: int, bottom: int) -> Iterator[str]:
+    for tick in log_ticks(down.low, down.high) if log else ticks(down.low, down.high, 4):
+        y, label = down(tick), format_short(10**tick if log else tick)
+        yield f'<path class="grid" d="M{LEFT} {y:.1f}H{width - RIGHT}"/>'
+        yield f'<text class="tick end" x="{LEFT - 8}" y="{y + 3.5:.1f}">{label}</text>'
+    for tick in ticks(across.low, across.high, 6):
+        x = across(tick)
+        yield f'<text class="tick mid" x="{x:.1f}" y="{bottom + 18}">{format_short(tick)}</text>'
+    yield f'<path class="axis" d="M{LEFT} {bottom}H{width - RIGHT}"/>'
+
+
+def _line(one: Series, places: Sequence[tuple[float, float] | None]) -> Iterator[str]:
+    colour = f"c{one.run % NUM_COLOURS}" + (" dashed" if one.dashed else "")
+    path, pen = "", "M"
+    for place in places:
+        if place is None:
+            pen = "M"
+            continue
+        path += f"{pen}{place[0]:.1f} {min(max(place[1], -500.0), 999.0):.1f}"
+        pen = "L"
+    yield f'<path class="line {colour}" d="{path}"/>'
+    points = [place for place in places if place is not None]
+    if len(points) <= MAX_MARKERS and (one.dashed or len(points) == 1):
+        for x, y in points:
+            yield f'<circle class="dot {colour}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>'

@@ -14,10 +14,10 @@ import pytest
 
 from tests.report.folders import eval_row, hundred_steps, make_run, train_row
 from tests.report.pages import Page, plot
+from trainer.engine.drawing.elements import format_short, log_ticks, ticks, visible
 from trainer.engine.report.page import write_page
 from trainer.engine.report.plots import plots_of, thin
 from trainer.engine.report.runs import differences, names_of, read_run
-from trainer.engine.report.svg import log_ticks, shown, ticks, visible
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_a_run_without_evaluation_has_no_plots_of_it(tmp_path: Path) -> None:
     assert not [title for title in titles if "Validation" in title]
 
 
-def test_compared_runs_share_each_plot_and_only_what_differs_of_recipes_is_shown(
+def test_compared_runs_share_each_plot_and_only_what_differs_of_recipes_is_format_short(
     tmp_path: Path,
 ) -> None:
     recipe = '[run]\nsteps = 100\nname = "{}"\n[optimizer]\nlr = {}\nbetas = [0.9, 0.95]\n'
@@ -228,7 +228,7 @@ def test_ticks_of_a_logarithmic_scale_are_round_too() -> None:
 
 def test_numbers_are_shown_shortly() -> None:
     values = [0, 1.25, 3e-4, 25_000, 1_500_000, 1e20, -0.5, 0.00012345]
-    assert [shown(value) for value in values] == [
+    assert [format_short(value) for value in values] == [
         "0", "1.25", "3e-4", "25k", "1.5M", "1e20", "-0.5", "1.23e-4"
     ]  # fmt: skip
 
