@@ -21,6 +21,7 @@ from .engine.loss.tables import LossConfig, losses
 from .engine.observe.tables import Tracker, TrackerConfig, trackers
 from .engine.optim.tables import OptimizerConfig, ScheduleConfig, optimizers, schedules
 from .engine.parallel.strategies import Strategy, strategies
+from .engine.recipe.tables import register_table
 from .engine.sources.configs import DocumentSource, FileSource, SourceConfig, sources
 from .engine.sources.documents import Document, DocumentFault
 from .engine.tokenizers.configs import TokenizerConfig, tokenizers
@@ -66,6 +67,7 @@ __all__ = [
     "losses",
     "models",
     "optimizers",
+    "register_table",
     "schedules",
     "sources",
     "strategies",

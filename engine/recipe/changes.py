@@ -40,7 +40,7 @@ FREE = (
     "metrics",
     "profile",
     "resilience",
-    "plugins",
+    "plugins.modules",
 )
 """Keys, with all below them, that cannot change what is trained."""
 

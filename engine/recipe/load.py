@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,13 +14,13 @@ from pydantic import ValidationError
 from ..core.errors import Problem, RecipeError
 from ..core.files import address_problem, require_path
 from ..core.plugin_modules import import_plugins
-from ..core.text.tree import Origin, Tree
+from ..core.text.tree import Origin, Tree, key_paths
 from ..parallel.mesh import AXES, EXPERT_AXES, parse_mesh
 from .checks.checks import check
 from .layers import SET, apply_override, read_layers
 from .messages import problems_of
 from .schema import Recipe
-from .structure import given_tables, slot
+from .structure import GivenTable, TableClass, given_tables, slot
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ def _load(tree: Tree, path: Path, overrides: Sequence[str], world: int | None) -
     problems += _import_plugins(tree)
     _name_run(tree, path)
     _leave_behind(tree)
+    _share_plugin_tables(tree)
     problems += _spread_mesh(tree)
     _resolve_paths(tree)
     try:
@@ -113,6 +115,34 @@ def _leave_behind(tree: Tree) -> None:
             is_older = tree.origin((*table.path, key)).layer < layer
             if is_older and key not in table.config.model_fields and table.registry.owners(key):
                 tree.remove((*table.path, key))
+
+
+def _share_plugin_tables(tree: Tree) -> None:
+    """Fill the fields of components whose type is a plugin's table from `[plugins.NAME]`."""
+    given: dict[TableClass | None, GivenTable] = {
+        table.config: table for table in given_tables(tree.values) if _is_plugin_table(table)
+    }
+    for table in list(given_tables(tree.values)):
+        for key, field in table.config.model_fields.items():
+            source = given.get(slot(field).table) if table.registry else None
+            if source and key not in table.values:
+                here = (*table.path, key)
+                origins = {
+                    (*here, *path[len(source.path) :]): tree.origin(path)
+                    for path in key_paths(source.values, source.path)
+                }
+                tree.replace(here, deepcopy(source.values), origins)
+
+
+def _is_plugin_table(table: GivenTable) -> bool:
+    """Return whether a table is one of `[plugins]`, and valid: what is wrong is told once."""
+    if table.path[:1] != ("plugins",) or len(table.path) != 2:
+        return False
+    try:
+        table.config.model_validate(table.values)
+    except ValidationError:
+        return False
+    return True
 
 
 def _spread_mesh(tree: Tree) -> list[Problem]:

@@ -19,7 +19,7 @@ from ..precision.tables import Precision
 from ..sources.configs import sources
 from ..tokenizers.configs import TokenizerConfig, tokenizers
 from ..train.tables import EMA, Evaluate, Resilience
-from .tables import Plugins, Run
+from .tables import Plugins, RegisteredTables, Run
 
 
 class Recipe(Table):
@@ -44,7 +44,7 @@ class Recipe(Table):
     metrics: Metrics = DEFAULTS
     profile: Profile = DEFAULTS
     resilience: Resilience = DEFAULTS
-    plugins: Plugins = DEFAULTS
+    plugins: Annotated[Plugins, RegisteredTables()] = DEFAULTS
 
     @property
     def vocab_size(self) -> int:

@@ -19,6 +19,7 @@ from ..core.config import RelativeToRecipe
 from ..core.registry import Named, Registry
 from ..core.text.positions import KeyPath
 from .schema import Recipe
+from .tables import RegisteredTables
 
 TableClass = type[BaseModel]
 
@@ -55,6 +56,8 @@ def _slot(annotation: Any, metadata: list[Any]) -> Slot:
     for item in metadata:
         if isinstance(item, Named):
             return Slot(registry=item.registry)
+        if isinstance(item, RegisteredTables):
+            return Slot(table=item.table())
         if isinstance(item, RelativeToRecipe):
             return Slot(is_path=True)
     if origin is list:

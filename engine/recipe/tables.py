@@ -1,12 +1,15 @@
-"""The tables of a recipe that no component owns."""
+"""The tables of a recipe that no component owns: `[run]`, and `[plugins]` with those of plugins."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
-from pydantic import Field
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import core_schema
 
-from ..core.config import Count, CountOrZero, LocalPath, RecipePath, Table
+from ..core.config import DEFAULTS, Count, CountOrZero, LocalPath, RecipePath, Table
 
 
 class Run(Table):
@@ -37,3 +40,64 @@ class Plugins(Table):
 
     modules: Annotated[list[str], Field(max_length=100)] = []
     """Python modules imported before validation, so that they can register components"""
+
+
+class PluginsWithTables(Plugins, extra="allow"):
+    """`[plugins]` with the tables that plugins have registered, as attributes."""
+
+
+PluginTable = TypeVar("PluginTable", bound=type[Table])
+_tables: dict[str, type[Table]] = {}
+
+
+def register_table(name: str) -> Callable[[PluginTable], PluginTable]:
+    """Return a decorator that makes a class the table `[plugins.NAME]` of a recipe.
+
+    A field of this class in a component of the plugin is filled from that table.
+    """
+
+    def register(config: PluginTable) -> PluginTable:
+        if name in Plugins.model_fields or _tables.setdefault(name, config) is not config:
+            raise ValueError(f"the table [plugins.{name}] is registered twice")
+        return config
+
+    return register
+
+
+class RegisteredTables:
+    """Pydantic annotation: validates `[plugins]` with the tables that plugins have registered."""
+
+    def table(self) -> type[Plugins]:
+        """Return the class of `[plugins]` at this moment."""
+        fields: dict[str, Any] = {name: (config, DEFAULTS) for name, config in _tables.items()}
+        if not fields:
+            return Plugins
+        return create_model("Plugins", __base__=Plugins, __doc__=Plugins.__doc__, **fields)
+
+    def validate(self, value: Any) -> Any:
+        """Return the table with those of plugins; without any, leave it to its own class."""
+        if not _tables or not isinstance(value, dict):
+            return value
+        checked = self.table().model_validate(value)
+        # An object of a class that is made here could not be sent to other processes.
+        return PluginsWithTables.model_construct(**dict(checked))
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        return core_schema.no_info_before_validator_function(
+            self.validate,
+            handler(source),
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                lambda plugins: plugins.model_dump()
+            ),
+        )
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        if not _tables:
+            return handler(schema)
+        table = self.table()
+        table.model_rebuild()
+        return handler(table.__pydantic_core_schema__)
