@@ -1,9 +1,18 @@
 """Recipes written to a temporary folder, and what is wrong with them."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+import trainer
 from trainer.engine.core.errors import RecipeError
 from trainer.engine.recipe.load import load_recipe
+
+ROOT = Path(trainer.__file__).absolute().parents[1]
+SAMPLE_PLUGIN = Path(__file__).parents[1] / "plugin"
 
 
 @pytest.fixture
@@ -43,3 +52,20 @@ def load(write, tmp_path, monkeypatch):
         return load_recipe("recipe.toml", overrides, world)
 
     return load
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Run a command line in a fresh process that can import the sample package."""
+
+    def command(*arguments, recipe=None):
+        if recipe is not None:
+            (tmp_path / "recipe.toml").write_text(recipe)
+        path = os.pathsep.join(map(str, [ROOT, SAMPLE_PLUGIN, tmp_path / "site"]))
+        return subprocess.run(
+            [sys.executable, "-P", "-m", "trainer", *arguments],
+            capture_output=True, text=True, timeout=60, cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+
+    return command
