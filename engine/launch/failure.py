@@ -58,10 +58,6 @@ class Cause:
     details: Sequence[str] = ()
     rank: int | None = None
 
-    def render(self) -> str:
-        """Return what the launcher prints."""
-        return "\n".join([self.sentence, *(f"  {line}" for line in self.details)])
-
 
 def find_cause(ends: Sequence[RankEnd], beats: Sequence[Beat], *, whole_tail: bool) -> Cause:
     """Return why a job failed.

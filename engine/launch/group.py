@@ -214,9 +214,6 @@ def create_checkpoint_group(world: World, timeout_seconds: float) -> dist.Proces
     return group
 
 
-Address = tuple[socket.AddressFamily, str]
-
-
 def open_listener(host: str, port: int, *, has_other_nodes: bool) -> socket.socket:
     """Return a socket that listens at an address of this machine.
 
@@ -232,34 +229,22 @@ def open_listener(host: str, port: int, *, has_other_nodes: bool) -> socket.sock
     Raises:
         OSError: the port is in use, or the host has no address.
     """
-    for family, address in _addresses(host, port):
-        if has_other_nodes and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+    for family, _, _, _, (address, *_) in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        is_loopback = ipaddress.ip_address(str(address).partition("%")[0]).is_loopback
+        if has_other_nodes and is_loopback:
             continue
         try:
-            return _listen(family, address, port)
+            return socket.create_server(
+                (str(address), port),
+                family=family,
+                backlog=socket.SOMAXCONN,
+                dualstack_ipv6=address == "::" and socket.has_dualstack_ipv6(),
+            )
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-    if socket.has_dualstack_ipv6():
-        return _listen(socket.AF_INET6, "::", port)
-    return _listen(socket.AF_INET, "0.0.0.0", port)
-
-
-def _addresses(host: str, port: int) -> Iterator[Address]:
-    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        if family in (socket.AF_INET, socket.AF_INET6):
-            yield family, str(address[0])
-
-
-def _listen(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6 and address == "::":
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        listener.bind((address, port))
-        listener.listen(socket.SOMAXCONN)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    has_both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if has_both else socket.AF_INET
+    return socket.create_server(
+        ("", port), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=has_both
+    )

@@ -226,7 +226,7 @@ class _Job:
             return ExitCode.INTERRUPTED
         self.cause = cause
         if cause.code != codes[0] or cause.code == ExitCode.FAILED:
-            print_error(f"trainer: {cause.render()}")
+            print_error("\n  ".join([f"trainer: {cause.sentence}", *cause.details]))
         return cause.code
 
 

@@ -115,19 +115,18 @@ class Health:
         values = torch.stack([loss.float(), gradients.norm.float()])
         self._pending.append(_Pending(step, batch, lr, values))
         if self._examines_each_step or len(self._pending) == MOST_PENDING:
-            return self._examine()
+            return self.verify()
         return True
 
-    def verify(self) -> None:
+    def verify(self) -> bool:
         """Examine all steps that are pending, which waits for the device.
+
+        Returns:
+            whether the newest step may be applied.
 
         Raises:
             Diverged: a step was not finite, and the policy is to stop.
         """
-        self._examine()
-
-    def _examine(self) -> bool:
-        """Return whether the newest step may be applied."""
         pending, self._pending = self._pending, []
         if not pending:
             return True
@@ -241,14 +240,20 @@ class Health:
             "counts": asdict(self.counts),
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned; checkpoints of earlier versions have nothing."""
+    def restore(self, state: Mapping[str, Any], *, keep_counts: bool = False) -> None:
+        """Restore what `state` returned; checkpoints of earlier versions have nothing.
+
+        Args:
+            state: the state from a manifest.
+            keep_counts: keep the counts of this run, so that rollbacks without progress end.
+        """
         self._pending.clear()
         self._detector.restore(state.get("detector", {}))
         self._last_spike = state.get("last_spike", 0)
         self._has_learned = state.get("has_learned")
         self._bad_evaluation = state.get("bad_evaluation", "")
-        self.counts = SkipCounts(**state.get("counts", {}))
+        if not keep_counts:
+            self.counts = SkipCounts(**state.get("counts", {}))
 
 
 def _compare(loss: float, norm: float, spike: Spike) -> str:

@@ -91,7 +91,8 @@ def train(
         metrics = step.metrics(gradients, lr) if is_due else {}
         observer.on_step(position.step, metrics, position.tokens)
         outcome = _evaluate_and_save(parts, position, saver, observer, health, stop)
-        _collect_garbage(position.step, parts.gc_interval)
+        if parts.gc_interval and position.step % parts.gc_interval == 0:
+            gc.collect(1)  # on all ranks in the same step, see `paced_garbage_collection`
     return outcome or "finished"
 
 
@@ -154,11 +155,6 @@ def _evaluate_and_save(
             else:
                 saver.save(position)
     return "stopped early" if exhausted else None
-
-
-def _collect_garbage(step: int, interval: int) -> None:
-    if interval and step % interval == 0:
-        gc.collect(1)
 
 
 def _evaluate(

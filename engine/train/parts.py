@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -70,10 +70,6 @@ class Best:
             table.metric,
             table.direction,
         )
-
-    def state(self) -> dict[str, Any]:
-        """Return the state that a checkpoint's manifest keeps."""
-        return asdict(self)
 
     @staticmethod
     def from_manifest(extra: Mapping[str, Any]) -> Best:

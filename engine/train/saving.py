@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -132,7 +132,7 @@ class Saver:
                 "loss_scale": parts.step.scale.state(),
                 "optimizer_numbers": self._optimizer_numbers(),
                 "streams": parts.data.train.state(position.batch * parts.global_batch),
-                "best": position.best.state(),
+                "best": asdict(position.best),
                 "health": self._health.state(),
                 "unevaluated": position.unevaluated,
             },
@@ -201,13 +201,16 @@ class Saver:
         )
         return CheckpointError(message, error.hint)
 
-    def restore(self, path: Path, manifest: Manifest, position: Position) -> None:
+    def restore(
+        self, path: Path, manifest: Manifest, position: Position, *, is_rollback: bool = False
+    ) -> None:
         """Restore the run from a full checkpoint, in place.
 
         Args:
             path: folder of the checkpoint.
             manifest: its verified manifest.
             position: set to the position in the checkpoint.
+            is_rollback: whether the run goes back to a checkpoint of its own.
 
         Raises:
             CheckpointError: the checkpoint holds weights only, or does not fit the run.
@@ -238,7 +241,7 @@ class Saver:
         position.tokens = manifest.extra["tokens"]
         parts.data.train.restore(manifest.extra.get("streams", {}))
         position.best = Best.from_manifest(manifest.extra)
-        self._health.restore(manifest.extra.get("health", {}))
+        self._health.restore(manifest.extra.get("health", {}), keep_counts=is_rollback)
         position.unevaluated = manifest.extra.get("unevaluated", False)
         if parts.checkpoint.keep_best:
             self._store.restore_best_alias(position.best.step, position.step)
@@ -266,10 +269,8 @@ class Saver:
                 raise CheckpointError(what, "lower checkpoint.interval")
             self._report(f"{what}; the step is skipped")
             return False
-        # They are kept, so that rollbacks without progress come to an end.
-        counts = self._health.counts
-        self.restore(found.path, found.manifest, position)
-        position.batch, self._health.counts = batch, counts
+        self.restore(found.path, found.manifest, position, is_rollback=True)
+        position.batch = batch
         return True
 
     def wait_staged(self) -> None:
