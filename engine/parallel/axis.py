@@ -143,7 +143,6 @@ class AxisParts:
 
     def adapt_kernels(self, kernels: Kernels, config: ModelConfig) -> Kernels:
         """Return kernels that compute this rank's part of attention and loss."""
-        del config
         return kernels
 
     def take(self, batch: Batch) -> Batch:
@@ -165,12 +164,10 @@ class AxisParts:
             parts: what the axes before this one returned.
             settings: how it is to be split.
         """
-        del model, config, settings
         return parts
 
     def wrap(
         self, wrapped: ParallelModel, parts: LocalParts, settings: StepSettings
     ) -> ParallelModel:
         """Wrap a split model for training, once its parameters are on the device."""
-        del parts, settings
         return wrapped

@@ -99,7 +99,6 @@ class ShardedParts(AxisParts):
         self, wrapped: ParallelModel, parts: LocalParts, settings: StepSettings
     ) -> ParallelModel:
         """Let a step decide when gradients are reduced, and average those that FSDP ignores."""
-        del settings
         fsdp = cast("FSDPModule", wrapped.model)
         always = self.local.table.fsdp.reduce_every == "micro_batch"
 

@@ -29,7 +29,6 @@ class ReplicaParts(AxisParts):
         self, wrapped: ParallelModel, parts: LocalParts, settings: StepSettings
     ) -> ParallelModel:
         """Wrap a model in DDP."""
-        del parts
         device, model = self.local.device, wrapped.model
         # Torch 2.13 renamed this argument and warns of the old name.
         names = {"broadcast_buffers", "forward_sync_buffers"}

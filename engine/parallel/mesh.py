@@ -22,6 +22,7 @@ class Axis:
         splits: what its ranks divide among them.
         reduces_gradients: whether its ranks compute with the same parameters, so that gradients are
             reduced over it; FSDP then shards parameters over it, unless it holds replicas.
+        repeats_loss: whether all of its ranks compute the loss of the same tokens.
         pieces: of a sequence that each rank holds; 0: whole sequences.
         inside_nodes: whether it is worth its traffic only over the links inside a node.
         least_positions: of a sequence that keep a rank's GPU busy; plans with fewer are not tried.
@@ -33,6 +34,7 @@ class Axis:
     aliases: tuple[str, ...]
     splits: Literal["samples", "positions", "layers", "experts"]
     reduces_gradients: bool = False
+    repeats_loss: bool = False
     pieces: int = 0
     inside_nodes: bool = False
     least_positions: int = 0
@@ -56,6 +58,7 @@ MESH = (
         "tensor",
         ("tp",),
         "positions",
+        repeats_loss=True,
         pieces=1,
         inside_nodes=True,
         implementation="tensor.tensor",
@@ -110,6 +113,16 @@ class Degrees:
     def fsdp(self) -> int:
         """Ranks over which FSDP shards parameters, if the strategy shards them."""
         return self.product(FSDP_AXES)
+
+    @property
+    def model(self) -> int:
+        """Ranks that hold different parts of the same model, experts left aside."""
+        return self.world // self.dp_cp
+
+    @property
+    def loss_copies(self) -> int:
+        """Ranks that compute the loss of the same tokens."""
+        return self.product(axis.name for axis in MESH if axis.repeats_loss)
 
     @property
     def sequence(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from .axis import AxisParts, LocalParts, LocalRank, ParallelModel, SplitSettings, StepSettings
-from .mesh import MESH, Degrees
+from .mesh import AXES, MESH, Degrees
 from .placement import placements_for, require_divisible
 from .tables import Parallel
 
@@ -133,7 +133,7 @@ def make_plan(
     if table.context_exchange == "ring" and degrees.context == 1 and rank == 0:
         log.warning('parallel.context_exchange = "ring" has no effect: parallel.context is 1')
     mesh, sharded = None, table.is_sharded(degrees)
-    if sharded or degrees.tensor * degrees.pipeline * degrees.expert_ranks > 1:
+    if sharded or degrees.model * degrees.expert_ranks > 1:
         mesh = build_mesh(degrees, device.type, sharded=sharded)
     local = LocalRank(table, degrees, rank, device, mesh, is_simulated)
     # Modules are imported where they are used: torch's pipelining and FSDP take a second to load.
@@ -154,8 +154,7 @@ def build_mesh(degrees: Degrees, device_type: str, *, sharded: bool) -> DeviceMe
     ranks are replicas.
     """
     shard = degrees.fsdp if sharded else 1
-    return init_device_mesh(
-        device_type,
-        (degrees.pipeline, degrees.dp_cp // shard, shard, degrees.tensor),
-        mesh_dim_names=("pipeline", "replicate", "shard", "tensor"),
-    )
+    sizes = {axis.name: getattr(degrees, axis.name) for axis in MESH if not axis.reduces_gradients}
+    sizes |= {"replicate": degrees.dp_cp // shard, "shard": shard}
+    names = tuple(axis for axis in AXES if axis in sizes)
+    return init_device_mesh(device_type, tuple(sizes[axis] for axis in names), mesh_dim_names=names)

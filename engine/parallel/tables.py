@@ -138,8 +138,8 @@ class Parallel(Table):
         It does so also for mere replicas of weights that tensor parallelism has split, of a
         pipeline's stages, and beside experts that ranks share: DDP does not know them.
         """
-        also = degrees.dp_cp > 1 and (degrees.tensor > 1 or degrees.pipeline > 1)
-        return self.is_sharded(degrees) or also or degrees.expert_ranks > 1
+        splits_and_replicates = degrees.dp_cp > 1 and degrees.model > 1
+        return self.is_sharded(degrees) or splits_and_replicates or degrees.expert_ranks > 1
 
     @model_validator(mode="before")
     @classmethod

@@ -157,7 +157,7 @@ class TrainStep:
         else:
             sums = self._forward_backward(batches, factor, before_update)
         # Only the last pipeline stage has a loss, so its tensor ranks alone hold the same one.
-        self._sum_over_ranks(sums, self.degrees.tensor)
+        self._sum_over_ranks(sums, self.degrees.loss_copies)
         if self.balance.exists:
             self.balance.collect(self._sum_over_ranks)
         with self.phase("clip"):

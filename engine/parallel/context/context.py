@@ -22,6 +22,7 @@ from ....model_zoo.layers.moe import moe_layers
 from ...data.batch import Batch
 from ..axis import AxisParts, LocalParts, LocalRank, SplitSettings
 from ..collectives import all_gather, all_reduce_no_grad
+from ..mesh import AXES
 from .ring import ring_attention
 
 if TYPE_CHECKING:
@@ -64,7 +65,6 @@ class ContextParallel(AxisParts):
 
     def adapt_kernels(self, kernels: Kernels, config: ModelConfig) -> Kernels:
         """Return kernels whose attention sees the keys and values of all ranks."""
-        del config
         if self.in_ring:
             attention = partial(ring_attention, kernel=kernels.partial_attention, group=self.group)
             return replace(kernels, attention=attention, attention_mask=self._documents)
@@ -82,7 +82,6 @@ class ContextParallel(AxisParts):
         settings: SplitSettings,
     ) -> LocalParts:
         """Let routers count a sequence's choices of experts on all ranks that have a part of it."""
-        del config, settings
         model.own_positions = lambda whole: torch.cat(self._mine(whole), dim=1)
         for layer in moe_layers(model).values():
             layer.router.sum_of_sequence = partial(all_reduce_no_grad, group=self.group)
@@ -136,11 +135,12 @@ class ContextParallel(AxisParts):
 
 def make_axis(local: LocalRank) -> ContextParallel:
     """Return what the context axis does on this rank; all ranks call it."""
-    degrees = local.degrees
+    degrees, index = local.degrees, AXES.index("context")
+    outer, inner = degrees.product(AXES[:index]), degrees.product(AXES[index + 1 :])
     mesh = init_device_mesh(
         local.device.type,
-        (degrees.pipeline * degrees.data, degrees.context, degrees.tensor),
-        mesh_dim_names=("rest", "context", "tensor"),
+        (outer, degrees.context, inner),
+        mesh_dim_names=("outer", "context", "inner"),
     )
     place, in_ring = degrees.coordinate(local.rank).context, local.table.context_exchange == "ring"
     return ContextParallel(mesh.get_group("context"), place, degrees.context, in_ring)

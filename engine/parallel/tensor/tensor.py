@@ -86,7 +86,6 @@ class TensorParallel(AxisParts):
         self, wrapped: ParallelModel, parts: LocalParts, settings: StepSettings
     ) -> ParallelModel:
         """Sum the gradients of replicated parameters over the axis after the backward pass."""
-        del settings
         named = wrapped.model.named_parameters()
         replicated = [weight for name, weight in named if name in parts.tensor_replicated]
         add = make_replicated_reduction(
