@@ -32,7 +32,7 @@ class Column:
         self._room = 0
 
     def write(self, values: NDArray[Any]) -> None:
-        """Add values, beginning a new file where one is full."""
+        """Add values, and begin a new file whenever one is full."""
         while len(values):
             if not self._room:
                 self.end_file()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TokenSource(SourceConfig):
-    """Base of sources that are tokens already."""
+    """Base of sources whose documents are tokens already."""
 
     def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:
         """Return the source's documents as tokens, memory-mapped.

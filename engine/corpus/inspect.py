@@ -41,7 +41,7 @@ class LengthBin:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a corpus of tokens holds.
+    """The counts, lengths, duplicates and damage of a corpus of tokens.
 
     Lengths count a document's tokens without the one that ends it.
     """

@@ -91,7 +91,7 @@ class CorpusManifest(Table):
 
     @property
     def num_shards(self) -> int:
-        """How many files a column has."""
+        """The number of files of a column."""
         return -(-self.num_tokens // self.shard_tokens)
 
     def columns(self) -> list[tuple[str, int]]:
@@ -105,7 +105,7 @@ class CorpusManifest(Table):
 
 
 def shard_name(column: str, number: int) -> str:
-    """Return what a file of a column is called."""
+    """Return the name of a file of a column."""
     return f"{column}-{number:05d}.bin"
 
 

@@ -34,12 +34,12 @@ AHEAD = 4096
 
 @dataclass(frozen=True)
 class PartStores:
-    """The parts of a corpus and where they are kept.
+    """The parts of a corpus as token stores.
 
     Args:
         folder: holds a store for each part that is done.
-        parts: in order.
-        tokenizer: makes them.
+        parts: the parts in order.
+        tokenizer: makes the tokens.
     """
 
     folder: Path
@@ -48,7 +48,7 @@ class PartStores:
 
     def make(self, number: int) -> bool:
         """Tokenise a part, and return True, unless it is there with the bytes that were written."""
-        folder = self.place(number)
+        folder = self.part_folder(number)
         with suppress(DataError):
             manifest = read_manifest(folder)
             if not any(find_damaged_files(folder, manifest)):
@@ -65,18 +65,18 @@ class PartStores:
         return True
 
     def read(self, number: int) -> Chunk:
-        """Return a part that is done."""
-        folder = self.place(number)
+        """Return the tokens of a part that is done."""
+        folder = self.part_folder(number)
         manifest, store = read_manifest(folder), TokenStore.open(folder, self.tokenizer)
         tally = Tally(manifest.text_bytes, manifest.empty, manifest.skipped, manifest.faults)
         return Chunk(store.tokens, np.diff(store.offsets), store.loss_mask, tally)
 
-    def place(self, number: int) -> Path:
+    def part_folder(self, number: int) -> Path:
         """Return the folder of a part."""
         return self.folder / f"{number:07d}"
 
     def make_all(self, workers: int) -> Iterator[bool]:
-        """Make every part; yield in order, as each is done, whether it was not there before.
+        """Make every part; as each is done, yield in order whether this call made it.
 
         Raises:
             DataError: a document cannot be read and `on_error` is "stop".

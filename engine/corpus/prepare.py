@@ -34,12 +34,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Preparation:
-    """What becomes one folder of tokens.
+    """The inputs of one folder of tokens.
 
     Attributes:
-        sources: their documents come one source after another.
+        sources: the sources, whose documents follow one another.
         tokenizer: makes the tokens.
-        tokenizer_name: what a recipe calls it; its files are then kept beside the tokens.
+        tokenizer_name: the tokenizer's name in a recipe; its files are then kept beside the tokens.
         shard_tokens: tokens a file.
         workers: processes; 0: one a core.
     """
@@ -51,7 +51,7 @@ class Preparation:
     workers: int = 0
 
     def inputs(self) -> str:
-        """Return a hash of all that the result depends on."""
+        """Return a hash of everything that the tokens depend on."""
         states = [f"{source.on_error} {source.fingerprint()}" for source in self.sources]
         inputs = [self.tokenizer.fingerprint, self.tokenizer_name, self.shard_tokens, states]
         return xxh3_128_hexdigest(repr(inputs).encode())
@@ -71,7 +71,7 @@ def default_cache() -> Path:
 
 
 def cache_folder(folder: str) -> Path:
-    """Return where tokenised sources are kept.
+    """Return the folder of the cache of tokenised sources.
 
     Args:
         folder: `data.cache_dir` of the recipe; empty: in the user's cache.
@@ -111,7 +111,7 @@ def open_or_prepare(source: DocumentSource, tokenizer: Tokenizer, cache: Path) -
     """
     key = f"{CACHE_VERSION} {tokenizer.fingerprint} {source.on_error} {source.fingerprint()}"
     folder = cache / f"{source.name}-{xxh3_128_hexdigest(key.encode())}"
-    if not unfinished(folder).exists():
+    if not unfinished_folder(folder).exists():
         with suppress(DataError):
             return TokenStore.open(folder, tokenizer)
     try:
@@ -121,7 +121,7 @@ def open_or_prepare(source: DocumentSource, tokenizer: Tokenizer, cache: Path) -
         with _lock(lock, math.inf):
             with suppress(DataError):
                 store = TokenStore.open(folder, tokenizer)
-                shutil.rmtree(unfinished(folder), ignore_errors=True)
+                shutil.rmtree(unfinished_folder(folder), ignore_errors=True)
                 return store
             shutil.rmtree(folder, ignore_errors=True)
             prepare(Preparation([source], tokenizer), folder, log_every_ten_seconds(source.name))
@@ -149,7 +149,7 @@ def prepare_folder(job: Preparation, folder: Path, watch: Watch) -> bool:
                 prepare(job, folder, watch)
             else:
                 _require_same_inputs(job, folder)
-                shutil.rmtree(unfinished(folder), ignore_errors=True)
+                shutil.rmtree(unfinished_folder(folder), ignore_errors=True)
             return is_new
     except OSError as error:
         raise EnvironmentFault(
@@ -170,8 +170,8 @@ def _require_same_inputs(job: Preparation, folder: Path) -> None:
         )
 
 
-def unfinished(folder: Path) -> Path:
-    """Return where a preparation keeps what it has until it is complete."""
+def unfinished_folder(folder: Path) -> Path:
+    """Return the folder of a preparation that is not complete."""
     return folder.parent / f"{folder.name}.unfinished"
 
 
@@ -194,7 +194,7 @@ def _lock(file: Path, patience_seconds: float) -> Iterator[None]:
 @contextmanager
 def _lock_target(folder: Path) -> Iterator[None]:
     """Keep other processes from making a folder, and remove what they could not resume from."""
-    lock, work = folder.parent / f".{folder.name}.lock", unfinished(folder)
+    lock, work = folder.parent / f".{folder.name}.lock", unfinished_folder(folder)
     # Processes that worked for one that was killed end just after it.
     with _lock(lock, DYING_SECONDS):
         try:
@@ -208,7 +208,7 @@ def _lock_target(folder: Path) -> Iterator[None]:
 def prepare(job: Preparation, folder: Path, watch: Watch) -> None:
     """Tokenise into a folder, which appears when it is complete.
 
-    What an interrupted call for the same inputs left is used. The caller holds a lock.
+    Parts that an interrupted call for the same inputs finished are used. The caller holds a lock.
 
     Raises:
         RecipeError: the folder lies within a source, which would read what is written there.
@@ -216,7 +216,7 @@ def prepare(job: Preparation, folder: Path, watch: Watch) -> None:
         EnvironmentFault: a process that tokenises was killed.
         OSError: it cannot be written.
     """
-    work, inputs, parts = unfinished(folder), job.inputs(), job.parts()
+    work, inputs, parts = unfinished_folder(folder), job.inputs(), job.parts()
     _discard_other_inputs(work, inputs)
     if job.inputs() != inputs:
         shutil.rmtree(work)

@@ -88,7 +88,7 @@ def show_progress() -> Iterator[Watch]:
 
 
 def describe(progress: TokenisingProgress) -> str:
-    """Return documents, speeds and the time left, in a line."""
+    """Return the number of documents, the speeds and the time left, in a line."""
     left = progress.seconds_left
     eta = "" if left is None else f" · eta {format_clock(left)}"
     return _describe_speed(progress) + eta

@@ -39,7 +39,7 @@ class StoredDocuments(DocumentSource):
 
     @classmethod
     def of(cls, folder: Path, on_error: str) -> Self:
-        """Open a folder.
+        """Open a folder of tokens.
 
         Raises:
             DataError: it is damaged, does not hold its tokenizer, or has loss masks.

@@ -36,7 +36,7 @@ SHARD_TOKENS = 2**28
 
 @dataclass(frozen=True)
 class TokenStore:
-    """Documents as tokens.
+    """The tokens of documents, memory-mapped or in memory.
 
     Attributes:
         tokens: [num_tokens] uint16 or uint32; each document is followed by the eos token.
@@ -44,10 +44,10 @@ class TokenStore:
         eos_id: the end-of-document token.
         fingerprint: xxh3-128 of the tokens' bytes.
         skipped: documents left out because they could not be read.
-        faults: what was wrong with the first of them.
-        place: what to call it in messages.
+        faults: the reasons for the first of them.
+        place: the name of the store in messages.
         loss_mask: [num_tokens]; which tokens count in the loss when they are labels; None: all.
-        folder: that holds them as files; None: they are in memory alone.
+        folder: the folder of the files; None: the tokens are in memory alone.
     """
 
     tokens: NDArray[Any]
@@ -62,12 +62,12 @@ class TokenStore:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens there are, eos tokens included."""
+        """The number of tokens, eos tokens included."""
         return len(self.tokens)
 
     @property
     def num_documents(self) -> int:
-        """How many documents there are."""
+        """The number of documents."""
         return len(self.offsets) - 1
 
     @staticmethod
@@ -76,7 +76,7 @@ class TokenStore:
 
         Args:
             folder: with `tokens.json`.
-            tokenizer: must have made it; None: whichever did.
+            tokenizer: the tokenizer that must have made it; None: any.
 
         Raises:
             DataError: it is missing, incomplete, or made with another tokenizer.
@@ -132,8 +132,8 @@ class StoreWriter:
     """Writes a token store into a new folder; complete once `finish` has returned.
 
     Args:
-        folder: is created.
-        tokenizer: its vocabulary bounds the ids and sets their width.
+        folder: the folder to create.
+        tokenizer: the tokenizer, whose vocabulary bounds the ids and sets their width.
         shard_tokens: tokens a file, a multiple of `PAGE_TOKENS`.
     """
 

@@ -22,7 +22,7 @@ BATCH_DOCUMENTS = 2**12
 
 @dataclass
 class Tally:
-    """Counts of what was met while documents were read."""
+    """Counts of the documents that were read and left out."""
 
     text_bytes: int = 0
     """bytes of text that became tokens"""

@@ -123,7 +123,7 @@ def _train(
     min_frequency: int,
     pattern: str,
 ) -> str:
-    """Return the `tokenizer.json`."""
+    """Return the content of `tokenizer.json`."""
     import_tokenizers()
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -147,14 +147,14 @@ def _train(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    read_interruptibly(
+    run_interruptibly(
         group_documents(texts), lambda read: native.train_from_iterator(read, trainer)
     )
     native.pre_tokenizer = cut_by(pattern)
     return str(native.to_str(pretty=True))
 
 
-def read_interruptibly(items: Iterable[Any], read: Callable[[Iterator[Any]], object]) -> None:
+def run_interruptibly(items: Iterable[Any], read: Callable[[Iterator[Any]], object]) -> None:
     """Run a native function that reads items in a thread, so that this thread handles signals.
 
     Raises:

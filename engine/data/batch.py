@@ -37,7 +37,7 @@ class Batch:
     padding_mask: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        """Copy it to a device; to a GPU through pinned memory, so that the host does not wait."""
+        """Copy the batch to a device; to a GPU through pinned memory, without waiting."""
         if device.type == "cuda":
             return self._each(lambda column: column.pin_memory().to(device, non_blocking=True))
         return self._each(lambda column: column.to(device))

@@ -22,7 +22,7 @@ from .tables import Data
 
 @dataclass(frozen=True)
 class OpenedData:
-    """The `[data]` table, opened.
+    """The samples of the `[data]` table.
 
     Attributes:
         train: the training samples, without end.
@@ -118,7 +118,7 @@ def _split(
     store: TokenStore,
     fraction: float,
 ) -> None:
-    """Add a source's rows to the training, and those that it holds out to the validation."""
+    """Add a source's rows to the training samples, and its held-out rows to the validation."""
     border = end = store.num_tokens
     if source.split == "validation":
         border = 0

@@ -80,7 +80,7 @@ def source_key(seed: int, index: int) -> int:
 
 
 class TrainingOrder:
-    """Endless: sources mixed by weight, each one's rows in another random order every epoch.
+    """Mixes sources by weight without end, each in another random order every epoch.
 
     Args:
         rows: rows of each source.
@@ -130,7 +130,7 @@ class TrainingOrder:
 
 
 class ValidationOrder:
-    """Ends: sources mixed by weight, each one's rows once, in their own order.
+    """Mixes sources by weight, each row once, in the order of its source.
 
     Args:
         rows: rows of each source.

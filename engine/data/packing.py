@@ -53,7 +53,7 @@ class Packed(Protocol):
 
     @property
     def store(self) -> TokenStore:
-        """Where its tokens are."""
+        """The tokens of the source."""
 
     def gather(self, rows: Indices) -> PackedRows:
         """Return the rows of these numbers, [B]."""

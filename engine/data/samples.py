@@ -44,7 +44,7 @@ class Samples:
 
     @property
     def separate_labels(self) -> Sequence[str]:
-        """Labels of the sources that have a loss of their own; none where there is one source."""
+        """The labels of the sources whose losses are logged apart; none if there is one source."""
         return self.labels if len(self.labels) > 1 else ()
 
     def ensure(self, first: int, stop: int) -> None:
@@ -89,7 +89,7 @@ class Samples:
             )
 
     def _merge(self, source: Indices, row: Indices) -> PackedRows:
-        """Gather each source's rows in one call and put them where they belong."""
+        """Gather the rows of each source in one call, and restore the order of the samples."""
         order = np.argsort(source, kind="stable")
         which, starts = np.unique(source[order], return_index=True)
         groups = np.split(row[order], starts[1:])

@@ -1,4 +1,4 @@
-"""Rows of a source that is tokenised while it is trained on."""
+"""The rows of a source that is tokenised during training."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from ..tokenizers.tokenizer import MaskedDocument, Tokenizer
 from .chat_renderer import ChatTemplate, find_template, open_renderer
 from .configs import DocumentSource, FileSource, sources
 from .documents import Document
-from .files import json_kind, line_parts, read_objects, require_field
+from .files import json_kind, read_objects, require_field, split_line_files
 
 OTHER_NAMES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
 FOLLOWS = {
@@ -68,7 +68,7 @@ class ChatSource(FileSource):
 
     def parts(self) -> Sequence[Any]:
         """Return runs of files in the order of their names, and whole lines of large ones."""
-        return line_parts(self.path, self.suffix)
+        return split_line_files(self.path, self.suffix)
 
     def read(self, part: Any) -> Iterator[Document]:
         """Yield one conversation a line."""

@@ -125,7 +125,7 @@ def find_template(
 
 @dataclass(frozen=True)
 class ChatRenderer:
-    """Renders one template in the process of `chat_sandbox.py`, which says why it is a process."""
+    """Renders one template in a process of `chat_sandbox.py`, so that no template can do harm."""
 
     template: ChatTemplate
     process: subprocess.Popen[str]

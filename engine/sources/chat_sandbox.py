@@ -1,4 +1,4 @@
-"""Renders chat templates; a program of its own, so that no template can harm its caller.
+"""A program that renders chat templates in a process of its own, so that none can do harm.
 
 A template comes with a tokenizer from a stranger. Jinja's sandbox keeps it from reaching
 Python's objects; that this is another process, with limits on time, memory and files, keeps it from
@@ -136,7 +136,7 @@ class Renderer:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Return JSON as it is: Jinja's own filter escapes it for HTML."""
+    """Return JSON; Jinja's own filter escapes it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

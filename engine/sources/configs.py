@@ -24,11 +24,11 @@ from .documents import Document
 from .files import (
     content_fingerprint,
     files_fingerprint,
-    line_parts,
     read_objects,
     read_text,
     require_text,
-    text_parts,
+    split_line_files,
+    split_text_files,
 )
 
 # Installed packages, tests full of deliberately odd text, and a module that differs by machine.
@@ -73,7 +73,7 @@ class DocumentSource(SourceConfig):
 
     @property
     def is_streamed(self) -> bool:
-        """Whether it is tokenised while training rather than before."""
+        """Whether the source is tokenised during training instead of before."""
         return bool(getattr(self, "streaming", False))
 
     def documents(self) -> Iterator[Document]:
@@ -133,7 +133,7 @@ class PythonSource(DocumentSource):
     def documents(self) -> Iterator[Document]:
         """Yield the library's modules, in a fixed scattered order."""
         total = 0
-        for path, status in python_files():
+        for path, status in list_library_modules():
             total += status.st_size
             if self.max_bytes and total > self.max_bytes:
                 return
@@ -142,12 +142,14 @@ class PythonSource(DocumentSource):
 
     def fingerprint(self) -> str:
         """Return the interpreter's version and the files' sizes and times."""
-        states = [(path, status.st_size, status.st_mtime_ns) for path, status in python_files()]
+        states = [
+            (path, status.st_size, status.st_mtime_ns) for path, status in list_library_modules()
+        ]
         hashed = xxh3_128_hexdigest(repr(states).encode())
         return f"python {platform.python_version()} {self.max_bytes} {hashed}"
 
 
-def python_files() -> list[tuple[str, os.stat_result]]:
+def list_library_modules() -> list[tuple[str, os.stat_result]]:
     """Return the path and status of each module of the standard library, in a fixed random order.
 
     The order follows a hash of the path within the library, so that any run of modules, such as the
@@ -196,7 +198,7 @@ class FileSource(DocumentSource):
         return content_fingerprint(self.path, self.suffix) + self.settings()
 
     def settings(self) -> str:
-        """Return what else the documents depend on, after a space."""
+        """Return the settings that change the documents, after a space."""
         return ""
 
 
@@ -208,7 +210,7 @@ class TextSource(FileSource):
 
     def parts(self) -> Sequence[Any]:
         """Return runs of files in the order of their names, and pieces of large ones."""
-        return text_parts(self.path, self.suffix)
+        return split_text_files(self.path, self.suffix)
 
     def read(self, part: Any) -> Iterator[Document]:
         """Yield one document a file."""
@@ -226,7 +228,7 @@ class JsonlSource(FileSource):
 
     def parts(self) -> Sequence[Any]:
         """Return runs of files in the order of their names, and whole lines of large ones."""
-        return line_parts(self.path, self.suffix)
+        return split_line_files(self.path, self.suffix)
 
     def read(self, part: Any) -> Iterator[Document]:
         """Yield one document a line."""

@@ -17,13 +17,13 @@ from ..tokenizers.tokenizer import MaskedDocument
 
 @dataclass(frozen=True)
 class DocumentFault:
-    """A document that cannot be read, and where it stands; a terminal and JSON can show both.
+    """The place of a document that cannot be read, and the reason, both printable.
 
     Args:
-        file: its file, or another name that users know.
-        reason: what is wrong.
-        line: the line, from 1, counted from byte `start` of the file on; 0: none.
-        start: where a line of the file begins.
+        file: the file, or another name that users know.
+        reason: what is wrong with the document.
+        line: the number of the line, from 1, counted from byte `start` of the file on; 0: none.
+        start: the byte at which a line of the file begins.
     """
 
     file: str
@@ -32,14 +32,14 @@ class DocumentFault:
     start: int = 0
 
     def __post_init__(self) -> None:
-        """Escape what a file's name, or the words of a document in the reason, may hold."""
+        """Escape control characters of the file's name and of the document's text."""
         object.__setattr__(self, "file", make_printable(self.file))
         object.__setattr__(self, "reason", make_printable(self.reason))
 
     @property
     def place(self) -> str:
         """Return `file:line`; the lines before `start` are counted now."""
-        line = self.line and lines_before(self.file, self.start) + self.line
+        line = self.line and count_lines_before(self.file, self.start) + self.line
         return f"{self.file}:{line}" if line else self.file
 
     def __str__(self) -> str:
@@ -50,11 +50,11 @@ Document = str | MaskedDocument | DocumentFault
 
 
 def text_of(document: str | MaskedDocument) -> str:
-    """Return the whole text."""
+    """Return the text of a document, with or without loss ranges."""
     return document.text if isinstance(document, MaskedDocument) else document
 
 
-# What one process tokenises in one go, and loses when it is killed.
+# The size of a part, which is tokenised at once and lost when its process is killed.
 PART_BYTES, PART_FILES = 2**24, 2**14
 
 
@@ -69,7 +69,7 @@ class ByteSpan(NamedTuple):
 Part = tuple[ByteSpan, ...]
 
 
-def file_parts(files: Iterable[Path], length: int) -> list[Part]:
+def split_files(files: Iterable[Path], length: int) -> list[Part]:
     """Return runs of files; of those larger than `length` bytes, pieces that end with a line."""
     parts: list[Part] = []
     part: list[ByteSpan] = []
@@ -98,7 +98,7 @@ def _spans(files: Iterable[Path], length: int) -> Iterator[ByteSpan]:
 
 
 def skip_line(file: BinaryIO) -> int:
-    """Read to the end of the line; return how many bytes that were."""
+    """Read to the end of the line, and return how many bytes were read."""
     skipped = 0
     while chunk := file.readline(2**20):
         skipped += len(chunk)
@@ -108,7 +108,7 @@ def skip_line(file: BinaryIO) -> int:
 
 
 @lru_cache(maxsize=64)
-def lines_before(path: str, start: int) -> int:
+def count_lines_before(path: str, start: int) -> int:
     """Count the lines of a file before a byte."""
     lines = 0
     with suppress(OSError), open_regular(path) as file:

@@ -20,8 +20,8 @@ from .documents import (
     Document,
     DocumentFault,
     Part,
-    file_parts,
     skip_line,
+    split_files,
     text_of,
 )
 
@@ -36,7 +36,7 @@ JSON_KINDS = {
 }  # fmt: skip
 
 
-def matching_files(pattern: str, suffix: str) -> list[Path]:
+def find_files(pattern: str, suffix: str) -> list[Path]:
     """Return the files that a path, a folder or a glob means, sorted by name.
 
     Args:
@@ -68,12 +68,12 @@ def matching_files(pattern: str, suffix: str) -> list[Path]:
 
 def files_fingerprint(pattern: str, suffix: str) -> str:
     """Return a hash of the files' names, sizes and times."""
-    return _hash_states(matching_files(pattern, suffix), _file_state)
+    return _hash_states(find_files(pattern, suffix), _file_state)
 
 
 def content_fingerprint(pattern: str, suffix: str) -> str:
     """Return a hash of the files' names, sizes, and first and last bytes, wherever they are."""
-    files = matching_files(pattern, suffix)
+    files = find_files(pattern, suffix)
     root = os.path.commonpath([file.parent for file in files])
 
     def describe(file: Path) -> tuple[str, int, str]:
@@ -102,18 +102,18 @@ def _hash_states(files: Sequence[Path], describe: Callable[[Path], tuple[Any, ..
     return xxh3_128_hexdigest(repr(states).encode())
 
 
-def text_parts(pattern: str, suffix: str) -> list[Part]:
+def split_text_files(pattern: str, suffix: str) -> list[Part]:
     """Return parts whose spans are documents: whole files, or lines of files over 64 MiB."""
-    return file_parts(matching_files(pattern, suffix), MAX_DOCUMENT_BYTES)
+    return split_files(find_files(pattern, suffix), MAX_DOCUMENT_BYTES)
 
 
-def line_parts(pattern: str, suffix: str) -> list[Part]:
+def split_line_files(pattern: str, suffix: str) -> list[Part]:
     """Return parts of whole lines."""
-    return file_parts(matching_files(pattern, suffix), PART_BYTES)
+    return split_files(find_files(pattern, suffix), PART_BYTES)
 
 
 def read_text(part: Part) -> Iterator[Document]:
-    """Yield a document a span; more of one that is large for want of lines to cut it at."""
+    """Yield a document for each span, and several for a large span that has no line ends."""
     for file, start, stop in part:
         while True:
             try:
@@ -124,14 +124,14 @@ def read_text(part: Part) -> Iterator[Document]:
                 yield DocumentFault(file, str(error.strerror))
                 break
             if start + len(block) < stop:
-                block = _whole_characters(block)
+                block = _drop_partial_character(block)
             if not block:
                 break
             yield decode(block, file, 1, start)
             start += len(block)
 
 
-def _whole_characters(block: bytes) -> bytes:
+def _drop_partial_character(block: bytes) -> bytes:
     """Return the block without its last character, which may continue after it."""
     end = len(block) - 1
     while end > len(block) - 4 and block[end] & 0xC0 == 0x80:  # 10xxxxxx continues a character
@@ -140,7 +140,7 @@ def _whole_characters(block: bytes) -> bytes:
 
 
 def decode(block: bytes, file: str, line: int, start: int) -> str | DocumentFault:
-    """Return UTF-8 text without a byte-order mark, or where it stops being UTF-8.
+    """Return UTF-8 text without a byte-order mark, or a fault at the first byte that is not UTF-8.
 
     The block begins with line `line`, counted from byte `start` of the file on.
     """

@@ -12,7 +12,7 @@ from ..core.files import require_regular
 from ..core.registry import require_package
 from .configs import FileSource, sources
 from .documents import PART_BYTES, Document, DocumentFault
-from .files import MAX_DOCUMENT_BYTES, matching_files
+from .files import MAX_DOCUMENT_BYTES, find_files
 from .parquet_pages import measure_pages
 
 # Rows that are unpacked at once. A few bytes of a file may stand for a large value many times over.
@@ -43,7 +43,7 @@ class ParquetSource(FileSource):
     def parts(self) -> Sequence[Any]:
         """Return runs of row groups that hold about 16 MB of the column."""
         parts: list[RowGroups] = []
-        for path in matching_files(self.path, self.suffix):
+        for path in find_files(self.path, self.suffix):
             opened = _open(path)
             if isinstance(opened, str):
                 parts.append(RowGroups(str(path)))
@@ -53,7 +53,7 @@ class ParquetSource(FileSource):
                 start = row = first_row = size = 0
                 for group in range(metadata.num_row_groups):
                     row += metadata.row_group(group).num_rows
-                    size += _column_bytes(metadata.row_group(group), self.field)
+                    size += _count_column_bytes(metadata.row_group(group), self.field)
                     if size >= PART_BYTES or group + 1 == metadata.num_row_groups:
                         parts.append(RowGroups(str(path), start, group + 1, first_row))
                         start, first_row, size = group + 1, row, 0
@@ -97,7 +97,7 @@ def _read_group(
     try:
         _check_column(file.schema_arrow, column)
         left = TEXT_BESIDE + TEXT_A_BYTE * measure_pages(name, metadata, column)
-        largest = max(_column_bytes(metadata, column), 1)  # one value may be all of them
+        largest = max(_count_column_bytes(metadata, column), 1)  # one value may be all of them
         rows = min(max(BATCH_BYTES // largest, 1), BATCH_ROWS)
         batches = file.iter_batches(rows, row_groups=[group], columns=[column], use_threads=False)
         for batch in batches:
@@ -105,7 +105,7 @@ def _read_group(
             unread = values.slice(skipped)
             row += len(values) - len(unread)
             skipped -= len(values) - len(unread)
-            if (left := left - _text_bytes(unread)) < 0:
+            if (left := left - _count_text_bytes(unread)) < 0:
                 raise ValueError("its row group repeats its values: too much text for its size")
             for document in read_texts(unread, column, name, row):
                 yield document
@@ -135,7 +135,7 @@ def read_texts(values: Any, field: str, name: str, row: int) -> Iterator[Documen
     kind = values.type
     if is_dictionary := pa.types.is_dictionary(kind):
         kind = kind.value_type
-    if kind not in _text_types():
+    if kind not in _list_text_types():
         raise ValueError(f'"{field}" is {kind}, expected strings')
     for number, value in enumerate(values, row + 1):
         value = value.value if is_dictionary else value
@@ -151,7 +151,7 @@ def read_texts(values: Any, field: str, name: str, row: int) -> Iterator[Documen
 
 
 @lru_cache
-def _text_types() -> set[Any]:
+def _list_text_types() -> set[Any]:
     import pyarrow as pa
 
     names = ["null", "string", "large_string", "binary", "large_binary"]
@@ -206,7 +206,7 @@ def select_column(rows: Any, column: str) -> Any:
     return pc.struct_field(rows.column(first), more)
 
 
-def _column_bytes(row_group: Any, column: str) -> int:
+def _count_column_bytes(row_group: Any, column: str) -> int:
     """Return the decompressed bytes of a column; of all columns if there is no such column."""
     for index in range(row_group.num_columns):
         if row_group.column(index).path_in_schema == column:
@@ -214,12 +214,12 @@ def _column_bytes(row_group: Any, column: str) -> int:
     return int(row_group.total_byte_size)
 
 
-def _text_bytes(values: Any) -> int:
+def _count_text_bytes(values: Any) -> int:
     """Return the bytes of an Arrow array, each of its values counted as often as it is there."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    if not pa.types.is_dictionary(values.type) or values.type.value_type not in _text_types():
+    if not pa.types.is_dictionary(values.type) or values.type.value_type not in _list_text_types():
         return int(values.nbytes)
     lengths = pc.take(pc.binary_length(values.dictionary), values.indices)
     return pc.sum(lengths).as_py() or 0

@@ -64,10 +64,10 @@ class FastBPE:
 
     def __init__(self, native: Any) -> None:
         description = json.loads(native.to_str())  # what the library made of the file
-        pattern = _pattern(description)
+        pattern = _find_cutter(description)
         _check_engines(pattern)
         added = description["added_tokens"]
-        ranks, self._ids = _ranks(description["model"], added)
+        ranks, self._ids = _rank_tokens(description["model"], added)
         self._encoding = _encoding(pattern, ranks)
         self._added = _added_tokens(added, native)
         # Composing accents leaves ASCII as it is.
@@ -83,7 +83,7 @@ class FastBPE:
 
     def encode(self, text: str) -> Ids | None:
         """Return the text's ids; None where they are not verified or tiktoken fails."""
-        if not text.isascii() and (self._ascii_only or _codes(text).max() > LAST_CHECKED):
+        if not text.isascii() and (self._ascii_only or _code_points(text).max() > LAST_CHECKED):
             return None
         try:
             parts = [self._encode(piece) for piece in _split(text, self._added)]
@@ -103,12 +103,12 @@ class FastBPE:
         return np.asarray(self._ids[ranks])
 
 
-def _codes(text: str) -> NDArray[np.uint32]:
+def _code_points(text: str) -> NDArray[np.uint32]:
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
 
 
 def _threads() -> int:
-    """Return how many cores there are for it; 1 where processes are the parallelism."""
+    """Return how many threads to use; 1 where processes are the parallelism."""
     if os.environ.get(PARALLELISM, "").lower() in ("false", "0", "no", "off", "f", "n"):
         return 1
     return len(os.sched_getaffinity(0))
@@ -129,7 +129,7 @@ def _split(text: str, added: Sequence[AddedTokens]) -> Iterator[str | int]:
     yield from _split(text[done:] if done else text, others)
 
 
-def _pattern(description: Mapping[str, Any]) -> str:
+def _find_cutter(description: Mapping[str, Any]) -> str:
     """Return the regular expression that cuts the text."""
     if description.get("normalizer") not in (None, {"type": "NFC"}):
         raise NotEquivalent("it has a normalizer")
@@ -160,7 +160,7 @@ def _check_engines(pattern: str) -> None:
         classes.append(ANY_CASE_LETTERS)
     for one_class in classes:
         both = _match(one_class, characters) + _remove(one_class, characters)
-        if not np.array_equal(np.sort(_codes(both)), codes):
+        if not np.array_equal(np.sort(_code_points(both)), codes):
             raise NotEquivalent(DIFFER + one_class)
     if ANY_CASE_LETTERS in classes:
         letters = _match(ANY_CASE_LETTERS, characters)
@@ -193,7 +193,7 @@ def _encoding(pattern: str, ranks: Mapping[bytes, int]) -> Any:
     )
 
 
-def _ranks(
+def _rank_tokens(
     model: Mapping[str, Any], added: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[bytes, int], NDArray[np.uint32]]:
     """Return ranks in the order of the merges, and the id of each."""
@@ -240,7 +240,7 @@ def _check_reachable(
     tokens: Sequence[str],
     whole_words: bool,
 ) -> None:
-    """See step 2 above; a token that falls into three pieces or more is never made of two."""
+    """Check step 2 above; a token that falls into three pieces or more is never made of two."""
     from tokenizers import Tokenizer, models
 
     alone = Tokenizer(models.BPE(dict(vocabulary), list(merges)))

@@ -117,7 +117,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def token_bytes(self) -> NDArray[np.int64] | None:
-        """Bytes of text that each id stands for, where the vocabulary tells."""
+        """The bytes of text that each id stands for; None if the vocabulary does not tell."""
         return vocabulary_bytes(self.files.content, self._tokenizer.get_vocab())
 
     def save(self, folder: Path) -> None:

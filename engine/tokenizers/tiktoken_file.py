@@ -162,15 +162,17 @@ def build_model_file(
         "ignore_merges": True,
         # Added tokens that are not in here too would get other ids.
         "vocab": {names[token]: ranks[token] for token in ordered} | dict(special_tokens),
-        "merges": [[names[left], names[right]] for left, right in _rules(path, ordered, ranks)],
+        "merges": [
+            [names[left], names[right]] for left, right in _list_merges(path, ordered, ranks)
+        ],
     }
     return byte_level_model(model, special_tokens, {**split, "invert": False})
 
 
-def _rules(
+def _list_merges(
     path: Path, tokens: Sequence[bytes], ranks: Mapping[bytes, int]
 ) -> Iterator[tuple[bytes, bytes]]:
-    """Yield every two tokens that make another, in the order of what they make."""
+    """Yield every pair of tokens whose union is a token, in the order of the unions."""
     size = 0
     for token in tokens:
         for cut in range(1, len(token)):

@@ -36,7 +36,7 @@ class TokenizerFiles:
 
 
 def read_files(path: Path) -> TokenizerFiles:
-    """Read `tokenizer.json` and what lies beside it.
+    """Read `tokenizer.json` and the files beside it.
 
     Raises:
         DataError: a file is missing, too large or malformed.

@@ -14,7 +14,7 @@ from tests.limits import limited
 from trainer.cli.train_tokenizer import document_sources
 from trainer.engine.core.errors import DataError, EnvironmentFault, RecipeError
 from trainer.engine.corpus import train_tokenizer as train_tokenizer_module
-from trainer.engine.corpus.train_tokenizer import read_interruptibly, train_tokenizer
+from trainer.engine.corpus.train_tokenizer import run_interruptibly, train_tokenizer
 from trainer.engine.sources.configs import JsonlSource, PythonSource, TextSource
 from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer
 from trainer.engine.tokenizers.patterns import PATTERNS
@@ -188,7 +188,7 @@ def test_an_interrupt_is_heard_while_the_library_is_deaf() -> None:
         release.wait(60)
 
     with pytest.raises(KeyboardInterrupt):
-        read_interruptibly(items, read)
+        run_interruptibly(items, read)
     release.set()
     assert next(items) == 1
 
@@ -199,4 +199,4 @@ def test_what_goes_wrong_while_the_library_reads_is_raised() -> None:
         raise DataError("broken")
 
     with pytest.raises(DataError, match="broken"):
-        read_interruptibly(numbers(), list)
+        run_interruptibly(numbers(), list)

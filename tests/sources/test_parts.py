@@ -18,7 +18,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (documents, files):
         monkeypatch.setattr(module, "PART_BYTES", 100)
     monkeypatch.setattr(files, "MAX_DOCUMENT_BYTES", 80)
-    documents.lines_before.cache_clear()
+    documents.count_lines_before.cache_clear()
 
 
 def by_part(source: DocumentSource) -> list[list[object]]:
@@ -85,9 +85,11 @@ def test_spans_cover_a_file_and_end_with_lines(
     file = tmp_path_factory.mktemp("spans") / "file"
     content = b"\n".join(lines)
     file.write_bytes(content)
-    spans = [span for part in documents.file_parts([file], 25) for span in part]
+    spans = [span for part in documents.split_files([file], 25) for span in part]
     assert b"".join(content[span.start : span.stop] for span in spans) == content
     assert all(content[: span.stop].endswith(b"\n") for span in spans[:-1])
     assert all(span.stop - span.start <= 25 + 41 for span in spans)
     for span in spans:
-        assert documents.lines_before(str(file), span.start) == content[: span.start].count(b"\n")
+        assert documents.count_lines_before(str(file), span.start) == content[: span.start].count(
+            b"\n"
+        )

@@ -180,7 +180,7 @@ def test_no_matching_file_is_an_error_that_names_the_path(tmp_path: Path, path: 
 
 
 def test_the_python_source_holds_the_library_in_a_scattered_order(tmp_path: Path) -> None:
-    files = [path for path, _ in configs.python_files()]
+    files = [path for path, _ in configs.list_library_modules()]
     names = [Path(path).name for path in files]
     assert {"argparse.py", "random.py", "tokenize.py"} <= set(names)
     assert not any("site-packages" in path or "/test/" in path for path in files)
