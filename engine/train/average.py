@@ -34,6 +34,7 @@ class WeightAverage:
         self._table = table
         self._weights = {n: w for n, w in model.named_parameters() if w.requires_grad}
         self._averages = {
+            # With a decay near 1, an update is too small for bf16's eight bits.
             name: torch.empty_like(weight, dtype=torch.float32)
             for name, weight in self._weights.items()
         }
@@ -89,6 +90,7 @@ class WeightAverage:
                 reshard()
         for weight, average in zip(self._weights.values(), self._averages.values(), strict=True):
             shard, average_shard = local(weight), local(average)
+            # Bit for bit: no arithmetic, and one tensor at a time to save memory.
             copy = shard.clone()
             shard.copy_(average_shard)
             average_shard.copy_(copy)

@@ -113,6 +113,7 @@ def evaluate(
     num_sources = len(sources)
     # Rows: loss, tokens, bytes; columns: all sources, then each.
     sums = torch.zeros(3, 1 + num_sources, dtype=torch.float64, device=device)
+    # Stages other than the last have no loss, and count no tokens.
     if pipeline is None or pipeline.has_end:
         sums[2, 0] = num_bytes or 0
     for batch in batches:

@@ -92,6 +92,7 @@ class EventRecorder:
             row["signals"] = list(event.spike.signals)
             for name, level in (("loss", event.spike.loss), ("grad_norm", event.spike.grad_norm)):
                 row |= {f"{name}_{key}": value for key, value in level._asdict().items()}
+        # The samples lead to the text that may have caused the event.
         first = (event.batch - 1) * self.global_batch
         row["samples"] = self.samples.describe(first, self.global_batch)
         row["time"] = round(time.time(), 3)

@@ -112,6 +112,7 @@ class Health:
         self.wants_rollback = False
         loss, total = gradients.mean_loss, gradients.total_loss
         loss = torch.where(total.isfinite(), loss, total)  # a regulariser may overflow alone
+        # Read later, in one copy with the values of other steps.
         values = torch.stack([loss.float(), gradients.norm.float()])
         self._pending.append(_Pending(step, batch, lr, values))
         if self._examines_each_step or len(self._pending) == MOST_PENDING:
@@ -157,6 +158,8 @@ class Health:
         return True
 
     def _refuse_non_finite(self, at: _Pending, loss: float, norm: float) -> None:
+        # With fp16 an overflow is usual until the scale has halved often enough; at a scale of 1
+        # the gradient itself is not finite.
         overflow = self._scale.dynamic and self._scale.value > 1
         self._scale.update(finite=False)
         what = f"step {at.step}: loss {loss}, gradient norm {norm}"

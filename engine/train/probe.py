@@ -74,7 +74,7 @@ def measure(tensor: Tensor, share: float = 1.0) -> Sums:
         tensor: a tensor on any device; this waits for it.
         share: weight of each number, below 1 where several ranks hold the same numbers.
     """
-    values = local(tensor).double()
+    values = local(tensor).double()  # in fp32 the squares of small gradients underflow
     is_finite = values.isfinite()
     values = values.where(is_finite, 0.0)
     largest = values.abs().amax() if values.numel() else values.new_zeros(())

@@ -98,6 +98,7 @@ class Saver:
                 self._failures = 0
                 return
             except CheckpointError as error:
+                # Without this the next attempt would take the state for saved.
                 self._saved_step = -1
                 if pause is None:
                     raise self._loss_of(position.step, error) from error
@@ -128,6 +129,7 @@ class Saver:
             samples=position.batch * parts.global_batch,
             contents=contents,
             extra={
+                # The copy to the host waits for the device, which a save does in any case.
                 "tokens": int(position.tokens),
                 "loss_scale": parts.step.scale.state(),
                 "optimizer_numbers": self._optimizer_numbers(),
@@ -166,6 +168,7 @@ class Saver:
         numbers = train_state.optimizer_numbers(self._parts.model, self._parts.optimizer)
         if self._parts.degrees.pipeline == 1:
             return numbers
+        # A manifest has the numbers of all parameters, and each stage knows its own.
         by_rank: list[dict[str, float]] = [{} for _ in range(self._parts.degrees.world)]
         dist.all_gather_object(by_rank, numbers, self._store.group)
         return {name: number for numbers in by_rank for name, number in numbers.items()}
@@ -185,6 +188,7 @@ class Saver:
     def _loss_of(self, step: int, error: CheckpointError) -> CheckpointError:
         """Return an error that says which steps are lost if the state after `step` is not saved."""
         try:
+            # It verifies checksums: a checkpoint that the disk has damaged does not count.
             found = self._store.latest()
         except CheckpointError:
             found = None
@@ -237,6 +241,7 @@ class Saver:
         if generators:
             train_state.restore_random_state(rank, generators)
         position.step = manifest.step
+        # Counted in samples, so that data.global_batch may differ from the saving run's.
         position.batch = manifest.samples // parts.global_batch
         position.tokens = manifest.extra["tokens"]
         parts.data.train.restore(manifest.extra.get("streams", {}))

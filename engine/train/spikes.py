@@ -96,6 +96,7 @@ class SpikeDetector:
 
     def judge(self, loss: float, norm: float) -> Spike | None:
         """Compare a step with the window; None if it is usual, or the window is too short."""
+        # With few steps in the window, the spread of usual values is not known yet.
         if norm <= 0 or len(self._steps) < self._least:
             return None
         losses, norms = zip(*self._steps, strict=True)
@@ -117,6 +118,7 @@ class SpikeDetector:
         self._steps.append((loss, norm))
         if len(self._steps) < self._least:
             return False
+        # Medians of windows are compared: a single step may have a low loss by chance.
         level = loss_level([loss for loss, _ in self._steps], self._threshold)
         if self._best is None or level.median < self._best.median:
             self._best = BestLoss(level.median, level.limit, step)
@@ -131,6 +133,7 @@ class SpikeDetector:
         worse = self._first + WORSE_SHARE * max(abs(self._first), 1)
         if self._best is None:
             return worse
+        # Early in a run the gain is small, and its share within the noise: hence the best limit.
         lost = self._best.median + LOST_SHARE * (self._first - self._best.median)
         return min(worse, max(self._best.limit, lost))
 

@@ -185,7 +185,7 @@ class TrainStep:
                 before_update()
             with self.phase("backward"):
                 torch.autograd.backward(loss * factor)
-            sums += parts
+            sums += parts  # on the device: reading a loss here would wait for each micro batch
         return sums
 
     def _sum_over_ranks(self, tensor: Tensor, num_equal: int = 1) -> None:
@@ -223,4 +223,5 @@ class TrainStep:
 
     def clear(self) -> None:
         """Drop the gradients, or zero them where the wrapper owns their memory."""
+        # DDP's gradients are views of its buckets: setting them to None would cost a copy.
         self.optimizer.zero_grad(set_to_none=not self.parallel_model.owns_gradient_buffers)

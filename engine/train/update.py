@@ -86,7 +86,8 @@ class UpdateAfterBackward:
         ]
         norm = global_norm(counted, self._num_holders, self._device)
         if self._clip_norm > 0 and parts:
-            # As torch.nn.utils.clip_grads_with_norm_, which takes no tensors of different meshes.
+            # As torch.nn.utils.clip_grads_with_norm_ (torch 2.13), which refuses tensors of
+            # different meshes. No branch on the norm: that would wait for the device.
             factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(parts, factor.to(parts[0].device))
         return norm
@@ -123,6 +124,7 @@ class UpdateInBackward:
         self._device = device
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         self._norms = torch.zeros(len(weights), device=weights[0].device)
+        # Of a weight in k parts, n ranks hold each part n / k times: count each once.
         shares = torch.tensor([num_parts(weight) / ranks for weight in weights])
         self._shares = shares.to(self._norms.device)
         self._groups: list[dict[str, Any]] = []
@@ -134,6 +136,8 @@ class UpdateInBackward:
                 own_group = {**group, "params": [weight]}
                 self._groups.append(own_group)
                 update = partial(self._update, own_group, next(norms), weight)
+                # The hook runs before the reductions that follow the backward pass: a gradient
+                # that needs one of these (a tied embedding) is not complete by then.
                 if id(weight) in late_ids:
                     self._late_updates.append(update)
                 else:
@@ -159,13 +163,14 @@ class UpdateInBackward:
             # FSDP copies an offloaded gradient asynchronously: the copy must have arrived.
             torch.cuda.current_stream(self._device).synchronize()
         torch.linalg.vector_norm(gradient, dtype=norm.dtype, out=norm)
+        # torch's optimizers step all groups: this call shall see one parameter.
         groups = self._optimizer.param_groups
         self._optimizer.param_groups = [own_group]
         try:
             self._step()
         finally:
             self._optimizer.param_groups = groups
-        weight.grad = None
+        weight.grad = None  # this is what saves memory
 
     def finish(self) -> Tensor:
         """Update the late parameters, and return the L2 norm of all gradients over all ranks."""
