@@ -92,7 +92,7 @@ def local_box(tensor: Tensor) -> Box | None:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     mesh, placements = cast("DTensor", tensor).device_mesh, cast("DTensor", tensor).placements
-    if mesh.get_coordinate() is None:
+    if mesh.get_coordinate() is None:  # a rank of another pipeline stage
         return None
     sizes, start = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     return Box(tuple(start), tuple(sizes))

@@ -125,7 +125,7 @@ def lay_out_file(
         }
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # data begins at a multiple of 8, as the library has it
     head = len(text).to_bytes(8, "little") + text
     offsets = {name: len(head) + start for name, start in starts.items()}
     return FileLayout(head, offsets, len(head) + position)
@@ -188,12 +188,14 @@ def read_chunks(
         if manifest.tensors[name]["dtype"] not in DTYPES:
             raise CheckpointError(f"{folder}: {name} has a dtype that is not read")
     if manifest.format == 1:
+        # Imports torch.distributed.checkpoint, which nothing else here needs any more. Goes in 0.2.
         from .guarded import read_chunks as read_old_chunks
 
         chunks = read_old_chunks(folder, manifest, names)
     else:
         index = _read_index(folder, manifest)
         chunks = {name: _open_chunks(folder, manifest, index, name) for name in names}
+    # Before anything is read: a gap would leave old numbers in the state without an error.
     for name, parts in chunks.items():
         boxes = [Box(part.start, part.tensor.shape) for part in parts]
         if not covers(manifest.tensors[name]["shape"], boxes):
@@ -211,6 +213,7 @@ def _read_index(folder: Path, manifest: Manifest) -> Index:
         if len(content) > limit:
             raise CheckpointError(f"{path} has more than {limit} bytes")
         index: Index = INDEX_TYPE.validate_python(json.loads(content))
+        # Offsets are read from these later by plain `open`, which would wait for a fifo's writer.
         for name in {*index["files"]} & {*manifest.files}:
             require_regular(folder / name)
     except OSError as error:

@@ -34,6 +34,7 @@ def explain_write_errors(folder: Path, needed: int) -> Iterator[None]:
         CheckpointError: the disk is full, the folder is gone, or writing is refused.
     """
     try:
+        # Checked first, so that a full disk is not found after minutes of writing.
         if needed > free_bytes(folder):
             raise OSError(errno.ENOSPC, "not enough space")
         yield
@@ -70,10 +71,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Staging:
-    """The copy of the state that a save in the background starts with.
+    """How far a save in the background is with its copy of the state.
 
-    Args:
-        after: what the GPU must have done before the state may be read.
+    Attributes:
+        after: event that the GPU passes when the state may be read; None without a GPU.
+        copied: event that the GPU passes when the copies are made; None until they are started.
+        done: set when the copies are made or started, or the save failed.
     """
 
     after: torch.cuda.Event | None = None
@@ -98,15 +101,18 @@ def commit(
         CheckpointError: why this rank or another could not do its part.
         LostContact: a rank was lost.
     """
+    # Always a fresh folder: after a kill while one is overwritten, old and new files can look like
+    # one checkpoint.
     temporary = folder / ranks.reduce(lambda: None, lambda _: _make_temporary(folder, info.step))
     try:
         writer.plan(state)
+        # `reduce` waits for every rank's part, so rank 0 publishes only what all have synced.
         ranks.reduce(
             lambda: _write_part(temporary, info.step, ranks.rank, writer, staging),
             lambda parts: _publish(temporary, info, parts, writer, keep, best),
         )
     except (CheckpointError, LostContact):
-        if ranks.rank == 0:
+        if ranks.rank == 0:  # one rank alone: the others would delete files under its hands
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 
@@ -127,7 +133,7 @@ def _write_part(
     faults.point("checkpoint.before_copy", rank, step)
     if staging is not None:
         staging.copied = writer.copy(staging.after)
-        staging.done.set()
+        staging.done.set()  # the optimizer may change the state from here on
         if staging.copied is not None:
             staging.copied.synchronize()
     with explain_write_errors(temporary, writer.planned_bytes):
@@ -145,7 +151,7 @@ def _publish(
     keep: int,
     best: bool,
 ) -> None:
-    """Complete the folder, name it, and delete what it makes superfluous; on rank 0."""
+    """Complete the folder, give it its final name, and prune older checkpoints; on rank 0."""
     files = {name: entry for entries in parts for name, entry in entries.items()}
     with explain_write_errors(temporary, 0):
         files |= writer.finish(temporary)
@@ -156,7 +162,7 @@ def _publish(
             saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         faults.point("checkpoint.before_manifest", 0, info.step)
-        write_manifest(temporary, manifest)
+        write_manifest(temporary, manifest)  # last: a folder without it is no checkpoint
         faults.point("checkpoint.after_manifest", 0, info.step)
         sync_folder(temporary)
         problems = check_listing(temporary, manifest)
@@ -171,6 +177,7 @@ def _publish(
     if best:
         retention.set_best_alias(temporary.parent, info.step)
         faults.point("checkpoint.after_best", 0, info.step)
+    # Only now, after the new checkpoint is durable: until then the old ones are all there is.
     for path in retention.list_prunable(temporary.parent, keep):
         if why := retention.remove(path):
             retention.warn_once(why)

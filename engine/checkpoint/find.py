@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class IntactCheckpoint:
-    """An intact checkpoint, and why newer ones were passed over."""
+    """A checkpoint whose every byte was compared.
+
+    Attributes:
+        skipped: for each newer checkpoint that is damaged, its name and what is wrong.
+    """
 
     path: Path
     manifest: Manifest
@@ -55,9 +59,9 @@ def candidates(path: Path) -> list[Path]:
 
 
 def code_before_training(run: Path, resume: str) -> ExitCode:
-    """Return what a run ends with when a signal comes before its first step is done.
+    """Return the exit code of a run that a signal stops before its first step is done.
 
-    Nothing is lost where a complete checkpoint stands, from which the same command resumes.
+    Nothing is lost if a complete checkpoint exists, because the same command resumes from it.
 
     Args:
         run: the run directory.
@@ -89,8 +93,8 @@ def newest_intact(path: Path, ranks: Ranks, before: int | None = None) -> Intact
 
     Args:
         path: see `candidates`.
-        ranks: all that need it.
-        before: only checkpoints of earlier steps than this one are looked at.
+        ranks: all ranks that will load the checkpoint.
+        before: only checkpoints of earlier steps than this are considered; None: all.
 
     Raises:
         CheckpointError: there are checkpoints, and none is intact.
@@ -122,6 +126,7 @@ def _check(path: Path, ranks: Ranks) -> tuple[Manifest | None, list[str]]:
         except CheckpointError as error:
             return [error.message]
         problems = check_listing(path, manifest) if ranks.rank == 0 else []
+        # Each rank hashes its share, so that a large checkpoint is read once and not by every rank.
         share = sorted(manifest.files)[ranks.rank :: ranks.size]
         return problems or check_hashes(path, {name: manifest.files[name] for name in share})
 

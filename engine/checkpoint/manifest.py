@@ -103,6 +103,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         ValueError: a number in it is not finite.
     """
     body = f'"manifest": {json.dumps(asdict(manifest), allow_nan=False)}}}\n'.encode()
+    # "x": a manifest that is there already belongs to another save, and would be mixed with this.
     with open(folder / MANIFEST, "xb") as file:
         file.write(_first_line(body) + body)
         file.flush()
@@ -139,6 +140,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path}: {'.'.join(map(str, where))}: {reason}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not understood: {error}") from error
+    # Names are joined to the folder later: "../x" would leave it.
     for name in manifest.files:
         if not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
             raise CheckpointError(f"{path}: {name!r} is not a plain file name")
@@ -167,6 +169,7 @@ def check_listing(folder: Path, manifest: Manifest) -> list[str]:
         problems.append(f"{MANIFEST} is of step {manifest.step}")
     for name, entry in manifest.files.items():
         try:
+            # Not `stat`: a link could lead to a file that changes after it was hashed.
             status = os.lstat(folder / name)
         except FileNotFoundError:
             problems.append(f"{name} is missing")
@@ -192,6 +195,7 @@ def check_listing(folder: Path, manifest: Manifest) -> list[str]:
 
 def check_hashes(folder: Path, files: Mapping[str, FileEntry]) -> list[str]:
     """Compare the contents of the files with their hashes, several at a time."""
+    # Threads are enough: reading releases the interpreter's lock.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         found = pool.map(lambda name: _check_hash(folder / name, files[name]["xxh3"]), files)
         return [problem for problem in found if problem]

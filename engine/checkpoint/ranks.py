@@ -33,7 +33,7 @@ class Ranks:
             TrainerError: what a rank raised, on all of them.
             LostContact: a rank was lost.
         """
-        return self._together(work, lambda parts: [combine(parts)] * self.size)
+        return self.scatter(work, lambda parts: [combine(parts)] * self.size)
 
     def scatter(
         self, work: Callable[[], Part], divide: Callable[[list[Part]], list[Whole]]
@@ -44,11 +44,6 @@ class Ranks:
             TrainerError: what a rank raised, on all of them.
             LostContact: a rank was lost.
         """
-        return self._together(work, divide)
-
-    def _together(
-        self, work: Callable[[], Part], divide: Callable[[list[Part]], list[Whole]]
-    ) -> Whole:
         mine = _attempt(work)
         if self.group is None:
             answers = [_attempt(lambda: divide([_unwrap(mine)])[0])]
@@ -67,13 +62,15 @@ class Ranks:
         if isinstance(mine, TrainerError):
             mine = type(mine)(f"rank {self.rank}: {mine.message}", mine.hint)
         try:
+            # An error travels as a value: a rank that raised before the collective would leave the
+            # others waiting in it until the timeout.
             dist.gather_object(mine, parts, group=self.group, group_dst=0)
             if parts is not None:
                 whole = _attempt(lambda: divide([_unwrap(part) for part in parts]))
                 failed = isinstance(whole, TrainerError)
                 answers = [whole] * self.size if failed else whole
             dist.scatter_object_list(answer, answers, group=self.group, group_src=0)
-        except RuntimeError as error:
+        except RuntimeError as error:  # gloo's word for a peer that is gone
             raise LostContact.by(self.rank, error) from error
         return answer
 

@@ -39,20 +39,22 @@ def load_state(
     may be on one side only.
 
     Args:
-        path: a checkpoint that was found intact, and its manifest.
+        path: folder of a checkpoint that was found intact.
+        manifest: the manifest of that checkpoint.
         group: as for `CheckpointStore`.
-        remote: weights and buffers that other ranks have instead of this one.
+        remote: names of weights and buffers that other ranks hold instead of this one.
 
     Raises:
         CheckpointError: names, shapes or dtypes differ, all listed, and no tensor was touched; or
             the files cannot be read.
     """
-    if not any(_section(name) == "optimizer" for name in state):  # no run goes on from here
+    if not any(_section(name) == "optimizer" for name in state):  # no training resumes from this
         saved = manifest.tensors
         state = {name: each for name, each in state.items() if name in saved or not is_load(name)}
         left = (_parameter(name) for name in saved if is_load(name) and name not in state)
         remote = {*remote, *left}
     ranks = Ranks(group)
+    # All ranks agree that the state fits before any tensor of any rank is changed.
     ranks.reduce(lambda: _check_fit(path, manifest, state, remote), lambda _: None)
     ranks.reduce(lambda: read_tensors(path, manifest, state), lambda _: None)
 
@@ -92,6 +94,7 @@ def find_mismatches(
     saved = manifest.tensors
     sections = {_section(name) for name in state}
     others = {name for name in saved if remote and _parameter(name) in remote}
+    # Random states belong to ranks: another world size has more of them, or fewer.
     expected = {name for name in saved if _section(name) in sections - {"rng"}} - others
     missing = [name for name in state if name not in saved]
     for name in missing:

@@ -2,7 +2,7 @@
 
 `step-00000100` is complete. Others are on their way: `.tmp-` is being written, `.old-` was replaced
 by a later save of the same step, `.del-` is being deleted. `abandoned-step-...` lies beyond the
-step from which the run went on, so it must not be resumed from; it is kept until pruned by hand.
+step from which the run resumed, so it must not be resumed from; it stays until pruned by hand.
 `best` is a link to the checkpoint with the best evaluation.
 
 What cannot be deleted (a link to a checkpoint on another disk, a file that is still open, another
@@ -40,7 +40,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def list_abandoned(folder: Path) -> list[Path]:
-    """Return the checkpoints that the run has turned away from.
+    """Return the checkpoints beyond the step from which the run resumed.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -68,9 +68,9 @@ def make_temporary_name(step: int) -> str:
 
 
 def publish(temporary: Path, step: int) -> Path:
-    """Give a complete checkpoint its final name, durably; a former one of that step goes.
+    """Give a complete checkpoint its final name, durably; it replaces one of the same step.
 
-    What lies beyond this step belongs to a past that this run has left: it is set aside.
+    Checkpoints of later steps come from before the run resumed: they are renamed, not deleted.
     """
     folder = temporary.parent
     final = folder / folder_name(step)
@@ -79,22 +79,23 @@ def publish(temporary: Path, step: int) -> Path:
         final.unlink()  # the checkpoint that it leads to stays
     elif final.exists():
         replaced = final.rename(_mark(final, ".old-"))
-    temporary.rename(final)
+    temporary.rename(final)  # atomic: readers see all of it or nothing
     for beyond in list_checkpoints(folder):
         if parse_step(beyond) > step:
             beyond.rename(_mark(beyond, "abandoned-"))
-    sync_folder(folder)
+    sync_folder(folder)  # a rename is durable only once its folder is synced
     if replaced and (why := remove(replaced)):
         warn_once(why)
     return final
 
 
 def list_prunable(folder: Path, keep: int) -> list[Path]:
-    """Return all but the `keep` newest checkpoints and the one that `best` points to.
+    """Return all checkpoints but the `keep` newest and the one that `best` points to.
 
-    A checkpoint whose names or sizes are wrong does not count as kept, and is superfluous only when
-    it is older than those that do. Without any good one, nothing is.
+    A checkpoint whose files or sizes are wrong does not count among the newest, and is returned
+    only if it is older than all that count. Without a good checkpoint, none is returned.
     """
+    # Hashes would read every byte at each save; sizes find what an interrupted copy leaves.
     good = [path for path in list_checkpoints(folder) if not verify(path, hashes=False)]
     oldest_kept = parse_step(good[-keep:][0]) if good else 0
     old = [path for path in list_checkpoints(folder) if parse_step(path) < oldest_kept]
@@ -113,22 +114,23 @@ def read_best_alias(folder: Path) -> Path | None:
 def set_best_alias(folder: Path, step: int) -> None:
     """Let the alias `best` point to the checkpoint of `step`. Readers see the old or the new one.
 
-    A failure is told and changes nothing else: the checkpoint is saved.
+    A failure is logged and raises nothing: the checkpoint itself is saved.
     """
     alias, fresh = folder / BEST, folder / f".{BEST}"
     try:
         fresh.unlink(missing_ok=True)
         fresh.symlink_to(folder_name(step))
-        fresh.replace(alias)
+        fresh.replace(alias)  # a link cannot be changed in place without a moment of absence
         sync_folder(folder)
     except OSError as error:
         log.warning("%s could not be renewed: %s", alias, error)
 
 
 def restore_best_alias(folder: Path, best: int, last: int) -> None:
-    """Make the alias what it was when step `last` was the newest and step `best` the best.
+    """Set the alias `best` as it was when step `last` was the newest and step `best` the best.
 
-    A kill may have come before it was renewed; or it points beyond `last`, to a past that is left.
+    A kill can come between a save and its alias; or the alias points to a step after `last`, from
+    before the run resumed.
     """
     pointed = read_best_alias(folder)
     if (folder / folder_name(best)).is_dir():
@@ -141,10 +143,10 @@ def restore_best_alias(folder: Path, best: int, last: int) -> None:
 
 
 def remove(path: Path) -> str:
-    """Delete a folder so that no moment shows half of it under its name.
+    """Delete a folder after renaming it, so that its name never shows a part of it.
 
     Returns:
-        why it, or a part of it, is still there; empty: it is gone.
+        why the folder or a part of it is still there, or an empty text if it is gone.
     """
     if why := undeletable(path):  # else it would be renamed, and then not deleted
         return why
@@ -165,7 +167,7 @@ def clear_leftovers(folder: Path) -> list[str]:
     """Finish or undo what a killed process left half done. Only the run's owner may call this.
 
     Returns:
-        why some are still there.
+        for each folder that could not be deleted, the reason.
     """
     reasons = []
     for path in list(folder.iterdir()):
@@ -173,6 +175,7 @@ def clear_leftovers(folder: Path) -> list[str]:
         if not leftover:
             continue
         kind, name = leftover.groups()
+        # A kill came between the two renames of `publish`: the replaced checkpoint is the only one.
         if kind == "old" and not (folder / name).exists():
             path.rename(folder / name)
         elif why := remove(path):

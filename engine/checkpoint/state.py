@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides its manifest: weights, optimizer state, random numbers."""
+"""The state that is saved: weights, optimizer state, random number generators."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and saved buffers by `model.NAME`; a tied weight appears once."""
     weights = dict(model.named_parameters())
     every = model.state_dict(keep_vars=True)
+    # A tied weight has several names and one memory: it is saved once.
     shared = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(weights)
     return {f"model.{name}": value.detach() for name, value in every.items() if name not in shared}
 
@@ -38,7 +39,9 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 def find_non_finite(state: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the tensors in which a number of this rank is NaN or infinite."""
     parts = {name: local(tensor) for name, tensor in state.items() if tensor.is_floating_point()}
+    # Norms of empty tensors raise, and float8 has no norm.
     parts = {name: part for name, part in parts.items() if part.numel() and part.itemsize > 1}
+    # One fused call instead of a kernel and a host sync for each tensor.
     largest = torch._foreach_norm(list(parts.values()), math.inf) if parts else []
     return [name for name, norm in zip(parts, largest, strict=True) if not norm.isfinite()]
 
@@ -68,6 +71,7 @@ def prepare_optimizer(
         prefix = f"optimizer.{name}."
         for full_name, description in _under(prefix, saved):
             dtype = getattr(torch, description["dtype"].removeprefix("torch."))
+            # Moments follow the parameter's placement, so that each rank reads its shard alone.
             if list(description["shape"]) == list(weight.shape):
                 value = torch.empty_like(weight, dtype=dtype, requires_grad=False)
             else:
@@ -102,7 +106,7 @@ def random_state(rank: int) -> dict[str, Tensor]:
 
 
 def restore_random_state(rank: int, state: Mapping[str, Tensor]) -> None:
-    """Take over what `random_state` returned."""
+    """Set this rank's random number generators to a state that `random_state` returned."""
     torch.set_rng_state(state[f"rng.{rank}.torch"])
     saved = state[f"rng.{rank}.python"]
     version, *words = saved[:-1].tolist()
@@ -114,6 +118,7 @@ def restore_random_state(rank: int, state: Mapping[str, Tensor]) -> None:
 
 def seed_everything(seed: int, rank: int) -> None:
     """Seed the generators that models may draw from while training, another stream each rank."""
+    # A plain sum would give rank 1 of seed 0 the stream of rank 0 of seed 1.
     mixed = (seed * 1_000_003 + rank) % 2**63
     torch.manual_seed(mixed)
     random.seed(mixed)

@@ -35,7 +35,7 @@ class CheckpointStore:
 
     Args:
         mode: a name of `checkpoint_modes`.
-        keep: how many checkpoints stay.
+        keep: how many of the newest checkpoints are kept.
         group: a gloo group of all ranks that nothing else uses, because a save in the background
             communicates too; None: one process, and no collective is ever called.
     """
@@ -57,7 +57,7 @@ class CheckpointStore:
         """Make the folder ready at the start of a run, and check that it can be written.
 
         Raises:
-            EnvironmentFault: it cannot, or there is no space for another checkpoint.
+            EnvironmentFault: the folder cannot be written, or has no space for another checkpoint.
         """
         self._ranks.reduce(lambda: None, lambda _: _make_ready(self.folder))
 
@@ -77,16 +77,18 @@ class CheckpointStore:
         Args:
             state: names and tensors.
             info: for the manifest.
-            best: once it is published, the alias `best` points to it.
-            sync: return when it is saved, whatever the mode.
+            best: True lets the alias `best` point to this checkpoint once it is published.
+            sync: True returns when the state is saved, whatever the mode.
 
         Raises:
             CheckpointError: a save that is not in the background failed; nothing is left of it.
         """
         self._wait()
+        # One save at a time: a second one would need memory for another copy of the state.
         if sync or not self._copies:
             self._commit(state, info, best, None)
             return
+        # The thread has a stream of its own, which must wait for the kernels that made the state.
         on_gpu = any(tensor.is_cuda for tensor in state.values())
         self._staging = Staging(torch.cuda.current_stream().record_event() if on_gpu else None)
         self._in_flight = self._thread.submit(self._commit, state, info, best, self._staging)
@@ -97,6 +99,7 @@ class CheckpointStore:
             return
         self._staging.done.wait()
         if self._staging.copied is not None:
+            # The GPU waits, and this thread does not: the copies may still be under way.
             torch.cuda.current_stream().wait_event(self._staging.copied)
         self._staging = None
 
@@ -158,6 +161,7 @@ class CheckpointStore:
                 staging=staging,
             )
         finally:
+            # Also after a failure: `wait_staged` must not wait for a copy that will never be made.
             if staging is not None:
                 staging.done.set()
 
@@ -168,6 +172,7 @@ def _make_ready(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for why in retention.clear_leftovers(folder):
             retention.warn_once(why)
+        # Permissions do not tell: a read-only mount and a quota refuse only when written to.
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"probe")
     except OSError as error:
@@ -176,6 +181,7 @@ def _make_ready(folder: Path) -> None:
             "set run.dir to a folder that you may write to",
         ) from error
     saved = retention.list_checkpoints(folder)
+    # The next save needs as much as the last one, and twice that while the last is still kept.
     needed, free = _size_of(saved[-1]) if saved else 0, free_bytes(folder)
     if free < needed:
         raise EnvironmentFault(

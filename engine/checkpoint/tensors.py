@@ -76,6 +76,7 @@ def read_blocks(
     Raises:
         CheckpointError: a number is too large for the dtype; it says which tensor, by its name.
     """
+    # A cast turns large numbers into infinities silently; a source's own infinities may stay.
     is_narrower = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
     for start, end in _steps(tensor, first, last):
         rows = tensor.read(start, end)
@@ -128,6 +129,7 @@ def differs(written: TensorRows, expected: TensorRows, dtype: torch.dtype) -> bo
 
 
 def _bits(tensor: Tensor) -> Tensor:
+    # NaN differs from itself, and -0.0 equals 0.0: bits are compared.
     return tensor.reshape(-1).view(torch.uint8)
 
 
@@ -149,6 +151,7 @@ class FileTensor:
         row = row_bytes(self.shape, self.dtype)
         buffer = torch.empty((last - first) * row, dtype=torch.uint8)
         view, position = as_bytes(buffer), self.offset + first * row
+        # preadv needs no shared position: several threads read one tensor.
         descriptor = os.open(self.file, os.O_RDONLY)
         try:
             while view:

@@ -47,6 +47,7 @@ def read_file_tensors(path: Path, start: int = 0, size: int | None = None) -> An
             section = _Section(file, start, size)
             records = _records(section)
             section.seek(0)
+            # "meta": shapes and places without data; `weights_only`: no class is looked up.
             content = torch.load(cast("IO[bytes]", section), map_location="meta", weights_only=True)
         return _replace(content, lambda tensor: _region(tensor, path, start, records), {})
     except CheckpointError as error:
@@ -207,6 +208,7 @@ def _region(tensor: Tensor, path: Path, start: int, records: Mapping[int, int]) 
         )
     offset = int(getattr(storage, "_checkpoint_offset", None) or 0)
     first = int(tensor.storage_offset()) * tensor.element_size()
+    # A view may claim more than its storage holds: reading it would return another tensor's bytes.
     if offset not in records or first + nbytes(shape, tensor.dtype) > records[offset]:
         raise CheckpointError(f"a tensor {list(shape)} has more elements than its record")
     return FileTensor(path, start + offset + first, tensor.dtype, shape)

@@ -51,6 +51,7 @@ class Writer:
     def plan(self, state: Mapping[str, Tensor]) -> None:
         """Decide which rank writes what; agreed once, as long as names and shapes stay."""
         held = [chunk for name, tensor in state.items() if (chunk := _chunk(name, tensor))]
+        # Comparing is one small collective; a new plan gathers the names and boxes of every rank.
         if not self._ranks.reduce(lambda: held == self._held, all):
             self._buffers.clear()
             self._chunks, self._files = self._ranks.scatter(lambda: held, _divide)
@@ -104,7 +105,7 @@ class Writer:
                     digest.update(block)
                     file.write(block)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # before the manifest says that these bytes are there
         return {name: FileEntry(bytes=layout.size, xxh3=digest.hexdigest())}
 
     def finish(self, folder: Path) -> dict[str, FileEntry]:
@@ -125,6 +126,7 @@ def _chunk(name: str, tensor: Tensor) -> LocalChunk | None:
     if tensor.dtype not in CODES:
         raise CheckpointError(f"{name} is {tensor.dtype}: safetensors files hold no such dtype")
     box = local_box(tensor)
+    # An uneven split leaves some ranks without elements. A tensor that is empty everywhere stays.
     if box is None or (tensor.numel() and not prod(box.sizes)):
         return None
     return LocalChunk(name, tensor.dtype, tuple(tensor.shape), box)
@@ -142,9 +144,11 @@ def _divide(held: list[list[LocalChunk]]) -> list[tuple[list[LocalChunk], list[l
     holders: dict[tuple[str, tuple[int, ...]], tuple[LocalChunk, list[int]]] = {}
     for rank, chunks in enumerate(held):
         for chunk in chunks:
+            # Replicas hold the same box; its start tells the shards of a tensor apart.
             holders.setdefault((chunk.name, chunk.box.start), (chunk, []))[1].append(rank)
     files: list[list[LocalChunk]] = [[] for _ in held]
     filled = [0] * len(held)
+    # Greedy in the order of the state, which is the same on all ranks and at each save.
     for chunk, ranks in holders.values():
         emptiest = min(ranks, key=lambda rank: filled[rank])
         files[emptiest].append(chunk)

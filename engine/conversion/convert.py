@@ -94,7 +94,8 @@ def convert(
 
     Args:
         conversion: a key of `CONVERSIONS`.
-        started: hears how many bytes there will be, and returns what hears of each step.
+        started: called once with the number of bytes to write; returns a function that is called
+            with the size of each piece that was written.
 
     Raises:
         RecipeError: the target exists, or the recipe is wrong.

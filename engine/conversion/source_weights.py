@@ -29,16 +29,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class SourceWeights:
-    """A source that fits its model; no tensor is read yet.
+    """A source whose names and shapes fit its model; no tensor is read yet.
 
-    Args:
-        place: where it lies.
-        tensors: by our parameter names; all of the model, and nothing else.
-        recipe: what it was trained with, or what the user gave.
-        settings: its config.json.
-        side: a folder with a tokenizer's files beside the weights.
-        notes: what a user should know.
-        checks: work that finds damage, to be done while tensors are copied.
+    Attributes:
+        place: path of the source.
+        config: config of the model.
+        tensors: every parameter of the model by our names, and nothing else.
+        recipe: recipe that the model was trained with, or that the user gave.
+        settings: content of the source's config.json, if there is one.
+        side: folder with the tokenizer's files beside the weights, if there is one.
+        notes: sentences that the user should read.
+        checks: functions that raise if a file is damaged; they run while tensors are copied.
     """
 
     place: Path

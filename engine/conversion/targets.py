@@ -50,16 +50,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class Job:
-    """What is written, and how.
+    """One conversion: the opened source, and how its target is written.
 
-    Args:
-        target: the name that it gets at the end.
-        forms: the dtype and shape of each tensor, by our names.
-        recipe: what a checkpoint of ours says it was made by.
-        tokenizer: None where nothing is known of it.
-        side: a folder whose tokenizer files are copied as they are; None: the tokenizer writes its
-            own.
-        advance: hears of every byte.
+    Attributes:
+        opened: the source.
+        target: path of the target; until it is complete, another one is written to.
+        forms: dtype and shape in which each tensor is written, by our parameter names.
+        recipe: recipe that the manifest of a checkpoint of ours records.
+        tokenizer: the model's tokenizer, or None if none is known.
+        side: folder whose tokenizer files are copied unchanged; None: the tokenizer saves its own.
+        shard_bytes: largest size of a Hugging Face file.
+        advance: called with the size of each piece that was written.
     """
 
     opened: SourceWeights

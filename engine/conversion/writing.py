@@ -23,7 +23,7 @@ PIECE_BYTES = 2**26
 """Larger tensors are written by several threads, where no checksum needs their order."""
 
 Advance = Callable[[int], None]
-"""takes note of bytes that were written"""
+"""called with a number of bytes that were written"""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class FileSlice:
 
 
 Content = bytes | FileSlice | Callable[[int], bytes]
-"""bytes; or a piece of a tensor; or what follows one, from the CRC-32 of its bytes"""
+"""bytes, rows of a tensor, or a function that makes the bytes after a tensor from its CRC-32"""
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Contents that follow each other in a file."""
+    """A contiguous range of a file, and what is written there."""
 
     file: Path
     offset: int
@@ -152,11 +152,11 @@ def create_file(file: Path, size: int, head: bytes = b"") -> None:
 
 @contextmanager
 def publish_when_complete(target: Path, needed: int) -> Iterator[Path]:
-    """Give a name to write a file or a folder under; it gets the target's when the block ends well.
+    """Yield a temporary path to write to; it is renamed to the target if the block succeeds.
 
     Args:
-        target: what must not exist yet.
-        needed: bytes that will be written.
+        target: path of a file or folder that must not exist yet.
+        needed: number of bytes that will be written.
 
     Raises:
         RecipeError: the target exists.
@@ -173,13 +173,13 @@ def publish_when_complete(target: Path, needed: int) -> Iterator[Path]:
 
 
 class Counter:
-    """Adds up the bytes that threads report, and tells one listener."""
+    """Lets several threads report to one listener, one at a time."""
 
     def __init__(self, listener: Advance) -> None:
         self._listener = listener
         self._lock = threading.Lock()
 
     def __call__(self, count: int) -> None:
-        """Add some."""
+        """Report a number of bytes."""
         with self._lock:
             self._listener(count)
