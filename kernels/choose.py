@@ -74,8 +74,9 @@ def choose(
         UnavailableKernelsError: an implementation cannot run on this device or machine.
     """
     chosen, reasons, faults = {}, {}, {}
+    # All operations first, so that one error names every implementation that cannot run.
     for operation, name in {**dict.fromkeys(kernels, "auto"), **wanted}.items():
-        reason = "asked for"
+        reason = "requested"
         if name == "auto":
             name, reason = _automatic(operation, device_type, seq_len, compiling)
         implementation = kernels[operation][name]
@@ -95,6 +96,7 @@ def choose(
     return Kernels(
         **{**chosen, "attention": partial(attend, chosen["attention"])},
         attention_mask=document_mask,
+        # A plugin's attention has no partial form; torch's computes the same.
         partial_attention=PARTIAL_ATTENTION.get(attention, SDPA),
         reasons=reasons,
     )
@@ -107,4 +109,4 @@ def _automatic(operation: str, device_type: str, seq_len: int, compiling: bool) 
         return "sdpa", "torch's fused attention"
     if operation == "linear_cross_entropy" and compiling:
         return "compiled", "blocks are compiled too"
-    return "torch", "no other is measured to be faster"
+    return "torch", "fastest measured"

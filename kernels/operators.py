@@ -50,6 +50,7 @@ def operator(
     """
 
     def define(function: Callable[P, R]) -> TorchOperator[P, R]:
+        # torch reads the schema from the function's types, which know no classes of ours.
         operation = torch.library.custom_op(
             f"trainer::{name}",
             function,

@@ -84,6 +84,7 @@ class Implementations:
         return name in self._known or name in self._installed()
 
     def __iter__(self) -> Iterator[str]:
+        # Ours first, in the order of the table: it is the order in messages.
         return iter({**self._known, **self._installed()})
 
     def _installed(self) -> dict[str, Implementation]:

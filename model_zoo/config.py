@@ -31,7 +31,7 @@ class SettingsError(ValueError):
         self.problems = problems
 
 
-def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json with its rotary settings under one spelling.
 
     transformers 5 writes `rope_parameters`; before, `rope_theta` and `rope_scaling`.
@@ -48,43 +48,43 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**experts, **settings, **named, "rope_parameters.rope_type": kind}
 
 
-def impossible(settings: Mapping[str, Any], name: str, layout: Layout) -> list[str]:
-    """Return which of the settings, made `flat`, the model family `name` cannot compute."""
+def find_unsupported(settings: Mapping[str, Any], name: str, layout: Layout) -> list[str]:
+    """Return a sentence for each flattened setting that the model family `name` cannot compute."""
     return [
-        f"config.json says {key} = {shown(settings[key])}, "
-        f'model "{name}" does {" or ".join(map(shown, possible))} only'
+        f"config.json says {key} = {quote(settings[key])}, "
+        f'model "{name}" does {" or ".join(map(quote, possible))} only'
         for key, possible in layout.hf_possible.items()
         if settings.get(key) is not None and settings[key] not in possible
     ]
 
 
-def inconsistent(settings: Mapping[str, Any], config: ModelConfig) -> list[str]:
-    """Return which of the settings are not what follows from the others, that a config holds."""
+def find_mismatches(settings: Mapping[str, Any], config: ModelConfig) -> list[str]:
+    """Return a sentence for each setting that contradicts those a config was made of."""
     here = config.hf_config()
     return [
-        f"config.json says {key} = {shown(settings[key])}, "
-        f'model "{config.name}" does {shown(here.get(key))} only, as its other keys say'
+        f"config.json says {key} = {quote(settings[key])}, "
+        f'model "{config.name}" does {quote(here.get(key))} only, as its other keys say'
         for key in config.layout.hf_follow
         if settings.get(key) and settings[key] != here.get(key)
     ]
 
 
-def sizes_of(settings: Mapping[str, Any], family: type[ModelConfig]) -> dict[str, Any]:
+def read_sizes(settings: Mapping[str, Any], family: type[ModelConfig]) -> dict[str, Any]:
     """Return a model table's values: what config.json says, else what transformers takes.
 
     Raises:
         SettingsError: a size is missing, or the family cannot compute what is asked for.
     """
     layout, name = family.layout, family.model_fields["name"].default
-    there = flat(settings)
-    problems = impossible(there, name, layout)
+    flat = flatten_settings(settings)
+    problems = find_unsupported(flat, name, layout)
     sizes: dict[str, Any] = {}
     for key, ours in {**layout.hf_keys, **layout.hf_also}.items():
-        value = there.get(key)
+        value = flat.get(key)
         if value is None:
             value = layout.hf_defaults.get(key)
             if isinstance(value, str):
-                value = there.get(value)
+                value = flat.get(value)
         if value is not None:
             _put(sizes, ours, value)
         elif key not in layout.hf_defaults and not key.startswith("rope_parameters."):
@@ -109,11 +109,11 @@ def validate(family: type[ModelConfig], sizes: Mapping[str, Any]) -> ModelConfig
 def _sentence(error: Mapping[str, Any]) -> str:
     reason = str(error["msg"]).removeprefix("Value error, ")
     key = ".".join(map(str, error["loc"]))
-    return f"{key} = {shown(error['input'])}: {reason}" if key else reason
+    return f"{key} = {quote(error['input'])}: {reason}" if key else reason
 
 
-def shown(value: Any) -> str:
-    """Return a foreign value as it may be printed."""
+def quote(value: Any) -> str:
+    """Return a value of someone else's file as JSON, cut to a length that can be printed."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -126,7 +126,7 @@ def _put(table: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def _without_unit_scaling(sizes: dict[str, Any]) -> dict[str, Any]:
-    """Drop a rotary scaling by 1, which is how `flat` spells none."""
+    """Drop a rotary scaling by 1, which is how `flatten_settings` spells none."""
     if sizes.get("rope_scaling") == {"factor": 1.0}:
         del sizes["rope_scaling"]
     return sizes
@@ -222,10 +222,10 @@ class ModelConfig(Sizes):
         Raises:
             SettingsError: all that is missing, impossible, or not done by this family.
         """
-        found = validate(cls, sizes_of(settings, cls))
-        if problems := inconsistent(settings, found):
+        config = validate(cls, read_sizes(settings, cls))
+        if problems := find_mismatches(settings, config):
             raise SettingsError(problems)
-        return cast("Self", found)
+        return cast("Self", config)
 
     def hf_config(self) -> dict[str, Any]:
         """Return what Hugging Face's config.json says of this model; empty if it has no name there.

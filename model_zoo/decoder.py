@@ -147,8 +147,8 @@ class Decoder(LanguageModel):
         own_rows = None if config.tie_embeddings else config.vocab
         self.head = Head(config.dim, own_rows, config.norm_eps, kernels)
         # On the CPU also while the module is built on `meta`: arithmetic there imports a compiler.
-        found = self.rotary_frequencies(torch.device("cpu"))
-        self.register_buffer("frequencies", found, persistent=False)
+        values = self.rotary_frequencies(torch.device("cpu"))
+        self.register_buffer("frequencies", values, persistent=False)
 
     def make_block(self, number: int, kernels: Kernels) -> Block:
         """Return block `number`; for families whose blocks are more than attention and MLP."""

@@ -137,16 +137,16 @@ def _formed(shape: Shape, form: Sequence[str]) -> Shape:
 
 def translate(name: str, table: Mapping[str, str]) -> str | None:
     """Return what a table calls a name; `{i}` in it stands for a block's number."""
-    found = _lookup(name, table)
-    return found and found[1].replace("{i}", found[0])
+    match = _lookup(name, table)
+    return match and match[1].replace("{i}", match[0])
 
 
 def _lookup(name: str, table: Mapping[str, T]) -> tuple[str, T] | None:
     """Return the block's number in a name, and what a table says of the name; None: nothing."""
     number = re.search(r"\.(\d+)\.", name)
     template = re.sub(r"\.\d+\.", ".{i}.", name, count=1)
-    found = table.get(template)
-    return None if found is None else (number[1] if number else "", found)
+    value = table.get(template)
+    return None if value is None else (number[1] if number else "", value)
 
 
 ENDS_TENSOR = {

@@ -40,7 +40,7 @@ from ..train.balance import Balance, warn_of_capacity
 from ..train.parts import Parts
 from ..train.step import TrainStep
 from ..train.update import Update, UpdateAfterBackward, UpdateInBackward
-from .kernels import choose_kernels, served
+from .kernels import choose_kernels, describe_choices
 
 if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
@@ -173,7 +173,7 @@ def build_model(
             notes.append(add_adapters(model, config.layout, recipe.lora))
     if plan and recipe.precision.narrow:
         notes += narrow(model, config, recipe.precision.narrow)
-    notes += served(kernels)
+    notes += describe_choices(kernels)
     model.compute_dtype = dtype
     pieces = LocalParts()
     if plan:

@@ -1,4 +1,4 @@
-"""The kernels that a recipe asks for, on the device that it gets."""
+"""The implementations of kernels that a recipe names, on the device of the run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def choose_kernels(recipe: Recipe, device_type: str, *, trains: bool = True) -> 
     """Return the implementation of each operation.
 
     Args:
-        recipe: of the run.
+        recipe: the run's recipe.
         device_type: "cpu" or "cuda".
-        trains: the recipe speaks of this machine. What a checkpoint was trained with on another
-            does not bind those who read it.
+        trains: whether the recipe is that of a run on this machine. Where a checkpoint is read, an
+            implementation that its recipe names and that cannot run here is replaced by "auto".
 
     Raises:
-        RecipeError: one that the recipe names cannot run on the device, or on this machine.
+        RecipeError: an implementation that the recipe names cannot run on this device or machine.
     """
     compiling = recipe.compile.enabled and recipe.compile.backend == "inductor"
     wanted = {
@@ -45,9 +45,12 @@ def choose_kernels(recipe: Recipe, device_type: str, *, trains: bool = True) -> 
         ) from None
 
 
-def served(kernels: Kernels) -> list[str]:
-    """Return a line for each implementation: the operations that it serves, and why."""
-    lines: dict[str, list[str]] = {}
+def describe_choices(kernels: Kernels) -> list[str]:
+    """Return a line for each implementation: its operations, its name, and why it was chosen."""
+    operations: dict[str, list[str]] = {}
     for operation, reason in kernels.reasons.items():
-        lines.setdefault(reason, []).append(operation)
-    return [f"{', '.join(operations)} by {reason}" for reason, operations in lines.items()]
+        operations.setdefault(reason, []).append(operation)
+    return [
+        f"{', '.join(names)}: {reason.replace(': ', ' (', 1)})"
+        for reason, names in operations.items()
+    ]

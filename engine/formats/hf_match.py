@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ...model_zoo.config import flat, impossible, inconsistent
-from ...model_zoo.config import shown as text
+from ...model_zoo.config import find_mismatches, find_unsupported, flatten_settings
+from ...model_zoo.config import quote as text
 from ..checkpoint.tensors import DTYPES, TensorRows, differs
 from ..core.errors import nearest
 from ..core.text.display import MAX_SHOWN, quote_name
@@ -143,8 +143,8 @@ def list_mismatches(
 def _compare_settings(settings: Mapping[str, Any], config: ModelConfig) -> tuple[list[str], str]:
     """Return how config.json differs from a model, and what to set to make them agree."""
     layout = config.layout
-    there, here = flat(settings), flat(config.hf_config())
-    not_done = impossible(there, config.name, layout)
+    there, here = flatten_settings(settings), flatten_settings(config.hf_config())
+    not_done = find_unsupported(there, config.name, layout)
     differing = [
         (ours, here.get(key), there[key])
         for key, ours in layout.hf_keys.items()
@@ -155,7 +155,7 @@ def _compare_settings(settings: Mapping[str, Any], config: ModelConfig) -> tuple
         for ours, own, value in differing
     ]
     if not_done or not differing:
-        return problems or inconsistent(settings, config), ""
+        return problems or find_mismatches(settings, config), ""
     wanted = ", ".join(f"{ours} = {text(value)}" for ours, _, value in differing)
     return problems, f"set in [model]: {wanted}"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ...model_zoo.config import SettingsError, sizes_of
+from ...model_zoo.config import SettingsError, read_sizes
 from ..checkpoint.find import candidates, find_checkpoint
 from ..checkpoint.manifest import Manifest
 from ..core.errors import CheckpointError, RecipeError, nearest
@@ -97,7 +97,7 @@ def _recipe_for_settings(folder: Path, settings: dict[str, Any]) -> Recipe:
             nearest(model_type, types),
         )
     try:
-        sizes = sizes_of(settings, types[model_type])
+        sizes = read_sizes(settings, types[model_type])
         recipe = Recipe.model_validate(
             {"model": sizes, "tokenizer": {"name": "hf", "path": str(folder)}}
         )

@@ -40,6 +40,7 @@ def all_to_all_v(
     received = torch.empty_like(splits)
     dist.all_to_all_single(received, splits.contiguous(), group=group)
     send, receive = splits.tolist(), received.tolist()
+    # The collective sends as many rows as splits say.
     rows = x.new_zeros(sum(send), x.shape[1])
     rows[: len(x)] = x[: len(rows)]
     came = x.new_empty(sum(receive), x.shape[1])
@@ -91,7 +92,7 @@ def make_exchange(
         max_rows: the most that a rank sends or receives at a time.
         width: numbers a row.
         dtype: of them.
-        implementation: "auto" is torch's, as no other is measured to be faster. Where "symmetric"
+        implementation: "auto" is torch's, the fastest measured. Where "symmetric"
             cannot serve one of the ranks, all take torch's, with a warning that says why.
 
     Raises:
@@ -100,7 +101,7 @@ def make_exchange(
     if implementation not in get_args(Implementation):
         known = ", ".join(get_args(Implementation))
         raise ValueError(f"no exchange is named {implementation!r}; known: {known}")
-    reason = "no other is measured to be faster" if implementation == "auto" else "asked for"
+    reason = "fastest measured" if implementation == "auto" else "requested"
     if implementation == "symmetric":
         fault, buffers = _symmetric(group, device, max_rows, width * dtype.itemsize)
         if buffers is not None:
@@ -118,6 +119,7 @@ def _symmetric(
     group: dist.ProcessGroup, device: torch.device, max_rows: int, row_bytes: int
 ) -> tuple[str, symmetric.Buffers | None]:
     """Return why a rank cannot, or the buffers where all can."""
+    # All ranks decide alike: one that took the other exchange would wait for ever.
     if fault := _first_fault(group, _without_symmetric_memory(device, row_bytes)):
         return fault, None
     buffers, fault = None, ""
@@ -152,6 +154,7 @@ class _Exchanged(torch.autograd.Function):
         out, received = shuffle(x, splits)
         ctx.save_for_backward(received)
         ctx.shuffle, ctx.rows = shuffle, len(x)
+        # Counts are integers.
         ctx.mark_non_differentiable(received)
         return out, received
 

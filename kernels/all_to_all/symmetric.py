@@ -44,6 +44,7 @@ class Buffers:
         """Return what `reference.all_to_all_v` does, without waiting for the device."""
         world = len(self.addresses)
         rows = x.contiguous().view(WORD)
+        # In stream order before the kernel's signals: others read only after they have met.
         self.own[:world].copy_(splits)
         self.own[world].fill_(len(x))
         begin = header_words(world)
@@ -63,6 +64,7 @@ def allocate(
     words = header_words(world) + max_rows * row_bytes // WORD.itemsize
     own = symmetric_memory.empty(words, dtype=WORD, device=device)
     handle = symmetric_memory.rendezvous(own, group)
+    # One signal for each rank and program.
     signals = handle.signal_pad_size // (torch.int32.itemsize * world)
     return Buffers(
         own,

@@ -56,6 +56,7 @@ def _pull_kernel(
     there = each < world
     buffers = tl.load(buffers_ptr + each, mask=there, other=0).to(tl.pointer_type(tl.int64))
     counts = tl.load(buffers + rank, mask=there, other=0)
+    # All programs know the counts; one writes them.
     first_program = tl.program_id(0) == 0
     tl.store(received_ptr + each, counts, mask=there & first_program)
     place = tl.program_id(0) * BLOCK
@@ -64,11 +65,14 @@ def _pull_kernel(
     for step in range(world):
         other = (rank + step) % world  # not all ranks read from the same one
         theirs = tl.load(buffers_ptr + other).to(tl.pointer_type(tl.int64))
+        # What the other rank sends to each; ours begins after those of lower ranks.
         splits = tl.load(theirs + each, mask=there, other=0)
         before = tl.sum(tl.where(each < rank, splits, 0))
         count = tl.sum(tl.where(each == rank, splits, 0))
+        # Rows are kept in the order of the ranks that sent them.
         row = tl.sum(tl.where(each < other, counts, 0))
         fit = tl.maximum(tl.minimum(count, max_rows - row), 0) * width
+        # A rank may promise more rows than it has; the rest is zeros.
         held = tl.maximum(tl.minimum(count, tl.load(theirs + world) - before), 0) * width
         source = tl.multiple_of(theirs + HEADER + before * width, 16)
         target = tl.multiple_of(out_ptr + row * width, 16)
@@ -82,6 +86,7 @@ def _pull_kernel(
         target = tl.multiple_of(out_ptr + came, 16)
         zero = tl.zeros((BLOCK,), tl.int64)
         tl.store(target + word, zero, mask=word < max_rows * width - came)
+    # Rows may be overwritten only after every rank has read its own.
     _meet(signals_ptr, rank, world)
 
 

@@ -46,13 +46,13 @@ def attend(
     assert chunk is None or mask is None, "a mask tells chunks apart itself"
     length = key.shape[1]
     if window is not None and window < length:
-        return _windowed(base, query, key, value, mask, window, sinks)
+        return _attend_windows(base, query, key, value, mask, window, sinks)
     if chunk is not None and chunk < length:
-        return _chunked(base, query, key, value, chunk, sinks)
+        return _attend_chunks(base, query, key, value, chunk, sinks)
     return base(query, key, value, mask, sinks)
 
 
-def _windowed(
+def _attend_windows(
     base: Attention,
     query: Tensor,
     key: Tensor,
@@ -63,10 +63,13 @@ def _windowed(
 ) -> Tensor:
     """Attend in blocks of queries, each to the keys from `window - 1` before its first one."""
     B, S = query.shape[:2]
+    # A block as long as the window has at most twice the keys that its queries see; shorter blocks
+    # would waste less and be many small products.
     rows = min(S, max(window, SMALLEST_BLOCK))
     # Keys of a block overlap with those of the next; the first block's may begin before the row.
     span, before, after = rows + window - 1, window - 1 - (key.shape[1] - S), -S % rows
     blocks = (S + after) // rows
+    # Blocks become batch rows: any implementation of attention takes them.
     q_NSHK = F.pad(query, (0, 0, 0, 0, 0, after)).view(B * blocks, rows, *query.shape[2:])
     k_NLGK, v_NLGK = (
         F.pad(x, (0, 0, 0, 0, before, after))
@@ -75,6 +78,7 @@ def _windowed(
         .reshape(B * blocks, span, *x.shape[2:])
         for x in (key, value)
     )
+    # Query r sees the keys r to r + window - 1 of its block's span.
     seen_RL = torch.ones(rows, span, dtype=torch.bool, device=query.device).tril(span - rows).triu()
     if mask is None:
         number = torch.arange(blocks * rows, device=query.device).view(blocks, rows)[:, :1]
@@ -89,10 +93,11 @@ def _windowed(
     return out.reshape(B, S + after, *out.shape[2:])[:, :S]
 
 
-def _chunked(
+def _attend_chunks(
     base: Attention, query: Tensor, key: Tensor, value: Tensor, chunk: int, sinks: Tensor | None
 ) -> Tensor:
     """Attend in rows of a chunk each."""
+    # Earlier chunks are out of reach of all queries: their keys need not be read.
     B, S = query.shape[:2]
     start = (key.shape[1] - S) // chunk * chunk  # of the first query's chunk
     key, value = key[:, start:], value[:, start:]

@@ -38,12 +38,12 @@ class PartialAttention(NamedTuple):
     ]
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which sums over parts are kept."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def low(dtype: torch.dtype) -> float:
+def masked_score(dtype: torch.dtype) -> float:
     """Return the score of a key that is not seen."""
     # Not -inf: the difference of two is NaN. A quarter, as some kernels count in powers of 2.
     return torch.finfo(dtype).min / 4
@@ -53,16 +53,17 @@ def _matmul_forward(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Attend with plain products, in any dtype on any device."""
-    q_BGRSK, k_BGLK, v_BGLW = _grouped(query, key), key.transpose(1, 2), value.transpose(1, 2)
+    q_BGRSK, k_BGLK, v_BGLW = _group_heads(query, key), key.transpose(1, 2), value.transpose(1, 2)
     outs, sums = [], []
     for rows, end in _pieces(query.shape[1], key.shape[1], causal):
         scores = _scores(q_BGRSK[:, :, :, rows], k_BGLK[:, :, :end], mask, rows, causal)
         lse = scores.logsumexp(-1, keepdim=True)
+        # The log sum normalises: no second pass over the scores for softmax.
         weights = (scores - lse).exp_().to(query.dtype)
         out = weights.flatten(2, 3) @ v_BGLW[:, :, :end]
         outs.append(out.view(*weights.shape[:-1], -1))
         sums.append(lse.squeeze(-1))
-    return _ungrouped(torch.cat(outs, 3)), torch.cat(sums, 3).flatten(1, 2)
+    return _ungroup_heads(torch.cat(outs, 3)), torch.cat(sums, 3).flatten(1, 2)
 
 
 def _matmul_backward(
@@ -75,34 +76,38 @@ def _matmul_backward(
     mask: Tensor | None,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q_BGRSK, k_BGLK, v_BGLW = _grouped(query, key), key.transpose(1, 2), value.transpose(1, 2)
-    g_BGRSW, o_BGRSW = _grouped(grad, key), _grouped(out, key)
+    q_BGRSK, k_BGLK, v_BGLW = _group_heads(query, key), key.transpose(1, 2), value.transpose(1, 2)
+    g_BGRSW, o_BGRSW = _group_heads(grad, key), _group_heads(out, key)
     lse_BGRS = log_sums.view(q_BGRSK.shape[:4])
+    # The sum over all keys of each weight times its gradient equals dot(grad, out), so that these
+    # keys need not know the others (arXiv:2205.14135, section 3.1).
     dots_BGRS = (g_BGRSW.to(log_sums.dtype) * o_BGRSW.to(log_sums.dtype)).sum(-1)
     dq = torch.empty_like(q_BGRSK)
+    # Pieces of queries, and the heads of a group, add to the same keys.
     dk, dv = torch.zeros_like(k_BGLK), torch.zeros_like(v_BGLW)
     for rows, end in _pieces(query.shape[1], key.shape[1], causal):
         q, g = (x[:, :, :, rows] for x in (q_BGRSK, g_BGRSW))
         scores = _scores(q, k_BGLK[:, :, :end], mask, rows, causal)
         weights = scores.sub_(lse_BGRS[..., rows].unsqueeze(-1)).exp_()
         g_BGTW, q_BGTK = g.flatten(2, 3), q.flatten(2, 3)
+        # Products run in the inputs' dtype, for tensor cores; softmax itself is fp32.
         dv[:, :, :end] += weights.to(query.dtype).flatten(2, 3).mT @ g_BGTW
         slopes = (g_BGTW @ v_BGLW[:, :, :end].mT).view(weights.shape).to(weights.dtype)
         slopes = (slopes - dots_BGRS[..., rows].unsqueeze(-1)).mul_(weights)
         slopes_BGTL = slopes.mul_(query.shape[-1] ** -0.5).to(query.dtype).flatten(2, 3)
         dq[:, :, :, rows] = (slopes_BGTL @ k_BGLK[:, :, :end]).view_as(q)
         dk[:, :, :end] += slopes_BGTL.mT @ q_BGTK
-    return _ungrouped(dq), dk.transpose(1, 2), dv.transpose(1, 2)
+    return _ungroup_heads(dq), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _grouped(x: Tensor, key: Tensor) -> Tensor:
+def _group_heads(x: Tensor, key: Tensor) -> Tensor:
     """Return [B, G, R, S, K]: query heads by the key head that they read."""
     B, S, H, K = x.shape
     G = key.shape[2]
     return x.view(B, S, G, H // G, K).permute(0, 2, 3, 1, 4)
 
 
-def _ungrouped(x_BGRSK: Tensor) -> Tensor:
+def _ungroup_heads(x_BGRSK: Tensor) -> Tensor:
     return x_BGRSK.flatten(1, 2).transpose(1, 2)
 
 
@@ -120,14 +125,14 @@ def _scores(
     """Return [B, G, R, S, L] of some rows, in a wide dtype, very low where a query sees no key."""
     products = (q_BGRSK.flatten(2, 3) @ k_BGLK.mT).view(*q_BGRSK.shape[:4], -1)
     # Not in place: what recomputation has kept of a product is not to be changed.
-    scores: Tensor = products.to(wide(products.dtype)) * q_BGRSK.shape[-1] ** -0.5
+    scores: Tensor = products.to(wide_dtype(products.dtype)) * q_BGRSK.shape[-1] ** -0.5
     hidden = None
     if causal:
         S, L = scores.shape[-2:]
         hidden = torch.ones(S, L, dtype=torch.bool, device=scores.device).triu(L - S + 1)
     elif mask is not None:
         hidden = ~mask[:, :, rows].unsqueeze(1)
-    return scores if hidden is None else scores.masked_fill_(hidden, low(scores.dtype))
+    return scores if hidden is None else scores.masked_fill_(hidden, masked_score(scores.dtype))
 
 
 MATMUL = PartialAttention("matmul", _matmul_forward, _matmul_backward)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .partial import MATMUL, PartialAttention, low
+from .partial import MATMUL, PartialAttention, masked_score
 
 aten = torch.ops.aten
 EFFICIENT_LSE_ALIGNMENT = 32
@@ -29,7 +29,7 @@ def _forward(
     if fused is None:
         return MATMUL.forward(query, key, value, mask, causal)
     width = value.shape[-1]
-    q, k, v = (x.transpose(1, 2) for x in (query, key, _widened(value, key)))
+    q, k, v = (x.transpose(1, 2) for x in (query, key, _pad_width(value, key)))
     out, log_sums = fused.forward(q, k, v, mask, causal)
     return out.transpose(1, 2)[..., :width], log_sums
 
@@ -48,13 +48,13 @@ def _backward(
     if fused is None:
         return MATMUL.backward(grad, query, key, value, out, log_sums, mask, causal)
     width = value.shape[-1]
-    grad, value, out = (_widened(x, key) for x in (grad, value, out))
+    grad, value, out = (_pad_width(x, key) for x in (grad, value, out))
     g, q, k, v, o = (x.transpose(1, 2) for x in (grad, query, key, value, out))
     dq, dk, dv = fused.backward(g, q, k, v, o, log_sums.contiguous(), mask, causal)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)[..., :width]
 
 
-def _widened(x: Tensor, key: Tensor) -> Tensor:
+def _pad_width(x: Tensor, key: Tensor) -> Tensor:
     """Return x with zeros up to the width of keys: the fused kernels have one for all."""
     missing = key.shape[-1] - x.shape[-1]
     return F.pad(x, (0, missing)) if missing else x
@@ -64,10 +64,12 @@ def _cuda(query: Tensor, mask: Tensor | None) -> PartialAttention | None:
     """Return the fused kernel for a GPU's tensors, as [B, H, S, K]; None where none serves."""
     width, generation = query.shape[-1], torch.cuda.get_device_capability(query.device)
     half = query.dtype in (torch.float16, torch.bfloat16)
+    # The fused kernels read 16 bytes at a time, and know three dtypes.
     if width % 8 or not (half or query.dtype is torch.float32):
         return None
     if half and mask is None and generation >= (8, 0) and width <= FLASH_MAX_WIDTH:
         return _flash
+    # GPUs before Ampere have no bf16 products.
     return None if query.dtype is torch.bfloat16 and generation < (8, 0) else _efficient
 
 
@@ -127,7 +129,8 @@ def _flash_backward(
 def _efficient_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    k, v = _repeated(k, q), _repeated(v, q)
+    # This kernel knows no grouped heads.
+    k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     out, log_sums, *_ = aten._scaled_dot_product_efficient_attention(
         q, k, v, _aligned_bias(mask, q), True, 0.0, causal
     )
@@ -144,23 +147,26 @@ def _efficient_backward(
     mask: Tensor | None,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    # The kernel (torch 2.13) wants log sums in rows of 32; infinity there makes weights of 0.
     missing = -log_sums.shape[-1] % EFFICIENT_LSE_ALIGNMENT
+    # Seed and offset of dropout, which is off.
     none = torch.empty((), dtype=torch.int64)
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
         grad,
         q,
-        _repeated(k, q),
-        _repeated(v, q),
+        _repeat_heads(k, q),
+        _repeat_heads(v, q),
         _aligned_bias(mask, q),
         out,
         F.pad(log_sums, (0, missing), value=math.inf),
         none,
         none,
         0.0,
+        # No gradient for the mask.
         [True, True, True, False],
         causal,
     )
-    return dq, _summed(dk, k), _summed(dv, v)
+    return dq, _sum_heads(dk, k), _sum_heads(dv, v)
 
 
 _cpu = PartialAttention("sdpa", _cpu_forward, _cpu_backward)
@@ -168,12 +174,12 @@ _flash = PartialAttention("sdpa", _flash_forward, _flash_backward)
 _efficient = PartialAttention("sdpa", _efficient_forward, _efficient_backward)
 
 
-def _repeated(x_BGLK: Tensor, q_BHSK: Tensor) -> Tensor:
+def _repeat_heads(x_BGLK: Tensor, q_BHSK: Tensor) -> Tensor:
     repeats = q_BHSK.shape[1] // x_BGLK.shape[1]
     return x_BGLK if repeats == 1 else x_BGLK.repeat_interleave(repeats, dim=1)
 
 
-def _summed(x_BHLK: Tensor, like_BGLK: Tensor) -> Tensor:
+def _sum_heads(x_BHLK: Tensor, like_BGLK: Tensor) -> Tensor:
     """Sum over the query heads that share a key head."""
     if x_BHLK.shape[1] == like_BGLK.shape[1]:
         return x_BHLK
@@ -182,7 +188,7 @@ def _summed(x_BHLK: Tensor, like_BGLK: Tensor) -> Tensor:
 
 
 def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, low(dtype))
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, masked_score(dtype))
 
 
 def _aligned_bias(mask: Tensor | None, q_BHSK: Tensor) -> Tensor | None:
@@ -190,6 +196,7 @@ def _aligned_bias(mask: Tensor | None, q_BHSK: Tensor) -> Tensor | None:
     if mask is None:
         return None
     length = mask.shape[-1]
+    # A padded copy whose rows are cut again: the stride stays aligned.
     padded = F.pad(mask, (0, -length % EFFICIENT_BIAS_ALIGNMENT))
     bias = _bias(padded, q_BHSK.dtype)[..., :length]
     return bias.expand(-1, q_BHSK.shape[1], -1, -1)
@@ -198,7 +205,7 @@ def _aligned_bias(mask: Tensor | None, q_BHSK: Tensor) -> Tensor | None:
 SDPA = PartialAttention("sdpa", _forward, _backward)
 
 
-def sinking(
+def attend_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor
 ) -> Tensor:
     """Attend with torch's fused attention and sinks; see `reference.sdpa`."""
@@ -206,11 +213,11 @@ def sinking(
     if mask is None and S < L:
         mask = torch.ones(S, L, dtype=torch.bool, device=query.device).tril(L - S)
         mask = mask.expand(len(query), 1, -1, -1)
-    out: Tensor = _Sinking.apply(query, key, value, mask, sinks)  # type: ignore[no-untyped-call]
+    out: Tensor = _AttentionWithSinks.apply(query, key, value, mask, sinks)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Sinking(torch.autograd.Function):
+class _AttentionWithSinks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor
@@ -218,6 +225,7 @@ class _Sinking(torch.autograd.Function):
         out, log_sums = SDPA.forward(query, key, value, mask, mask is None)
         # [B, S, H] beside the output.
         sums_BSH, sinks_H = log_sums.transpose(1, 2), sinks.to(log_sums.dtype)
+        # exp(sums) / (exp(sums) + exp(sinks)): the share of attention that goes to keys.
         kept = torch.sigmoid(sums_BSH - sinks_H)
         out = (out * kept.unsqueeze(-1)).to(query.dtype)
         total = torch.logaddexp(sums_BSH, sinks_H).transpose(1, 2)
@@ -229,6 +237,7 @@ class _Sinking(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, sinks, out, total = ctx.saved_tensors
         grad = grad.contiguous()
+        # With the total that includes the sink, the fused backward computes the right weights.
         found = SDPA.backward(grad, query, key, value, out, total, mask, mask is None)
         taken_BHS = torch.exp(sinks.to(total.dtype).unsqueeze(1) - total)
         dots_BSH = (grad.to(total.dtype) * out.to(total.dtype)).sum(-1)

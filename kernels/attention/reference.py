@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .partial_sdpa import sinking
+from .partial_sdpa import attend_with_sinks
 
 
 def sdpa(
@@ -32,13 +32,14 @@ def sdpa(
         [B, S, H, W].
     """
     if sinks is not None:
-        return sinking(query, key, value, mask, sinks)
+        return attend_with_sinks(query, key, value, mask, sinks)
     W, missing = value.shape[-1], key.shape[-1] - value.shape[-1]
     if missing:
         # Flash attention has one width for all.
         value = F.pad(value, (0, missing))
     q_BHSK, k_BGLK, v_BGLK = (x.transpose(1, 2) for x in (query, key, value))
     S, L = query.shape[1], key.shape[1]
+    # is_causal puts the first query at the first key; here the last query stands at the last key.
     if mask is None and 1 < S < L:
         mask = torch.ones(S, L, dtype=torch.bool, device=query.device).tril(L - S)
     repeats = query.shape[2] // key.shape[2]
@@ -50,7 +51,9 @@ def sdpa(
         k_BGLK,
         v_BGLK,
         attn_mask=mask,
+        # A mask would rule out flash attention.
         is_causal=mask is None and S == L,
+        # Asked for only where heads differ: fewer fused kernels take it.
         enable_gqa=k_BGLK.shape[1] != q_BHSK.shape[1],
     )
     return out_BHSK.transpose(1, 2)[..., :W]
@@ -90,6 +93,8 @@ def matmul(
     q_BGRSK = query.view(B, S, G, R, K).permute(0, 2, 3, 1, 4)
     k_BKL = key.permute(0, 2, 3, 1).reshape(B * G, K, L)
     v_BLW = value.transpose(1, 2).reshape(B * G, L, W)
+    # Eight pieces leave out 7 / 16 of the work. Products of fewer than 64 rows are too small to be
+    # fast.
     rows = max(64, -(-S // 8))
     pieces = []
     for first in range(0, S, rows):
@@ -98,8 +103,10 @@ def matmul(
         q_BTK = q_BGRSK[:, :, :, first:last].reshape(B * G, -1, K)
         seen = None if mask is None else mask[:, :, first:last, :end]
         bias = _bias(query, last - first, end, G, R, seen)
+        # Mask and scale are applied in the pass that writes the product.
         scores_BTL = torch.baddbmm(bias, q_BTK, k_BKL[..., :end], alpha=K**-0.5)
         if sinks is not None:
+            # A sink is one more column of the softmax, and no row of the values.
             sinks_T = sinks.to(query.dtype).view(G, R).repeat_interleave(last - first, 1)
             sinks_BT1 = sinks_T.repeat(B, 1).unsqueeze(-1)
             scores_BTL = torch.cat([scores_BTL, sinks_BT1], -1)

@@ -31,6 +31,7 @@ def fusible_replace_by_gradient(
     logits: Tensor, labels: Tensor, z_loss: float
 ) -> tuple[Tensor, Tensor]:
     """Return what the reference does, written without the scatter that compilers cannot fuse."""
+    # One pass: each statement is elementwise or a reduction over the row.
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     counted = (labels != reference.IGNORED).to(wide.dtype)
     largest = wide.amax(-1, keepdim=True)

@@ -32,6 +32,7 @@ def replace_by_gradient(logits: Tensor, labels: Tensor, z_loss: float) -> tuple[
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     counted = (labels != IGNORED).to(wide.dtype)
+    # gather and scatter take no -100; such a row is multiplied by 0 below.
     chosen = labels.clamp(min=0).unsqueeze(1)
     probabilities = wide.softmax(-1)
     # The largest probability is exp(largest logit - log_partition) and never underflows.
@@ -40,6 +41,7 @@ def replace_by_gradient(logits: Tensor, labels: Tensor, z_loss: float) -> tuple[
     penalties = z_loss * log_partition.square() * counted
     scale = counted * (1 + 2 * z_loss * log_partition)
     gradient = probabilities.mul_(scale.unsqueeze(1))
+    # softmax minus one at the label, in the memory of softmax.
     gradient.scatter_add_(1, chosen, -counted.unsqueeze(1))
     logits.copy_(gradient)
     return losses, penalties
@@ -121,8 +123,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         is_split: bool,
         token_losses: list[Tensor] | None,
     ) -> Tensor:
+        # Once for all chunks; products run in the dtype of the hidden states.
         cast = weight.to(hidden.dtype)
         block = rows
+        # Ranks that share the vocabulary must call `inner` the same number of times.
         if hidden.is_cpu and not is_split:
             block = max(1, CPU_BLOCK_LOGITS // weight.shape[0])
         grad_hidden = torch.empty_like(hidden)
@@ -137,6 +141,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 sums.append((losses + penalties).sum())
                 if token_losses is not None:
                     token_losses.append(losses)
+            # The loss is a scalar, so the backward pass only scales: gradients can be computed now,
+            # while the logits are there.
             if ctx.needs_input_grad[0]:
                 torch.mm(grad_logits, cast, out=grad_hidden[chunk])
             if ctx.needs_input_grad[1]:
@@ -158,4 +164,5 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """Return total + a @ b, summed over chunks in fp32 at least."""
     if total is None:
         return (a @ b).to(torch.promote_types(a.dtype, torch.float32))
+    # addmm_ adds in the product's own pass; a bf16 product is widened before it is added to fp32.
     return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(a @ b)

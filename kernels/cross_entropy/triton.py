@@ -10,6 +10,7 @@ from torch import Tensor
 from ..operators import require_float
 from .reference import IGNORED
 
+# A block of columns at a time: 16 numbers a thread with 16 warps.
 _WIDEST = 2**13
 
 
@@ -23,6 +24,7 @@ def replace_by_gradient(logits: Tensor, labels: Tensor, z_loss: float) -> tuple[
     T, V = logits.shape
     if logits.stride(1) != 1:
         raise ValueError("each row of logits has to be contiguous")
+    # fp32 whatever the logits: losses are summed over many tokens.
     losses = torch.empty(T, dtype=torch.float32, device=logits.device)
     penalties = torch.empty_like(losses)
     block = min(_WIDEST, max(16, triton.next_power_of_2(V)))
@@ -59,7 +61,9 @@ def _replace_by_gradient(
     label = tl.load(labels_ptr + row)
     dtype = logits_ptr.dtype.element_ty
     columns = tl.arange(0, BLOCK)
+    # Whole programs branch alike: a row is one program.
     if label != IGNORED:
+        # Memory outside of the row must not be read, and a wrong label must not go unseen.
         is_class = (label >= 0) & (label < V)
         chosen = tl.load(logits_ptr + label, mask=is_class, other=float("nan")).to(tl.float32)
         # Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), a sum for each lane. The
@@ -70,6 +74,7 @@ def _replace_by_gradient(
             mask = first + columns < V
             x = tl.load(logits_ptr + first + columns, mask=mask, other=float("-inf"))
             x = x.to(tl.float32)
+            # What is summed so far is rescaled whenever a larger logit appears.
             before = largest
             largest = tl.maximum(largest, tl.max(x, axis=0))
             sums = sums * tl.exp(before - largest) + tl.exp(x - largest)
@@ -83,9 +88,11 @@ def _replace_by_gradient(
             mask = first + columns < V
             x = tl.load(logits_ptr + first + columns, mask=mask, other=float("-inf"))
             gradient = tl.exp(x.to(tl.float32) - largest) * scale
+            # softmax minus one at the label.
             gradient -= tl.where(first + columns == label, 1.0, 0.0)
             tl.store(logits_ptr + first + columns, gradient.to(dtype), mask=mask)
     else:
+        # The memory is uninitialised, and the gradient must be 0 where the logits were.
         tl.store(losses_ptr + row, 0.0)
         tl.store(penalties_ptr + row, 0.0)
         for first in range(0, V, BLOCK):

@@ -82,6 +82,7 @@ def cvmm(x: Tensor, sel: Tensor | CVMMSel, keys: Tensor, *, act: Activations = "
     has_row_each = x.dim() == sel.raw_sel.dim() + 1
     each = sel.slot.view(-1, 1)
     experts = torch.arange(len(keys), dtype=sel.sel.dtype, device=x.device)
+    # The ends of runs of equal numbers: no counting, and no wait for the device.
     offs = torch.searchsorted(sel.sel, experts, right=True).int()
     rows = permute(x.reshape(-1, x.shape[-1]), each if has_row_each else sel.slot)
     multiply = grouped_linear_fp8 if act == "fp8" else grouped_mm
@@ -105,6 +106,7 @@ def _check(act: str, keys: Tensor) -> None:
 
 def _sort(sel: Tensor) -> tuple[Tensor, Tensor]:
     """Return the selection in order, and the place in it of each."""
+    # Stable, so that sums over equal selections keep the order of rows.
     ordered, index = sel.flatten().sort(stable=True)
     places = torch.arange(len(index), dtype=torch.int32, device=sel.device)
     return ordered, torch.empty_like(places).scatter_(0, index, places)

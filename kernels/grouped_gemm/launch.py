@@ -63,6 +63,7 @@ def mm_tiling(arch: int, x: Tensor, w: Tensor, y: Tensor, *, trans_w: bool) -> T
         return SMALL
     # A tile of untransposed weights must not reach into the next expert's.
     is_cut = trans_w or w.shape[1] % TMA.block_k == 0
+    # The accelerator stores 16-bit results; wider ones would need twice the shared memory.
     if HOPPER <= arch < SMALL_BLACKWELL and is_cut and y.element_size() == 2 and are_aligned(y):
         return TMA
     return BLACKWELL_POINTERS if BLACKWELL <= arch < SMALL_BLACKWELL else POINTERS

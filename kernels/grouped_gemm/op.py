@@ -105,10 +105,12 @@ def _save_mm(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, w, offs = ctx.saved_tensors
+    # With a wide out_dtype the gradient comes in it; products take one dtype.
     grad, grad_x, grad_w = grad.to(x.dtype).contiguous(), None, None
     if ctx.needs_input_grad[0]:
         grad_x = grouped_mm(grad, w, offs, trans_w=not ctx.trans_w)
     if ctx.needs_input_grad[1]:
+        # The gradient has the layout of w: [E, N, K] is dy.T @ x, [E, K, N] is x.T @ dy.
         left, right = (grad, x) if ctx.trans_w else (x, grad)
         grad_w = grouped_dw(left, right, offs, out_dtype=w.dtype)
     return grad_x, grad_w, None, None, None

@@ -29,11 +29,13 @@ def grouped_mm(
         trans_w: whether a weight is transposed, as in `torch.nn.Linear`.
         out_dtype: of the result; left out: that of x.
     """
+    # A view: nothing is copied.
     w = w.mT if trans_w else w
     dtype = out_dtype or x.dtype
     y = x.new_zeros((x.shape[0], w.shape[2]), dtype=dtype)
     groups = _slices(offs)
     lengths = {group.stop - group.start for group in groups}
+    # Groups of one length are a single batched product, far faster on CPUs than a loop.
     if len(lengths) == 1 and (length := lengths.pop()):
         rows = len(w) * length
         product = _product(x[:rows].view(len(w), length, x.shape[1]), w, dtype)
@@ -72,6 +74,7 @@ def add_grouped_dw(total: Tensor, dy: Tensor, x: Tensor, offs: Tensor) -> None:
         x: [M, K], of the dtype of dy.
         offs: int32 [E], where each group ends.
     """
+    # A bf16 gradient is widened for the sum and rounded once.
     wide = torch.promote_types(total.dtype, torch.float32)
     total.copy_(total.to(wide) + grouped_dw(dy, x, offs, out_dtype=wide))
 

@@ -42,6 +42,7 @@ def _pointers_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
+    # Persistent programs: the number of tiles is known on the device alone.
     tiles_m = tl.load(n_tiles_ptr)
     tiles_n = tl.cdiv(N, BLOCK_N)
     for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
@@ -51,6 +52,7 @@ def _pointers_kernel(
         rm = row + tl.arange(0, BLOCK_M)
         rn = column * BLOCK_N + tl.arange(0, BLOCK_N)
         rk = tl.arange(0, BLOCK_K)
+        # int64: rows times K passes 2^31 for long batches.
         a_ptrs = x_ptr + rm[:, None].to(tl.int64) * K + rk[None, :]
         b_ptrs = w_ptr + expert.to(tl.int64) * N * K
         if TRANS_W:
@@ -62,11 +64,13 @@ def _pointers_kernel(
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, tl.where(expert < E, tl.cdiv(K, BLOCK_K), 0)):
             a_mask, b_mask = (rm < end)[:, None], (rn < N)[None, :]
+            # Masks along K cost registers: only where a step can reach over the end.
             if not EVEN_K:
                 a_mask = a_mask & (rk < K - k * BLOCK_K)[None, :]
                 b_mask = b_mask & (rk < K - k * BLOCK_K)[:, None]
             a = tl.load(a_ptrs, mask=a_mask, other=0.0)
             b = tl.load(b_ptrs, mask=b_mask, other=0.0)
+            # ieee: TF32 would round fp32 operands to 10 bits.
             total = tl.dot(a, b, total, input_precision="ieee")
             a_ptrs += BLOCK_K
             b_ptrs += b_step
@@ -121,6 +125,7 @@ def _tma_kernel(
             tile, tiles_m, tiles_n, tile_map_ptr, offs_ptr, M, E, BLOCK_M, GROUP_M
         )
         n = column * BLOCK_N
+        # Experts lie below each other: one descriptor serves all.
         w_row = expert * (N if TRANS_W else K)
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, tl.where(expert < E, tl.cdiv(K, BLOCK_K), 0)):
@@ -138,6 +143,8 @@ def _tma_kernel(
             tl.store(y_ptrs, total.to(y.dtype.element_ty), mask=y_mask)
         elif HALVES:
             half: tl.constexpr = BLOCK_N // 2
+            # Stored in two halves, through a buffer of half the size: a further stage of loads then
+            # fits into shared memory.
             pairs = tl.permute(tl.reshape(total, (BLOCK_M, 2, half)), (0, 2, 1))
             left, right = tl.split(pairs)
             _store_rows(y, row, end, n, left.to(y.dtype), BLOCK_M, half)
@@ -170,6 +177,7 @@ def grouped_mm(
     Raises:
         ValueError: with this tiling a tile of one weight would reach into the next.
     """
+    # Addresses are computed from the shape.
     x, w, offs = x.contiguous(), w.contiguous(), offs.contiguous()
     M, K = x.shape
     E, N = w.shape[0], w.shape[1 if trans_w else 2]
@@ -197,6 +205,7 @@ def grouped_mm(
     if tiling.tma:
         operands: tuple[Any, ...] = (x, w, y)
         if tiling.specialised:
+            # Descriptors that are made in the kernel live in global memory.
             triton.set_allocator(_scratch)
         else:
             operands = _descriptors(x, w, y, trans_w, tiling)

@@ -45,8 +45,10 @@ def _dw_kernel(
         rk = k + tl.arange(0, BLOCK_K)
         start = tl.load(offs_ptr + expert - 1, mask=expert > 0, other=0)
         end = tl.load(offs_ptr + expert)
+        # Neither split nor atomic: a group's rows are summed by one program in their order.
         total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         for row in range(start, end, BLOCK_M):
+            # The ragged descriptor has its edge at the end of the group: rows after it read as 0.
             if TMA:
                 far: tl.constexpr = 0x40000000
                 g = dy.load([far, end, far - end + row, n])
@@ -62,6 +64,8 @@ def _dw_kernel(
         dw_ptrs = dw_ptr + expert.to(tl.int64) * N * K
         dw_ptrs += rn[:, None].to(tl.int64) * K + rk[None, :]
         mask = (rn < N)[:, None] & (rk < K)[None, :]
+        # Read and written by one program, in fp32: accumulation over micro batches stays exact to a
+        # rounding.
         if ADD:
             total += tl.load(dw_ptrs, mask=mask, other=0.0).to(tl.float32)
         tl.store(dw_ptrs, total.to(dw_ptr.dtype.element_ty), mask=mask)
@@ -115,6 +119,7 @@ def _launch(
     dy, x, offs = dy.contiguous(), x.contiguous(), offs.contiguous()
     E, N, K = dw.shape
     tiling = tiling or dw_tiling(current_arch(), dy, x)
+    # A descriptor of no rows is refused.
     tma = tiling.tma and len(x) > 0
     operands: tuple[Any, Any] = (dy, x)
     if tma:

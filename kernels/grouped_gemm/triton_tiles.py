@@ -35,6 +35,7 @@ def num_programs(tiling: Tiling) -> int:
 
 def list_tiles(offs: Tensor, M: int, block_m: int) -> tuple[Tensor, Tensor]:
     """Return the tile map of the groups and of the rows behind them, and its length."""
+    # The rows after the last group are group E, which stores zeros.
     E = len(offs)
     bound = tile_bound(M, E + 1, block_m)
     tile_map, n_tiles = offs.new_empty(bound), offs.new_empty(1)
@@ -85,8 +86,10 @@ def find_tile(
     GROUP_M: tl.constexpr,
 ):
     """Return the expert of a tile, its first row, the end of its group, and its column."""
+    # Tiles of a few rows go through all columns before the next rows begin.
     per_group = GROUP_M * tiles_n
     first = tile // per_group * GROUP_M
+    # The last group of tiles may be smaller.
     rows = tl.minimum(tiles_m - first, GROUP_M)
     within = tile % per_group
     entry = tl.load(tile_map_ptr + first + within % rows)

@@ -38,6 +38,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, offs: Tensor, trans_w: bool, pow2: bool) -> Tensor:
         reference.check_shapes(x, w if trans_w else w.mT)
+        # Saved as they came; fp8 copies are made again (`_product`).
         ctx.save_for_backward(x, w, offs)
         ctx.trans_w, ctx.pow2 = trans_w, pow2
         return _product(x, w, offs, trans_w, pow2, x.dtype)
@@ -52,6 +53,7 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad = grad.to(x.dtype)
             left, right = (grad, x) if ctx.trans_w else (x, grad)
+            # Not in fp8: it sums over a whole batch.
             grad_w = grouped_dw(left, right, offs, out_dtype=w.dtype)
         return grad_x, grad_w, None, None, None
 

@@ -25,6 +25,7 @@ from ..grouped_gemm.triton_tiles import (
 from ..quantize.reference import BLOCK
 from .reference import check_shapes
 
+# A tile is one block of scales wide: each step has one scale of the weight.
 POINTERS = Tiling(64, BLOCK, BLOCK, warps=4, stages=4, per_processor=2)
 HOPPER_TMA = Tiling(128, BLOCK, BLOCK, warps=8, stages=4, tma=True)
 
@@ -133,8 +134,10 @@ def _grouped_mm_fp8(
                 a = tl.load(a_ptrs, mask=live[:, None], other=0.0)
                 rows = weight_row + tl.arange(0, BLOCK)
                 b = tl.load(w + rows[None, :] * K + (k * BLOCK + rk)[:, None])
+            # Both scales of this step of 128.
             scale = tl.load(x_scale, mask=live, other=0.0) * tl.load(w_scale + k)
             total += tl.dot(a, b) * scale[:, None]
+            # Scales of the next block of K are the next row.
             x_scale += M
         y_ptrs = y_ptr + rm[:, None].to(tl.int64) * N + rn[None, :]
         tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=live[:, None])

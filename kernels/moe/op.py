@@ -26,6 +26,7 @@ def moe_up_swiglu(x: Tensor, w13: Tensor, plan: RoutingPlan) -> Tensor:
     Returns:
         [T * A, I].
     """
+    # Gate and up are twice as wide as the result: written only where a backward pass reads them.
     keeps = torch.is_grad_enabled() and (x.requires_grad or w13.requires_grad)
     return _up_swiglu(x, w13, plan.row_token, plan.offs, plan.slot, keeps)[0]
 
@@ -48,6 +49,7 @@ class _DownCombine(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         h, w2, offs, slot, weight = ctx.saved_tensors
+        # Unweighted: the weight is applied to the narrower rows below.
         rows = permute(grad.contiguous(), slot)
         through = grouped_mm(rows, w2, offs, trans_w=False)
         grad_h, weighted_h, grad_weight = _scale_by_router_weight(through, h, slot, weight)
@@ -75,6 +77,7 @@ def _(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, w13, _, offs, slot, keeps = inputs
+    # Gate and up leave the operation for its backward pass alone and have no gradient.
     ctx.set_materialize_grads(False)
     if keeps:
         ctx.save_for_backward(x, w13, offs, slot, output[1])

@@ -77,6 +77,7 @@ def scale_by_router_weight(
     """
     wide = torch.promote_types(h.dtype, torch.float32)
     rows = slot.flatten().long()
+    # The weight of each sorted row; slots are a permutation.
     of_row = weight.new_empty(len(h), 1).index_copy_(0, rows, weight.reshape(-1, 1)).to(wide)
     dots = (grad.to(wide) * h.to(wide)).sum(-1)
     weighted = (grad * of_row).to(grad.dtype), (h * of_row).to(h.dtype)

@@ -30,6 +30,7 @@ from ..swiglu.triton import backward_into
 POINTERS = Tiling(128, 64, 64, warps=8, stages=3)
 SMALL = Tiling(32, 32, 32, warps=4, stages=3)  # what threads load number by number
 HOPPER_TMA = Tiling(128, 64, 64, warps=8, stages=4, tma=True)
+# Two rows of numbers are held at a time, half as much as SwiGLU's tile.
 _TILE, _WIDEST = 2**11, 2**10
 
 
@@ -57,6 +58,7 @@ def moe_up_swiglu(
     require_float(x, w13)
     x, w13, row_token, offs = (each.contiguous() for each in (x, w13, row_token, offs))
     M, K, E, I = len(row_token), x.shape[1], w13.shape[0], w13.shape[1] // 2  # noqa: E741
+    # Every row has an expert: all of it is written.
     h = x.new_empty(M, I)
     gate_up = x.new_empty((M, 2 * I) if save_gate_up else (0,))
     if not h.numel():
@@ -176,6 +178,7 @@ def _moe_up_swiglu(
         rn = column * BLOCK_N + tl.arange(0, BLOCK_N)
         rk = tl.arange(0, BLOCK_K)
         live = rm < end
+        # Rows are gathered where they are used: no sorted copy of x.
         token = tl.load(row_token_ptr + rm, mask=live, other=0).to(tl.int64)
         a_ptrs = x_ptr + token[:, None] * K + rk[None, :]
         first = expert * 2 * I + column * BLOCK_N
@@ -187,6 +190,7 @@ def _moe_up_swiglu(
                 a_mask = a_mask & (rk < K - k * BLOCK_K)[None, :]
                 b_mask = b_mask & (rk < K - k * BLOCK_K)[:, None]
             a = tl.load(a_ptrs, mask=a_mask, other=0.0)
+            # One descriptor has both halves; up starts I rows below gate.
             if TMA:
                 gate_w = w.load([first, k * BLOCK_K]).T
                 up_w = w.load([first + I, k * BLOCK_K]).T
@@ -195,11 +199,13 @@ def _moe_up_swiglu(
                 b_ptrs = w + rows[None, :] * K + (k * BLOCK_K + rk)[:, None]
                 gate_w = tl.load(b_ptrs, mask=b_mask, other=0.0)
                 up_w = tl.load(b_ptrs + tl.cast(I, tl.int64) * K, mask=b_mask, other=0.0)
+            # ieee: fp32 rows stay exact; for bf16 it says nothing.
             gate = tl.dot(a, gate_w, gate, input_precision="ieee")
             up = tl.dot(a, up_w, up, input_precision="ieee")
             a_ptrs += BLOCK_K
         mask = live[:, None] & (rn < I)[None, :]
         wide = rm.to(tl.int64)[:, None]
+        # Gate and up are rounded only where they are saved: SwiGLU takes them in fp32.
         dtype = h_ptr.dtype.element_ty
         if SAVE:
             gate_up_ptrs = gate_up_ptr + wide * 2 * I + rn[None, :]
@@ -231,12 +237,13 @@ def _scale_by_router_weight(
     for first in range(0, I, BLOCK):
         column = first + tl.arange(0, BLOCK)
         mask = live[:, None] & (column < I)[None, :]
-        place = row[:, None] * I + column[None, :]
-        grad = tl.load(grad_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        h = tl.load(h_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        offset = row[:, None] * I + column[None, :]
+        grad = tl.load(grad_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        h = tl.load(h_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        # The gradient of the weight, from what is read anyway (arXiv:2512.14080, section 4).
         dots += tl.sum(grad * h, axis=1)
         dtype = h_ptr.dtype.element_ty
-        tl.store(weighted_grad_ptr + place, (grad * weight).to(dtype), mask=mask)
-        tl.store(weighted_h_ptr + place, (h * weight).to(dtype), mask=mask)
+        tl.store(weighted_grad_ptr + offset, (grad * weight).to(dtype), mask=mask)
+        tl.store(weighted_h_ptr + offset, (h * weight).to(dtype), mask=mask)
     dots = dots.to(grad_weight_ptr.dtype.element_ty)
     tl.store(grad_weight_ptr + choice, dots, mask=live)

@@ -21,6 +21,7 @@ def permute(x: Tensor, slot: Tensor, weight: Tensor | None = None) -> Tensor:
     rows = x.unsqueeze(1).expand(-1, slot.shape[1], -1)
     if weight is not None:
         rows = _wide(rows) * _wide(weight).unsqueeze(2)
+    # Slots are a permutation: every row is written, and none twice.
     out = x.new_empty(slot.numel(), x.shape[1])
     return out.index_copy_(0, slot.flatten().long(), rows.flatten(0, 1).to(x.dtype))
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# Eight numbers a thread with four warps: 16 bytes of bf16, the widest load.
 COLUMNS = 1024
 
 
@@ -18,6 +19,7 @@ COLUMNS = 1024
 def _permute_kernel(
     x_ptr, slot_ptr, weight_ptr, out_ptr, D, A, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr
 ):
+    # int64: T * D passes 2^31 in long batches.
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     x = tl.load(x_ptr + token * D + column, mask=column < D, other=0.0)
@@ -26,6 +28,7 @@ def _permute_kernel(
         value = x
         if WEIGHTED:
             weight = tl.load(weight_ptr + token * A + choice).to(tl.float32)
+            # Rounded once, to the dtype of the row.
             value = (x.to(tl.float32) * weight).to(x.dtype)
         tl.store(out_ptr + row * D + column, value, mask=column < D)
 
@@ -36,6 +39,7 @@ def _unpermute_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    # Summed in fp32 in the order of the choices: the same bits each time.
     total = tl.zeros((COLUMNS,), tl.float32)
     for choice in range(0, A):
         row = tl.load(slot_ptr + token * A + choice).to(tl.int64)
@@ -57,6 +61,7 @@ def _row_dots_kernel(x_ptr, y_ptr, slot_ptr, out_ptr, D, A, COLUMNS: tl.constexp
         x = tl.load(x_ptr + token * D + column, mask=column < D, other=0.0).to(tl.float32)
         y = tl.load(y_ptr + row * D + column, mask=column < D, other=0.0).to(tl.float32)
         total += x * y
+    # Lanes are summed once at the end, not in each step.
     tl.store(out_ptr + token * A + choice, tl.sum(total, 0))
 
 

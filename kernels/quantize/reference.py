@@ -107,6 +107,7 @@ def check_width(K: int) -> None:
 
 def _by_rows(x: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
     M, K = x.shape
+    # Zeros do not change a block's largest magnitude.
     blocks = F.pad(x, (0, -K % BLOCK)).view(M, -(-K // BLOCK), BLOCK)
     scale = _scale(blocks, (2,), pow2)
     q = _quantised(blocks, scale).flatten(1)[:, :K].contiguous()
@@ -125,5 +126,7 @@ def _scale(blocks: Tensor, dims: tuple[int, ...], pow2: bool) -> Tensor:
 
 
 def _quantised(blocks: Tensor, scale: Tensor) -> Tensor:
+    # Times the rounded reciprocal and not divided: Triton's kernel then gives the same bits.
     scaled = blocks.float() * scale.reciprocal()
+    # Clamp first: a cast of more than 448 gave NaN before torch 2.13.
     return scaled.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)

@@ -28,6 +28,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     total = x if residual is None else x + residual
     out = reference.rms_norm(total, weight, eps).contiguous()
+    # An operation of torch must not return its input: without a residual, the caller has the sum.
     kept = x.new_empty(0) if residual is None else total.contiguous()
     return out, kept, reference.inverse_rms(total, eps).contiguous()
 
@@ -58,6 +59,7 @@ def _backward(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, residual, weight, _ = inputs
     _, total, inverse = output
+    # The inverse never has a gradient; zeros in its place would be a tensor for nothing.
     ctx.set_materialize_grads(False)
     ctx.has_residual = residual is not None
     ctx.save_for_backward(total if ctx.has_residual else x, weight, inverse)

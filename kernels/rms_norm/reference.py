@@ -41,6 +41,7 @@ def backward(grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> tuple[
     """
     normal, wide = x * inverse.unsqueeze(-1), grad.to(inverse.dtype)
     weighted = wide * weight.to(x.dtype)
+    # The norm removes the direction of x: its gradient has no part along it.
     along = (weighted * normal).mean(-1, keepdim=True)
     grad_x = inverse.unsqueeze(-1) * (weighted - normal * along)
     return grad_x.to(x.dtype), (wide * normal).flatten(0, -2).sum(0).to(weight.dtype)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..operators import require_float
 
+# More columns would not fit into the registers of 16 warps.
 WIDEST = 2**14
 # Four for each of the 132 multiprocessors of an H100: the weight's gradient is summed in this many
 # parts, in the same order on every machine.
@@ -55,6 +56,7 @@ def backward(
     D, T = x.shape[-1], inverse.numel()
     block, rows, warps = _tile(D)
     programs = min(PROGRAMS, triton.cdiv(T, rows))
+    # A row for each program, summed afterwards: atomics would add in any order.
     parts = torch.empty(programs, D, dtype=torch.float32, device=x.device)
     if T:
         _rms_norm_backward[(programs,)](
@@ -102,18 +104,20 @@ def _rms_norm(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < T)[:, None] & (column < D)
-    place = row.to(tl.int64)[:, None] * D + column
-    x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    offset = row.to(tl.int64)[:, None] * D + column
+    x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        x += tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        x += tl.load(residual_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         total = x.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + place, total, mask=mask)
+        tl.store(total_ptr + offset, total, mask=mask)
+        # The norm is that of the rounded sum, as the reference computes it.
         x = total.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)
     weight = tl.load(weight_ptr + column, mask=column < D, other=0.0)
+    # Rounded as sharded mixed precision does, then widened for the product.
     weight = weight.to(x_ptr.dtype.element_ty).to(tl.float32)
     out = x * inverse[:, None] * weight
-    tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(inverse_ptr + row, inverse, mask=row < T)
 
 
@@ -134,22 +138,25 @@ def _rms_norm_backward(
 ):
     column = tl.arange(0, BLOCK)[None, :]
     part = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    # Programs take rows in turns, so that all have about as many.
     for first in range(tl.program_id(0) * ROWS, T, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)
         mask = (row < T)[:, None] & (column < D)
-        place = row.to(tl.int64)[:, None] * D + column
-        grad = tl.load(grad_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        offset = row.to(tl.int64)[:, None] * D + column
+        grad = tl.load(grad_ptr + offset, mask=mask, other=0.0).to(tl.float32)
         inverse = tl.load(inverse_ptr + row, mask=row < T, other=0.0)[:, None]
-        normal = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32) * inverse
+        normal = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32) * inverse
         part += grad * normal
         # Read again for each tile, from the cache: registers are for the rows.
         weight = tl.load(weight_ptr + column, mask=column < D, other=0.0)
         weight = weight.to(x_ptr.dtype.element_ty).to(tl.float32)
         weighted = grad * weight
+        # The part of the gradient along x is removed by the norm.
         along = tl.sum(weighted * normal, axis=1) / D
         grad_x = inverse * (weighted - normal * along[:, None])
         if HAS_TOTAL:
-            grad_x += tl.load(grad_total_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        tl.store(grad_x_ptr + place, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
+            grad_x += tl.load(grad_total_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        tl.store(grad_x_ptr + offset, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
+    # The rows of a tile are summed once, at the end.
     out = parts_ptr + tl.program_id(0).to(tl.int64) * D + column
     tl.store(out, tl.sum(part, axis=0, keep_dims=True), mask=column < D)

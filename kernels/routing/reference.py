@@ -70,8 +70,10 @@ def untiled_plan(sel: Tensor, num_experts: int) -> RoutingPlan:
     """
     num_choices = sel.shape[1]
     flat = sel.reshape(-1).long()
+    # Stable: rows of one expert stay in the order of their tokens, and sums repeat bit for bit.
     order = flat.argsort(stable=True)
     rows = torch.arange(len(flat), dtype=torch.int32, device=sel.device)
+    # Not bincount: its length depends on the data, so it waits for the device.
     counts = torch.zeros(num_experts, dtype=torch.int32, device=sel.device)
     counts.scatter_add_(0, flat, torch.ones_like(rows))
     starts = counts.new_zeros(num_experts + 1)
@@ -79,6 +81,7 @@ def untiled_plan(sel: Tensor, num_experts: int) -> RoutingPlan:
     slot = torch.empty_like(rows).scatter_(0, order, rows)
     return RoutingPlan(
         counts,
+        # An operation of torch must not return two views of one memory.
         starts[1:].clone(),
         starts,
         (order // max(num_choices, 1)).int(),
@@ -112,6 +115,7 @@ def tiles(counts: Tensor, bound: int, block_m: int) -> tuple[Tensor, Tensor]:
     """
     per_group = (counts + block_m - 1) // block_m
     ends = per_group.cumsum(0, dtype=torch.int32)
+    # As many entries as could be needed: the real number is known on the device alone.
     entry = torch.arange(bound, dtype=torch.int32, device=counts.device)
     group = torch.searchsorted(ends, entry, right=True).clamp(max=len(counts) - 1)
     packed = (group << TILE_BITS) | (entry - (ends - per_group)[group])
@@ -155,6 +159,7 @@ def generate_permute_indices(
     within = place - (ends - torch.diff(ends, prepend=ends.new_zeros(1)))[expert]
     in_ranks = counts.cumsum(0)  # of each expert, up to and with each rank
     rank = (within.unsqueeze(1) >= in_ranks.T[expert]).sum(1)
+    # Behind the rows of all ranks an expert's places are padding.
     is_row = (rank < num_ranks) & (place < ends[-1])
     rank = rank.clamp(max=num_ranks - 1)
     sources = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts)

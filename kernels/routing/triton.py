@@ -27,6 +27,7 @@ def _count_kernel(sel_ptr, partial_ptr, size, E, E_BLOCK: tl.constexpr, CHOICES:
     block = tl.program_id(0)
     at = block * CHOICES + tl.arange(0, CHOICES)
     sel = tl.load(sel_ptr + at, mask=at < size, other=0).to(tl.int32)
+    # Counts of one block; the order of its rows is found in the last launch.
     counts = tl.histogram(sel, E_BLOCK, mask=at < size)
     expert = tl.arange(0, E_BLOCK)
     tl.store(partial_ptr + block.to(tl.int64) * E + expert, counts, mask=expert < E)
@@ -37,6 +38,7 @@ def _sum_kernel(partial_ptr, counts_ptr, blocks, E, E_PART: tl.constexpr, ROWS: 
     """Replace each block's counts by those of the blocks before it."""
     expert = tl.program_id(0) * E_PART + tl.arange(0, E_PART)
     total = tl.zeros((E_PART,), tl.int32)
+    # One program goes through all blocks of some experts: the sum needs no other launch.
     for first in range(0, blocks, ROWS):
         block = first + tl.arange(0, ROWS)
         at = partial_ptr + block[:, None].to(tl.int64) * E + expert[None, :]
@@ -65,6 +67,7 @@ def write_tiles(entry, counts, tile_map_ptr, n_tiles_ptr, bound, BLOCK_M: tl.con
     is_before = ends[None, :] <= entry[:, None]
     group = tl.sum(is_before.to(tl.int32), 1)
     first = tl.sum(tl.where(is_before, per_group[None, :], 0), 1)
+    # An expert and its tile in one int32: one load for each tile of the product.
     packed = tl.where(entry < total, (group << 16) | (entry - first), -1)
     tl.store(tile_map_ptr + entry, packed, mask=entry < bound)
     tl.store(n_tiles_ptr + entry, total, mask=entry == 0)
@@ -100,17 +103,20 @@ def _place_kernel(
         own = tl.arange(0, CHOICES)
         at = block * CHOICES + own
         sel = tl.load(sel_ptr + at, mask=at < size, other=0).to(tl.int32)
+        # Where the expert's rows start, then those of earlier blocks, then those in this block.
         row = tl.gather(ends - counts, sel, 0)
         row += tl.load(partial_ptr + block.to(tl.int64) * E + sel, mask=at < size, other=0)
         for first in range(0, CHOICES, OTHERS):
             other = first + tl.arange(0, OTHERS)
             there = block * CHOICES + other
             their = tl.load(sel_ptr + there, mask=there < size, other=-1).to(tl.int32)
+            # Comparing all pairs of a block keeps the order of tokens; 256 x 256 is little work.
             is_before = (their[None, :] == sel[:, None]) & (other[None, :] < own[:, None])
             row += tl.sum(is_before.to(tl.int32), 1)
         tl.store(slot_ptr + at, row, mask=at < size)
         tl.store(row_token_ptr + row, at // A, mask=at < size)
     else:
+        # The programs after the last block write the tile map and the ends.
         part = block - blocks
         if part == 0:
             tl.store(offs_ptr + expert, ends, mask=expert < E)
@@ -139,6 +145,7 @@ def routing_plan(sel: Tensor, num_experts: int, block_m: int = 128) -> RoutingPl
     E_BLOCK = triton.next_power_of_2(E)
     if blocks:
         _count_kernel[(blocks,)](sel, partial, size, E, E_BLOCK=E_BLOCK, CHOICES=CHOICES)
+    # A few experts a program, so that the sums over blocks run side by side.
     E_PART = min(E_BLOCK, 8)
     _sum_kernel[(triton.cdiv(E, E_PART),)](partial, plan.counts, blocks, E, E_PART=E_PART, ROWS=256)
     _place_kernel[(blocks + triton.cdiv(bound, ENTRIES),)](
@@ -178,6 +185,7 @@ def _indices_kernel(
     place = tl.program_id(0) * PLACES + tl.arange(0, PLACES)
     expert = tl.arange(0, E_BLOCK)
     ends = tl.load(ends_ptr + expert, mask=expert < E, other=0)
+    # A search by comparison: experts are few.
     is_before = (ends[None, :] <= place[:, None]) & (expert < E)[None, :]
     own = tl.sum(is_before.to(tl.int32), 1)
     is_real = own < E
@@ -187,6 +195,7 @@ def _indices_kernel(
         rows = tl.load(tokens_ptr + rank * E + own, mask=is_real, other=0)
         source = tl.load(sources_ptr + rank * E + own, mask=is_real, other=0)
         index = tl.where((within >= 0) & (within < rows), source + within, index)
+        # What is left of the place within the rows of the ranks that follow.
         within -= rows
     tl.store(out_ptr + place, index.to(tl.int32), mask=place < max_len)
 

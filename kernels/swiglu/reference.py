@@ -33,12 +33,14 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         gate, up, row_weight = ctx.saved_tensors
+        # A second derivative is wanted, which the in-place way below does not have.
         if torch.is_grad_enabled():
             return backward(grad, gate, up, row_weight)
         grad_up, grad_weight = F.silu(gate), None
         if row_weight is not None:
             weighed = (grad_up * up).mul_(grad)
             grad_weight = weighed.sum(-1).to(row_weight.dtype)
+            # The memory of the first product is free again.
             grad = torch.mul(grad, _column(row_weight, grad), out=weighed)
         grad_up.mul_(grad)
         grad_gate = grad * up if row_weight is None else grad.mul_(up)
@@ -101,11 +103,13 @@ class _ClampedSwiGLU(torch.autograd.Function):
         gate, up, row_weight = ctx.saved_tensors
         g, u = _cut_off(gate, up, ctx.limit)
         sigmoid, grad, grad_weight = torch.sigmoid(ctx.alpha * g), grad.to(g.dtype), None
+        # d(g * sigmoid(alpha * g)) / dg = sigmoid + alpha * silu * (1 - sigmoid).
         silu = g * sigmoid
         if row_weight is not None:
             grad_weight = (grad * silu * (u + 1)).sum(-1).to(row_weight.dtype)
             grad = grad * row_weight.to(g.dtype).unsqueeze(-1)
         slope = sigmoid + ctx.alpha * silu * (1 - sigmoid)
+        # Beyond a limit the clamp is constant: no gradient.
         grad_gate = grad * (u + 1) * slope * (gate <= ctx.limit)
         grad_up = grad * silu * (up.abs() <= ctx.limit)
         return grad_gate.to(gate.dtype), grad_up.to(up.dtype), grad_weight, None, None

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..operators import require_float
 
+# 16 numbers a thread with eight warps, and up to half of that in a row.
 _TILE = 2**12
 _WIDEST = 2**11
 
@@ -24,6 +25,7 @@ def forward(gate: Tensor, up: Tensor, row_weight: Tensor | None) -> Tensor:
         _swiglu[(triton.cdiv(T, rows),)](
             gate_TF,
             up_TF,
+            # Any pointer: without a weight it is not read.
             gate if row_weight is None else row_weight.contiguous(),
             out,
             gate_TF.stride(0),
@@ -65,6 +67,7 @@ def backward_into(
     grad_weight = gate.new_empty(0)
     if row_weight is not None:
         row_weight = row_weight.contiguous()
+        # Zeros, since rows of no columns are not visited.
         grad_weight = torch.zeros_like(row_weight)
     T, F = gate_TF.shape
     if gate.numel():
@@ -118,6 +121,7 @@ def _swiglu(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    # int64: row times stride passes 2^31 for long batches.
     wide = row.to(tl.int64)[:, None]
     for first in range(0, F, BLOCK):
         column = first + tl.arange(0, BLOCK)[None, :]
@@ -125,6 +129,7 @@ def _swiglu(
         gate = tl.load(gate_ptr + wide * gate_stride + column, mask=mask, other=0.0)
         up = tl.load(up_ptr + wide * up_stride + column, mask=mask, other=0.0)
         gate, up = gate.to(tl.float32), up.to(tl.float32)
+        # In fp32 and rounded once, where torch rounds after silu and again after the product.
         out = gate * tl.sigmoid(gate) * up
         if HAS_WEIGHT:
             weight = tl.load(weight_ptr + row, mask=row < T, other=0.0).to(tl.float32)
@@ -153,6 +158,7 @@ def _swiglu_backward(
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     wide = row.to(tl.int64)[:, None]
+    # A program has whole rows, so that the weight's gradient needs no atomics.
     grad_weight = tl.zeros((ROWS,), dtype=tl.float32)
     for first in range(0, F, BLOCK):
         column = first + tl.arange(0, BLOCK)[None, :]
@@ -167,11 +173,12 @@ def _swiglu_backward(
             grad_weight += tl.sum(grad * silu * up, axis=1)
             weight = tl.load(weight_ptr + row, mask=row < T, other=0.0).to(tl.float32)
             grad *= weight[:, None]
+        # silu' = sigmoid + silu * (1 - sigmoid).
         grad_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
-        place = wide * out_stride + column
-        tl.store(grad_gate_ptr + place, grad_gate.to(grad_gate_ptr.dtype.element_ty), mask=mask)
+        offset = wide * out_stride + column
+        tl.store(grad_gate_ptr + offset, grad_gate.to(grad_gate_ptr.dtype.element_ty), mask=mask)
         grad_up = grad * silu
-        tl.store(grad_up_ptr + place, grad_up.to(grad_up_ptr.dtype.element_ty), mask=mask)
+        tl.store(grad_up_ptr + offset, grad_up.to(grad_up_ptr.dtype.element_ty), mask=mask)
     if HAS_WEIGHT:
         grad_weight = grad_weight.to(grad_weight_ptr.dtype.element_ty)
         tl.store(grad_weight_ptr + row, grad_weight, mask=row < T)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import Field, NonNegativeFloat
 
-from ..config import PositiveFloat, Size, sizes_of, validate
+from ..config import PositiveFloat, Size, read_sizes, validate
 from ..decoder_config import DecoderConfig
 from ..layers.configs import LatentSizes, MoESettings, YarnScaling
 from .layout import LAYOUT
@@ -221,7 +221,7 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
         Raises:
             SettingsError: all that is missing, impossible, or not done by this family.
         """
-        sizes = sizes_of(settings, cls)
+        sizes = read_sizes(settings, cls)
         is_third = settings.get("model_type") == "deepseek_v3"
         sizes["moe"] |= {
             "score": "sigmoid" if is_third else "softmax",

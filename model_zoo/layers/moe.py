@@ -170,12 +170,12 @@ class MoE(nn.Module):
         )
         # Products leave the rows behind those of experts undefined, and their gradients: padding is
         # cleared before it is copied to rows, and after they are summed.
-        x_TD = _cleared(x_BSD.flatten(0, 1), is_padding_T1)
-        rows_MD, weight_M = self._sorted(x_TD, _cleared(weight_TA, is_padding_T1), plan)
+        x_TD = _clear_padding(x_BSD.flatten(0, 1), is_padding_T1)
+        rows_MD, weight_M = self._sort_rows(x_TD, _clear_padding(weight_TA, is_padding_T1), plan)
         sent = self.experts.exchange.dispatch(rows_MD, weight_M, plan.offs)
         shared_BSD = None if self.shared is None else self.shared(x_BSD)  # while rows travel
-        out_TD = self._combined(self.experts(*sent), plan)
-        out_BSD = _cleared(out_TD, is_padding_T1).view_as(x_BSD)
+        out_TD = self._combine(self.experts(*sent), plan)
+        out_BSD = _clear_padding(out_TD, is_padding_T1).view_as(x_BSD)
         return out_BSD if shared_BSD is None else out_BSD + shared_BSD
 
     def _plan(self, chosen: Tensor, is_padding: Tensor | None) -> tuple[RoutingPlan, Tensor]:
@@ -196,17 +196,19 @@ class MoE(nn.Module):
         dropped = rows - kept.offs[experts - 1 : experts].double()
         return kept._replace(counts=plan.counts, offs=kept.offs[:experts]), dropped
 
-    def _sorted(self, x: Tensor, weight: Tensor, plan: RoutingPlan) -> tuple[Tensor, Tensor]:
+    def _sort_rows(self, x: Tensor, weight: Tensor, plan: RoutingPlan) -> tuple[Tensor, Tensor]:
         """Return [M, D] rows by expert, and the weight of each, [M]."""
         slot = plan.slot.flatten().long()
         weight_M = weight.new_zeros(slot.shape).index_copy(0, slot, weight.flatten())
-        return self._kept(self.permute.gather(x, plan), plan), self._kept(weight_M, plan)
+        return self._clear_dropped(self.permute.gather(x, plan), plan), self._clear_dropped(
+            weight_M, plan
+        )
 
-    def _combined(self, rows: Tensor, plan: RoutingPlan) -> Tensor:
+    def _combine(self, rows: Tensor, plan: RoutingPlan) -> Tensor:
         """Return [T, D], the sum of what each token's experts made of it."""
-        return self.permute.combine(self._kept(rows, plan), plan)
+        return self.permute.combine(self._clear_dropped(rows, plan), plan)
 
-    def _kept(self, rows: Tensor, plan: RoutingPlan) -> Tensor:
+    def _clear_dropped(self, rows: Tensor, plan: RoutingPlan) -> Tensor:
         """Clear the rows that are dropped, and their gradients, which products leave undefined."""
         if self.settings.capacity_factor is None:
             return rows
@@ -214,7 +216,7 @@ class MoE(nn.Module):
         return rows.masked_fill(is_dropped_M.view(-1, *[1] * (rows.ndim - 1)), 0)
 
 
-def _cleared(rows: Tensor, is_padding: Tensor | None) -> Tensor:
+def _clear_padding(rows: Tensor, is_padding: Tensor | None) -> Tensor:
     return rows if is_padding is None else rows.masked_fill(is_padding, 0)
 
 

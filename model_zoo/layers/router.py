@@ -47,18 +47,18 @@ class Router(LocalParameters):
         self.weight = nn.Parameter(torch.empty(settings.num_experts, dim))
         nn.init.normal_(self.weight, std=dim**-0.5)
         has_load = settings.aux_weight > 0 and settings.aux_scope == "global"
-        self.register_buffer("bias", self._filled(0.0) if settings.balance_bias else None)
-        self.register_buffer("load", self._filled(1.0) if has_load else None)
+        self.register_buffer("bias", self._fill(0.0) if settings.balance_bias else None)
+        self.register_buffer("load", self._fill(1.0) if has_load else None)
 
-    def _filled(self, value: float, device: torch.device | None = None) -> Tensor:
+    def _fill(self, value: float, device: torch.device | None = None) -> Tensor:
         return torch.full((self.settings.num_experts,), value, device=device)
 
     def init_buffers(self, device: torch.device) -> None:
         """Give the state of balancing its initial values."""
         if self.bias is not None:
-            self.bias = self._filled(0.0, device)
+            self.bias = self._fill(0.0, device)
         if self.load is not None:
-            self.load = self._filled(1.0, device)
+            self.load = self._fill(1.0, device)
 
     def forward(
         self, x: Tensor, token_weights: Tensor | None = None, token_factor: Tensor | None = None

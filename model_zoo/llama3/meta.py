@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from ..config import SettingsError, shown, validate
+from ..config import SettingsError, quote, validate
 from .config import Llama3Config
 
 NAMES = {
@@ -91,9 +91,9 @@ def _checked(params: Mapping[str, Any]) -> dict[str, Any]:
         is_number = isinstance(value, kinds) and not isinstance(value, bool)
         is_open = key in ("vocab_size", "n_kv_heads") and value == -1
         if not is_number or not (0 < value < LIMIT or is_open):
-            problems.append(f"params.json says {key} = {shown(value)}")
+            problems.append(f"params.json says {key} = {quote(value)}")
     if not isinstance(params.get("use_scaled_rope", False), bool):
-        problems.append(f"params.json says use_scaled_rope = {shown(params['use_scaled_rope'])}")
+        problems.append(f"params.json says use_scaled_rope = {quote(params['use_scaled_rope'])}")
     if "moe_args" in params or "quantization_args" in params:
         problems.append("params.json describes experts or quantized weights: not read")
     if problems:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self, cast
 
 from pydantic import model_validator
 
-from ..config import PositiveFloat, Size, flat, sizes_of, validate
+from ..config import PositiveFloat, Size, flatten_settings, read_sizes, validate
 from ..decoder_config import GroupedQueryConfig
 from ..layers.configs import MoESettings
 from ..layout import (
@@ -222,7 +222,9 @@ class Qwen3Config(GroupedQueryConfig):
         """
         if settings.get("model_type") != "qwen3_moe":
             return super().from_hf_config(settings)
-        given = {key: value for key, value in flat(settings).items() if value is not None}
-        sizes = sizes_of({**MOE_DEFAULTS, **given}, cls)
+        given = {
+            key: value for key, value in flatten_settings(settings).items() if value is not None
+        }
+        sizes = read_sizes({**MOE_DEFAULTS, **given}, cls)
         sizes["moe"]["aux_scope"] = BALANCE["aux_scope"]
         return cast("Self", validate(cls, sizes))

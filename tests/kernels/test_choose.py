@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer.engine.assemble.kernels import choose_kernels, served
+from trainer.engine.assemble.kernels import choose_kernels, describe_choices
 from trainer.engine.assemble.tables import KernelChoices as Table
 from trainer.engine.core.errors import RecipeError
 from trainer.engine.parallel.tables import Compile
@@ -23,7 +23,7 @@ def test_attention_follows_device_and_row_length():
 def test_reasons_name_what_was_chosen_and_why():
     reasons = choose({"attention": "sdpa"}, "cpu", 256).reasons
     assert set(reasons) == set(kernels)
-    assert reasons["attention"] == "sdpa: asked for"
+    assert reasons["attention"] == "sdpa: requested"
     assert (
         choose({}, "cpu", 8, compiling=True).reasons["linear_cross_entropy"].startswith("compiled")
     )
@@ -57,13 +57,13 @@ def test_triton_serves_what_asks_for_it_on_a_gpu(monkeypatch):
     chosen = choose(dict.fromkeys(with_triton, "triton"), "cuda", 8)
     for operation in with_triton:
         assert getattr(chosen, operation) is load(kernels[operation]["triton"].target)
-        assert chosen.reasons[operation] == "triton: asked for"
+        assert chosen.reasons[operation] == "triton: requested"
 
 
 def test_auto_takes_no_kernel_that_is_not_measured_to_be_faster():
     reasons = choose({}, "cuda", 8).reasons
     assert not [reason for reason in reasons.values() if reason.startswith("triton")]
-    assert reasons["rms_norm"] == "torch: no other is measured to be faster"
+    assert reasons["rms_norm"] == "torch: fastest measured"
 
 
 def test_a_recipe_that_asks_for_what_cannot_run_is_told_where_and_what_instead():
@@ -87,16 +87,18 @@ def test_a_checkpoint_trained_with_triton_is_read_where_triton_cannot_run():
         data=SimpleNamespace(seq_len=8),
     )
     reasons = choose_kernels(recipe, "cpu", trains=False).reasons
-    assert reasons["rms_norm"] == "torch: no other is measured to be faster"
-    assert reasons["attention"] == "sdpa: asked for"
+    assert reasons["rms_norm"] == "torch: fastest measured"
+    assert reasons["attention"] == "sdpa: requested"
 
 
 def test_the_log_names_what_serves_each_operation():
-    lines = served(choose(dict.fromkeys(["swiglu", "grouped_gemm", "permute"], "torch"), "cpu", 8))
+    lines = describe_choices(
+        choose(dict.fromkeys(["swiglu", "grouped_gemm", "permute"], "torch"), "cpu", 8)
+    )
     assert lines == [
-        "attention by matmul: fastest on CPUs for rows of up to 1024 tokens",
-        "rms_norm, rotary, linear_cross_entropy by torch: no other is measured to be faster",
-        "swiglu, grouped_gemm, permute by torch: asked for",
+        "attention: matmul (fastest on CPUs for rows of up to 1024 tokens)",
+        "rms_norm, rotary, linear_cross_entropy: torch (fastest measured)",
+        "swiglu, grouped_gemm, permute: torch (requested)",
     ]
 
 
@@ -123,7 +125,7 @@ def test_an_implementation_says_itself_where_it_cannot_run(monkeypatch):
     kernels["swiglu"].register("fast", "trainer.kernels.swiglu.op:swiglu", obstacle)
     with pytest.raises(UnavailableKernelsError, match="swiglu: it is for GPUs"):
         choose({"swiglu": "fast"}, "cpu", 8)
-    assert choose({"swiglu": "fast"}, "cuda", 8).reasons["swiglu"] == "fast: asked for"
+    assert choose({"swiglu": "fast"}, "cuda", 8).reasons["swiglu"] == "fast: requested"
 
 
 def test_attention_of_a_plugin_reaches_as_far_as_a_model_says(monkeypatch):

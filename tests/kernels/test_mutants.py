@@ -1,6 +1,7 @@
 """A test of the tests: grouped products with one mistake each, nearly all of which must be seen."""
 
 import linecache
+import sys
 import tempfile
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -62,16 +63,17 @@ DW = [
 
 
 def mutant(name, old, new):
-    """Return a copy of a module with other text in one place."""
-    text = (FOLDER / f"{name}.py").read_text()
-    spelled = f"trainer.kernels.grouped_gemm.{name}_mutant"
+    """Return a copy of a module, and of the tiles that it imports, with other text in one place."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "mutant.py"
-        path.write_text(text.replace(old, new))
-        spec = spec_from_file_location(spelled, path)
-        module = module_from_spec(spec)
-        spec.loader.exec_module(module)
-        linecache.getlines(str(path))  # the interpreter reads a kernel's text when it runs
+        for original in ("triton_tiles", name):
+            text = (FOLDER / f"{original}.py").read_text().replace(old, new)
+            path = Path(folder) / f"{original}.py"
+            path.write_text(text.replace("from .triton_tiles ", "from .triton_tiles_mutant "))
+            spelled = f"trainer.kernels.grouped_gemm.{original}_mutant"
+            spec = spec_from_file_location(spelled, path)
+            module = sys.modules[spelled] = module_from_spec(spec)
+            spec.loader.exec_module(module)
+            linecache.getlines(str(path))  # the interpreter reads a kernel's text when it runs
     return module
 
 
@@ -123,7 +125,7 @@ def is_seen(survives, old, new, tma):
 )
 def test_mistakes_in_a_kernel_are_seen(survives, name, mistakes, tma):
     """One may survive: 32-bit offsets fail with 2^31 elements only."""
-    text = (FOLDER / f"{name}.py").read_text()
+    text = "".join((FOLDER / f"{each}.py").read_text() for each in (name, "triton_tiles"))
     assert [old for old, _ in mistakes if old not in text] == []
     assert len(mistakes) == 12
     for each in tma:  # as they are, the kernels pass

@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.test_attention import formula, inputs
 from trainer.kernels.attention import partial_sdpa
-from trainer.kernels.attention.partial import wide
+from trainer.kernels.attention.partial import wide_dtype
 from trainer.kernels.choose import PARTIAL_ATTENTION
 
 
@@ -20,7 +20,7 @@ def parts(name, q, k, v, mask, causal, cuts):
             q, k[:, first:last], v[:, first:last], seen, causal
         )
         assert found.dtype == q.dtype
-        assert lse.dtype == wide(q.dtype)
+        assert lse.dtype == wide_dtype(q.dtype)
         outs.append(found)
         sums.append(lse)
     total = torch.stack(sums).logsumexp(0)

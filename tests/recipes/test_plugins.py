@@ -194,7 +194,7 @@ def test_a_module_adds_an_implementation_of_a_kernel(command, tmp_path):
     recipe = KERNEL_RECIPE + '[plugins]\nmodules = ["fast"]\n'
     done = command("run", "recipe.toml", recipe=recipe)
     assert done.returncode == 0, done.stderr
-    assert "swiglu by plain: asked for" in done.stdout + done.stderr
+    assert "swiglu: plain (requested)" in done.stdout + done.stderr
 
 
 def test_an_installed_package_offers_an_implementation_of_a_kernel(command, install, tmp_path):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup, Work
 
-from ....kernels.attention.partial import PartialAttention, wide
+from ....kernels.attention.partial import PartialAttention, wide_dtype
 from ....kernels.choose import PARTIAL_ATTENTION
 
 
@@ -83,7 +83,7 @@ def _forward(
     """Return the output, and the log of the sums that softmax divides by, [B, H, S]."""
     mine, (batch, length, heads, width) = group.rank(), query.shape
     shape = (batch, length, heads, pair.shape[-1] - width)
-    out = query.new_empty(shape, dtype=wide(query.dtype))
+    out = query.new_empty(shape, dtype=wide_dtype(query.dtype))
     log_sums = out.new_empty((batch, heads, length))
     for source, held in _rotate(pair, group):
         key, value = held[..., :width], held[..., width:]
@@ -253,7 +253,7 @@ def _operation_backward(
 @_operation.register_fake
 def _(query: Tensor, pair: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     rows, length, heads, width = query.shape
-    log_sums = query.new_empty((rows, heads, length), dtype=wide(query.dtype))
+    log_sums = query.new_empty((rows, heads, length), dtype=wide_dtype(query.dtype))
     return query.new_empty((rows, length, heads, pair.shape[-1] - width)), log_sums
 
 
