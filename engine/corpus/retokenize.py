@@ -64,22 +64,19 @@ class StoredDocuments(DocumentSource):
 
     def read(self, part: Any) -> Iterator[Document]:
         """Yield one text a document."""
-        first, stop = part
+        store, (first, stop) = self._store, part
         for start in range(first, stop, BATCH_DOCUMENTS):
-            yield from self._decode(range(start, min(start + BATCH_DOCUMENTS, stop)))
-
-    def _decode(self, numbers: range) -> Iterator[Document]:
-        store, offsets = self._store, self._store.offsets
-        documents = [store.tokens[offsets[number] : offsets[number + 1] - 1] for number in numbers]
-        texts = [self._tokenizer.decode(ids.tolist()) for ids in documents]
-        for number, ids, text, again in zip(
-            numbers, documents, texts, self._tokenizer.encode_batch(texts), strict=True
-        ):
-            if np.array_equal(ids, again):
-                yield text
-            else:
-                place = f"{store.place}: document {number}"
-                yield DocumentFault(place, "its text does not give the same tokens again")
+            numbers = range(start, min(start + BATCH_DOCUMENTS, stop))
+            # Without the eos token that follows each document.
+            documents = [store.tokens[store.offsets[n] : store.offsets[n + 1] - 1] for n in numbers]
+            texts = [self._tokenizer.decode(ids.tolist()) for ids in documents]
+            encoded = self._tokenizer.encode_batch(texts)
+            for number, ids, text, again in zip(numbers, documents, texts, encoded, strict=True):
+                if np.array_equal(ids, again):
+                    yield text
+                else:
+                    place = f"{store.place}: document {number}"
+                    yield DocumentFault(place, "its text does not give the same tokens again")
 
     def fingerprint(self) -> str:
         """Return a hash of the tokens and of the documents' borders."""

@@ -128,22 +128,17 @@ class ProducerProcess:
     """The child process of a producer, as training sees it. It ends with this object.
 
     Args:
-        producer: what the process runs.
-        lock: a lock that is held until both this process and the child have ended.
+        pid: the id of the child process.
+        pipe: this process's end of the pipe between both.
+        lock: a lock that is held until both processes have ended.
     """
 
-    def __init__(self, producer: Producer, lock: int) -> None:
-        parent = os.getpid()
-        self._pipe, other = Pipe()
-        # Forked: it starts at once, and a script that trains needs no `if __name__` guard.
-        self.pid = os.fork()
-        if not self.pid:
-            self._pipe.close()
-            producer.serve(other, parent)
-        other.close()
+    def __init__(self, pid: int, pipe: Connection, lock: int) -> None:
+        self.pid = pid
         self.failure: TrainerError | None = None
+        self._pipe = pipe
         self._needed: PrefetchRange | None = None
-        self._end = finalize(self, _end_process, self.pid, self._pipe, lock)
+        self._end = finalize(self, _end_process, pid, pipe, lock)
 
     def request(self, start: WindowStart, needed: PrefetchRange) -> None:
         """Send which windows training needs; the first request says where to start."""
@@ -189,4 +184,12 @@ def start_producer(producer: Producer) -> ProducerProcess | None:
         raise EnvironmentFault(
             f"cannot write tokens to {producer.folder}: {error.strerror}", WRITABLE
         ) from error
-    return ProducerProcess(producer, lock)
+    parent = os.getpid()
+    pipe, other = Pipe()
+    # Forked: it starts at once, and a script that trains needs no `if __name__` guard.
+    pid = os.fork()
+    if not pid:
+        pipe.close()
+        producer.serve(other, parent)  # it never returns
+    other.close()
+    return ProducerProcess(pid, pipe, lock)
