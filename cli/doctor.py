@@ -31,7 +31,7 @@ def doctor(
     """
     if compile_ is not None:
         raise typer.Exit(_trace(compile_, overrides or [], world, as_json))
-    from ..engine.doctor.machine import examine
+    from ..engine.doctor.examine import examine
 
     findings = list(examine(runs))
     healthy = all(finding.state != "bad" for finding in findings)

@@ -14,8 +14,7 @@ from .options import AsJson, Overrides, Recipe
 from .table import print_table
 
 if TYPE_CHECKING:
-    from ..engine.estimate.memory import Estimate
-    from ..engine.estimate.suggestions import Suggestion
+    from ..engine.estimate.memory import Estimate, Suggestion
 
 GIB = 2**30
 KINDS = (
@@ -62,7 +61,7 @@ def estimate_memory(
     left = None if memory is None else memory - max(each.total_bytes for each in found)
     best: list[Suggestion] | None = None
     if knobs or (left is not None and left < 0):
-        from ..engine.estimate.suggestions import suggest
+        from ..engine.estimate.memory import suggest
 
         def load(changes: Sequence[str], ranks: int) -> Any:
             return load_recipe(recipe, [*given, *changes], ranks).recipe

@@ -25,10 +25,18 @@ from ..drawing.elements import (
     visible,
 )
 from ..drawing.page import render_page
-from .facts import numbers_of
 from .plots import Plot, Series, plots_of
 from .runs import RunData, names_of, read_run
-from .tables import facts, numbers, profiles, recipe_differences, swatch, times, whole_recipe
+from .tables import (
+    facts,
+    numbers,
+    numbers_of,
+    profiles,
+    recipe_differences,
+    swatch,
+    times,
+    whole_recipe,
+)
 
 WIDTH, HEIGHT, HERO_WIDTH, HERO_HEIGHT = 620, 230, 1264, 330
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 28

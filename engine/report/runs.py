@@ -51,17 +51,18 @@ class RunData:
         column = self.column(kind, key)
         return column[-1] if column else None
 
+    def finite(self, kind: str, key: str) -> list[float]:
+        """Return a key's finite values, the lowest first."""
+        return sorted(value for value in self.column(kind, key) if math.isfinite(value))
+
     def median(self, kind: str, key: str) -> float | None:
         """Return the middle one of a key's finite values."""
-        column = sorted(value for value in self.column(kind, key) if math.isfinite(value))
+        column = self.finite(kind, key)
         return column[len(column) // 2] if column else None
 
-    def best_eval(self) -> Row | None:
-        """Return the evaluation with the lowest loss."""
-        rows = [
-            row for row in self.rows.get("eval", []) if math.isfinite(row.get("loss", math.inf))
-        ]
-        return min(rows, key=lambda row: row["loss"], default=None)
+    def lowest(self, kind: str, key: str) -> float | None:
+        """Return a key's lowest finite value."""
+        return next(iter(self.finite(kind, key)), None)
 
     def seconds(self) -> tuple[float, float, float]:
         """Return the time spent in steps, the part of it that waited for data, and all else."""

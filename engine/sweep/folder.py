@@ -15,6 +15,7 @@ from ..core.run_dir import read_recipe
 from ..core.text.display import format_value, remove_secret
 from ..recipe.changes import compare
 from ..recipe.load import Loaded, load_recipe
+from ..report.page import write_page
 from ..report.status import RunStatus, examine, is_run
 from .points import Point
 
@@ -100,8 +101,6 @@ class Sweep:
 
     def write_report(self) -> Path | None:
         """Write report.html about all points that were started."""
-        from ..report.page import write_page
-
         folders = [self.folder / point.name for point in self.all_points()]
         runs = [folder for folder in folders if is_run(folder)]
         if not runs:

@@ -25,7 +25,6 @@ SEE_A_WHOLE_RECIPE = {
     "engine/estimate/simulate/build.py",
     "engine/estimate/simulate/extrapolate.py",
     "engine/estimate/simulate/sizes.py",
-    "engine/estimate/suggestions.py",
     "engine/inference/inputs.py",
     "engine/inference/open.py",
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainer.engine.core.errors import EnvironmentFault
-from trainer.engine.doctor.machine import examine
+from trainer.engine.doctor.examine import examine
 from trainer.engine.precision.hardware import (
     bf16_instructions,
     multiplies_bf16,
