@@ -74,10 +74,6 @@ class Registry(Generic[Config]):
     def __iter__(self) -> Iterator[str]:
         return iter(sorted({*self._places, *self._installed}))
 
-    def build_default(self) -> Config:
-        """Return the table of the default component, with nothing set."""
-        return self[self.default]()
-
     def owners(self, key: str) -> list[str]:
         """Return the components that have a field `key`; of packages, those imported so far."""
         return [name for name in self._places if key in self[name].model_fields]

@@ -183,5 +183,7 @@ def _index(tree: Tree, path: KeyPath, part: str) -> str | int:
         return part
     if part.isdecimal() and len(part) < 10 and int(part) <= len(container):
         return int(part)
-    message = f"expected the number of an entry (0 to {len(container)}), got {format_value(part)}"
-    raise _fault(message, format_key((*path, part)))
+    raise _fault(
+        f"expected the number of an entry (0 to {len(container)}), got {format_value(part)}",
+        format_key((*path, part)),
+    )

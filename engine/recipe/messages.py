@@ -88,9 +88,6 @@ class _Fault:
         return self.tree.problem((*self.path, key), f"is missing{described}")
 
     def unknown_key(self) -> Problem:
-        message = unavailable(self.path, self.input)
-        if message:
-            return self.tree.problem(self.path, message)
         key = str(self.path[-1])
         hint = replacement(self.path, self.input) or self.advice(key, self.path[:-1])
         return self.tree.problem(self.path, f"unknown key {format_value(key)}", hint)
@@ -114,15 +111,12 @@ class _Fault:
         return nearest(key, fields) or f"known: {', '.join(fields)}"
 
     def unknown_word(self, key: str) -> Problem:
-        path = (*self.path, key)
-        value = self.context.get(key)
-        message = unavailable(path, value) or _one_line(self.text)
         known = str(self.context.get("known", "")).split(", ")
-        return self.tree.problem(path, message, nearest(str(value), known))
+        hint = nearest(str(self.context.get(key)), known)
+        return self.tree.problem((*self.path, key), _one_line(self.text), hint)
 
     def unexpected(self) -> Problem:
-        message = unavailable(self.path, self.input)
-        if message:
+        if message := unavailable(self.path, self.input):
             return self.tree.problem(self.path, message)
         bounds = {key: _whole(value) for key, value in self.context.items()}
         expected = _EXPECTED[self.type].format_map(bounds).replace("'", '"')

@@ -92,8 +92,9 @@ def _decode(data: bytes, name: str) -> str:
     except UnicodeDecodeError as error:
         before = data[: error.start]
         column = error.start - (before.rfind(b"\n") + 1) + 1
-        message = f"byte 0x{data[error.start]:02x} is not UTF-8"
-        raise _fault(message, name, before.count(b"\n") + 1, column) from None
+        raise _fault(
+            f"byte 0x{data[error.start]:02x} is not UTF-8", name, before.count(b"\n") + 1, column
+        ) from None
 
 
 def _parse(text: str, name: str) -> dict[str, Any]:
@@ -105,8 +106,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
         raise _fault(make_printable(message), name, error.lineno, error.colno, hint) from None
     except RecursionError:
         line, column = _first_too_deep(text)
-        message = f"nested deeper than {MAX_DEPTH} levels"
-        raise _fault(message, name, line, column) from None
+        raise _fault(f"nested deeper than {MAX_DEPTH} levels", name, line, column) from None
     except ValueError:
         # The one other fault of tomli: Python refuses to convert integers of many digits.
         # Run by run: a search for long ones would start anew at each digit of a shorter one.
@@ -114,8 +114,9 @@ def _parse(text: str, name: str) -> dict[str, Any]:
         offset = next((run.start() for run in runs if len(run[0]) > MAX_DIGITS), 0)
         line_start = text.rfind("\n", 0, offset) + 1
         line = text.count("\n", 0, offset) + 1
-        message = "an integer must fit into 64 bits"
-        raise _fault(message, name, line, offset - line_start + 1) from None
+        raise _fault(
+            "an integer must fit into 64 bits", name, line, offset - line_start + 1
+        ) from None
 
 
 def _reworded(message: str) -> str:

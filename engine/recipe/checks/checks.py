@@ -48,39 +48,53 @@ def _run(recipe: Recipe) -> Iterator[Finding]:
     if run.steps is None and run.epochs is None:
         yield ("run", "steps"), "is missing: how long to train", "give steps or epochs"
     if run.steps is not None and run.epochs is not None:
-        message = f"steps ({run.steps}) and epochs ({run.epochs:g}) are both given"
-        yield ("run", "epochs"), message, "keep one of them"
-    if not re.fullmatch(r"\w[\w.-]{0,99}", run.name):
-        message = f"{format_value(run.name)} cannot name the run's folder"
-        hint = "use up to 100 letters, digits, `.`, `_` and `-`, the first a letter or digit"
-        yield ("run", "name"), message, hint
-    if re.fullmatch(r"\w*", run.resume) and run.resume not in ("auto", "never"):
-        message = (
-            f'expected "auto", "never" or a checkpoint\'s path, got {format_value(run.resume)}'
+        yield (
+            ("run", "epochs"),
+            f"steps ({run.steps}) and epochs ({run.epochs:g}) are both given",
+            "keep one of them",
         )
-        yield ("run", "resume"), message, ""
+    if not re.fullmatch(r"\w[\w.-]{0,99}", run.name):
+        yield (
+            ("run", "name"),
+            f"{format_value(run.name)} cannot name the run's folder",
+            "use up to 100 letters, digits, `.`, `_` and `-`, the first a letter or digit",
+        )
+    if re.fullmatch(r"\w*", run.resume) and run.resume not in ("auto", "never"):
+        yield (
+            ("run", "resume"),
+            f'expected "auto", "never" or a checkpoint\'s path, got {format_value(run.resume)}',
+            "",
+        )
 
 
 def _timeouts(recipe: Recipe) -> Iterator[Finding]:
     table = recipe.resilience
     if table.hang_seconds >= table.collective_timeout_seconds:
-        message = (
-            f"{table.hang_seconds:g} s is not less than resilience.collective_timeout_seconds "
-            f"({table.collective_timeout_seconds:g})"
+        yield (
+            ("resilience", "hang_timeout_seconds"),
+            (
+                f"{table.hang_seconds:g} s is not less than resilience.collective_timeout_seconds "
+                f"({table.collective_timeout_seconds:g})"
+            ),
+            "a hang must be noticed before the other ranks give up; leave it out for the half",
         )
-        hint = "a hang must be noticed before the other ranks give up; leave it out for the half"
-        yield ("resilience", "hang_timeout_seconds"), message, hint
 
 
 def _lengths(recipe: Recipe) -> Iterator[Finding]:
     longest = getattr(recipe.model, "max_seq_len", None)
     if longest is not None and recipe.data.seq_len > longest:
-        message = f"seq_len ({recipe.data.seq_len}) is over model.max_seq_len ({longest})"
-        yield ("data", "seq_len"), message, ""
+        yield (
+            ("data", "seq_len"),
+            f"seq_len ({recipe.data.seq_len}) is over model.max_seq_len ({longest})",
+            "",
+        )
     warmup, steps = recipe.schedule.warmup_steps, recipe.run.steps
     if steps is not None and warmup > steps:
-        message = f"warmup_steps ({warmup}) is more than run.steps ({steps})"
-        yield ("schedule", "warmup_steps"), message, ""
+        yield (
+            ("schedule", "warmup_steps"),
+            f"warmup_steps ({warmup}) is more than run.steps ({steps})",
+            "",
+        )
 
 
 def _data(recipe: Recipe) -> Iterator[Finding]:
@@ -92,8 +106,11 @@ def _data(recipe: Recipe) -> Iterator[Finding]:
     ):
         before = first.setdefault((source.split, label), index)
         if before != index:
-            message = f'source {before} of the "{source.split}" split has the label "{label}" too'
-            yield ("data", "sources", index, "label"), message, "give each a label of its own"
+            yield (
+                ("data", "sources", index, "label"),
+                f'source {before} of the "{source.split}" split has the label "{label}" too',
+                "give each a label of its own",
+            )
 
 
 def _streams(recipe: Recipe) -> Iterator[Finding]:
@@ -104,11 +121,17 @@ def _streams(recipe: Recipe) -> Iterator[Finding]:
         if source.split == "validation":
             yield path, "a validation source is read whole", "leave streaming out"
         if recipe.run.epochs is not None:
-            message = "nobody knows how many rows an epoch of a stream has"
-            yield path, message, "give run.steps instead of run.epochs"
+            yield (
+                path,
+                "nobody knows how many rows an epoch of a stream has",
+                "give run.steps instead of run.epochs",
+            )
         if recipe.data.workers:
-            message = f"data.workers ({recipe.data.workers}) do not read streams"
-            yield path, message, "a process of its own tokenises each stream: set data.workers = 0"
+            yield (
+                path,
+                f"data.workers ({recipe.data.workers}) do not read streams",
+                "a process of its own tokenises each stream: set data.workers = 0",
+            )
 
 
 def _groups(recipe: Recipe) -> Iterator[Finding]:
@@ -117,8 +140,11 @@ def _groups(recipe: Recipe) -> Iterator[Finding]:
         path = ("optimizer", "groups", index)
         for key in sorted(set(group.overrides()) - optimizer.group_keys):
             known = ", ".join(sorted(optimizer.group_keys))
-            message = f'"{optimizer.name}" has no {key} for a group of parameters'
-            yield (*path, key), message, f"known: {known}"
+            yield (
+                (*path, key),
+                f'"{optimizer.name}" has no {key} for a group of parameters',
+                f"known: {known}",
+            )
         yield from _pattern((*path, "match"), group.match)
 
 
@@ -138,8 +164,7 @@ def _pattern(path: KeyPath, pattern: str) -> Iterator[Finding]:
     try:
         compile_expression(pattern.removeprefix("re:"))
     except ExpressionError as error:
-        message = f"{format_value(pattern)} is no regular expression: {error}"
-        yield path, make_printable(message), ""
+        yield path, make_printable(f"{format_value(pattern)} is no regular expression: {error}"), ""
 
 
 def _degrees(recipe: Recipe) -> Iterator[Finding]:
@@ -149,11 +174,17 @@ def _degrees(recipe: Recipe) -> Iterator[Finding]:
             yield ("parallel", axis), "expected at least 1, or -1 for what is left over, got 0", ""
     open_axes = [axis for axis in AXES if getattr(parallel, axis) == -1]
     for axis in open_axes[1:]:
-        message = f"{axis} and {open_axes[0]} are both -1"
-        yield ("parallel", axis), message, "give all degrees but one"
+        yield (
+            ("parallel", axis),
+            f"{axis} and {open_axes[0]} are both -1",
+            "give all degrees but one",
+        )
     if parallel.fsdp.sharding.needs_replicas and parallel.replicate == 1:
-        message = f'"{parallel.fsdp.strategy}" replicates over parallel.replicate, which is 1'
-        yield ("parallel", "fsdp", "strategy"), message, "set parallel.replicate"
+        yield (
+            ("parallel", "fsdp", "strategy"),
+            f'"{parallel.fsdp.strategy}" replicates over parallel.replicate, which is 1',
+            "set parallel.replicate",
+        )
 
 
 def _ranks(recipe: Recipe, world: int | None) -> Iterator[Finding]:
@@ -164,8 +195,11 @@ def _ranks(recipe: Recipe, world: int | None) -> Iterator[Finding]:
         is_open = not degrees.is_known(*AXES)
         if world % fixed if is_open else world != fixed:
             relation = "does not divide" if is_open else "is not"
-            message = f"the product of the degrees ({fixed}) {relation} the world size ({world})"
-            yield ("parallel",), message, "one degree may be -1: what is left over"
+            yield (
+                ("parallel",),
+                f"the product of the degrees ({fixed}) {relation} the world size ({world})",
+                "one degree may be -1: what is left over",
+            )
             return
     yield from check_plan(recipe, known_degrees(recipe, world))
     yield from check_memory(recipe, known_degrees(recipe, world))
@@ -174,11 +208,17 @@ def _ranks(recipe: Recipe, world: int | None) -> Iterator[Finding]:
     if ranks is None or ranks < 1:
         return
     if data.global_batch % ranks:
-        message = f"global_batch ({data.global_batch}) does not divide over {ranks} data ranks"
-        yield ("data", "global_batch"), message, f"give a multiple of {ranks}"
-    elif data.global_batch // ranks % min(data.micro_batch, data.global_batch // ranks):
-        message = (
-            f"{data.global_batch // ranks} sequences a rank (global_batch {data.global_batch} over "
-            f"{ranks}) are no multiple of micro_batch ({data.micro_batch})"
+        yield (
+            ("data", "global_batch"),
+            f"global_batch ({data.global_batch}) does not divide over {ranks} data ranks",
+            f"give a multiple of {ranks}",
         )
-        yield ("data", "micro_batch"), message, ""
+    elif data.global_batch // ranks % min(data.micro_batch, data.global_batch // ranks):
+        yield (
+            ("data", "micro_batch"),
+            (
+                f"{data.global_batch // ranks} sequences a rank (global_batch {data.global_batch} "
+                f"over {ranks}) are no multiple of micro_batch ({data.micro_batch})"
+            ),
+            "",
+        )

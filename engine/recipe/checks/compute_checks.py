@@ -37,8 +37,11 @@ def check_precision(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
             yield ("precision", word, *key), message, hint
     twice = set.intersection(*(set(chosen(table, config)) for table in tables.values()))
     if len(tables) > 1 and twice:
-        message = f"{min(twice)} is to multiply in float8 already"
-        yield ("precision", "mx", "targets"), message, "exclude it from one of the two"
+        yield (
+            ("precision", "mx", "targets"),
+            f"{min(twice)} is to multiply in float8 already",
+            "exclude it from one of the two",
+        )
     yield from _dtype(recipe)
     yield from _tokens(recipe, degrees)
 
@@ -48,8 +51,11 @@ def _dtype(recipe: Recipe) -> Iterator[Finding]:
     emulated = all(table.emulate for table in recipe.precision.narrow.values())
     if compute == "fp16" or (compute == "fp32" and not emulated):
         words = " and ".join(recipe.precision.narrow)
-        message = f'products in {words} are given back in bf16, not "{compute}"'
-        yield ("precision", "compute"), message, 'take "bf16", or leave it to "auto"'
+        yield (
+            ("precision", "compute"),
+            f'products in {words} are given back in bf16, not "{compute}"',
+            'take "bf16", or leave it to "auto"',
+        )
 
 
 def _tokens(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
@@ -64,8 +70,7 @@ def _tokens(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
         where = f" on each of {ranks} ranks" if ranks > 1 else ""
         message = f"rows of {tokens} tokens{where} are no multiple of {unit(table)}, which "
         message += f"precision.{word} sums over"
-        hint = f"give a multiple of {unit(table) * ranks}"
-        yield ("data", "seq_len"), message, hint
+        yield ("data", "seq_len"), message, f"give a multiple of {unit(table) * ranks}"
 
 
 PARTITIONS = ("inductor", "aot_eager", "aot_eager_decomp_partition")
@@ -81,9 +86,11 @@ def check_memory(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
     """
     yield from _recompute(recipe, degrees)
     if recipe.parallel.fsdp.reduce_every == "micro_batch" and degrees.known.pipeline > 1:
-        message = "the schedules of pipelines reduce gradients once a step"
-        hint = 'keep "step", or parallel.pipeline = 1'
-        yield ("parallel", "fsdp", "reduce_every"), message, hint
+        yield (
+            ("parallel", "fsdp", "reduce_every"),
+            "the schedules of pipelines reduce gradients once a step",
+            'keep "step", or parallel.pipeline = 1',
+        )
     if recipe.memory.optimizer_in_backward:
         path = ("memory", "optimizer_in_backward")
         for message, hint in _optimizer_in_backward(recipe, degrees):
@@ -100,19 +107,31 @@ def _recompute(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
     if memory.recompute == "selective" and degrees.known.pipeline > 1:
         schedule = recipe.parallel.pipelining.schedule
         if schedule in SPLIT_BACKWARD:
-            message = f'"{schedule}" goes back twice, and what "selective" keeps is used once'
-            yield path, message, 'take "full" or "every_n", or the schedule "Interleaved1F1B"'
+            yield (
+                path,
+                f'"{schedule}" goes back twice, and what "selective" keeps is used once',
+                'take "full" or "every_n", or the schedule "Interleaved1F1B"',
+            )
     if memory.recompute != "budget":
         return
     if not compile_.enabled:
-        message = 'it is torch.compile that keeps to a "budget"'
-        yield path, message, 'set compile.enabled = true, or take "selective"'
+        yield (
+            path,
+            'it is torch.compile that keeps to a "budget"',
+            'set compile.enabled = true, or take "selective"',
+        )
     elif compile_.backend not in PARTITIONS:
-        message = f'the backend "{compile_.backend}" does not choose what is kept'
-        yield path, message, 'take compile.backend = "inductor"'
+        yield (
+            path,
+            f'the backend "{compile_.backend}" does not choose what is kept',
+            'take compile.backend = "inductor"',
+        )
     if degrees.known.tensor > 1:
-        message = 'torch finds no "budget" for blocks whose weights are split'
-        yield path, message, 'take "selective", or keep parallel.tensor = 1'
+        yield (
+            path,
+            'torch finds no "budget" for blocks whose weights are split',
+            'take "selective", or keep parallel.tensor = 1',
+        )
 
 
 def _optimizer_in_backward(recipe: Recipe, degrees: Degrees) -> Iterator[tuple[str, str]]:
@@ -149,5 +168,7 @@ def _copies(recipe: Recipe, degrees: Degrees) -> Iterator[tuple[str, str]]:
     share = recipe.data.global_batch // max(1, known.data)
     if share > recipe.data.micro_batch and degrees.known.pipeline == 1:
         count = -(-share // recipe.data.micro_batch)
-        message = f"each rank adds up the gradients of {count} micro batches"
-        yield message, f"set data.micro_batch = {share}"
+        yield (
+            f"each rank adds up the gradients of {count} micro batches",
+            f"set data.micro_batch = {share}",
+        )

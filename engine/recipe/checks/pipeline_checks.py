@@ -46,13 +46,18 @@ def check_pipeline(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
         yield from _stages_per_rank(table)
     yield from check_cut(recipe, ranks, stages)
     if recipe.lora.rank and (block := _block_without_adapter(recipe)):
-        message = f"a pipeline needs something to train in each stage: {block} has no adapter"
-        yield ("lora", "targets"), message, "let a pattern match weights of every block"
+        yield (
+            ("lora", "targets"),
+            f"a pipeline needs something to train in each stage: {block} has no adapter",
+            "let a pattern match weights of every block",
+        )
     if recipe.compile.enabled and splits_backward:
         word = "the file" if table.csv else f'"{table.schedule}"'
-        message = f"{word} splits the backward pass, and compiled blocks cannot"
-        hint = 'take "1F1B" or "Interleaved1F1B", or do not compile'
-        yield (*PATH, "csv" if table.csv else "schedule"), message, hint
+        yield (
+            (*PATH, "csv" if table.csv else "schedule"),
+            f"{word} splits the backward pass, and compiled blocks cannot",
+            'take "1F1B" or "Interleaved1F1B", or do not compile',
+        )
     if degrees.is_known(*DATA_AXES):
         yield from _micro_batches(recipe, degrees, stages, file)
 
@@ -72,8 +77,11 @@ def _block_without_adapter(recipe: Recipe) -> str:
 def _stages_per_rank(table: Pipelining) -> Iterator[Finding]:
     given, path = table.stages_per_rank, (*PATH, "stages_per_rank")
     if given > 1 and table.schedule in ONE_STAGE_A_RANK:
-        message = f'"{table.schedule}" has one stage a rank'
-        yield path, message, 'leave it out, or take "Interleaved1F1B"'
+        yield (
+            path,
+            f'"{table.schedule}" has one stage a rank',
+            'leave it out, or take "Interleaved1F1B"',
+        )
     if given not in (0, 2) and table.schedule in V_SHAPED:
         yield path, f'"{table.schedule}" has two stages a rank', "leave it out"
 
@@ -84,14 +92,23 @@ def _schedule_file(recipe: Recipe, ranks: int, file: ScheduleFile) -> Iterator[F
     if table.schedule != Pipelining().schedule:
         yield path, f'schedule = "{table.schedule}" is given too', "keep one of them"
     if table.stages_per_rank:
-        message = "the file says which stages each rank holds"
-        yield (*PATH, "stages_per_rank"), message, "leave it out"
+        yield (
+            (*PATH, "stages_per_rank"),
+            "the file says which stages each rank holds",
+            "leave it out",
+        )
     if len(file.rows) != ranks:
-        message = f"the file has rows for {len(file.rows)} ranks, parallel.pipeline is {ranks}"
-        yield path, message, f"set parallel.pipeline = {len(file.rows)}"
+        yield (
+            path,
+            f"the file has rows for {len(file.rows)} ranks, parallel.pipeline is {ranks}",
+            f"set parallel.pipeline = {len(file.rows)}",
+        )
     if getattr(recipe.model, "tie_embeddings", False) and (late := file.late_gradient):
-        message = f"{late} comes after stage 0 has ended, and both have one weight (tie_embeddings)"
-        yield path, message, "let it come before the last action of stage 0"
+        yield (
+            path,
+            f"{late} comes after stage 0 has ended, and both have one weight (tie_embeddings)",
+            "let it come before the last action of stage 0",
+        )
 
 
 def _micro_batches(
@@ -107,18 +124,26 @@ def _micro_batches(
         yield path, f"{share} rows a rank do not make {count} micro batches", ""
     if file:
         if file.micro_batches != count:
-            message = f"the file has {file.micro_batches} micro batches, these are {count}"
-            yield path, message, f"set micro_batches = {file.micro_batches}"
+            yield (
+                path,
+                f"the file has {file.micro_batches} micro batches, these are {count}",
+                f"set micro_batches = {file.micro_batches}",
+            )
         return
     least = {"1F1B": ranks, "DualPipeV": stages}.get(table.schedule, 1)
     rounds = max(1, count // ranks)
     if count < least:
-        message = f'"{table.schedule}" needs {least} micro batches or more, these are {count}'
-        hint = "lower data.micro_batch, or raise data.global_batch"
-        yield path, message, hint
+        yield (
+            path,
+            f'"{table.schedule}" needs {least} micro batches or more, these are {count}',
+            "lower data.micro_batch, or raise data.global_batch",
+        )
     elif table.schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and count % rounds:
-        message = f'"{table.schedule}" cannot deal {count} micro batches to {ranks} ranks evenly'
-        yield path, message, f"give a multiple of {ranks}"
+        yield (
+            path,
+            f'"{table.schedule}" cannot deal {count} micro batches to {ranks} ranks evenly',
+            f"give a multiple of {ranks}",
+        )
 
 
 MOST_BLOCKS = 10_000
@@ -130,22 +155,30 @@ def check_cut(recipe: Recipe, ranks: int, stages: int) -> Iterator[Finding]:
     sizes: Any = recipe.model
     layers, modules = table.layers_per_stage, table.modules_per_stage
     if layers and modules:
-        message = "the cut is given by layers_per_stage too"
-        yield (*PATH, "modules_per_stage"), message, "keep one of them"
+        yield (
+            (*PATH, "modules_per_stage"),
+            "the cut is given by layers_per_stage too",
+            "keep one of them",
+        )
     if (layers or modules) and table.cost == "measured":
         yield (*PATH, "cost"), "the cut is given: nothing is measured", "keep one of them"
     if layers and (len(layers) != stages or sum(layers) != sizes.n_layers):
-        message = (
-            f"{len(layers)} stages of {sum(layers)} blocks; this plan has {stages} stages, the "
-            f"model {sizes.n_layers} blocks"
+        yield (
+            (*PATH, "layers_per_stage"),
+            (
+                f"{len(layers)} stages of {sum(layers)} blocks; this plan has {stages} stages, the "
+                f"model {sizes.n_layers} blocks"
+            ),
+            "leave it out for a balanced cut",
         )
-        yield (*PATH, "layers_per_stage"), message, "leave it out for a balanced cut"
     elif modules:
         yield from _modules(recipe, stages)
     elif stages > sizes.n_layers:
-        message = f"{stages} stages are more than model.n_layers = {sizes.n_layers}"
-        hint = f"at most {sizes.n_layers // (stages // ranks)} ranks"
-        yield ("parallel", "pipeline"), message, hint
+        yield (
+            ("parallel", "pipeline"),
+            f"{stages} stages are more than model.n_layers = {sizes.n_layers}",
+            f"at most {sizes.n_layers // (stages // ranks)} ranks",
+        )
 
 
 def _modules(recipe: Recipe, stages: int) -> Iterator[Finding]:
@@ -153,8 +186,11 @@ def _modules(recipe: Recipe, stages: int) -> Iterator[Finding]:
     count: int = recipe.model.n_layers  # type: ignore[attr-defined]
     path: KeyPath = (*PATH, "modules_per_stage")
     if len(sizes) != stages:
-        message = f"{len(sizes)} stages are given, this plan has {stages}"
-        yield path, message, "give as many lists, or other ranks, or stages_per_rank"
+        yield (
+            path,
+            f"{len(sizes)} stages are given, this plan has {stages}",
+            "give as many lists, or other ranks, or stages_per_rank",
+        )
     if count > MOST_BLOCKS:
         yield (
             path,

@@ -57,23 +57,35 @@ def _expert(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
     for axis, key in zip(EXPERT_AXES, ("num_experts", "expert_ffn_dim"), strict=True):
         count, degree = getattr(moe, key), given.get(axis, 1)
         if degree > 1 and count % degree:
-            message = f"{degree} ranks cannot share model.moe.{key} = {count} evenly"
-            yield ("parallel", axis), message, _nearest(count, degree)
+            yield (
+                ("parallel", axis),
+                f"{degree} ranks cannot share model.moe.{key} = {count} evenly",
+                _nearest(count, degree),
+            )
     stage_axes = [axis for axis in AXES if axis != "pipeline"]
     if degrees.is_known(*stage_axes):
         around = degrees.product(stage_axes)
         if around % ranks:
-            message = f"the {around} ranks of a stage are no multiple of {axes} ({ranks})"
-            yield path, message, _nearest(around, ranks)
+            yield (
+                path,
+                f"the {around} ranks of a stage are no multiple of {axes} ({ranks})",
+                _nearest(around, ranks),
+            )
     if recipe.compile.enabled:
-        message = "torch.compile cannot trace how many rows ranks send each other"
-        yield path, message, f"set compile.enabled = false, or keep {path[1]} = 1"
+        yield (
+            path,
+            "torch.compile cannot trace how many rows ranks send each other",
+            f"set compile.enabled = false, or keep {path[1]} = 1",
+        )
     for index, rule in enumerate(recipe.parallel.rules):
         names = recipe.model.with_vocab(OPEN_VOCABULARY).parameter_shapes()
         decided = deciding_rules(filter(recipe.model.layout.is_expert, names), [rule])
         if decided:
-            message = f"{next(iter(decided))} is placed by parallel.{path[1]}, not by a rule"
-            yield ("parallel", "rules", index, "match"), message, "match other parameters"
+            yield (
+                ("parallel", "rules", index, "match"),
+                f"{next(iter(decided))} is placed by parallel.{path[1]}, not by a rule",
+                "match other parameters",
+            )
 
 
 def _context(recipe: Recipe) -> Iterator[Finding]:
@@ -82,13 +94,19 @@ def _context(recipe: Recipe) -> Iterator[Finding]:
         yield _no_plan(recipe, "context")
     elif not layout.ring and recipe.parallel.context_exchange == "ring":
         name = recipe.model.name
-        message = f'the model "{name}" has windows or sinks, which no ring attends with'
-        yield ("parallel", "context_exchange"), message, 'take "gather"'
+        yield (
+            ("parallel", "context_exchange"),
+            f'the model "{name}" has windows or sinks, which no ring attends with',
+            'take "gather"',
+        )
 
 
 def _no_plan(recipe: Recipe, axis: str) -> Finding:
-    message = f'the model "{recipe.model.name}" has no plan for this axis'
-    return ("parallel", axis), message, f"keep parallel.{axis} = 1, and raise parallel.shard"
+    return (
+        ("parallel", axis),
+        f'the model "{recipe.model.name}" has no plan for this axis',
+        f"keep parallel.{axis} = 1, and raise parallel.shard",
+    )
 
 
 def _unsplittable(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
@@ -113,16 +131,21 @@ def _tensor(recipe: Recipe, tensor: int) -> Iterator[Finding]:
             )
     groups = getattr(sizes, "n_kv_heads", tensor)
     if groups % tensor and tensor % groups:
-        message = f"{tensor} ranks cannot share model.n_kv_heads = {groups} evenly"
-        yield path, message, f"give a divisor or a multiple of {groups}"
+        yield (
+            path,
+            f"{tensor} ranks cannot share model.n_kv_heads = {groups} evenly",
+            f"give a divisor or a multiple of {groups}",
+        )
 
 
 def _overlap(recipe: Recipe) -> Iterator[Finding]:
     compiler = recipe.compile
     if recipe.parallel.async_tensor and not (compiler.enabled and compiler.backend == "inductor"):
-        message = "inductor overlaps products and collectives, and does not compile this run"
-        hint = "set compile.enabled = true, or leave async_tensor out"
-        yield ("parallel", "async_tensor"), message, hint
+        yield (
+            ("parallel", "async_tensor"),
+            "inductor overlaps products and collectives, and does not compile this run",
+            "set compile.enabled = true, or leave async_tensor out",
+        )
 
 
 def _nearest(count: int, degree: int) -> str:

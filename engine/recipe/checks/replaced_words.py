@@ -59,14 +59,10 @@ def replacement(path: KeyPath, value: object) -> str:
     return f"FSDP1's word: {found}" if found else ""
 
 
-_UNAVAILABLE = {
-    "kernels.attention": ("triton",),
-}
+_UNAVAILABLE = [("kernels", "attention", "triton")]
 
 
 def unavailable(path: KeyPath, value: object) -> str:
     """Return a message if the contract has this key or word and this version does not."""
-    pattern = ".".join("*" if isinstance(part, int) else part for part in path)
-    if isinstance(value, str) and value in _UNAVAILABLE.get(pattern, ()):
-        return f'"{value}" is not available in this version'
-    return ""
+    is_known = (*path, value) in _UNAVAILABLE
+    return f'"{value}" is not available in this version' if is_known else ""
