@@ -70,14 +70,14 @@ class LazyGroup(TyperGroup):
             self.add_command(TyperCommand(name, help=lazy.help), name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Put the real command in the place of its stand-in, then resolve as usual."""
+        """Import the command that is called, then resolve as usual."""
         if args and args[0] in COMMANDS:
             self.add_command(import_command(args[0]), args[0])
         return super().resolve_command(ctx, args)
 
 
 def import_command(name: str) -> Any:
-    """Return the command of this name, its file imported."""
+    """Import the file of a command and return the command."""
     module, attribute = COMMANDS[name].where.split(":")
     found = getattr(import_module(f".{module}", __package__), attribute)
     parent = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -145,7 +145,7 @@ def _run(arguments: list[str]) -> int:
     try:
         get_command(app)(arguments, prog_name="trainer")
     except SystemExit as stop:
-        # Typer makes a failure of it when the reader of our output has gone away.
+        # Typer reports a failure when the reader of our output has closed the pipe.
         is_unread = isinstance(stop.__context__, BrokenPipeError)
         return _flush(ExitCode.DONE if is_unread else _number(stop.code))
     except TrainerError as error:

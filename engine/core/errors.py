@@ -12,7 +12,7 @@ from .text.display import make_lines_printable
 
 
 class ExitCode(IntEnum):
-    """What the process tells its caller; schedulers act on these numbers."""
+    """Exit codes of the process, which schedulers act on."""
 
     DONE = 0, "done"
     FAILED = 1, "failed in a way we did not foresee; `--traceback` shows where"
@@ -34,7 +34,7 @@ class ExitCode(IntEnum):
     meaning: str
 
     def __new__(cls, code: int, meaning: str = "") -> Self:
-        """Make a number that knows its meaning."""
+        """Make a member from a number and the sentence that explains it."""
         member = int.__new__(cls, code)
         member._value_ = code
         member.meaning = meaning

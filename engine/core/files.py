@@ -18,7 +18,7 @@ _PATH_ERRORS = (
     errno.EDQUOT, errno.EIO, errno.ESTALE,
 )  # fmt: skip
 MAX_SMALL_BYTES = 2**24
-"""what is read of a file that is small by its nature"""
+"""largest size in bytes of a file that is read whole"""
 # `Path` makes one slash of two: an address is known by either. A drive's letter is no scheme.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 
@@ -113,7 +113,7 @@ class UnusableFile(OSError):
 
 
 def open_regular(path: str | Path) -> BufferedReader:
-    """Open a file that somebody else may have made: no fifo that waits, no device without end.
+    """Open a regular file of unknown origin; fifos and devices, which may never end, are refused.
 
     Raises:
         OSError: it cannot be read, or is no regular file.
@@ -131,7 +131,7 @@ def open_regular(path: str | Path) -> BufferedReader:
 
 
 def read_regular(path: str | Path, limit: int = MAX_SMALL_BYTES) -> bytes:
-    """Read a file that somebody else may have made.
+    """Read a regular file of unknown origin.
 
     Args:
         limit: bytes; no larger one is read.

@@ -109,7 +109,7 @@ class Heartbeat:
         self.begin(0)
 
     def begin(self, rank: int) -> None:
-        """Start anew: another run begins in this process."""
+        """Reset all state, because a run begins in this process."""
         self._rank = rank
         self._has_faults = "TRAINER_FAULT" in os.environ  # asked once: a step has many phases
         self._thread = threading.get_ident()
@@ -148,7 +148,7 @@ class Heartbeat:
         self.enter("step")
 
     def report(self, phase: str) -> None:
-        """Put a phase in the place of the one before."""
+        """Replace the current phase."""
         progress, step = self.state.progress + 1, self.state.step
         self.state = State(progress, step, phase, time.time(), time.monotonic())
 
@@ -182,7 +182,7 @@ heartbeat = Heartbeat()
 
 
 class BeatFile:
-    """Writes the reports of one rank, each in the place of the one before.
+    """Writes the reports of one rank; each one replaces the one before.
 
     Args:
         folder: the run's `logs`.
@@ -268,7 +268,7 @@ def _read(path: Path) -> Beat | None:
 
 
 def furthest_behind(beats: Iterable[Beat]) -> Beat | None:
-    """Return the rank that the others wait for, if one can be told.
+    """Return the rank that the others wait for; None if no rank is running.
 
     Healthy ranks wait in a collective, which the rank at fault has not reached. First comes a rank
     whose reports have stopped, because its process is stopped, dead or blocked as a whole; then the

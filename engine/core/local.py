@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 def is_split(tensor: Tensor) -> bool:
-    """Return whether a tensor is laid out over ranks."""
+    """Return whether a tensor is a DTensor."""
     return hasattr(tensor, "to_local")  # asked in this way, no import of DTensor is paid
 
 
 @torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part, in the same memory; without gradients."""
+    """Return this rank's shard without gradients; it shares the tensor's memory."""
     return cast("DTensor", tensor).to_local() if is_split(tensor) else tensor.detach()
 
 
 def num_parts(tensor: Tensor) -> int:
-    """Return into how many different parts ranks have split a tensor."""
+    """Return the number of different shards of a tensor; replicas count once."""
     if not is_split(tensor):
         return 1
     placed = cast("DTensor", tensor)

@@ -27,9 +27,9 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def lock_file(path: Path, patience_seconds: float = 0.0, *, inherit: bool = False) -> int:
-    """Lock a file, which is made if need be, and return its descriptor for `unlock`.
+    """Lock a file, which is created if it is missing, and return its descriptor for `unlock`.
 
-    Its content stays: it may be of use to whoever cannot have the lock.
+    The file's content stays, so that another process can read who holds the lock.
 
     Args:
         path: the file.
@@ -75,8 +75,8 @@ def lock_folder(path: Path, patience_seconds: float = 0.0) -> int | None:
 def is_locked(path: Path) -> bool:
     """Return whether a process holds the lock of a file or folder.
 
-    Asks for a shared lock and gives it back at once: whoever locks in that very instant needs
-    patience.
+    A shared lock is taken and given back at once, so a process that locks at that instant must
+    try again.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -120,7 +120,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Die with the parent process, and leave its signals to it.
+    """End when the parent process ends, and ignore the signals that the parent handles.
 
     A scheduler signals every process of a job. An orphan would hold what it inherited, such as a
     lock.

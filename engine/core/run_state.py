@@ -1,4 +1,4 @@
-"""state.json: what an attempt at a run says of itself, at its start and at its end. Torch-free."""
+"""state.json: how the newest attempt at a run started and ended. Torch-free."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class RunState:
     __pydantic_config__ = ConfigDict(defer_build=True)
 
     total_steps: Count
-    """where the run is to end; 0 if it failed before that was known"""
+    """steps of the whole run; 0 if the attempt failed before they were known"""
     start_step: Count = 0
-    """where this attempt went on from"""
+    """step after which this attempt resumed; 0 if it started the run"""
     attempt: Count = 0
     world: Count = 1
     device: str = ""
@@ -84,9 +84,9 @@ def record_early_failure(folder: Path) -> Iterator[None]:
 
 
 def record_failure(folder: Path, reason: str) -> None:
-    """Write why the newest attempt failed, told by who outlived it or knows better.
+    """Write why the newest attempt failed, for a process that died or does not know the cause.
 
-    An attempt that says that it finished or saved did so.
+    An attempt that has finished or saved keeps its outcome.
     """
     state = read_state(folder) or RunState(total_steps=0, started_at=_now())
     if state.outcome in ("", "failed"):
@@ -96,7 +96,7 @@ def record_failure(folder: Path, reason: str) -> None:
 
 
 def record_stop(folder: Path) -> None:
-    """Write that the newest attempt was stopped, unless it said already how it ended."""
+    """Write that the newest attempt was stopped, unless its outcome is known already."""
     state = read_state(folder)
     if state is not None and not state.outcome:
         state.outcome, state.ended_at = "stopped", _now()

@@ -21,7 +21,7 @@ _LEFTOVER = re.compile(r"\.tmp-(.+)-[0-9a-f]{8}")
 
 
 class Unfinished:
-    """A target while it is being written: under `path`, in a folder of its own.
+    """A file or folder that is being written under `path`, in a temporary folder.
 
     Raises:
         RecipeError: the target exists.

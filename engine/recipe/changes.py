@@ -95,7 +95,7 @@ def resume_policy(key: str) -> str:
 def require_unchanged(
     old: Mapping[str, Any], new: Mapping[str, Any], allowed: Collection[str] = ()
 ) -> None:
-    """Refuse a recipe that would train something else than its checkpoint.
+    """Refuse a recipe that differs from its checkpoint's in keys that change training.
 
     Raises:
         RecipeError: every such key with its old and new value.

@@ -36,7 +36,7 @@ def read_layers(path: Path) -> Tree:
 
 
 class _Reader:
-    """Reads depth first, so that what is extended is laid down before what extends it."""
+    """Reads files depth first, so that a recipe is merged after the recipes that it extends."""
 
     def __init__(self) -> None:
         self.tree = Tree()
@@ -85,7 +85,7 @@ class _Reader:
             raise RecipeError([replace(entry, message=message)])
 
     def _extended(self, file: TomlFile) -> Iterator[tuple[str, Problem]]:
-        """Yield the entries of `extends`, each with its place; note the unusable ones."""
+        """Yield the entries of `extends` with their places, and record the unusable ones as problems."""
         entries = file.tree.get("extends", [])
         keyed: list[tuple[KeyPath, object]] = [(("extends",), entries)]
         if isinstance(entries, list):
@@ -112,7 +112,7 @@ SET = "--set"
 
 
 def apply_override(tree: Tree, override: str) -> None:
-    """Lay one `key=value` over the tree.
+    """Merge one `key=value` into the tree.
 
     The value is TOML; a bare word is a string. A number in the key picks an entry of a list, and
     the number one past its end adds one.
@@ -164,7 +164,7 @@ def _parse(text: str, key: str) -> Any:
 
 
 def _enter(tree: Tree, path: KeyPath, part: str, origin: Origin) -> KeyPath:
-    """Return the path of the table or list below `path`, made if nobody has."""
+    """Return the path of the table or list below `path`, which is created if it is missing."""
     here = (*path, _index(tree, path, part))
     container = tree.at(path)
     if here[-1] == len(container) if isinstance(container, list) else part not in container:

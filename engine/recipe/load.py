@@ -1,4 +1,4 @@
-"""From a recipe file to a checked recipe: every problem at once, each with its place."""
+"""Load a recipe file and check it: all problems are reported at once, each with its place."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _share_plugin_tables(tree: Tree) -> None:
 
 
 def _is_plugin_table(table: GivenTable) -> bool:
-    """Return whether a table is one of `[plugins]`, and valid: what is wrong is told once."""
+    """Return whether a table is a valid one of `[plugins]`. Faults are reported at that table alone."""
     if table.path[:1] != ("plugins",) or len(table.path) != 2:
         return False
     try:

@@ -1,4 +1,4 @@
-"""Read one TOML file: bounded, and every fault with its place."""
+"""Read one TOML file of limited size, and report every fault with its place."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
         raise _fault(f"nested deeper than {MAX_DEPTH} levels", name, line, column) from None
     except ValueError:
         # The one other fault of tomli: Python refuses to convert integers of many digits.
-        # Run by run: a search for long ones would start anew at each digit of a shorter one.
+        # Run by run: a search for long ones would restart at each digit of a shorter one.
         runs = re.finditer(r"\d[\d_]*", text)
         offset = next((run.start() for run in runs if len(run[0]) > MAX_DIGITS), 0)
         line_start = text.rfind("\n", 0, offset) + 1

@@ -75,7 +75,7 @@ class RegisteredTables:
         return create_model("Plugins", __base__=Plugins, __doc__=Plugins.__doc__, **fields)
 
     def validate(self, value: Any) -> Any:
-        """Return the table with those of plugins; without any, leave it to its own class."""
+        """Return the table with the tables of plugins; without any, return the value unchanged."""
         if not _tables or not isinstance(value, dict):
             return value
         checked = self.table().model_validate(value)

@@ -17,7 +17,7 @@ Finding = tuple[KeyPath, str, str]
 
 @dataclass(frozen=True)
 class Origin:
-    """Who wrote a key."""
+    """The place where a key was written."""
 
     file: str
     """a file's name, or `--set`"""
@@ -41,7 +41,7 @@ class Tree:
     num_layers: int = 0
 
     def origin(self, path: KeyPath) -> Origin:
-        """Return who wrote a key, or the nearest table above it that anyone wrote."""
+        """Return the origin of a key, or of the nearest table above it that has one."""
         while path and path not in self.origins:
             path = path[:-1]
         return self.origins[path]
@@ -54,7 +54,7 @@ class Tree:
     def merge(
         self, above: Mapping[str, Any], origins: Mapping[KeyPath, Origin], path: KeyPath = ()
     ) -> None:
-        """Lay a layer over the table at `path`: tables merge, everything else is replaced."""
+        """Merge a layer into the table at `path`: tables merge, all other values are replaced."""
         below = self.at(path)
         for key, value in above.items():
             here = (*path, key)
@@ -76,7 +76,7 @@ class Tree:
         self.origins |= {inner: origins[inner] for inner in key_paths(value, path)}
 
     def remove(self, path: KeyPath) -> None:
-        """Take a key out of its table."""
+        """Remove a key."""
         self.forget(path)
         del self.at(path[:-1])[path[-1]]
 

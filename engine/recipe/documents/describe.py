@@ -36,7 +36,7 @@ class FieldDescription:
 
 @dataclass(frozen=True)
 class Key:
-    """One key of one section, with all that is known of it."""
+    """One key of one section, with everything that `trainer docs` prints about it."""
 
     key: str
     component: str

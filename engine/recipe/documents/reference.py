@@ -48,7 +48,7 @@ class Section:
         return summary(self.config)
 
     def fields(self) -> list[FieldDescription]:
-        """Return its keys."""
+        """Return the keys of the table."""
         fields = describe(self.config)
         flavors = " | ".join(format_value(each) for each in getattr(self.config, "flavors", ()))
         return [

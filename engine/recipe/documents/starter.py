@@ -24,7 +24,7 @@ def shipped_recipes() -> dict[str, str]:
 
 
 def starter(name: str) -> str:
-    """Return a shipped recipe as one file: what it extends laid in, every key explained.
+    """Return a shipped recipe merged with what it extends, with a comment at every key.
 
     Raises:
         RecipeError: no recipe of that name is shipped.
