@@ -85,7 +85,7 @@ class _Reader:
             raise RecipeError([replace(entry, message=message)])
 
     def _extended(self, file: TomlFile) -> Iterator[tuple[str, Problem]]:
-        """Yield the entries of `extends` with their places, and record the unusable ones as problems."""
+        """Yield the entries of `extends` with their places; report the unusable ones."""
         entries = file.tree.get("extends", [])
         keyed: list[tuple[KeyPath, object]] = [(("extends",), entries)]
         if isinstance(entries, list):

@@ -135,7 +135,7 @@ def _share_plugin_tables(tree: Tree) -> None:
 
 
 def _is_plugin_table(table: GivenTable) -> bool:
-    """Return whether a table is a valid one of `[plugins]`. Faults are reported at that table alone."""
+    """Return whether a table is a valid one of `[plugins]`; faults are reported there alone."""
     if table.path[:1] != ("plugins",) or len(table.path) != 2:
         return False
     try:

@@ -145,7 +145,7 @@ def _field_docstrings(module: str) -> dict[str, dict[str, str]]:
 
 
 def default_tables(values: dict[str, Any], path: KeyPath) -> list[Any] | dict[str, Any]:
-    """Return what `--set` changes at a key that no file gives: the default list, or an empty table."""
+    """Return what `--set` changes at a key that no file gives: the default list, or {}."""
     for table in given_tables(values):
         field = table.config.model_fields.get(str(path[-1]))
         if table.path == path[:-1] and field and slot(field).is_list:
