@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import exchange as reference
 from . import symmetric
 
 
@@ -64,7 +63,7 @@ class Exchange:
     """ "implementation: why" """
 
     def __call__(self, x: Tensor, splits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `reference.all_to_all_v` does; gradients go the same way back.
+        """Return what `all_to_all_v` does; gradients go the same way back.
 
         Raises:
             ValueError: x has more rows than there is room for.
@@ -110,7 +109,7 @@ def make_exchange(
         warnings.warn(f"rows are exchanged by torch's collectives: {reason}", stacklevel=2)
 
     def shuffle(x: Tensor, splits: Tensor) -> tuple[Tensor, Tensor]:
-        return reference.all_to_all_v(x, splits, max_rows, group)
+        return all_to_all_v(x, splits, max_rows, group)
 
     return Exchange(shuffle, max_rows, f"torch: {reason}")
 

@@ -41,7 +41,7 @@ class Buffers:
     programs: int
 
     def exchange(self, x: Tensor, splits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `reference.all_to_all_v` does, without waiting for the device."""
+        """Return what `exchange.all_to_all_v` does, without waiting for the device."""
         world = len(self.addresses)
         rows = x.contiguous().view(WORD)
         # In stream order before the kernel's signals: others read only after they have met.

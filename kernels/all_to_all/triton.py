@@ -1,4 +1,4 @@
-"""Rows pulled out of the memory of other GPUs; see `reference` for what comes out.
+"""Rows pulled out of the memory of other GPUs; see `exchange.all_to_all_v` for the result.
 
 Each rank leaves its rows and its splits where the others can read them. A kernel of each meets
 the same one of the others, reads what is its own, and meets them again: then rows may be
