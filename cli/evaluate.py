@@ -10,7 +10,7 @@ import typer
 
 from ..engine.core.errors import EnvironmentFault, RecipeError
 from ..engine.inference.inputs import Dtype, Weights, find_model, find_source, find_texts
-from ..engine.observe.metrics import plain
+from ..engine.observe.metrics import replace_non_finite
 from .options import AsJson
 from .table import echo, print_table
 
@@ -114,7 +114,7 @@ def evaluate(
         )
     if as_json:
         report = {**_about(opened, weights), "texts": measured, "tasks": results}
-        typer.echo(json.dumps(plain(report), indent=2, default=str, allow_nan=False))
+        typer.echo(json.dumps(replace_non_finite(report), indent=2, default=str, allow_nan=False))
         return
     for each in measured:
         _print_measured(each)

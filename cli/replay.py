@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from ..engine.core.text.display import make_printable
-from ..engine.observe.metrics import plain
+from ..engine.observe.metrics import replace_non_finite
 from .table import print_table
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def print_replay(found: Replay, as_json: bool) -> None:
             }
             for name, sums in found.layers.items()
         }
-        print(json.dumps(plain(asdict(found) | {"layers": layers}), indent=1))
+        print(json.dumps(replace_non_finite(asdict(found) | {"layers": layers}), indent=1))
         return
     target = found.target
     start = make_printable(found.start) or "the start of the run"

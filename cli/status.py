@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..engine.observe.metrics import plain
+from ..engine.observe.metrics import replace_non_finite
 from ..engine.report.status import RunStatus, clock, examine, find_runs
 from .options import AsJson
 from .table import print_table
@@ -53,7 +53,7 @@ def _print(found: Sequence[RunStatus], as_json: bool, indent: int | None) -> Non
 
 
 def _plain(one: RunStatus) -> dict[str, Any]:
-    return plain(asdict(replace(one, losses=one.losses[-40:])))  # type: ignore[no-any-return]
+    return replace_non_finite(asdict(replace(one, losses=one.losses[-40:])))  # type: ignore[no-any-return]
 
 
 def _lines(one: RunStatus) -> dict[str, str]:

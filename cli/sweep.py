@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from ..engine.core.errors import ExitCode, RecipeError
-from ..engine.observe.metrics import plain
+from ..engine.observe.metrics import replace_non_finite
 from ..engine.recipe.load import load_recipe
 from ..engine.report.status import RunStatus
 from ..engine.sweep.folder import Sweep
@@ -223,7 +223,7 @@ def _numbers(status: RunStatus | None) -> dict[str, Any]:
         "validation_loss": status.eval_loss,
         "bits_per_byte": status.eval_bits_per_byte,
     }
-    return {"state": status.state, **plain(numbers)}
+    return {"state": status.state, **replace_non_finite(numbers)}
 
 
 @contextmanager

@@ -171,7 +171,7 @@ class StopFlag:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Raise, which only the main thread can do; `_receive` does the rest."""
         if self._at_once:
-            if self._grace_seconds and not _imports(frame):
+            if self._grace_seconds and not _is_importing(frame):
                 self._leave()
         elif self._waits_long() and self.requested:
             self._waiting_since = 0.0
@@ -240,7 +240,7 @@ def _run_handler() -> None:
         signal.pthread_kill(main, signal.SIGUSR1)
 
 
-def _imports(frame: FrameType | None) -> bool:
+def _is_importing(frame: FrameType | None) -> bool:
     """Return whether a module is being imported, whose C++ code may drop an exception."""
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":

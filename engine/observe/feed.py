@@ -129,7 +129,7 @@ class RowSender:
                 return
 
 
-def scalars(row: Row) -> dict[str, float]:
+def extract_scalars(row: Row) -> dict[str, float]:
     """Return the numbers of a row as `kind/name`."""
     return {
         f"{row['kind']}/{name}": float(value)

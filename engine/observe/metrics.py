@@ -52,13 +52,13 @@ class MetricsLog:
             with open_regular(self.path) as file:
                 text = file.read().decode("utf-8", errors="replace")
             dropped = ("eval", step) if not is_evaluated else None
-            kept = "".join(
+            kept_rows = "".join(
                 line
-                for line, row in _rows(text)
+                for line, row in _parse_rows(text)
                 if row["step"] <= step and (row.get("kind"), row["step"]) != dropped
             )
-            if kept != text:
-                atomic_write(self.path, kept)
+            if kept_rows != text:
+                atomic_write(self.path, kept_rows)
         self._torn = False
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
@@ -68,7 +68,7 @@ class MetricsLog:
         Raises:
             OSError: the disk is full. Rows that are written later are complete again.
         """
-        line = json.dumps(plain(dict(row)), allow_nan=False)
+        line = json.dumps(replace_non_finite(dict(row)), allow_nan=False)
         data = (b"\n" if self._torn else b"") + line.encode() + b"\n"
         self._torn = True
         self._torn = os.write(self._file, data) != len(data)
@@ -92,14 +92,14 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def decode_rows(text: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file's text, with "NaN" and "Infinity" as floats."""
-    for _, row in _rows(text):
+    for _, row in _parse_rows(text):
         for key, value in row.items():
             if isinstance(value, str):
                 row[key] = _WORDS.get(value, value)
         yield row
 
 
-def _rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parse_rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each complete line, with its newline, and the row in it."""
     for line in text.split("\n")[:-1]:
         try:
@@ -111,12 +111,12 @@ def _rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield line + "\n", row
 
 
-def plain(value: Any) -> Any:
+def replace_non_finite(value: Any) -> Any:
     """Return a value that JSON can hold: a number that is not finite becomes a string."""
     if isinstance(value, dict):
-        return {key: plain(each) for key, each in value.items()}
+        return {key: replace_non_finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [plain(each) for each in value]
+        return [replace_non_finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value

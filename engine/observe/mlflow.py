@@ -11,7 +11,7 @@ from ..core.errors import EnvironmentFault
 from ..core.run_dir import read_recipe
 from ..core.text.display import join_key, redact
 from ..core.text.tree import leaves
-from .feed import RowSender, SentRows, scalars
+from .feed import RowSender, SentRows, extract_scalars
 
 if TYPE_CHECKING:
     from .tables import MLflow
@@ -115,6 +115,6 @@ class MLflowTracker:
             self._record.run_id,
             metrics=[
                 self._entities.Metric(name, value, milliseconds, row["step"])
-                for name, value in scalars(row).items()
+                for name, value in extract_scalars(row).items()
             ],
         )

@@ -51,7 +51,7 @@ class Summary:
     flops_per_step: float
     files: list[str]
 
-    def phases(self) -> dict[str, float]:
+    def order_phases(self) -> dict[str, float]:
         """Return seconds by phase, the longest first; last the time that no phase covers."""
         ordered = sorted(self.phase_seconds.items(), key=lambda pair: -pair[1])
         return dict(ordered) | {UNMARKED: self.step_seconds - sum(self.phase_seconds.values())}
@@ -67,15 +67,14 @@ class Summary:
         )
         memory = "  peak memory" if self.peak_bytes else ""
         yield f"  {'phase':<32}{'a step':>10}{'share':>8}{memory}"
-        for name, seconds in self.phases().items():
+        for name, seconds in self.order_phases().items():
             peak = f"{self.peak_bytes[name] / 2**20:9,.1f} MiB" if name in self.peak_bytes else ""
             yield f"  {name:<32}{self._time(seconds)}{peak}"
         yield f"  {'operator':<32}{'a step':>10}{'share':>8}{'calls':>8}"
-        for each in self.operators:
-            rate_text = _flops(each.flops_per_second) if each.flops_per_second else ""
-            yield (
-                f"  {each.name[:31]:<32}{self._time(each.seconds)}{each.calls:8,.0f}  {rate_text}"
-            ).rstrip()
+        for operator in self.operators:
+            rate_text = _flops(operator.flops_per_second) if operator.flops_per_second else ""
+            cells = f"{operator.name[:31]:<32}{self._time(operator.seconds)}{operator.calls:8,.0f}"
+            yield f"  {cells}  {rate_text}".rstrip()
 
     def _time(self, seconds: float) -> str:
         return f"{_duration(seconds):>10}{seconds / self.step_seconds:8.1%}"
@@ -182,13 +181,13 @@ class Profiler:
             steps=times.steps,
             step_seconds=times.step_seconds,
             phase_seconds=times.phase_seconds,
-            peak_bytes=peaks(trace, self.device.type, memory_phases),
-            operators=operators(trace, self.device.type, times.steps),
+            peak_bytes=measure_peaks(trace, self.device.type, memory_phases),
+            operators=summarize_operators(trace, self.device.type, times.steps),
             flops_per_step=self.flops_per_step,
             files=self._write_traces(trace),
         )
         name = "summary.json" if self.is_main else f"summary.rank-{self.rank}.json"
-        content = asdict(self.summary) | {"phase_seconds": self.summary.phases()}
+        content = asdict(self.summary) | {"phase_seconds": self.summary.order_phases()}
         atomic_write(self.folder / name, json.dumps(content, indent=1) + "\n")
 
     def _write_traces(self, trace: profile) -> list[str]:
@@ -208,7 +207,7 @@ class Profiler:
         return written
 
 
-def operators(trace: profile, device_type: str, steps: int) -> list[Operator]:
+def summarize_operators(trace: profile, device_type: str, steps: int) -> list[Operator]:
     """Return the operators that take the most time, the longest first.
 
     Args:
@@ -217,7 +216,7 @@ def operators(trace: profile, device_type: str, steps: int) -> list[Operator]:
         steps: number of steps that it has seen.
     """
     on_gpu = device_type == "cuda"
-    found = []
+    rows = []
     for event in trace.key_averages():
         # Kernels are listed once more by their own names; their time is the operator's.
         if event.is_user_annotation or event.device_type.name != "CPU":
@@ -226,12 +225,12 @@ def operators(trace: profile, device_type: str, steps: int) -> list[Operator]:
         whole = event.device_time_total if on_gpu else event.cpu_time_total
         memory = event.self_device_memory_usage if on_gpu else event.self_cpu_memory_usage
         rate = event.flops / (whole * 1e-6) if event.flops and whole else None
-        found.append(Operator(event.key, event.count / steps, own * 1e-6 / steps, rate, memory))
-    found.sort(key=lambda operator: -operator.seconds)
-    return [operator for operator in found[:MAX_OPERATORS] if operator.seconds > 0]
+        rows.append(Operator(event.key, event.count / steps, own * 1e-6 / steps, rate, memory))
+    rows.sort(key=lambda operator: -operator.seconds)
+    return [operator for operator in rows[:MAX_OPERATORS] if operator.seconds > 0]
 
 
-def peaks(trace: Any, device_type: str, phases: Collection[str]) -> dict[str, int]:
+def measure_peaks(trace: Any, device_type: str, phases: Collection[str]) -> dict[str, int]:
     """Return the peak memory of each phase, over the memory in use when profiling began.
 
     Args:
@@ -251,18 +250,18 @@ def peaks(trace: Any, device_type: str, phases: Collection[str]) -> dict[str, in
         for event in events
         if event.name() in phases and event.device_type().name == "CPU"
     )
-    found: dict[str, int] = {}
+    highest: dict[str, int] = {}
     in_use = position = 0
     for start, end, name in ranges:  # phases do not overlap
         while position < len(changes) and changes[position][0] < start:
             in_use += changes[position][1]
             position += 1
-        found[name] = max(found.get(name, 0), in_use)
+        highest[name] = max(highest.get(name, 0), in_use)
         while position < len(changes) and changes[position][0] <= end:
             in_use += changes[position][1]
-            found[name] = max(found[name], in_use)
+            highest[name] = max(highest[name], in_use)
             position += 1
-    return found
+    return highest
 
 
 def _duration(seconds: float) -> str:

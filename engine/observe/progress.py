@@ -63,7 +63,7 @@ class LineProgress(Progress):
         """Print the row."""
         width = len(str(self._total))
         word = "step" if row["kind"] == "train" else row["kind"]
-        cells = [f"{word} {row['step']:>{width}}/{self._total}", *_cells(row, self._total)]
+        cells = [f"{word} {row['step']:>{width}}/{self._total}", *_format_cells(row, self._total)]
         self._print("  ".join(cells).rstrip())
 
     def note(self, text: str) -> None:
@@ -132,7 +132,7 @@ class LiveProgress(Progress):
         )
 
 
-def _cells(row: Mapping[str, Any], total: int) -> list[str]:
+def _format_cells(row: Mapping[str, Any], total: int) -> list[str]:
     """Return `name value` for each number of a row that is shown, each with a fixed width."""
     cells = [f"loss {row['loss']:<8.5g}"]
     if row["kind"] != "train":
@@ -153,7 +153,7 @@ def _cells(row: Mapping[str, Any], total: int) -> list[str]:
 
 def _compact(row: Mapping[str, Any]) -> str:
     """Return the cells without the padding that aligns lines."""
-    return " · ".join(" ".join(cell.split()) for cell in _cells(row, total=0))
+    return " · ".join(" ".join(cell.split()) for cell in _format_cells(row, total=0))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.errors import EnvironmentFault
 from ..core.run_dir import read_recipe
 from ..core.text.display import redact
-from .feed import RowSender, SentRows, scalars
+from .feed import RowSender, SentRows, extract_scalars
 
 if TYPE_CHECKING:
     from .tables import WandB
@@ -79,4 +79,4 @@ class WandBTracker:
             self._run.finish()
 
     def _send(self, row: Mapping[str, Any]) -> None:
-        self._run.log(scalars(row), step=row["step"])
+        self._run.log(extract_scalars(row), step=row["step"])

@@ -43,7 +43,7 @@ def validate(parts: Parts, stop: StopFlag | None = None) -> dict[str, float]:
     with parts.average.swap_in() if parts.average else nullcontext():
         losses = evaluate(
             parts.model,
-            until_stopped(parts.validation, stop) if stop else parts.validation,
+            stop_on_signal(parts.validation, stop) if stop else parts.validation,
             parts.step.loss,
             parts.device,
             parts.degrees,
@@ -55,7 +55,7 @@ def validate(parts: Parts, stop: StopFlag | None = None) -> dict[str, float]:
     return {"loss": loss, "perplexity": perplexity(loss), **losses}
 
 
-def until_stopped(batches: Iterable[Batch], stop: StopFlag) -> Iterator[Batch]:
+def stop_on_signal(batches: Iterable[Batch], stop: StopFlag) -> Iterator[Batch]:
     """Yield batches until a signal asks any rank to stop.
 
     Args:

@@ -151,7 +151,7 @@ class Health:
                     return False  # and not added: spikes would become the usual values
             if self._detector.add(at.step, loss, norm):
                 self._note(Event("drift", at.step, at.batch, loss, norm, at.lr, "warn"))
-                self._report(f"step {at.step}: training is diverging: {self._losses()}")
+                self._report(f"step {at.step}: training is diverging: {self._describe_losses()}")
         # The steps that a rollback repeats are no progress.
         if at.step > self.counts.last_bad:
             self.counts.in_a_row = 0
@@ -220,7 +220,7 @@ class Health:
         self.verify()
         warnings = [self._bad_evaluation] if self._bad_evaluation else []
         if self._detector.losses()[0] > self._detector.loss_limit():
-            warnings.append(f"training diverged: {self._losses()}")
+            warnings.append(f"training diverged: {self._describe_losses()}")
         if self.counts.left_out:
             warnings.append(
                 f"steps skipped or rolled back: {self.counts.left_out} (see events.jsonl)"
@@ -229,7 +229,7 @@ class Health:
             warnings.append("nothing was learned: no step had a gradient")
         return warnings
 
-    def _losses(self) -> str:
+    def _describe_losses(self) -> str:
         last, best, step = self._detector.losses()
         return f"the loss is {last:.5g}, after {best:.5g} at step {step}"
 

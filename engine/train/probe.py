@@ -122,7 +122,7 @@ class Probe:
     def watch(self) -> Iterator[None]:
         """Measure the passes within the context, and then the gradients of the weights."""
         hooks = [
-            module.register_forward_hook(partial(self._take_output, name))
+            module.register_forward_hook(partial(self._measure_output, name))
             for name, module in self._modules.items()
         ]
         try:
@@ -130,9 +130,9 @@ class Probe:
         finally:
             for hook in hooks:
                 hook.remove()
-        self._take_weights()
+        self._measure_weights()
 
-    def _take_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def _measure_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         # A pipeline asks for shapes with tensors on `meta`.
         if not isinstance(output, Tensor) or output.is_meta or not output.ndim:
             return
@@ -142,12 +142,12 @@ class Probe:
         self.layers[name].activations.add(measure(output.detach()))
         if output.requires_grad:
             register_hook: Any = output.register_hook  # torch has no types for it
-            register_hook(partial(self._take_gradient, name))
+            register_hook(partial(self._measure_gradient, name))
 
-    def _take_gradient(self, name: str, gradient: Tensor) -> None:
+    def _measure_gradient(self, name: str, gradient: Tensor) -> None:
         self.layers[name].gradients.add(measure(gradient * self._unscale))
 
-    def _take_weights(self) -> None:
+    def _measure_weights(self) -> None:
         parallel_model, degrees = self._step.parallel_model, self._step.degrees
         num_holders = degrees.world // degrees.pipeline
         duplicates = set(map(id, parallel_model.duplicate_parameters))

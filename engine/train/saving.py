@@ -189,15 +189,17 @@ class Saver:
         """Return an error that says which steps are lost if the state after `step` is not saved."""
         try:
             # It verifies checksums: a checkpoint that the disk has damaged does not count.
-            found = self._store.latest()
+            newest = self._store.latest()
         except CheckpointError:
-            found = None
-        first = found.manifest.step + 1 if found else 1
+            newest = None
+        first = newest.manifest.step + 1 if newest else 1
         lost = f"steps {first} to {step} are lost" if first < step else f"step {step} is lost"
         if first > step:
             lost = "no step is lost"
         where = (
-            f"the newest intact checkpoint is {found.path}" if found else "no checkpoint is intact"
+            f"the newest intact checkpoint is {newest.path}"
+            if newest
+            else "no checkpoint is intact"
         )
         tries = len(self.pauses_seconds) + 1
         message = (
@@ -267,14 +269,14 @@ class Saver:
         """
         batch = position.batch
         self.finish()
-        found = self._store.latest()
-        if found is None:
+        newest = self._store.latest()
+        if newest is None:
             what = "nothing to roll back to: no checkpoint yet"
             if self._parts.step.weight_update.in_backward:
                 raise CheckpointError(what, "lower checkpoint.interval")
             self._report(f"{what}; the step is skipped")
             return False
-        self.restore(found.path, found.manifest, position, is_rollback=True)
+        self.restore(newest.path, newest.manifest, position, is_rollback=True)
         position.batch = batch
         return True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,22 +16,6 @@ from ..optim.lean import plain_step
 from ..parallel.axis import ParallelModel
 from ..parallel.mesh import Degrees
 from ..precision.hardware import LossScale
-
-
-class Update(Protocol):
-    """Lets the optimizer of a training step change the weights."""
-
-    in_backward: bool
-    """whether weights change while the backward pass runs"""
-
-    def start(self, lr_factor: float | None) -> None:
-        """Prepare for the backward pass of a step; `lr_factor` multiplies peak learning rates."""
-
-    def finish(self) -> Tensor:
-        """Return the global gradient norm after the backward pass, before clipping."""
-
-    def apply(self, lr_factor: float) -> None:
-        """Change the weights, unless the backward pass has done that."""
 
 
 class UpdateAfterBackward:
@@ -47,6 +31,7 @@ class UpdateAfterBackward:
     """
 
     in_backward = False
+    """whether weights change while the backward pass runs"""
 
     def __init__(
         self,
@@ -183,6 +168,10 @@ class UpdateInBackward:
 
     def apply(self, lr_factor: float) -> None:
         """Do nothing: the weights have changed."""
+
+
+Update = UpdateAfterBackward | UpdateInBackward
+"""how a training step lets its optimizer change the weights"""
 
 
 def _set_rates(groups: Sequence[dict[str, Any]], lr_factor: float) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainer.engine.observe.feed import RowSender, SentRows, scalars
+from trainer.engine.observe.feed import RowSender, SentRows, extract_scalars
 from trainer.engine.observe.metrics import MetricsLog
 
 Sent = list[tuple[str, int, float]]
@@ -104,4 +104,4 @@ def test_the_record_belongs_to_one_place_and_survives_damage(tmp_path: Path) -> 
 
 def test_only_numbers_are_sent() -> None:
     row = {"kind": "eval", "step": 1, "time": 2.0, "loss": 3, "mfu": None, "note": "x", "on": True}
-    assert scalars(row) == {"eval/loss": 3.0}
+    assert extract_scalars(row) == {"eval/loss": 3.0}

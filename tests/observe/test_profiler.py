@@ -17,7 +17,7 @@ import trainer
 from tests.train.processes import complaints, finish, start
 from trainer import assemble, load_recipe, train
 from trainer.engine.observe.phases import PhaseTimer
-from trainer.engine.observe.profiler import peaks
+from trainer.engine.observe.profiler import measure_peaks
 
 ROOT = Path(trainer.__file__).parent
 RECIPE = """
@@ -156,7 +156,7 @@ def test_memory_peaks_are_those_of_known_tensors():
             del gone
         with record_function("two"):
             more = torch.empty(300, dtype=torch.uint8)
-    assert peaks(trace, "cpu", {"one", "two"}) == {"one": 52_000, "two": 2300}
+    assert measure_peaks(trace, "cpu", {"one", "two"}) == {"one": 52_000, "two": 2300}
     assert (len(before), len(kept), len(more)) == (1000, 2000, 300)
 
 
