@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,39 +12,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...kernels.choose import Kernels
 from ...model_zoo.layout import is_adapter
-from ..checkpoint.find import candidates
-from ..checkpoint.reader import load_weights
 from ..core.errors import Problem, RecipeError
 from ..core.heartbeat import heartbeat
 from ..corpus.checksums import Share
 from ..data.dataset import OpenedData, open_data
 from ..data.loader import Loader, iterate_validation
-from ..formats.hf_load import load_huggingface
 from ..lora.adapter_weights import load_adapter
-from ..lora.apply import add_adapters, require_adapters
-from ..observe.phases import Phase, PhaseTimer, no_phase
-from ..optim.groups import parameter_groups
-from ..optim.lean import spare_compiler
-from ..parallel.axis import LocalParts
-from ..parallel.blocks import transform_blocks
-from ..parallel.materialize import materialize, without_storage
-from ..parallel.pipeline.cut import num_micro_batches
-from ..parallel.pipeline.measure import measure_costs
+from ..observe.phases import PhaseTimer
+from ..parallel.materialize import materialize
 from ..parallel.plan import Plan, make_plan
-from ..precision.hardware import DTYPES, LossScale, compute_dtype, dtype_name, require_formats
-from ..precision.products import narrow
+from ..precision.hardware import require_formats
 from ..train.average import WeightAverage
-from ..train.balance import Balance, warn_of_capacity
+from ..train.balance import warn_of_capacity
 from ..train.parts import Parts
-from ..train.step import TrainStep
-from ..train.update import Update, UpdateAfterBackward, UpdateInBackward
-from .kernels import choose_kernels, describe_choices
+from .build import build_model, build_step, load_initial_weights
 
 if TYPE_CHECKING:
-    from ...model_zoo.config import ModelConfig
-    from ...model_zoo.language_model import LanguageModel
     from ..data.batch import Batch
     from ..data.tables import Data
     from ..launch.environment import World
@@ -80,11 +64,14 @@ def assemble(
         log.warning("lora.rank is given without run.init_from: random weights are frozen")
     require_formats(recipe.precision, recipe.model, device)
     plan = make_plan(recipe.parallel, world.rank, world.world_size, device)
+    # Before the first product: cuBLAS reads its workspace setting when it starts.
     _apply_determinism(recipe.run.deterministic)
     tokenizer = recipe.tokenizer.build()
     share = Share(world.rank, world.world_size, world.local_rank, world.local_world_size)
     run = recipe.run
     data = open_data(recipe.data, tokenizer, run.seed, f"{run.dir}/{run.name}", share)
+    # The model is split on the meta device and filled afterwards, so that no rank ever holds the
+    # whole of a sharded model.
     built = build_model(recipe, tokenizer.vocab_size, device, plan)
     model = built.model
     home = torch.device("cpu") if recipe.parallel.fsdp.offload else device
@@ -127,113 +114,6 @@ def assemble(
     )
 
 
-@dataclass(frozen=True)
-class BuiltModel:
-    """A model on `meta`, and how its parts were chosen.
-
-    Attributes:
-        pieces: what this rank has of it.
-    """
-
-    model: LanguageModel
-    config: ModelConfig
-    kernels: Kernels
-    notes: list[str]
-    pieces: LocalParts
-
-
-def build_model(
-    recipe: Recipe, vocab_size: int, device: torch.device, plan: Plan | None = None
-) -> BuiltModel:
-    """Return the recipe's model, or this rank's part of it, without storage, for a device.
-
-    Args:
-        recipe: the validated recipe.
-        vocab_size: of the tokenizer.
-        device: where it will compute.
-        plan: how ranks share it; None: it is whole, and not for training.
-
-    Raises:
-        RecipeError: its vocabulary is smaller than the tokenizer's, or a kernel that it asks for
-            cannot run on the device.
-    """
-    config = _settle_vocab(recipe.model, vocab_size)
-    kernels = choose_kernels(recipe, device.type, trains=plan is not None)
-    dtype, why = compute_dtype(recipe.precision, device)
-    notes, costs = [f"compute in {dtype_name(dtype)}: {why}"], None
-    if plan and plan.measures_cut:
-        loss = recipe.loss.build(kernels)
-        costs, note = measure_costs(config, kernels, loss, recipe.data, dtype, plan)
-        notes.append(note)
-    if plan:
-        kernels = plan.kernels(kernels, config)
-    with without_storage():
-        model = config.build(kernels)
-        if recipe.lora.rank:
-            notes.append(add_adapters(model, config.layout, recipe.lora))
-    if plan and recipe.precision.narrow:
-        notes += narrow(model, config, recipe.precision.narrow)
-    notes += describe_choices(kernels)
-    model.compute_dtype = dtype
-    pieces = LocalParts()
-    if plan:
-        is_split = plan.degrees.tensor > 1
-        transform_blocks(model, config.layout, recipe.memory, recipe.compile, is_split=is_split)
-        pieces = plan.split(model, config, dtype, DTYPES[recipe.precision.reduce], costs)
-        if pieces.cut and recipe.lora.rank:
-            require_adapters(model, config.layout, pieces.cut)
-    return BuiltModel(model, config, kernels, notes, pieces)
-
-
-def build_step(
-    recipe: Recipe,
-    built: BuiltModel,
-    plan: Plan,
-    sources: Sequence[str] = (),
-    phase: Phase = no_phase,
-) -> TrainStep:
-    """Return the step that trains a model whose weights are in memory.
-
-    Args:
-        recipe: the validated recipe.
-        built: the model of this rank.
-        plan: how ranks share it.
-        sources: what metrics call the sources whose losses are reported apart.
-        phase: returns the context around a phase of the step.
-    """
-    model, table = built.model, recipe.data
-    share = table.global_batch // plan.degrees.data
-    parallel_model = plan.parallelize(
-        model,
-        built.pieces,
-        DTYPES[recipe.precision.reduce],
-        seq_len=table.seq_len,
-        micro_batches=num_micro_batches(recipe.parallel.pipelining, table.micro_batch, share),
-    )
-    groups = parameter_groups(model.named_parameters(), recipe.optimizer)
-    spare_compiler()
-    optimizer = recipe.optimizer.build(groups, plan.device)
-    scale = LossScale(model.compute_dtype)
-    weight_update: Update = UpdateAfterBackward(
-        optimizer, recipe.optimizer.clip_norm, scale, parallel_model, plan.degrees, plan.device
-    )
-    if recipe.memory.optimizer_in_backward:
-        late, ranks = parallel_model.manually_reduced, plan.degrees.world
-        weight_update = UpdateInBackward(optimizer, late, ranks, plan.device)
-    return TrainStep(
-        parallel_model,
-        optimizer,
-        recipe.loss.build(built.kernels),
-        weight_update,
-        scale,
-        plan.device,
-        plan.degrees,
-        Balance(model, plan.degrees, table.global_batch, plan.device),
-        sources,
-        phase,
-    )
-
-
 def loaded_rows(recipe: Recipe, plan: Plan) -> Data:
     """Return the data table as this rank's loader shall see it.
 
@@ -260,29 +140,6 @@ def total_steps(recipe: Recipe, data: OpenedData) -> int:
         message = f"{rows} rows do not fill one batch of {recipe.data.global_batch}"
         raise RecipeError([Problem(message, key="run.epochs", hint="lower data.global_batch")])
     return steps
-
-
-def load_initial_weights(model: LanguageModel, config: ModelConfig, source: Path) -> list[str]:
-    """Load weights only, from one of our checkpoints or a Hugging Face folder; return notes."""
-    if source.is_dir() and candidates(source):
-        manifest = load_weights(source, model, may_lack=is_adapter)
-        return [f"weights from {source} (step {manifest.step})"]
-    return [f"weights from {source}", *load_huggingface(source, model, config)]
-
-
-def _settle_vocab(config: ModelConfig, vocab_size: int) -> ModelConfig:
-    config = config.with_vocab(vocab_size)
-    if config.vocab < vocab_size:
-        raise RecipeError(
-            [
-                Problem(
-                    f"{config.vocab} rows cannot embed the tokenizer's {vocab_size} tokens",
-                    key="model.vocab_size",
-                    hint="leave it out to take the tokenizer's",
-                )
-            ]
-        )
-    return config
 
 
 def _validation(recipe: Recipe, data: OpenedData, plan: Plan) -> Iterable[Batch]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from ...model_zoo.language_model import KVCache, LanguageModel
-from ..assemble.assemble import build_model
+from ..assemble.build import build_model
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.reader import load_state
 from ..checkpoint.state import model_state

@@ -1,4 +1,4 @@
-"""A finished run's weights as folders that Hugging Face's libraries load."""
+"""Export the weights of a finished run as folders that Hugging Face's libraries load."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ RECORD = "exported.json"
 
 
 def require_exportable(parts: Assembled) -> None:
-    """Check before training that the weights have names there.
+    """Check before training that each weight has a name in Hugging Face's format.
 
     Raises:
-        CheckpointError: some have none.
+        CheckpointError: some weights have none.
     """
     weights = parts.model.named_parameters()
     shapes = {name: tuple(weight.shape) for name, weight in weights if not is_adapter(name)}
@@ -53,11 +53,11 @@ def export_run(
     where there are such. Folders of an earlier end of the run are replaced.
 
     Args:
-        parts: the model, and its average.
+        parts: the parts of the run, with the model and its average.
         run: the run directory.
-        step: the last one.
-        group: a gloo group of all ranks; None: one process.
-        found: the last checkpoint, to read first; None: the weights are in place.
+        step: the last step.
+        group: a gloo group of all ranks; None in one process.
+        found: the last checkpoint, which is read first; None where the weights are in place.
 
     Returns:
         the folders written.

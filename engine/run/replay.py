@@ -1,4 +1,4 @@
-"""Computes one step of a run once more and measures each layer: `trainer run --replay`."""
+"""Compute one step of a run again and measure each layer: `trainer run --replay`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..train.parts import Position
 from ..train.probe import LayerSums, Probe, merge
 from ..train.saving import Saver
 from ..train.update import UpdateAfterBackward
-from .resume import refuse_other_data
+from .resume import require_same_data
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReplayTarget:
-    """The step that is to be computed.
+    """The step to compute again.
 
     Attributes:
         name: the event's id, or `step:N`.
         step: counted from 1.
         batch: number of the global batch, counted from 1; None: as without rollbacks.
-        recorded: what the run wrote of the step: `loss`, `grad_norm`, if anything.
+        recorded: `loss` and `grad_norm` of the step, where the run wrote them.
     """
 
     name: str
@@ -53,14 +53,14 @@ class ReplayTarget:
 
 @dataclass(frozen=True)
 class Replay:
-    """A step that was computed once more.
+    """The measurements of a step that was computed again.
 
     Attributes:
-        start: the checkpoint that was loaded; empty: the run was begun from its start.
-        start_step: the steps in it.
-        loss: of the step.
-        grad_norm: of the step, before clipping.
-        layers: by name, in the order of the model.
+        start: the checkpoint that was loaded; empty for the start of the run.
+        start_step: the step of that checkpoint.
+        loss: the loss of the step.
+        grad_norm: the gradient norm of the step, before clipping.
+        layers: the sums of each layer by its name, in the order of the model.
     """
 
     target: ReplayTarget
@@ -72,13 +72,13 @@ class Replay:
 
 
 def replay(recipe: Recipe, world: World, word: str, allow_changed: Sequence[str] = ()) -> Replay:
-    """Compute a step of the recipe's run as it was; nothing in the run directory changes.
+    """Compute a step of the run again, exactly; nothing in the run directory changes.
 
-    The newest checkpoint before the step is loaded, and the steps between are trained once more;
-    without one the run is begun from its start. All ranks together.
+    The newest checkpoint before the step is loaded, and the steps between are trained again;
+    without a checkpoint the run starts from its first step. All ranks call it.
 
     Args:
-        recipe: of the run.
+        recipe: the recipe of the run.
         world: this process's place among the ranks.
         word: an event's id, or `step:N`.
         allow_changed: keys that may differ from those in the checkpoint.
@@ -165,7 +165,7 @@ def _compute(
         raise RecipeError(f"step {target.step:,} is beyond the run's {parts.total_steps:,} steps")
     health = Health(recipe.resilience, parts.device, step.scale, lambda text: None)
     if found:
-        refuse_other_data(found.manifest, parts, allow_changed)
+        require_same_data(found.manifest, parts, allow_changed)
         store = CheckpointStore(found.path.parent, mode="sync", keep=1, group=group)
         saver = Saver(store, parts, health, SaveInfo(step=0), lambda text: None)
         saver.restore(found.path, found.manifest, position)

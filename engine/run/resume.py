@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from ..checkpoint.manifest import Manifest
 
 
-def refuse_other_data(saved: Manifest, parts: Assembled, allowed: Sequence[str]) -> None:
-    """Check that tokenizer and tokens are those that the checkpoint was trained on.
+def require_same_data(saved: Manifest, parts: Assembled, allowed: Sequence[str]) -> None:
+    """Check that the tokenizer and the tokens are those that the checkpoint was trained on.
 
     Raises:
-        RecipeError: they are not, and `--allow-changed` does not name them.
+        RecipeError: one of them differs, and `allowed` does not name it.
     """
     found = {
         "tokenizer": (saved.tokenizer, parts.tokenizer.fingerprint),
@@ -49,10 +49,11 @@ def refuse_other_data(saved: Manifest, parts: Assembled, allowed: Sequence[str])
 
 
 def identify(parts: Assembled, found: IntactCheckpoint | None) -> SaveInfo:
-    """Return what each checkpoint of this attempt says of the run.
+    """Return the description of the run that each checkpoint of this attempt holds.
 
     Args:
-        found: the checkpoint that the attempt starts from.
+        parts: the parts of the run.
+        found: the checkpoint that the attempt starts from; None at the start of a run.
     """
     values = remove_secrets(parts.recipe.model_dump(mode="json"))
     return SaveInfo(
@@ -73,7 +74,7 @@ def identify(parts: Assembled, found: IntactCheckpoint | None) -> SaveInfo:
     )
 
 
-def ending(saved: Manifest, parts: Assembled) -> str:
+def reason_to_end(saved: Manifest, parts: Assembled) -> str:
     """Return why nothing is left to do after a checkpoint; empty while there is more to train."""
     if saved.extra.get("unevaluated"):
         return ""
@@ -105,10 +106,10 @@ def ignored_settings(parts: Assembled) -> list[str]:
 
 
 def describe(parts: Assembled) -> list[str]:
-    """Return what a run would do, a line each."""
+    """Return the lines that describe the run, for `--dry-run`."""
     recipe, data = parts.recipe, parts.recipe.data
-    elsewhere = sum(map(prod, parts.model.remote_parameters.values()))
-    parameters = elsewhere + sum(weight.numel() for weight in parts.model.parameters())
+    remote = sum(map(prod, parts.model.remote_parameters.values()))
+    parameters = remote + sum(weight.numel() for weight in parts.model.parameters())
     frozen = sum(each.numel() for each in parts.model.parameters() if not each.requires_grad)
     of_them = f", {parameters - frozen:,} of them trained" if frozen else ""
     degrees, share = parts.degrees, data.global_batch // parts.degrees.data

@@ -33,7 +33,7 @@ from ..train.loop import Outcome, paced_garbage_collection, train
 from ..train.parts import Position
 from ..train.saving import Saver
 from .export import export_run, require_exportable
-from .resume import describe, ending, identify, ignored_settings, refuse_other_data
+from .resume import describe, identify, ignored_settings, reason_to_end, require_same_data
 from .watch import open_observer, watch_rank
 
 if TYPE_CHECKING:
@@ -138,28 +138,30 @@ class Session:
         found = self._find_start(store)
         if found is not None:
             require_unchanged(found.manifest.recipe, recipe.model_dump(), allow_changed)
+        # Initial weights are drawn from these generators; a checkpoint restores its own later.
         seed_everything(recipe.run.seed, self.world.rank)
         parts = parts or assemble(recipe, self.world, self.device, fresh=found is None)
-        self._tell_parts(parts)
+        self._print_notes(parts)
         position = Position()
         identity = identify(parts, found)
         recorder, health = self._watch(parts, identity.attempt)
         saver = Saver(store, parts, health, identity, self.progress.warn)
         if found is not None:
-            refuse_other_data(found.manifest, parts, allow_changed)
-            if why := ending(found.manifest, parts):
+            require_same_data(found.manifest, parts, allow_changed)
+            if why := reason_to_end(found.manifest, parts):
                 self.progress.note(f"{why}: {found.path} is the last checkpoint")
                 health.restore(found.manifest.extra.get("health", {}))
-                self._end_again(parts, health, found, store.group)
+                self._finish_ended_run(parts, health, found, store.group)
                 return ExitCode.DONE
             saver.restore(found.path, found.manifest, position)
             self.progress.note(f"resumed from {found.path} (step {position.step})")
         if recipe.checkpoint.export != "none":
             require_exportable(parts)
+        # Only now: a start that fails leaves the recipe of the run as it was.
         if self.world.rank == 0:
             atomic_write(self.directory.recipe, to_toml(recipe))
         state = self._state(parts, position.step, identity.attempt)
-        with self._recorded(state), recorder.open_log(position.step):
+        with self._record(state), recorder.open_log(position.step):
             outcome = self._train(parts, position, saver, health)
             state.warnings = health.conclude()
             if outcome == "stopped":
@@ -169,18 +171,18 @@ class Session:
                     f"stopped after step {position.step}, saved; run again to resume"
                 )
                 return ExitCode.STOPPED_AND_SAVED
-            self._tell_end(outcome, position, state.warnings)
+            self._print_end(outcome, position, state.warnings)
             self._export(parts, position.step, store.group)
             state.outcome = "finished"
             self.stop.finish()
         return ExitCode.DONE
 
-    def _end_again(
+    def _finish_ended_run(
         self, parts: Assembled, health: Health, found: IntactCheckpoint, group: ProcessGroup | None
     ) -> None:
-        """Do what is left to do at the end of a run that has no more steps."""
+        """Complete the end of a run whose last step was saved: its export and its state.json."""
         state = self._state(parts, found.manifest.step, found.manifest.attempt)
-        with self._recorded(state):
+        with self._record(state):
             state.warnings = health.conclude()
             self._export(parts, found.manifest.step, group, found)
             state.outcome = "finished"
@@ -209,7 +211,7 @@ class Session:
                 self.stop.end_at_once(lambda: ExitCode.STOPPED_AND_SAVED)
             return outcome
 
-    def _recorded(self, state: RunState) -> AbstractContextManager[RunState]:
+    def _record(self, state: RunState) -> AbstractContextManager[RunState]:
         return record_attempt(state, self.directory.path if self.world.rank == 0 else None)
 
     def _open_store(self) -> CheckpointStore:
@@ -233,13 +235,13 @@ class Session:
         scale = parts.step.scale
         return recorder, Health(recipe.resilience, self.device, scale, warn, recorder.record)
 
-    def _tell_parts(self, parts: Assembled) -> None:
+    def _print_notes(self, parts: Assembled) -> None:
         for note in parts.notes:
             self.progress.note(note)
         for text in ignored_settings(parts):
             self.progress.warn(text)
 
-    def _tell_end(self, outcome: str, position: Position, warnings: Sequence[str]) -> None:
+    def _print_end(self, outcome: str, position: Position, warnings: Sequence[str]) -> None:
         for text in warnings:
             self.progress.warn(text)
         early = f"{outcome}, {position.best.describe()}" if outcome == "stopped early" else outcome

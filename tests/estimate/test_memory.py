@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.cases import also, quick
 from tests.distributed import run_ranks
-from trainer.engine.assemble.assemble import build_model, build_step
+from trainer.engine.assemble.build import build_model, build_step
 from trainer.engine.estimate.simulate.build import empty_batches
 from trainer.engine.estimate.simulate.extrapolate import simulate_memory
 from trainer.engine.estimate.simulate.instrumented import track

@@ -10,7 +10,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.cases import quick
 from tests.distributed import run_ranks
-from trainer.engine.assemble.assemble import build_model, build_step
+from trainer.engine.assemble.build import build_model, build_step
 from trainer.engine.core.local import local
 from trainer.engine.estimate.plan import store
 from trainer.engine.estimate.simulate.build import step_batches

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer.engine.assemble.kernels import choose_kernels, describe_choices
+from trainer.engine.assemble.build import choose_kernels, describe_choices
 from trainer.engine.assemble.tables import KernelChoices as Table
 from trainer.engine.core.errors import RecipeError
 from trainer.engine.parallel.tables import Compile

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from tests.model_zoo.peers import our_model, their_model
 from trainer import load_recipe, train
 from trainer.cli.main import main
-from trainer.engine.assemble.assemble import assemble, build_model
+from trainer.engine.assemble.assemble import assemble
+from trainer.engine.assemble.build import build_model
 from trainer.engine.checkpoint.find import find_checkpoint
 from trainer.engine.checkpoint.tensors import InMemoryTensor
 from trainer.engine.conversion.convert import Options, convert

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from trainer.engine.assemble.assemble import build_model
+from trainer.engine.assemble.build import build_model
 from trainer.engine.core.errors import EnvironmentFault
 from trainer.engine.parallel.plan import make_plan
 from trainer.engine.parallel.tables import Parallel

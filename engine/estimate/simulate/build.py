@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ....kernels.cross_entropy.reference import GPU_ROWS
 from ....model_zoo.layers.dense import RMSNorm
-from ...assemble.assemble import BuiltModel, build_model, build_step
+from ...assemble.build import BuiltModel, build_model, build_step
 from ...data.batch import Batch
 from ...parallel.materialize import materialize
 from ...parallel.plan import Plan, make_plan

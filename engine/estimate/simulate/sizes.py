@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...assemble.assemble import build_model
+from ...assemble.build import build_model
 from ...optim.groups import matcher
 from ...parallel.blocks import transform_blocks
 from ...parallel.pipeline.cut import cut_blocks, num_micro_batches, stage_holders
