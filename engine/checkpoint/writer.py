@@ -50,9 +50,15 @@ class Writer:
 
     def plan(self, state: Mapping[str, Tensor]) -> None:
         """Decide which rank writes what; agreed once, as long as names and shapes stay."""
-        held = [chunk for name, tensor in state.items() if (chunk := _chunk(name, tensor))]
+        held: list[LocalChunk] = []
+
+        def is_unchanged() -> bool:
+            held.extend(chunk for name in state if (chunk := _chunk(name, state[name])))
+            return held == self._held
+
         # Comparing is one small collective; a new plan gathers the names and boxes of every rank.
-        if not self._ranks.reduce(lambda: held == self._held, all):
+        # What raises must do so inside of it, or the other ranks would wait for this one.
+        if not self._ranks.reduce(is_unchanged, all):
             self._buffers.clear()
             self._chunks, self._files = self._ranks.scatter(lambda: held, _divide)
             self._held = held
