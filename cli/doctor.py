@@ -53,14 +53,14 @@ def _trace(path: Path, overrides: list[str], world: int, as_json: bool) -> ExitC
     recipe = load_recipe(path, overrides, world).recipe
     from ..engine.doctor.graphs import trace
 
-    found = trace(recipe, world, recipe.vocab_size)
-    breaks = [(each.part, one) for each in found for one in each.breaks]
+    parts = trace(recipe, world, recipe.vocab_size)
+    breaks = [(each.part, one) for each in parts for one in each.breaks]
     if as_json:
-        report = {"whole": not breaks, "parts": [asdict(each) for each in found]}
+        report = {"whole": not breaks, "parts": [asdict(each) for each in parts]}
         print(json.dumps(report, indent=1))
     else:
         rows = [["PART", "LIKE IT", "GRAPHS", "OPERATIONS", "RECOMPILED", "BREAKS"]]
-        for each in found:
+        for each in parts:
             counts = (each.like_it, each.graphs, each.operations, each.recompiled)
             rows.append([each.part, *map(str, counts), str(len(each.breaks))])
         print_table(rows)

@@ -56,9 +56,9 @@ def estimate_memory(
         raise RecipeError(f"{'--gpu' if gpu else '--knobs'} with --cpu", "give one of the two")
     given = overrides or []
     loaded = load_recipe(recipe, given, world).recipe
-    found = estimate_memory(loaded, world, on_gpu=not cpu, gpu=gpu or "h100")
+    estimates = estimate_memory(loaded, world, on_gpu=not cpu, gpu=gpu or "h100")
     memory = GPU_MIB[gpu] * 2**20 if gpu else None
-    left = None if memory is None else memory - max(each.total_bytes for each in found)
+    left = None if memory is None else memory - max(each.total_bytes for each in estimates)
     best: list[Suggestion] | None = None
     if knobs or (left is not None and left < 0):
         from ..engine.estimate.memory import suggest
@@ -66,11 +66,11 @@ def estimate_memory(
         def load(changes: Sequence[str], ranks: int) -> Any:
             return load_recipe(recipe, [*given, *changes], ranks).recipe
 
-        best = suggest(loaded, found, world, load)
+        best = suggest(loaded, estimates, world, load)
     if as_json:
-        print(json.dumps(_as_json(found, gpu, left, best), indent=1))
+        print(json.dumps(_as_json(estimates, gpu, left, best), indent=1))
         return
-    _print(found)
+    _print(estimates)
     if memory is not None and left is not None:
         print(_verdict(gpu, memory, left))
     if best is not None:
@@ -78,29 +78,29 @@ def estimate_memory(
 
 
 def _as_json(
-    found: Sequence[Estimate], gpu: str, left: int | None, best: Sequence[Suggestion] | None
+    estimates: Sequence[Estimate], gpu: str, left: int | None, best: Sequence[Suggestion] | None
 ) -> dict[str, Any]:
-    shown: dict[str, Any] = {"ranks": [each.as_json() for each in found]}
+    content: dict[str, Any] = {"ranks": [each.as_json() for each in estimates]}
     if left is not None:
-        shown |= {"gpu": gpu, "left_bytes": left}
+        content |= {"gpu": gpu, "left_bytes": left}
     if best is not None:
-        shown["knobs"] = [asdict(each) for each in best]
-    return shown
+        content["knobs"] = [asdict(each) for each in best]
+    return content
 
 
-def _print(found: Sequence[Estimate]) -> None:
-    heads = ["", *(f"rank {each.rank}" for each in found)]
+def _print(estimates: Sequence[Estimate]) -> None:
+    heads = ["", *(f"rank {each.rank}" for each in estimates)]
     rows = [heads]
     for kind in KINDS:
-        rows.append([kind, *(_size(each.at_peak.get(kind, 0)) for each in found)])
-    named = [sum(each.at_peak.get(kind, 0) for kind in KINDS) for each in found]
-    others = [_size(each.peak_bytes - n) for each, n in zip(found, named, strict=True)]
+        rows.append([kind, *(_size(each.at_peak.get(kind, 0)) for each in estimates)])
+    named = [sum(each.at_peak.get(kind, 0) for kind in KINDS) for each in estimates]
+    others = [_size(each.peak_bytes - n) for each, n in zip(estimates, named, strict=True)]
     rows.append(["other", *others])
-    rows.append(["tensors at the peak", *(_size(each.peak_bytes) for each in found)])
-    for name in dict.fromkeys(name for each in found for name in each.margins):
-        rows.append([f"+ {name}", *(_size(each.margins.get(name, 0)) for each in found)])
-    if any(each.margins for each in found):
-        rows.append(["in all", *(_size(each.total_bytes) for each in found)])
+    rows.append(["tensors at the peak", *(_size(each.peak_bytes) for each in estimates)])
+    for name in dict.fromkeys(name for each in estimates for name in each.margins):
+        rows.append([f"+ {name}", *(_size(each.margins.get(name, 0)) for each in estimates)])
+    if any(each.margins for each in estimates):
+        rows.append(["in all", *(_size(each.total_bytes) for each in estimates)])
     print_table(rows)
 
 

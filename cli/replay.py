@@ -29,7 +29,7 @@ def launch_replay(command: list[str], nproc: int) -> int:
         return launch(trainer_command(command), nproc, log_dir=Path(logs))
 
 
-def print_replay(found: Replay, as_json: bool) -> None:
+def print_replay(replay: Replay, as_json: bool) -> None:
     """Print the step beside what was recorded, and a line for each layer."""
     if as_json:
         layers = {
@@ -39,23 +39,23 @@ def print_replay(found: Replay, as_json: bool) -> None:
                 "gradient_rms": sums.gradients.rms,
                 "weight_gradient_norm": sums.weights.norm,
             }
-            for name, sums in found.layers.items()
+            for name, sums in replay.layers.items()
         }
-        print(json.dumps(replace_non_finite(asdict(found) | {"layers": layers}), indent=1))
+        print(json.dumps(replace_non_finite(asdict(replay) | {"layers": layers}), indent=1))
         return
-    target = found.target
-    start = make_printable(found.start) or "the start of the run"
-    again = target.step - 1 - found.start_step
+    target = replay.target
+    start = make_printable(replay.start) or "the start of the run"
+    again = target.step - 1 - replay.start_step
     print(f"step {target.step:,}, from {start}; steps trained once more: {again:,}")
     rows = [("", "RECORDED", "REPLAYED", "")]
-    for key, value in (("loss", found.loss), ("grad_norm", found.grad_norm)):
+    for key, value in (("loss", replay.loss), ("grad_norm", replay.grad_norm)):
         recorded = target.recorded.get(key)
         same = recorded == value or (recorded != recorded and value != value)
         word = "" if recorded is None else "the same bits" if same else "differs"
         rows.append((key, "" if recorded is None else f"{recorded:.9g}", f"{value:.9g}", word))
     print_table(rows)
     print()
-    print_table([HEAD, *map(_cells, found.layers.items())])
+    print_table([HEAD, *map(_cells, replay.layers.items())])
     print("\nactivations and their gradients: root mean square; weights' gradient: L2 norm")
 
 

@@ -29,12 +29,12 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Write one HTML page with plots that needs no network; several runs are compared."""
-    found = find_runs(runs)
+    folders = find_runs(runs)
     is_default = out is None
-    out = out or (found[0] / "report.html" if len(found) == 1 else Path("report.html"))
-    page = write_page(found)
+    out = out or (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))
+    page = write_page(folders)
     write_asked(out, page, replace=force or is_default, hint="give another file with --out")
     if as_json:
-        print(json.dumps({"report": str(out), "runs": [str(run) for run in found]}))
+        print(json.dumps({"report": str(out), "runs": [str(run) for run in folders]}))
     else:
-        echo(f"{out}: {len(found)} run{'s' * (len(found) > 1)}, {len(page) / 1000:,.0f} kB")
+        echo(f"{out}: {len(folders)} run{'s' * (len(folders) > 1)}, {len(page) / 1000:,.0f} kB")

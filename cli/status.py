@@ -32,24 +32,24 @@ def status(
 ) -> None:
     """Show what a run is doing, or how it ended."""
     while True:
-        found = [examine(path) for path in find_runs(runs)]
+        statuses = [examine(path) for path in find_runs(runs)]
         if watch and sys.stdout.isatty() and not as_json:
             print(CLEAR, end="")
-        _print(found, as_json, indent=None if watch else 1)
-        if not watch or not any(each.state == "running" for each in found):
+        _print(statuses, as_json, indent=None if watch else 1)
+        if not watch or not any(each.state == "running" for each in statuses):
             return
         sys.stdout.flush()
         time.sleep(seconds)
 
 
-def _print(found: Sequence[RunStatus], as_json: bool, indent: int | None) -> None:
+def _print(statuses: Sequence[RunStatus], as_json: bool, indent: int | None) -> None:
     if as_json:
-        rows = [_plain(each) for each in found]
+        rows = [_plain(each) for each in statuses]
         print(json.dumps(rows[0] if len(rows) == 1 else rows, indent=indent))
-    elif len(found) == 1:
-        print_table(list(_lines(found[0]).items()))
+    elif len(statuses) == 1:
+        print_table(list(_lines(statuses[0]).items()))
     else:
-        _print_table(found)
+        _print_table(statuses)
 
 
 def _plain(one: RunStatus) -> dict[str, Any]:
@@ -79,9 +79,9 @@ def _lines(one: RunStatus) -> dict[str, str]:
     return lines | ({"warnings": "; ".join(one.warnings)} if one.warnings else {})
 
 
-def _print_table(found: Sequence[RunStatus]) -> None:
+def _print_table(statuses: Sequence[RunStatus]) -> None:
     rows = [("RUN", "STATE", "STEP", "LOSS", "VALIDATION", "TOK/S", "ETA", "CHECKPOINT", "NOTES")]
-    for one in found:
+    for one in statuses:
         rows.append(
             (
                 Path(one.run).name,

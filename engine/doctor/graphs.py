@@ -153,19 +153,19 @@ class _Tracer:
             part.graphs += len(self._made)
             part.operations += sum(self._made)
             part.used = part.used or tuple(self._ran)
-        found = [_break(each.reason, each.user_stack) for each in graph_break_reasons]
-        told = {each.reason for each in found}
+        breaks = [_break(each.reason, each.user_stack) for each in graph_break_reasons]
+        reasons = {each.reason for each in breaks}
         others = [_break(text, []) for text in messages]  # torch does not say where
-        found += [each for each in others if each.reason not in told]
-        part.breaks += [each for each in dict.fromkeys(found) if each not in part.breaks]
+        breaks += [each for each in others if each.reason not in reasons]
+        part.breaks += [each for each in dict.fromkeys(breaks) if each not in part.breaks]
 
     def distinct(self) -> list[Traced]:
         """Return the parts that made graphs or broke."""
-        found = [part for part in self._parts if part.graphs or part.breaks]
+        parts = [part for part in self._parts if part.graphs or part.breaks]
         for part in self._parts:
-            for other in found:
+            for other in parts:
                 other.like_it += part is not other and part.used == other.used != ()
-        return found
+        return parts
 
 
 def _break(reason: str, stack: list[Any]) -> Break:

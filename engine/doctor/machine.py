@@ -39,8 +39,8 @@ def check_versions() -> Iterator[Finding]:
     yield Finding("trainer", "ok", __version__)
     yield Finding("python", "ok", f"{platform.python_version()} on {platform.platform()}")
     for package in CORE:
-        found = _version(package)
-        yield Finding(package, "ok" if found else "note", found or "not installed")
+        installed = _version(package)
+        yield Finding(package, "ok" if installed else "note", installed or "not installed")
 
 
 def check_extras() -> Iterator[Finding]:
@@ -55,8 +55,8 @@ def check_extras() -> Iterator[Finding]:
         if match and match[2] != "dev":
             package, extra = match.groups()
             subject = f"extra [{extra}]"
-            if found := _version(package):
-                yield Finding(subject, "ok", f"{package} {found}")
+            if installed := _version(package):
+                yield Finding(subject, "ok", f"{package} {installed}")
             else:
                 hint = f"pip install 'trainer[{extra}]'"
                 yield Finding(subject, "note", f"{package} is not installed", hint)

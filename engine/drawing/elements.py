@@ -100,8 +100,8 @@ def log_ticks(low: float, high: float) -> list[float]:
         return [math.log10(tick) for tick in ticks(10**low, 10**high, 4) if tick > 0]
     marks = (1, 2, 5) if decades < 3 else (1,)
     exponents = range(math.floor(low), math.ceil(high) + 1, math.ceil(decades / 6))
-    found = [exponent + math.log10(mark) for exponent in exponents for mark in marks]
-    return [tick for tick in found if low <= tick <= high]
+    candidates = [exponent + math.log10(mark) for exponent in exponents for mark in marks]
+    return [tick for tick in candidates if low <= tick <= high]
 
 
 def format_short(value: float) -> str:

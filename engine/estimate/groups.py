@@ -77,13 +77,13 @@ def mesh_groups(degrees: Degrees, gpus_per_node: int, *, sharded: bool) -> Itera
 
 def members_of(degrees: Degrees, along: Sequence[str], rank: int) -> list[int]:
     """Return the ranks that differ from the lowest of them, `rank`, along some axes alone."""
-    found, stride = [rank], 1
+    members, stride = [rank], 1
     for axis in reversed(EXPERT_AXES if set(along) <= set(EXPERT_AXES) else AXES):
         degree = getattr(degrees, axis)
         if axis in along:
-            found = [each + step * stride for each in found for step in range(degree)]
+            members = [each + step * stride for each in members for step in range(degree)]
         stride *= degree
-    return found
+    return members
 
 
 def link_of(degrees: Degrees, rank: int, axes: Sequence[str], kind: str, gpus_per_node: int) -> str:

@@ -124,16 +124,16 @@ def _has_points(runs: Sequence[RunData], plot: Plot) -> bool:
 
 
 def _series(runs: Sequence[RunData], plot: Plot, limit: int) -> list[Series]:
-    found = []
+    series = []
     for number, run in enumerate(runs):
         for curve in plot.curves:
             rows = [row for row in run.rows.get(curve.kind, []) if curve.key in row]
             if rows:
-                found.append(_thinned(number, rows, curve, len(plot.curves) > 1, limit))
-    return found
+                series.append(_thin_curve(number, rows, curve, len(plot.curves) > 1, limit))
+    return series
 
 
-def _thinned(number: int, rows: Sequence[Row], curve: Curve, mixed: bool, limit: int) -> Series:
+def _thin_curve(number: int, rows: Sequence[Row], curve: Curve, mixed: bool, limit: int) -> Series:
     values = [row[curve.key] * curve.scale for row in rows]
     if curve.exponential:
         values = [math.exp(value) if value < 690 else math.inf for value in values]

@@ -148,7 +148,7 @@ def _newest_manifest(folders: Sequence[Path]) -> Manifest | None:
 
 def _read_rows(path: Path) -> dict[str, list[Row]]:
     """Return the rows' numbers by kind and step; of a step that is there twice, the last."""
-    found: dict[str, dict[float, Row]] = {}
+    by_kind: dict[str, dict[float, Row]] = {}
     keys = {"step", "tokens", "time", "step_seconds"}
     try:
         with open_regular(path) as file:
@@ -163,9 +163,9 @@ def _read_rows(path: Path) -> dict[str, list[Row]]:
         if numbers.get("total_loss") == numbers.get("loss"):
             numbers.pop("total_loss", None)  # a plot that says nothing: there is no regulariser
         kind = row.get("kind")
-        if isinstance(kind, str) and len(found) < MAX_KEYS:
-            found.setdefault(kind, {})[numbers["step"]] = numbers
-    sorted_rows = {kind: [by[step] for step in sorted(by)] for kind, by in found.items()}
+        if isinstance(kind, str) and len(by_kind) < MAX_KEYS:
+            by_kind.setdefault(kind, {})[numbers["step"]] = numbers
+    sorted_rows = {kind: [by[step] for step in sorted(by)] for kind, by in by_kind.items()}
     _add_axes(sorted_rows)
     return sorted_rows
 
@@ -238,6 +238,6 @@ def read_profile(run: Path) -> ProfileSummary | None:
 
 
 def _finite_times(values: dict[str, Any]) -> dict[str, float]:
-    found = ((name, number(value)) for name, value in values.items())
-    finite = {name: value for name, value in found if value is not None and abs(value) < math.inf}
+    numbers = ((name, number(value)) for name, value in values.items())
+    finite = {name: value for name, value in numbers if value is not None and abs(value) < math.inf}
     return dict(list(finite.items())[:MAX_PHASES])

@@ -71,7 +71,7 @@ def find_runs(paths: list[Path]) -> list[Path]:
     Raises:
         RecipeError: a path that is none and has none.
     """
-    found: list[Path] = []
+    runs: list[Path] = []
     for path in paths:
         inner = [path] if is_run(path) else sorted(filter(is_run, _folders(path)))
         if not inner:
@@ -79,8 +79,8 @@ def find_runs(paths: list[Path]) -> list[Path]:
             what = "has no metrics.jsonl" if path.exists() else "does not exist"
             hint = nearest(path.name, known) or "a run directory is {run.dir}/{run.name}"
             raise RecipeError(f"no run: {make_printable(str(path))} {what}", hint)
-        found += inner
-    return list(dict.fromkeys(found))
+        runs += inner
+    return list(dict.fromkeys(runs))
 
 
 def is_run(path: Path) -> bool:

@@ -94,13 +94,13 @@ def _axis(option: str, text: str) -> _Axis:
         raise ValueError("expected KEY=VALUE,VALUE,..., such as optimizer.lr=1e-4,3e-4")
     if key in ("run.name", "run.dir"):
         raise ValueError("a sweep names its runs itself; give --dir for its folder")
-    found = _spaced(values) if values.startswith(("log:", "lin:")) else split_values(values)
-    if not all(found):
+    texts = _spaced(values) if values.startswith(("log:", "lin:")) else split_values(values)
+    if not all(texts):
         raise ValueError("a value is missing between two commas")
-    twice = [value for value in dict.fromkeys(found) if found.count(value) > 1]
+    twice = [value for value in dict.fromkeys(texts) if texts.count(value) > 1]
     if twice:
         raise ValueError(f"{format_value(twice[0])} is there twice")
-    return _Axis(option, key, tuple(found))
+    return _Axis(option, key, tuple(texts))
 
 
 def _spaced(text: str) -> list[str]:

@@ -44,7 +44,7 @@ def run_points(
             if sweep.is_finished(point):
                 say(f"{place}: finished before")
                 continue
-            if stopped(signals):
+            if stop_requested(signals):
                 return ExitCode.STOPPED_AND_SAVED
             say(f"{place}: {' '.join(point.settings)}")
             code = _run_point(sweep, point, loaded, nproc, signals)
@@ -58,7 +58,7 @@ def run_points(
     return failed[0] if failed else ExitCode.DONE
 
 
-def stopped(signals: SignalPipe) -> bool:
+def stop_requested(signals: SignalPipe) -> bool:
     """Return whether a signal has asked to stop."""
     for number in signals.read(0):
         signals.judge(number)

@@ -172,13 +172,13 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         if self._fake is not None and func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # simulated, it would make another tensor
-        found = func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
         if not self._paused and active_fake_mode() is self._fake:
             kind = self._forced or self._current()
-            for tensor in (found,) if isinstance(found, Tensor) else tree_leaves(found):
+            for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
                 if isinstance(tensor, Tensor):
                     self._count(tensor, kind)
-        return found
+        return out
 
     def _current(self) -> str:
         if torch._C._current_graph_task_id() == -1:
