@@ -93,12 +93,12 @@ def test_a_part_that_is_whole_is_kept_and_a_damaged_one_made_again(tmp_path: Pat
     stores = PartStores(tmp_path / "parts", pieces, ByteTokenizer())
     stores.folder.mkdir()
     assert [stores.make(0), stores.make(0)] == [True, False]
-    expected = content(stores.place(0))
+    expected = content(stores.part_folder(0))
     for name in expected:
-        file = stores.place(0) / name
+        file = stores.part_folder(0) / name
         file.write_bytes(bytes(byte ^ 1 for byte in expected[name]))
         assert stores.make(0)
-        assert content(stores.place(0)) == expected
+        assert content(stores.part_folder(0)) == expected
 
 
 def test_parts_of_other_documents_are_not_used(tmp_path: Path) -> None:
