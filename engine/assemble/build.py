@@ -17,8 +17,8 @@ from ..core.errors import Problem, RecipeError
 from ..formats.hf_load import load_huggingface
 from ..lora.apply import add_adapters, require_adapters
 from ..observe.phases import Phase, no_phase
-from ..optim.groups import parameter_groups
-from ..optim.lean import spare_compiler
+from ..optim.parameters import parameter_groups
+from ..optim.parameters import avoid_dynamo_import
 from ..parallel.axis import LocalParts
 from ..parallel.blocks import transform_blocks
 from ..parallel.materialize import without_storage
@@ -26,7 +26,7 @@ from ..parallel.pipeline.cut import num_micro_batches
 from ..parallel.pipeline.measure import measure_costs
 from ..parallel.plan import Plan
 from ..precision.hardware import DTYPES, LossScale, compute_dtype, dtype_name
-from ..precision.products import narrow
+from ..precision.products import enable_low_precision
 from ..train.balance import Balance
 from ..train.step import TrainStep
 from ..train.update import Update, UpdateAfterBackward, UpdateInBackward
@@ -86,8 +86,8 @@ def build_model(
         # Adapters before the split: they are divided as the weights that they adapt.
         if recipe.lora.rank:
             notes.append(add_adapters(model, config.layout, recipe.lora))
-    if plan and recipe.precision.narrow:
-        notes += narrow(model, config, recipe.precision.narrow)
+    if plan and recipe.precision.low_precision:
+        notes += enable_low_precision(model, config, recipe.precision.low_precision)
     notes += describe_choices(kernels)
     model.compute_dtype = dtype
     pieces = LocalParts()
@@ -127,7 +127,7 @@ def build_step(
     )
     # After the wrapping: FSDP replaces parameters, and an optimizer must hold the new ones.
     groups = parameter_groups(model.named_parameters(), recipe.optimizer)
-    spare_compiler()
+    avoid_dynamo_import()
     optimizer = recipe.optimizer.build(groups, plan.device)
     scale = LossScale(model.compute_dtype)
     weight_update: Update = UpdateAfterBackward(

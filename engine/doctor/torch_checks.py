@@ -15,7 +15,7 @@ from ...kernels.choose import choose
 from ...kernels.registry import without_triton
 from ..data.tables import Data
 from ..observe.throughput import device_peak_flops
-from ..precision.hardware import multiplies_bf16, multiplies_narrow
+from ..precision.hardware import multiplies_bf16, multiplies_low_precision
 from .machine import GIB, Finding, cpu_name
 
 
@@ -37,7 +37,7 @@ def check_devices() -> Iterator[Finding]:
         word = "bf16" if native else "fp32"
         yield Finding(f"{device} computes in", "ok", f'{word} with compute = "auto": {reason}')
         for narrow in ("float8", "mx"):
-            native, reason = multiplies_narrow(narrow, device)
+            native, reason = multiplies_low_precision(narrow, device)
             how = "in hardware" if native else "emulated only"
             yield Finding(f"{device} {narrow}", "ok", f"{how}: {reason}")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..optim.groups import parameter_groups
+from ..optim.parameters import parameter_groups
 from ..parallel.mesh import AXES, FSDP_AXES, GRADIENT_AXES, Degrees
 from ..parallel.pipeline.cut import cut_blocks, num_micro_batches, num_stages, stage_costs
 from ..parallel.pipeline.grid import Grid, bubble_fraction, parse, schedule_grid

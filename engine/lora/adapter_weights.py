@@ -130,8 +130,8 @@ def load_adapter(folder: Path, model: LanguageModel, config: ModelConfig, table:
         table: what its adapters were made from.
 
     Raises:
-        CheckpointError: the folder cannot be read or is of other adapters, all misfits listed, and
-            no tensor was touched.
+        CheckpointError: the folder cannot be read or is of other adapters, all mismatches listed,
+            and no tensor was touched.
     """
     problems = _compare_settings(read_json(folder / CONFIG, MAX_CONFIG_BYTES), table)
     adapters = {name: value for name, value in model.named_parameters() if is_adapter(name)}

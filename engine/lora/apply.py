@@ -9,13 +9,13 @@ from ...model_zoo.language_model import Constant, LanguageModel, Normal
 from ...model_zoo.layers.dense import AdaptedLinear, Linear
 from ...model_zoo.layout import is_adapter
 from ..core.errors import Problem, RecipeError, nearest
-from ..optim.groups import matcher
+from ..core.text.expressions import match_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ...model_zoo.layout import Layout
-    from ..parallel.pipeline.cut import Cut
+    from ..parallel.pipeline.cut import StageSplit
     from .tables import LoRA
 
 Rule = Normal | Constant
@@ -58,7 +58,7 @@ def add_adapters(model: LanguageModel, layout: Layout, table: LoRA) -> str:
     )
 
 
-def require_adapters(model: LanguageModel, layout: Layout, cut: Cut) -> None:
+def require_adapters(model: LanguageModel, layout: Layout, cut: StageSplit) -> None:
     """Check that each rank of a pipeline has something to train.
 
     Args:
@@ -89,7 +89,7 @@ def _choose(patterns: list[str], names: list[str], model: LanguageModel) -> set[
     chosen: set[str] = set()
     problems = []
     for index, pattern in enumerate(patterns):
-        found = set(filter(matcher(pattern), names))
+        found = set(filter(match_names(pattern), names))
         if not found:
             every = [name for name, _ in model.named_parameters()]
             problems.append(_unmatched(index, pattern, names, every))
@@ -101,7 +101,7 @@ def _choose(patterns: list[str], names: list[str], model: LanguageModel) -> set[
 
 def _unmatched(index: int, pattern: str, names: list[str], every: list[str]) -> Problem:
     hint = nearest(pattern, names) or f"weights are named like {names[0]} and {names[-1]}"
-    others = any(map(matcher(pattern), every))
+    others = any(map(match_names(pattern), every))
     reason = "only what cannot have an adapter: the projections in blocks can" if others else ""
     return Problem(
         f'"{pattern}" matches {reason or "no weight"}', key=f"lora.targets.{index}", hint=hint

@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ...model_zoo.layout import DOWN, UP, is_adapter
-from ..optim.groups import matcher
+from ..core.text.expressions import match_names
 
 if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
@@ -21,7 +21,7 @@ def with_adapters(
     shapes: Mapping[str, tuple[int, ...]], layout: Layout, table: LoRA
 ) -> dict[str, tuple[int, ...]]:
     """Return shapes of parameters by name, with those of the adapters that a table asks for."""
-    tests = [matcher(pattern) for pattern in table.targets] if table.rank else []
+    tests = [match_names(pattern) for pattern in table.targets] if table.rank else []
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         found[name] = shape

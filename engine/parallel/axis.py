@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ...model_zoo.language_model import LanguageModel
     from ..data.batch import Batch
     from .mesh import Degrees
-    from .pipeline.cut import Cut, EndCosts
+    from .pipeline.cut import EndCosts, StageSplit
     from .pipeline.pipeline import Pipeline, Stage
     from .tables import Parallel
 
@@ -62,7 +62,7 @@ class LocalParts:
     tensor_replicated: set[str] = field(default_factory=set)
     fsdp_ignored: set[str] = field(default_factory=set)
     stages: dict[int, Stage] = field(default_factory=dict)
-    cut: Cut | None = None
+    cut: StageSplit | None = None
     hidden_width: int = 0
 
 

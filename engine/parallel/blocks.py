@@ -41,11 +41,11 @@ def transform_blocks(
     Module and parameter names stay as they are.
 
     Args:
-        model: whose blocks are transformed.
-        layout: where they are.
-        memory: the recipe's table.
-        compile_: the recipe's table.
-        is_split: tensor parallelism will split their weights.
+        model: the model, before it is split over ranks.
+        layout: where its blocks are.
+        memory: the recipe's `[memory]`.
+        compile_: the recipe's `[compile]`.
+        is_split: whether tensor parallelism will split the blocks' weights.
 
     Raises:
         RecipeError: torch.compile has no such backend, or torch no such operation.
@@ -94,11 +94,11 @@ def _require_backend(name: str) -> None:
 
 
 def recompute(block: nn.Module, number: int, memory: Memory, contexts: Contexts | None) -> None:
-    """Make a block recompute its activations, if it is one of those that shall, in place.
+    """Make a block recompute its activations in the backward pass, if the recipe says so, in place.
 
     Args:
-        block: whose `forward` is replaced.
-        number: of the block in the model.
+        block: the block whose `forward` is replaced.
+        number: the block's number in the model.
         memory: the recipe's table.
         contexts: what `selective_contexts` returned, for "selective".
     """
@@ -107,27 +107,28 @@ def recompute(block: nn.Module, number: int, memory: Memory, contexts: Contexts 
     forward = block.forward
     options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
 
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
+    def run_checkpointed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
-    block.forward = recomputed
+    block.forward = run_checkpointed
 
 
-def hooks_outside(module: nn.Module) -> None:
-    """Let the hooks of a module inside of a block run unseen by what keeps results, in place.
+def hide_hooks_from_checkpointing(module: nn.Module) -> None:
+    """Let the hooks of a module inside a block run outside of selective checkpointing, in place.
 
-    What FSDP does there is not the same when a block runs again.
+    FSDP's hooks do not run the same operations when the block is recomputed, so that torch's cache
+    of saved results would return those of other operations.
     """
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in hooks.items():
-            hooks[key] = _unseen(hook)
+            hooks[key] = _without_checkpointing(hook)
 
 
-def _unseen(hook: Callable[..., Any]) -> Callable[..., Any]:
+def _without_checkpointing(hook: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         mode = _get_current_dispatch_mode()
-        is_keeping = isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
-        with _pop_mode_temporarily() if is_keeping else nullcontext():
+        is_active = isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
+        with _pop_mode_temporarily() if is_active else nullcontext():
             return hook(*args, **kwargs)
 
     return run

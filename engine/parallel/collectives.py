@@ -194,7 +194,8 @@ class _SendRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor, None]:
         exchange = ctx.exchange
-        gradient, exchange.gradient = exchange.gradient, None  # others hold `exchange` for longer
+        # `exchange` outlives this pass in the arguments of others: give the memory back.
+        gradient, exchange.gradient = exchange.gradient, None
         return wait(gradient), None
 
 
@@ -206,6 +207,8 @@ class _WaitForRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # Started here and waited for in `_SendRows.backward`, so that it overlaps with what the
+        # backward pass computes between them.
         exchange = ctx.exchange
         exchange.gradient = start_all_to_all(grad, exchange.splits.reversed(), exchange.group)
         return grad, None

@@ -106,6 +106,7 @@ class AllToAllExchange(TokenExchange):
             weight: the router's weight of each token, [T].
             offs: exclusive end of each expert's tokens in `rows`, int32 [E].
         """
+        # Receivers need the counts before the tokens: the sizes of the all-to-all follow from them.
         ranks, slices = self.expert_group.size(), self.expert_tensor_group.size()
         counts = torch.diff(offs, prepend=offs.new_zeros(1))
         even = [len(counts) // ranks] * ranks

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from .axis import AxisParts, LocalParts, LocalRank, ParallelModel, SplitSettings, StepSettings
-from .blocks import hooks_outside
+from .blocks import hide_hooks_from_checkpointing
 from .expert import build_expert_mesh, shard_experts
 from .gradient_reduction import make_replicated_reduction
 from .tables import Parallel
@@ -211,9 +211,10 @@ def apply_fsdp(
         )
 
     if experts:
+        # Before their blocks: FSDP2 leaves out what an inner unit holds already.
         for module in experts.modules:
             wrap(module, reshard_blocks, experts.mesh, shard_placement_fn=experts.placement)
-            hooks_outside(module)
+            hide_hooks_from_checkpointing(module)
     placement_arguments = placement_arguments or {}
     blocks = list(cast("nn.ModuleList", model.get_submodule(layout.blocks)))
     for block in blocks:

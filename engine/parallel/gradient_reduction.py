@@ -88,6 +88,7 @@ def make_replicated_reduction(
     def reduce_gradients() -> None:
         gradients = [local(each.grad) for each in parameters if each.grad is not None]
         for group in groups if gradients else ():
+            # One collective for all parameters: most of them are norms of a few bytes.
             flat = torch.cat([gradient.flatten() for gradient in gradients]).to(device)
             dist.all_reduce(flat, operation, group)
             parts = torch.split(flat, [gradient.numel() for gradient in gradients])
@@ -117,6 +118,7 @@ def make_tied_reduction(
         for gradient in gradients:
             ours = gradient.to(device).contiguous()
             theirs = torch.empty_like(ours)
+            # Point to point: an all-reduce over the pipeline axis would include middle stages.
             exchange = [
                 dist.P2POp(dist.isend, ours, group=group, group_peer=other),
                 dist.P2POp(dist.irecv, theirs, group=group, group_peer=other),

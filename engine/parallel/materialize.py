@@ -95,6 +95,7 @@ def _fill_shard(parameter: DTensor, rule: Normal | Constant, key: str) -> None:
     if isinstance(rule, Constant):
         local.fill_(rule.value)
     elif box is None:
+        # Strided shards are no contiguous part of the tensor: draw all of it and cut.
         full = torch.empty(parameter.shape, device=local.device)
         _fill_normal(full, rule, key, 0, parameter.numel())
         mesh, placements = parameter.device_mesh, parameter.placements

@@ -87,6 +87,7 @@ class Plan(LocalRank):
         settings = SplitSettings({each.name: each.place for each in found}, compute, reduce, costs)
         parts = LocalParts(config.layout.embed)
         for axis in self.axes:
+            # In this order: prune, then split matrices, then shard what is left.
             parts = axis.split(model, config, parts, settings)
         return parts
 

@@ -1,4 +1,4 @@
-"""Which weights multiply in a narrow format, and what keeps them from it. Torch-free."""
+"""Which weights multiply in low precision, and what keeps them from it. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ..core.errors import nearest
-from ..optim.groups import matcher
+from ..core.text.expressions import match_names
 from ..parallel.placement import CUT_DIMS, shares_heads, used_dim
-from .tables import MX, Float8, Narrow
+from .tables import MX, Float8, LowPrecision
 
 if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
 
 Shape = tuple[int, ...]
-Misfit = tuple[tuple[str | int, ...], str, str]
+Mismatch = tuple[tuple[str | int, ...], str, str]
 """key below the table, message, hint"""
 
 EXPERTS_UNIT = 128
 """what widths of experts are multiples of: blocks have that many values"""
 
 
-def unit(table: Narrow) -> int:
+def unit(table: LowPrecision) -> int:
     """Return what both widths of a projection are multiples of, and the tokens that it sees."""
     return 32 if isinstance(table, MX) else 16
 
 
-def multipliers(config: ModelConfig) -> dict[str, Shape]:
+def matmul_weights(config: ModelConfig) -> dict[str, Shape]:
     """Return the weights of blocks that multiply: those of projections, and of experts."""
     layout, shapes = config.layout, config.with_vocab(1).parameter_shapes()
     return {
@@ -41,23 +41,24 @@ def multipliers(config: ModelConfig) -> dict[str, Shape]:
     }
 
 
-def chosen(table: Narrow, config: ModelConfig) -> dict[str, Shape]:
+def select_weights(table: LowPrecision, config: ModelConfig) -> dict[str, Shape]:
     """Return the weights that a table names, and their whole shapes."""
     if not table.enabled:
         return {}
     takes, leaves = (
-        [matcher(pattern) for pattern in patterns] for patterns in (table.targets, table.exclude)
+        [match_names(pattern) for pattern in patterns]
+        for patterns in (table.targets, table.exclude)
     )
     return {
         name: shape
-        for name, shape in multipliers(config).items()
+        for name, shape in matmul_weights(config).items()
         if any(test(name) for test in takes) and not any(test(name) for test in leaves)
     }
 
 
-def misfits(
-    table: Narrow, config: ModelConfig, tensor: int, expert_tensor: int
-) -> Iterator[Misfit]:
+def mismatches(
+    table: LowPrecision, config: ModelConfig, tensor: int, expert_tensor: int
+) -> Iterator[Mismatch]:
     """Yield what keeps a table's weights from its format.
 
     Args:
@@ -67,7 +68,7 @@ def misfits(
         expert_tensor: ranks that split experts.
     """
     yield from _unmatched(table, config)
-    found = chosen(table, config)
+    found = select_weights(table, config)
     experts = {name: shape for name, shape in found.items() if config.layout.is_expert(name)}
     others = {name: shape for name, shape in found.items() if name not in experts}
     pieces = {name: _piece(name, shape, config, tensor) for name, shape in others.items()}
@@ -94,12 +95,12 @@ def misfits(
         yield ("targets",), message, "give other sizes, " + exclude.format(word, pattern)
 
 
-def _unmatched(table: Narrow, config: ModelConfig) -> Iterator[Misfit]:
+def _unmatched(table: LowPrecision, config: ModelConfig) -> Iterator[Mismatch]:
     """Yield patterns that match nothing that multiplies."""
-    names, every = list(multipliers(config)), list(config.with_vocab(1).parameter_shapes())
+    names, every = list(matmul_weights(config)), list(config.with_vocab(1).parameter_shapes())
     for key in ("targets", "exclude"):
         for index, pattern in enumerate(getattr(table, key)):
-            test = matcher(pattern)
+            test = match_names(pattern)
             if any(map(test, names)):
                 continue
             only = "only what does not multiply in a block" if any(map(test, every)) else "nothing"
@@ -107,9 +108,9 @@ def _unmatched(table: Narrow, config: ModelConfig) -> Iterator[Misfit]:
             yield (key, index), f'"{pattern}" matches {only}', hint
 
 
-def _halves(experts: Mapping[str, Shape], config: ModelConfig) -> Iterator[Misfit]:
+def _halves(experts: Mapping[str, Shape], config: ModelConfig) -> Iterator[Mismatch]:
     """Yield the first layer of experts of which some weights are named, and others not."""
-    for name in multipliers(config):
+    for name in matmul_weights(config):
         path = name.rpartition(".")[0]
         siblings = [other for other in experts if other.startswith(f"{path}.")]
         if config.layout.is_expert(name) and siblings and name not in experts:

@@ -9,7 +9,7 @@ import torch
 
 from ...kernels.registry import without_triton
 from ..core.errors import EnvironmentFault
-from .choose import chosen
+from .choose import select_weights
 from .tables import Precision
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def multiplies_bf16(device: torch.device) -> tuple[bool, str]:
     return False, f"nothing is known about {device.type} devices"
 
 
-def multiplies_narrow(word: str, device: torch.device) -> tuple[bool, str]:
+def multiplies_low_precision(word: str, device: torch.device) -> tuple[bool, str]:
     """Return whether the device multiplies float8 or MX matrices in hardware, and why.
 
     An NVIDIA GPU does from compute capability 8.9 (float8) or 10.0 (MXFP8) on.
@@ -65,16 +65,16 @@ def require_formats(table: Precision, config: ModelConfig, device: torch.device)
     Raises:
         EnvironmentFault: it lacks one, or what our kernels need.
     """
-    for word, narrow in table.narrow.items():
-        native, reason = multiplies_narrow(word, device)
-        if not native and not narrow.emulate:
+    for word, format_table in table.low_precision.items():
+        native, reason = multiplies_low_precision(word, device)
+        if not native and not format_table.emulate:
             raise EnvironmentFault(
                 f"precision.{word} cannot run here: {reason}",
                 f"set precision.{word}.emulate = true to compute what it would, more slowly",
             )
-    experts = any(map(config.layout.is_expert, chosen(table.float8, config)))
+    experts = any(map(config.layout.is_expert, select_weights(table.float8, config)))
     if experts and device.type == "cuda":
-        native, reason = multiplies_narrow("float8", device)
+        native, reason = multiplies_low_precision("float8", device)
         if missing := without_triton("cuda") if native else reason:
             raise EnvironmentFault(
                 f"experts in float8 are not emulated on a GPU, and cannot run here: {missing}",

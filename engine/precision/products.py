@@ -1,4 +1,4 @@
-"""Products in narrow formats, put in the place of a model's own."""
+"""Matmuls in low precision, put in the place of a model's own."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...kernels.grouped_gemm_fp8.op import grouped_linear_fp8
 from ..core.errors import EnvironmentFault
-from .choose import chosen
-from .tables import Float8, Narrow
+from .choose import select_weights
+from .tables import Float8, LowPrecision
 
 if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
@@ -26,7 +26,9 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """[..., in], [out, in] and a bias, or none -> [..., out], as `torch.nn.functional.linear`"""
 
 
-def narrow(model: LanguageModel, config: ModelConfig, tables: dict[str, Narrow]) -> list[str]:
+def enable_low_precision(
+    model: LanguageModel, config: ModelConfig, tables: dict[str, LowPrecision]
+) -> list[str]:
     """Let the weights that tables name multiply in their formats, in place.
 
     Parameters stay as they are. A scale is of what a rank multiplies with: its rows, its piece of a
@@ -45,7 +47,7 @@ def narrow(model: LanguageModel, config: ModelConfig, tables: dict[str, Narrow])
     """
     notes = []
     for word, table in tables.items():
-        names = chosen(table, config)
+        names = select_weights(table, config)
         experts = [name for name in names if config.layout.is_expert(name)]
         projections = [name for name in names if name not in set(experts)]
         if projections:
@@ -57,18 +59,18 @@ def narrow(model: LanguageModel, config: ModelConfig, tables: dict[str, Narrow])
             layer = cast("Experts", model.get_submodule(name.rpartition(".")[0]))
             layer.product = grouped_linear_fp8
         if names:
-            notes.append(_told(word, table, len(projections), len(experts)))
+            notes.append(_describe(word, table, len(projections), len(experts)))
     return notes
 
 
-def _told(word: str, table: Narrow, projections: int, experts: int) -> str:
+def _describe(word: str, table: LowPrecision, projections: int, experts: int) -> str:
     how = f"{cast('Float8 | MX', table).recipe}{', emulated' if table.emulate else ''}"
     parts = [f"{projections} projections ({how})"] if projections else []
     parts += [f"{experts} weights of experts (blocks of 128)"] if experts else []
     return f"{word}: {' and '.join(parts)} multiply in it"
 
 
-def make_product(table: Narrow) -> Product:
+def make_product(table: LowPrecision) -> Product:
     """Return the product of a projection.
 
     Raises:

@@ -11,7 +11,7 @@ from ..core.config import DEFAULTS, Table
 Patterns = Annotated[list[str], Field(max_length=100)]
 
 
-class Narrow(Table):
+class LowPrecision(Table):
     """Which weights multiply in a format; weights, and what optimizers keep, stay as they are."""
 
     enabled: bool = False
@@ -26,7 +26,7 @@ class Narrow(Table):
     hardware that lacks the format; slower than without it"""
 
 
-class Float8(Narrow):
+class Float8(LowPrecision):
     """Products in float8 (e4m3): of projections by torchao, of experts by our own kernels with a
     scale for each 128 values of a row and each 128 x 128 of a weight (arXiv:2412.19437).
     """
@@ -36,7 +36,7 @@ class Float8(Narrow):
     a row, a power of two; "rowwise_with_gw_hp": that, but gradients of weights are not in float8"""
 
 
-class MX(Narrow):
+class MX(LowPrecision):
     """Products of projections in MXFP8: e4m3 with a power of two for each 32 values (OCP
     Microscaling Formats 1.0), by torchao.
     """
@@ -58,7 +58,7 @@ class Precision(Table):
     """products in MXFP8"""
 
     @property
-    def narrow(self) -> dict[str, Narrow]:
-        """The tables of narrow formats that are enabled, by their word."""
-        tables: dict[str, Narrow] = {"float8": self.float8, "mx": self.mx}
+    def low_precision(self) -> dict[str, LowPrecision]:
+        """The tables of low-precision formats that are enabled, by their word."""
+        tables: dict[str, LowPrecision] = {"float8": self.float8, "mx": self.mx}
         return {word: table for word, table in tables.items() if table.enabled}

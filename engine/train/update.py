@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..core.local import local, num_parts
-from ..optim.lean import plain_step
+from ..optim.parameters import undecorated_step
 from ..parallel.axis import ParallelModel
 from ..parallel.mesh import Degrees
 from ..precision.hardware import LossScale
@@ -43,7 +43,7 @@ class UpdateAfterBackward:
         device: torch.device,
     ) -> None:
         self._optimizer = optimizer
-        self._step = plain_step(optimizer)
+        self._step = undecorated_step(optimizer)
         self._clip_norm = clip_norm
         self._scale = scale
         self._duplicates = set(map(id, parallel_model.duplicate_parameters))
@@ -105,7 +105,7 @@ class UpdateInBackward:
         device: torch.device,
     ) -> None:
         self._optimizer = optimizer
-        self._step = plain_step(optimizer)
+        self._step = undecorated_step(optimizer)
         self._device = device
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         self._norms = torch.zeros(len(weights), device=weights[0].device)

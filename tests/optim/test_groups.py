@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 from trainer.engine.core.errors import RecipeError
-from trainer.engine.optim.groups import parameter_groups
 from trainer.engine.optim.optimizers import SGD, AdamW
+from trainer.engine.optim.parameters import parameter_groups
 from trainer.engine.optim.tables import ParameterGroup
 
 

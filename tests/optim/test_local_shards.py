@@ -8,8 +8,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
-from trainer.engine.optim.lean import plain_step
 from trainer.engine.optim.optimizers import SGD, Adam, AdamW
+from trainer.engine.optim.parameters import undecorated_step
 
 OPTIMIZERS = [AdamW(), Adam(weight_decay=0.1), SGD(momentum=0.9, nesterov=True)]
 
@@ -23,7 +23,7 @@ def sharded_steps(config, on_shards):
     fully_shard(model, mesh=mesh)
     frozen = nn.Parameter(torch.ones(2))
     optimizer = config.build([{"params": [*model.parameters(), frozen]}], torch.device("cpu"))
-    step = plain_step(optimizer) if on_shards else optimizer.step
+    step = undecorated_step(optimizer) if on_shards else optimizer.step
     for number in range(3):
         for weight in model.parameters():
             full = torch.linspace(-1, 1, weight.numel()).view(weight.shape) ** (number + 1)

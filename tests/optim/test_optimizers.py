@@ -5,9 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.engine.optim.groups import parameter_groups
-from trainer.engine.optim.lean import plain_step, spare_compiler
 from trainer.engine.optim.optimizers import SGD, Adam, AdamW
+from trainer.engine.optim.parameters import avoid_dynamo_import, parameter_groups, undecorated_step
 
 STEPS, LR = 5, 0.05
 rng = np.random.default_rng(0)
@@ -54,9 +53,9 @@ def momentum(rate, weight_decay, nesterov):
 def test_updates_equal_the_formula(config, expected):
     weight = nn.Parameter(torch.from_numpy(START.copy()))
     groups = parameter_groups([("weight", weight)], config)
-    spare_compiler()
+    avoid_dynamo_import()
     optimizer = config.build(groups, torch.device("cpu"))
-    step = plain_step(optimizer)
+    step = undecorated_step(optimizer)
     for gradient in GRADIENTS:
         weight.grad = torch.from_numpy(gradient)
         step()

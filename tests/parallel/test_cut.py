@@ -10,9 +10,9 @@ from tests.distributed import run_ranks
 from tests.train.plans import BASE, assembled, recipe_with
 from trainer.engine.parallel.materialize import without_storage
 from trainer.engine.parallel.pipeline.cut import (
-    Cut,
     EndCosts,
-    balanced,
+    StageSplit,
+    balance_stages,
     cut_blocks,
     num_stages,
     stage_costs,
@@ -42,14 +42,14 @@ def test_no_cut_has_a_cheaper_most_expensive_stage(seed):
     first, last = draw.choice([0, 0.3, 2.5]), draw.choice([0, 0.7, 3.2])
     cuts = [(*inner, blocks) for inner in combinations(range(1, blocks), stages - 1)]
     least = min(max(costs(cut, first, last)) for cut in cuts)
-    found = balanced(blocks, stages, first, last)
+    found = balance_stages(blocks, stages, first, last)
     assert found in cuts
     assert max(costs(found, first, last)) == pytest.approx(least)
 
 
 def test_stages_without_ends_are_equal():
-    assert sizes(balanced(12, 4, 0, 0)) == [3, 3, 3, 3]
-    assert sizes(balanced(80, 16, 0, 0)) == [5] * 16
+    assert sizes(balance_stages(12, 4, 0, 0)) == [3, 3, 3, 3]
+    assert sizes(balance_stages(80, 16, 0, 0)) == [5] * 16
 
 
 def test_the_head_takes_the_place_of_blocks():
@@ -62,7 +62,7 @@ def test_the_head_takes_the_place_of_blocks():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "holders"),
+    ("schedule", "stage_to_rank"),
     [
         ("1F1B", [0, 1, 2]),
         ("Interleaved1F1B", [0, 1, 2, 0, 1, 2]),
@@ -70,11 +70,11 @@ def test_the_head_takes_the_place_of_blocks():
         ("DualPipeV", [0, 1, 2, 2, 1, 0]),
     ],
 )
-def test_stages_lie_on_ranks_as_schedules_want_them(schedule, holders):
+def test_stages_lie_on_ranks_as_schedules_want_them(schedule, stage_to_rank):
     config = Llama3Config(flavor="debug", n_layers=7, vocab_size=64)
     table = Pipelining(schedule=schedule)
     cut = cut_blocks(table, 3, config)
-    assert [cut.rank_of(stage) for stage in range(cut.stages)] == holders
+    assert [cut.rank_of(stage) for stage in range(cut.stages)] == stage_to_rank
     assert cut.stages == num_stages(table, 3)
     held = [block for stage in range(cut.stages) for block in cut.blocks(stage)]
     assert held == list(range(7))
@@ -86,7 +86,7 @@ def test_stages_lie_on_ranks_as_schedules_want_them(schedule, holders):
 def test_a_recipe_can_say_where():
     config = Llama3Config(flavor="debug", n_layers=7, vocab_size=64)
     cut = cut_blocks(Pipelining(layers_per_stage=[4, 1, 2]), 3, config)
-    assert cut == Cut(3, (4, 5, 7), (0, 1, 2))
+    assert cut == StageSplit(3, (4, 5, 7), (0, 1, 2))
     assert cut.blocks(1) == range(4, 5)
 
 
@@ -113,7 +113,7 @@ def test_modules_by_name_may_leave_the_ends_alone():
     config = Llama3Config(flavor="debug", n_layers=2, vocab_size=64)
     names = [["embed"], ["layers.0", "layers.1"], ["head"]]
     cut = cut_blocks(Pipelining(modules_per_stage=names), 3, config)
-    assert cut == Cut(3, (0, 2, 2), (0, 1, 2))
+    assert cut == StageSplit(3, (0, 2, 2), (0, 1, 2))
     names = [["embed", "layers.0"], ["layers.1", "head"]]
     assert cut_blocks(Pipelining(modules_per_stage=names), 2, config).ends == (1, 2)
 

@@ -12,10 +12,10 @@ from trainer.engine.parallel.pipeline.grid import (
     Action,
     Deadlock,
     bubble_fraction,
-    halves,
     parse,
     schedule_grid,
     spans,
+    split_backward,
 )
 
 VIRTUAL = [
@@ -78,7 +78,9 @@ def test_what_is_computed_here_is_what_torch_does(schedule, ranks, micro_batches
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 8), (4, 12)])
 def test_every_pass_happens_once_and_as_torch_orders_them(schedule, ranks, micro_batches):
     grid = schedule_grid(schedule, ranks, 2 * ranks, micro_batches)
-    done = Counter(half for row in order(grid) for cell in row for half in halves(parse(cell)))
+    done = Counter(
+        half for row in order(grid) for cell in row for half in split_backward(parse(cell))
+    )
     assert set(done.values()) == {1}
     assert done.keys() == {
         Action(stage, kind, m)

@@ -4,7 +4,7 @@ import pytest
 
 from trainer.engine.core.registry import models
 from trainer.engine.parallel.materialize import without_storage
-from trainer.engine.precision.choose import multipliers
+from trainer.engine.precision.choose import matmul_weights
 from trainer.kernels.choose import choose
 from trainer.model_zoo.layers.dense import Linear
 from trainer.model_zoo.layers.moe import Experts
@@ -30,5 +30,5 @@ def test_what_may_multiply_is_what_has_a_product(name, settings):
         if isinstance(module, Experts):
             keys = ["gate_up", "down"]
         expected |= {f"{config.layout.blocks}.{path}.{key}" for key in keys}
-    assert set(multipliers(config)) == expected
+    assert set(matmul_weights(config)) == expected
     assert expected

@@ -12,7 +12,7 @@ from trainer.engine.doctor.examine import examine
 from trainer.engine.precision.hardware import (
     bf16_instructions,
     multiplies_bf16,
-    multiplies_narrow,
+    multiplies_low_precision,
     require_formats,
 )
 from trainer.engine.precision.tables import MX, Float8, Precision
@@ -82,8 +82,8 @@ def test_formats_by_compute_capability(
     gpu: Callable[[tuple[int, int]], None], capability: tuple[int, int], float8: bool, mx: bool
 ) -> None:
     gpu(capability)
-    assert multiplies_narrow("float8", GPU)[0] == float8
-    assert multiplies_narrow("mx", GPU)[0] == mx
+    assert multiplies_low_precision("float8", GPU)[0] == float8
+    assert multiplies_low_precision("mx", GPU)[0] == mx
 
 
 def test_a_format_that_the_device_lacks_is_refused_unless_emulated(

@@ -239,7 +239,7 @@ def test_torchs_own_schedules_are_read_back(schedule, tmp_path):
     assert [list(map(str, row)) for row in found.rows] == expected
     assert found.micro_batches == 4
     folded = (0, 1, 1, 0) if schedule in ("ZBVZeroBubble", "DualPipeV") else (0, 1, 0, 1)
-    assert found.holders == folded[:stages]
+    assert found.stage_to_rank == folded[:stages]
 
 
 def test_a_damaged_file_never_ends_in_anything_but_an_answer(tmp_path):

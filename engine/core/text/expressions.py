@@ -1,4 +1,4 @@
-"""Regular expressions that a recipe gives. Torch-free.
+"""Regular expressions and patterns of names that a recipe gives. Torch-free.
 
 RE2 matches in time proportional to the text, whatever the expression; Python's own module takes
 time that doubles with each letter for expressions such as `(.+)+!`.
@@ -7,6 +7,8 @@ time that doubles with each letter for expressions such as `(.+)+!`.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from fnmatch import translate
 from functools import lru_cache
 from typing import Any
 
@@ -39,3 +41,12 @@ def compile_expression(text: str) -> Any:
         if _UNKNOWN.search(text):
             reason += " (lookarounds, backreferences and atomic groups could take for ever)"
         raise ExpressionError(reason) from None
+
+
+def match_names(pattern: str) -> Callable[[str], bool]:
+    """Return a test of parameter names: a glob, or `re:` and a regular expression (searched)."""
+    if pattern.startswith("re:"):
+        expression = compile_expression(pattern[3:])
+        return lambda name: expression.search(name) is not None
+    glob = re.compile(translate(pattern))
+    return lambda name: glob.match(name) is not None

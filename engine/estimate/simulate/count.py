@@ -93,10 +93,10 @@ class StepCounts:
 class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts all operations that run while it is active."""
 
-    def __init__(self, matcher: CollectiveMatcher) -> None:
+    def __init__(self, match_names: CollectiveMatcher) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts = StepCounts()
-        self._matcher = matcher
+        self._matcher = match_names
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):

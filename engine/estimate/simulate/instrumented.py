@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ...optim.lean import plain_step
+from ...optim.parameters import undecorated_step
 from ...train.average import WeightAverage
 from .build import empty_batches, rows_of
 from .tracker import (
@@ -112,7 +112,7 @@ def track(
             tracker.enter("first update")
             _make_gradients(weights, tracker)
             with tracker.labelled(TEMPORARY):
-                plain_step(step.optimizer)()  # also where a step does it in the backward pass
+                undecorated_step(step.optimizer)()  # also where a step does it in the backward pass
             _end_step(step, tracker, homes[2])
         for _ in range(steps):
             if owns_gradient_buffers:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ...assemble.build import build_model
-from ...optim.groups import matcher
+from ...core.text.expressions import match_names
 from ...parallel.blocks import transform_blocks
-from ...parallel.pipeline.cut import cut_blocks, num_micro_batches, stage_holders
+from ...parallel.pipeline.cut import cut_blocks, num_micro_batches, assign_stages
 from ...parallel.pipeline.grid import parse, schedule_grid
 from ...parallel.tables import Compile
 from ...recipe.placements import placements
@@ -69,7 +69,7 @@ def size_of(recipe: Recipe, ranks: int, vocab_size: int) -> RunSize:
     cut = cut_blocks(table, degrees.pipeline, recipe.model.with_vocab(vocab_size))
     blocks = tuple(len(cut.blocks(stage)) for stage in range(cut.stages))
     micro_batches = num_micro_batches(table, recipe.data.micro_batch, share)
-    holders = stage_holders(table, degrees.pipeline)
+    holders = assign_stages(table, degrees.pipeline)
     return RunSize(degrees, holders, blocks, share // micro_batches, micro_batches)
 
 
@@ -117,7 +117,7 @@ def have_identical_blocks(recipes: Sequence[Recipe], degrees: Degrees, vocab_siz
         built = build_model(recipe, vocab_size, torch.device("cpu"))
         layout = built.config.layout
         transform_blocks(built.model, layout, recipe.memory, Compile())
-        groups = [matcher(group.match) for group in recipe.optimizer.groups]
+        groups = [match_names(group.match) for group in recipe.optimizer.groups]
         places = {each.name: each.place for each in placements(recipe, degrees, vocab_size)}
         for number, block in built.model.get_submodule(layout.blocks).named_children():
             prefix = f"{layout.blocks}.{number}."

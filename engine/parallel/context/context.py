@@ -111,6 +111,7 @@ class ContextParallel(AxisParts):
         **reach: Any,
     ) -> Tensor:
         """Attend from this rank's queries, [B, S / C, H, K], to all keys before them."""
+        # One all-gather for both, because its latency counts.
         found = all_gather(torch.cat([key, value], -1), 1, self.group)
         widths = [key.shape[-1], value.shape[-1]]
         key, value = map(self._in_order, torch.split(found, widths, -1))
@@ -122,6 +123,7 @@ class ContextParallel(AxisParts):
         for number, part, seen in zip(
             self.pieces, torch.split(query, length, 1), masks, strict=True
         ):
+            # Causal attention: later keys would be masked, so that they are left out.
             end = (number + 1) * length
             seen = None if seen is None else seen[..., :end]
             outs.append(base(part, key[:, :end], value[:, :end], seen, **reach))

@@ -1,4 +1,4 @@
-"""When the ranks of a pipeline do what, and how long they wait for each other.
+"""Schedules of a pipeline as grids: the order of actions, their times, and the bubble.
 
 Torch-free but for the schedules that torch alone knows.
 """
@@ -15,7 +15,7 @@ nothing. Besides `F`: `B`, backward; `I` and `W`, its halves for the gradients o
 weights. These are the cells of torch's schedule files."""
 
 LENGTHS = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
-"""in forward passes: each half of a backward has as many products"""
+"""in forward passes: each part of a backward pass has as many matmuls as the forward pass"""
 
 
 class Action(NamedTuple):
@@ -51,20 +51,21 @@ class Deadlock(Exception):
 
 
 def parse(cell: str) -> Action | None:
-    """Return what a cell says, or None if it is no pass of a micro batch."""
+    """Return the action that a cell stands for, or None if it is no pass of a micro batch."""
     found = re.fullmatch(r"([0-9]{1,6})([FBIW])([0-9]{1,6})", cell)
     return Action(int(found[1]), found[2], int(found[3])) if found else None
 
 
 def schedule_grid(schedule: str, ranks: int, stages: int, micro_batches: int) -> Grid:
-    """Return what the ranks of a pipeline do, each action one cell long.
+    """Return the schedule of a pipeline as a grid, each action one cell long.
 
     Args:
         schedule: a name of torch.distributed.pipelining.
-        ranks: of the pipeline.
-        stages: of all ranks.
-        micro_batches: of a step.
+        ranks: number of ranks of the pipeline.
+        stages: number of stages of all ranks.
+        micro_batches: number of micro batches of a step.
     """
+    # Torch cannot list the actions of its single-stage schedules without processes.
     own = {"GPipe": _gpipe, "1F1B": _one_forward_one_backward}.get(schedule)
     rows = (
         [own(rank, ranks, micro_batches) for rank in range(ranks)]
@@ -85,8 +86,8 @@ def spans(grid: Grid, costs: Sequence[float] = ()) -> list[list[Span]]:
     """Return when each rank does what, if an action starts as soon as it can.
 
     Args:
-        grid: only the order of each rank's actions counts.
-        costs: time that each stage's forward pass takes, communication left out; default: 1.
+        grid: the schedule; only the order of each rank's actions counts.
+        costs: time of each stage's forward pass, communication left out; default: 1.
 
     Raises:
         Deadlock: ranks wait for each other.
@@ -167,13 +168,13 @@ def simulate(
         for rank, row in list(left.items()):
             mine = done[rank]
             for action in row[len(mine) :]:
-                awaited = needs(action, stages)
+                awaited = prerequisites(action, stages)
                 if not all(each in ends for each in awaited):
                     break
                 start = max([mine[-1].end if mine else 0.0, *(ends[each] for each in awaited)])
                 length = lengths[action.kind] if lengths else 1.0
                 end = start + length * (costs[action.stage] if costs else 1.0)
-                ends |= dict.fromkeys(halves(action), end)
+                ends |= dict.fromkeys(split_backward(action), end)
                 mine.append(Span(start, end, action))
             if len(mine) == len(row):
                 del left[rank]
@@ -182,8 +183,8 @@ def simulate(
     return done
 
 
-def needs(action: Action, stages: int) -> list[Action]:
-    """Return what must have ended before an action starts; see `halves` for what ends."""
+def prerequisites(action: Action, stages: int) -> list[Action]:
+    """Return the actions that must have ended before one starts, B as its parts I and W."""
     stage, kind, m = action
     if kind == "F":
         return [Action(stage - 1, "F", m)] if stage else []
@@ -193,6 +194,6 @@ def needs(action: Action, stages: int) -> list[Action]:
     return [Action(stage, "F", m), *behind]
 
 
-def halves(action: Action) -> list[Action]:
-    """Return what an action does: a whole backward is both of its halves."""
+def split_backward(action: Action) -> list[Action]:
+    """Return an action's parts: B is I (gradients of inputs) and W (gradients of weights)."""
     return [action._replace(kind=kind) for kind in ("IW" if action.kind == "B" else action.kind)]

@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import (
 from ....model_zoo.language_model import LossRecord
 from ...core.heartbeat import heartbeat
 from ...data.batch import Batch
-from .cut import Cut
+from .cut import StageSplit
 from .schedule_file import ScheduleFile
 
 if TYPE_CHECKING:
@@ -36,23 +36,23 @@ class Stage(nn.Module):
     """Consecutive blocks of a model, with the embedding or the head at its ends.
 
     Args:
-        model: pruned; its forward computes the blocks that it is told.
-        layout: its names.
-        cut: into stages.
-        number: of this one.
+        model: the model, pruned; its `forward` computes the blocks that it is given.
+        layout: names of the model's embedding, blocks and head.
+        cut: the division into stages.
+        number: number of this stage.
     """
 
-    def __init__(self, model: LanguageModel, layout: Layout, cut: Cut, number: int) -> None:
+    def __init__(self, model: LanguageModel, layout: Layout, cut: StageSplit, number: int) -> None:
         super().__init__()
         self.is_first, self.is_last = number == 0, number == cut.stages - 1
         blocks = cut.blocks(number)
         self.numbers = range(blocks.start, blocks.stop + self.is_last)
         self._borrowed: list[nn.Module] = []
-        self._uncalled: list[nn.Module] = []
+        self._uncalled: list[nn.Module] = []  # modules whose weights are used without a call
         self.loss: LossFunction | None = None
         self.num_sources = 0
         self.sums: list[Tensor] = []
-        """of each forward pass that computed the loss: see `LossRecord.sums`"""
+        """what `LossRecord.sums` returned for each forward pass that computed the loss"""
         # The modules are the model's own: FSDP and the schedule look for them here.
         self.parts = nn.ModuleList(
             model.get_submodule(f"{layout.blocks}.{number}") for number in blocks
@@ -61,9 +61,12 @@ class Stage(nn.Module):
             embedding = model.get_submodule(layout.embed)
             if self.is_first:
                 self.parts.append(embedding)
-            elif cut.rank_of(0) == cut.rank_of(number):  # FSDP takes a module for one stage alone
+            elif cut.rank_of(0) == cut.rank_of(number):
+                # A module can be in one FSDP root alone, and that is the first stage.
                 self._borrowed = [embedding]
             else:
+                # The head reads the tied weight and never calls the embedding, so that FSDP's
+                # pre-forward hook does not gather it.
                 self.parts.append(embedding)
                 self._uncalled = [embedding]
         if self.is_last:
@@ -81,7 +84,7 @@ class Stage(nn.Module):
         heartbeat.touch()
         for module in self._uncalled:
             if gather := getattr(module, "unshard", None):
-                gather()  # FSDP does so by itself where a module is called
+                gather()
         is_loss = self.is_last and "labels" in columns
         record = LossRecord(self.loss) if is_loss and self.loss else None
         out: Tensor = self._model[0](
@@ -100,18 +103,18 @@ class Stage(nn.Module):
 class Pipeline:
     """Runs micro batches through the stages of all ranks.
 
-    Args:
-        stages: of this rank, by number.
-        cut: into stages.
-        group: the ranks of a pipeline, in order.
-        device: of this rank.
-        schedule: a name of torch.distributed.pipelining, or what a file says.
-        micro_batches: into how many the rows of a step are cut.
-        hidden: [1, S, D], on `meta`: what passes between stages, of one row.
+    Attributes:
+        stages: this rank's stages by number.
+        cut: the division of the model into stages.
+        group: process group of the pipeline axis.
+        device: the device of this rank.
+        schedule: a name of torch.distributed.pipelining, or a schedule file.
+        micro_batches: number of micro batches of a step.
+        hidden: the hidden states of one row, [1, S, D], on `meta`.
     """
 
     stages: dict[int, Stage]
-    cut: Cut
+    cut: StageSplit
     group: ProcessGroup
     device: torch.device
     schedule: str | ScheduleFile
@@ -219,7 +222,7 @@ class Pipeline:
             logits = torch.empty(len(tokens), 1, vocab, device=self.device)
         else:
             logits = found[:, -1:].contiguous()
-        dist.broadcast(logits, group=self.group, group_src=self.cut.holders[-1])
+        dist.broadcast(logits, group=self.group, group_src=self.cut.stage_to_rank[-1])
         return logits
 
     def _through(

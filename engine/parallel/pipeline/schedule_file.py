@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ...core.errors import Problem, RecipeError
 from ...core.files import open_regular
-from .grid import Action, Deadlock, halves, parse, simulate
+from .grid import Action, Deadlock, parse, simulate, split_backward
 
 MAX_BYTES = 16 * 2**20
 KEY = "parallel.pipelining.csv"
@@ -26,14 +26,14 @@ KEY = "parallel.pipelining.csv"
 class ScheduleFile:
     """A schedule in which each stage passes each micro batch once, and no rank waits for ever.
 
-    Args:
-        rows: what each rank does, in order.
-        holders: rank of each stage.
-        micro_batches: how many there are.
+    Attributes:
+        rows: the actions of each rank, in order.
+        stage_to_rank: the rank that holds each stage.
+        micro_batches: micro batches of a step.
     """
 
     rows: list[list[Action]]
-    holders: tuple[int, ...]
+    stage_to_rank: tuple[int, ...]
     micro_batches: int
 
     @property
@@ -44,7 +44,7 @@ class ScheduleFile:
     @property
     def late_gradient(self) -> Action | None:
         """What the last stage does for weights after stage 0 has ended, on the same rank."""
-        row, last = self.rows[self.holders[0]], len(self.holders) - 1
+        row, last = self.rows[self.stage_to_rank[0]], len(self.stage_to_rank) - 1
         end = max(number for number, action in enumerate(row) if action.stage == 0)
         return next((action for action in row[end:] if action.stage == last), None)
 
@@ -117,13 +117,13 @@ def _actions(cell: str, place: str) -> list[Action]:
 
 
 def _checked(rows: Sequence[Sequence[_Cell]]) -> ScheduleFile:
-    holders = _holders(rows)
+    stage_to_rank = _assigned_ranks(rows)
     micro_batches = 1 + max(cell.action.micro_batch for row in rows for cell in row)
-    _check_passes(rows, len(holders), micro_batches)
-    _check_losses(rows[holders[-1]], len(holders) - 1)
+    _check_passes(rows, len(stage_to_rank), micro_batches)
+    _check_losses(rows[stage_to_rank[-1]], len(stage_to_rank) - 1)
     actions = [[cell.action for cell in row] for row in rows]
     try:
-        simulate(actions, len(holders))
+        simulate(actions, len(stage_to_rank))
     except Deadlock as error:
         stuck = [rows[rank][number] for rank, number in error.waiting.items()]
         shown = "; ".join(map(str, stuck[:4]))
@@ -131,24 +131,24 @@ def _checked(rows: Sequence[Sequence[_Cell]]) -> ScheduleFile:
             f"ranks wait for each other for ever, at {shown}",
             "a forward follows that of the stage before, a backward that of the stage behind",
         ) from error
-    return ScheduleFile(actions, holders, micro_batches)
+    return ScheduleFile(actions, stage_to_rank, micro_batches)
 
 
-def _holders(rows: Sequence[Sequence[_Cell]]) -> tuple[int, ...]:
-    holders: dict[int, int] = {}
+def _assigned_ranks(rows: Sequence[Sequence[_Cell]]) -> tuple[int, ...]:
+    stage_to_rank: dict[int, int] = {}
     first: dict[int, _Cell] = {}
     for rank, row in enumerate(rows):
         for cell in row:
             stage = cell.action.stage
-            if holders.setdefault(stage, rank) != rank:
+            if stage_to_rank.setdefault(stage, rank) != rank:
                 raise _Mistake(f"{cell}: stage {stage} is another rank's ({first[stage]})")
             first.setdefault(stage, cell)
-    if not holders:
+    if not stage_to_rank:
         raise _Mistake("no action is in it")
-    missing = next(stage for stage in range(len(holders) + 1) if stage not in holders)
-    if missing < len(holders):
-        raise _Mistake(f"stage {missing} is nowhere, and stage {max(holders)} is")
-    return tuple(holders[stage] for stage in range(len(holders)))
+    missing = next(stage for stage in range(len(stage_to_rank) + 1) if stage not in stage_to_rank)
+    if missing < len(stage_to_rank):
+        raise _Mistake(f"stage {missing} is nowhere, and stage {max(stage_to_rank)} is")
+    return tuple(stage_to_rank[stage] for stage in range(len(stage_to_rank)))
 
 
 def _check_passes(rows: Sequence[Sequence[_Cell]], stages: int, micro_batches: int) -> None:
@@ -156,7 +156,7 @@ def _check_passes(rows: Sequence[Sequence[_Cell]], stages: int, micro_batches: i
     seen: dict[Action, _Cell] = {}
     for row in rows:
         for cell in row:
-            for half in halves(cell.action):
+            for half in split_backward(cell.action):
                 if half in seen:
                     raise _Mistake(f"{cell} is done already ({seen[half]})")
                 seen[half] = cell

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..axis import AxisParts, LocalParts, LocalRank, ParallelModel, SplitSettings, StepSettings
 from ..gradient_reduction import make_tied_reduction
-from .cut import Cut, cut_blocks
+from .cut import StageSplit, cut_blocks
 from .pipeline import Pipeline, Stage
 from .schedule_file import read_schedule
 
@@ -86,11 +86,12 @@ def make_axis(local: LocalRank) -> PipelineParallel:
     return PipelineParallel(local, local.mesh["pipeline"])
 
 
-def prune(model: LanguageModel, layout: Layout, cut: Cut, rank: int) -> None:
+def prune(model: LanguageModel, layout: Layout, cut: StageSplit, rank: int) -> None:
     """Remove from a model (still on `meta`) what no stage of a rank computes, in place.
 
     What is left keeps its names.
     """
+    # Checkpoints and exports need the shapes of what other ranks hold.
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     buffers = {name: tuple(buffer.shape) for name, buffer in model.saved_buffers().items()}
     stages = cut.stages_of(rank)

@@ -87,6 +87,7 @@ def replicate_parameters(model: nn.Module, names: Collection[str], mesh: DeviceM
         path, _, key = name.rpartition(".")
         module = cast("LocalParameters", model.get_submodule(path))
         weight = cast("nn.Parameter", module._parameters[key])
+        # Distributed over the tensor axis before: start again from the global shape.
         plain = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         module._parameters[key] = nn.Parameter(plain, requires_grad=weight.requires_grad)
         view = cast("LocalView", module.local_views.get(key, LocalView()))

@@ -111,14 +111,14 @@ def split(
     """Split the weights of a model (still on `meta`) over the ranks of a mesh, in place.
 
     Args:
-        model: whose layout has a style for each of its modules that holds weights.
-        config: its sizes.
-        mesh: of one axis.
-        stored: parameter name -> the dim of which each rank stores a piece; None: it stores all;
-            others are left alone.
+        model: the model; its layout has a style for each module that holds weights.
+        config: the model's config.
+        mesh: the tensor axis.
+        stored: for each parameter name, the dimension that is split over ranks, or None where every
+            rank stores all of it; other parameters are left alone.
 
     Returns:
-        names of the weights that every rank holds whole. Their gradients are to be summed over the
+        the names of parameters that every rank holds whole. Their gradients must be summed over the
         mesh after the backward pass: each rank has seen a part of the sequence or of the heads.
     """
     whole = set()
@@ -146,8 +146,8 @@ def split(
         if style in HOOKS and module not in inside:
             module.register_forward_hook(partial(HOOKS[style], group=mesh.get_group()))
     if head := dict(model.named_modules()).get(config.layout.head):  # not in a pipeline's middle
-        joined = partial(_gather_logits, vocab_size=config.vocab, group=mesh.get_group())
-        head.register_forward_hook(joined)
+        gather = partial(_gather_logits, vocab_size=config.vocab, group=mesh.get_group())
+        head.register_forward_hook(gather)
     return whole
 
 
@@ -201,7 +201,7 @@ HOOKS: dict[str, Callable[..., Tensor]] = {
     "rows": _reduce_scatter_sequence,
     "vocabulary": _reduce_scatter_sequence,
 }
-"""word of `Layout.tensor` -> what is done with a module's output"""
+"""style of `Layout.tensor` -> the collective that is applied to a module's output"""
 
 
 def _gather_logits(
@@ -242,6 +242,7 @@ def _replace_by_gradient(
     logits: Tensor, labels: Tensor, z_loss: float, first: int, group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """Return what the reference does, from logits of the tokens `first`, `first + 1`, ... alone."""
+    # Each rank has some columns of the logits: softmax needs the largest and the sum of all.
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     counted = (labels != IGNORED).to(wide.dtype)
     largest = wide.amax(-1)
@@ -251,6 +252,7 @@ def _replace_by_gradient(
     is_here = (label >= 0) & (label < logits.shape[1])
     label = label.where(is_here, 0).unsqueeze(1)
     chosen = wide.gather(1, label).squeeze(1) * is_here
+    # One all-reduce for both: the label's logit is on one rank, zero on the others.
     sums = torch.stack([powers.sum(-1), chosen])
     dist.all_reduce(sums, group=group)
     total, chosen = sums

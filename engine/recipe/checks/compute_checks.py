@@ -10,7 +10,7 @@ from ...core.text.tree import Finding
 from ...parallel.mesh import DATA_AXES, SEQUENCE_AXES, Degrees
 from ...parallel.pipeline.cut import SPLIT_BACKWARD
 from ...parallel.tables import FULL_NAME, WORDS
-from ...precision.choose import chosen, misfits, unit
+from ...precision.choose import select_weights, mismatches, unit
 from ...precision.tables import MX
 from ..schema import Recipe
 
@@ -22,7 +22,7 @@ def check_precision(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
         recipe: tables that are each valid alone.
         degrees: the degree of each axis; -1 for one that is not known yet.
     """
-    tables = recipe.precision.narrow
+    tables = recipe.precision.low_precision
     if not tables:
         return
     config = recipe.model.with_vocab(1)
@@ -33,9 +33,9 @@ def check_precision(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
         return
     tensor = max(1, degrees.known.tensor) if config.layout.tensor else 1
     for word, table in tables.items():
-        for key, message, hint in misfits(table, config, tensor, recipe.parallel.expert_tensor):
+        for key, message, hint in mismatches(table, config, tensor, recipe.parallel.expert_tensor):
             yield ("precision", word, *key), message, hint
-    twice = set.intersection(*(set(chosen(table, config)) for table in tables.values()))
+    twice = set.intersection(*(set(select_weights(table, config)) for table in tables.values()))
     if len(tables) > 1 and twice:
         yield (
             ("precision", "mx", "targets"),
@@ -48,9 +48,9 @@ def check_precision(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
 
 def _dtype(recipe: Recipe) -> Iterator[Finding]:
     compute = recipe.precision.compute
-    emulated = all(table.emulate for table in recipe.precision.narrow.values())
+    emulated = all(table.emulate for table in recipe.precision.low_precision.values())
     if compute == "fp16" or (compute == "fp32" and not emulated):
-        words = " and ".join(recipe.precision.narrow)
+        words = " and ".join(recipe.precision.low_precision)
         yield (
             ("precision", "compute"),
             f'products in {words} are given back in bf16, not "{compute}"',
@@ -64,7 +64,7 @@ def _tokens(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
     axes = [name for name in SEQUENCE_AXES if name != "tensor" or recipe.model.layout.experts]
     ranks = max(1, degrees.known.product(axes))
     tokens = recipe.data.seq_len // ranks
-    for word, table in recipe.precision.narrow.items():
+    for word, table in recipe.precision.low_precision.items():
         if tokens % unit(table) == 0 or (table.emulate and not isinstance(table, MX)):
             continue
         where = f" on each of {ranks} ranks" if ranks > 1 else ""

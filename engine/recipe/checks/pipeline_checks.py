@@ -16,9 +16,9 @@ from ...core.text.tree import Finding
 from ...lora.sizes import with_adapters
 from ...parallel.mesh import DATA_AXES, Degrees
 from ...parallel.pipeline.cut import (
-    ONE_STAGE_A_RANK,
+    SINGLE_STAGE_SCHEDULES,
     SPLIT_BACKWARD,
-    V_SHAPED,
+    V_SCHEDULES,
     num_micro_batches,
     num_stages,
 )
@@ -39,7 +39,7 @@ def check_pipeline(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
             yield (*PATH, "csv"), error.problems[0].message, error.problems[0].hint
             return
         yield from _schedule_file(recipe, ranks, file)
-        stages, splits_backward = len(file.holders), file.splits_backward
+        stages, splits_backward = len(file.stage_to_rank), file.splits_backward
     else:
         file, stages = None, num_stages(table, ranks)
         splits_backward = table.schedule in SPLIT_BACKWARD
@@ -76,13 +76,13 @@ def _block_without_adapter(recipe: Recipe) -> str:
 
 def _stages_per_rank(table: Pipelining) -> Iterator[Finding]:
     given, path = table.stages_per_rank, (*PATH, "stages_per_rank")
-    if given > 1 and table.schedule in ONE_STAGE_A_RANK:
+    if given > 1 and table.schedule in SINGLE_STAGE_SCHEDULES:
         yield (
             path,
             f'"{table.schedule}" has one stage a rank',
             'leave it out, or take "Interleaved1F1B"',
         )
-    if given not in (0, 2) and table.schedule in V_SHAPED:
+    if given not in (0, 2) and table.schedule in V_SCHEDULES:
         yield path, f'"{table.schedule}" has two stages a rank', "leave it out"
 
 

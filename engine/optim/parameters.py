@@ -1,4 +1,5 @@
-"""Optimizer steps without the costs of the compiler and of DTensor.
+"""Groups of parameters chosen by name, and optimizer steps without the costs of the compiler and of
+DTensor.
 
 `torch.optim` imports the compiler to switch it off around its own methods, and so doubles the time
 that an eager run takes to its first step. Nothing here compiles an optimizer, so there is nothing
@@ -9,21 +10,70 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from ..core.errors import Problem, RecipeError, nearest
 from ..core.local import is_split, local
+from ..core.text.expressions import match_names
+from .tables import OptimizerConfig
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+
+def parameter_groups(
+    parameters: Iterable[tuple[str, Parameter]], config: OptimizerConfig
+) -> list[dict[str, Any]]:
+    """Return torch parameter groups: one a `[[optimizer.groups]]` entry, and one for the rest.
+
+    Frozen parameters are in none, and a pattern may match nothing else. Each group holds `params`,
+    its peak rate as `lr` and `peak_lr`, and the entry's other values.
+
+    Raises:
+        RecipeError: patterns that match no parameter, or none that an earlier one left.
+    """
+    parameters = list(parameters)
+    frozen = [name for name, weight in parameters if not weight.requires_grad]
+    parameters = [(name, weight) for name, weight in parameters if weight.requires_grad]
+    tests = [match_names(group.match) for group in config.groups]
+    members: list[list[Parameter]] = [[] for _ in range(len(tests) + 1)]
+    for name, weight in parameters:
+        first = next((i for i, matches in enumerate(tests) if matches(name)), len(tests))
+        members[first].append(weight)
+    problems = []
+    for index, group in enumerate(config.groups):
+        if not members[index] and not any(map(tests[index], frozen)):
+            problems.append(_unmatched(index, group.match, [name for name, _ in parameters]))
+    if problems:
+        raise RecipeError(problems)
+    overrides = [*(group.overrides() for group in config.groups), {}]
+    return [
+        {"params": weights, "lr": config.lr, **values, "peak_lr": values.get("lr", config.lr)}
+        for weights, values in zip(members, overrides, strict=True)
+        if weights
+    ]
+
+
+def _unmatched(index: int, pattern: str, names: list[str]) -> Problem:
+    hint = nearest(pattern, names) or f"parameters are named like {names[0]} and {names[-1]}"
+    matched_before = any(map(match_names(pattern), names))
+    reason = "only parameters that earlier groups took" if matched_before else "no parameter"
+    return Problem(
+        f'"{pattern}" matches {reason}', key=f"optimizer.groups.{index}.match", hint=hint
+    )
+
 
 ELEMENTWISE = (Adam, AdamW, SGD)
 """the optimizers that update each element of a parameter without looking at the others"""
 
 
-def spare_compiler() -> None:
+def avoid_dynamo_import() -> None:
     """Let optimizers be built without importing the compiler; call it before the first one is."""
     for method in (Optimizer.add_param_group, Optimizer.zero_grad):
         # What torch._disable_dynamo asks for before it imports: the function to call instead.
@@ -32,7 +82,7 @@ def spare_compiler() -> None:
             original.__dict__.setdefault("__dynamo_disable", original)
 
 
-def plain_step(optimizer: Optimizer) -> Callable[[], None]:
+def undecorated_step(optimizer: Optimizer) -> Callable[[], None]:
     """Return the optimizer's step free of its decorators (compiler, profiler, hooks).
 
     An optimizer of `ELEMENTWISE` sees the local shards of DTensors. DTensor would search for a
