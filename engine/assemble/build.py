@@ -17,8 +17,7 @@ from ..core.errors import Problem, RecipeError
 from ..formats.hf_load import load_huggingface
 from ..lora.apply import add_adapters, require_adapters
 from ..observe.phases import Phase, no_phase
-from ..optim.parameters import parameter_groups
-from ..optim.parameters import avoid_dynamo_import
+from ..optim.parameters import avoid_dynamo_import, parameter_groups
 from ..parallel.axis import LocalParts
 from ..parallel.blocks import transform_blocks
 from ..parallel.materialize import without_storage

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...assemble.build import build_model
 from ...core.text.expressions import match_names
 from ...parallel.blocks import transform_blocks
-from ...parallel.pipeline.cut import cut_blocks, num_micro_batches, assign_stages
+from ...parallel.pipeline.cut import assign_stages, cut_blocks, num_micro_batches
 from ...parallel.pipeline.grid import parse, schedule_grid
 from ...parallel.tables import Compile
 from ...recipe.placements import placements

@@ -10,7 +10,7 @@ from ...core.text.tree import Finding
 from ...parallel.mesh import DATA_AXES, SEQUENCE_AXES, Degrees
 from ...parallel.pipeline.cut import SPLIT_BACKWARD
 from ...parallel.tables import FULL_NAME, WORDS
-from ...precision.choose import select_weights, mismatches, unit
+from ...precision.choose import mismatches, select_weights, unit
 from ...precision.tables import MX
 from ..schema import Recipe
 
