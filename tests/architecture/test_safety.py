@@ -23,7 +23,7 @@ OWN_EXPRESSIONS = {
     "engine/tokenizers/fast_bpe.py: pattern",  # escaped texts of special tokens
     "engine/corpus/manifest.py: OTHER_FILE",
     "engine/observe/throughput.py: pattern",  # of a table in the code
-    "engine/optim/parameters.py: translate(pattern)",  # a glob: matched without going back
+    "engine/core/text/expressions.py: translate(pattern)",  # a glob: matched without going back
 }
 # Everything else that may be of others is read by `files.open_regular`: a fifo would wait for its
 # writer, a device never ends. These read what they or the system wrote, or check it first.
