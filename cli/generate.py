@@ -6,16 +6,14 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ..engine.core.errors import RecipeError
 from ..engine.core.text.display import make_lines_printable
 from ..engine.inference.inputs import Weights, find_model
-
-if TYPE_CHECKING:
-    from ..engine.tokenizers.tokenizer import Tokenizer
+from ..engine.tokenizers.tokenizer import Tokenizer
 
 
 def generate(

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,23 +15,21 @@ from ...model_zoo.layout import is_adapter
 from ..core.errors import Problem, RecipeError
 from ..core.heartbeat import heartbeat
 from ..corpus.checksums import Share
+from ..data.batch import Batch
 from ..data.dataset import OpenedData, open_data
 from ..data.loader import Loader, iterate_validation
+from ..data.tables import Data
+from ..launch.environment import World
 from ..lora.adapter_weights import load_adapter
 from ..observe.phases import PhaseTimer
 from ..parallel.materialize import materialize
 from ..parallel.plan import Plan, make_plan
 from ..precision.hardware import require_formats
+from ..recipe.schema import Recipe
 from ..train.average import WeightAverage
 from ..train.balance import warn_of_capacity
 from ..train.parts import Parts
 from .build import build_model, build_step, load_initial_weights
-
-if TYPE_CHECKING:
-    from ..data.batch import Batch
-    from ..data.tables import Data
-    from ..launch.environment import World
-    from ..recipe.schema import Recipe
 
 log = logging.getLogger(__name__)
 

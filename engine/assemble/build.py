@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from ...kernels.choose import Kernels
+from ...kernels.choose import Kernels, UnavailableKernelsError, choose
+from ...kernels.registry import kernels as registered_kernels
+from ...model_zoo.config import ModelConfig
+from ...model_zoo.language_model import LanguageModel
 from ...model_zoo.layout import is_adapter
 from ..checkpoint.find import candidates
 from ..checkpoint.reader import load_weights
@@ -26,18 +28,10 @@ from ..parallel.pipeline.measure import measure_costs
 from ..parallel.plan import Plan
 from ..precision.hardware import DTYPES, LossScale, compute_dtype, dtype_name
 from ..precision.products import enable_low_precision
+from ..recipe.schema import Recipe
 from ..train.balance import Balance
 from ..train.step import TrainStep
 from ..train.update import Update, UpdateAfterBackward, UpdateInBackward
-
-if TYPE_CHECKING:
-    from ...model_zoo.config import ModelConfig
-    from ...model_zoo.language_model import LanguageModel
-    from ..recipe.schema import Recipe
-
-
-from ...kernels.choose import UnavailableKernelsError, choose
-from ...kernels.registry import kernels as registered_kernels
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,12 @@ from ..core.files import sync_folder
 from . import retention
 from .manifest import FileEntry, Manifest, SaveInfo, check_listing, write_manifest
 
+if TYPE_CHECKING:
+    import torch
+
+    from .ranks import Ranks
+    from .writer import Writer
+
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -60,13 +66,6 @@ def _explain_write_error(error: Exception, folder: Path, needed: int) -> Checkpo
             "free some space, or write to another disk; a run keeps checkpoint.keep checkpoints",
         )
     return CheckpointError(f"cannot write to {folder}: {type(error).__name__}: {error}")
-
-
-if TYPE_CHECKING:
-    import torch
-
-    from .ranks import Ranks
-    from .writer import Writer
 
 
 @dataclass

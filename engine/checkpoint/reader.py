@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ...model_zoo.layout import is_load
 from ..core.errors import CheckpointError, nearest
@@ -19,9 +19,6 @@ from .manifest import Manifest, TensorEntry
 from .ranks import Ranks
 from .state import model_state
 from .tensors import dtype_name, fill_box
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 def load_state(

@@ -7,10 +7,10 @@ import tempfile
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ..core.errors import CheckpointError, EnvironmentFault
 from . import retention
@@ -20,9 +20,6 @@ from .manifest import SaveInfo, read_manifest
 from .ranks import Ranks
 from .tables import checkpoint_modes
 from .writer import Writer
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,15 +19,13 @@ from ..recipe.load import load_recipe
 from ..recipe.schema import Recipe
 from ..recipe.tables import Run
 from ..tokenizers.configs import BytesTokenizer, HFTokenizer, TiktokenTokenizer, TokenizerConfig
+from ..tokenizers.tokenizer import Tokenizer
 from . import targets
 from .meta import open_meta
 from .source_weights import SourceWeights
 from .sources import open_huggingface, open_native, open_torch
 from .targets import Job
 from .writing import Advance, Counter, publish_when_complete, run_in_threads
-
-if TYPE_CHECKING:
-    from ..tokenizers.tokenizer import Tokenizer
 
 TARGET_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

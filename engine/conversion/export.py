@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from ...model_zoo.config import ModelConfig
+from ...model_zoo.layout import Layout, Part
 from ..checkpoint.box import contiguous_box, holds_rows
 from ..checkpoint.chunks import FileLayout
 from ..checkpoint.commit import explain_write_errors
@@ -19,6 +22,7 @@ from ..checkpoint.tensors import InMemoryTensor, row_bytes
 from ..core.unfinished import Unfinished
 from ..formats.hf_folder import CONFIG
 from ..formats.hf_layout import rows_to_hf
+from ..tokenizers.tokenizer import Tokenizer
 from .hf_files import (
     GENERATION,
     build_config_json,
@@ -32,12 +36,7 @@ from .source_weights import hf_parts
 from .writing import Extent, create_file, split_into_extents, sync, write_all
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
-
-    from ...model_zoo.config import ModelConfig
-    from ...model_zoo.layout import Layout, Part
-    from ..tokenizers.tokenizer import Tokenizer
 
 
 def export_huggingface(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -27,11 +27,9 @@ from ..checkpoint.torch_file import check_records
 from ..core.errors import CheckpointError
 from ..formats.hf_folder import read_json
 from ..formats.hf_match import Shape
+from ..recipe.schema import Recipe
 from .source_weights import SourceWeights, config_or_error, parameter_shapes, require_match
 from .sources import read_state_dict, rows_of
-
-if TYPE_CHECKING:
-    from ..recipe.schema import Recipe
 
 PARAMS = "params.json"
 MAX_PARAMS_BYTES = 2**20

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from ...model_zoo.config import ModelConfig
+from ...model_zoo.language_model import LanguageModel
 from ...model_zoo.layers.dense import AdaptedLinear
-from ...model_zoo.layout import DOWN, is_adapter
+from ...model_zoo.layout import DOWN, Layout, is_adapter
 from ..checkpoint.find import find_checkpoint
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.tensors import row_count
@@ -23,13 +26,6 @@ from .hf_files import write_json
 from .native import read_section
 from .source_weights import merge_tensors
 from .writing import publish_when_complete, sync
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from ...model_zoo.config import ModelConfig
-    from ...model_zoo.language_model import LanguageModel
-    from ...model_zoo.layout import Layout
 
 
 def save_adapter(

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.choose import choose
-from ...model_zoo.config import SettingsError
-from ...model_zoo.layout import DOWN, UP, is_adapter
+from ...model_zoo.config import ModelConfig, SettingsError
+from ...model_zoo.layout import DOWN, UP, Part, is_adapter
 from ..checkpoint.tensors import DerivedTensor, TensorRows
 from ..core.errors import CheckpointError
 from ..core.text.display import list_problems
@@ -22,8 +22,6 @@ from ..lora.adapter_weights import merge
 from ..parallel.materialize import without_storage
 
 if TYPE_CHECKING:
-    from ...model_zoo.config import ModelConfig
-    from ...model_zoo.layout import Part
     from ..recipe.schema import Recipe
 
 

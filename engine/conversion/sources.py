@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...model_zoo.config import ModelConfig
 from ...model_zoo.layout import is_adapter
@@ -26,6 +26,7 @@ from ..formats.hf_folder import CONFIG, StoredTensor, list_tensors, read_config
 from ..formats.hf_match import Match, Shape, compare_tied_weights, match
 from ..lora.tables import LoRA
 from ..recipe.changes import load_saved_recipe
+from ..recipe.schema import Recipe
 from .native import read_section
 from .source_weights import (
     SourceWeights,
@@ -34,10 +35,6 @@ from .source_weights import (
     parameter_shapes,
     require_match,
 )
-
-if TYPE_CHECKING:
-    from ...model_zoo.config import ModelConfig
-    from ..recipe.schema import Recipe
 
 WRAPPERS = ("module.", "_orig_mod.")
 INNER = ("model", "state_dict", "model_state_dict", "module")

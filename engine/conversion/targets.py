@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
 
 from ... import __version__
+from ...model_zoo.layout import Part
 from ..checkpoint.manifest import SaveInfo, read_manifest
 from ..checkpoint.tensors import TensorRows, TensorSpec, nbytes
 from ..checkpoint.torch_file import (
@@ -27,7 +28,9 @@ from ..checkpoint.torch_file import (
 from ..core.text.display import remove_secrets
 from ..formats.hf_folder import CONFIG, MAX_CONFIG_BYTES, list_tensors, read_json
 from ..formats.hf_layout import extract_part, open_parameter, open_stored_tensor
+from ..recipe.schema import Recipe
 from ..tokenizers.configs import HFTokenizer
+from ..tokenizers.tokenizer import Tokenizer
 from .hf_files import (
     GENERATION,
     build_config_json,
@@ -41,11 +44,6 @@ from .hf_files import (
 from .native import read_section, write_native
 from .source_weights import SourceWeights, hf_parts
 from .writing import Advance, Extent, create_file, split_into_extents, sync, whole_slice, write_all
-
-if TYPE_CHECKING:
-    from ...model_zoo.layout import Part
-    from ..recipe.schema import Recipe
-    from ..tokenizers.tokenizer import Tokenizer
 
 
 @dataclass

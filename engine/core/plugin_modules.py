@@ -9,14 +9,12 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.abc import Loader  # costs a start ten milliseconds
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from .errors import Problem, RecipeError
-
-if TYPE_CHECKING:
-    from importlib.abc import Loader  # costs a start ten milliseconds
 
 MOVED = {
     "trainer.engine.config",

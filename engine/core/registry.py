@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from importlib import import_module
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 
 from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -14,8 +15,6 @@ from pydantic_core import PydanticCustomError, core_schema
 from .errors import EnvironmentFault
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
     from ...model_zoo.config import ModelConfig
 
 Config = TypeVar("Config", bound=BaseModel)

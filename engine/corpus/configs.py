@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal
 
 from ..core.config import Count, CountOrZero, RecipePath
 from ..sources.configs import SourceConfig, sources
+from ..tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from ..tokenizers.tokenizer import Tokenizer
     from .store import TokenStore
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..tokenizers.tokenizer import Tokenizer
 
 IGNORED = -100
 """the label of a position that does not count in the loss"""
@@ -54,10 +56,6 @@ class Batch:
         columns: list[Tensor | None] = [getattr(self, column.name) for column in fields(self)]
         changed: Any = [None if column is None else change(column) for column in columns]
         return Batch(*changed)
-
-
-if TYPE_CHECKING:
-    from ..tokenizers.tokenizer import Tokenizer
 
 
 def count_label_bytes(batches: Iterable[Batch], tokenizer: Tokenizer) -> int | None:

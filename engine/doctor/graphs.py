@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from warnings import catch_warnings
 
 import torch
@@ -14,9 +14,7 @@ from torch._dynamo.utils import counters, graph_break_reasons
 from ...kernels.cross_entropy import op as compiled_loss
 from ..estimate.simulate.build import empty_batches, rows_of, simulate_rank
 from ..estimate.simulate.torch_internals import replace_attribute
-
-if TYPE_CHECKING:
-    from ..recipe.schema import Recipe
+from ..recipe.schema import Recipe
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ...model_zoo.config import ModelConfig
 from ..parallel.mesh import (
     AXES,
     EXPERT_AXES,
@@ -19,15 +19,12 @@ from ..parallel.pipeline.cut import cut_blocks, num_micro_batches, stage_costs
 from ..parallel.pipeline.grid import Grid, bubble_fraction, schedule_grid
 from ..parallel.pipeline.schedule_file import read_schedule
 from ..parallel.placement import ShardPlacement
+from ..parallel.tables import Pipelining
 from ..recipe.placements import placements
+from ..recipe.schema import Recipe
 from .groups import Group, link_among, link_of, mesh_groups, ring_bytes, shown_ranks
 from .simulate.count import StepCounts
 from .simulate.extrapolate import count_ranks
-
-if TYPE_CHECKING:
-    from ...model_zoo.config import ModelConfig
-    from ..parallel.tables import Pipelining
-    from ..recipe.schema import Recipe
 
 BYTES = 4
 """of a weight: all are kept in fp32"""

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..optim.parameters import parameter_groups
+from ..optim.tables import OptimizerConfig
 from ..parallel.mesh import AXES, FSDP_AXES, GRADIENT_AXES, Degrees
 from ..parallel.pipeline.cut import cut_blocks, num_micro_batches, num_stages, stage_costs
 from ..parallel.pipeline.grid import Grid, bubble_fraction, parse, schedule_grid
+from ..parallel.tables import Memory, Parallel
 from .devices import Device
 
 if TYPE_CHECKING:
     from ..data.tables import Data
-    from ..optim.tables import OptimizerConfig
-    from ..parallel.tables import Memory, Parallel
 
 EFFICIENCY = 0.6
 """share of a GPU's products a second that a block reaches, with all that is not a product"""

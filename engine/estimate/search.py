@@ -9,17 +9,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, product
 from math import prod
-from typing import TYPE_CHECKING
 
 from ..core.errors import RecipeError
 from ..parallel.mesh import DATA_AXES, MESH, Degrees
 from ..recipe.checks.checks import check
+from ..recipe.schema import Recipe
 from .devices import DEVICES
 from .memory import estimate_memory
 from .roofline import Candidate, StepSizes, estimate
-
-if TYPE_CHECKING:
-    from ..recipe.schema import Recipe
 
 USABLE = 0.9
 """share of a GPU's memory for tensors: the rest is CUDA's, NCCL's and the allocator's"""

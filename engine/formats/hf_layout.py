@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ...model_zoo.layout import Part
 from ..checkpoint.tensors import (
     DTYPES,
     ConcatenatedTensor,
@@ -22,10 +22,7 @@ from ..checkpoint.tensors import (
     TensorRows,
     nbytes,
 )
-
-if TYPE_CHECKING:
-    from ...model_zoo.layout import Part
-    from .hf_folder import StoredTensor
+from .hf_folder import StoredTensor
 
 
 def rows_to_hf(rows: Tensor, form: Sequence[str]) -> Tensor:

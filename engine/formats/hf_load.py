@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
+from ...model_zoo.config import ModelConfig
+from ...model_zoo.language_model import LanguageModel
 from ...model_zoo.layout import is_adapter
 from ..checkpoint.box import contiguous_box
 from ..checkpoint.tensors import BLOCK_BYTES, TensorRows, row_bytes, row_count
@@ -19,9 +21,6 @@ from .hf_match import compare_tied_weights, match
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-    from ...model_zoo.config import ModelConfig
-    from ...model_zoo.language_model import LanguageModel
 
 
 def load_huggingface(folder: Path, model: LanguageModel, config: ModelConfig) -> list[str]:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ...model_zoo.config import find_mismatches, find_unsupported, flatten_settings
+from ...model_zoo.config import ModelConfig, find_mismatches, find_unsupported, flatten_settings
 from ...model_zoo.config import quote as text
+from ...model_zoo.layout import Layout, Part
 from ..checkpoint.tensors import DTYPES, TensorRows, differs
 from ..core.errors import nearest
 from ..core.text.display import MAX_SHOWN, quote_name
 from .hf_folder import CONFIG, StoredTensor
 from .hf_layout import open_parameter, open_stored_tensor
-
-if TYPE_CHECKING:
-    from ...model_zoo.config import ModelConfig
-    from ...model_zoo.layout import Layout, Part
 
 COMPUTED = ".rotary_emb.inv_freq"
 """Old versions of transformers saved these; every model computes them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,10 +12,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...model_zoo.language_model import LanguageModel
 from ..data.batch import IGNORED, Batch
-
-if TYPE_CHECKING:
-    from ...model_zoo.language_model import LanguageModel
 
 MAX_LOGITS = 2**24
 SORTED_BATCHES = 32

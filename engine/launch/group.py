@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from time import sleep
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import torch
@@ -20,9 +19,6 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from ..core.errors import EnvironmentFault, ExitCode, LostContact
 from .ending import TICK_SECONDS, skip_teardown
 from .environment import World
-
-if TYPE_CHECKING:
-    from .environment import World
 
 
 def pick_device(world: World) -> torch.device:

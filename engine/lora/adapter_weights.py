@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...model_zoo.config import ModelConfig
+from ...model_zoo.language_model import LanguageModel
 from ...model_zoo.layers.dense import AdaptedLinear, Linear
 from ...model_zoo.layout import DOWN, UP, is_adapter
 from ..checkpoint.tensors import InMemoryTensor
@@ -17,14 +19,10 @@ from ..core.local import is_split
 from ..core.text.display import list_problems, quote_name
 from ..formats.hf_folder import MAX_CONFIG_BYTES, open_tensors, read_json
 from ..formats.hf_load import fill_parameter
+from .tables import LoRA
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.distributed.tensor import DTensor
-
-    from ...model_zoo.config import ModelConfig
-    from ...model_zoo.language_model import LanguageModel
-    from .tables import LoRA
 
 
 @torch.no_grad()

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ...model_zoo.language_model import Constant, LanguageModel, Normal
 from ...model_zoo.layers.dense import AdaptedLinear, Linear
-from ...model_zoo.layout import is_adapter
+from ...model_zoo.layout import Layout, is_adapter
 from ..core.errors import Problem, RecipeError, nearest
 from ..core.text.expressions import match_names
+from ..parallel.pipeline.cut import StageSplit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from ...model_zoo.layout import Layout
-    from ..parallel.pipeline.cut import StageSplit
     from .tables import LoRA
 
 Rule = Normal | Constant

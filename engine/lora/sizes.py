@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING
 
-from ...model_zoo.layout import DOWN, UP, is_adapter
+from ...model_zoo.layout import DOWN, UP, Layout, is_adapter
 from ..core.text.expressions import match_names
 
 if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
     from ...model_zoo.language_model import LanguageModel
-    from ...model_zoo.layout import Layout
     from .tables import LoRA
 
 

@@ -11,16 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from ..core.heartbeat import heartbeat
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 Item = TypeVar("Item")
 

@@ -12,19 +12,17 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..core.errors import Problem, RecipeError, nearest
 from ..core.local import is_split, local
 from ..core.text.expressions import match_names
 from .tables import OptimizerConfig
-
-if TYPE_CHECKING:
-    from torch.nn import Parameter
 
 
 def parameter_groups(

@@ -6,18 +6,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...model_zoo.language_model import LanguageModel
+from ..data.batch import Batch
+from .mesh import Degrees
+from .pipeline.cut import EndCosts, StageSplit
 
 if TYPE_CHECKING:
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
-
     from ...kernels.choose import Kernels
     from ...model_zoo.config import ModelConfig
-    from ...model_zoo.language_model import LanguageModel
-    from ..data.batch import Batch
-    from .mesh import Degrees
-    from .pipeline.cut import EndCosts, StageSplit
     from .pipeline.pipeline import Pipeline, Stage
     from .tables import Parallel
 

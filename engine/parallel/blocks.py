@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,12 +20,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from ...model_zoo.language_model import LanguageModel
+from ...model_zoo.layout import Layout
 from ..core.errors import Problem, RecipeError, nearest
 from .tables import GROUPS, HALF, Compile, Memory, operation_names
-
-if TYPE_CHECKING:
-    from ...model_zoo.language_model import LanguageModel
-    from ...model_zoo.layout import Layout
 
 
 def transform_blocks(

@@ -13,16 +13,20 @@ with a slice of the expert's width, and a reduce-scatter sums their outputs on t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from ...model_zoo.layers.moe import TokenExchange, moe_layers
+from .axis import LocalRank
 from .collectives import (
     RowExchange,
     Splits,
@@ -33,18 +37,8 @@ from .collectives import (
     wait,
     wait_for_rows,
 )
-from .mesh import EXPERT_AXES, expert_grid
+from .mesh import EXPERT_AXES, Degrees, expert_grid
 from .tensor.local_views import distribute_parameter, placement
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
-
-    from .axis import LocalRank
-    from .mesh import Degrees
 
 
 def shard_experts(

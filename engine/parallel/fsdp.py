@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -20,6 +21,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
+from ...model_zoo.config import ModelConfig
+from ...model_zoo.language_model import LanguageModel
+from ...model_zoo.layout import Layout
 from .axis import AxisParts, LocalParts, LocalRank, ParallelModel, SplitSettings, StepSettings
 from .blocks import hide_hooks_from_checkpointing
 from .expert import build_expert_mesh, shard_experts
@@ -28,11 +32,6 @@ from .tables import Parallel
 from .tensor.local_views import replicate_parameters
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from ...model_zoo.config import ModelConfig
-    from ...model_zoo.language_model import LanguageModel
-    from ...model_zoo.layout import Layout
     from .pipeline.pipeline import Stage
 
 

@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...model_zoo.language_model import Constant, Normal
+from ...model_zoo.language_model import Constant, LanguageModel, Normal
 from ..checkpoint.box import Box, contiguous_box
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch.distributed.tensor import DTensor
 
-    from ...model_zoo.language_model import LanguageModel
 
 BLOCK = 2**20
 CHUNK = 16 * BLOCK

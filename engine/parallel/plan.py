@@ -8,21 +8,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ...model_zoo.config import ModelConfig
+from ...model_zoo.language_model import LanguageModel
+from ..data.batch import Batch
 from .axis import AxisParts, LocalParts, LocalRank, ParallelModel, SplitSettings, StepSettings
 from .mesh import AXES, MESH, Degrees
+from .pipeline.cut import EndCosts
 from .placement import placements_for, require_divisible
 from .tables import Parallel
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from ...kernels.choose import Kernels
-    from ...model_zoo.config import ModelConfig
-    from ...model_zoo.language_model import LanguageModel
-    from ..data.batch import Batch
-    from .pipeline.cut import EndCosts
 
 log = logging.getLogger(__name__)
 

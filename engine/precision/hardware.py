@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from ...kernels.registry import without_triton
+from ...model_zoo.config import ModelConfig
 from ..core.errors import EnvironmentFault
 from .choose import select_weights
 from .tables import Precision
-
-if TYPE_CHECKING:
-    from ...model_zoo.config import ModelConfig
 
 # What Linux calls the instructions: x86 lists `flags`, Arm lists `Features` (Linux: cpuinfo).
 _CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")

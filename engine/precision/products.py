@@ -6,21 +6,18 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from torch import Tensor
 
 from ...kernels.grouped_gemm_fp8.op import grouped_linear_fp8
+from ...model_zoo.config import ModelConfig
+from ...model_zoo.language_model import LanguageModel
+from ...model_zoo.layers.dense import Linear
+from ...model_zoo.layers.moe import Experts
 from ..core.errors import EnvironmentFault
 from .choose import select_weights
-from .tables import Float8, LowPrecision
-
-if TYPE_CHECKING:
-    from ...model_zoo.config import ModelConfig
-    from ...model_zoo.language_model import LanguageModel
-    from ...model_zoo.layers.dense import Linear
-    from ...model_zoo.layers.moe import Experts
-    from .tables import MX
+from .tables import MX, Float8, LowPrecision
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """[..., in], [out, in] and a bias, or none -> [..., out], as `torch.nn.functional.linear`"""

@@ -7,7 +7,10 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch.distributed import ProcessGroup
+
 from ...model_zoo.layout import is_adapter
+from ..checkpoint.find import IntactCheckpoint
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.reader import load_state
 from ..checkpoint.state import model_state
@@ -20,10 +23,7 @@ from ..core.run_dir import EXPORTS
 from ..lora.adapter_weights import merged_weights
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from ..assemble.assemble import Assembled
-    from ..checkpoint.find import IntactCheckpoint
 
 FINAL, AVERAGE, ADAPTER = EXPORTS
 RECORD = "exported.json"

@@ -6,7 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.distributed import ProcessGroup
 
 from ..assemble.assemble import Assembled, assemble
 from ..checkpoint.find import IntactCheckpoint, find_checkpoint, newest_intact
@@ -16,9 +18,11 @@ from ..checkpoint.state import seed_everything
 from ..checkpoint.store import CheckpointStore
 from ..core.errors import CheckpointError, RecipeError, nearest
 from ..core.text.display import make_printable
+from ..launch.environment import World
 from ..launch.group import create_checkpoint_group, pick_device, process_group
 from ..observe.metrics import read_events
 from ..recipe.changes import require_unchanged
+from ..recipe.schema import Recipe
 from ..report.status import newest_rows, number
 from ..train.health import Health
 from ..train.parts import Position
@@ -26,12 +30,6 @@ from ..train.probe import LayerSums, Probe, merge
 from ..train.saving import Saver
 from ..train.update import UpdateAfterBackward
 from .resume import require_same_data
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from ..launch.environment import World
-    from ..recipe.schema import Recipe
 
 
 @dataclass(frozen=True)

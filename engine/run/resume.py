@@ -14,15 +14,14 @@ import torch
 import xxhash
 
 from ... import __version__
-from ..checkpoint.manifest import SaveInfo
+from ..checkpoint.find import IntactCheckpoint
+from ..checkpoint.manifest import Manifest, SaveInfo
 from ..core.errors import Problem, RecipeError
 from ..core.text.display import remove_secrets
 from ..train.parts import Best
 
 if TYPE_CHECKING:
     from ..assemble.assemble import Assembled
-    from ..checkpoint.find import IntactCheckpoint
-    from ..checkpoint.manifest import Manifest
 
 
 def require_same_data(saved: Manifest, parts: Assembled, allowed: Sequence[str]) -> None:

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed import ProcessGroup
 
 from ..assemble.assemble import Assembled, assemble
 from ..checkpoint.find import IntactCheckpoint, code_before_training, find_checkpoint
@@ -22,10 +22,12 @@ from ..core.heartbeat import heartbeat
 from ..core.run_dir import RunDirectory
 from ..core.run_state import RunState, record_attempt, record_stop
 from ..launch import ending as process_ending
+from ..launch.environment import World
 from ..launch.group import create_checkpoint_group, pick_device, process_group
 from ..launch.signals import StopFlag
 from ..observe.progress import Progress, forward_logs, open_progress
 from ..recipe.changes import require_unchanged
+from ..recipe.schema import Recipe
 from ..recipe.write import to_toml
 from ..train.events import EventRecorder
 from ..train.health import Health
@@ -35,12 +37,6 @@ from ..train.saving import Saver
 from .export import export_run, require_exportable
 from .resume import describe, identify, ignored_settings, reason_to_end, require_same_data
 from .watch import open_observer, watch_rank
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from ..launch.environment import World
-    from ..recipe.schema import Recipe
 
 
 def run(

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...model_zoo.config import ModelConfig
+from ...model_zoo.language_model import LanguageModel
 from ...model_zoo.layers.moe import NUM_OTHER_COUNTS, moe_layers
+from ..parallel.mesh import Degrees
 
 if TYPE_CHECKING:
-    from ...model_zoo.config import ModelConfig
-    from ...model_zoo.language_model import LanguageModel
     from ..data.tables import Data
-    from ..parallel.mesh import Degrees
 
 ROUTER = ".router.weight"
 

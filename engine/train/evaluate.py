@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from ...model_zoo.language_model import LanguageModel, LossFunction
 from ..core import faults
 from ..core.heartbeat import heartbeat
 from ..data.batch import Batch, count_label_bytes
-from ..launch.signals import StopRequested
+from ..launch.signals import StopFlag, StopRequested
+from ..parallel.mesh import Degrees
+from .parts import Parts
 from .step import count_tokens, forward_loss
 
 if TYPE_CHECKING:
-    from ...model_zoo.language_model import LanguageModel, LossFunction
-    from ..launch.signals import StopFlag
-    from ..parallel.mesh import Degrees
     from ..parallel.pipeline.pipeline import Pipeline
-    from .parts import Parts
 
 
 def validate(parts: Parts, stop: StopFlag | None = None) -> dict[str, float]:

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Literal
 
 from ..core import faults
 from ..core.heartbeat import heartbeat
-from ..launch.signals import StopRequested
+from ..data.batch import Batch
+from ..launch.signals import StopFlag, StopRequested
+from ..observe.observer import Observer
 from .evaluate import validate
+from .health import Health
+from .parts import Parts, Position
 
 if TYPE_CHECKING:
-    from ..data.batch import Batch
-    from ..launch.signals import StopFlag
-    from ..observe.observer import Observer
-    from .health import Health
-    from .parts import Parts, Position
     from .saving import Saver
 
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ...model_zoo.layout import Layout
 from ..core.local import local, num_parts
 
 if TYPE_CHECKING:
-    from ...model_zoo.layout import Layout
     from .step import TrainStep
 
 

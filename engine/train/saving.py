@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch.distributed as dist
+from torch import Tensor
 
 from ..checkpoint import state as train_state
+from ..checkpoint.manifest import Manifest, SaveInfo
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.reader import load_state
 from ..checkpoint.store import CheckpointStore
@@ -19,13 +21,7 @@ from ..core import faults
 from ..core.errors import CheckpointError, Diverged
 from ..core.heartbeat import heartbeat
 from .health import Health
-from .parts import Best, Position
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..checkpoint.manifest import Manifest, SaveInfo
-    from .parts import Parts
+from .parts import Best, Parts, Position
 
 
 class Saver:

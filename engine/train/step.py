@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...model_zoo.language_model import LossRecord, sum_by_source
+from ...model_zoo.language_model import LossFunction, LossRecord, sum_by_source
 from ..data.batch import IGNORED, Batch
 from ..observe.observer import Mean, Number
 from ..observe.phases import Phase, no_phase
@@ -19,9 +19,6 @@ from ..parallel.mesh import Degrees
 from ..precision.hardware import LossScale
 from .balance import Balance
 from .update import Update
-
-if TYPE_CHECKING:
-    from ...model_zoo.language_model import LossFunction
 
 
 def count_tokens(batch: Batch, num_sources: int = 0) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,15 +20,13 @@ from ....kernels.cross_entropy.reference import GPU_ROWS
 from ....model_zoo.layers.dense import RMSNorm
 from ...assemble.build import BuiltModel, build_model, build_step
 from ...data.batch import Batch
+from ...data.tables import Data
 from ...parallel.materialize import materialize
 from ...parallel.plan import Plan, make_plan
 from ...parallel.tables import Compile
+from ...recipe.schema import Recipe
+from ...train.step import TrainStep
 from .torch_internals import fake_process_group
-
-if TYPE_CHECKING:
-    from ...data.tables import Data
-    from ...recipe.schema import Recipe
-    from ...train.step import TrainStep
 
 CPU = torch.device("cpu")
 

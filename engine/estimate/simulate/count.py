@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ...core.local import local
+from ...data.batch import Batch
 from .collectives import CollectiveMatcher, Route, named_arguments
 
 if TYPE_CHECKING:
-    from ...data.batch import Batch
     from ...train.step import TrainStep
 
 

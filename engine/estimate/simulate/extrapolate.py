@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ...core.local import local
 from ...parallel.pipeline.cut import SPLIT_BACKWARD
 from ...precision.hardware import DTYPES
+from ...recipe.schema import Recipe
 from ..groups import ALL_REDUCE
 from .build import SimulatedRank, simulate_rank, step_batches
 from .collectives import Route
@@ -26,9 +27,6 @@ from .instrumented import NUM_ENDS, BlockSegment, track
 from .sizes import RunSize, enough_micro_batches, have_identical_blocks, resize, size_of
 from .torch_internals import fake_process_group
 from .tracker import COMMUNICATION, RECEIVED, MemoryPeak
-
-if TYPE_CHECKING:
-    from ...recipe.schema import Recipe
 
 SHORTEST = NUM_ENDS + 1
 """blocks of the shorter of two tracked runs: a first one, a last one, and one that is neither"""

@@ -7,14 +7,19 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ....model_zoo.language_model import LanguageModel
+from ...data.batch import Batch
+from ...data.tables import Data
 from ...optim.parameters import undecorated_step
 from ...train.average import WeightAverage
+from ...train.step import TrainStep
+from ...train.tables import EMA
 from .build import empty_batches, rows_of
 from .tracker import (
     BATCH,
@@ -26,13 +31,6 @@ from .tracker import (
     TEMPORARY,
     MemoryTracker,
 )
-
-if TYPE_CHECKING:
-    from ....model_zoo.language_model import LanguageModel
-    from ...data.batch import Batch
-    from ...data.tables import Data
-    from ...train.step import TrainStep
-    from ...train.tables import EMA
 
 NUM_ENDS = 2
 """blocks at either end of a stage whose segments keep their names in stages of any length"""

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +15,12 @@ from torch import Tensor, nn
 from ...assemble.build import build_model
 from ...core.text.expressions import match_names
 from ...parallel.blocks import transform_blocks
+from ...parallel.mesh import Degrees
 from ...parallel.pipeline.cut import assign_stages, cut_blocks, num_micro_batches
 from ...parallel.pipeline.grid import parse, schedule_grid
-from ...parallel.tables import Compile
+from ...parallel.tables import Compile, Pipelining
 from ...recipe.placements import placements
-
-if TYPE_CHECKING:
-    from ...parallel.mesh import Degrees
-    from ...parallel.tables import Pipelining
-    from ...recipe.schema import Recipe
+from ...recipe.schema import Recipe
 
 ACCUMULATED = 3
 """micro batches one after another: the first makes gradients, the last reduces them"""

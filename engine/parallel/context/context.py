@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,16 +18,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 
 from ....kernels.choose import Kernels
+from ....model_zoo.config import ModelConfig
+from ....model_zoo.language_model import LanguageModel
 from ....model_zoo.layers.moe import moe_layers
 from ...data.batch import Batch
 from ..axis import AxisParts, LocalParts, LocalRank, SplitSettings
 from ..collectives import all_gather, all_reduce_no_grad
 from ..mesh import AXES
 from .ring import ring_attention
-
-if TYPE_CHECKING:
-    from ....model_zoo.config import ModelConfig
-    from ....model_zoo.language_model import LanguageModel
 
 Attention = Callable[..., Tensor]
 

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ....model_zoo.language_model import LanguageModel, LossFunction
 from ..materialize import materialize, without_storage
 from .cut import EndCosts, num_micro_batches
 
 if TYPE_CHECKING:
     from ....kernels.choose import Kernels
     from ....model_zoo.config import ModelConfig
-    from ....model_zoo.language_model import LanguageModel, LossFunction
     from ...data.tables import Data
     from ..plan import Plan
 

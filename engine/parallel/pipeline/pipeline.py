@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
@@ -19,17 +20,12 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from ....model_zoo.language_model import LossRecord
+from ....model_zoo.language_model import LanguageModel, LossFunction, LossRecord
+from ....model_zoo.layout import Layout
 from ...core.heartbeat import heartbeat
 from ...data.batch import Batch
 from .cut import StageSplit
 from .schedule_file import ScheduleFile
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from ....model_zoo.language_model import LanguageModel, LossFunction
-    from ....model_zoo.layout import Layout
 
 
 class Stage(nn.Module):

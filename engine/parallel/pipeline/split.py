@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from ....model_zoo.language_model import LanguageModel
+from ....model_zoo.layout import Layout
 from ..axis import AxisParts, LocalParts, LocalRank, ParallelModel, SplitSettings, StepSettings
 from ..gradient_reduction import make_tied_reduction
 from .cut import StageSplit, cut_blocks
@@ -16,11 +19,7 @@ from .pipeline import Pipeline, Stage
 from .schedule_file import read_schedule
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from ....model_zoo.config import ModelConfig
-    from ....model_zoo.language_model import LanguageModel
-    from ....model_zoo.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from ....kernels.choose import Kernels
 from ....kernels.cross_entropy import reference
 from ....kernels.cross_entropy.reference import IGNORED
+from ....model_zoo.config import ModelConfig
+from ....model_zoo.language_model import LanguageModel
 from ....model_zoo.layers.dense import Embedding
 from ....model_zoo.layers.moe import moe_layers
 from ..axis import (
@@ -40,13 +44,6 @@ from ..collectives import (
 from ..gradient_reduction import make_replicated_reduction
 from ..placement import CUT_DIMS, used_dim
 from .local_views import LocalView, distribute_parameter, placement
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from ....model_zoo.config import ModelConfig
-    from ....model_zoo.language_model import LanguageModel
 
 SEQUENCE, WIDTH = 1, 2
 
