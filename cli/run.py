@@ -60,7 +60,9 @@ def run(
     ranks = nproc if nproc > 1 else world.world_size
     loaded = load_recipe(recipe, overrides or [], world=ranks)
     if as_json and not replay:
-        raise RecipeError("--json is of --replay", hint="trainer status RUN --json tells of a run")
+        raise RecipeError(
+            "--json belongs to --replay", hint="`trainer status RUN --json` describes a run"
+        )
     if nproc > 1 and world.launcher != "none":
         raise RecipeError(
             f"--nproc {nproc} inside a job of {world.launcher}",

@@ -70,7 +70,7 @@ class LossRecord:
     """A loss function for one forward pass that keeps the loss of each token.
 
     A model calls it for its labels first. Later calls are for what the model learns besides, such
-    as tokens farther ahead: they are minimised, and no part of the task's loss.
+    as multi-token prediction: they are minimised, and no part of the task's loss.
     """
 
     def __init__(self, loss: LossFunction) -> None:

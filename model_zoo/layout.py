@@ -258,6 +258,6 @@ def is_adapter(name: str) -> bool:
 def is_load(name: str) -> bool:
     """Return whether a name is that of a router's `load`, which is saved and is no weight.
 
-    No Hugging Face model has one; where there is none, it starts anew.
+    No Hugging Face model has one; where there is none, it starts again.
     """
     return name.endswith(".router.load")

@@ -111,7 +111,7 @@ def newest_intact(path: Path, ranks: Ranks, before: int | None = None) -> Intact
     if skipped:
         raise CheckpointError(
             list_problems(f"no checkpoint in {path} is intact:", skipped),
-            "restore one of them from a copy, or start anew with another run.name",
+            "restore one of them from a copy, or start again with another run.name",
         )
     return None
 

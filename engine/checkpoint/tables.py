@@ -16,12 +16,12 @@ Allocate = Callable[["Tensor"], "Tensor"]
 
 
 class CheckpointMode(Component):
-    """How a save takes the state, so that training may go on while it is written."""
+    """How a save takes the state, so that training can continue while it is written."""
 
     def build(self) -> Allocate | None:
         """Return what allocates the memory for copies, or None to write the state itself.
 
-        With copies, a save continues in a thread while training goes on; the memory is used again
+        With copies, a save continues in a thread while training does; the memory is used again
         by the next save. Without, training waits until the checkpoint is complete.
         """
         raise NotImplementedError

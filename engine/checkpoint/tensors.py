@@ -157,7 +157,7 @@ class FileTensor:
             while view:
                 count = os.preadv(descriptor, [view], position)
                 if not count:
-                    raise CheckpointError(f"{self.file} ends early", "fetch it once more")
+                    raise CheckpointError(f"{self.file} ends early", "download it again")
                 view, position = view[count:], position + count
         finally:
             os.close(descriptor)

@@ -109,7 +109,7 @@ def check_records(path: Path) -> str:
                         pass
             except zipfile.BadZipFile as error:
                 raise CheckpointError(
-                    f"{path} is damaged: {error}", "fetch it once more, or save it anew"
+                    f"{path} is damaged: {error}", "download it again, or save it again"
                 ) from error
     return ""
 

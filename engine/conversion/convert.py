@@ -195,7 +195,7 @@ def _choose_tokenizer(
 def _build(
     config: TokenizerConfig | None, opened: SourceWeights, options: Options
 ) -> Tokenizer | None:
-    """Return the tokenizer; one that nobody asked for by name is done without, and that is said."""
+    """Return the tokenizer; without one, unless it was asked for by name, with a note."""
     if config is None:
         opened.notes.append(
             f"{opened.place} has no tokenizer.json: give the tokenizer with --tokenizer; "

@@ -187,7 +187,7 @@ def _write_gathered(
 ) -> Exception | None:
     """Write tensors that are cut other than by rows, gathered one at a time, in turns.
 
-    A rank that cannot write goes on gathering, for the others; its failure is returned.
+    A rank that cannot write continues to gather, for the others; its failure is returned.
     """
     failure: Exception | None = None
     for name in (name for name in places if _must_gather(weights[name])):

@@ -45,7 +45,7 @@ def save_adapter(
         folder: must not exist yet.
         model: with adapters, plain or sharded.
         config: what the model was built from.
-        base: name or folder of the base model, for whoever loads the adapter.
+        base: name or folder of the base model, for those who load the adapter.
         group: a gloo group of all ranks; None: one process.
 
     Raises:

@@ -143,7 +143,7 @@ class RunDirectory:
         return self.path / ".lock"
 
     def holder(self) -> str:
-        """Return whose run this is, or an empty string if nobody holds the lock."""
+        """Return the holder of the run's lock, or an empty string if there is none."""
         is_held = is_locked(self._file) or is_locked(self.path)
         return _holder(self._file) if is_held else ""
 

@@ -1,4 +1,4 @@
-"""One HTML file that needs nothing else and asks nobody. Torch-free."""
+"""A single HTML file that loads nothing from elsewhere. Torch-free."""
 
 from __future__ import annotations
 

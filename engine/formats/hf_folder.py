@@ -127,7 +127,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
             yield file
     except (SafetensorError, OSError) as error:
         why = quote_name(str(error))
-        raise CheckpointError(f"{path} cannot be read: {why}", "fetch it once more") from error
+        raise CheckpointError(f"{path} cannot be read: {why}", "download it again") from error
 
 
 def _regular_files(folder: Path) -> set[str]:
@@ -227,7 +227,7 @@ def _parse(text: bytes, path: Path) -> dict[str, Any]:
             text, object_pairs_hook=_without_duplicates, parse_constant=_not_a_number
         )
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}", "fetch it once more") from error
+        raise CheckpointError(f"{path} is damaged: {error}", "download it again") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} is damaged: a JSON object was expected")
     return values

@@ -228,10 +228,10 @@ def measure_validation(opened: OpenedModel, *, batch_size: int = 8, limit: int =
         left = max(0, left - len(batch.labels))
     for source, rest in enumerate(ids):
         sources[source].count_tokens(opened.tokenizer, rest.tolist())
-    return _together("validation split", sources)
+    return _add_sources("validation split", sources)
 
 
-def _together(name: str, sources: list[Measured]) -> Measured:
+def _add_sources(name: str, sources: list[Measured]) -> Measured:
     """Return the sums over sources."""
     return Measured(
         name,
@@ -246,7 +246,7 @@ def _together(name: str, sources: list[Measured]) -> Measured:
 
 def _encode(source: SourceConfig, tokenizer: Tokenizer, measured: Measured) -> Iterator[Encoded]:
     if not isinstance(source, DocumentSource):
-        yield from _stored(source, tokenizer)
+        yield from _read_stored(source, tokenizer)
         return
     source = source.for_tokenizer(tokenizer)
     for document in chain.from_iterable(map(source.read, source.parts())):
@@ -264,7 +264,7 @@ def _encode(source: SourceConfig, tokenizer: Tokenizer, measured: Measured) -> I
             yield Encoded(tokenizer.encode(document), document, None, tokenizer.eos_id)
 
 
-def _stored(source: SourceConfig, tokenizer: Tokenizer) -> Iterator[Encoded]:
+def _read_stored(source: SourceConfig, tokenizer: Tokenizer) -> Iterator[Encoded]:
     """Yield documents that are stored as tokens; their ends are not scored."""
     store = open_source(source, tokenizer, default_cache())
     for number in range(store.num_documents):

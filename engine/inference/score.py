@@ -130,10 +130,10 @@ def score_windows(
         some.sort(key=lambda row: -len(row.inputs))
         for first in range(0, len(some), batch_size):
             batch = some[first : first + batch_size]
-            yield from zip(batch, score_batch(model, _padded(batch)), strict=True)
+            yield from zip(batch, score_batch(model, _pad_rows(batch)), strict=True)
 
 
-def _padded(rows: Sequence[ScoredWindow]) -> Batch:
+def _pad_rows(rows: Sequence[ScoredWindow]) -> Batch:
     """Return the rows padded at the right, which no token before it sees."""
     shape = len(rows), max(len(row.inputs) for row in rows)
     tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED)

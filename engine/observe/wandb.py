@@ -23,7 +23,7 @@ class WandBTracker:
     code, the console or the environment.
 
     Raises:
-        EnvironmentFault: W&B is not installed, nobody is logged in, or it cannot be reached.
+        EnvironmentFault: W&B is not installed, no user is logged in, or it cannot be reached.
     """
 
     def __init__(self, config: WandB, run_dir: Path) -> None:

@@ -40,7 +40,7 @@ def check_rules(
     """Yield what is wrong with the rules of a table.
 
     Args:
-        shapes: of the model's parameters, by name; empty where nobody knows them yet.
+        shapes: shapes of the model's parameters, by name; empty while they are unknown.
         table: `[parallel]`.
         used_dim: name -> dim of which a rank of the tensor axis computes with a piece.
         tensor: ranks of that axis.

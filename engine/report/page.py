@@ -1,4 +1,4 @@
-"""The report: one HTML file that needs nothing else and asks nobody. Torch-free.
+"""The report: a single HTML file that loads nothing from elsewhere. Torch-free.
 
 Everything that comes from files is escaped.
 """

@@ -1,4 +1,4 @@
-"""Attention that reaches back so far and no farther, by any implementation of `reference`.
+"""Sliding-window and chunked attention, by any implementation of `reference`.
 
 A row is cut into blocks, and each block attends to the keys that it can reach as if it were a row
 of its own. So work and memory grow with the reach, and not with the length of the row.

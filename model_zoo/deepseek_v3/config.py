@@ -115,7 +115,7 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
 
     @property
     def num_blocks(self) -> int:
-        """Also those that predict farther ahead."""
+        """The blocks of the model and those of multi-token prediction."""
         return self.n_layers + self.mtp_depth
 
     @property

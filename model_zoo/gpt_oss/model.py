@@ -47,8 +47,8 @@ class ClampedExperts(Experts):
     def compute(self, rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
         """Return each row as its expert makes it, times its weight; see `Experts`."""
         dtype, place_M = rows.dtype, torch.arange(len(rows), device=rows.device)
-        # Rows behind the last expert's are nobody's, and products leave their gradients undefined:
-        # one more row of biases takes them.
+        # Rows behind the last expert's belong to no expert, and products leave their gradients
+        # undefined: one more row of biases takes them.
         expert_M = torch.searchsorted(offs, place_M, right=True)
         gate_up_MF = self.product(rows, self.local("gate_up").to(dtype).flatten(1, 2), offs)
         gate_up_MF = gate_up_MF + self._bias(self.local("gate_up_bias"), expert_M).to(dtype)

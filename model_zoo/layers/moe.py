@@ -74,7 +74,7 @@ class Experts(LocalParameters):
     def forward(self, *sent: Any) -> Tensor:
         """Return the outputs for the tokens that `exchange.dispatch` sent, [M, D].
 
-        The exchange ends in here, so that whoever shards weights gathers them while it waits.
+        The exchange ends in here, so that sharded weights are gathered while it waits.
         """
         return self.exchange.compute(self.compute, *sent)
 

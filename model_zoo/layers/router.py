@@ -43,7 +43,7 @@ class Router(LocalParameters):
         super().__init__()
         self.settings = settings
         self.sum_of_sequence: Callable[[Tensor], Tensor] = lambda counts: counts
-        """sums over whoever has parts of the same sequences"""
+        """sums over the ranks that hold parts of the same sequences"""
         self.weight = nn.Parameter(torch.empty(settings.num_experts, dim))
         nn.init.normal_(self.weight, std=dim**-0.5)
         has_load = settings.aux_weight > 0 and settings.aux_scope == "global"

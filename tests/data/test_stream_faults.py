@@ -223,7 +223,7 @@ def test_training_begins_before_the_source_is_read(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "run.epochs=1": "nobody knows how many rows an epoch of a stream has",
+    "run.epochs=1": "the number of rows in an epoch of a stream is unknown",
     "data.workers=2": "data.workers (2) do not read streams",
     'data.sources.0.split="validation"': "a validation source is read whole",
 }

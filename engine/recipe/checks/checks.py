@@ -123,7 +123,7 @@ def _streams(recipe: Recipe) -> Iterator[Finding]:
         if recipe.run.epochs is not None:
             yield (
                 path,
-                "nobody knows how many rows an epoch of a stream has",
+                "the number of rows in an epoch of a stream is unknown",
                 "give run.steps instead of run.epochs",
             )
         if recipe.data.workers:
