@@ -13,13 +13,13 @@ from torch import Tensor
 from ..core.errors import EnvironmentFault, TrainerError
 from .metrics import MetricsLog
 from .phases import Phase, no_phase
-from .profiler import Profiler
 from .progress import Progress
 from .tables import Metrics, TensorBoard, Tracker, TrackerConfig
 from .throughput import Throughput
 
 if TYPE_CHECKING:
     from ..core.run_dir import RunDirectory
+    from .profiler import Profiler
 
 Item = TypeVar("Item")
 
