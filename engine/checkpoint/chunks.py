@@ -22,7 +22,7 @@ from typing import Annotated
 
 import torch
 import xxhash
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import FailFast, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from ..core.errors import CheckpointError
@@ -60,13 +60,16 @@ DTYPES = {dtype_name(dtype): dtype for dtype in CODES}
 """dtypes by their names in the manifest"""
 
 Count = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+# The first fault is enough: an error for each item of a hostile index would take gigabytes.
+Counts = Annotated[list[Count], FailFast()]
+Chunks = Annotated[list[tuple[Count, Count, Counts, Counts]], FailFast()]
 
 
 class Index(TypedDict):
     """The content of `index.json`."""
 
-    files: list[str]
-    chunks: dict[str, list[tuple[Count, Count, list[Count], list[Count]]]]
+    files: Annotated[list[str], FailFast()]
+    chunks: dict[str, Chunks]
 
 
 INDEX_TYPE = TypeAdapter(Index)
