@@ -106,16 +106,19 @@ class AllToAllExchange(TokenExchange):
         even = [len(counts) // ranks] * ranks
         pending = start_all_to_all(counts, Splits(even, even), self.expert_group)
         arriving = wait(pending).view(ranks, -1)
+        # Each rank of this group later gets the tokens of all of them, and needs their counts too.
         arriving = all_gather_rows(arriving, [ranks] * slices, self.expert_tensor_group)
         sums = arriving.view(slices, ranks, -1).sum(2)
         own_sums = counts.view(ranks, -1).sum(1)
         if self.is_balanced:
             sent, *received = balanced_counts(ranks, slices, len(rows))
         else:
-            # The splits are Python numbers: this waits for the device.
+            # The splits must be Python numbers. This waits for the device, once for all counts.
             sent, *received = torch.cat([own_sums.unsqueeze(0), sums]).tolist()
         splits = Splits(sent, received[dist.get_rank(self.expert_tensor_group)])
         total, exchanges = sum(sent), []
+        # The router's weights go along, because experts multiply by them before the last product.
+        # Rows from `total` on were dropped or are padding.
         for x in (rows, weight):
             exchange = RowExchange(splits, self.expert_group)
             exchanges.append((send_rows(x[:total], exchange), exchange))
@@ -136,6 +139,8 @@ class AllToAllExchange(TokenExchange):
             all_gather_rows(wait_for_rows(*exchange), received, self.expert_tensor_group)
             for exchange in (rows, weight)
         )
+        # Rows arrive by sender and then by expert; the grouped matmul needs them by expert alone.
+        # `output_size` spares waiting for the device to learn the number of rows.
         numbers = torch.arange(arriving.shape[1], device=arriving.device).repeat(len(arriving))
         chosen = numbers.repeat_interleave(arriving.flatten(), output_size=len(rows_here))
         plan = self.permutation.plan(chosen.unsqueeze(1), arriving.shape[1])
@@ -145,6 +150,7 @@ class AllToAllExchange(TokenExchange):
         outputs = reduce_scatter_rows(
             self.permutation.combine(partial_outputs, plan), received, self.expert_tensor_group
         )
+        # Back along the same splits. Partial outputs are summed before, so that they travel once.
         back = RowExchange(rows[1].splits.reversed(), self.expert_group)
         own_outputs = wait_for_rows(send_rows(outputs, back), back)
         # Tokens that were dropped because an expert is full get zeros.
@@ -152,12 +158,16 @@ class AllToAllExchange(TokenExchange):
 
 
 def balanced_counts(ranks: int, slices: int, rows: int) -> list[list[int]]:
-    """Return the rows sent to each rank, and those received, where all experts have the same load.
+    """Return the rows that a rank sends and receives if all experts have the same load.
 
     Args:
-        ranks: of the expert group.
-        slices: ranks of the expert-tensor group.
+        ranks: number of ranks of the expert group.
+        slices: number of ranks of the expert-tensor group.
         rows: number of this rank's rows.
+
+    Returns:
+        the rows sent to each rank of the expert group, then for each rank of the expert-tensor
+        group the rows that it receives from each.
     """
     share, more = divmod(rows, ranks)
     return [[share + (rank < more) for rank in range(ranks)]] * (1 + slices)
@@ -165,6 +175,7 @@ def balanced_counts(ranks: int, slices: int, rows: int) -> list[list[int]]:
 
 def build_expert_mesh(degrees: Degrees, device_type: str, *, sharded: bool) -> DeviceMesh:
     """Return the mesh on which experts are placed; all ranks call it."""
+    # The expert axes are the innermost: their all-to-all stays between neighbouring ranks.
     replicate, shard = expert_grid(degrees, sharded=sharded)
     return init_device_mesh(
         device_type,
@@ -175,11 +186,11 @@ def build_expert_mesh(degrees: Degrees, device_type: str, *, sharded: bool) -> D
 
 @dataclass(frozen=True)
 class ScaledView:
-    """Returns this rank's shard of a parameter, with other factors in the two passes.
+    """Maps a parameter to this rank's shard, scaled by one factor forward and another backward.
 
     Attributes:
-        factor: of the value in the forward pass.
-        gradient_factor: of the gradient.
+        factor: multiplies the value in the forward pass.
+        gradient_factor: multiplies the gradient in the backward pass.
     """
 
     factor: float

@@ -1,5 +1,5 @@
-"""FSDP2 shards parameters, gradients and optimizer state over the ranks that compute different
-tokens; HSDP does, where the replicate axis has more than one rank.
+"""FSDP2: parameters, gradients and optimizer state are sharded over ranks that compute different
+tokens. Where the replicate axis has more than one rank, this is HSDP.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ShardedParts(AxisParts):
         parts: LocalParts,
         settings: SplitSettings,
     ) -> LocalParts:
-        """Shard parameters; those that a rule keeps whole are ignored by FSDP."""
+        """Shard parameters, except those that a rule keeps whole, which FSDP ignores."""
         local, dims = self.local, settings.dims
         experts = None
         is_sharded = local.table.is_sharded(local.degrees)
@@ -88,8 +88,9 @@ class ShardedParts(AxisParts):
         return replace(parts, fsdp_ignored=ignored)
 
     def _replicate(self, model: nn.Module, names: set[str]) -> None:
-        """Let every rank store the parameters that no axis splits and FSDP would shard."""
+        """Let every rank store the named parameters whole."""
         if names:
+            # The axes of FSDP's own DTensors: torch 2.13 has no operations across meshes.
             axes = ("replicate", "shard", "tensor")
             used = tuple(axis for axis in axes if axis == "shard" or self.mesh[axis].size() > 1)
             replicate_parameters(model, names, self.mesh[used])
@@ -97,17 +98,20 @@ class ShardedParts(AxisParts):
     def wrap(
         self, wrapped: ParallelModel, parts: LocalParts, settings: StepSettings
     ) -> ParallelModel:
-        """Let a step decide when gradients are reduced, and average those that FSDP ignores."""
+        """Let a step say when FSDP reduces gradients, and average those of ignored parameters."""
         fsdp = cast("FSDPModule", wrapped.model)
         always = self.local.table.fsdp.reduce_every == "micro_batch"
 
         def synchronize(last: bool) -> None:
+            # Without the sync FSDP holds whole gradients until the last micro batch. With `always`
+            # each micro batch is reduce-scattered; HSDP's all-reduce still runs once a step.
             fsdp.set_requires_gradient_sync(last or always)
             fsdp.set_requires_all_reduce(last)
             fsdp.set_is_last_backward(last or always)
 
         named = wrapped.model.named_parameters()
         ignored = [weight for name, weight in named if name in parts.fsdp_ignored]
+        # The mean over one axis and then over the other is the mean over both, groups being equal.
         groups = [
             self.mesh.get_group(axis)
             for axis in ("shard", "replicate")
@@ -137,8 +141,8 @@ class ExpertSharding:
 
     Attributes:
         mesh: the mesh that `build_expert_mesh` returned.
-        modules: each becomes an FSDP unit.
-        placement: maps a parameter to its placement on the shard axis.
+        modules: the modules of experts, each of which becomes an FSDP unit.
+        placement: maps a parameter to the parameter's placement on the shard axis.
     """
 
     mesh: DeviceMesh
@@ -189,8 +193,11 @@ def apply_fsdp(
             parameter is split.
         experts: modules that are sharded over a mesh of their own.
     """
+    # torch 2.13 cannot pin host memory without an accelerator, and pins by default.
     pinned = device.type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=pinned) if table.fsdp.offload else OffloadPolicy()
+    # Inputs keep their dtype: blocks also take fp32 rotary tables and fp64 token weights, which
+    # FSDP would round to the compute dtype.
     policy = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False
     )
@@ -218,6 +225,7 @@ def apply_fsdp(
     blocks = list(cast("nn.ModuleList", model.get_submodule(layout.blocks)))
     for block in blocks:
         wrap(block, reshard_blocks, **placement_arguments)
+    # Each stage is a root of its own, because schedules run and reduce stages one by one.
     if stages:
         modules = dict(model.named_modules())
         for end in {layout.embed, layout.head} & modules.keys():
@@ -238,7 +246,13 @@ def apply_fsdp(
 
 
 def _prefetch(root: nn.Module, units: Sequence[nn.Module], depth: int) -> None:
-    """Let each unit prefetch the parameters of the next `depth` ones; 0: as PyTorch does."""
+    """Let each unit prefetch the parameters of the next `depth` units, in the backward pass too.
+
+    Args:
+        root: the root unit.
+        units: the units in the order of the forward pass.
+        depth: number of units; 0 keeps PyTorch's own prefetching.
+    """
     if not depth:
         return
     wrapped = cast("list[FSDPModule]", units)

@@ -1,4 +1,4 @@
-"""Reductions of gradients: by DDP for replicas, and of what neither DDP nor FSDP reduces."""
+"""Reduces gradients: with DDP for replicas, and those that neither DDP nor FSDP reduces."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ReplicaParts(AxisParts):
     ) -> ParallelModel:
         """Wrap a model in DDP."""
         device, model = self.local.device, wrapped.model
-        # Torch 2.13 renamed this argument and warns of the old name.
+        # Torch 2.13 renamed this argument and warns of the old name; `max` prefers the new one.
         names = {"broadcast_buffers", "forward_sync_buffers"}
         known = names & signature(DistributedDataParallel).parameters.keys()
         options: dict[str, Any] = {max(known): False}
@@ -43,6 +43,7 @@ class ReplicaParts(AxisParts):
             ddp.register_comm_hook(None, _average_in_bf16)
 
         def synchronize(last: bool) -> None:
+            # What `ddp.no_sync()` sets; that context would have to enclose forward and backward.
             ddp.require_backward_grad_sync = last
 
         return replace(
@@ -63,6 +64,7 @@ def make_axis(local: LocalRank) -> ReplicaParts:
 def _average_in_bf16(_, bucket):  # type: ignore[no-untyped-def]
     """Average gradients over ranks; torch's own hook for it takes no CPU tensors."""
     gradients = bucket.buffer()
+    # The world size: DDP runs only where every rank holds the whole model.
     sent = gradients.to(torch.bfloat16).div_(dist.get_world_size())
     work = cast("dist.Work", dist.all_reduce(sent, async_op=True))
     return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
@@ -74,13 +76,13 @@ def make_replicated_reduction(
     groups: Sequence[ProcessGroup],
     device: torch.device,
 ) -> Callable[[], None]:
-    """Return a function that reduces gradients of replicated parameters, one collective a group.
+    """Return a function that reduces gradients of replicated parameters, one collective per group.
 
     Args:
-        parameters: of which every rank of the groups holds the same.
+        parameters: the parameters, which every rank of the groups holds whole.
         operation: SUM or AVG.
         groups: process groups over which the gradients are reduced, one after the other.
-        device: the device of collectives; gradients may be offloaded.
+        device: the device of the collectives, to which offloaded gradients are copied.
     """
 
     def reduce_gradients() -> None:
@@ -108,7 +110,7 @@ def make_tied_reduction(
         other: rank in the group that holds the other copy.
         parameters: this rank's copy, laid out as on the other rank; shards are exchanged.
         group: process group of the pipeline axis.
-        device: the device of the group's messages.
+        device: the device of the messages, to which offloaded gradients are copied.
     """
 
     def reduce_gradients() -> None:

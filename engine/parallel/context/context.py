@@ -1,8 +1,8 @@
 """Context parallelism: each sequence is split over ranks.
 
 Rank r of C holds pieces r and 2C - 1 - r of the 2C pieces of a sequence, so that causal attention
-is the same work on each. Keys and values are gathered (Grattafiori et al. 2024, arXiv:2407.21783,
-section 3.3.2), or go around in a ring.
+is the same work on every rank. Keys and values are all-gathered (Grattafiori et al. 2024,
+arXiv:2407.21783, section 3.3.2), or passed around in a ring.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Attention = Callable[..., Tensor]
 class ContextParallel(AxisParts):
     """Splits sequences over the ranks of the context axis.
 
-    Args:
-        group: these ranks.
-        rank: which of them this is.
-        ranks: how many they are; twice as many divide every sequence.
-        in_ring: keys and values go around, instead of being gathered.
+    Attributes:
+        group: process group of the context axis.
+        rank: this rank's number in the group.
+        ranks: number of ranks of the group, C; the sequence length is a multiple of 2C.
+        in_ring: whether keys and values are passed around in a ring instead of being all-gathered.
     """
 
     group: ProcessGroup
@@ -48,11 +48,15 @@ class ContextParallel(AxisParts):
 
     @property
     def pieces(self) -> tuple[int, int]:
-        """Which pieces of a sequence this rank holds."""
+        """The numbers of the two pieces of a sequence that this rank holds."""
         return self.rank, 2 * self.ranks - 1 - self.rank
 
     def take(self, batch: Batch) -> Batch:
-        """Return this rank's part of full rows, [B, S / C], but ids and padding whole."""
+        """Return this rank's part of whole rows, [B, S / C]; document ids and padding stay whole.
+
+        Masks need the document ids of all keys, and token weights the padding of whole rows.
+        """
+        # Numbered before the cut: the two pieces of a rank are not neighbours.
         positions = batch.positions
         if positions is None:
             positions = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
@@ -79,7 +83,7 @@ class ContextParallel(AxisParts):
         parts: LocalParts,
         settings: SplitSettings,
     ) -> LocalParts:
-        """Let routers count a sequence's choices of experts on all ranks that have a part of it."""
+        """Let routers count the chosen experts of whole sequences; parameters are not split."""
         model.own_positions = lambda whole: torch.cat(self._mine(whole), dim=1)
         for layer in moe_layers(model).values():
             layer.router.sum_of_sequence = partial(all_reduce_no_grad, group=self.group)
@@ -90,13 +94,13 @@ class ContextParallel(AxisParts):
         return [pieces[number] for number in self.pieces]
 
     def _documents(self, _queries: Tensor, keys: Tensor) -> Tensor:
-        """Return [B, C, S / C], each rank's part of document ids of whole sequences."""
+        """Return each rank's part of the document ids of whole sequences, [B, C, S / C]."""
         pieces = keys.view(len(keys), 2 * self.ranks, -1)
         first, second = pieces.chunk(2, dim=1)
         return torch.cat([first, second.flip(1)], dim=2)
 
     def _mask(self, base: Attention, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return [B, 1, S / C, S] from document ids of whole sequences."""
+        """Return the mask of this rank's queries, [B, 1, S / C, S], from ids of whole sequences."""
         return torch.cat(self._mine(base(queries, keys), dim=2), dim=2)
 
     def _attend(
@@ -109,7 +113,8 @@ class ContextParallel(AxisParts):
         **reach: Any,
     ) -> Tensor:
         """Attend from this rank's queries, [B, S / C, H, K], to all keys before them."""
-        # One all-gather for both, because its latency counts.
+        # One all-gather for both, because its latency counts. Its backward pass, a reduce-scatter,
+        # sums the gradients that queries of all ranks give to a key.
         found = all_gather(torch.cat([key, value], -1), 1, self.group)
         widths = [key.shape[-1], value.shape[-1]]
         key, value = map(self._in_order, torch.split(found, widths, -1))
@@ -121,20 +126,23 @@ class ContextParallel(AxisParts):
         for number, part, seen in zip(
             self.pieces, torch.split(query, length, 1), masks, strict=True
         ):
-            # Causal attention: later keys would be masked, so that they are left out.
+            # Causal attention: later keys are left out, which saves the work of masking them.
             end = (number + 1) * length
             seen = None if seen is None else seen[..., :end]
             outs.append(base(part, key[:, :end], value[:, :end], seen, **reach))
         return torch.cat(outs, dim=1)
 
     def _in_order(self, found: Tensor) -> Tensor:
-        """Return [B, S, G, K], gathered rank by rank, in the order of the sequence."""
+        """Return [B, S, G, K] in the order of the sequence, from the order of ranks."""
+        # Rank by rank the pieces are 0, 2C - 1, 1, 2C - 2, ...
         pieces = found.chunk(2 * self.ranks, dim=1)
         return torch.cat([*pieces[::2], *pieces[::-2]], dim=1)
 
 
 def make_axis(local: LocalRank) -> ContextParallel:
     """Return what the context axis does on this rank; all ranks call it."""
+    # The mesh of parameters has no context axis: there these ranks belong to "shard", or to
+    # "replicate" where nothing is sharded.
     degrees, index = local.degrees, AXES.index("context")
     outer, inner = degrees.product(AXES[:index]), degrees.product(AXES[index + 1 :])
     mesh = init_device_mesh(

@@ -1,9 +1,10 @@
-"""Ring attention (Liu et al. 2023, arXiv:2310.01889): ranks pass their keys and values around, and
-attend to those at hand meanwhile.
+"""Ring attention (Liu et al. 2023, arXiv:2310.01889): ranks pass keys and values around in a ring,
+and attend to those that they hold while the next ones are sent.
 
-A rank holds two pieces of each sequence, see `ContextParallel`. Of an earlier rank's keys its
-queries see the first piece, all of them; of a later rank's keys its second piece's queries see
-both. So each step is the same work on every rank, and nothing is computed to be masked away.
+Each rank holds two pieces of each sequence, see `ContextParallel`. All queries of a rank see the
+first piece of an earlier rank's keys. Only the queries of its second piece see a later rank's keys,
+both pieces. So each step is the same work on every rank, and only a rank's own keys need a causal
+mask.
 """
 
 from __future__ import annotations
@@ -33,18 +34,20 @@ def ring_attention(
     """Attend from this rank's queries to the keys of all ranks up to their own position.
 
     Args:
-        query: [B, S, H, K], the rank's two pieces one after the other.
+        query: [B, S, H, K]; S positions are this rank's two pieces, one after the other.
         key: [B, S, G, K]; query head h reads key head h // (H / G).
         value: [B, S, G, W].
-        documents: [B, C, S] document of each position, for each of the C ranks; attention stays
-            inside documents. None: a row is one.
-        kernel: attends to a part of the keys.
-        group: the C ranks.
+        documents: document of each position of the C ranks, [B, C, S]; attention stays inside
+            documents. None: each row is one document.
+        kernel: computes attention to a part of the keys.
+        group: process group of the C ranks.
 
     Returns:
-        [B, S, H, W].
+        the attention output, [B, S, H, W].
     """
+    # One message a step, because its latency counts.
     pair = torch.cat([key, value], -1)
+    # Operators of torch.library take no process group or kernel, but their names.
     if torch.compiler.is_compiling():
         out: Tensor = _operation(query, pair, documents, kernel.name, group.group_name)[0]
         return out
@@ -83,6 +86,7 @@ def _forward(
     """Return the output, and the log of the sums that softmax divides by, [B, H, S]."""
     mine, (batch, length, heads, width) = group.rank(), query.shape
     shape = (batch, length, heads, pair.shape[-1] - width)
+    # In fp32 at least: the output is a sum over C steps, which bf16 would round at each.
     out = query.new_empty(shape, dtype=wide_dtype(query.dtype))
     log_sums = out.new_empty((batch, heads, length))
     for source, held in _rotate(pair, group):
@@ -97,6 +101,7 @@ def _forward(
                 out[:, rows], log_sums[..., rows] = part, its_sums
                 continue
             sums = log_sums[..., rows]
+            # The part's share of both softmax sums, exp(b) / (exp(a) + exp(b)), without overflow.
             share = torch.sigmoid(its_sums - sums).transpose(1, 2).unsqueeze(-1)
             out[:, rows].lerp_(part.to(out.dtype), share)
             sums.copy_(torch.logaddexp(sums, its_sums))
@@ -115,7 +120,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of `query` and `pair`.
 
-    A pair's gradient follows it around, a step behind: each rank adds its part and passes it on.
+    The gradient of a pair follows the pair around the ring, one step behind: each rank adds its
+    part and passes it on, and after C steps the sum is back at the rank of the pair.
     """
     mine, length, width = group.rank(), query.shape[1], query.shape[-1]
     grad = grad.contiguous()
@@ -138,6 +144,7 @@ def _backward(
                 mask is None and source == mine,
             )
             found.append((rows, keys, *gradients))
+        # Only now, so that the kernels above overlap with the message that brings this gradient.
         _wait(works)
         for rows, keys, for_query, for_key, for_value in found:
             query_grad[:, rows] += for_query
@@ -150,19 +157,20 @@ def _backward(
 
 
 def _seen(mine: int, source: int, length: int, with_mask: bool) -> list[tuple[slice, slice]]:
-    """Return which queries of a rank see which keys of another."""
+    """Return which positions of a rank's queries see which positions of another rank's keys."""
     first, second, both = slice(length // 2), slice(length // 2, None), slice(None)
     if source < mine:
         return [(both, first)]
     if source > mine:
         return [(second, both)]
+    # Kernels take no causal flag beside a mask, so that one square of later keys is left out here.
     return [(first, first), (second, both)] if with_mask else [(both, both)]
 
 
 def _mask(
     documents: Tensor | None, mine: int, source: int, rows: slice, keys: slice
 ) -> Tensor | None:
-    """Return [B, 1, queries, keys], true where a query sees a key; None without documents."""
+    """Return [B, 1, queries, keys], True where a query sees a key; None without documents."""
     if documents is None:
         return None
     mask = documents[:, mine, rows].unsqueeze(2) == documents[:, source, keys].unsqueeze(1)
@@ -172,8 +180,9 @@ def _mask(
 
 
 def _rotate(pair: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """Yield each rank's number and pair, this rank's first; the next one travels meanwhile."""
+    """Yield each rank's number and pair, this rank's first, while the next pair is received."""
     ranks = group.size()
+    # Two buffers, because one is received while the other is read and sent on.
     spare = [torch.empty_like(pair) for _ in range(min(2, ranks - 1))]
     for step in range(ranks - 1):
         received = spare[step % 2]
@@ -185,8 +194,9 @@ def _rotate(pair: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
 
 
 def _pass_on(sent: Tensor, received: Tensor, group: ProcessGroup) -> list[Work]:
-    """Start to send to the next rank, and to receive from the one before."""
+    """Start sending to the next rank and receiving from the previous one."""
     rank, ranks = group.rank(), group.size()
+    # In one batch: separate sends around a ring could wait for each other under NCCL.
     found: list[Work] = dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % ranks),
@@ -205,7 +215,7 @@ def _group(name: Any) -> ProcessGroup:
     return _resolve_process_group(name)
 
 
-# Compiled blocks see one operation, and not what it does.
+# Compiled blocks see one operation and nothing inside it: Dynamo need not trace its messages.
 
 
 @torch.library.custom_op(
@@ -218,6 +228,7 @@ def _operation(
     query: Tensor, pair: Tensor, documents: Tensor | None, kernel: str, group: str
 ) -> tuple[Tensor, Tensor]:
     out, log_sums = _forward(query, pair, documents, PARTIAL_ATTENTION[kernel], _group(group))
+    # The strides must be those that the fake implementation below promises to inductor.
     return out.contiguous(), log_sums.contiguous()
 
 

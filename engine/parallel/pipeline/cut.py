@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 SINGLE_STAGE_SCHEDULES = ("GPipe", "1F1B")
 V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
-"""schedules in V order: stages go to the ranks forwards and then backwards, so that the first rank
-holds the first and the last stage"""
+"""schedules in V order: stages are assigned to ranks 0, 1, ..., P - 1 and then back to 0, so that
+rank 0 holds the first and the last stage"""
 SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SCHEDULES)
-"""schedules that compute gradients of inputs and of weights apart"""
+"""schedules that compute the gradients of inputs and of weights in two separate passes"""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class StageSplit:
         ranks: number of ranks of the pipeline.
         ends: for each stage, the number of the first block after it.
         stage_to_rank: the rank that holds each stage.
-        is_tied: whether the last stage needs the embedding's weight too.
+        is_tied: whether the last stage also computes with the embedding's weight, as its head.
     """
 
     ranks: int
@@ -59,14 +59,17 @@ class StageSplit:
         return stage == 0 or (self.is_tied and stage == self.stages - 1)
 
     def other_end(self, rank: int) -> int | None:
-        """Return the rank at the other end that holds a copy of a tied embedding, if any."""
+        """Return the rank that holds the other copy of a tied embedding.
+
+        None where this rank holds no copy, or where one rank holds both ends, as in V schedules.
+        """
         ends = {self.stage_to_rank[0], self.stage_to_rank[-1]} if self.is_tied else set[int]()
         return next(iter(ends - {rank}), None) if rank in ends else None
 
 
 @dataclass(frozen=True)
 class EndCosts:
-    """Time of the forward and backward passes of a model's ends, where a block takes 1."""
+    """Time of the forward and backward passes of embedding and head, relative to one block."""
 
     embedding: float
     head: float
@@ -78,18 +81,20 @@ def cut_blocks(
     """Return the stages that a recipe divides a model into.
 
     Args:
-        table: `[parallel.pipelining]`.
-        ranks: of a pipeline.
-        config: the model's.
-        costs: by which the stages are balance_stages; None: estimated.
+        table: the recipe's `[parallel.pipelining]`.
+        ranks: number of ranks of the pipeline.
+        config: the model's config.
+        costs: measured costs of embedding and head by which stages are balanced; None: the
+            estimates of `config`.
 
     Raises:
-        ScheduleFault: there is a schedule file, and it is none.
+        RecipeError: the schedule file cannot be read or is invalid.
     """
     blocks: int = config.n_layers  # type: ignore[attr-defined]
     costs = costs or EndCosts(config.embed_cost, config.head_cost)
     stage_to_rank = assign_stages(table, ranks)
     if table.modules_per_stage:
+        # Embedding and head always go to the first and the last stage, named there or not.
         ends = {config.layout.embed, config.layout.head}
         sizes = [len(set(names) - ends) for names in table.modules_per_stage]
         cut = tuple(accumulate(sizes))
@@ -101,7 +106,7 @@ def cut_blocks(
 
 
 def stage_costs(cut: StageSplit, config: ModelConfig) -> list[float]:
-    """Return the estimated cost of each stage, where a block costs 1."""
+    """Return the estimated cost of each stage, in units of one block's cost."""
     costs = [float(len(cut.blocks(stage))) for stage in range(cut.stages)]
     costs[0] += config.embed_cost
     costs[-1] += config.head_cost
@@ -109,13 +114,15 @@ def stage_costs(cut: StageSplit, config: ModelConfig) -> list[float]:
 
 
 def assign_stages(table: Pipelining, ranks: int) -> tuple[int, ...]:
-    """Return the rank of each stage.
+    """Return the rank that holds each stage.
 
     Raises:
-        ScheduleFault: there is a schedule file, and it is none.
+        RecipeError: the schedule file cannot be read or is invalid.
     """
     if table.csv:
         return read_schedule(Path(table.csv)).stage_to_rank
+    # torch's interleaved schedules expect stage s on rank s mod P, the V schedules stages r and
+    # 2P - 1 - r on rank r.
     order = list(range(ranks))
     if table.schedule in V_SCHEDULES:
         order += reversed(order[:])
@@ -131,23 +138,24 @@ def num_micro_batches(table: Pipelining, micro_batch: int, rows: int) -> int:
     """Return the number of micro batches of a step.
 
     Args:
-        table: `[parallel.pipelining]`.
-        micro_batch: rows of a micro batch, where the table does not say how many there are.
-        rows: rows of a rank in a step.
+        table: the recipe's `[parallel.pipelining]`.
+        micro_batch: rows of a micro batch; used where the table sets no number of micro batches.
+        rows: rows that a rank computes in a step.
     """
     return table.micro_batches or rows // min(micro_batch, rows)
 
 
 def balance_stages(blocks: int, stages: int, first: float, last: float) -> tuple[int, ...]:
-    """Return the ends of stages so that the most expensive one is as cheap as possible.
+    """Return the end of each stage such that the most expensive stage is as cheap as possible.
 
-    Among equals, the division whose stages differ least is taken. Each stage has a block.
+    Each stage gets at least one block. Of equally good divisions, the one with the smallest sum of
+    squared costs is returned.
 
     Args:
         blocks: number of blocks, of cost 1 each.
-        stages: number of stages, at most that of blocks.
-        first: cost of the embedding.
-        last: cost of the head.
+        stages: number of stages, at most the number of blocks.
+        first: cost of the embedding, which the first stage pays.
+        last: cost of the head, which the last stage pays.
     """
     # best[n]: the cheapest way to give the first n blocks to the stages so far, and its ends.
     best: dict[int, tuple[tuple[float, float], tuple[int, ...]]] = {0: ((0.0, 0.0), ())}
@@ -155,6 +163,7 @@ def balance_stages(blocks: int, stages: int, first: float, last: float) -> tuple
         extra = first * (stage == 0) + last * (stage == stages - 1)
         following: dict[int, tuple[tuple[float, float], tuple[int, ...]]] = {}
         for start, ((worst, squares), ends) in best.items():
+            # Each of the following stages still needs a block.
             for end in range(start + 1, blocks - (stages - stage - 1) + 1):
                 cost = end - start + extra
                 found = ((max(worst, cost), squares + cost * cost), (*ends, end))

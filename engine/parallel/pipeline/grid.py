@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 Grid = list[list[str | None]]
-"""Of each rank, in order: what it does, such as `0F3` (stage 0, forward, micro batch 3); None:
-nothing. Besides `F`: `B`, backward; `I` and `W`, its halves for the gradients of inputs and of
-weights. These are the cells of torch's schedule files."""
+"""For each rank, its cells in order of time, as in torch's schedule files: `0F3` is stage 0,
+forward, micro batch 3. Besides `F` there are `B` (backward) and its two halves: `I` computes the
+gradients of inputs, `W` those of weights. None: the rank is idle."""
 
 LENGTHS = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
-"""in forward passes: each part of a backward pass has as many matmuls as the forward pass"""
+"""duration of each kind in units of a forward pass: each half of a backward pass has as many
+matmuls as the forward pass"""
 
 
 class Action(NamedTuple):
@@ -26,12 +27,12 @@ class Action(NamedTuple):
     micro_batch: int
 
     def __str__(self) -> str:
-        """Return it as a cell."""
+        """Return the action as a cell, such as `0F3`."""
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
 class Span(NamedTuple):
-    """An action, and when it starts and ends."""
+    """An action with its start and end time."""
 
     start: float
     end: float
@@ -39,10 +40,10 @@ class Span(NamedTuple):
 
 
 class Deadlock(Exception):
-    """Ranks wait for each other for ever.
+    """Ranks of a schedule wait forever for each other's actions.
 
     Attributes:
-        waiting: by rank, the number of the action in its row that never starts.
+        waiting: for each stuck rank, the index in its row of the action that never starts.
     """
 
     def __init__(self, waiting: dict[int, int]) -> None:
@@ -65,7 +66,7 @@ def schedule_grid(schedule: str, ranks: int, stages: int, micro_batches: int) ->
         stages: number of stages of all ranks.
         micro_batches: number of micro batches of a step.
     """
-    # Torch cannot list the actions of its single-stage schedules without processes.
+    # torch 2.13 runs 1F1B rightly, but its list of actions lacks the last rank's forward pass 0.
     own = {"GPipe": _gpipe, "1F1B": _one_forward_one_backward}.get(schedule)
     rows = (
         [own(rank, ranks, micro_batches) for rank in range(ranks)]
@@ -73,6 +74,7 @@ def schedule_grid(schedule: str, ranks: int, stages: int, micro_batches: int) ->
         else _rows_of_torch(schedule, ranks, stages, micro_batches)
     )
     grid: Grid = []
+    # Every action has length 1 here, so that starts are whole numbers and index the cells.
     for row in simulate(rows, stages):
         cells: list[str | None] = []
         for span in row:
@@ -83,11 +85,11 @@ def schedule_grid(schedule: str, ranks: int, stages: int, micro_batches: int) ->
 
 
 def spans(grid: Grid, costs: Sequence[float] = ()) -> list[list[Span]]:
-    """Return when each rank does what, if an action starts as soon as it can.
+    """Return the start and end of each rank's actions, each of which starts as early as possible.
 
     Args:
         grid: the schedule; only the order of each rank's actions counts.
-        costs: time of each stage's forward pass, communication left out; default: 1.
+        costs: time of each stage's forward pass, without communication; default: 1.
 
     Raises:
         Deadlock: ranks wait for each other.
@@ -98,7 +100,7 @@ def spans(grid: Grid, costs: Sequence[float] = ()) -> list[list[Span]]:
 
 
 def bubble_fraction(grid: Grid, costs: Sequence[float] = ()) -> float:
-    """Return the share of the ranks' time in which they wait; see `spans` for the arguments."""
+    """Return the fraction of the step that ranks are idle; see `spans` for the arguments."""
     rows = spans(grid, costs)
     length = max(row[-1].end for row in rows)
     busy = sum(span.end - span.start for row in rows for span in row)
@@ -106,12 +108,15 @@ def bubble_fraction(grid: Grid, costs: Sequence[float] = ()) -> float:
 
 
 def _gpipe(rank: int, _: int, micro_batches: int) -> list[Action]:
-    """All forward, then all backward (arXiv:1811.06965)."""
+    """Return a rank's actions: all forward, then all backward (arXiv:1811.06965)."""
     return [Action(rank, kind, m) for kind in "FB" for m in range(micro_batches)]
 
 
 def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    """As many forward as it takes to fill the ranks behind, then in turns (arXiv:1806.03377)."""
+    """Return a rank's actions (arXiv:1806.03377).
+
+    Forward passes fill the following ranks first; then backward and forward passes alternate.
+    """
     ahead = min(micro_batches, ranks - rank)
     actions = [Action(rank, "F", m) for m in range(ahead)]
     for m in range(micro_batches):
@@ -129,6 +134,7 @@ def _rows_of_torch(
 
     from torch.distributed.pipelining.schedules import get_schedule_class
 
+    # A stand-in for PipelineStage, which needs process groups: only these attributes are read.
     stage = SimpleNamespace(group_rank=0, group_size=ranks, num_stages=stages, submod=None)
     kind: Any = get_schedule_class(schedule)
     built = kind([stage] * (stages // ranks), micro_batches)
@@ -136,6 +142,7 @@ def _rows_of_torch(
     for rank in range(ranks):
         row: list[Action] = []
         for each in built.pipeline_order[rank]:
+            # DualPipeV pairs a forward and a backward pass in one action. None is an idle turn.
             for action in (each and each.sub_actions) or [each]:
                 found = action and parse(str(action))
                 row += [found] if found else []
@@ -149,13 +156,13 @@ def simulate(
     lengths: Mapping[str, float] | None = None,
     costs: Sequence[float] = (),
 ) -> list[list[Span]]:
-    """Return when each rank does what, if an action starts as soon as it can.
+    """Return the start and end of each rank's actions, each of which starts as early as possible.
 
     Args:
-        rows: what each rank does, in order.
-        stages: of all ranks.
-        lengths: of actions, by kind; default: all are 1 long.
-        costs: by which each stage's actions are longer.
+        rows: the actions of each rank, in order.
+        stages: number of stages of all ranks.
+        lengths: duration of each kind of action; default: 1 for all.
+        costs: factor of each stage's durations; default: 1 for all.
 
     Raises:
         Deadlock: ranks wait for each other.
@@ -174,6 +181,7 @@ def simulate(
                 start = max([mine[-1].end if mine else 0.0, *(ends[each] for each in awaited)])
                 length = lengths[action.kind] if lengths else 1.0
                 end = start + length * (costs[action.stage] if costs else 1.0)
+                # A whole backward pass ends both halves, so that others may wait for either.
                 ends |= dict.fromkeys(split_backward(action), end)
                 mine.append(Span(start, end, action))
             if len(mine) == len(row):
@@ -184,16 +192,17 @@ def simulate(
 
 
 def prerequisites(action: Action, stages: int) -> list[Action]:
-    """Return the actions that must have ended before one starts, B as its parts I and W."""
+    """Return the actions that must end before an action starts, with B given as I and W."""
     stage, kind, m = action
     if kind == "F":
         return [Action(stage - 1, "F", m)] if stage else []
     if kind == "W":
         return [Action(stage, "I", m)]
+    # Only the next stage's input gradient is waited for: its weight gradient stays there.
     behind = [Action(stage + 1, "I", m)] if stage + 1 < stages else []
     return [Action(stage, "F", m), *behind]
 
 
 def split_backward(action: Action) -> list[Action]:
-    """Return an action's parts: B is I (gradients of inputs) and W (gradients of weights)."""
+    """Return the halves I (gradients of inputs) and W (of weights) of B; else the action itself."""
     return [action._replace(kind=kind) for kind in ("IW" if action.kind == "B" else action.kind)]

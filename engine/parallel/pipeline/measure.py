@@ -1,4 +1,4 @@
-"""What the ends of a model cost beside its blocks, measured where the run will compute."""
+"""Measures the time of a model's embedding and head relative to a block, on the run's device."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def measure_costs(
     dtype: torch.dtype,
     plan: Plan,
 ) -> tuple[EndCosts, str]:
-    """Return rank 0's measurement, on all ranks, and a note of it; all ranks call it.
+    """Measure on rank 0, and return the costs and a line for the log on all ranks.
 
-    Forward and backward of a micro batch through a model of one block, which is neither recomputed
-    nor compiled.
+    All ranks call it. Rank 0 times the forward and backward passes of a micro batch through a model
+    of one block, which is neither recomputed nor compiled.
 
     Args:
-        config: the model's, with its vocabulary settled.
-        kernels: of one device.
-        loss: that the run computes.
-        data: how many rows of how many tokens a micro batch has.
-        dtype: to compute in.
-        plan: of this rank.
+        config: the model's config, with the vocabulary settled.
+        kernels: the implementations of one device.
+        loss: the loss function of the run.
+        data: the recipe's `[data]`, which sets rows and tokens of a micro batch.
+        dtype: the dtype of computation.
+        plan: the parallelism plan of this rank.
     """
     seconds = torch.zeros(3, dtype=torch.float64, device=plan.device)
     if plan.rank == 0:
@@ -52,12 +52,15 @@ def measure_costs(
         model.compute_dtype = dtype
         share = data.global_batch // plan.degrees.data
         rows = share // num_micro_batches(plan.table.pipelining, data.micro_batch, share)
+        # Tensor ranks share the matmuls of all positions: only context ranks shorten the rows.
         shape = (rows, data.seq_len // (plan.degrees.sequence // plan.degrees.tensor))
         seconds = seconds.new_tensor(part_seconds(model, loss, shape, config.vocab, plan.device))
-        if plan.device.type == "cuda":  # the run's own peak is reported
+        # Metrics report the peak memory of the run, which must not include this model's.
+        if plan.device.type == "cuda":
             del model
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(plan.device)
+    # All ranks must cut at the same blocks, and measurements differ from rank to rank.
     dist.broadcast(seconds, 0)
     embedding, block, head = seconds.tolist()
     times = (f"{1e3 * each:.3g} ms" for each in (embedding, block, head))
@@ -72,22 +75,25 @@ def part_seconds(
     vocab: int,
     device: torch.device,
 ) -> tuple[float, float, float]:
-    """Return the seconds of embedding, block and head with loss; the model has one block.
+    """Return the seconds of forward and backward of embedding, block, and head with loss.
 
     Args:
-        model: without memory.
-        loss: of the head's output.
-        shape: rows and tokens of a row.
-        vocab: rows of the embedding.
-        device: where to compute.
+        model: a model of one block, on the meta device.
+        loss: the loss function that the head computes.
+        shape: rows, and tokens per row.
+        vocab: number of rows of the embedding.
+        device: the device to compute on.
     """
     draw = torch.Generator(device).manual_seed(0)
     materialize(model, device, seed=0, fill=False)
+    # Drawn on the device, because `materialize` would draw on the CPU. In the compute dtype, as
+    # FSDP gathers weights: no cast from fp32 is timed.
     for weight in model.parameters():
         weight.data = torch.empty_like(weight, dtype=model.compute_dtype)
         weight.data.normal_(0, 0.02, generator=draw)
     tokens = torch.randint(vocab, shape, generator=draw, device=device)
     positions = torch.arange(shape[1], device=device).expand(shape)
+    # Block and head also compute their input's gradient, as they do inside a pipeline.
     hidden = model(tokens, blocks=range(0)).detach().requires_grad_()
     inside = {"hidden": hidden, "positions": positions}
 
@@ -112,5 +118,6 @@ def part_seconds(
 
 
 def _settle(device: torch.device) -> None:
+    # CUDA kernels run asynchronously: without this, the clock would measure their launches.
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -32,7 +32,7 @@ class Stage(nn.Module):
     """Consecutive blocks of a model, with the embedding or the head at its ends.
 
     Args:
-        model: the model, pruned; its `forward` computes the blocks that it is given.
+        model: the model after `split.prune`; its `forward` computes the given blocks.
         layout: names of the model's embedding, blocks and head.
         cut: the division into stages.
         number: number of this stage.
@@ -42,13 +42,14 @@ class Stage(nn.Module):
         super().__init__()
         self.is_first, self.is_last = number == 0, number == cut.stages - 1
         blocks = cut.blocks(number)
+        # In `LanguageModel.forward` the head is the block after the last.
         self.numbers = range(blocks.start, blocks.stop + self.is_last)
         self._borrowed: list[nn.Module] = []
         self._uncalled: list[nn.Module] = []  # modules whose weights are used without a call
         self.loss: LossFunction | None = None
         self.num_sources = 0
         self.sums: list[Tensor] = []
-        """what `LossRecord.sums` returned for each forward pass that computed the loss"""
+        """the result of `LossRecord.sums`, [2 + num_sources], for each forward pass with a loss"""
         # The modules are the model's own: FSDP and the schedule look for them here.
         self.parts = nn.ModuleList(
             model.get_submodule(f"{layout.blocks}.{number}") for number in blocks
@@ -70,17 +71,20 @@ class Stage(nn.Module):
         self._model = [model]  # in a list, so that nothing is registered twice
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the weights whose gradients the schedule computes, also one of another stage."""
+        """Yield the weights whose gradients the schedule computes, borrowed ones included."""
+        # Zero-bubble schedules compute the weight gradients of these parameters only.
         yield from super().parameters(recurse)
         for module in self._borrowed:
             yield from module.parameters()
 
     def forward(self, x: Tensor, *, sources: Tensor | None = None, **columns: Any) -> Tensor:
         """Map tokens [B, S] or hidden states [B, S, D] to hidden states, the loss [1] or logits."""
+        # The watchdog sees progress in each micro batch: a pipeline's step is one long phase.
         heartbeat.touch()
         for module in self._uncalled:
             if gather := getattr(module, "unshard", None):
                 gather()
+        # The schedule passes keyword arguments to all stages of a rank, labels too.
         is_loss = self.is_last and "labels" in columns
         record = LossRecord(self.loss) if is_loss and self.loss else None
         out: Tensor = self._model[0](
@@ -91,6 +95,7 @@ class Stage(nn.Module):
             **columns,
         )
         if record:
+            # On the device: reading the sums here would wait for each micro batch.
             self.sums.append(record.sums(out, sources, self.num_sources))
         return out if out.ndim else torch.stack([out])
 
@@ -104,9 +109,10 @@ class Pipeline:
         cut: the division of the model into stages.
         group: process group of the pipeline axis.
         device: the device of this rank.
-        schedule: a name of torch.distributed.pipelining, or a schedule file.
+        schedule: the name of a schedule of torch.distributed.pipelining, or a schedule file.
         micro_batches: number of micro batches of a step.
-        hidden: the hidden states of one row, [1, S, D], on `meta`.
+        hidden: an example of the hidden states that stages send each other, for one row: [1, S, D]
+            on the meta device, in the compute dtype.
     """
 
     stages: dict[int, Stage]
@@ -127,16 +133,25 @@ class Pipeline:
     def forward_backward(
         self, batches: Sequence[Batch], loss: LossFunction, factor: Tensor, num_sources: int = 0
     ) -> Tensor:
-        """Add the gradients of `factor` times the loss of a step's rows, all in one batch.
+        """Run forward and backward over a step, which adds to the gradients of the parameters.
+
+        Args:
+            batches: one batch with all rows of the step; the schedule cuts it into micro batches.
+            loss: the loss function of the recipe.
+            factor: scalar on the device that multiplies the loss.
+            num_sources: number of sources whose losses are reported apart.
 
         Returns:
-            What `LossRecord.sums` makes of all rows where the last stage is, zeros elsewhere.
+            `LossRecord.sums` over all rows, [2 + num_sources], on the rank of the last stage, and
+            zeros on the others, so that a sum over ranks is right.
         """
         (batch,) = batches
         self._factor = factor
         self._set_loss(loss, num_sources)
         self._built = self._built or self._build(batch)
         args = (batch.tokens,) if 0 in self.stages else ()
+        # torch requires a target to compute a loss. The labels go to the stage by keyword, because
+        # the head computes the loss itself.
         target = torch.zeros(len(batch.tokens), device=self.device) if self.has_end else None
         self._built.step(
             *args, target=target, return_outputs=False, **self._columns(batch, self.has_end)
@@ -149,6 +164,8 @@ class Pipeline:
 
     def _build(self, batch: Batch) -> Any:
         rows = len(batch.tokens) // self.micro_batches
+        # torch (2.13) also takes strides from the examples, and rows of an expanded tensor overlap;
+        # with requires_grad it allocates buffers for the gradients that stages send back.
         hidden = self.hidden.expand(rows, -1, -1).contiguous().requires_grad_()
         stages = []
         for number, stage in self.stages.items():
@@ -164,8 +181,10 @@ class Pipeline:
                     group=self.group,
                 )
             )
+        # `factor` divides by the step's tokens; torch would divide by the micro batches as well.
         options: Any = {"loss_fn": self._scaled, "scale_grads": False}
         if isinstance(self.schedule, ScheduleFile):
+            # The steps of `_load_csv` (torch 2.13), for actions that were read and checked before.
             kind: Any = _PipelineScheduleRuntime
             runtime = kind(stages, self.micro_batches, **options)
             runtime.pipeline_order = {
@@ -184,7 +203,10 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, loss: LossFunction, num_sources: int = 0) -> Tensor:
-        """Return what `LossRecord.sums` makes of a batch where the last stage is, else zeros."""
+        """Return `LossRecord.sums` of a batch on the rank of the last stage, and zeros elsewhere.
+
+        Without gradients nothing is kept between stages, so that a batch passes in one piece.
+        """
         self._set_loss(loss, num_sources)
         hidden = self.hidden.expand(len(batch.tokens), -1, -1)
         self._through(
@@ -193,7 +215,7 @@ class Pipeline:
         return self._take_sums(num_sources)
 
     def _take_sums(self, num_sources: int) -> Tensor:
-        """Return the sums of the passes since the last call: zeros where the last stage is not."""
+        """Return the sums of all passes since the last call; zeros without the last stage."""
         if not self.has_end:
             return torch.zeros(2 + num_sources, device=self.device)
         found = self.stages[self.cut.stages - 1].sums
@@ -209,8 +231,8 @@ class Pipeline:
 
         Args:
             tokens: [B, S], the same on all ranks; neither positions nor heads are split.
-            columns: what else a stage gets, by its number.
-            vocab: how many logits there are.
+            columns: maps a stage's number to the further arguments of that stage's forward pass.
+            vocab: number of logits, V.
         """
         hidden = self.hidden.new_empty(*tokens.shape, self.hidden.shape[-1])
         found = self._through(tokens, hidden, columns)
@@ -218,19 +240,21 @@ class Pipeline:
             logits = torch.empty(len(tokens), 1, vocab, device=self.device)
         else:
             logits = found[:, -1:].contiguous()
+        # All ranks choose the next token, and so must see the same bits.
         dist.broadcast(logits, group=self.group, group_src=self.cut.stage_to_rank[-1])
         return logits
 
     def _through(
         self, x: Tensor, hidden: Tensor, columns: Callable[[int], Mapping[str, Any]]
     ) -> Tensor | None:
-        """Return what the last stage makes of tokens, on the rank that has it.
+        """Return the output of the last stage on the rank that holds it, and None on the others.
 
         Args:
-            x: [B, S] tokens.
-            hidden: like what passes between stages.
-            columns: what else a stage gets, by its number.
+            x: tokens, [B, S].
+            hidden: an example of the hidden states between stages, [B, S, D].
+            columns: maps a stage's number to the further arguments of that stage's forward pass.
         """
+        # Blocking messages cannot deadlock: each rank runs its stages in ascending order.
         for number, stage in self.stages.items():
             if number:
                 x = self._receive(x, hidden, self.cut.rank_of(number - 1))
@@ -252,8 +276,9 @@ class Pipeline:
 
     @staticmethod
     def _columns(batch: Batch, with_labels: bool) -> dict[str, Tensor]:
-        """Return what stages get besides tokens or hidden states."""
+        """Return what stages get besides tokens or hidden states, by argument name."""
         positions = batch.positions
+        # Later stages see no tokens, from which a model would number the positions.
         if positions is None:
             length = batch.tokens.shape[1]
             positions = torch.arange(length, device=batch.tokens.device).expand_as(batch.tokens)

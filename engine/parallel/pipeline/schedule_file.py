@@ -1,7 +1,7 @@
-"""Schedules of a pipeline in files: torch's format without communication. Torch-free.
+"""Reads pipeline schedules from files in torch's CSV format without communication. Torch-free.
 
-A row is a rank, a cell is a pass of a micro batch through a stage (see `grid.Grid`), or empty. Read
-as the recipe of a stranger: of bounded size, and each mistake is found before a process starts.
+A row is a rank, and a cell is a pass of a micro batch through a stage (see `grid.Grid`) or empty.
+Files are not trusted: their size is bounded, and each mistake is found before a process starts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEY = "parallel.pipelining.csv"
 
 @dataclass(frozen=True)
 class ScheduleFile:
-    """A schedule in which each stage passes each micro batch once, and no rank waits for ever.
+    """A valid schedule: each stage runs each micro batch once, and no rank waits forever.
 
     Attributes:
         rows: the actions of each rank, in order.
@@ -38,12 +38,17 @@ class ScheduleFile:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of inputs and of weights are computed apart."""
+        """Whether some gradients of inputs and of weights are computed in separate passes."""
         return any(action.kind == "W" for row in self.rows for action in row)
 
     @property
     def late_gradient(self) -> Action | None:
-        """What the last stage does for weights after stage 0 has ended, on the same rank."""
+        """The last stage's first action after stage 0 has ended, if one rank holds both stages.
+
+        With tied embeddings it is an error.
+        """
+        # A tied weight is in stage 0's FSDP unit alone, which reduces its gradient when stage 0
+        # ends: what the last stage adds later would be missing.
         row, last = self.rows[self.stage_to_rank[0]], len(self.stage_to_rank) - 1
         end = max(number for number, action in enumerate(row) if action.stage == 0)
         return next((action for action in row[end:] if action.stage == last), None)
@@ -59,14 +64,15 @@ class _Cell(NamedTuple):
 
 
 def read_schedule(path: Path) -> ScheduleFile:
-    """Return what a file says.
+    """Read a schedule file and check it.
 
     Raises:
-        RecipeError: it cannot be read, or the pipeline would not compute a step; row and cell are
-            named, from 1.
+        RecipeError: the file cannot be read, or the schedule would not compute a step; the message
+            names row and cell, counted from 1.
     """
     try:
         with open_regular(path) as file:
+            # One byte more than allowed: a longer file is refused and never read whole.
             text = file.read(MAX_BYTES + 1)
         if len(text) > MAX_BYTES:
             raise _fault(f"{path} has more than {MAX_BYTES:,} bytes")
@@ -104,7 +110,7 @@ def _rows(text: str) -> Iterator[list[_Cell]]:
 
 
 def _actions(cell: str, place: str) -> list[Action]:
-    """Return what a cell says; in torch's, two actions may share one, done one after the other."""
+    """Return the actions of a cell; DualPipeV's cells in torch hold two, done one by one."""
     shared = re.fullmatch(r"\((.*)\)OVERLAP_F_B", cell)
     words = (shared[1] if shared else cell).split(";") if cell else []
     actions = [parse(word) for word in words]
@@ -123,6 +129,7 @@ def _checked(rows: Sequence[Sequence[_Cell]]) -> ScheduleFile:
     _check_losses(rows[stage_to_rank[-1]], len(stage_to_rank) - 1)
     actions = [[cell.action for cell in row] for row in rows]
     try:
+        # Last, because it assumes that every action is there once.
         simulate(actions, len(stage_to_rank))
     except Deadlock as error:
         stuck = [rows[rank][number] for rank, number in error.waiting.items()]
@@ -152,7 +159,7 @@ def _assigned_ranks(rows: Sequence[Sequence[_Cell]]) -> tuple[int, ...]:
 
 
 def _check_passes(rows: Sequence[Sequence[_Cell]], stages: int, micro_batches: int) -> None:
-    """Require that each stage does each half of each micro batch once."""
+    """Require that each stage runs F, I and W of each micro batch once, where B is I and W."""
     seen: dict[Action, _Cell] = {}
     for row in rows:
         for cell in row:
@@ -173,7 +180,7 @@ def _check_passes(rows: Sequence[Sequence[_Cell]], stages: int, micro_batches: i
 
 
 def _check_losses(row: Sequence[_Cell], last: int) -> None:
-    # Torch keeps losses in the order in which they come, and takes them by number.
+    # torch (2.13) appends each loss to a list and reads them by the number of the micro batch.
     forward = [c for c in row if c.action.stage == last and c.action.kind == "F"]
     for number, cell in enumerate(forward):
         if cell.action.micro_batch != number:

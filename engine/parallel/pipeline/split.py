@@ -1,4 +1,4 @@
-"""Splits a model into the stages of a pipeline, and wraps this rank's stages for training."""
+"""Splits a model into pipeline stages, and wraps this rank's stages for training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PipelineParallel(AxisParts):
 
     Attributes:
         local: this rank.
-        mesh: the pipeline axis.
+        mesh: the pipeline axis of the device mesh.
     """
 
     local: LocalRank
@@ -41,7 +41,7 @@ class PipelineParallel(AxisParts):
         parts: LocalParts,
         settings: SplitSettings,
     ) -> LocalParts:
-        """Remove what no stage of this rank computes."""
+        """Remove from the model everything that no stage of this rank computes."""
         table, rank = self.local.table.pipelining, self.mesh.get_local_rank()
         cut = cut_blocks(table, self.mesh.size(), config, settings.costs)
         prune(model, config.layout, cut, rank)
@@ -63,9 +63,11 @@ class PipelineParallel(AxisParts):
                 wrapped,
                 # Last: both ends must hold the sums over the other axes.
                 post_backward_reductions=[*wrapped.post_backward_reductions, add],
+                # Of the two equal copies, the gradient norm counts the lower rank's alone.
                 duplicate_parameters=tied if other < rank else (),
             )
         table = self.local.table.pipelining
+        # Between blocks, a rank of the context or tensor axis holds a part of each sequence.
         length = settings.seq_len // self.local.degrees.sequence
         pipeline = Pipeline(
             parts.stages,
@@ -86,11 +88,17 @@ def make_axis(local: LocalRank) -> PipelineParallel:
 
 
 def prune(model: LanguageModel, layout: Layout, cut: StageSplit, rank: int) -> None:
-    """Remove from a model (still on `meta`) what no stage of a rank computes, in place.
+    """Remove from a model all modules that no stage of a rank computes, in place.
 
-    What is left keeps its names.
+    The other modules keep their names.
+
+    Args:
+        model: the whole model on the meta device.
+        layout: names of the model's embedding, blocks and head.
+        cut: the division into stages.
+        rank: this rank's number in the pipeline.
     """
-    # Checkpoints and exports need the shapes of what other ranks hold.
+    # Checkpoints and exports need the names and shapes of the weights that other ranks hold.
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     buffers = {name: tuple(buffer.shape) for name, buffer in model.saved_buffers().items()}
     stages = cut.stages_of(rank)
@@ -98,6 +106,7 @@ def prune(model: LanguageModel, layout: Layout, cut: StageSplit, rank: int) -> N
     blocks = model.get_submodule(layout.blocks)
     for name in list(blocks._modules):
         if name not in kept:
+            # `del blocks[i]` would renumber the blocks behind it, and checkpoints go by names.
             del blocks._modules[name]
     if not any(map(cut.has_embedding, stages)):
         _remove(model, layout.embed)
@@ -111,5 +120,6 @@ def prune(model: LanguageModel, layout: Layout, cut: StageSplit, rank: int) -> N
 
 
 def _remove(model: nn.Module, path: str) -> None:
+    # The attribute stays, as None: it is listed neither in parameters nor in the state dict.
     parent, _, name = path.rpartition(".")
     model.get_submodule(parent)._modules[name] = None

@@ -35,6 +35,8 @@ class LocalView:
 
     def __call__(self, parameter: Tensor) -> Tensor:
         """Return the tensor that the layer computes with."""
+        # `to_local` runs no collective, in the backward pass either: the gradient of a replicated
+        # parameter is this rank's alone until `make_replicated_reduction` reduces it.
         tensor = cast("DTensor", parameter).to_local()
         if self.gather_dim is not None:
             assert self.group is not None, "shards are gathered over a group"
@@ -58,18 +60,19 @@ def distribute_parameter(
 
     Args:
         module: the layer that holds the parameter.
-        key: its name in the layer.
-        mesh: the ranks that share the parameter.
-        placements: how each axis of the mesh splits it.
-        view: returns the tensor that the layer computes with.
+        key: the parameter's name in the layer.
+        mesh: the mesh of the ranks that share the parameter.
+        placements: the placement of the parameter on each axis of the mesh.
+        view: maps the DTensor to the plain tensor that the layer computes with.
 
     Raises:
-        TypeError: the layer computes with its parameters directly.
+        TypeError: the layer is no `LocalParameters` layer, and so has no views.
     """
     if not isinstance(module, LocalParameters):
         kind = type(module).__name__
         raise TypeError(f"ranks cannot share {kind}.{key}: {kind} is no LocalParameters layer")
     weight = cast("nn.Parameter", module._parameters[key])
+    # No source rank, and so no communication: on the meta device there are no values to send.
     placed = distribute_tensor(weight.data, mesh, placements, src_data_rank=None)
     module._parameters[key] = nn.Parameter(placed, requires_grad=weight.requires_grad)
     module.local_views[key] = view
@@ -78,8 +81,13 @@ def distribute_parameter(
 def replicate_parameters(model: nn.Module, names: Collection[str], mesh: DeviceMesh) -> None:
     """Replicate some parameters on the meta device over all ranks of a mesh.
 
-    FSDP ignores them. They become DTensors because an optimizer cannot update plain tensors and
-    DTensors in one operation.
+    FSDP ignores these parameters. They become DTensors because an optimizer cannot update plain
+    tensors and DTensors in one operation.
+
+    Args:
+        model: the model, whose parameters may be split over the tensor axis already.
+        names: names of the parameters.
+        mesh: the mesh over which they are replicated.
     """
     for name in names:
         path, _, key = name.rpartition(".")
@@ -89,5 +97,6 @@ def replicate_parameters(model: nn.Module, names: Collection[str], mesh: DeviceM
         plain = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         module._parameters[key] = nn.Parameter(plain, requires_grad=weight.requires_grad)
         view = cast("LocalView", module.local_views.get(key, LocalView()))
+        # Every rank holds the whole parameter now: nothing is left to gather before the slice.
         whole = LocalView(slice=view.slice)
         distribute_parameter(module, key, mesh, [Replicate()] * mesh.ndim, whole)

@@ -1,8 +1,8 @@
-"""Tensor and sequence parallelism (arXiv:1909.08053, arXiv:2205.05198): matrices are split over
-ranks, and between them the residual stream is, along the sequence.
+"""Tensor and sequence parallelism (arXiv:1909.08053, arXiv:2205.05198): ranks split the matrices of
+attention, feed-forward layer and vocabulary, and the residual stream along the sequence.
 
 Layers keep computing with plain tensors, see `local_views`. The sequence is all-gathered after a
-norm and reduce-scattered after a matmul whose weight is split by rows.
+norm and reduce-scattered after a matmul whose weight is split along its input dimension ("rows").
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ SEQUENCE, WIDTH = 1, 2
 
 @dataclass(frozen=True)
 class TensorParallel(AxisParts):
-    """Splits matrices over the ranks of the tensor axis, and the sequence between them.
+    """Splits matrices and the residual stream over the ranks of the tensor axis.
 
     Attributes:
-        mesh: the tensor axis.
+        mesh: the tensor axis of the device mesh.
         device: the device of this rank.
-        is_async: let inductor fuse matmuls with the collectives beside them.
+        is_async: whether inductor fuses matmuls with the collectives before and after them.
     """
 
     mesh: DeviceMesh
@@ -73,7 +73,7 @@ class TensorParallel(AxisParts):
         parts: LocalParts,
         settings: SplitSettings,
     ) -> LocalParts:
-        """Split parameters as the model's layout or a rule says; experts are left alone."""
+        """Split parameters as the model's layout or a rule says, except those of split experts."""
         if self.is_async:
             fuse_with_matmuls(self.mesh.get_group(), self.device)
         stored = {n: dims["tensor"] for n, dims in settings.dims.items() if "expert" not in dims}
@@ -88,7 +88,7 @@ class TensorParallel(AxisParts):
         add = make_replicated_reduction(
             replicated, dist.ReduceOp.SUM, [self.mesh.get_group()], self.device
         )
-        # Before FSDP's averages: the order of sums decides about the last bit.
+        # Before FSDP's averages: floating-point sums depend on their order in the last bit.
         return replace(
             wrapped,
             post_backward_reductions=[add, *wrapped.post_backward_reductions],
@@ -105,25 +105,28 @@ def make_axis(local: LocalRank) -> TensorParallel:
 def split(
     model: LanguageModel, config: ModelConfig, mesh: DeviceMesh, stored: Mapping[str, int | None]
 ) -> set[str]:
-    """Split the weights of a model (still on `meta`) over the ranks of a mesh, in place.
+    """Split the weights of a model on the meta device over the ranks of a mesh, in place.
 
     Args:
-        model: the model; its layout has a style for each module that holds weights.
+        model: the model, whose layout has a style for each module with weights.
         config: the model's config.
-        mesh: the tensor axis.
+        mesh: the tensor axis of the device mesh.
         stored: for each parameter name, the dimension that is split over ranks, or None where every
-            rank stores all of it; other parameters are left alone.
+            rank stores the whole parameter. Parameters without an entry are left alone.
 
     Returns:
-        the names of parameters that every rank holds whole. Their gradients must be summed over the
-        mesh after the backward pass: each rank has seen a part of the sequence or of the heads.
+        the names of the parameters that every rank stores whole. Their gradients must be summed
+        over the mesh after the backward pass: each rank has seen a part of the sequence or of the
+        heads.
     """
     whole = set()
     layers = moe_layers(model).values()
-    # A mixture of experts works on its rank's part of the sequence.
+    # A mixture of experts computes its rank's part of the sequence, so that no two ranks send the
+    # same token to experts. The norm before it therefore gathers nothing.
     model.own_positions = partial(_slice_sequence, model.own_positions, mesh=mesh)
     inside = {layer.norm for layer in layers}
     for layer in layers:
+        # The balance loss needs the counts of whole sequences. Counts have no gradient.
         count, group = layer.router.sum_of_sequence, mesh.get_group()
         layer.router.sum_of_sequence = partial(_count_over_ranks, count, group=group)
     for path, module in list(model.named_modules()):
@@ -170,12 +173,14 @@ def _local_view(
     group, ranks, rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
     joined = stored if stored != used else None
     if style == "key_value" and used is None and key in CUT_DIMS[style]:
-        # Fewer heads than ranks: several ranks compute the same one.
+        # Fewer key and value heads than ranks: several ranks compute the same head.
         heads = int(config.n_kv_heads)  # type: ignore[attr-defined]
         width = shape[0] // heads
         return LocalView(group, joined, (0, rank * heads // ranks * width, width))
     if used is None or used == stored:
         return LocalView(group, joined)
+    # A rule stores it in another way than it is used: gather what is split, then take a part. Parts
+    # are those of torch.chunk, and past the end a rank has none.
     rows = rows_per_rank(shape[used], ranks)
     start = min(rows * rank, shape[used])
     return LocalView(group, joined, (used, start, min(rows, shape[used] - start)))
@@ -184,12 +189,14 @@ def _local_view(
 def _all_gather_sequence(
     _module: nn.Module, _args: Any, out: Tensor, group: ProcessGroup
 ) -> Tensor:
+    # The backward pass, a reduce-scatter, also sums the input gradients of the split matmuls.
     return all_gather(out, SEQUENCE, group)
 
 
 def _reduce_scatter_sequence(
     _module: nn.Module, _args: Any, out: Tensor, group: ProcessGroup
 ) -> Tensor:
+    # With the next all-gather this costs as much as an all-reduce; norms between compute a part.
     return reduce_scatter(out, SEQUENCE, group)
 
 
@@ -210,19 +217,22 @@ def _gather_logits(
         raise RuntimeError(
             "logits of a split vocabulary have no gradient: let the model compute the loss"
         )
+    # An all-gather takes parts of equal size: the last ranks pad theirs.
     missing = rows_per_rank(vocab_size, group.size()) - out.shape[-1]
     return all_gather_no_grad(F.pad(out, (0, missing)), WIDTH, group)[..., :vocab_size]
 
 
 def _look_up_rows(tokens: Tensor, weight: Tensor, first_row: int) -> Tensor:
-    """Look up the tokens whose rows this rank holds; the others become zero."""
+    """Look up the tokens whose rows this rank holds, and return zeros for the others, [B, S, D]."""
+    # The reduce-scatter after it adds the one row and the zeros. A boolean index would be shorter,
+    # but would wait for the device to learn how many tokens there are.
     row = tokens - first_row
     is_here = (row >= 0) & (row < len(weight))
     return F.embedding(row.where(is_here, 0), weight) * is_here.unsqueeze(-1)
 
 
 def rows_per_rank(rows: int, ranks: int) -> int:
-    """Return how many rows each rank holds; the last ones may hold fewer, as torch.chunk cuts."""
+    """Return the number of rows of each rank; the last ranks may hold fewer, as in torch.chunk."""
     return -(-rows // ranks)
 
 
@@ -238,11 +248,21 @@ def split_vocabulary(kernels: Kernels, vocab_size: int, mesh: DeviceMesh) -> Ker
 def _replace_by_gradient(
     logits: Tensor, labels: Tensor, z_loss: float, first: int, group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """Return what the reference does, from logits of the tokens `first`, `first + 1`, ... alone."""
-    # Each rank has some columns of the logits: softmax needs the largest and the sum of all.
+    """Return losses and z terms, [T] each, and write the gradient over the logits.
+
+    It computes what `reference.replace_by_gradient` computes of all logits.
+
+    Args:
+        logits: this rank's columns, [T, V / ranks]: the tokens `first`, `first + 1`, ...
+        labels: [T], the same on all ranks.
+        z_loss: see `reference.linear_cross_entropy`.
+        first: the token of the first column.
+        group: process group of the tensor axis.
+    """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     counted = (labels != IGNORED).to(wide.dtype)
     largest = wide.amax(-1)
+    # The ranks' sums of exponentials add up only if all subtract the same maximum.
     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     powers = (wide - largest.unsqueeze(1)).exp_()
     label = labels - first
@@ -256,6 +276,7 @@ def _replace_by_gradient(
     log_partition = largest + total.log()
     losses = (log_partition - chosen) * counted
     penalties = z_loss * log_partition.square() * counted
+    # From here on each rank computes its own columns of softmax; nothing else is exchanged.
     scale = counted * (1 + 2 * z_loss * log_partition)
     gradient = powers.mul_((scale / total).unsqueeze(1))
     gradient.scatter_add_(1, label, -(counted * is_here).unsqueeze(1))
