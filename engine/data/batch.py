@@ -41,6 +41,8 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """Copy the batch to a device; to a GPU through pinned memory, without waiting."""
         if device.type == "cuda":
+            # From pageable memory the host would wait for the copy. torch keeps the pinned memory
+            # until the copy has ended.
             return self._each(lambda column: column.pin_memory().to(device, non_blocking=True))
         return self._each(lambda column: column.to(device))
 

@@ -73,12 +73,15 @@ def open_data(
     """
     cache = cache_folder(table.cache_dir)
     held_out = any(source.split == "validation" for source in table.sources)
+    # A source that is meant for validation replaces the tails of the others.
     fraction = 0.0 if held_out else table.validation_fraction
     opening = _Opening()
     for index, (source, label) in enumerate(zip(table.sources, table.labels, strict=True)):
         name = f"{index}.{source.name}"
         if isinstance(source, DocumentSource) and source.is_streamed:
             producer = stream_producer(source, tokenizer, table, cache, run, name)
+            # As in `TrainingOrder`, only sources of training are counted for the key, so that
+            # another validation source does not change the shuffle.
             stream = Stream(name, producer, table, source_key(seed, len(opening.train)))
             opening.train.append(_PackedSource(stream, source.weight, label))
             opening.fingerprint[name] = {"stream": stream.fingerprint}
@@ -127,6 +130,7 @@ def _split(
     for part, start, stop in ((opening.train, 0, border), (opening.validation, border, end)):
         if start < stop:
             packed = PACKINGS[table.packing](store, start, stop, table.seq_len)
+            # A held-out tail may be too short for a row, but not the source that a recipe names.
             if not packed.num_rows and not (part is opening.validation and fraction):
                 needed = table.seq_len + 1 if table.packing == "concat" else 2
                 raise DataError(
@@ -149,6 +153,7 @@ def split_point(store: TokenStore, fraction: float, seq_len: int) -> int:
         return store.num_tokens
     target = store.num_tokens - tail
     after = int(np.searchsorted(store.offsets, target))
+    # The two borders around the target: a document is then not in training and validation both.
     borders = [int(border) for border in store.offsets[max(after - 1, 0) : after + 1]]
     nearest = min(borders, key=lambda border: abs(border - target))
     is_close = row <= nearest <= store.num_tokens - row and abs(nearest - target) <= tail // 2

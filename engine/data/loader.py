@@ -63,8 +63,11 @@ class Loader:
 
     def step(self, step: int) -> PackedRows:
         """Return this rank's rows of one optimizer step."""
+        # The step is the loader's whole position: a resumed run needs no other state of it.
         first = step * self.table.global_batch
         faults.point("data.read", self.rank, step + 1)
+        # Of the whole global batch, not of this rank's share alone: the ranks of a machine then
+        # need the same windows of a stream at about the same time.
         self.samples.ensure(first, first + self.table.global_batch)
         return self.samples.gather(first + self.share)
 
@@ -93,6 +96,8 @@ def iterate_validation(
     size = min(table.micro_batch, table.global_batch // ranks)
     total = min(steps * table.global_batch, samples.rows_per_epoch)
     for number in range(-(-total // (size * ranks))):
+        # A rank without rows repeats the last one, without labels: the forward pass has collectives
+        # that need every rank.
         mine = np.arange(size) + (number * ranks + rank) * size
         rows = samples.gather(np.minimum(mine, total - 1))
         rows.labels[mine >= total] = IGNORED

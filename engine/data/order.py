@@ -15,9 +15,12 @@ from xxhash import xxh3_64_intdigest
 
 from ..core.hashing import GOLDEN, Words, mix
 
+# The pattern of a mixture repeats after so many samples, so that a sample's row in its source
+# follows by a division. Weights are rounded to multiples of 1/65536.
 MIXTURE_PERIOD = 65536
 ENDLESS = 2**62
 """rows of a stream, which has an order of its own"""
+# uint64 as everything in `permute`: NumPy makes float64 of int64 with uint64, and loses bits.
 ROUND_KEYS = [np.uint64(number * 0x9E3779B97F4A7C15 % 2**64) for number in range(6)]
 
 Indices = NDArray[np.int64]
@@ -31,10 +34,12 @@ def permute(index: Words, size: int, key: Words) -> Words:
     Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", methods 2 and 3.
 
     Args:
-        index: [N], below `size`.
-        size: how many there are.
-        key: [N]; which permutation, for each index.
+        index: the indices, [N], each below `size`.
+        size: the number of elements that are permuted.
+        key: the key of the permutation for each index, [N].
     """
+    # About a square, not a power of two: fewer than `height` of all values land outside the range,
+    # and few have to be permuted again.
     height = isqrt(size - 1) + 1 if size > 1 else 1
     width = -(-size // height)
     left, right = index // np.uint64(width), index % np.uint64(width)
@@ -57,6 +62,7 @@ def interleave(counts: Sequence[int], weights: Sequence[float]) -> tuple[Indices
     source = np.repeat(np.arange(len(counts)), counts)
     number = np.concatenate([np.arange(count) for count in counts])
     moment = (number + 0.5) / np.asarray(weights, dtype=np.float64)[source]
+    # Stable, so that equal times come in one order on every machine and in every version of NumPy.
     merged = np.argsort(moment, kind="stable")
     return source[merged], number[merged]
 
@@ -124,6 +130,7 @@ class TrainingOrder:
 
     def count_rows(self, sample: int) -> Indices:
         """Return how many rows of each source the samples before this one have, [sources]."""
+        # Whole periods have a fixed number of rows of each source: only the last one is counted.
         period, slot = divmod(sample, MIXTURE_PERIOD)
         counts: Indices = np.bincount(self.slots[0][:slot], minlength=len(self.rows))
         return period * self.counts + counts
@@ -143,10 +150,12 @@ class ValidationOrder:
         self.total = sum(rows)
 
     def locate(self, samples: Indices) -> tuple[Indices, Indices]:
-        """Return the source and the row of each sample, both [N]; the last again past the end."""
+        """Return the source and row of each sample, both [N]; past the end, those of the last."""
         samples = np.minimum(samples, self.total - 1)
         if len(self.rows) == 1:
             return np.zeros_like(samples), samples
+        # The order of the first samples does not depend on the rows after them, so that a short
+        # validation of a large split costs little.
         needed = int(samples.max()) + 1
         source, row = interleave([min(count, needed) for count in self.rows], self.weights)
         return source[samples], row[samples]

@@ -64,6 +64,7 @@ class ConcatRows:
 
     def __init__(self, store: TokenStore, start: int, stop: int, seq_len: int) -> None:
         self.store = store
+        # One token less: the last input of the last row needs a token after it, as its label.
         self.num_rows = max(stop - start - 1, 0) // seq_len
         self.seq_len = seq_len
         self.windows = self._windows(store.tokens[start:stop])
@@ -94,6 +95,8 @@ def _inputs_and_labels(
         windows: [B, S + 1]; the tokens.
         counted: [B, S]; which labels count in the loss; None: all.
     """
+    # Tokens are stored in 16 or 32 bits, and torch takes int64 labels: the assignments widen and
+    # copy in one pass.
     columns = np.empty((2, len(windows), windows.shape[1] - 1), dtype=np.int64)
     columns[0] = windows[:, :-1]
     columns[1] = windows[:, 1:]
@@ -117,6 +120,7 @@ def slice_documents(store: TokenStore, start: int, stop: int, seq_len: int) -> D
     A document of L tokens, its end-of-document token included, has L - 1 predictions; each is in
     exactly one slice.
     """
+    # `start` and `stop` may lie inside documents, at the border of the validation split: clip.
     first = int(np.searchsorted(store.offsets, start, side="right")) - 1
     last = int(np.searchsorted(store.offsets, stop, side="left"))
     borders = np.clip(store.offsets[first : last + 1], start, stop)
@@ -142,6 +146,8 @@ class PaddedRows:
 
     def gather(self, rows: Indices) -> PackedRows:
         """Return the rows of these numbers, [B]."""
+        # Beyond a slice, indices reach into the next document or past the store's end (hence clip):
+        # padding overwrites what is read there.
         index = self.slices.starts[rows][:, None] + self.positions
         mask = self.store.loss_mask
         counted = None if mask is None else mask.take(index[:, 1:], mode="clip")
@@ -251,6 +257,7 @@ def best_fit_decreasing(lengths: Indices, capacity: int) -> tuple[Indices, int]:
                     del rows_by_room[room], rooms[tightest]
             else:
                 room = capacity
+                # As many as the pieces of this length fill, rounded up.
                 rows = np.arange(opened, opened - (-len(same) // (capacity // size)))
                 opened += len(rows)
             per_row = room // size
@@ -259,6 +266,7 @@ def best_fit_decreasing(lengths: Indices, capacity: int) -> tuple[Indices, int]:
             placed = full * per_row + rest
             row[same[:placed]] = np.repeat(rows[:used], per_row)[:placed]
             same = same[placed:]
+            # Full rows, at most one that is partly filled, and those that were not needed.
             put_back(room - per_row * size, rows[:full])
             put_back(room - rest * size, rows[full:used])
             put_back(room, rows[used:])

@@ -63,6 +63,7 @@ class Producer:
             training.send((EnvironmentFault, what, WRITABLE))
         except Exception as error:  # whatever it is, it must reach the training process
             training.send((DataError, f"{self.source.name}: {type(error).__name__}: {error}", ""))
+        # Not sys.exit: a forked child must not run the exit handlers of the training process.
         os._exit(0)
 
     def _serve(self, training: Connection) -> None:
@@ -75,6 +76,7 @@ class Producer:
             while training.poll() or number > needed.newest:
                 needed = training.recv()
                 self._delete_outside(needed)
+            # A window that an earlier attempt of the run wrote is used again.
             window = open_window(self.folder, number, self.tokenizer)
             if window is not None and window.start == reader.cursor:
                 reader = WindowReader(self.source, window.end)
@@ -95,6 +97,8 @@ class Producer:
         _delete(folder)
         with StoreWriter(unfinished, self.tokenizer) as writer:
             while not writer.num_tokens:
+                # The window may begin inside an epoch, and only a whole one without text shows that
+                # the source has none.
                 if reader.cursor.epoch > start.epoch + 1:
                     skipped = writer.tally.skipped
                     raise DataError(
@@ -109,7 +113,7 @@ class Producer:
         publish(unfinished, folder)
 
     def _delete_outside(self, needed: PrefetchRange) -> None:
-        """Delete the windows that training has left behind, and what others left unfinished."""
+        """Delete the windows outside a range, and those that an earlier process did not finish."""
         for folder in self.folder.iterdir():
             number = int(folder.name) if folder.name.isdecimal() else -1
             if folder.is_dir() and not needed.oldest <= number <= needed.newest:
@@ -163,6 +167,7 @@ class ProducerProcess:
 def _end_process(pid: int, pipe: Connection, lock: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+    # Waited for, so that it does not stay behind as a zombie.
     with suppress(ChildProcessError):
         os.waitpid(pid, 0)
     pipe.close()
@@ -177,6 +182,7 @@ def start_producer(producer: Producer) -> ProducerProcess | None:
     """
     try:
         producer.folder.mkdir(parents=True, exist_ok=True)
+        # Inherited: while a producer whose parent has died still writes, no other one starts.
         lock = lock_file(producer.folder / "lock", inherit=True)
     except BlockingIOError:
         return None

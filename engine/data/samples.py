@@ -14,6 +14,8 @@ from .order import Indices, TrainingOrder, ValidationOrder
 from .packing import Packed, PackedRows
 from .stream import Stream
 
+# Samples that are located at once beyond those asked for: NumPy's cost for the few samples of a
+# step is mostly that of the calls.
 LOCATE_AHEAD = 4096
 
 
@@ -78,6 +80,8 @@ class Samples:
         return self._located[0][samples - known], self._located[1][samples - known]
 
     def _check_vocabulary(self, rows: PackedRows, source: Indices) -> None:
+        # Checked here: on a GPU a token out of range is a device-side assertion that names no file.
+        # The maxima of all rows are cheap; which row it was is looked up only if there is one.
         largest = max(rows.tokens.max(), rows.labels.max())
         if largest >= self.vocab_size:
             outside = np.maximum(rows.tokens, rows.labels).max(axis=1) >= self.vocab_size
@@ -96,6 +100,7 @@ class Samples:
         rows = PackedRows.concatenate(
             self.sources[index].gather(group) for index, group in zip(which, groups, strict=True)
         )
+        # The inverse of the permutation `order`.
         rank = np.argsort(order)
         return PackedRows._make(None if column is None else column[rank] for column in rows)
 

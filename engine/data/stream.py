@@ -29,8 +29,11 @@ from .windows import Cursor, PrefetchRange, Window, WindowStart, open_window
 
 # Windows that are tokenised before they are needed, and kept after.
 AHEAD, BEHIND = 2, 2
+# How often a killed producer is started again, such as one that ran out of memory. One that fails
+# by an error would fail again, and ends the run.
 MAX_DEATHS = 2
 POLL_SECONDS = 0.02
+# Between attempts to take over from a producer of another process, which may have ended.
 LOCK_SECONDS = 1.0
 ABANDONED_SECONDS = 7 * 24 * 3600
 
@@ -136,6 +139,7 @@ class Stream:
     def _gather(self, window: OpenWindow, rows: Indices) -> PackedRows:
         row = rows - window.start.row
         if self.table.shuffle:
+            # A key for each window: no row moves to another window, so that few are open at a time.
             key: Words = mix(self.key + np.array([window.start.number], np.uint64) * GOLDEN)
             row = permute(
                 row.astype(np.uint64), window.packed.num_rows, np.repeat(key, len(row))
@@ -158,6 +162,7 @@ class Stream:
             )
         packed = PACKINGS[self.table.packing](store, 0, store.num_tokens, self.table.seq_len)
         opened = OpenWindow(start, window.end, packed)
+        # A window without a row is fine, but not a whole epoch without one: reading on is endless.
         if window.end.epoch and not opened.end_row:
             raise DataError(
                 f"{self.name}: all its documents together do not fill a row of "
@@ -225,6 +230,7 @@ def _delete_abandoned(streams: Path) -> None:
     for lock in streams.glob("*/lock"):
         with suppress(OSError):
             if time.time() - lock.parent.stat().st_mtime > ABANDONED_SECONDS:
+                # A producer that lives holds the lock: this raises, and its windows stay.
                 descriptor = lock_file(lock)
                 shutil.rmtree(lock.parent, ignore_errors=True)
                 unlock(descriptor)

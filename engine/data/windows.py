@@ -94,6 +94,7 @@ class WindowReader:
                 self.cursor = Cursor(epoch, part + 1)
                 self._documents = None
                 continue
+            # Set before the yield: a document counts as read as soon as the consumer has it.
             self.cursor = Cursor(epoch, part, number + 1)
             documents += 1
             if not isinstance(document, DocumentFault):
@@ -103,6 +104,7 @@ class WindowReader:
 
 def window_size(number: int, seq_len: int) -> int:
     """Return how many characters a window has at least."""
+    # Numbers grow without end, and so would the shifted integer.
     grown = FIRST_WINDOW << min(number, 30)
     return max(min(grown, LARGEST_WINDOW), ROWS_A_WINDOW * seq_len)
 
@@ -115,6 +117,7 @@ def window_folder(folder: Path, number: int) -> Path:
 def open_window(folder: Path, number: int, tokenizer: Tokenizer) -> Window | None:
     """Return a window; None if it is missing or damaged."""
     path = window_folder(folder, number)
+    # However a window is damaged, the producer can write the same one again.
     with suppress(TrainerError, OSError, ValueError, TypeError, KeyError):
         if not any(find_damaged_files(path, read_manifest(path))):
             ends = json.loads(read_regular(path / CURSORS))

@@ -1,4 +1,4 @@
-"""Weights of adapters: merged into those beside them (arXiv:2106.09685, 4.1), read from PEFT."""
+"""Merges adapters into the weights beside them (arXiv:2106.09685, 4.1), and reads PEFT's files."""
 
 from __future__ import annotations
 
@@ -37,15 +37,17 @@ def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
     """
     if is_split(weight):
         return _merge_pieces(cast("DTensor", weight), down, up, scale)
+    # A bf16 sum would round away updates that are small beside the weight.
     product = up.float() @ down.float()
     return (weight.float() + product * scale).to(weight.dtype)
 
 
 def _merge_pieces(weight: DTensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """Return each rank's piece of the sum, made of rows of B and columns of A."""
+    """Return the merged weight; each rank makes its shard of it from rows of B and columns of A."""
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     def cut(adapter: Tensor, dim: int) -> Tensor:
+        # Gathered whole: an adapter is small, and FSDP may split it along another dim.
         whole = cast("DTensor", adapter).full_tensor() if is_split(adapter) else adapter
         # A shard's `dim` is also that of torch's strided ones, which FSDP makes of pieces.
         places = [p if getattr(p, "dim", None) == dim else Replicate() for p in weight.placements]
@@ -64,7 +66,7 @@ def _merge_pieces(weight: DTensor, down: Tensor, up: Tensor, scale: float) -> Te
 
 
 def merged_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's weights by name, without gradients; adapters are merged into theirs.
+    """Return a model's weights by name, without gradients, with the adapters merged into them.
 
     Without adapters these are its parameters. On several ranks of a sharded model all call it, and
     get DTensors. A tied weight appears once.
@@ -88,6 +90,7 @@ def merge_adapters(model: nn.Module) -> None:
     """Replace each adapted projection of an unsharded model by a plain one, in place."""
     for path, module in list(model.named_modules()):
         if isinstance(module, AdaptedLinear):
+            # On meta, because the merged weight replaces the new one at once.
             with torch.device("meta"):
                 plain = Linear(module.in_features, module.out_features)
             plain.weight = torch.nn.Parameter(
@@ -113,27 +116,28 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
     "alora_invocation_tokens": (None,),
 }
-"""What adapter_config.json may say: anything else is computed in another way than ours."""
+"""The values that adapter_config.json may have; with others PEFT computes something else."""
 
 
 def load_adapter(folder: Path, model: LanguageModel, config: ModelConfig, table: LoRA) -> str:
-    """Fill a model's adapters from a PEFT folder; return what a user should know.
+    """Fill a model's adapters from a PEFT folder; return a line for the user that names it.
 
     Each rank of a sharded model reads its own part, without communication.
 
     Args:
-        folder: with adapter_config.json and adapter_model.safetensors.
-        model: with adapters, in memory.
-        config: what the model was built from.
-        table: what its adapters were made from.
+        folder: a folder with adapter_config.json and adapter_model.safetensors.
+        model: a model with adapters, whose parameters have memory.
+        config: the model's config.
+        table: the recipe's `[lora]`.
 
     Raises:
-        CheckpointError: the folder cannot be read or is of other adapters, all mismatches listed,
-            and no tensor was touched.
+        CheckpointError: the folder cannot be read, or its adapters differ from the model's. The
+            message lists all mismatches, and no tensor has been changed.
     """
     problems = _compare_settings(read_json(folder / CONFIG, MAX_CONFIG_BYTES), table)
     adapters = {name: value for name, value in model.named_parameters() if is_adapter(name)}
     names = {name: _their_name(name, config) for name in adapters}
+    # The folder has the adapters of all pipeline stages: those of other ranks are no mismatch.
     elsewhere = {_their_name(name, config) for name in model.remote_parameters if is_adapter(name)}
     with open_tensors(folder / WEIGHTS) as file, torch.no_grad():
         found = set(file.keys())

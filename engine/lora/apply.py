@@ -22,11 +22,11 @@ Rule = Normal | Constant
 def add_adapters(model: LanguageModel, layout: Layout, table: LoRA) -> str:
     """Freeze a model and give the projections that the patterns name an adapter, in place.
 
-    Names of weights stay as they are. Call it before weights have memory, and before whatever wraps
-    or shards modules.
+    Names of weights stay as they are. Call it before weights have memory, and before modules are
+    wrapped or sharded.
 
     Returns:
-        how much is trained, in words.
+        a line for the user that says how many parameters are trained.
 
     Raises:
         RecipeError: a pattern names no projection in a block.
@@ -38,6 +38,7 @@ def add_adapters(model: LanguageModel, layout: Layout, table: LoRA) -> str:
         if isinstance(module, Linear)
     }
     chosen = _choose(table.targets, [f"{path}.weight" for path in projections], model)
+    # Both before adapters are added: these are not counted as frozen, and stay trainable.
     total = sum(weight.numel() for weight in model.parameters())
     model.requires_grad_(False)
     rules: dict[str, Rule] = {}
@@ -60,13 +61,15 @@ def require_adapters(model: LanguageModel, layout: Layout, cut: StageSplit) -> N
     """Check that each rank of a pipeline has something to train.
 
     Args:
-        model: this rank's part.
-        layout: its names.
-        cut: into stages.
+        model: this rank's part of the model.
+        layout: the names of the model's parts.
+        cut: how blocks are divided into stages.
 
     Raises:
-        RecipeError: the stages of a rank have no adapter; on all ranks alike.
+        RecipeError: the stages of a rank have no adapter. All ranks raise it.
     """
+    # With the names of other ranks' parameters each rank finds the same fault: one rank that raised
+    # alone would leave the others waiting in a collective.
     names = [*model.remote_parameters, *(name for name, _ in model.named_parameters())]
     places = [name.removeprefix(f"{layout.blocks}.") for name in names if is_adapter(name)]
     adapted = {int(place.partition(".")[0]) for place in places}
@@ -83,7 +86,7 @@ def _initial_values(rules: Mapping[str, Rule], others: Callable[[str], Rule], na
 
 
 def _choose(patterns: list[str], names: list[str], model: LanguageModel) -> set[str]:
-    """Return the names that any pattern matches."""
+    """Return the names that at least one of the patterns matches."""
     chosen: set[str] = set()
     problems = []
     for index, pattern in enumerate(patterns):

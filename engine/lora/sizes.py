@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def with_adapters(
     shapes: Mapping[str, tuple[int, ...]], layout: Layout, table: LoRA
 ) -> dict[str, tuple[int, ...]]:
-    """Return shapes of parameters by name, with those of the adapters that a table asks for."""
+    """Return the shapes of parameters, and of the adapters that a table asks for, by name."""
     tests = [match_names(pattern) for pattern in table.targets] if table.rank else []
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
@@ -33,11 +33,12 @@ def with_adapters(
 
 
 def flops_per_token(model: LanguageModel, config: ModelConfig, seq_len: int) -> float:
-    """Return floating-point operations a token of one training step, forward and backward.
+    """Return the FLOPs per token of one training step, forward and backward.
 
-    Without adapters the model's own count. With them, frozen weights have no gradient of their own
-    (4 operations instead of 6), adapters have (6), and blocks before the first one with an adapter
-    have no backward pass. That one is counted in full, though what it reads needs no gradient.
+    Without adapters this is the model's own count. With adapters, an element of a frozen weight has
+    no gradient (4 operations instead of 6), an element of an adapter has one (6), and blocks before
+    the first one with an adapter have no backward pass. The backward pass of that first block is
+    counted in full, although the gradient of its input is not needed.
     """
     whole, weights = config.flops_per_token(seq_len), config.flops_per_token(0)
     adapters, others = _multiplying(model, config.layout)
@@ -45,13 +46,16 @@ def flops_per_token(model: LanguageModel, config: ModelConfig, seq_len: int) -> 
         return whole
     forward_only = next(number for number, count in enumerate(adapters) if count)
     attention = (whole - weights) / len(adapters)
+    # Of the 6 operations per element 2 are the forward pass, 2 the gradient of the input, and 2 the
+    # gradient of the weight. No frozen weight needs the last 2, and blocks without a backward
+    # pass do not need the 2 before either.
     saved = weights / 3 + attention * 2 / 3 * forward_only
     saved += sum(2.0 * count for count in others[:forward_only])
     return whole - saved + 6.0 * sum(adapters)
 
 
 def _multiplying(model: LanguageModel, layout: Layout) -> tuple[list[int], list[int]]:
-    """Return how many elements each block's adapters have, and its projections."""
+    """Return the number of elements of the adapters, and of the projections, of each block."""
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     counts: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     prefix = f"{layout.blocks}."

@@ -30,6 +30,7 @@ class AdamW(OptimizerConfig):
         """Return torch's fused AdamW."""
         import torch
 
+        # Fused: one kernel for many tensors. It runs on CPUs and on shards of DTensors too.
         return torch.optim.AdamW(
             groups, self.lr, self.betas, self.eps, self.weight_decay, fused=True
         )
@@ -79,7 +80,7 @@ class SGD(OptimizerConfig):
     def build(
         self, groups: Sequence[dict[str, Any]], device: torch.device
     ) -> torch.optim.Optimizer:
-        """Return torch's SGD over lists of tensors; its fused one cannot update shards."""
+        """Return torch's SGD over lists of tensors: its fused one cannot update shards."""
         import torch
 
         return torch.optim.SGD(

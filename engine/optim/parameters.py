@@ -50,6 +50,7 @@ def parameter_groups(
             problems.append(_unmatched(index, group.match, [name for name, _ in parameters]))
     if problems:
         raise RecipeError(problems)
+    # The schedule sets `lr` of a group before each step, as a factor of `peak_lr`.
     overrides = [*(group.overrides() for group in config.groups), {}]
     return [
         {"params": weights, "lr": config.lr, **values, "peak_lr": values.get("lr", config.lr)}
@@ -67,6 +68,7 @@ def _unmatched(index: int, pattern: str, names: list[str]) -> Problem:
     )
 
 
+# Optimizers such as Muon, which a plugin may add, need whole parameters instead.
 ELEMENTWISE = (Adam, AdamW, SGD)
 """the optimizers that update each element of a parameter without looking at the others"""
 
@@ -88,9 +90,11 @@ def undecorated_step(optimizer: Optimizer) -> Callable[[], None]:
     (torch 2.13, 21 parameters), and a dispatch in Python in every step.
     """
     step = inspect.unwrap(type(optimizer).step)
+    # The exact type: a subclass may look at whole parameters.
     shards = local_shards if type(optimizer) in ELEMENTWISE else nullcontext
 
     def without_gradients() -> None:
+        # One of the decorators that are gone switches gradients off.
         with torch.no_grad(), shards(optimizer):
             step(optimizer)
 
@@ -131,6 +135,7 @@ def local_shards(optimizer: Optimizer) -> Iterator[None]:
         for weight, shard in pairs:
             for key, value in made.get(shard, {}).items():
                 known = state[weight].get(key)
+                # A tensor that was there before was updated in place, in the DTensor's memory.
                 if not isinstance(value, Tensor) or not isinstance(known, Tensor):
                     state[weight][key] = _laid_out_like(weight, shard, value)
 
@@ -138,6 +143,8 @@ def local_shards(optimizer: Optimizer) -> Iterator[None]:
 def _laid_out_like(weight: Any, shard: Tensor, value: Any) -> Any:
     if not (is_split(weight) and isinstance(value, Tensor) and value.shape == shard.shape):
         return value
+    # Shape and stride, because torch would infer them from a shard as if all shards were equal. The
+    # check would cost a collective for each parameter.
     return type(weight.detach()).from_local(
         value,
         weight.device_mesh,

@@ -35,6 +35,7 @@ class WSD(ScheduleConfig):
     def factor(self, step: int, total: int) -> float:
         """Return the factor; the decay is a share of all steps, warmup included."""
         decay_steps = round(total * self.decay_fraction)
+        # In a short run warmup and decay may overlap: then the warmup is completed first.
         start = max(total - decay_steps, self.warmup_steps)
         if step < start or total <= start:
             return super().factor(step, total)
@@ -127,5 +128,6 @@ class Polynomial(ScheduleConfig):
 
     def after_warmup(self, step: int, total: int) -> float:
         """Return (1 - progress) ** power between the peak and `min_lr_ratio`."""
+        # A negative base with a fractional power would be a complex number.
         fall = max(0.0, 1 - step / total) ** self.power
         return float(self.min_lr_ratio + (1 - self.min_lr_ratio) * fall)

@@ -80,6 +80,7 @@ class ScheduleConfig(Component):
     def factor(self, step: int, total: int) -> float:
         """Return what the peak rate is multiplied by at `step` (0-based) of `total`."""
         if step < self.warmup_steps:
+            # Never 0, so that the first step trains, and below 1: step `warmup_steps` has the peak.
             return (step + 1) / (self.warmup_steps + 1)
         return self.after_warmup(step - self.warmup_steps, max(1, total - self.warmup_steps))
 

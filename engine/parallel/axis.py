@@ -15,6 +15,7 @@ from ..data.batch import Batch
 from .mesh import Degrees
 from .pipeline.cut import EndCosts, StageSplit
 
+# For annotations alone: torch's pipelining takes long to load, and few runs have a pipeline.
 if TYPE_CHECKING:
     from ...kernels.choose import Kernels
     from ...model_zoo.config import ModelConfig
@@ -86,7 +87,7 @@ class SplitSettings:
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What wrappers for training need to know of a step.
+    """The sizes and dtypes of a training step that wrappers need.
 
     Attributes:
         reduce: dtype of gradient reduction.
@@ -125,6 +126,7 @@ class ParallelModel:
 
     model: LanguageModel
     forward: Callable[..., Tensor]
+    # The defaults suit a model on one rank: nothing to reduce, and nothing to divide by.
     set_gradient_sync: Callable[[bool], None] = lambda last: None
     gradient_divisor: int = 1
     post_backward_reductions: Sequence[Callable[[], None]] = ()
@@ -146,7 +148,7 @@ class AxisParts:
         return kernels
 
     def take(self, batch: Batch) -> Batch:
-        """Return what this rank computes of rows that its group reads."""
+        """Return the part of a batch that this rank computes, such as its positions of each row."""
         return batch
 
     def split(
@@ -162,7 +164,10 @@ class AxisParts:
             model: the model, as the axes before this one left it.
             config: the model's config.
             parts: what the axes before this one returned.
-            settings: how it is to be split.
+            settings: the dimension that each axis splits, the dtypes and the stages' costs.
+
+        Returns:
+            `parts` with what this axis adds to it.
         """
         return parts
 

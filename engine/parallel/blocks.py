@@ -56,7 +56,10 @@ def transform_blocks(
     # compiled block, but for a selective one, which must see its operations.
     outside = is_split and contexts is None
     for number, block in enumerate(cast("nn.ModuleList", model.get_submodule(layout.blocks))):
+        # A graph break in a block would cost speed unnoticed: with fullgraph it raises an error.
         compiled = partial(torch.compile, backend=backend, fullgraph=True) if backend else None
+        # `forward` is replaced, not the module: torch.compile(module) is a wrapper that would put
+        # `_orig_mod` into the names of parameters.
         if compiled and outside:
             block.forward = compiled(block.forward)
         if memory.recompute in ("full", "every_n", "selective"):
@@ -75,6 +78,8 @@ def _backend(memory: Memory, compile_: Compile) -> str | Callable[..., Any]:
 
     compile_graph = lookup_backend(compile_.backend)
 
+    # The budget is a global setting of torch, which its partitioner reads while it compiles: it is
+    # changed for just that time.
     def compile_within_budget(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         with config.patch(activation_memory_budget=memory.recompute_budget):
             return compile_graph(graph, inputs)
@@ -85,6 +90,7 @@ def _backend(memory: Memory, compile_: Compile) -> str | Callable[..., Any]:
 def _require_backend(name: str) -> None:
     from torch import _dynamo
 
+    # By default torch leaves out the backends for debugging, such as "eager"; it does take them.
     known = _dynamo.list_backends(exclude_tags=None)
     if name not in known:
         hint = nearest(name, known) or f"known: {', '.join(known)}"
@@ -106,6 +112,7 @@ def recompute(block: nn.Module, number: int, memory: Memory, contexts: Contexts 
     options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
 
     def run_checkpointed(*args: Any, **kwargs: Any) -> Any:
+        # The reentrant implementation takes neither keyword arguments nor a context_fn.
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     block.forward = run_checkpointed
@@ -151,6 +158,8 @@ def selective_contexts(words: list[str]) -> Contexts:
     halved = frozenset(_operations("mm", optional=True)) if HALF in words else frozenset()
 
     def contexts() -> Any:
+        # torch asks the policy in the forward pass and again in the recomputation, and both must
+        # decide alike: each pass counts the block's matmuls from 0.
         seen = {False: 0, True: 0}  # by whether it is computed again
 
         def policy(context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -177,6 +186,7 @@ def _operations(word: str, optional: bool) -> list[Any]:
             if optional:
                 continue
             raise RecipeError([_unknown(name)]) from None
+        # A name without an overload, such as "aten.mm": torch dispatches overloads, never packets.
         if isinstance(operation, torch._ops.OpOverloadPacket):
             overloads: list[str] = operation.overloads()  # type: ignore[no-untyped-call]
             found += [getattr(operation, overload) for overload in overloads]

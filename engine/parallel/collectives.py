@@ -21,6 +21,7 @@ _reduce_scatter = (
 )
 
 
+# A global, because inductor's own switch is one: it holds for all that is compiled later.
 _fuses_with_matmuls = False
 """whether compiled graphs contain all-gathers in the form that inductor fuses with matmuls"""
 
@@ -38,8 +39,11 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 def all_gather_no_grad(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Concatenate the shards of all ranks along `dim`, without a gradient."""
     if _fuses_with_matmuls and torch.compiler.is_compiling():
+        # The form that inductor's pass looks for. Torch's own all-gather along another dimension
+        # than 0 is a view instead where the leading dimensions are 1 (torch 2.13), and the pass
+        # does not recognise a view.
         pieces = _all_gather(x.contiguous(), 0, group)
-        return torch.cat(pieces.chunk(group.size()), dim)  # torch has views for single rows
+        return torch.cat(pieces.chunk(group.size()), dim)
     return wait(_all_gather(x.contiguous(), dim, group))
 
 
@@ -145,6 +149,8 @@ def all_gather_rows(x: Tensor, lengths: list[int], group: ProcessGroup) -> Tenso
     ranks = group.size()
     if ranks == 1:
         return x
+    # Each rank sends all its rows to every rank: gloo has no all-gather of unequal lengths, but an
+    # all-to-all of them, zero included.
     exchange = RowExchange(Splits([len(x)] * ranks, lengths), group)
     return wait_for_rows(send_rows(x.expand(ranks, *x.shape).flatten(0, 1), exchange), exchange)
 
@@ -160,6 +166,7 @@ def reduce_scatter_rows(x: Tensor, lengths: list[int], group: ProcessGroup) -> T
     ranks, mine = group.size(), lengths[dist.get_rank(group)]
     if ranks == 1:
         return x
+    # torch's reduce-scatter takes equal lengths only: exchange all rows, and sum what arrives.
     exchange = RowExchange(Splits(lengths, [mine] * ranks), group)
     return wait_for_rows(send_rows(x, exchange), exchange).view(ranks, mine, *x.shape[1:]).sum(0)
 
@@ -181,6 +188,8 @@ def wait_for_rows(x: Tensor, exchange: RowExchange) -> Tensor:
 
 def start_all_to_all(x: Tensor, splits: Splits, group: ProcessGroup) -> Tensor:
     """Start an all-to-all of rows and return its pending result, without a gradient."""
+    # The operator itself: in eager mode the function of the same name returns a tensor subclass
+    # that waits by itself when it is first used.
     exchange = torch.ops._c10d_functional.all_to_all_single
     return cast("Tensor", exchange(x.contiguous(), splits.received, splits.sent, group.group_name))
 
@@ -193,6 +202,8 @@ class _SendRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor, None]:
+        # The gradient that autograd passes is the one before the exchange, returned by
+        # `_WaitForRows.backward` only so that autograd runs this function after it.
         exchange = ctx.exchange
         # `exchange` outlives this pass in the arguments of others: give the memory back.
         gradient, exchange.gradient = exchange.gradient, None

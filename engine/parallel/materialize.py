@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+# Each block of so many elements has a random stream of its own, so that a rank can draw any part of
+# a tensor. Another number would give other initial weights.
 BLOCK = 2**20
 CHUNK = 16 * BLOCK
-"""elements of whole rows that are drawn at a time where a rank holds some columns; or one row"""
+"""the most elements that are drawn at a time where a rank holds some columns; at least one row"""
 
 
 @contextmanager
@@ -55,11 +57,11 @@ def materialize(
     A weight's values depend on the seed, its name and its shape alone.
 
     Args:
-        model: plain parameters, or sharded ones (DTensor).
-        device: where parameters and buffers shall live.
-        seed: of the initial weights.
-        fill: False leaves the weights for a checkpoint to fill; a function says by name which are
-            filled here.
+        model: a model whose parameters are plain tensors or DTensors.
+        device: the device on which parameters and buffers are allocated.
+        seed: the seed of the initial weights.
+        fill: whether weights get initial values; False leaves them for a checkpoint to fill. A
+            function takes a parameter's name and returns whether it is filled here.
     """
     model._apply(lambda tensor: _empty(tensor, device))  # type: ignore[no-untyped-call]
     model.init_buffers(device)
@@ -94,12 +96,14 @@ def _fill_shard(parameter: DTensor, rule: Normal | Constant, key: str) -> None:
     if isinstance(rule, Constant):
         local.fill_(rule.value)
     elif box is None:
-        # Strided shards are no contiguous part of the tensor: draw all of it and cut.
+        # Strided shards are no contiguous part of the tensor: draw all of it and cut. No rank is
+        # the source (None), because each has drawn the same values: nothing is broadcast.
         full = torch.empty(parameter.shape, device=local.device)
         _fill_normal(full, rule, key, 0, parameter.numel())
         mesh, placements = parameter.device_mesh, parameter.placements
         local.copy_(distribute_tensor(full, mesh, placements, src_data_rank=None).to_local())
     elif box.is_rows(parameter.shape):
+        # Shape and numel of a DTensor are those of the whole parameter.
         start = box.start[0] * math.prod(parameter.shape[1:])
         _fill_normal(local, rule, key, start, parameter.numel())
     elif local.numel():
@@ -107,13 +111,23 @@ def _fill_shard(parameter: DTensor, rule: Normal | Constant, key: str) -> None:
 
 
 def _fill_columns(local: Tensor, box: Box, shape: Sequence[int], rule: Normal, key: str) -> None:
-    """Fill a part of a tensor by way of its rows, a few at a time."""
+    """Fill a part of a tensor by way of its rows, a few at a time.
+
+    Args:
+        local: the part that this rank holds.
+        box: where this part lies in the whole tensor.
+        shape: the shape of the whole tensor.
+        rule: the distribution of the values.
+        key: the seed and the parameter's name.
+    """
     row = math.prod(shape[1:])
     low, high = box.span(shape)
     most = min(max(1, CHUNK // row), len(local))
     buffer = torch.empty(most, *shape[1:])
     for first, last in box.chunks(most):
         rows = buffer[: last - first]
+        # From this rank's first element in the first row to its last one in the last row. What is
+        # drawn between them belongs to other ranks, and is not copied.
         touched = rows.view(-1)[low : rows.numel() - row + high]
         _fill_normal(touched, rule, key, first * row + low, math.prod(shape))
         at = first - box.start[0]
@@ -127,8 +141,11 @@ def _fill_normal(target: Tensor, rule: Normal, key: str, start: int, total: int)
 
     def fill_block(block: int) -> None:
         origin = block * BLOCK
+        # The whole block even where a part is needed: which values are drawn again, and as what,
+        # depends on all of them.
         values = _normal(f"{key}:{block}", min(BLOCK, total - origin))
         first, last = max(start, origin), min(stop, origin + BLOCK)
+        # Scaled in fp32; the assignment rounds to the parameter's dtype and copies to its device.
         part = torch.from_numpy(values[first - origin : last - origin]).mul_(rule.std)
         flat[first - start : last - start] = part
 
@@ -140,6 +157,8 @@ def _fill_normal(target: Tensor, rule: Normal, key: str, start: int, total: int)
 
 def _normal(key: str, count: int) -> NDArray[np.float32]:
     """Return standard normal values; those beyond three are drawn again."""
+    # Not torch's generators: their values differ between CPU and GPU, and on a CPU mesh torch 2.13
+    # draws the same values for every shard of a DTensor.
     digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
     values = generator.standard_normal(count, dtype=np.float32)

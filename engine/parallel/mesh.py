@@ -41,6 +41,8 @@ class Axis:
     implementation: str = ""
 
 
+# Stages exchange hidden states alone, so that a pipeline can span slow links; tensor ranks exchange
+# activations several times in each block, and are neighbours.
 MESH = (
     Axis("pipeline", ("pp",), "layers", implementation="pipeline.split"),
     Axis("replicate", ("dp", "ddp"), "samples", reduces_gradients=True),
@@ -50,6 +52,8 @@ MESH = (
         ("cp",),
         "positions",
         reduces_gradients=True,
+        # One from the first and one from the second half of a sequence: with causal attention late
+        # positions cost more than early ones, and so every rank computes about the same.
         pieces=2,
         least_positions=1024,
         implementation="context.context",
@@ -72,6 +76,7 @@ AXES = tuple(axis.name for axis in MESH)
 EXPERT_AXES = tuple(axis.name for axis in EXPERT_MESH)
 DATA_AXES = tuple(axis.name for axis in MESH if axis.splits == "samples")
 GRADIENT_AXES = tuple(axis.name for axis in MESH if axis.reduces_gradients)
+# Ranks of the context axis hold the same weights as each other, so FSDP shards over them too.
 FSDP_AXES = tuple(name for name in GRADIENT_AXES if name != "replicate")
 SEQUENCE_AXES = tuple(axis.name for axis in MESH if axis.pieces)
 
@@ -178,6 +183,8 @@ class Degrees:
 
     def coordinate(self, rank: int) -> Degrees:
         """Return the coordinate of a rank on each axis."""
+        # Experts have a mesh of their own on the ranks of a stage: consecutive ranks, which are
+        # neighbours on the innermost axes, divide the experts of a layer.
         among = rank % self.expert_ranks
         place = dict(zip(EXPERT_AXES, divmod(among, self.expert_tensor), strict=True))
         for axis in reversed(AXES):
@@ -192,6 +199,8 @@ class Degrees:
 
 def expert_grid(degrees: Degrees, *, sharded: bool) -> tuple[int, int]:
     """Return how many ranks replicate, and how many shard, each share of the experts."""
+    # Tensor ranks count as ranks that shard, because the tensor axis does not split experts. The
+    # ranks that divide experts are taken from them first; what is left shards each share.
     inner = degrees.fsdp * degrees.tensor if sharded else 1
     shard = inner // gcd(inner, degrees.expert_ranks)
     return degrees.dp_cp * degrees.tensor // degrees.expert_ranks // shard, shard

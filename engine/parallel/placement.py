@@ -1,4 +1,4 @@
-"""Where every parameter lies: which dims the ranks' axes cut, and who decided it. Torch-free."""
+"""How each parameter is stored: the dims that mesh axes split, and what decides it. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .tables import Parallel
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""name of a parameter -> its whole shape"""
+"""the global shape of each parameter, by name"""
 
 CUT_DIMS = {
     "columns": {"weight": 0, UP: 0},
@@ -28,21 +28,21 @@ CUT_DIMS = {
     "whole": {},
     "experts": {"gate_up": 2, "gate_up_bias": 2, "down": 2},
 }
-"""word of `Layout.tensor` -> parameter of such a module -> the dim of which each rank of the tensor
-axis computes with a piece; with the others it computes whole. "experts": of the axis that cuts
-experts"""
+"""For each style of `Layout.tensor`, and each parameter of a module of that style, the dim that is
+split: a rank of the tensor axis computes with a part of it. With parameters that are not listed it
+computes whole. "experts" is about the expert_tensor axis instead."""
 
 
 @dataclass(frozen=True)
 class ShardPlacement:
-    """One parameter, and how ranks store it.
+    """How ranks store one parameter.
 
     Attributes:
-        name: in the model.
-        shape: of the whole.
-        place: mesh axis, "shard" or "tensor", to the dim that it cuts; None where its ranks hold
-            the same. The shard axis has the ranks of `shard` and `context`. Of experts also
-            `EXPERT_AXES`; their shard axis is that of `expert_grid`.
+        name: the parameter's name in the model.
+        shape: the parameter's global shape.
+        place: for each mesh axis, "shard" or "tensor", the dim that it splits; None where the ranks
+            of the axis hold the same. The shard axis has the ranks of `shard` and `context`. For
+            experts there are also `EXPERT_AXES`, and the shard axis is that of `expert_grid`.
         decided_by: `rules.0 "PATTERN"`, `style "columns"` (the model's plan), "fsdp", or "whole".
     """
 
@@ -55,7 +55,10 @@ class ShardPlacement:
 def placements_for(
     shapes: Shapes, config: ModelConfig, table: Parallel, degrees: Degrees
 ) -> list[ShardPlacement]:
-    """Return where parameters lie: as the first rule that matches says, else the model's plan."""
+    """Return how ranks store each parameter.
+
+    The first rule that matches a name decides; for the others, the model's own plan does.
+    """
     rules = deciding_rules(shapes, table.rules)
     shard = 0 if table.is_sharded(degrees) else None
     found = []
@@ -66,6 +69,7 @@ def placements_for(
             where, style = _place_of_expert(name, degrees), "experts"
             where |= {"shard": None if shard is None else _expert_shard_dim(shape, where, degrees)}
         decided_by = f'style "{style}"' if style else "whole" if shard is None else "fsdp"
+        # Last, because a rule replaces what the model's plan says of both axes.
         if name in rules:
             index, rule = rules[name]
             decided_by = f'rules.{index} "{rule.match}"'
@@ -86,7 +90,9 @@ def _place_of_expert(name: str, degrees: Degrees) -> dict[str, int | None]:
 def _expert_shard_dim(
     shape: tuple[int, ...], place: Mapping[str, int | None], degrees: Degrees
 ) -> int:
-    """Return the dim of which FSDP's ranks hold equal parts, the first if there is none."""
+    """Return the first dim that FSDP's ranks can split into equal parts; 0 if there is none."""
+    # FSDP2 pads dim 0, and refuses an uneven split of any other one (torch 2.13). Dim 0 counts the
+    # experts of this rank, often fewer than FSDP's ranks: another dim then needs no padding.
     local = list(shape)
     for axis in EXPERT_AXES:
         if (dim := place[axis]) is not None:
@@ -109,21 +115,27 @@ def require_divisible(
 
 
 def used_dim(name: str, config: ModelConfig, ranks: int) -> tuple[str, int | None]:
-    """Return a parameter's style under tensor parallelism, and the dim of which ranks use pieces.
+    """Return a parameter's style under tensor parallelism, and the dim that ranks split to compute.
 
     Args:
-        name: of a weight, or of an adapter beside one.
-        config: its model's.
-        ranks: of the tensor axis; with one there is no style.
+        name: the name of a weight, or of an adapter beside one.
+        config: the model's config.
+        ranks: the number of ranks of the tensor axis; with one there is no style.
+
+    Returns:
+        the style, and the dim; None where a rank computes with the whole parameter.
 
     Raises:
-        KeyError: the model's plan lacks it.
+        KeyError: the model's plan has no style for the parameter.
     """
     if ranks == 1:
         return "", None
+    # Experts are divided over `EXPERT_AXES`, not over the tensor axis.
     if config.layout.is_expert(name):
         return "whole", None
     path, _, key = name.rpartition(".")
+    # An adapter is split as the weight beside it: B [out, rank] where that has its rows split, A
+    # [rank, in] where it has its columns split. The plan names weights alone.
     weight = f"{path}.weight" if is_adapter(name) else name
     style = translate(weight, config.layout.tensor)
     if style is None:

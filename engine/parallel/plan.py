@@ -53,6 +53,7 @@ class Plan(LocalRank):
 
     def take(self, batch: Batch, model: LanguageModel) -> Batch:
         """Return what this rank computes of rows that its group reads, as its model takes them."""
+        # Only routers read the mask: without experts it need not be split and copied to the device.
         if not model.takes_padding:
             batch = replace(batch, padding_mask=None)
         for axis in self.axes:
@@ -131,12 +132,14 @@ def make_plan(
     degrees = table.degrees.resolve(ranks)
     if table.context_exchange == "ring" and degrees.context == 1 and rank == 0:
         log.warning('parallel.context_exchange = "ring" has no effect: parallel.context is 1')
+    # A mesh creates process groups, and DDP needs none: it reduces over all ranks of the run.
     mesh, sharded = None, table.is_sharded(degrees)
     if sharded or degrees.model * degrees.expert_ranks > 1:
         mesh = build_mesh(degrees, device.type, sharded=sharded)
     local = LocalRank(table, degrees, rank, device, mesh, is_simulated)
     # Modules are imported where they are used: torch's pipelining and FSDP take a second to load.
     modules = [axis.implementation for axis in MESH if getattr(degrees, axis.name) > 1]
+    # A simulation has no DDP: `estimate` adds the all-reduces of its buckets by a formula.
     if table.uses_fsdp(degrees):
         modules.append("fsdp")
     elif degrees.dp_cp > 1 and not is_simulated:
@@ -154,6 +157,7 @@ def build_mesh(degrees: Degrees, device_type: str, *, sharded: bool) -> DeviceMe
     """
     shard = degrees.fsdp if sharded else 1
     sizes = {axis.name: getattr(degrees, axis.name) for axis in MESH if not axis.reduces_gradients}
+    # Axes of one rank stay in the mesh, so that placements can always name them.
     sizes |= {"replicate": degrees.dp_cp // shard, "shard": shard}
     names = tuple(axis for axis in AXES if axis in sizes)
     return init_device_mesh(device_type, tuple(sizes[axis] for axis in names), mesh_dim_names=names)

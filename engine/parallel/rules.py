@@ -40,15 +40,16 @@ def check_rules(
     """Yield what is wrong with the rules of a table.
 
     Args:
-        shapes: shapes of the model's parameters, by name; empty while they are unknown.
-        table: `[parallel]`.
-        used_dim: name -> dim of which a rank of the tensor axis computes with a piece.
-        tensor: ranks of that axis.
-        shard: ranks over which FSDP cuts; 1 where it does not.
+        shapes: the global shape of each parameter by name; empty while they are unknown.
+        table: the recipe's `[parallel]`.
+        used_dim: returns the dim of a parameter that the ranks of the tensor axis split to compute.
+        tensor: the number of ranks of the tensor axis.
+        shard: the number of ranks over which FSDP shards; 1 where it does not.
     """
     broken = list(_expressions(table.rules))
     yield from broken
     yield from _ignored(table)
+    # What follows matches names, which it cannot with an expression that does not compile.
     if broken or not shapes:
         return
     decided = deciding_rules(shapes, table.rules)
@@ -62,7 +63,7 @@ def check_rules(
             if problem:
                 axis, message, hint = problem
                 yield (*path, "place", axis), message, hint
-                break
+                break  # the same layer of other blocks has the same fault
 
 
 def _expressions(rules: Sequence[Rule]) -> Iterator[Finding]:
@@ -89,6 +90,7 @@ def _ignored(table: Parallel) -> Iterator[Finding]:
 def _unmatched(rule: Rule, names: list[str]) -> tuple[str, str]:
     matched_before = any(map(compile_expression(rule.match).fullmatch, names))
     reason = "only parameters that earlier rules took" if matched_before else "no parameter"
+    # Without escapes the expression reads like a name, for the search of a similar one.
     plain = re.sub(r"\\(.)", r"\1", rule.match)
     hint = nearest(plain, names) or f"parameters are named like {names[0]} and {names[-1]}"
     hint = "put it before them" if matched_before else hint
@@ -104,10 +106,13 @@ def _misplaced(
         if dim is not None and dim >= len(shape):
             known = " and ".join(map(str, range(len(shape))))
             return axis, f"{name} has no dim {dim}", f"its dims: {known}"
+    # A layer computes with its shard of the dim `used` as it is, even or not, such as a vocabulary.
+    # Shards of another dim are all-gathered first, which needs equal ones.
     if by_tensor is not None and by_tensor != used and shape[by_tensor] % tensor:
         return "tensor", *_uneven(name, by_tensor, shape, tensor, used)
+    # FSDP shards what the tensor axis has left of a dim.
     local = [size // tensor if dim == by_tensor else size for dim, size in enumerate(shape)]
-    if by_shard and local[by_shard] % shard:  # FSDP pads dim 0
+    if by_shard and local[by_shard] % shard:  # FSDP2 pads dim 0, and no other
         return "shard", *_uneven(name, by_shard, local, shard, 0)
     return None
 

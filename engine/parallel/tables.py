@@ -130,6 +130,7 @@ class Parallel(Table):
 
     def is_sharded(self, degrees: Degrees) -> bool:
         """Return whether FSDP shards parameters over the ranks that compute different tokens."""
+        # Only FSDP can offload to CPU memory, so it is used for that on a single rank too.
         return self.fsdp.sharding.shards and (degrees.fsdp > 1 or self.fsdp.offload)
 
     def uses_fsdp(self, degrees: Degrees) -> bool:
@@ -191,6 +192,8 @@ _SUMS = (
     "_c10d_functional.all_reduce.default",
 )
 
+# Operations of all devices and versions of torch: `blocks.selective_contexts` leaves out those that
+# this torch does not have.
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "mm": (
         "aten.mm.default",
@@ -207,6 +210,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "aten._scaled_dot_product_cudnn_attention.default",
         "higher_order.flex_attention",
     ),
+    # Where torch has no fused RMSNorm kernel, as on a CPU, rsqrt is one of the operations it makes.
     "norm": ("aten._fused_rms_norm.default", "aten.rsqrt.default"),
     "all_gather": _GATHERS,
     "reduce_scatter": _SUMS,

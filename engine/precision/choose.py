@@ -18,16 +18,18 @@ Mismatch = tuple[tuple[str | int, ...], str, str]
 """key below the table, message, hint"""
 
 EXPERTS_UNIT = 128
-"""what widths of experts are multiples of: blocks have that many values"""
+"""the widths of experts must be multiples of this: a block in float8 has 128 x 128 values"""
 
 
 def unit(table: LowPrecision) -> int:
-    """Return what both widths of a projection are multiples of, and the tokens that it sees."""
+    """Return the number of which both widths of a projection, and its tokens, must be multiples."""
+    # torch._scaled_mm takes multiples of 16, and an MX block has 32 values.
     return 32 if isinstance(table, MX) else 16
 
 
 def matmul_weights(config: ModelConfig) -> dict[str, Shape]:
     """Return the weights of blocks that multiply: those of projections, and of experts."""
+    # The vocabulary may be unknown yet, and no weight of a block depends on its size.
     layout, shapes = config.layout, config.with_vocab(1).parameter_shapes()
     return {
         name: shape
@@ -36,6 +38,7 @@ def matmul_weights(config: ModelConfig) -> dict[str, Shape]:
         and (
             not name.endswith("_bias")
             if layout.is_expert(name)
+            # Routers stay in high precision: rounding could change which experts are chosen.
             else len(shape) == 2 and name.endswith(".weight") and ".router." not in name
         )
     }
@@ -59,13 +62,13 @@ def select_weights(table: LowPrecision, config: ModelConfig) -> dict[str, Shape]
 def mismatches(
     table: LowPrecision, config: ModelConfig, tensor: int, expert_tensor: int
 ) -> Iterator[Mismatch]:
-    """Yield what keeps a table's weights from its format.
+    """Yield the reasons why a table's weights cannot multiply in the table's format.
 
     Args:
-        table: enabled.
-        config: of the model.
-        tensor: ranks that split weights.
-        expert_tensor: ranks that split experts.
+        table: a table of `[precision]` that is enabled.
+        config: the model's config.
+        tensor: the number of ranks of the tensor axis, which split weights.
+        expert_tensor: the number of ranks of the expert_tensor axis, which split experts.
     """
     yield from _unmatched(table, config)
     found = select_weights(table, config)
@@ -96,7 +99,7 @@ def mismatches(
 
 
 def _unmatched(table: LowPrecision, config: ModelConfig) -> Iterator[Mismatch]:
-    """Yield patterns that match nothing that multiplies."""
+    """Yield the patterns that match no weight of a matmul."""
     names, every = list(matmul_weights(config)), list(config.with_vocab(1).parameter_shapes())
     for key in ("targets", "exclude"):
         for index, pattern in enumerate(getattr(table, key)):
@@ -109,7 +112,7 @@ def _unmatched(table: LowPrecision, config: ModelConfig) -> Iterator[Mismatch]:
 
 
 def _halves(experts: Mapping[str, Shape], config: ModelConfig) -> Iterator[Mismatch]:
-    """Yield the first layer of experts of which some weights are named, and others not."""
+    """Yield the first layer of experts of which the table names some weights and not the others."""
     for name in matmul_weights(config):
         path = name.rpartition(".")[0]
         siblings = [other for other in experts if other.startswith(f"{path}.")]
@@ -120,14 +123,14 @@ def _halves(experts: Mapping[str, Shape], config: ModelConfig) -> Iterator[Misma
 
 
 def _uneven(shapes: Mapping[str, Shape], multiple: int) -> tuple[str, Shape] | None:
-    """Return the first weight with a width that is no multiple."""
+    """Return the first weight of which a width is not a multiple of `multiple`, and its shape."""
     return next(
         (each for each in shapes.items() if any(size % multiple for size in each[1][-2:])), None
     )
 
 
 def _cut(experts: Mapping[str, Shape], ranks: int) -> dict[str, Shape]:
-    """Return the shapes of what each of the ranks that share experts multiplies with."""
+    """Return the shapes of the experts' weights that one rank of the expert_tensor axis holds."""
     found = {}
     for name, shape in experts.items():
         dim = CUT_DIMS["experts"][name.rpartition(".")[2]]
@@ -136,7 +139,8 @@ def _cut(experts: Mapping[str, Shape], ranks: int) -> dict[str, Shape]:
 
 
 def _piece(name: str, shape: Shape, config: ModelConfig, tensor: int) -> Shape:
-    """Return the shape of what a rank multiplies with."""
+    """Return the shape of the part of a weight that a rank of the tensor axis multiplies with."""
+    # With fewer heads of keys and values than ranks, each rank computes one whole head.
     style, dim = used_dim(name, config, tensor)
     if style == "key_value" and shares_heads(config, tensor):
         return shape[0] // int(config.n_kv_heads), shape[1]  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ _CPU_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 
 
 def multiplies_bf16(device: torch.device) -> tuple[bool, str]:
-    """Return whether the device multiplies bf16 matrices in hardware, and why one thinks so.
+    """Return whether the device multiplies bf16 matrices in hardware, and the reason in words.
 
     A CPU does with AMX or AVX512-BF16 (x86) or BF16 (Arm), and if torch was built with oneDNN,
     which uses them. An NVIDIA GPU does from compute capability 8.0 on.
@@ -39,13 +39,13 @@ def multiplies_bf16(device: torch.device) -> tuple[bool, str]:
 
 
 def multiplies_low_precision(word: str, device: torch.device) -> tuple[bool, str]:
-    """Return whether the device multiplies float8 or MX matrices in hardware, and why.
+    """Return whether the device multiplies float8 or MX matrices in hardware, and the reason.
 
     An NVIDIA GPU does from compute capability 8.9 (float8) or 10.0 (MXFP8) on.
 
     Args:
         word: "float8" or "mx".
-        device: of torch.
+        device: the device of a rank.
     """
     if device.type != "cuda" or torch.version.hip:
         kind = "AMD's GPUs" if device.type == "cuda" else f"this {device.type.upper()}"
@@ -60,7 +60,7 @@ def require_formats(table: Precision, config: ModelConfig, device: torch.device)
     """Refuse formats that the device lacks and that are not emulated.
 
     Raises:
-        EnvironmentFault: it lacks one, or what our kernels need.
+        EnvironmentFault: the device lacks a format, or Triton is missing for our own kernels.
     """
     for word, format_table in table.low_precision.items():
         native, reason = multiplies_low_precision(word, device)
@@ -69,6 +69,8 @@ def require_formats(table: Precision, config: ModelConfig, device: torch.device)
                 f"precision.{word} cannot run here: {reason}",
                 f"set precision.{word}.emulate = true to compute what it would, more slowly",
             )
+    # Experts multiply in our own Triton kernel, which emulates nothing on a GPU, whatever the table
+    # says; projections are torchao's.
     experts = any(map(config.layout.is_expert, select_weights(table.float8, config)))
     if experts and device.type == "cuda":
         native, reason = multiplies_low_precision("float8", device)
@@ -128,11 +130,12 @@ class LossScale:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dynamic = dtype is torch.float16
+        # Start, growth and fall are the defaults of torch.amp.GradScaler.
         self.value = 2.0**16 if self.dynamic else 1.0
         self.good_steps = 0
 
     def update(self, finite: bool) -> None:
-        """Take note of whether the last step's gradients were finite."""
+        """Adapt the scale to whether the last step's gradients were finite."""
         if not self.dynamic:
             return
         self.good_steps = self.good_steps + 1 if finite else 0
@@ -142,9 +145,9 @@ class LossScale:
             self.value, self.good_steps = self.value * 2, 0
 
     def state(self) -> dict[str, float]:
-        """Return what a checkpoint's manifest keeps."""
+        """Return the state that a checkpoint's manifest stores."""
         return {"value": self.value, "good_steps": self.good_steps}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Take over what `state` returned."""
+        """Set the state that `state` returned."""
         self.value, self.good_steps = state["value"], int(state["good_steps"])

@@ -1,4 +1,4 @@
-"""Matmuls in low precision, put in the place of a model's own."""
+"""Replaces a model's matmuls by ones in low precision."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from .choose import select_weights
 from .tables import MX, Float8, LowPrecision
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""[..., in], [out, in] and a bias, or none -> [..., out], as `torch.nn.functional.linear`"""
+"""Takes [..., in], [out, in] and a bias or None, returns [..., out], as `F.linear` does."""
 
 
 def enable_low_precision(
     model: LanguageModel, config: ModelConfig, tables: dict[str, LowPrecision]
 ) -> list[str]:
-    """Let the weights that tables name multiply in their formats, in place.
+    """Let the weights that tables name multiply in low precision, in place.
 
-    Parameters stay as they are. A scale is of what a rank multiplies with: its rows, its piece of a
-    weight.
+    Parameters keep their dtype. Each rank computes scales from what it multiplies: its own rows of
+    activations, and its part of a weight.
 
     Args:
-        model: whole, with adapters.
-        config: its.
-        tables: word of `[precision]` -> its table.
+        model: the model before it is split over ranks, with its adapters.
+        config: the model's config.
+        tables: the enabled tables of `[precision]` by their key.
 
     Returns:
-        a line for each format: what multiplies in it.
+        a line for each format that says which weights multiply in it.
 
     Raises:
         EnvironmentFault: torchao is not installed.
@@ -51,6 +51,8 @@ def enable_low_precision(
             product = make_product(table)
         for name in projections:
             projection = cast("Linear", model.get_submodule(name.rpartition(".")[0]))
+            # The function is replaced, not the module: tensor parallelism takes only layers that
+            # are `LocalParameters`, and torchao's are not.
             projection.product = product
         for name in experts:
             layer = cast("Experts", model.get_submodule(name.rpartition(".")[0]))
@@ -68,7 +70,7 @@ def _describe(word: str, table: LowPrecision, projections: int, experts: int) ->
 
 
 def make_product(table: LowPrecision) -> Product:
-    """Return the product of a projection.
+    """Return the function that multiplies activations with a projection's weight.
 
     Raises:
         EnvironmentFault: torchao is not installed.
@@ -91,6 +93,7 @@ def _float8(table: Float8) -> Product:
 
     config = Float8LinearConfig.from_recipe_name(table.recipe)
     kinds = (config.gemm_config_output, config.gemm_config_grad_input)
+    # float8 outputs and padding are off: `mismatches` has refused widths that would need padding.
     each = [
         ScaledMMConfig(table.emulate, kind.use_fast_accum, False, False)
         for kind in (*kinds, config.gemm_config_grad_weight)
@@ -98,6 +101,7 @@ def _float8(table: Float8) -> Product:
     settings = LinearMMConfig(*each)
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        # The matmul takes no bias, so that it is added in the dtype of the output.
         y: Tensor = matmul_with_hp_or_float8_args.apply(x, weight.t(), settings, config)
         return y if bias is None else y + bias
 
