@@ -87,6 +87,7 @@ def read_sizes(settings: Mapping[str, Any], family: type[ModelConfig]) -> dict[s
                 value = flat.get(value)
         if value is not None:
             _put(sizes, ours, value)
+        # Keys of a rotary scaling are absent from models without one.
         elif key not in layout.hf_defaults and not key.startswith("rope_parameters."):
             problems.append(f"config.json does not say {key}")
     if problems:
@@ -173,6 +174,7 @@ class ModelConfig(Sizes):
                 {"flavor": str(flavor)[:80], "known": ", ".join(cls.flavors)},
             )
         filled = {**cls.flavors[flavor], **values}
+        # Tables merge by key: a recipe that gives `moe.num_experts` keeps the flavor's other keys.
         for key, table in cls.flavors[flavor].items():
             if isinstance(table, dict) and isinstance(values.get(key), dict):
                 filled[key] = {**table, **values[key]}

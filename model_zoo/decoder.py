@@ -74,6 +74,7 @@ class Head(nn.Module):
         assert weight_VD is not None, "a head without projection needs the embedding's weight"
         x_BSD = self.norm(x)
         if labels is None or loss is None:
+            # Cast after the product: what reads the logits sums in fp32.
             return F.linear(x_BSD, weight_VD.to(x_BSD.dtype)).float()
         total = loss(x_BSD.flatten(0, 1), weight_VD, labels.flatten())
         for target in further_targets(x_BSD) if further_targets else ():
@@ -120,7 +121,7 @@ class Block(nn.Module):
 
 
 class Decoder(LanguageModel):
-    """A decoder; a family says what its blocks are.
+    """Base of all decoders; a family overrides the methods that make its blocks.
 
     With tied embeddings the only weight of both ends is `embed.weight`.
 
@@ -151,7 +152,7 @@ class Decoder(LanguageModel):
         self.register_buffer("frequencies", values, persistent=False)
 
     def make_block(self, number: int, kernels: Kernels) -> Block:
-        """Return block `number`; for families whose blocks are more than attention and MLP."""
+        """Return block `number`; a family whose blocks have more parts overrides it."""
         return Block(self.make_attention(number, kernels), self.make_mlp(number, kernels))
 
     def make_attention(self, number: int, kernels: Kernels) -> nn.Module:
@@ -208,6 +209,7 @@ class Decoder(LanguageModel):
         if padding_mask is None or not self.takes_padding:
             return None
         is_token_BS = ~padding_mask
+        # A row of nothing but padding would divide by zero.
         counts_B1 = is_token_BS.sum(1, keepdim=True).clamp(min=1)
         return self.own_positions(is_token_BS * (is_token_BS.shape[1] / counts_B1.double()))
 
@@ -252,6 +254,7 @@ class Decoder(LanguageModel):
         """
         if name.endswith("norm.weight"):
             return Constant(1.0)
+        # Two writes a block, by attention and by the feed-forward layer.
         if name.endswith(self.writers):
             return Normal(self.config.init_std / math.sqrt(2 * self.config.n_layers))
         return Normal(self.config.init_std)

@@ -124,6 +124,8 @@ class DecoderConfig(ModelConfig):
             self.matmul_parameters(number) + self.attention_multiplications(number, seq_len)
             for number in range(self.num_blocks)
         )
+        # Two operations a weight in the forward pass, four in the backward pass. The head
+        # multiplies; the embedding is a lookup and does not count.
         return 6.0 * (blocks + self.dim * self.vocab)
 
     @property
@@ -219,6 +221,7 @@ class GroupedQueryConfig(DecoderConfig):
 
     def attention_multiplications(self, number: int, seq_len: int) -> float:
         """Return the multiplications a token of scores and weighted values."""
+        # Scores and weighted values are two products of this size; causality halves them.
         return float(self.n_heads * self.head_width * seq_len)
 
     def hf_config(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class BlockCache:
-    """One block's keys and values: memory for `capacity` positions, taken at first use."""
+    """The keys and values of one block; memory for `capacity` positions is taken at first use."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -19,6 +19,7 @@ class BlockCache:
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append [B, S, G, K] keys and [B, S, G, W] values and return all so far, S = length."""
+        # Not before the first keys come: they say the dtype, the device and the number of heads.
         if self._held is None:
             shapes = [(len(x), self.capacity, *x.shape[2:]) for x in (key, value)]
             self._held = key.new_empty(shapes[0]), value.new_empty(shapes[1])
@@ -43,7 +44,7 @@ class KVCache:
         self._document_ids: Tensor | None = None
 
     def block(self, number: int) -> BlockCache:
-        """Return the part of block `number`."""
+        """Return the cache of block `number`."""
         return self._blocks.setdefault(number, BlockCache(self.capacity))
 
     def extend(self, count: int, document_ids: Tensor | None) -> Tensor | None:
@@ -89,7 +90,7 @@ class LossRecord:
         Args:
             total: what the forward pass returned.
             sources: see `Batch`.
-            num_sources: how many there are; 0: losses are not told apart.
+            num_sources: number of sources; 0 leaves out the losses by source.
 
         Returns:
             [2 + num_sources].
@@ -105,6 +106,7 @@ class LossRecord:
 
 def sum_by_source(rows: Tensor, sources: Tensor, num_sources: int) -> Tensor:
     """Return the sum of each source's rows; what is not finite stays in its own source."""
+    # Not a product with the mask: 0 times NaN is NaN, and would reach every source.
     mine = sources == torch.arange(num_sources, device=sources.device).unsqueeze(1)
     return torch.where(mine, rows, 0).sum(1)
 
@@ -178,6 +180,7 @@ class LanguageModel(nn.Module):
 
     def saved_buffers(self) -> dict[str, Tensor]:
         """Return what is saved with the weights and not trained, by name."""
+        # The state dict leaves out the buffers that are not persistent.
         saved = self.state_dict(keep_vars=True)
         return {name: buffer for name, buffer in self.named_buffers() if name in saved}
 

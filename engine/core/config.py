@@ -50,6 +50,7 @@ Count = Annotated[int, Field(ge=1, le=2**53)]
 CountOrZero = Annotated[int, Field(ge=0, le=2**53)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+# Not strict, because TOML has lists and a strict tuple refuses them.
 Betas = Annotated[tuple[Decay, Decay], Field(strict=False)]
 
 

@@ -54,12 +54,16 @@ def atomic_write(path: Path, text: str) -> None:
     Raises:
         OSError: the folder is not writable or full; the old file stays.
     """
+    # In the same folder, as a rename is atomic within one file system only; with the process's
+    # number, as two processes may write the same file.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        # Synced before the rename: otherwise a power failure can leave the new name on an empty
+        # file.
         temporary.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -101,6 +105,7 @@ def write_asked(path: Path, text: str, *, replace: bool = False, hint: str = "")
             return
         if not replace:
             require_free(path)
+        # The rename would replace a link itself.
         target = Path(os.path.realpath(path))
         target.parent.mkdir(parents=True, exist_ok=True)
         atomic_write(target, text)
@@ -121,6 +126,7 @@ def open_regular(path: str | Path) -> BufferedReader:
     # O_NONBLOCK: opening a fifo must not wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
+        # Asked of the open file: the path may lead to another one by now.
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
             raise UnusableFile(errno.EINVAL, "is not a regular file", os.fspath(path))
@@ -140,6 +146,7 @@ def read_regular(path: str | Path, limit: int = MAX_SMALL_BYTES) -> bytes:
         OSError: it cannot be read, is no regular file, or is larger.
     """
     with open_regular(path) as file:
+        # The size is judged by what was read: a file may grow, and those of /proc say 0.
         content = file.read(limit + 1)
     if len(content) > limit:
         raise UnusableFile(errno.EFBIG, f"is larger than {limit:,} bytes", os.fspath(path))
@@ -171,6 +178,7 @@ def delete_folder(folder: Path) -> str:
 
 def undeletable(folder: Path) -> str:
     """Return why a folder must be left where it is; empty: it may be deleted."""
+    # Links first, because `is_dir` follows them.
     if folder.is_symlink():
         return f"{folder} is left: it is a link, and what it leads to may be wanted"
     if not folder.is_dir():
@@ -202,7 +210,10 @@ def publish(unfinished: Path, final: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power failure."""
+    """Make the names in a folder survive a power failure.
+
+    Syncing a file makes its content durable, but not the entry of its folder.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

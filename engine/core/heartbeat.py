@@ -60,17 +60,17 @@ class Beat:
     interval: Seconds
     """seconds between two reports"""
     ended: Ended = ""
-    """how: "lost contact" is the consequence of another rank's end"""
+    """how the rank ended; "lost contact" is the consequence of another rank's end"""
     reason: Text = ""
-    """of an error"""
+    """type and message of the error that ended the rank"""
 
     @property
     def where(self) -> str:
-        """What it reported last."""
+        """The step and the phase of the newest report, in words."""
         return f"last seen in step {self.step}, {self.phase}" if self.step else f"in {self.phase}"
 
     def describe(self, now: float) -> str:
-        """Return who it is, where it is, and how long there has been no progress."""
+        """Return which rank this is, what it does, and for how long it has made no progress."""
         who = f"rank {self.rank} (process {self.pid} on {self.host})"
         return f"{who} {self.where}, no progress for {max(0.0, now - self.since):.0f} s"
 
@@ -143,6 +143,7 @@ class Heartbeat:
 
     def begin_step(self, step: int) -> None:
         """Report that an optimizer step begins, counted from 1."""
+        # The step before this one is over, and with it compilation.
         self._has_stepped |= self.state.step > 0
         self.state = self.state._replace(step=step)
         self.enter("step")
@@ -178,7 +179,7 @@ class _Phase(AbstractContextManager[None]):
 
 
 heartbeat = Heartbeat()
-"""of this process"""
+"""the progress of this process"""
 
 
 class BeatFile:
@@ -197,6 +198,7 @@ class BeatFile:
         self._host = _plain(os.uname().nodename)
         self._lock = threading.Lock()
         self._ended = False
+        # Not truncated: a reader must find the old report until the new one replaces it.
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         self._file = os.open(folder / f"heartbeat-{rank}.json", flags, 0o644)
         self.write()

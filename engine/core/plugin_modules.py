@@ -34,6 +34,7 @@ def import_plugins(modules: Sequence[str]) -> list[tuple[str, str]]:
     for module in modules:
         try:
             import_module(module)
+        # A plugin runs any code, `sys.exit` included: it must not hide what else is wrong.
         except (Exception, SystemExit) as error:
             broken.append((module, f"cannot import {module!r}: {type(error).__name__}: {error}"))
     return broken

@@ -22,6 +22,7 @@ def _close_in_child() -> None:
         unlock(descriptor)
 
 
+# A lock belongs to the open file, which forked processes share until the last of them closes it.
 # A forked data worker must not keep the lock of a trainer that was killed.
 os.register_at_fork(after_in_child=_close_in_child)
 
@@ -40,6 +41,7 @@ def lock_file(path: Path, patience_seconds: float = 0.0, *, inherit: bool = Fals
         BlockingIOError: another process holds the lock.
         OSError: the file cannot be written, is a link or no regular file, or there are no locks.
     """
+    # Without O_TRUNC: a try that fails must not delete the name of the holder.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o644)
     try:
@@ -83,6 +85,7 @@ def is_locked(path: Path) -> bool:
     except OSError:
         return False
     try:
+        # A shared one, so that two processes that only look do not see each other.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -109,6 +112,7 @@ def _take(descriptor: int, patience_seconds: float) -> None:
     deadline = time.monotonic() + patience_seconds
     while True:
         try:
+            # Tried again and again, because a blocking call has no time limit.
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:

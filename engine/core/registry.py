@@ -50,6 +50,7 @@ class Registry(Generic[Config]):
         if len(words) != 1 or not isinstance(words[0], str):
             raise TypeError(f"{config.__name__}.name must be a Literal of one word")
         place = f"{config.__module__}:{config.__qualname__}"
+        # One name for two classes is refused: a recipe would get the one that is imported first.
         known = self._places.setdefault(words[0], place)
         if known != place or self._configs.setdefault(words[0], config) is not config:
             raise ValueError(

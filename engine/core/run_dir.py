@@ -68,6 +68,7 @@ class RunDirectory:
         self.lock()
         for why in self.clear_exports():
             log.warning("%s", why)
+        # Under the lock: without it, another run could still be writing them.
         for path in self.path.glob(".*.tmp"):
             if _TEMPORARY.fullmatch(path.name):  # its writer was killed
                 with suppress(OSError):
@@ -125,6 +126,7 @@ class RunDirectory:
                     f"the file system of {self.path} has no file locks: {error.strerror}",
                     "give a folder on another one with `--set run.dir=...`",
                 ) from error
+            # O_NOFOLLOW reports a link as "too many levels of symbolic links".
             reason = "it is a link" if error.errno == errno.ELOOP else error.strerror
             raise EnvironmentFault(
                 f"{self._file} cannot be locked: {reason}",
@@ -135,6 +137,7 @@ class RunDirectory:
             "host": os.uname().nodename,
             "start": datetime.now().astimezone().isoformat(timespec="seconds"),
         }
+        # Only now that both locks are held: until then the file names the other run.
         os.ftruncate(file, 0)
         os.pwrite(file, json.dumps(holder).encode() + b"\n", 0)
 

@@ -39,7 +39,7 @@ class RunState:
     outcome: str = ""
     """"finished", "stopped" or "failed"; empty while it runs, and for good if it was killed"""
     reason: str = ""
-    """of a failure"""
+    """type and message of the error, if the attempt failed"""
     warnings: list[str] = field(default_factory=list)
     """what is wrong with a run that ended well otherwise"""
 
@@ -75,6 +75,7 @@ def record_early_failure(folder: Path) -> Iterator[None]:
     try:
         yield
     except (Exception, Stopped) as error:
+        # A file that is there belongs to an earlier attempt, whose outcome is worth more.
         if not (folder / FILE).exists():
             state = RunState(total_steps=0, started_at=_now(), ended_at=_now(), outcome="stopped")
             if not isinstance(error, Stopped):

@@ -34,6 +34,7 @@ def ignore_closed(stream: TextIO) -> Iterator[None]:
     except (OSError, ValueError):
         with suppress(OSError, ValueError):
             null = os.open(os.devnull, os.O_WRONLY)
+            # The descriptor itself: the interpreter flushes the stream once more when it ends.
             os.dup2(null, stream.fileno())
             os.close(null)
 

@@ -53,6 +53,7 @@ class Unfinished:
         """
         if self.path.is_dir():
             sync_folder(self.path)
+        # A rename would replace a file, or an empty folder, without a word.
         if os.path.lexists(self.target):
             raise CheckpointError(f"{self.target} appeared meanwhile: not replaced")
         publish(self.path, self.target)
@@ -61,6 +62,7 @@ class Unfinished:
     def discard(self) -> None:
         """Remove what was begun and not published."""
         delete_folder(self.path.parent)
+        # Last: the lock tells other commands to leave the folder alone.
         if self._lock is not None:
             unlock(self._lock)
 

@@ -35,10 +35,14 @@ def make_preexec_function(command: Sequence[str]) -> Callable[[], None]:
     """
     is_ours = PACKAGE in command
     parent = os.getpid()
+    # Opened before the fork: locks that other threads hold stay locked in the child, so it does as
+    # little as it can.
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
     def prepare() -> None:
         if libc is not None:
+            # The kernel sends it when the thread that forked ends, so ranks are started in the main
+            # thread.
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # the parent died before the line above
             os._exit(1)
@@ -63,6 +67,8 @@ def create_store_file() -> Iterator[tuple[str, Sequence[int]]]:
     if hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
         file = os.memfd_create("trainer-store")
         try:
+            # Each rank inherits the descriptor under this number, so the path is the same in all of
+            # them.
             yield f"/proc/self/fd/{file}", [file]
         finally:
             os.close(file)
@@ -91,11 +97,16 @@ def rank_environment(environ: Mapping[str, str], rank: int, nproc: int) -> dict[
     if folder := _uninstalled_folder():
         path = environ.get("PYTHONPATH", "")
         ranks["PYTHONPATH"] = os.pathsep.join([folder, *filter(None, [path])])
+    # A user's variables win over our defaults. The numbers of ranks win over the user's: this
+    # process may itself be a task of SLURM or a rank of torchrun.
     return {**defaults, **environ, **ranks}
 
 
 def _uninstalled_folder() -> str:
-    """Return the entry of the path that has this package; empty if it is installed."""
+    """Return the entry of `sys.path` that holds this package; empty if it is installed.
+
+    A rank starts with `-P`, which leaves the working directory out of `sys.path`.
+    """
     folder = Path(sys.modules[PACKAGE].__file__ or "").absolute().parent.parent
     on_path = any(Path(entry).absolute() == folder for entry in sys.path)
     return str(folder) if on_path and folder.name not in ("site-packages", "dist-packages") else ""

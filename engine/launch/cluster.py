@@ -25,6 +25,7 @@ def torchrun_commands(
     Source: torch.distributed.run.
     """
     words = ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={processes}"]
+    # `trainer` is an executable, which torchrun would otherwise give to Python as a script.
     run = ["--no-python", "trainer", *arguments]
     if nodes == 1:
         return [shlex.join([*words, "--standalone", *run])]
@@ -75,8 +76,10 @@ def batch_script(
     """
     words: dict[str, str | int] = {
         **options,
+        # A requeued job writes to the log that it had; sbatch would empty it.
         "open-mode": "append",
         "requeue" if requeue else "no-requeue": "",
+        # Without "B:" SLURM signals the processes of srun, and not the shell of the script.
         "signal": f"TERM@{SECONDS_TO_SAVE}",
     }
     lines = [

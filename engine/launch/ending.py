@@ -50,8 +50,11 @@ class SignalPipe:
 
     def __enter__(self) -> Self:
         self._read_end, self._write_end = os.pipe()
+        # The interpreter writes a byte for each signal. It must not wait for the reader; a byte
+        # that a full pipe loses comes after thousands that are not yet read.
         os.set_blocking(self._write_end, False)
         self._wakeup_before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        # After the wakeup descriptor is set: a signal between the two would not reach the pipe.
         self._handlers_before: dict[int, Any] = {
             number: signal.signal(number, self._handler)
             for number in self._numbers
@@ -65,6 +68,7 @@ class SignalPipe:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        # The handlers first, and the pipe last: no signal may be written to a closed descriptor.
         for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
@@ -111,6 +115,7 @@ def end_process(code: int) -> NoReturn:
     """End with an exit code; handlers registered with `atexit` run in any case."""
     if not _skips_teardown:
         sys.exit(code)
+    # `os._exit` neither calls registered functions nor flushes streams.
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
@@ -120,6 +125,7 @@ def end_process(code: int) -> NoReturn:
 
 def end_abruptly(code: int) -> NoReturn:
     """End without cleaning up. Children of ours end with this process (Linux), or here."""
+    # Not imported here: where nothing else has imported it, there are no children.
     processes = sys.modules.get("multiprocessing")
     for process in processes.active_children() if processes else ():
         process.kill()

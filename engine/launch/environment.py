@@ -68,6 +68,8 @@ def find_world(environ: Mapping[str, str] = os.environ) -> World:
     Raises:
         EnvironmentFault: environment variables are missing, malformed or contradictory.
     """
+    # The most specific launcher first: ours and torchrun often run inside a SLURM job, whose
+    # variables then describe the launcher and not the ranks.
     if STORE in environ:
         return replace(
             _torch_world(environ, "trainer"),
@@ -119,6 +121,7 @@ def _torch_world(environ: Mapping[str, str], launcher: str) -> World:
 
 def _from_slurm(environ: Mapping[str, str]) -> World:
     """Read the variables of `srun` (SLURM: srun, output environment variables)."""
+    # A batch script has SLURM's variables too, but only srun starts a step, with all its tasks.
     if "SLURM_STEP_ID" not in environ:
         tasks = environ.get("SLURM_NTASKS", "1")
         note = (
@@ -144,6 +147,8 @@ def _from_slurm(environ: Mapping[str, str]) -> World:
         nodes = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
         host = environ.get("MASTER_ADDR") or first_host(_word(environ, nodes))
         job = _number(environ, "SLURM_JOB_ID") + _number(environ, "SLURM_STEP_ID")
+        # Each rank computes the same port without asking another; steps that share a machine mostly
+        # get different ones.
         # Below 32768: from there on Linux hands out ports to other programs.
         port = _number(environ, "MASTER_PORT", 1, 2**16, default=10_000 + job % 20_000)
         address = f"tcp://{host}:{port}"
@@ -168,6 +173,7 @@ def flight_recorder(folder: Path) -> Iterator[None]:
     Source: torch/csrc/distributed/c10d/FlightRecorder.hpp, ProcessGroupNCCL.hpp (2.13).
     """
     dumps = str(folder.absolute() / "nccl-trace-rank-")  # NCCL appends the rank
+    # Torch reads two names of some variables; a user may have set either.
     settings = {
         ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
         ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",

@@ -92,6 +92,7 @@ def _is_late(behind: Beat, ends: Sequence[RankEnd]) -> bool:
 
 
 def _order(end: RankEnd) -> tuple[bool, bool, bool, float]:
+    """Return a sort key that puts the likeliest cause of the failure first."""
     killed = end.code < 0 and end.code != -signal.SIGABRT
     failed_at = end.beat.written if end.beat and end.beat.ended == "error" else 0.0
     # Without a report, a known exit code explains the lost connections that follow from it.
@@ -116,6 +117,7 @@ def _tail(end: RankEnd, *, whole_tail: bool) -> list[str]:
     """Return the last lines of a log, from the last error message if `whole_tail` is False."""
     try:
         with end.log.open("rb") as file:
+            # Attempts append to one log: what earlier ones wrote is not about this failure.
             file.seek(max(end.log_start, end.log.stat().st_size - TAIL_BYTES))
             lines = file.read().decode("utf-8", errors="replace").splitlines()[-TAIL_LINES:]
     except OSError:
@@ -158,6 +160,7 @@ class Restarts:
     def allow(self) -> bool:
         """Return whether a job that has failed may be started again, and count the restart."""
         step = self._newest_step()
+        # A new checkpoint is progress: the limit is for a job that fails over and over without one.
         if step != self._step:
             self._step, self._has_saved, self.count = step, True, 0
         if self.count >= self.limit:

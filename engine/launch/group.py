@@ -42,7 +42,7 @@ def pick_device(world: World) -> torch.device:
 
 
 ASKED, LEFT = "stop/asked", "stop/left"
-"""keys of the job's store"""
+"""keys of the job's store: the signal that a rank got, and the exit code of one that left"""
 TEARDOWN_SECONDS = 60.0
 """how long the ranks wait for each other at the end"""
 
@@ -89,6 +89,7 @@ def process_group(
             rank=world.rank,
             world_size=world.world_size,
             timeout=timeout,
+            # With a device NCCL connects here; without, in the first collective of training.
             device_id=device if on_gpu else None,
         )
         host = dist.new_group(backend="gloo", timeout=timeout) if on_gpu else dist.group.WORLD
@@ -98,6 +99,7 @@ def process_group(
             f"{world.rendezvous}: {str(error).splitlines()[0]}",
             "check that all ranks run, and that this address and port are free and reachable",
         ) from error
+    # The process group has threads from here on: `skip_teardown` says what they do at the end.
     skip_teardown()
     serves_store = (
         world.rank == 0 and not world.launcher_serves_store and "tcp://" in world.rendezvous
@@ -109,6 +111,7 @@ def process_group(
         # rank waits: this process ends, and the launcher ends the others.
         dist.monitored_barrier(host, timedelta(seconds=min(timeout_seconds, TEARDOWN_SECONDS)))
     except RuntimeError as error:
+        # gloo raises plain RuntimeErrors, which only the source file in their text tells apart.
         if "gloo" not in str(error) and not isinstance(error, dist.DistError):
             raise
         raise LostContact.by(world.rank, error) from error
@@ -137,6 +140,7 @@ class RankPeers:
         Raises:
             LostContact: another rank ended.
         """
+        # On the CPU, as the group is gloo: an all-reduce by NCCL would wait for the queued kernels.
         votes = torch.tensor([flag], dtype=torch.int32)
         try:
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group)
@@ -160,9 +164,11 @@ class RankPeers:
         """Tell the other ranks that this one ends at once, and give them time to see it."""
         with suppress(RuntimeError):
             if self.store:
+                # The code before the request: a rank that sees ASKED may look for the code at once.
                 self.store.set(LEFT, str(int(code)))
                 self.store.set(ASKED, reason)
             if self.serves_store:
+                # The store ends with this process, and the others look at it once a tick.
                 sleep(2 * TICK_SECONDS)
 
     def code_of_leaver(self) -> ExitCode | None:
@@ -190,6 +196,7 @@ def _store(world: World, timeout: timedelta) -> Store:
             world.world_size,
             is_master=listener is not None,
             timeout=timeout,
+            # `init_process_group` waits for all ranks itself.
             wait_for_workers=False,
             master_listen_fd=listener,
         )

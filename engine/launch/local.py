@@ -24,7 +24,7 @@ from .failure import Cause, RankEnd, Restarts, find_cause
 from .rank_log import STACKS_SIGNAL
 
 LAUNCHER_SIGNALS = (*STOP_SIGNALS, signal.SIGCHLD)
-"""the signals that a launcher listens to"""
+"""the signals that a launcher listens to; SIGCHLD tells it that a rank has ended"""
 SETTLE_SECONDS = 1.0
 GRACE_SECONDS = 5.0
 
@@ -114,6 +114,7 @@ class _Job:
         except OSError as error:
             raise EnvironmentFault(f"cannot run {self._nproc} processes: {error}") from error
         finally:
+            # After an error of the launcher too: no rank may outlive it.
             for rank in self._ranks:
                 _kill_group(rank.process)
                 rank.process.wait()
@@ -148,6 +149,7 @@ class _Job:
                 process = subprocess.Popen(
                     command,
                     env=rank_environment(environ, number, self._nproc),
+                    # A rank in a session of its own has no terminal to read from.
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -169,8 +171,10 @@ class _Job:
         if kind == "repeated" and number == signal.SIGINT:
             self._pending_signals = [(0.0, signal.SIGKILL)]
         elif kind == "new":
+            # To the rank alone: the data workers of its group end with it.
             for rank in self._running():
                 rank.process.send_signal(number)
+            # The first deadline stays: SIGTERM after SIGUSR1 does not give the ranks more time.
             deadline = time.monotonic() + self._stop_timeout_seconds
             self._pending_signals = self._pending_signals or [(deadline, signal.SIGKILL)]
 
@@ -198,6 +202,7 @@ class _Job:
         while self._pending_signals and self._pending_signals[0][0] <= time.monotonic():
             _, number = self._pending_signals.pop(0)
             for rank in self._running():
+                # A rank that fails because of our signal is not the cause of the job's failure.
                 rank.is_ended_by_us |= number != STACKS_SIGNAL
                 if number == signal.SIGKILL:
                     _kill_group(rank.process)
@@ -211,6 +216,7 @@ class _Job:
                 return ExitCode.INTERRUPTED  # killed because they did not stop in time
             stopped = ExitCode.STOPPED_AND_SAVED in codes
             return ExitCode.STOPPED_AND_SAVED if stopped else ExitCode.DONE
+        # Reports of earlier attempts and of a larger world lie in the same folder.
         beats = {
             beat.rank: beat
             for beat in read_beats(log_dir)
@@ -231,5 +237,10 @@ class _Job:
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of a rank's process group, also when the rank itself has ended.
+
+    A rank is the leader of its session, so the number of the group is its own. The kernel does not
+    reuse that number while a process of the group lives.
+    """
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)

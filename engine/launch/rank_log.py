@@ -35,6 +35,8 @@ class RankLog:
         self.path = folder / f"rank-{rank}.log"
         self._rank = rank
         self.descriptor = -1
+        # O_APPEND: the launcher writes the rank's output to the same file. O_NOFOLLOW and
+        # O_NONBLOCK: a link of that name is not followed, and a fifo does not block the run.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
         with suppress(OSError):  # the run directory reports what is wrong with it
             folder.mkdir(parents=True, exist_ok=True)
@@ -45,6 +47,7 @@ class RankLog:
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         header = f"--- {now} rank {self._rank}, process {os.getpid()}: {title}\n"
         with suppress(OSError):
+            # In one call: lines of other processes do not come between.
             os.write(self.descriptor, redact(header + text).encode("utf-8", "backslashreplace"))
 
     def record(self, error: BaseException) -> bool:
@@ -89,6 +92,7 @@ def open_rank_log(folder: Path, rank: int) -> Iterator[RankLog]:
         raise
     finally:
         faulthandler.unregister(STACKS_SIGNAL)
+        # Before the log is closed: another file may get the number of its descriptor.
         faulthandler.disable()
         if was_enabled:
             with suppress(OSError, ValueError, RuntimeError):

@@ -61,6 +61,8 @@ class StopFlag:
         self._pipe.__enter__()
         self._thread.start()
         _active.append(self)
+        # Last: signals that came while they were blocked are handled now, by handlers that are
+        # ready.
         blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         self._is_for_life = signal.SIGTERM in blocked
         if self._is_for_life:
@@ -123,6 +125,7 @@ class StopFlag:
         """
         self._answer = answer or self._answer
         self._record = record or self._record
+        # Set before the flag is read: a signal that comes in between is then handled by `_handle`.
         self._at_once, self._changed_at = True, time.monotonic()
         self._grace_seconds = 0.0 if abruptly else GRACE_SECONDS
         if self.requested:
@@ -192,6 +195,8 @@ class StopFlag:
                 return
             for number in numbers:
                 self._receive(number)
+            # The handler has run already, but perhaps before `_receive` set the reason, or during
+            # an import. It runs again each tick until the main thread raises.
             if not numbers and (self._at_once or self._waits_long()):
                 _run_handler()
             waited = time.monotonic() - self._changed_at
@@ -200,6 +205,7 @@ class StopFlag:
 
     def _receive(self, number: int) -> None:
         kind = self._pipe.judge(number)
+        # In this thread, because the main thread may wait in a collective that never ends.
         if kind == "repeated":
             end_abruptly(ExitCode.INTERRUPTED)
         if not self.reason and kind == "new":
@@ -213,6 +219,7 @@ class StopFlag:
 
     def _end(self, code: ExitCode) -> None:
         """End the process, because the main thread does not answer."""
+        # In a thread, as the store may not answer; `RankPeers.leave` may take two ticks itself.
         notice = threading.Thread(target=self.leave_job, args=(code,), daemon=True)
         notice.start()
         notice.join(3 * TICK_SECONDS)
@@ -235,7 +242,11 @@ _active: list[StopFlag] = []
 
 
 def _run_handler() -> None:
-    """Interrupt the main thread as a scheduler's early warning does."""
+    """Make the main thread run its Python handler, by a SIGUSR1 that changes nothing else.
+
+    Python calls handlers in the main thread alone, and the signal also interrupts a system call in
+    which that thread may wait.
+    """
     if (main := threading.main_thread().ident) is not None:
         signal.pthread_kill(main, signal.SIGUSR1)
 
@@ -257,8 +268,10 @@ def _ignore_signals() -> None:
 def _forget_in_child() -> None:
     """Let forked data workers ignore signals: they neither report them nor die of Ctrl-C."""
     if _active:
+        # The pipe is shared with the parent, which would take the child's signals for its own.
         signal.set_wakeup_fd(-1)
         for number in STOP_SIGNALS:
+            # SIGTERM still ends a worker: `multiprocessing` stops its processes with it.
             default = signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN
             signal.signal(number, default)
         _active.clear()

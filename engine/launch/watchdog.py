@@ -53,6 +53,7 @@ class Watchdog:
         self._limit = limit_seconds
         self._record = record
         usual = max(1.0, world.world_size / REPORTS_PER_SECOND)
+        # At least thirty reports within the limit, so that a hang is noticed in time.
         self._interval = min(limit_seconds / REPORTS_PER_LIMIT, usual)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -78,6 +79,7 @@ class Watchdog:
         traceback: TracebackType | None,
     ) -> None:
         self._done.set()
+        # The thread before the timer, which the thread would start again.
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
         self._file.end(error)
@@ -115,6 +117,7 @@ class Watchdog:
         beats = [b for b in read_beats(self._log.path.parent) if b.rank < self._world.world_size]
         behind = furthest_behind(beats)
         text = explain_hang(behind.describe(time.time()) if behind else "a rank", self._log.path)
+        # `furthest_behind` leaves out ranks that lost contact, so the launcher names this one too.
         is_self = behind is not None and behind.rank == self._world.rank
         self._file.write("hang" if is_self else "lost contact", text)
         self._log.write(text)
@@ -123,6 +126,7 @@ class Watchdog:
         if self._world.launcher != "trainer":  # our launcher prints it once for all ranks
             print_error(f"error: {text}")
         show_cursor()
+        # Not by an exception: the main thread is in a collective and would never raise it.
         os._exit(ExitCode.FAILED)
 
 

@@ -95,14 +95,17 @@ class RowSender:
         self._waiting: queue.Queue[Row | None] = queue.Queue(MAX_WAITING)
         self._error: Exception | None = None
         with suppress(OSError):
+            # Fewer than the queue holds: the thread that empties it does not run yet, and `put`
+            # would wait.
             for row in read(metrics)[-MAX_WAITING + 1 :]:
                 if isinstance(row.get("kind"), str) and record.is_new(row):
                     self._waiting.put(row)
+        # A daemon, so that a service that does not answer cannot keep the process alive.
         self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
         self._thread.start()
 
     def log(self, row: Row) -> None:
-        """Queue a row; raises the error of an earlier one."""
+        """Queue a row, or raise the error with which the service refused an earlier one."""
         if self._error is not None:
             raise self._error
         try:
@@ -121,6 +124,7 @@ class RowSender:
     def _work(self) -> None:
         while (row := self._waiting.get()) is not None:
             try:
+                # Sent before it is recorded: a kill in between sends the row twice, and loses none.
                 if self._record.is_new(row):
                     self._send(row)
                     self._record.add(row)

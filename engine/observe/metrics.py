@@ -47,6 +47,7 @@ class MetricsLog:
             step: the last step whose rows stay.
             is_evaluated: False drops the evaluation after `step` too, which will be done again.
         """
+        # Closed first: the new file replaces the old one, and the descriptor is of the old one.
         self.close()
         if self.path.exists():
             with open_regular(self.path) as file:
@@ -70,6 +71,7 @@ class MetricsLog:
         """
         line = json.dumps(replace_non_finite(dict(row)), allow_nan=False)
         data = (b"\n" if self._torn else b"") + line.encode() + b"\n"
+        # Until the write has returned: after an error the next row begins on a line of its own.
         self._torn = True
         self._torn = os.write(self._file, data) != len(data)
 
@@ -101,12 +103,14 @@ def decode_rows(text: str) -> Iterator[dict[str, Any]]:
 
 def _parse_rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each complete line, with its newline, and the row in it."""
+    # What follows the last newline is a row that a kill has cut short.
     for line in text.split("\n")[:-1]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
         step = row.get("step") if isinstance(row, dict) else None
+        # `isinstance` would take true and false for steps.
         if type(step) is int and 0 <= step < LARGEST_STEP:
             yield line + "\n", row
 

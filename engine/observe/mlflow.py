@@ -28,6 +28,7 @@ class MLflowTracker:
     """
 
     def __init__(self, config: MLflow, run_dir: Path) -> None:
+        # Before the import: MLflow 3 starts its telemetry when it is imported.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
         uri = uri or (run_dir.resolve().parent / "mlruns").as_uri()
@@ -90,6 +91,7 @@ class MLflowTracker:
         )
         record.begin(run.info.run_id)
         parameters = [
+            # MLflow allows no quotes in names.
             self._entities.Param(join_key(path).replace('"', ""), str(value)[:LONGEST_VALUE])
             for path, value in leaves(redact(recipe))
             if path
@@ -104,6 +106,7 @@ class MLflowTracker:
         try:
             self._client.update_run(run_id, status="RUNNING")
         except MlflowException as error:
+            # A run that a user has deleted is replaced; any other error is one of the service.
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
             return False

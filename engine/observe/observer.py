@@ -1,4 +1,4 @@
-"""Records and shows the metrics of a run; the only place that waits for the device to do so."""
+"""Records and shows the metrics of a run; no other module waits for the device to read metrics."""
 
 from __future__ import annotations
 
@@ -106,6 +106,7 @@ class Observer:
         self._log.rewind(step, is_evaluated=is_evaluated)
         configs = list(self._table.trackers)
         if self._table.tensorboard and all(c.name != "tensorboard" for c in configs):
+            # `metrics.tensorboard` is short for this tracker; a recipe that lists it too gets one.
             configs.append(TensorBoard())
         for config in configs:
             self._open_tracker(config, step)
@@ -139,6 +140,7 @@ class Observer:
         with self._phases("logging"):
             self._observe(step, values, tokens)
         if self._profiler:
+            # The last profiled step writes the trace, which takes seconds and is no part of a step.
             with self._throughput.exclude_time(), self._contain_profiler_errors():
                 self._profiler.end_step()
 
@@ -146,6 +148,7 @@ class Observer:
         if not self.is_due(step):
             self._progress.advance(step)
             return
+        # All ranks get here, although only rank 0 writes: the comparison is a collective.
         ranks = self._compare_ranks(step)
         if self._log is None:
             return
@@ -211,6 +214,7 @@ class Observer:
 
     def _record(self, row: dict[str, Any]) -> None:
         assert self._log is not None
+        # One time for the file and all trackers.
         row["time"] = round(time.time(), 3)
         try:
             self._log.write(row)

@@ -98,5 +98,6 @@ class PhaseTimer:
     def _seconds(self, start: Any, end: Any) -> float:
         if self._device.type != "cuda":
             return float(end - start)
+        # Only `stop` asks, after the timed steps: no step waits for events of its own.
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3

@@ -130,6 +130,7 @@ class Profiler:
                 wait=0,
                 warmup=warmup,
                 active=self.steps,
+                # Without it the schedule would start again after the last profiled step.
                 repeat=1,
             )
         self._profile = profile(
@@ -162,6 +163,7 @@ class Profiler:
         if is_recording and not self.phases.is_timing:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._takes_snapshot:
+                # Before the clock starts, so that its cost is not in the first step.
                 torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
             self.phases.start()
 
@@ -202,6 +204,7 @@ class Profiler:
             torch.cuda.memory._dump_snapshot(snapshot)  # type: ignore[no-untyped-call]
             torch.cuda.memory._record_memory_history(enabled=None)
         for name in written:
+            # torch writes to a path, not atomically: a reader must not find half a trace.
             (folder / f".tmp-{name}").replace(folder / name)
         sync_folder(folder)
         return written
@@ -251,6 +254,8 @@ def measure_peaks(trace: Any, device_type: str, phases: Collection[str]) -> dict
         if event.name() in phases and event.device_type().name == "CPU"
     )
     highest: dict[str, int] = {}
+    # A free has negative bytes. The sum starts at 0, not at the memory in use then, which the trace
+    # does not say.
     in_use = position = 0
     for start, end, name in ranges:  # phases do not overlap
         while position < len(changes) and changes[position][0] < start:

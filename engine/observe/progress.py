@@ -77,6 +77,7 @@ class LineProgress(Progress):
     def _print(self, line: str) -> None:
         with ignore_closed(self._stream):
             self._stream.write(make_lines_printable(line) + "\n")
+            # A log that is read while the run trains must not lag behind by a buffer.
             self._stream.flush()
 
 

@@ -37,6 +37,7 @@ class TensorBoardTracker:
         self._event = event_pb2.Event
         self._summary = summary_pb2.Summary
         self._writer = EventFileWriter(str(folder), flush_secs=FLUSH_SECONDS)
+        # TensorBoard would show the steps of two attempts in one curve without it.
         mark = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._writer.add_event(
             self._event(step=resume_step + 1, wall_time=time.time(), session_log=mark)

@@ -81,6 +81,7 @@ def peak_flops(device_name: str, compute: str) -> float | None:
         device_name: the name that `torch.cuda.get_device_name` returns.
         compute: "bf16", "fp16" or "fp32" (without TF32).
     """
+    # The name tells the whole GPU, of which a slice has a part that it does not tell.
     if re.search(r"\b(MIG|GRID)\b", device_name):
         return None
     peak = next((peak for pattern, peak in _PEAKS if re.search(pattern, device_name)), None)
@@ -182,6 +183,8 @@ class Throughput:
         try:
             yield
         finally:
+            # The interval starts later by the time that is left out; nothing else needs to know of
+            # it.
             self._started += self._clock() - paused_at
 
     def measure_waits(self, items: Iterator[Item]) -> Iterator[Item]:
@@ -244,10 +247,12 @@ class SlowRanks:
             return {}
         steps, seconds = step - self._step, time.monotonic() - self._started
         mine = sum(heartbeat.seconds.get(name, 0.0) for name in self._phases)
+        # The sums are of the steps since the last row, which all ranks write at the same steps.
         heartbeat.seconds.clear()
         is_first, self._step, self._started = self._step < 0, step, time.monotonic()
         if is_first or steps < 1:
             return {}
+        # A gather and no reduction, because a median needs the time of each rank.
         share = torch.tensor([mine / steps], dtype=torch.float64)
         is_main = self._group.rank() == 0
         parts = [torch.empty_like(share) for _ in range(self._group.size())] if is_main else None
@@ -256,6 +261,7 @@ class SlowRanks:
 
     def _judge(self, own: list[float], step_seconds: float) -> dict[str, float]:
         slowest = max(range(len(own)), key=own.__getitem__)
+        # Of two ranks the faster one: their mean would hide the slower.
         median = statistics.median_low(own)
         excess = own[slowest] - median
         is_slow = own[slowest] > SLOW_RATIO * median and excess > SLOW_SHARE * step_seconds

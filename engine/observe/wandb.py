@@ -38,12 +38,14 @@ class WandBTracker:
             run_dir / "trackers" / "wandb.json", f"{config.entity}/{config.project} {config.mode}"
         )
         if not record.run_id:
+            # Stored before the service knows the run: a kill in between cannot leave two runs.
             record.begin(uuid.uuid4().hex[:12])
         try:
             self._run = wandb.init(
                 project=config.project,
                 entity=config.entity or None,
                 id=record.run_id,
+                # Resumes a run with this id if the service has one, and creates it otherwise.
                 resume="allow",
                 mode=None if config.mode == "auto" else config.mode,
                 name=config.run_name or run_dir.resolve().name,

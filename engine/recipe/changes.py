@@ -126,6 +126,7 @@ def _leaves(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    """Return a tuple as a list, which it becomes in the manifest's JSON; other values as given."""
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -161,6 +162,7 @@ def load_saved_recipe(folder: Path, manifest: Manifest) -> Recipe:
     """
     content, table = manifest.recipe, manifest.recipe.get("tokenizer")
     if "tokenizer.json" in manifest.files and isinstance(table, dict):
+        # The path in the recipe may be gone, or hold another tokenizer by now.
         content = {**content, "tokenizer": {**table, "path": str(folder)}}
     try:
         return Recipe.model_validate(content)

@@ -52,6 +52,7 @@ class _Reader:
             entry: the place of the `extends` entry that names it, none for the recipe itself.
         """
         self.num_files += 1
+        # Links resolved: a circle may lead through another name of the same file.
         real = Path(os.path.realpath(path))
         try:
             if entry:
@@ -62,6 +63,7 @@ class _Reader:
             return
         for extended, place in self._extended(file):
             self.visit(file.folder / extended, [*chain, real], place)
+        # After the files that it extends were merged: a recipe wins over them.
         file.tree.pop("extends", None)
         self.tree.num_layers += 1
         origin = Origin(file.name, 1, 1, self.tree.num_layers, Path(os.path.abspath(file.folder)))
@@ -79,6 +81,7 @@ class _Reader:
             message = f"extends in a circle: {' -> '.join(names)}"
         elif len(chain) > MAX_EXTENDS:
             message = f"extends deeper than {MAX_EXTENDS} files"
+        # The depth does not limit the number: files that extend two each double it at each level.
         elif self.num_files > MAX_FILES:
             message = f"extends more than {MAX_FILES} files in all"
         if message:
@@ -148,6 +151,7 @@ def _parse(text: str, key: str) -> Any:
     try:
         parsed = tomli.loads(f"value = {text}")
         value = parsed.pop("value")
+        # The text of a shell may hold a line break, and below it a second key.
         if parsed:
             raise _fault("expected one value", key)
     except tomli.TOMLDecodeError as error:
@@ -181,6 +185,7 @@ def _index(tree: Tree, path: KeyPath, part: str) -> str | int:
     container = tree.at(path)
     if isinstance(container, dict):
         return part
+    # Few digits: Python raises an error for numbers of thousands.
     if part.isdecimal() and len(part) < 10 and int(part) <= len(container):
         return int(part)
     raise _fault(

@@ -67,11 +67,13 @@ def _load(tree: Tree, path: Path, overrides: Sequence[str], world: int | None) -
             apply_override(tree, override)
         except RecipeError as error:
             problems += error.problems
+    # Before anything looks up a component: plugins register the names that recipes use.
     problems += _import_plugins(tree)
     _name_run(tree, path)
     _leave_behind(tree)
     _share_plugin_tables(tree)
     problems += _spread_mesh(tree)
+    # Last: the tables that the steps above have copied hold paths too.
     _resolve_paths(tree)
     try:
         recipe = Recipe.model_validate(tree.values)
@@ -131,6 +133,7 @@ def _share_plugin_tables(tree: Tree) -> None:
                     (*here, *path[len(source.path) :]): tree.origin(path)
                     for path in key_paths(source.values, source.path)
                 }
+                # A copy: later steps change tables in place.
                 tree.replace(here, deepcopy(source.values), origins)
 
 

@@ -66,6 +66,8 @@ def _fault(message: str, name: str, line: int, column: int, hint: str = "") -> R
 def _read_bytes(path: Path, name: str) -> bytes:
     try:
         with open_regular(path) as file:
+            # One byte more than allowed shows that the file is too large, whatever its size is said
+            # to be.
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise _fault("there is no such file", name, 0, 0, _sibling(path)) from None

@@ -120,6 +120,7 @@ def describe_fields(config: TableClass) -> dict[str, str]:
     time of a start.
     """
     found: dict[str, str] = {}
+    # Base classes first: a field that a subclass declares again has the subclass's docstring.
     for base in reversed(config.__mro__):
         docstrings = _field_docstrings(base.__module__).get(base.__qualname__, {})
         found |= {key: docstrings.get(key, "") for key in inspect.get_annotations(base)}

@@ -70,6 +70,7 @@ def toml_value(value: Any) -> str:
         return f"{{ {', '.join(pairs)} }}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(toml_value(item) for item in value)}]"
+    # Of a float the shortest digits that give the same bits back; recipes have no inf and nan.
     return repr(value)
 
 

@@ -157,10 +157,13 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
 
     def attention_multiplications(self, number: int, seq_len: int) -> float:
         """Return the multiplications a token of scores and weighted values."""
+        # Counted as attention over heads, which training computes; the latents' form is for
+        # decoding.
         return self.n_heads * (self.key_head_dim + self.value_head_dim) / 2 * seq_len
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return floating-point operations a token of one training step."""
+        # The head computes logits once more for each further token.
         return super().flops_per_token(seq_len) + 6.0 * self.mtp_depth * self.dim * self.vocab
 
     def unsplittable(self, axis: str) -> str:

@@ -63,6 +63,7 @@ LAYOUT = Layout(
     hf_names={**ENDS_HF, **LATENT_HF, **MLP_HF, **MOE_HF, **PREDICTION_HF},
     hf_stacks=EXPERTS_STACKS,
     hf_forms=EXPERTS_FORMS,
+    # Published folders repeat the embedding and the head in the layers of multi-token prediction.
     hf_copies=(".embed_tokens.weight", ".shared_head.head.weight"),
     hf_keys={
         **HF_KEYS,

@@ -23,7 +23,7 @@ class PredictionBlock(Block):
     """One more block, for multi-token prediction (section 2.2).
 
     Args:
-        block: its attention and its feed-forward layer become this block's.
+        block: the block whose attention and feed-forward layer this block takes over.
         dim: width of the residual stream.
         norm_eps: see `RMSNorm`.
         kernels: the implementations.
@@ -114,6 +114,8 @@ class DeepSeekV3(Decoder):
         assert labels is not None, "a loss needs labels"
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
+        # A function, and not the targets: they are computed inside the head, from its norm's
+        # output.
         targets = partial(
             self._further_targets, tokens, labels, positions, document_ids, padding_mask
         )

@@ -96,6 +96,7 @@ PUBLISHED = {
     "rope_scaling": {"factor": 32.0, "truncate": False},
     "max_seq_len": 131072,
 }
+# gpt-oss takes the softmax over the chosen experts alone: the softmax over all, normalised.
 FORM = {"num_shared": 0, "score": "softmax", "normalize": True}
 EXPERTS = {**FORM, "experts_per_token": 4, "expert_ffn_dim": 2880}
 

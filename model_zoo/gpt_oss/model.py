@@ -55,6 +55,7 @@ class ClampedExperts(Experts):
         gate_MF, up_MF = gate_up_MF.chunk(2, dim=-1)
         hidden_MF = clamped_swiglu(gate_MF, up_MF, self.limit, self.alpha, weight)
         out_MD = self.product(hidden_MF, self.local("down").to(dtype), offs)
+        # The weight is inside the product already (see `Experts.compute`), but not in the bias.
         bias_MD = self._bias(self.local("down_bias"), expert_M) * weight.unsqueeze(1)
         return out_MD + bias_MD.to(dtype)
 
@@ -65,7 +66,7 @@ class ClampedExperts(Experts):
 
 
 class ClampedMoE(MoE):
-    """A mixture of these experts.
+    """A mixture of `ClampedExperts`.
 
     Args:
         config: sizes.
@@ -73,6 +74,7 @@ class ClampedMoE(MoE):
     """
 
     def __init__(self, config: GptOssConfig, kernels: Kernels) -> None:
+        # Before the base class, whose constructor calls `make_experts`.
         self.config = config
         super().__init__(config.dim, config.moe, config.norm_eps, kernels)
 

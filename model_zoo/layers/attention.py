@@ -75,6 +75,7 @@ class GroupedQueryAttention(LocalParameters):
         heads = (*x_BSD.shape[:2], -1, self.head_width)
         q_BSHK, k_BSGK = self.q(x_BSD).view(heads), self.k(x_BSD).view(heads)
         v_BSGK = self.v(x_BSD).view(heads)
+        # Keys are cached with their rotation, which depends on their own position alone.
         q_BSHK, k_BSGK = self.apply_rotary(q_BSHK, k_BSGK, cos, sin)
         if cache is not None:
             k_BSGK, v_BSGK = cache.extend(k_BSGK, v_BSGK)
@@ -85,7 +86,7 @@ class GroupedQueryAttention(LocalParameters):
     def apply_rotary(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Rotate queries, [B, S, H, K], and keys, [B, S, G, K], after their norms if there are."""
+        """Rotate queries [B, S, H, K] and keys [B, S, G, K], after their norms if there are any."""
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         return self.rotary(query, cos, sin), self.rotary(key, cos, sin)
@@ -95,4 +96,5 @@ class GroupedQueryAttention(LocalParameters):
         chunk = self.chunk if mask is None else None
         sinks = None if self.sinks is None else self.local("sinks")
         given = {"window": self.window, "chunk": chunk, "sinks": sinks}
+        # Only what is set, so that an implementation without sinks or chunks serves other models.
         return {name: value for name, value in given.items() if value is not None}

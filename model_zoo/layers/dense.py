@@ -54,18 +54,21 @@ class Linear(LocalParameters, nn.Linear):
 
 
 class AdaptedLinear(Linear):
-    """x W^T + alpha / rank * (x A^T) B^T (equation 3), where only A and B are trained.
+    """A projection with a low-rank adapter, of which only A and B are trained.
+
+    It computes x W^T + alpha / rank * (x A^T) B^T (LoRA, arXiv:2106.09685, equation 3).
 
     The weight keeps its name; A and B are `lora_a` [rank, in] and `lora_b` [out, rank] beside it.
 
     Args:
         base: the projection, whose weight it takes.
         rank: width of the adapter.
-        alpha: see above.
+        alpha: scale of the adapter, which is divided by `rank`.
     """
 
     def __init__(self, base: Linear, rank: int, alpha: float) -> None:
         super().__init__(base.in_features, base.out_features)
+        # The same parameter object, so that its name and whatever refers to it stay.
         self.weight = base.weight
         self.alpha = alpha
         self.scale = alpha / rank
@@ -74,6 +77,7 @@ class AdaptedLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
+        # Two narrow products: B A has as many entries as the weight, and is not computed here.
         narrow = F.linear(x, self.local("lora_a").to(x.dtype))
         return super().forward(x) + F.linear(narrow, self.local("lora_b").to(x.dtype)) * self.scale
 
@@ -82,6 +86,7 @@ class AdaptedLinear(Linear):
 
         A has the standard deviation that `nn.Linear` starts with.
         """
+        # `nn.Linear` draws uniformly within 1 / sqrt(in), which has this standard deviation.
         return {DOWN: Normal(1 / math.sqrt(3 * self.in_features)), UP: Constant(0.0)}
 
 

@@ -23,9 +23,9 @@ class LatentAttention(nn.Module):
 
     Args:
         dim: width of the residual stream.
-        num_heads: H.
-        sizes: of the latents and heads.
-        query_scale: of the scores, beside 1 / sqrt(K).
+        num_heads: number of heads, H.
+        sizes: widths of the latents and of the heads.
+        query_scale: factor of the scores, beside 1 / sqrt(K).
         norm_eps: see `RMSNorm`.
         kernels: the implementations.
     """
@@ -81,6 +81,8 @@ class LatentAttention(nn.Module):
         if cache is not None:
             latent_BL1C, rotated_BS1R = cache.extend(latent_BSC.unsqueeze(2), rotated_BS1R)
             latent_BSC = latent_BL1C.squeeze(2)
+            # `_attend` applies `kv_up` to every position, and this to C rows. The scores of latents
+            # are C + R wide instead of K, which pays for few queries only.
             if max(x.shape[1], sizes.kv_lora_rank) < cache.length:
                 attend = self._attend_to_latents
         out_BSHW = attend(q_BSHK, latent_BSC, rotated_BS1R, mask)
@@ -94,6 +96,7 @@ class LatentAttention(nn.Module):
             up, narrow = self.q, x_BSD
         else:
             up, narrow = self.q_up, self.q_norm(self.q_down(x_BSD))
+        # Scores are linear in the queries, so the factor fits where the tensor is narrowest.
         if self.query_scale != 1.0:
             narrow = narrow * self.query_scale
         q_BSHK = up(narrow).unflatten(-1, (-1, sizes.key_head_dim))
@@ -106,6 +109,7 @@ class LatentAttention(nn.Module):
         """Return [B, S, H, W], with keys and values of all positions made from the latents."""
         made_BLHJ = self.kv_up(latent_BLC).unflatten(-1, (-1, sum(self._ups)))
         k_BLHN, v_BLHW = made_BLHJ.split(self._ups, dim=-1)
+        # The heads are counted on the tensor: a rank may hold some of them only.
         shared_BLHR = rotated_BL1R.expand(-1, -1, k_BLHN.shape[2], -1)
         out: Tensor = self.attention(q_BSHK, torch.cat((k_BLHN, shared_BLHR), -1), v_BLHW, mask)
         return out

@@ -16,7 +16,7 @@ from .dense import GatedMLP, LocalParameters, RMSNorm
 from .router import Router
 
 NUM_OTHER_COUNTS = 3
-"""what `MoE.load_counter` counts after the rows of each expert"""
+"""numbers in `MoE.load_counter` after the rows of each expert: dropped rows, entropy, losses"""
 
 
 class TokenExchange:
@@ -95,7 +95,7 @@ class Experts(LocalParameters):
 
 
 class MoE(nn.Module):
-    """Norm, router and experts (Shazeer et al. 2017, arXiv:1701.06538), and what is shared.
+    """Norm, router, experts (Shazeer et al. 2017, arXiv:1701.06538), and the shared expert if any.
 
     The engine sets three tensors. `loss_factor` scales the gradient of the router's losses, which
     are sums over sequences. `token_factor` also scales losses that are means over all tokens of a
@@ -130,19 +130,20 @@ class MoE(nn.Module):
         self.register_buffer("loss_factor", torch.ones(()), persistent=False)
         one = torch.ones((), dtype=torch.float64)
         self.register_buffer("token_factor", one, persistent=False)
+        # In fp64, because fp32 stops counting rows at 2**24.
         load_counter = torch.zeros(settings.num_experts + NUM_OTHER_COUNTS, dtype=torch.float64)
         self.register_buffer("load_counter", load_counter, persistent=False)
 
     def make_router(self, dim: int) -> Router:
-        """Return the router; for families whose differs."""
+        """Return the router; a family with another router overrides it."""
         return Router(dim, self.settings)
 
     def make_experts(self, dim: int, kernels: Kernels) -> Experts:
-        """Return the experts; for families whose differ."""
+        """Return the experts; a family with other experts overrides it."""
         return Experts(dim, self.settings, kernels)
 
     def init_buffers(self, device: torch.device) -> None:
-        """Give what is not a weight its initial values."""
+        """Give the buffers of this layer and of its router their initial values."""
         self.router.init_buffers(device)
         self.loss_factor = torch.ones((), device=device)
         self.token_factor = torch.ones((), dtype=torch.float64, device=device)
@@ -162,6 +163,7 @@ class MoE(nn.Module):
         routing = self.router(x_BSD, token_weights, token_factor)
         is_padding_T1 = None if token_weights is None else token_weights.reshape(-1, 1) == 0
         plan, dropped = self._plan(routing.chosen, is_padding_T1)
+        # Once for each row of a token, because the counter is divided by the number of rows.
         entropy = routing.entropy.double().view(1) * self.settings.experts_per_token
         loss = routing.loss.detach().double().view(1)
         load = torch.cat([plan.counts.double(), dropped, entropy, loss])
@@ -192,6 +194,7 @@ class MoE(nn.Module):
             return plan, torch.zeros(1, dtype=torch.float64, device=chosen.device)
         rows = plan.offs[-1:].double()
         is_over = plan.slot - plan.starts[chosen] >= factor * rows / experts
+        # A second plan, because a selection of rows would have a length that only the device knows.
         kept = self.permute.plan(chosen.masked_fill(is_over, experts), experts + 1)
         dropped = rows - kept.offs[experts - 1 : experts].double()
         return kept._replace(counts=plan.counts, offs=kept.offs[:experts]), dropped
@@ -199,6 +202,7 @@ class MoE(nn.Module):
     def _sort_rows(self, x: Tensor, weight: Tensor, plan: RoutingPlan) -> tuple[Tensor, Tensor]:
         """Return [M, D] rows by expert, and the weight of each, [M]."""
         slot = plan.slot.flatten().long()
+        # Every row is written once, so the copy and its gradient repeat bit for bit.
         weight_M = weight.new_zeros(slot.shape).index_copy(0, slot, weight.flatten())
         return self._clear_dropped(self.permute.gather(x, plan), plan), self._clear_dropped(
             weight_M, plan

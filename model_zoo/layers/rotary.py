@@ -32,6 +32,8 @@ def scale_frequencies(
     (transformers, modeling_rope_utils.py).
     """
     turns = original_max_seq_len * frequencies / (2 * math.pi)
+    # Equal factors (Llama 4 Scout) divide by zero; the infinities are clamped to a blend of no
+    # width.
     unscaled = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
     return (1 - unscaled) * frequencies / factor + unscaled * frequencies
 
@@ -53,8 +55,8 @@ def yarn(
 
     Args:
         frequencies: [K / 2], of `frequencies`.
-        theta: their base.
-        factor: see `YarnScaling`, as for the others.
+        theta: base of the frequencies.
+        factor: see `YarnScaling`, which also describes the other arguments.
     """
     count = len(frequencies)
 
@@ -67,6 +69,7 @@ def yarn(
         first, last = math.floor(first), math.ceil(last)
     # As published: the end is kept under K, not under K / 2.
     first, last = max(first, 0), min(last, 2 * count - 1)
+    # A blend of no width would divide by zero (transformers, modeling_rope_utils.py).
     if first == last:
         last += 0.001
     steps = torch.arange(count, dtype=torch.float32, device=frequencies.device)

@@ -14,24 +14,24 @@ from .dense import LocalParameters
 
 
 class Routing(NamedTuple):
-    """What a router says of [T] tokens."""
+    """The experts that a router chooses for T tokens, and the router's own losses."""
 
     chosen: Tensor
-    """int64 [T, A]: each token's experts; of padding E, which is none."""
+    """int64 [T, A]: the experts of each token; E, which is no expert, for padding"""
     weight: Tensor
-    """fp32 (or fp64, as the tokens) [T, A]: of each of them."""
+    """[T, A]: the weight of each chosen expert, in fp32, or in fp64 where tokens are fp64"""
     loss: Tensor
-    """scalar: what keeps loads even and logits small, weighted, summed over sequences."""
+    """scalar: the weighted sum of the balance loss and the z-loss, summed over sequences"""
     entropy: Tensor
-    """scalar: of the scores as a distribution over experts in nats, summed over tokens."""
+    """scalar: entropy of the scores as a distribution over experts, in nats, summed over tokens"""
 
 
 class Router(LocalParameters):
     """Scores experts in fp32 and takes the best.
 
     Args:
-        dim: D.
-        settings: of the layer.
+        dim: width of the tokens, D.
+        settings: settings of the layer of experts.
     """
 
     bias: Tensor | None
@@ -73,8 +73,10 @@ class Router(LocalParameters):
         logits_TE = self.logits(x.flatten(0, 1))
         scores_TE, shares_TE = self._scores(logits_TE)
         chosen_TA = self._choose(scores_TE.detach())
+        # From the scores without the balance bias, which only decides which experts are chosen.
         weight_TA = scores_TE.gather(1, chosen_TA)
         if self.settings.normalize:
+            # Sigmoids may all be close to zero; the number is that of transformers' DeepSeek-V3.
             weight_TA = weight_TA / (weight_TA.sum(1, keepdim=True) + 1e-20)
         if self.settings.scale != 1:
             weight_TA = weight_TA * self.settings.scale
@@ -85,6 +87,7 @@ class Router(LocalParameters):
             is_padding_T1 = in_row_T1 == 0
             in_step_T1 = token_factor.to(logits_TE.dtype) * ~is_padding_T1
             entropy_TE = entropy_TE * ~is_padding_T1
+            # After the gather, because E is no column of the scores.
             chosen_TA = chosen_TA.masked_fill(is_padding_T1, self.settings.num_experts)
             weight_TA = weight_TA.masked_fill(is_padding_T1, 0)
         loss, rows = logits_TE.new_zeros(()), x.shape[0]
@@ -96,6 +99,7 @@ class Router(LocalParameters):
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits [T, E] of [T, D], in fp32 or fp64."""
+        # In bf16 close logits round to the same number, and the choice would go by their order.
         wide = torch.promote_types(x.dtype, torch.float32)
         return F.linear(x.to(wide), self.local("weight").to(wide))
 
@@ -132,6 +136,7 @@ class Router(LocalParameters):
         of_group = grouped.topk(best, 2).values.sum(2)
         taken = of_group.topk(settings.groups_per_token, 1).indices
         is_out = torch.ones_like(of_group, dtype=torch.bool).scatter(1, taken, False)
+        # Not zero: a score with a bias may be negative, and zero would win over it.
         return grouped.masked_fill(is_out.unsqueeze(2), -torch.inf).flatten(1)
 
     def _z_loss(self, logits: Tensor, sequences: int, in_step: Tensor | None) -> Tensor:
@@ -140,7 +145,7 @@ class Router(LocalParameters):
         Args:
             logits: [T, E].
             sequences: B.
-            in_step: [T, 1], of each token in the mean over a step; none: all the same.
+            in_step: [T, 1], the weight of each token in the mean over a step; None: all the same.
         """
         squares_T = logits.logsumexp(1).square()
         if in_step is not None:
@@ -161,14 +166,15 @@ class Router(LocalParameters):
             shares: [T, E].
             chosen: [T, A].
             sequences: B.
-            in_row: [T, 1], of each token in the mean over its row; none: all the same.
-            in_step: the same in the mean over a step.
+            in_row: [T, 1], the weight of each token in the mean over its row; None: all the same.
+            in_step: [T, 1], the weight of each token in the mean over a step; None: all the same.
         """
         load, weights, experts = self.load, in_step, shares.shape[1]
         if load is None:
             weights = in_row
             counts_BE = shares.new_zeros(sequences, experts + 1)  # the last: no expert
             chosen_BC = chosen.view(sequences, -1)
+            # Sums of ones are exact, so the order of the additions does not matter.
             counts_BE.scatter_add_(1, chosen_BC, torch.ones_like(chosen_BC, dtype=shares.dtype))
             counts_BE = self.sum_of_sequence(counts_BE[:, :experts].contiguous())
             load = counts_BE * (experts / counts_BE.sum(1, keepdim=True).clamp(min=1))

@@ -89,6 +89,8 @@ def _checked(params: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in values.items():
         kinds = (int, float) if NUMBERS[key] is float else (int,)
         is_number = isinstance(value, kinds) and not isinstance(value, bool)
+        # -1 leaves a size open: as many rows as the embedding has, as many key-value heads as
+        # heads.
         is_open = key in ("vocab_size", "n_kv_heads") and value == -1
         if not is_number or not (0 < value < LIMIT or is_open):
             problems.append(f"params.json says {key} = {quote(value)}")
@@ -104,6 +106,7 @@ def _checked(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ffn_dim(values: Mapping[str, Any]) -> int:
+    # Rounded down twice and up once, in the order of Meta's `FeedForward`.
     width = int(2 * 4 * values["dim"] / 3)
     width = int(values.get("ffn_dim_multiplier", 1.0) * width)
     multiple = values["multiple_of"]

@@ -22,14 +22,14 @@ from .config import Llama4Config
 
 
 class Llama4Attention(GroupedQueryAttention):
-    """Attention of one of two kinds.
+    """Attention within a chunk with rotation, or over the whole row without it.
 
     Most blocks rotate queries and keys and attend within a chunk of the row. The others attend to
     the whole row without rotation; there later queries are scaled up (arXiv:2501.19399).
 
     Args:
         config: sizes.
-        number: of the block.
+        number: number of the block.
         kernels: the implementations.
     """
 
@@ -45,6 +45,7 @@ class Llama4Attention(GroupedQueryAttention):
         """Rotate both and normalise them, or scale the queries by `cos`."""
         if not self.has_rotary:
             return (query * cos).to(query.dtype), key
+        # Published weights rotate neighbouring pairs, as complex numbers.
         q_BSHK, k_BSGK = super().apply_rotary(
             interleaved_to_half(query), interleaved_to_half(key), cos, sin
         )
@@ -53,6 +54,7 @@ class Llama4Attention(GroupedQueryAttention):
     def _normalise(self, x: Tensor) -> Tensor:
         if self.norm_eps is None:
             return x
+        # After the rotation and without a learned scale (transformers: Llama4TextL2Norm).
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return F.rms_norm(wide, x.shape[-1:], eps=self.norm_eps).to(x.dtype)
 
@@ -62,12 +64,14 @@ class Llama4Experts(Experts):
 
     def compute(self, rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
         """Return each row as its expert makes it; see `Experts`."""
+        # Before a nonlinear function, so the weight is no factor of the output. The product is in
+        # fp32, the dtype of the weight, and is rounded once.
         weighted_MD = (rows * weight.unsqueeze(1)).to(rows.dtype)
         return super().compute(weighted_MD, torch.ones_like(weight), offs)
 
 
 class Llama4MoE(MoE):
-    """A shared expert, and a routed one."""
+    """A layer of experts that read weighted rows, and a shared expert."""
 
     def make_experts(self, dim: int, kernels: Kernels) -> Experts:
         """Return the experts."""
@@ -80,7 +84,7 @@ class Llama4(Decoder):
     config: Llama4Config
 
     def make_attention(self, number: int, kernels: Kernels) -> nn.Module:
-        """Return attention of one of two kinds."""
+        """Return attention with rotation in a chunk, or attention to the whole row without it."""
         return Llama4Attention(self.config, number, kernels)
 
     def make_mlp(self, number: int, kernels: Kernels) -> nn.Module:
@@ -96,7 +100,8 @@ class Llama4(Decoder):
         """Return rotation and mask, or queries' scale and mask, for each block."""
         ids = document_ids
         if ids is not None:
-            # Chunks of a document are told apart as documents are.
+            # Chunks of a document are told apart as documents are. One number holds both, the chunk
+            # in its low half, because the cache keeps one id for each position.
             ids = (ids.long() << 32) | (positions // self.config.chunk)
         keys = ids if cache is None else cache.extend(positions.shape[-1], ids)
         near = far = None
@@ -104,6 +109,8 @@ class Llama4(Decoder):
             near = self.attention_mask(ids, keys)
             far = self.attention_mask(ids >> 32, keys >> 32)
         scale = self._scale(positions)
+        # Blocks without rotation take their scale in place of cosine and sine: all blocks are
+        # called alike.
         with_rotary, without = (*self.rotation(positions), near), (scale, scale, far)
         blocks = range(self.config.n_layers)
         return [with_rotary if self.config.has_rotary(number) else without for number in blocks]

@@ -111,6 +111,7 @@ def redact(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
     secrets = [
         text for name, text in environ.items() if _VARIABLE.search(name) and len(text) >= _SHORTEST
     ]
+    # The longest first: one secret may contain another.
     return _clean(value, sorted(secrets, key=len, reverse=True))
 
 

@@ -184,5 +184,6 @@ def _unquote(raw: str) -> str:
     if raw[0] not in "\"'":
         return raw
     if raw[0] == '"' and "\\" in raw:
+        # tomli knows TOML's escapes.
         return next(iter(tomli.loads(f"{raw} = 0")))
     return raw[1:-1]

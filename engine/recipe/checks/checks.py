@@ -213,6 +213,7 @@ def _ranks(recipe: Recipe, world: int | None) -> Iterator[Finding]:
             f"global_batch ({data.global_batch}) does not divide over {ranks} data ranks",
             f"give a multiple of {ranks}",
         )
+    # A micro batch may be larger than a rank's share, and is then the whole share.
     elif data.global_batch // ranks % min(data.micro_batch, data.global_batch // ranks):
         yield (
             ("data", "micro_batch"),

@@ -31,6 +31,7 @@ def check_precision(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
         for word in tables:
             yield ("precision", word, "enabled"), message, "set it to false"
         return
+    # A layout without a tensor plan is not split, and `check_plan` reports the degree.
     tensor = max(1, degrees.known.tensor) if config.layout.tensor else 1
     for word, table in tables.items():
         for key, message, hint in mismatches(table, config, tensor, recipe.parallel.expert_tensor):
@@ -59,7 +60,10 @@ def _dtype(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _tokens(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
-    """Yield a number of tokens that gradients of weights cannot be summed over."""
+    """Yield a problem if a rank's tokens do not divide into the blocks of the low precision format.
+
+    The gradient of a weight is a product that sums over tokens, in whole blocks.
+    """
     # Along the tensor axis experts alone see a part of the sequence.
     axes = [name for name in SEQUENCE_AXES if name != "tensor" or recipe.model.layout.experts]
     ranks = max(1, degrees.known.product(axes))
@@ -135,7 +139,7 @@ def _recompute(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
 
 
 def _optimizer_in_backward(recipe: Recipe, degrees: Degrees) -> Iterator[tuple[str, str]]:
-    """Yield reason and way out."""
+    """Yield why the optimizer cannot step during the backward pass, each with a way out."""
     if recipe.optimizer.clip_norm:
         yield (
             "weights change before the norm of all gradients is known, by which they are clipped",

@@ -65,6 +65,7 @@ def check_pipeline(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
 def _block_without_adapter(recipe: Recipe) -> str:
     """Return the path of the first block that has none, or an empty string."""
     layout, prefix = recipe.model.layout, f"{recipe.model.layout.blocks}."
+    # Only the names are used, so any vocabulary will do.
     shapes = recipe.model.with_vocab(1).parameter_shapes()
     has_adapter: dict[str, bool] = {}
     for name in with_adapters(shapes, layout, recipe.lora):
@@ -130,6 +131,8 @@ def _micro_batches(
                 f"set micro_batches = {file.micro_batches}",
             )
         return
+    # The limits of torch's schedules (torch 2.13, distributed/pipelining/schedules.py), which it
+    # checks only once the processes run.
     least = {"1F1B": ranks, "DualPipeV": stages}.get(table.schedule, 1)
     rounds = max(1, count // ranks)
     if count < least:
