@@ -186,7 +186,7 @@ class GroupedQueryConfig(DecoderConfig):
 
     @property
     def rotary_width(self) -> int:
-        """All of a head."""
+        """The width of a head, all of which is rotated."""
         return self.head_width
 
     @model_validator(mode="after")

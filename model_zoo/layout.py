@@ -19,11 +19,11 @@ class Part:
     """One of the tensors in which a parameter is stored elsewhere.
 
     Attributes:
-        ours: our parameter, as it is called in sentences: with the place of the part.
-        name: of the tensor there.
-        start: where the part begins in our parameter.
-        shape: of the tensor there; our parameter may have dims of 1 before.
-        form: see `Layout.hf_forms`; of whole parameters only.
+        ours: name of our parameter, with the index of the part, for messages.
+        name: name of the tensor in the other files.
+        start: index in our parameter at which the part begins.
+        shape: shape of that tensor; our parameter may have more dims of size 1 in front.
+        form: see `Layout.hf_forms`; empty for a part that is not the whole parameter.
     """
 
     ours: str
@@ -35,7 +35,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a family's parts are, and what others call them.
+    """Where a family's modules are, how they are split, and what other libraries call them.
 
     Args:
         embed: path of the token embedding module.
@@ -101,9 +101,9 @@ class Layout:
         """Return the tensors in which Hugging Face stores our parameter; none: it has no name.
 
         Args:
-            name: of the parameter.
-            shape: of it.
-            stored: what is known to be there.
+            name: name of our parameter.
+            shape: shape of our parameter.
+            stored: names of the tensors that the folder is known to hold.
         """
         whole = self.to_hf(name)
         stack = _lookup(name, self.hf_stacks)
@@ -112,6 +112,7 @@ class Layout:
             theirs = _formed(shape, form)
             return [Part(name, whole, (0,) * len(shape), theirs, form)] if whole else []
         number, templates = stack
+        # The last dim runs fastest, so gate and up take turns as the templates do.
         places = product(*map(range, shape[:-2]))
         return [
             Part(
@@ -144,6 +145,7 @@ def translate(name: str, table: Mapping[str, str]) -> str | None:
 def _lookup(name: str, table: Mapping[str, T]) -> tuple[str, T] | None:
     """Return the block's number in a name, and what a table says of the name; None: nothing."""
     number = re.search(r"\.(\d+)\.", name)
+    # Once: the block's number comes first, and an expert's may follow.
     template = re.sub(r"\.\d+\.", ".{i}.", name, count=1)
     value = table.get(template)
     return None if value is None else (number[1] if number else "", value)

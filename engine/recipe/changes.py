@@ -118,6 +118,7 @@ def require_unchanged(
 
 def _leaves(recipe: Mapping[str, Any]) -> dict[str, Any]:
     try:
+        # Validated, so that keys which an older recipe lacks have their defaults.
         recipe = Recipe.model_validate(recipe).model_dump()
     except ValidationError:
         # Written by another version, some of whose keys are no more: compared as they are.

@@ -109,6 +109,7 @@ def _leave_behind(tree: Tree) -> None:
     TOML has no way to take a key back, so `name = "sgd"` over a base with AdamW's betas would never
     validate. Only keys that another component of the kind knows are dropped: typos stay.
     """
+    # Lists, because the loops remove what they would iterate over.
     for table in list(given_tables(tree.values)):
         if table.registry is None or "name" not in table.values:
             continue

@@ -50,6 +50,7 @@ def problems_of(error: ValidationError, tree: Tree) -> list[Problem]:
     """Return every error at its place in the recipe."""
     errors = error.errors(include_url=False)
     problems = [_Fault(each, tree).problem() for each in errors[:MOST]]
+    # In the order of the files, not in that of the schema.
     problems.sort(key=lambda problem: (problem.file, problem.line, problem.column))
     if len(errors) > MOST:
         problems.append(Problem(f"and {len(errors) - MOST} more problems"))
@@ -162,6 +163,7 @@ def _existing(location: tuple[str | int, ...], values: dict[str, Any]) -> KeyPat
 
 
 def _whole(value: object) -> object:
+    """Return a bound as a reader writes it: pydantic gives those of numbers as floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

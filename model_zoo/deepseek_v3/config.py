@@ -115,12 +115,12 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
 
     @property
     def num_blocks(self) -> int:
-        """The blocks of the model and those of multi-token prediction."""
+        """The number of blocks, those of multi-token prediction included."""
         return self.n_layers + self.mtp_depth
 
     @property
     def rotary_width(self) -> int:
-        """The part of a head that has a position."""
+        """The width of the part of a head that is rotated."""
         return self.rope_head_dim
 
     @property
@@ -130,12 +130,12 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
 
     @property
     def n_kv_heads(self) -> int:
-        """Each head has keys and values of its own."""
+        """The number of key-value heads: each query head has its own."""
         return self.n_heads
 
     @property
     def query_scale(self) -> float:
-        """Of the scores, beside 1 / sqrt(K)."""
+        """The factor of the scores, beside 1 / sqrt(K)."""
         return 1.0 if self.rope_scaling is None else self.rope_scaling.query_scale
 
     def experts_of(self, number: int) -> MoESettings | None:
@@ -187,6 +187,7 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
     def hf_config(self) -> dict[str, Any]:
         """Return what transformers' `DeepseekV3Config` or `DeepseekV2Config` says of this model."""
         moe = self.moe
+        # transformers' DeepSeek-V2 picks its routing by `topk_method`.
         version, method = "3", "noaux_tc"
         if moe.score == "softmax":
             version, method = "2", "group_limited_greedy" if moe.is_grouped else "greedy"
@@ -226,6 +227,7 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
         """
         sizes = read_sizes(settings, cls)
         is_third = settings.get("model_type") == "deepseek_v3"
+        # transformers 5 reads none of them from config.json: the code of each version fixes them.
         sizes["moe"] |= {
             "score": "sigmoid" if is_third else "softmax",
             "group_score": "top2" if is_third else "max",

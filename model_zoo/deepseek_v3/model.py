@@ -34,6 +34,7 @@ class PredictionBlock(Block):
         self.embed_norm = RMSNorm(dim, norm_eps, kernels)
         self.hidden_norm = RMSNorm(dim, norm_eps, kernels)
         self.join = Linear(2 * dim, dim)
+        # Depths share the head's projection, but not its norm (published as `shared_head.norm`).
         self.norm = RMSNorm(dim, norm_eps, kernels)
 
     def forward(
@@ -52,6 +53,8 @@ class PredictionBlock(Block):
             cos: see `Block`, as for the others.
         """
         embedded_BSD, hidden_BSD = x.chunk(2, dim=-1)
+        # Equation 21 has the hidden states first; the published `eh_proj` takes the embedding
+        # first.
         normed = (self.embed_norm(embedded_BSD), self.hidden_norm(hidden_BSD))
         joined_BSD = self.join(torch.cat(normed, dim=-1))
         added_BSD = super().forward(joined_BSD, cos, sin, mask, cache, token_weights)
@@ -140,6 +143,7 @@ class DeepSeekV3(Decoder):
         cos, sin = self.rotation(positions)
         mask = None if document_ids is None else self.attention_mask(document_ids, document_ids)
         for depth in range(1, config.mtp_depth + 1):
+            # Any token will do past the end of a row: those positions have no target.
             embedded_BSD = self.embed(_shift(tokens, depth, 0)).to(self.compute_dtype)
             x_BS2D = torch.cat((embedded_BSD, hidden_BSD), dim=-1)
             block = getattr(self.layers, str(config.n_layers + depth - 1))
@@ -151,6 +155,7 @@ class DeepSeekV3(Decoder):
             if document_ids is not None:
                 same = _shift(document_ids, depth, -1) == document_ids
                 targets_BS = targets_BS.where(same, IGNORED)
+            # Equation 25: the weight is for the mean over depths.
             yield FurtherTarget(hidden_BSD, targets_BS, config.mtp_weight / config.mtp_depth)
 
 

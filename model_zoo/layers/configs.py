@@ -111,13 +111,14 @@ class MoESettings(Sizes):
 
     def active_parameters(self, dim: int) -> int:
         """Return how many of the layer's weights multiply each token."""
+        # The router multiplies for all experts; gate, up and down only for those that are chosen.
         chosen = 3 * self.experts_per_token * self.expert_ffn_dim
         return dim * (self.num_experts + chosen + 3 * self.shared_width)
 
     def saved_activations(self, dim: int) -> int:
         """Return how many numbers a token the layer saves for its backward pass.
 
-        Of each expert these are input and output, gate, up and the product of the two.
+        For each chosen expert these are its input and output, gate, up, and the product of the two.
         """
         per_row = 2 * dim + 3 * self.expert_ffn_dim
         return self.experts_per_token * per_row + 3 * self.shared_width
@@ -256,6 +257,7 @@ class YarnScaling(Sizes):
 
         Source: `softmax_scale` in https://github.com/deepseek-ai/DeepSeek-V3, inference/model.py.
         """
+        # Squared, because queries and keys are both multiplied by it.
         return self.sharpening(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def hf_config(self) -> dict[str, Any]:

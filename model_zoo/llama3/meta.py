@@ -27,7 +27,8 @@ NAMES = {
     "head.proj.weight": "output.weight",
 }
 ROTATED = ("attention.q.weight", "attention.k.weight")
-"""weights whose rows are in the other rotary order"""
+"""endings of the weights whose rows Meta stores in interleaved rotary order"""
+# A buffer in some of Meta's files, which our model computes instead.
 COMPUTED = "rope.freqs"
 NUMBERS: dict[str, type] = {
     "dim": int,
@@ -74,6 +75,7 @@ def config_from_params(params: Mapping[str, Any], vocab_rows: int) -> Llama3Conf
     if scaled:
         known = flavor.get("rope_scaling", {}).get("factor", 8.0)
         sizes["rope_scaling"] = {"factor": float(values.get("rope_scaling_factor", known))}
+    # params.json does not say the context: 8,192 in Llama 3, 131,072 with the scaling of 3.1.
     sizes["max_seq_len"] = 131072 if scaled else 8192
     sizes["tie_embeddings"] = flavor.get("tie_embeddings", False)
     return cast("Llama3Config", validate(Llama3Config, sizes))

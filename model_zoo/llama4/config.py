@@ -72,6 +72,7 @@ LAYOUT = Layout(
         "model_type": ("llama4_text",),
         "hidden_act": ("silu",),
         "attention_bias": (False,),
+        # Published files say 4, which counts as true.
         "attn_temperature_tuning": (True, 4),
         "rope_parameters.rope_type": ("default", "llama3"),
         "quantization_config": (None,),

@@ -226,5 +226,6 @@ class Qwen3Config(GroupedQueryConfig):
             key: value for key, value in flatten_settings(settings).items() if value is not None
         }
         sizes = read_sizes({**MOE_DEFAULTS, **given}, cls)
+        # config.json has no key for the scope.
         sizes["moe"]["aux_scope"] = BALANCE["aux_scope"]
         return cast("Self", validate(cls, sizes))

@@ -81,6 +81,7 @@ def _timeouts(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _lengths(recipe: Recipe) -> Iterator[Finding]:
+    # A plugin's model need not limit its sequences.
     longest = getattr(recipe.model, "max_seq_len", None)
     if longest is not None and recipe.data.seq_len > longest:
         yield (
@@ -200,6 +201,7 @@ def _ranks(recipe: Recipe, world: int | None) -> Iterator[Finding]:
                 f"the product of the degrees ({fixed}) {relation} the world size ({world})",
                 "one degree may be -1: what is left over",
             )
+            # With degrees that do not fit, whatever follows from them would be wrong as well.
             return
     yield from check_plan(recipe, known_degrees(recipe, world))
     yield from check_memory(recipe, known_degrees(recipe, world))

@@ -25,6 +25,7 @@ def check_precision(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
     tables = recipe.precision.low_precision
     if not tables:
         return
+    # Low precision is for weights of blocks, so any vocabulary will do.
     config = recipe.model.with_vocab(1)
     if not config.parameter_shapes():
         message = f'the model "{config.name}" does not say which weights it has'

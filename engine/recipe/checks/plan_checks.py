@@ -130,6 +130,7 @@ def _tensor(recipe: Recipe, tensor: int) -> Iterator[Finding]:
                 _nearest(count, tensor),
             )
     groups = getattr(sizes, "n_kv_heads", tensor)
+    # More ranks than key-value heads are possible: several ranks then need the same head.
     if groups % tensor and tensor % groups:
         yield (
             path,
@@ -154,7 +155,10 @@ def _nearest(count: int, degree: int) -> str:
 
 
 def _sequence(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
-    """Context parallelism cuts a sequence into 2 pieces a rank, tensor parallelism these again."""
+    """Yield a problem if the sequence does not divide over the ranks that share it.
+
+    Context parallelism cuts it into two pieces a rank, and tensor parallelism cuts these again.
+    """
     seq_len, unit = recipe.data.seq_len, degrees.sequence_pieces
     if seq_len % unit:
         axes = " and ".join(axis for axis in SEQUENCE_AXES if getattr(degrees, axis) > 1)

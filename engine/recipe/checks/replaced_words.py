@@ -51,6 +51,7 @@ def replacement(path: KeyPath, value: object) -> str:
         return ""
     word = value.rpartition(".")[2] if isinstance(value, str) else ""
     strategy = _STRATEGIES.get(word.lower())
+    # FSDP1 writes its strategies in capitals; our own spelling is no word to replace.
     if strategy and word not in _STRATEGIES.values():
         return f'FSDP1\'s word: write strategy = "{strategy}"'
     if path[2] == "strategy" and not strategy:

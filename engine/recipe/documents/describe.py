@@ -87,13 +87,14 @@ def _default(field: FieldInfo) -> str:
         return "none"
     if isinstance(default, list):
         return f"[{', '.join(map(_item, default))}]"
+    # The mark of `DEFAULTS`: the table has a section of its own, with the defaults of its keys.
     if default == {}:
         return "see there" if field.validate_default else "{}"
     return "see there" if isinstance(default, BaseModel) else format_value(default)
 
 
 def _item(value: Any) -> str:
-    """Return an item of a default list; of a component's table, its name."""
+    """Return an item of a default list as TOML; a component's table is reduced to its name."""
     return f'{{ name = "{value["name"]}" }}' if isinstance(value, dict) else format_value(value)
 
 
@@ -150,6 +151,7 @@ def json_schema() -> dict[str, Any]:
     schema = _tidy(Recipe.model_json_schema(schema_generator=_DescribedTables))
     for option in schema["properties"]["model"]["oneOf"]:
         sizes = option["properties"]
+        # To pydantic a flavor is any text, because each family has its own names.
         sizes["flavor"]["enum"] = list(models[sizes["name"]["const"]].flavors)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -177,7 +179,7 @@ def schema_text() -> str:
 
 
 def _tidy(node: Any) -> Any:
-    """Take out null, which TOML cannot write, and what repeats: titles, defaults of tables."""
+    """Return a schema without null, which TOML cannot write, titles, and defaults of tables."""
     if isinstance(node, list):
         return [_tidy(item) for item in node]
     if not isinstance(node, dict):

@@ -60,6 +60,7 @@ class Section:
 @cache
 def sections() -> tuple[Section, ...]:
     """Return every table of a recipe, each component of a kind by itself."""
+    # Components of one kind may hold the same table, which is listed once.
     return tuple(dict.fromkeys(_below("", Recipe)))
 
 

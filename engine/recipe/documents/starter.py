@@ -34,6 +34,7 @@ def starter(name: str) -> str:
         hint = nearest(name, known) or f"known: {', '.join(known)}"
         raise RecipeError(f"no shipped recipe is named {name!r}", hint)
     written = read_layers(RECIPES / f"{name}.toml").values
+    # Without a name the run is called after the user's own file.
     written["run"].pop("name", None)
     values = {key: written[key] for key in Recipe.model_fields if key in written}
     comments: dict[KeyPath, str] = {}
