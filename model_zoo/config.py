@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class SettingsError(ValueError):
-    """Settings that no model of the family can have.
+    """Raised for settings that no model of the family can have.
 
     Args:
-        problems: all of them, a sentence each.
+        problems: one sentence for each such setting.
     """
 
     def __init__(self, problems: list[str]) -> None:

@@ -76,6 +76,7 @@ class Head(nn.Module):
         if labels is None or loss is None:
             # Cast after the product: what reads the logits sums in fp32.
             return F.linear(x_BSD, weight_VD.to(x_BSD.dtype)).float()
+        # Without logits: the loss gets weight and hidden states, and may make logits in pieces.
         total = loss(x_BSD.flatten(0, 1), weight_VD, labels.flatten())
         for target in further_targets(x_BSD) if further_targets else ():
             # In this module, so that sharded weights are still gathered once.
@@ -85,7 +86,7 @@ class Head(nn.Module):
 
 
 Tables = tuple[Tensor, Tensor, Tensor | None]
-"""what a block takes beside the residual stream: cosine, sine and mask"""
+"""cosine, sine and mask, which a block takes beside the residual stream"""
 
 
 class Block(nn.Module):

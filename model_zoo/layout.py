@@ -143,7 +143,7 @@ def translate(name: str, table: Mapping[str, str]) -> str | None:
 
 
 def _lookup(name: str, table: Mapping[str, T]) -> tuple[str, T] | None:
-    """Return the block's number in a name, and what a table says of the name; None: nothing."""
+    """Return the block's number in a name and the table's entry for the name, or None."""
     number = re.search(r"\.(\d+)\.", name)
     # Once: the block's number comes first, and an expert's may follow.
     template = re.sub(r"\.\d+\.", ".{i}.", name, count=1)

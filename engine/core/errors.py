@@ -35,6 +35,7 @@ class ExitCode(IntEnum):
 
     def __new__(cls, code: int, meaning: str = "") -> Self:
         """Make a member from a number and the sentence that explains it."""
+        # An integer, so that a member can be given to `sys.exit` as it is.
         member = int.__new__(cls, code)
         member._value_ = code
         member.meaning = meaning

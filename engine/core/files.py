@@ -76,7 +76,7 @@ def require_free(path: Path) -> None:
     """Refuse a path at which there is a file that a user may want to keep.
 
     Raises:
-        RecipeError: there is.
+        RecipeError: the path holds a file.
     """
     if os.path.isfile(path):
         raise RecipeError(f"{path} is there already", "give another path, or --force")
@@ -114,7 +114,7 @@ def write_asked(path: Path, text: str, *, replace: bool = False, hint: str = "")
 
 
 class UnusableFile(OSError):
-    """A file that is no regular one, or larger than what it is for."""
+    """A file that is not a regular file, or is larger than its purpose allows."""
 
 
 def open_regular(path: str | Path) -> BufferedReader:
@@ -166,7 +166,7 @@ def delete_folder(folder: Path) -> str:
     """Delete a folder and all that is in it, as far as that is possible; links are left.
 
     Returns:
-        why it, or a part of it, is still there; empty: it is gone.
+        why the folder, or a part of it, is still there; empty if it is gone.
     """
     if why := undeletable(folder):
         return why

@@ -29,4 +29,5 @@ def num_parts(tensor: Tensor) -> int:
         return 1
     placed = cast("DTensor", tensor)
     sizes = zip(placed.device_mesh.shape, placed.placements, strict=True)
+    # Mesh axes along which a tensor is replicated hold the same shard again.
     return prod(size for size, placement in sizes if not placement.is_replicate())

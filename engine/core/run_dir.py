@@ -87,7 +87,7 @@ class RunDirectory:
         """Create the folders and check that files can be written.
 
         Raises:
-            EnvironmentFault: they cannot, and why.
+            EnvironmentFault: a folder or a file cannot be written; the message says why.
         """
         probe = self.path / f".probe.{os.getpid()}"
         try:
@@ -109,6 +109,7 @@ class RunDirectory:
             EnvironmentFault: the file system has no locks.
         """
         try:
+            # The folder first: two runs that delete `.lock` and create it again still meet here.
             folder = lock_folder(self.path, PATIENCE_SECONDS)
             self._locks += [] if folder is None else [folder]
             file = lock_file(self._file, PATIENCE_SECONDS)
@@ -137,7 +138,7 @@ class RunDirectory:
             "host": os.uname().nodename,
             "start": datetime.now().astimezone().isoformat(timespec="seconds"),
         }
-        # Only now that both locks are held: until then the file names the other run.
+        # Only now that the lock is held: until then the file names the other run.
         os.ftruncate(file, 0)
         os.pwrite(file, json.dumps(holder).encode() + b"\n", 0)
 

@@ -89,6 +89,7 @@ def record_failure(folder: Path, reason: str) -> None:
 
     An attempt that has finished or saved keeps its outcome.
     """
+    # The process that died may have written nothing.
     state = read_state(folder) or RunState(total_steps=0, started_at=_now())
     if state.outcome in ("", "failed"):
         state.outcome, state.reason = "failed", reason[:LONGEST_REASON]

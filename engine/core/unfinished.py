@@ -71,7 +71,7 @@ def refuse_existing(target: Path) -> None:
     """Check that a name is free.
 
     Raises:
-        RecipeError: it is not, or cannot be used.
+        RecipeError: the name is taken, or cannot be used.
     """
     try:
         os.lstat(target)
@@ -86,7 +86,7 @@ def clear_unfinished(folder: Path, names: Collection[str]) -> list[str]:
     """Delete what killed writers left of targets of these names in a folder.
 
     Returns:
-        why some of it is still there.
+        a sentence for each folder that could not be deleted.
     """
     try:
         found = [each for each in os.listdir(folder) if _LEFTOVER.fullmatch(each)]

@@ -1,1 +1,1 @@
-"""Processes: who they are, how they start, stop and meet."""
+"""The processes of a job: their ranks, their start and end, and their process groups."""

@@ -172,7 +172,7 @@ class RankPeers:
                 sleep(2 * TICK_SECONDS)
 
     def code_of_leaver(self) -> ExitCode | None:
-        """Return the exit code of a rank that ended at once; None: none did."""
+        """Return the exit code of a rank that ended at once, or None if no rank did."""
         with suppress(RuntimeError):
             if self.store and self.store.check([LEFT]):
                 return ExitCode(int(self.store.get(LEFT)))

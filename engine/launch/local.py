@@ -90,7 +90,7 @@ class _Job:
     """One attempt: all ranks, from start to end.
 
     Attributes:
-        cause: why it failed.
+        cause: why the attempt failed; None if it did not, or was stopped by a signal.
     """
 
     def __init__(self, nproc: int, stop_timeout_seconds: float, signals: SignalPipe) -> None:

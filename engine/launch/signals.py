@@ -172,7 +172,7 @@ class StopFlag:
             raise
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Raise, which only the main thread can do; `_receive` does the rest."""
+        """Raise the exception that stops the main thread; the thread of `_listen` does the rest."""
         if self._at_once:
             if self._grace_seconds and not _is_importing(frame):
                 self._leave()

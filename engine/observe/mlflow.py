@@ -106,7 +106,7 @@ class MLflowTracker:
         try:
             self._client.update_run(run_id, status="RUNNING")
         except MlflowException as error:
-            # A run that a user has deleted is replaced; any other error is one of the service.
+            # A run that the store no longer has is replaced; any other error is one of the service.
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
             return False

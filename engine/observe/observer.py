@@ -1,4 +1,4 @@
-"""Records and shows the metrics of a run; no other module waits for the device to read metrics."""
+"""Records and shows the metrics of a run; waits for the device only to write a row."""
 
 from __future__ import annotations
 

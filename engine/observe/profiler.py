@@ -254,8 +254,7 @@ def measure_peaks(trace: Any, device_type: str, phases: Collection[str]) -> dict
         if event.name() in phases and event.device_type().name == "CPU"
     )
     highest: dict[str, int] = {}
-    # A free has negative bytes. The sum starts at 0, not at the memory in use then, which the trace
-    # does not say.
+    # A free has negative bytes, so the sum counts from the memory in use when profiling began.
     in_use = position = 0
     for start, end, name in ranges:  # phases do not overlap
         while position < len(changes) and changes[position][0] < start:

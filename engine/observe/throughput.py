@@ -183,8 +183,6 @@ class Throughput:
         try:
             yield
         finally:
-            # The interval starts later by the time that is left out; nothing else needs to know of
-            # it.
             self._started += self._clock() - paused_at
 
     def measure_waits(self, items: Iterator[Item]) -> Iterator[Item]:

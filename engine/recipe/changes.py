@@ -69,6 +69,7 @@ def compare(
     _check_known(allowed, {*before, *after, "run.steps", "run.epochs"})
     free = {*FREE, *allowed}
     schedule = new["schedule"]["name"]
+    # More steps then change none of those that are done.
     if not schedules[schedule].depends_on_total:
         free |= {"run.steps", "run.epochs"}
     return [

@@ -64,6 +64,7 @@ def _slot(annotation: Any, metadata: list[Any]) -> Slot:
         inner_slot = _slot(get_args(annotation)[0], [])
         return Slot(inner_slot.table, inner_slot.registry, True, inner_slot.is_path)
     if origin in (Union, UnionType):
+        # Of a table or None, and of a table or a list of tables, the option with tables counts.
         slots = [_slot(option, []) for option in get_args(annotation)]
         return next((each for each in slots if each != Slot()), Slot())
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

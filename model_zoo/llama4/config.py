@@ -72,7 +72,7 @@ LAYOUT = Layout(
         "model_type": ("llama4_text",),
         "hidden_act": ("silu",),
         "attention_bias": (False,),
-        # Published files say 4, which counts as true.
+        # transformers 4 had 4 as the default, which counts as true.
         "attn_temperature_tuning": (True, 4),
         "rope_parameters.rope_type": ("default", "llama3"),
         "quantization_config": (None,),

@@ -90,6 +90,7 @@ def _stages_per_rank(table: Pipelining) -> Iterator[Finding]:
 def _schedule_file(recipe: Recipe, ranks: int, file: ScheduleFile) -> Iterator[Finding]:
     table = recipe.parallel.pipelining
     path: KeyPath = (*PATH, "csv")
+    # The default itself cannot be told from a key that is not given.
     if table.schedule != Pipelining().schedule:
         yield path, f'schedule = "{table.schedule}" is given too', "keep one of them"
     if table.stages_per_rank:
@@ -194,6 +195,7 @@ def _modules(recipe: Recipe, stages: int) -> Iterator[Finding]:
             f"{len(sizes)} stages are given, this plan has {stages}",
             "give as many lists, or other ranks, or stages_per_rank",
         )
+    # Names of all blocks are listed below, and n_layers may be a typing error.
     if count > MOST_BLOCKS:
         yield (
             path,

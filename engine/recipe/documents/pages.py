@@ -65,6 +65,7 @@ def _recipe_page() -> str:
     parts = ["## Above all tables", markdown_table(COLUMNS, [row])]
     described = set()
     for section in sections():
+        # All components of a table share one section, which links to their own page.
         if section.table in described:
             continue
         described.add(section.table)
