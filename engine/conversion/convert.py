@@ -1,4 +1,4 @@
-"""From one checkpoint format to another, a few rows at a time."""
+"""Converts a checkpoint from one format to another, a few rows at a time to bound the memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,12 @@ Open = Callable[[Path, Recipe | None], SourceWeights]
 
 @dataclass(frozen=True)
 class Target:
-    """How a format is written, and read back."""
+    """The functions that write a checkpoint format and read it back for verification.
+
+    Attributes:
+        write: writes the job's tensors to a temporary path.
+        read: returns the tensors at a path that `write` has written, by our parameter names.
+    """
 
     write: Callable[[Job, Path], None]
     read: Callable[[Path, Job], dict[str, TensorRows]]
@@ -55,12 +60,15 @@ CONVERSIONS: dict[str, tuple[Open, Target]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a user may ask for; None keeps what is there.
+    """The options of a conversion.
 
     Args:
-        section: which weights of one of our checkpoints: "model" or "ema".
-        tokenizer: "bytes", or a tokenizer.json or its folder.
-        verify: read the target back and compare it with the source, bit for bit.
+        dtype: a key of `TARGET_DTYPES`; None keeps the dtype of each tensor.
+        shard_bytes: largest size in bytes of a Hugging Face file, unless one tensor is larger.
+        recipe: a recipe that describes the model; None takes the description in the source.
+        tokenizer: "bytes", a tokenizer.json or its folder; None takes the tokenizer of the source.
+        section: the weights to read from one of our checkpoints: "model" or "ema".
+        verify: read the target back and compare it with the source bit for bit.
     """
 
     dtype: str | None = None
@@ -73,7 +81,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written, and what a user should know."""
+    """The result of a conversion.
+
+    Attributes:
+        tensors: the number of tensors that were written, by our parameter names.
+        bytes: the size of these tensors in the target.
+        notes: sentences that the user should read.
+    """
 
     tensors: int
     bytes: int
@@ -87,16 +101,19 @@ def convert(
     options: Options,
     started: Callable[[int], Advance] = lambda _: lambda _: None,
 ) -> Converted:
-    """Convert a checkpoint; the target appears when it is complete.
+    """Convert a checkpoint. The target appears under its name only when it is complete.
 
     Args:
         conversion: a key of `CONVERSIONS`.
+        source: path of the checkpoint to read.
+        target: path to write, which must not exist.
+        options: the options of the conversion.
         started: called once with the number of bytes to write; returns a function that is called
             with the size of each piece that was written.
 
     Raises:
         RecipeError: the target exists, or the recipe is wrong.
-        CheckpointError: the source cannot be read or does not fit, or writing failed.
+        CheckpointError: the source cannot be read or does not fit the model, or writing failed.
         DataError: the tokenizer cannot be read.
     """
     for path in (source, target, options.tokenizer or ""):
@@ -124,10 +141,10 @@ def convert(
 
 
 def _refuse_nesting(source: Path, target: Path) -> None:
-    """Check that the target is free, and that neither of the two lies in the other.
+    """Check that the target does not exist and does not lie inside the source.
 
     Raises:
-        RecipeError: it is not.
+        RecipeError: the target exists, lies inside the source, or one of the paths is unusable.
     """
     refuse_existing(target)
     try:
@@ -173,9 +190,14 @@ def _prepare_job(
 def _choose_tokenizer(
     opened: SourceWeights, options: Options
 ) -> tuple[TokenizerConfig | None, Path | None]:
-    """Return the tokenizer's table, and the folder whose files are copied as they are.
+    """Choose the tokenizer of the target.
 
-    The user's word comes first, then what lies beside the weights, then what was recorded.
+    The order is: the `--tokenizer` option, the tokenizer of `--recipe` unless it is "bytes", a
+    tokenizer.json beside the weights, the recipe's tokenizer, a `tokenizer.model` in Meta's folder.
+
+    Returns:
+        The config of the tokenizer, or None if none is known, and the folder whose tokenizer files
+        are copied unchanged, or None.
     """
     if options.tokenizer == "bytes":
         return BytesTokenizer(), None
@@ -195,7 +217,12 @@ def _choose_tokenizer(
 def _build(
     config: TokenizerConfig | None, opened: SourceWeights, options: Options
 ) -> Tokenizer | None:
-    """Return the tokenizer; without one, unless it was asked for by name, with a note."""
+    """Build the tokenizer, or add a note and return None if there is none or it cannot be built.
+
+    Raises:
+        DataError, RecipeError: the user named the tokenizer, and it cannot be built.
+        CheckpointError: the embedding has fewer rows than the tokenizer has tokens.
+    """
     if config is None:
         opened.notes.append(
             f"{opened.place} has no tokenizer.json: give the tokenizer with --tokenizer; "
@@ -219,10 +246,10 @@ def _build(
 
 
 def _verify(job: Job, target: Target, temporary: Path) -> None:
-    """Compare what was written with the source.
+    """Read the target back and compare each tensor with the source, bit for bit.
 
     Raises:
-        CheckpointError: something differs.
+        CheckpointError: a tensor differs.
     """
     written = target.read(temporary, job)
 

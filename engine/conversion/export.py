@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face folder, written by all ranks together."""
+"""Exports a trained model as a Hugging Face folder, which all ranks write together."""
 
 from __future__ import annotations
 
@@ -49,23 +49,25 @@ def export_huggingface(
     shard_bytes: int = 5 * 10**9,
     group: ProcessGroup | None = None,
 ) -> None:
-    """Write safetensors, config.json and the tokenizer's files; all ranks call it.
+    """Write safetensors, config.json and the tokenizer's files. All ranks must call it.
 
-    Each rank writes the rows that it holds; what all hold alike is divided between them. The folder
-    appears when it is complete.
+    Each rank writes the rows that it holds, and replicated weights are divided between the ranks.
+    The folder appears under its name only when it is complete.
 
     Args:
-        folder: must not exist, and must be seen by all ranks.
-        weights: by our parameter names; plain tensors, or DTensors. Ranks may have different ones;
-            a DTensor is on all ranks of its mesh.
-        config: with its vocabulary settled.
-        dtype: of the files; default: that of each tensor.
-        shard_bytes: no file is larger, unless one tensor is.
-        group: a gloo group of all ranks; None: one process.
+        folder: path on a file system that all ranks share; it must not exist.
+        weights: plain tensors or DTensors by our parameter names. Ranks may hold different weights,
+            but a DTensor must be present on all ranks of its device mesh.
+        config: the model's config with the real vocabulary size.
+        tokenizer: the tokenizer, whose files are written beside the weights.
+        dtype: the dtype of the files; None keeps the dtype of each tensor.
+        shard_bytes: largest size of a file in bytes, unless one tensor is larger.
+        group: a gloo process group of all ranks; None for a single process.
 
     Raises:
         RecipeError: the folder exists.
-        CheckpointError: the model has no Hugging Face names, or writing failed; nothing is left.
+        CheckpointError: the model has no Hugging Face names, or writing failed. No partial folder
+            is left.
     """
     ranks = Ranks(group)
     table = ranks.reduce(
@@ -88,7 +90,7 @@ def export_huggingface(
         for ours, entry in table.items()
         if ours in weights
     }
-    # What several ranks hold alike is written in turns.
+    # Replicated weights are assigned round robin, so that the ranks write about equally much.
     turns = {
         ours: entry.holders[number % len(entry.holders)]
         for number, (ours, entry) in enumerate(table.items())
@@ -109,7 +111,7 @@ def export_huggingface(
 
 @dataclass
 class _Entry:
-    """A weight that some rank holds, and the ranks that do."""
+    """A weight: its Hugging Face tensors, its target dtype, and the ranks that hold it."""
 
     parts: list[Part]
     dtype: torch.dtype
@@ -118,7 +120,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a part of a weight is written."""
+    """The position at which one Hugging Face tensor is written; `offset` is in bytes."""
 
     part: Part
     file: Path
@@ -129,7 +131,7 @@ class _Place:
 def _list_weights(
     weights: Mapping[str, Tensor], config: ModelConfig, dtype: torch.dtype | None
 ) -> dict[str, tuple[list[Part], torch.dtype]]:
-    """Return the tensors there, and their dtype, of this rank's weights."""
+    """Return the Hugging Face tensors and the target dtype of each weight on this rank."""
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     return {
         ours: (parts, dtype or weights[ours].dtype)
@@ -140,7 +142,7 @@ def _list_weights(
 def _merge_lists(
     layout: Layout, found: list[dict[str, tuple[list[Part], torch.dtype]]]
 ) -> dict[str, _Entry]:
-    """Return the weights of all ranks, in the order of the model."""
+    """Merge the lists of all ranks, in rank order, into one table in the order of the model."""
     table: dict[str, _Entry] = {}
     for rank, mine in enumerate(found):
         for ours, (parts, dtype) in mine.items():
@@ -156,7 +158,16 @@ def _merge_lists(
 
 
 def _begin(folder: Path, shards: Mapping[str, FileLayout], begun: list[Unfinished]) -> Path:
-    """Make an unfinished folder with files of their final sizes; on rank 0."""
+    """Create a temporary folder with files of their final sizes and headers. Runs on rank 0 only.
+
+    Args:
+        folder: the final path.
+        shards: the layout of each file by file name.
+        begun: the unfinished folder is appended, so that the caller can discard it after an error.
+
+    Returns:
+        The path of the temporary folder.
+    """
     unfinished = Unfinished(folder)
     try:
         with explain_write_errors(folder.parent, sum(layout.size for layout in shards.values())):
@@ -185,9 +196,12 @@ def _write_own_rows(
 def _write_gathered(
     weights: Mapping[str, Tensor], places: Mapping[str, list[_Place]], mine: Container[str]
 ) -> Exception | None:
-    """Write tensors that are cut other than by rows, gathered one at a time, in turns.
+    """Gather the tensors that are not sharded by rows, one at a time, and write those of this rank.
 
-    A rank that cannot write continues to gather, for the others; its failure is returned.
+    Gathering is a collective: a rank that cannot write still takes part, or the others would hang.
+
+    Returns:
+        The error of this rank's first failed write, or None.
     """
     failure: Exception | None = None
     for name in (name for name in places if _must_gather(weights[name])):
@@ -202,7 +216,12 @@ def _write_gathered(
 
 
 def _own_rows(tensor: Tensor, is_my_turn: bool) -> tuple[Tensor, int] | None:
-    """Return the rows that are this rank's to write, and the first one's number."""
+    """Return the rows that this rank must write, and the index of the first, or None.
+
+    Args:
+        tensor: a weight, plain or sharded.
+        is_my_turn: True if this rank was chosen to write the weight when it is replicated.
+    """
     if type(tensor) in (Tensor, nn.Parameter):
         return (tensor, 0) if is_my_turn else None
     sharded = cast("DTensor", tensor.detach())
@@ -221,7 +240,13 @@ def _must_gather(tensor: Tensor) -> bool:
 
 
 def _extents(places: list[_Place], rows: Tensor, first_row: int) -> Iterator[Extent]:
-    """Yield what a rank that holds some rows of a weight writes to the files of its parts."""
+    """Yield the file extents that hold some rows of a weight.
+
+    Args:
+        places: the Hugging Face tensors of the weight and their file positions.
+        rows: consecutive rows of our weight.
+        first_row: index of the first of these rows in the weight.
+    """
     for place in places:
         part, held, start = place.part, rows, first_row
         if part.form:
@@ -256,7 +281,7 @@ def _finish(
     settings: Mapping[str, Any],
     tokenizer: Tokenizer,
 ) -> None:
-    """Write the small files and publish; on rank 0."""
+    """Write the index, configs and tokenizer, then rename the folder. Runs on rank 0 only."""
     temporary = unfinished.path
     with explain_write_errors(unfinished.target.parent, 0):
         for name, text in small.items():

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face folder: which tensor goes where, index, configuration, tokenizer.
+"""Lays out the files of a Hugging Face folder: shards, index, configs, tokenizer files.
 
 Formats: https://huggingface.co/docs/safetensors; index as transformers' `save_pretrained`.
 """
@@ -34,10 +34,14 @@ MAX_SIDE_BYTES = 2**28
 
 
 def lay_out(tensors: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str, FileLayout]:
-    """Divide tensors over files, in their order, each file of at most `shard_bytes` if it can.
+    """Divide tensors over safetensors files, in the order given.
+
+    Args:
+        tensors: the dtype and shape of each tensor by name.
+        shard_bytes: largest number of tensor bytes in a file; a larger tensor gets its own file.
 
     Returns:
-        the names of the files, and where each tensor lies in them.
+        The layout of each file by file name.
     """
     groups: list[dict[str, TensorSpec]] = [{}]
     filled = 0
@@ -60,7 +64,7 @@ def lay_out(tensors: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str, Fi
 def build_index(
     shards: Mapping[str, FileLayout], tensors: Mapping[str, TensorSpec]
 ) -> dict[str, str]:
-    """Return the index of several files by its name; of one file, nothing."""
+    """Return the name and text of the index file, or an empty dict if there is only one shard."""
     if len(shards) == 1:
         return {}
     forms = tensors.values()
@@ -77,7 +81,7 @@ def build_index(
 
 
 def find_main_dtype(tensors: Mapping[str, TensorSpec]) -> str:
-    """Return the dtype that most elements have, as config.json names it."""
+    """Return the dtype of most elements, spelled as in config.json, such as "bfloat16"."""
     sizes: dict[str, int] = {}
     for dtype, shape in tensors.values():
         sizes[dtype_name(dtype)] = sizes.get(dtype_name(dtype), 0) + math.prod(shape)
@@ -85,7 +89,16 @@ def find_main_dtype(tensors: Mapping[str, TensorSpec]) -> str:
 
 
 def build_config_json(config: ModelConfig, dtype: str, eos_id: int | None) -> dict[str, Any]:
-    """Return config.json, with the rotary settings in the spellings of transformers 4 and 5."""
+    """Return the content of config.json.
+
+    The rotary settings and the dtype are written twice, because transformers 4 and 5 read different
+    keys.
+
+    Args:
+        config: the model's config.
+        dtype: the dtype of the weights, such as "bfloat16".
+        eos_id: id of the end-of-document token; None if there is no tokenizer.
+    """
     settings = config.hf_config()
     rope = settings.get("rope_parameters")
     if isinstance(rope, dict):
@@ -99,7 +112,7 @@ def build_config_json(config: ModelConfig, dtype: str, eos_id: int | None) -> di
 
 
 def build_generation_json(eos_id: int | None) -> dict[str, Any]:
-    """Return generation_config.json."""
+    """Return the content of generation_config.json."""
     return {"_from_model_config": True, **_ends(eos_id)}
 
 
@@ -108,16 +121,17 @@ def _ends(eos_id: int | None) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file that must not exist yet."""
+    """Write a JSON file that must not exist yet."""
     with open(path, "x", encoding="utf-8") as file:
         file.write(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def list_side_files(folder: Path) -> list[Path]:
-    """Return the tokenizer's and generation's files in a folder, if they have a sane size.
+    """Return the paths of the tokenizer files and generation_config.json in a folder.
 
-    Links are followed within the folder, and to the blobs of Hugging Face's cache: a folder from
-    elsewhere shall not have any other file copied.
+    A link is followed only within the folder and to the blobs of Hugging Face's cache, so that a
+    downloaded folder cannot make conversion copy any other file of this machine. Files larger than
+    `MAX_SIDE_BYTES` are left out.
     """
     home = folder.resolve()
     places = (home, home.parent.parent / "blobs")

@@ -37,10 +37,15 @@ EMBED, HEAD = "embed.weight", "head.proj.weight"
 
 
 def open_meta(folder: Path, recipe: Recipe | None) -> SourceWeights:
-    """Open a folder; the files are joined, and the rotary order is made ours.
+    """Open a folder in Meta's format; concatenate the files and convert the rotary layout to ours.
+
+    Args:
+        folder: a folder with params.json and consolidated.00.pth and the files that follow it.
+        recipe: a recipe that describes the model; None takes the sizes in params.json.
 
     Raises:
-        CheckpointError: it cannot be read, or does not fit, with every mismatch listed.
+        CheckpointError: the folder cannot be read or does not fit the model. The message lists
+            every mismatch.
     """
     files = _consolidated(folder)
     params = read_json(folder / PARAMS, MAX_PARAMS_BYTES)
@@ -54,12 +59,13 @@ def open_meta(folder: Path, recipe: Recipe | None) -> SourceWeights:
     config = cast("Llama3Config", config_or_error(make, folder / PARAMS))
     if recipe is not None:
         config = _llama3(recipe).with_vocab(rows)
-    # Each part of a part is there once more in every other file.
+    # Every file holds a slice of each tensor. The size check needs them all, under distinct names.
     counted = {
         f"{at} {name}": each.shape for at, part in enumerate(parts) for name, each in part.items()
     }
     shapes = parameter_shapes(config, counted, folder)
     if config.tie_embeddings and {NAMES[EMBED], NAMES[HEAD]} <= first.keys():
+        # params.json does not say whether the embeddings are tied, so the two weights are compared.
         ends = [_join(name, shapes[EMBED], parts) for name in (NAMES[EMBED], NAMES[HEAD])]
         if recipe is None and differs(ends[1], ends[0], ends[0].dtype):
             config = config.model_copy(update={"tie_embeddings": False})
@@ -119,14 +125,23 @@ def _require_match(
 
 
 def _share(first: FileTensor | None, full: Shape, count: int) -> Shape:
-    """Return the shape that every part of a tensor should have: the first's, if that can be."""
+    """Return the shape that a tensor must have in every file.
+
+    Args:
+        first: the tensor in the first file; None if it is missing there.
+        full: shape of the whole tensor.
+        count: the number of files.
+
+    Returns:
+        The shape in the first file if `count` such slices make the whole tensor, else `full`.
+    """
     if first is None or (first.shape != full and _cut(first.shape, full, count) is None):
         return full
     return first.shape
 
 
 def _cut(part: Shape, full: Shape, count: int) -> int | None:
-    """Return the dimension along which a tensor was cut into equal parts."""
+    """Return the dimension along which `count` equal slices make a tensor, or None."""
     if len(part) != len(full):
         return None
     unequal = [dim for dim in range(len(full)) if part[dim] != full[dim]]
@@ -136,7 +151,16 @@ def _cut(part: Shape, full: Shape, count: int) -> int | None:
 
 
 def _join(name: str, full: Shape, parts: Sequence[Mapping[str, FileTensor]]) -> TensorRows:
-    """Return a tensor put together from all files; norms are whole in each of them."""
+    """Concatenate the slices of a tensor from all files.
+
+    Args:
+        name: Meta's name of the tensor.
+        full: shape of the whole tensor.
+        parts: the tensors of each file by name.
+
+    Returns:
+        The whole tensor; norms are replicated, so that the first file's copy is returned.
+    """
     regions = [part[name] for part in parts if name in part]
     dim = _cut(regions[0].shape, full, len(parts)) if len(regions) == len(parts) else None
     if dim is None or {each.shape for each in regions} != {regions[0].shape}:
@@ -157,21 +181,24 @@ def _reorder_rotary(name: str, tensor: TensorRows, config: Llama3Config) -> Tens
 
 @dataclass(frozen=True)
 class Interleaved(DerivedTensor):
-    """Queries or keys of Meta's rotary layout, in the order of Hugging Face's and ours.
+    """A query or key weight in Meta's interleaved rotary layout, read in our half-split layout.
 
-    Within each head, Meta turns the neighbours (2i, 2i + 1), and we turn (i, i + K/2). The same as
-    `permute` in transformers' `convert_llama_weights_to_hf.py`.
+    Within each head Meta rotates the rows (2i, 2i + 1) together, while Hugging Face and we rotate
+    (i, i + K/2). The permutation equals `permute` in transformers'
+    `convert_llama_weights_to_hf.py`.
 
     Args:
-        source: Meta's weight, [heads * K, D].
-        head_width: K.
+        source: Meta's weight, shape [heads * K, D].
+        shape: the same shape.
+        head_width: the head width K.
     """
 
     head_width: int
 
     def read(self, first: int, last: int) -> Tensor:
-        """Return some rows."""
+        """Return rows `first` to `last`, exclusive, in our order."""
         width = self.head_width
+        # Rows are permuted within a head only, so the whole heads around the range are read.
         low, high = first // width * width, -(-last // width) * width
         row = torch.arange(first, last)
         half, pair = (row % width) // (width // 2), row % (width // 2)

@@ -1,4 +1,4 @@
-"""Our checkpoints as conversion reads and writes them: safetensors files, an index, a manifest."""
+"""Reads and writes our native checkpoints for conversion."""
 
 from __future__ import annotations
 
@@ -31,15 +31,20 @@ from ..core.errors import CheckpointError
 from .writing import Advance, Extent, create_file, sync, whole_slice, write_all
 
 FILE_BYTES = 2**28
-"""A file is written by one thread, which hashes it meanwhile: there are enough for all cores."""
+"""target size of a file: one thread writes and hashes a file, so several files use all cores"""
 MAX_FILES = 64
 
 
 def read_section(folder: Path, manifest: Manifest, section: str) -> dict[str, TensorRows]:
-    """Return the tensors `SECTION.NAME` of a checkpoint by NAME.
+    """Return the tensors of one section of a checkpoint, without the section in their names.
+
+    Args:
+        folder: the folder of the checkpoint.
+        manifest: the manifest of the checkpoint.
+        section: the first component of the tensors' names, such as "model" or "ema".
 
     Raises:
-        CheckpointError: the files are not what the manifest says.
+        CheckpointError: the files do not match the manifest.
     """
     prefix = f"{section}."
     names = [name for name in manifest.tensors if name.startswith(prefix)]
@@ -62,13 +67,20 @@ def write_native(
     advance: Advance,
     checks: Sequence[Callable[[], str]] = (),
 ) -> None:
-    """Write a complete checkpoint into an empty folder; what is in it already is listed too.
+    """Write a complete checkpoint into a folder without a checkpoint.
+
+    Files that are in the folder already, such as the tokenizer's, are listed in the manifest too.
 
     Args:
-        tensors: by full name, such as "model.embed.weight".
-        forms: the dtype and shape that each is written in.
-        info: what the manifest says.
-        checks: as for `write_all`.
+        folder: an existing folder.
+        tensors: the tensors by full name, such as "model.embed.weight".
+        forms: the dtype and shape in which each tensor is written.
+        info: step, recipe and versions for the manifest.
+        advance: called with the number of bytes of each block that was written.
+        checks: functions that raise if the source is damaged, run beside the writes.
+
+    Raises:
+        CheckpointError: the files that were written do not match the manifest.
     """
     beside = sorted(folder.iterdir())
     files = _divide(forms)
@@ -96,7 +108,7 @@ def write_native(
 
 
 def _divide(forms: Mapping[str, TensorSpec]) -> list[list[LocalChunk]]:
-    """Return the tensors of each file, about equally large, so that all threads end together."""
+    """Divide the tensors over files of about equal size, so that all threads end together."""
     whole_tensors = [
         LocalChunk(name, dtype, shape, Box((0,) * len(shape), shape))
         for name, (dtype, shape) in forms.items()
@@ -105,6 +117,7 @@ def _divide(forms: Mapping[str, TensorSpec]) -> list[list[LocalChunk]]:
     count = max(1, min(MAX_FILES, len(forms), total // FILE_BYTES))
     files: list[list[LocalChunk]] = [[] for _ in range(count)]
     filled = [0] * count
+    # Largest first, each into the emptiest file (greedy bin packing).
     for chunk in sorted(whole_tensors, key=lambda chunk: -chunk.bytes):
         emptiest = filled.index(min(filled))
         files[emptiest].append(chunk)

@@ -1,4 +1,4 @@
-"""Adapters as Hugging Face's PEFT stores them, so that it loads them beside the base model.
+"""Exports LoRA adapters in the format of Hugging Face's PEFT library.
 
 Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
@@ -38,15 +38,15 @@ def save_adapter(
 ) -> None:
     """Write a model's adapters to a new folder that `peft.PeftModel.from_pretrained` loads.
 
-    All ranks of a sharded model call it; the first one writes. The folder appears only when it is
-    complete.
+    All ranks of a sharded model must call it; rank 0 writes. The folder appears under its name only
+    when it is complete.
 
     Args:
-        folder: must not exist yet.
-        model: with adapters, plain or sharded.
-        config: what the model was built from.
-        base: name or folder of the base model, for those who load the adapter.
-        group: a gloo group of all ranks; None: one process.
+        folder: path of the folder, which must not exist yet.
+        model: a model with adapters, plain or sharded.
+        config: the config that the model was built from.
+        base: name or folder of the base model, recorded in adapter_config.json.
+        group: a gloo process group of all ranks; None for a single process.
 
     Raises:
         RecipeError: the folder exists.
@@ -68,15 +68,17 @@ def save_adapter(
 
 
 def export_adapter(checkpoint: Path, folder: Path, *, base: str | None = None) -> int:
-    """Write the adapters of a checkpoint to a new folder that PEFT loads; reads no other tensor.
+    """Write the adapters of a checkpoint to a new folder that PEFT loads.
 
-    Returns:
-        how many tensors there are.
+    Only the adapters' bytes are read; of the other tensors only the shapes are checked.
 
     Args:
         checkpoint: a checkpoint, or a run directory, whose newest intact checkpoint is taken.
-        folder: must not exist yet.
-        base: name or folder of the base model; default: the run's `run.init_from`.
+        folder: path of the folder, which must not exist yet.
+        base: name or folder of the base model; None takes the run's `run.init_from`.
+
+    Returns:
+        The number of adapter tensors that were written.
 
     Raises:
         RecipeError: the folder exists.
@@ -85,7 +87,7 @@ def export_adapter(checkpoint: Path, folder: Path, *, base: str | None = None) -
     found = find_checkpoint(checkpoint)
     recipe = load_saved_recipe(found.path, found.manifest)
     saved = read_section(found.path, found.manifest, "model")
-    merge_tensors(found.path, saved, recipe.lora.alpha)  # refuses what does not fit
+    merge_tensors(found.path, saved, recipe.lora.alpha)  # raises if an adapter does not fit
     adapters = {
         name: rows.read(0, row_count(rows.shape))
         for name, rows in saved.items()
@@ -106,7 +108,16 @@ def _write(
     alpha: float,
     base: str,
 ) -> None:
-    """Write a PEFT folder, complete or not at all; `names` are those of all parameters."""
+    """Write a PEFT folder, which appears only when it is complete.
+
+    Args:
+        folder: path of the folder, which must not exist yet.
+        adapters: the adapter weights by our names.
+        names: the names of all parameters of the model.
+        layout: the model's table of Hugging Face names.
+        alpha: the numerator of LoRA's scale, alpha / rank.
+        base: name or folder of the base model; empty if unknown.
+    """
     from safetensors.torch import save_file
 
     tensors, modules = {}, set()
@@ -131,7 +142,15 @@ def _write(
 
 
 def _targets(modules: set[str], weights: Collection[str | None]) -> list[str]:
-    """Return what PEFT shall match: `q_proj` if every layer's has an adapter, else whole paths."""
+    """Return PEFT's `target_modules`.
+
+    A short name such as `q_proj` makes PEFT adapt every module that ends with it, so it is used
+    only if all such modules have an adapter; else the full paths are listed.
+
+    Args:
+        modules: Hugging Face's paths of the adapted modules.
+        weights: Hugging Face's names of all weights of the model.
+    """
     targets = set()
     for module in modules:
         short = module.rpartition(".")[2]

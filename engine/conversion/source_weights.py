@@ -1,4 +1,4 @@
-"""What each source format is opened as: a model config, tensors read lazily, a tokenizer."""
+"""Defines `SourceWeights`, which every source format is opened as, and the checks that it fits."""
 
 from __future__ import annotations
 
@@ -51,10 +51,14 @@ class SourceWeights:
 
 
 def config_or_error(make: Callable[[], ModelConfig], place: Path) -> ModelConfig:
-    """Return a config, or explain why there can be none.
+    """Build a model config from foreign settings.
+
+    Args:
+        make: returns the config, or raises `SettingsError`.
+        place: the file of the settings, for messages.
 
     Raises:
-        CheckpointError: sizes are missing or impossible, all listed.
+        CheckpointError: sizes are missing or impossible. The message lists all of them.
     """
     try:
         return make()
@@ -68,14 +72,18 @@ def config_or_error(make: Callable[[], ModelConfig], place: Path) -> ModelConfig
 def parameter_shapes(
     config: ModelConfig, found: Mapping[str, Shape], place: Path
 ) -> dict[str, Shape]:
-    """Return the shape of each parameter of a model, and of buffers that are there or must be.
+    """Return the shape of each parameter of a model, and of the buffers that the source stores.
+
+    The model is built without storage. Its sizes are compared with the source first, because a
+    hostile config with huge sizes could otherwise exhaust the memory.
 
     Args:
-        config: with its vocabulary settled.
-        found: what is there: a file that lies about its sizes shall not fill the memory.
+        config: the model's config with the real vocabulary size.
+        found: the shape of each tensor in the source.
+        place: path of the source, for messages.
 
     Raises:
-        CheckpointError: a size is larger than all tensors together.
+        CheckpointError: a size in the config is larger than the number of stored elements.
     """
     elements = sum(math.prod(shape) for shape in found.values())
     keys = [key for key in config.layout.hf_keys.values() if not key.startswith("rope_scaling.")]
@@ -100,7 +108,7 @@ def parameter_shapes(
 
 
 def _value(config: ModelConfig, key: str) -> Any:
-    """Return what a config, or a table in it, has under a dotted key; None: there is no such."""
+    """Return the value of a dotted key of a config, or None if there is no such key."""
     found: Any = config
     for part in key.split("."):
         found = getattr(found, part, None)
@@ -115,10 +123,18 @@ def require_match(
     word: str,
     hint: str = "",
 ) -> None:
-    """Check that a place holds all of a model, and nothing else.
+    """Check that a source holds every parameter of a model and nothing else.
+
+    Args:
+        place: path of the source.
+        sources: the stored name of each parameter, by our name.
+        shapes: the shape that each parameter must have, by our name.
+        found: the shape of each stored tensor, by stored name.
+        word: the name of the source in the sentences, such as "the checkpoint".
+        hint: the advice of the error.
 
     Raises:
-        CheckpointError: everything that does not fit.
+        CheckpointError: the source does not fit. The message lists every mismatch.
     """
     problems = list_mismatches(sources, shapes, found, word)
     if problems:
@@ -126,10 +142,14 @@ def require_match(
 
 
 def hf_parts(shapes: Mapping[str, Shape], config: ModelConfig) -> dict[str, list[Part]]:
-    """Return the tensors in which Hugging Face stores each of a model's.
+    """Return the Hugging Face tensors of each parameter of a model, by our names.
+
+    Args:
+        shapes: the shape of each parameter, by our names.
+        config: the model's config.
 
     Raises:
-        CheckpointError: the table of the model has no name for some, or there is no such model.
+        CheckpointError: no Hugging Face model equals this one, or a parameter has no name there.
     """
     try:
         config.require_hf()
@@ -148,19 +168,27 @@ def hf_parts(shapes: Mapping[str, Shape], config: ModelConfig) -> dict[str, list
 
 
 BLOCK_ROWS = 64
-"""Rows are merged by whole blocks: other shapes of a product may round another way"""
+"""adapters are merged in blocks of this many rows: matmuls of other shapes may round differently"""
 
 
 @dataclass(frozen=True)
 class Merged(DerivedTensor):
-    """A weight and the adapter beside it; see `merge`."""
+    """A weight with its LoRA adapter merged in when it is read; see `merge`.
+
+    Args:
+        source: the base weight, [out, in].
+        shape: its shape.
+        down: the adapter's first matrix, [rank, in].
+        up: the adapter's second matrix, [out, rank].
+        scale: the factor of the adapter, alpha / rank.
+    """
 
     down: Tensor
     up: Tensor
     scale: float
 
     def read(self, first: int, last: int) -> Tensor:
-        """Return some rows."""
+        """Return rows `first` to `last`, exclusive, of the merged weight."""
         low = first // BLOCK_ROWS * BLOCK_ROWS
         high = min(-(-last // BLOCK_ROWS) * BLOCK_ROWS, self.shape[0])
         blocks = [
@@ -174,15 +202,18 @@ class Merged(DerivedTensor):
 def merge_tensors(
     place: Path, tensors: Mapping[str, TensorRows], alpha: float
 ) -> dict[str, TensorRows]:
-    """Return a checkpoint's weights by name, each adapter merged into the weight beside it.
+    """Merge each LoRA adapter of a checkpoint into its base weight, lazily.
 
     Args:
-        place: the checkpoint.
+        place: path of the checkpoint, for messages.
         tensors: weights and adapters by name.
-        alpha: of the adapters; their rank is their own.
+        alpha: the numerator of the scale alpha / rank; the rank is read from the adapter's shape.
+
+    Returns:
+        The weights by name, without the adapters.
 
     Raises:
-        CheckpointError: an adapter does not fit its weight, all such are listed.
+        CheckpointError: adapters do not fit their weights. The message lists all of them.
     """
     weights = {name: each for name, each in tensors.items() if not is_adapter(name)}
     problems = []

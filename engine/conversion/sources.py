@@ -1,4 +1,4 @@
-"""Opens what is converted, each format in its own way."""
+"""Opens the source of a conversion: a Hugging Face folder, our checkpoint, or a state dict."""
 
 from __future__ import annotations
 
@@ -36,15 +36,22 @@ from .source_weights import (
     require_match,
 )
 
+# Prefixes that DistributedDataParallel and torch.compile put before parameter names.
 WRAPPERS = ("module.", "_orig_mod.")
+# Keys under which training scripts usually store the state dict.
 INNER = ("model", "state_dict", "model_state_dict", "module")
 
 
 def open_huggingface(folder: Path, recipe: Recipe | None) -> SourceWeights:
-    """Open a Hugging Face folder; its config.json gives the sizes, unless a recipe does.
+    """Open a Hugging Face folder.
+
+    Args:
+        folder: the folder.
+        recipe: a recipe that describes the model; None takes the sizes in config.json.
 
     Raises:
-        CheckpointError: it cannot be read, or does not fit, with every mismatch listed.
+        CheckpointError: the folder cannot be read or does not fit the model. The message lists
+            every mismatch.
     """
     stored, settings = list_tensors(folder), read_config(folder)
     found = {name: tensor.shape for name, tensor in stored.items()}
@@ -70,10 +77,10 @@ def _match_folder(
     config: ModelConfig,
     settings: Mapping[str, Any] | None,
 ) -> Match:
-    """Compare tensors of Hugging Face's names with a model.
+    """Compare tensors that have Hugging Face's names with a model.
 
     Raises:
-        CheckpointError: they do not fit, with every mismatch listed.
+        CheckpointError: the tensors do not fit the model. The message lists every mismatch.
     """
     fit = match(stored, shapes, config, settings, word)
     if not fit.problems:
@@ -89,13 +96,15 @@ def _match_folder(
 def open_native(path: Path, recipe: Recipe | None, section: str = "model") -> SourceWeights:
     """Open one of our checkpoints, or the newest complete one of a run directory.
 
-    Its hashes are compared later, while tensors are copied.
+    The hashes of the files are compared later, while tensors are copied.
 
     Args:
+        path: a checkpoint or a run directory.
+        recipe: a recipe that describes the model; None takes the recipe in the checkpoint.
         section: "model", or "ema" for the averaged weights.
 
     Raises:
-        CheckpointError: there is none, or it does not fit its recipe.
+        CheckpointError: there is no complete checkpoint, or it does not fit the recipe.
     """
     folder, manifest = _newest(path)
     saved = load_saved_recipe(folder, manifest) if recipe is None else recipe
@@ -108,7 +117,7 @@ def open_native(path: Path, recipe: Recipe | None, section: str = "model") -> So
             f'{folder} holds no weights of the section "{section}"',
             f"it holds: {', '.join(sections)}",
         )
-    if any(map(is_adapter, tensors)):  # of frozen weights there is no average
+    if any(map(is_adapter, tensors)):  # the base weights are frozen and have no average
         tensors = read_section(folder, manifest, "model") | tensors
         alpha = LoRA.model_validate(manifest.recipe.get("lora", {})).alpha
         tensors = merge_tensors(folder, tensors, alpha)
@@ -126,10 +135,15 @@ def open_native(path: Path, recipe: Recipe | None, section: str = "model") -> So
 
 
 def open_torch(file: Path, recipe: Recipe | None) -> SourceWeights:
-    """Open a state dict that `torch.save` wrote, by our parameter names or Hugging Face's.
+    """Open a state dict that `torch.save` wrote, with our parameter names or Hugging Face's.
+
+    Args:
+        file: the file of `torch.save`.
+        recipe: a recipe that describes the model; None takes config.json beside the file.
 
     Raises:
-        CheckpointError: it is not read, or does not fit, with every mismatch listed.
+        CheckpointError: the file cannot be read or does not fit the model. The message lists every
+            mismatch.
     """
     notes: list[str] = []
     tensors = read_state_dict(file, notes)
@@ -162,10 +176,14 @@ def open_torch(file: Path, recipe: Recipe | None) -> SourceWeights:
 
 
 def read_state_dict(file: Path, notes: list[str]) -> dict[str, FileTensor]:
-    """Return the tensors of a state dict by name, without what wrappers put before the names.
+    """Return the tensors of a state dict by name, without the prefixes of `WRAPPERS`.
+
+    Args:
+        file: the file of `torch.save`.
+        notes: sentences for the user; one is added if only a part of the file is taken.
 
     Raises:
-        CheckpointError: it is not read.
+        CheckpointError: the file does not exist, cannot be read, or holds no tensors.
     """
     if not file.is_file():
         raise CheckpointError(f"{file} is not a file", "name the file that torch.save wrote")
@@ -186,7 +204,7 @@ def read_state_dict(file: Path, notes: list[str]) -> dict[str, FileTensor]:
 
 
 def _without(prefix: str, tensors: dict[str, FileTensor]) -> dict[str, FileTensor]:
-    """Take a prefix away, if all names have it."""
+    """Remove a prefix from the names if every name has it."""
     if not all(name.startswith(prefix) for name in tensors):
         return tensors
     return {name.removeprefix(prefix): each for name, each in tensors.items()}
@@ -204,7 +222,7 @@ def _config_beside(file: Path) -> tuple[ModelConfig, dict[str, Any]]:
 
 
 def _newest(path: Path) -> tuple[Path, Manifest]:
-    """Return the newest checkpoint whose names and sizes are right."""
+    """Return the newest checkpoint whose files have the names and sizes of its manifest."""
     reasons = []
     for folder in candidates(path) if path.is_dir() else []:
         try:
@@ -230,19 +248,23 @@ def _check_file(folder: Path, manifest: Manifest, name: str) -> str:
 
 
 def rows_of(found: Mapping[str, Shape], name: str | None) -> int:
-    """Return the rows of a tensor: of the embedding, they are the vocabulary."""
+    """Return the number of rows of a tensor, such as the vocabulary size of the embedding.
+
+    A missing tensor gives 1, so that the later comparison of names reports the tensor as missing.
+    """
     shape = found.get(name or "", ())
     return max(1, shape[0]) if shape else 1
 
 
 def family_of(settings: Mapping[str, Any], place: Path) -> type[ModelConfig]:
-    """Return the model family of a config.json.
+    """Return the config class for the `model_type` of a config.json.
 
     Args:
-        place: the folder that it is in.
+        settings: the content of config.json.
+        place: the folder of config.json, for messages.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: no model of ours has this type.
     """
     kind = settings.get("model_type")
     families = {name: models[name].layout.hf_possible.get("model_type", ()) for name in models}

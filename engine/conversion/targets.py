@@ -1,4 +1,4 @@
-"""Writes what was opened, each format in its own way, into a temporary place."""
+"""Writes the target of a conversion in its format, and reads it back for verification."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Job:
 
     Attributes:
         opened: the source.
-        target: path of the target; until it is complete, another one is written to.
+        target: final path of the target; the data goes to a temporary path until it is complete.
         forms: dtype and shape in which each tensor is written, by our parameter names.
         recipe: recipe that the manifest of a checkpoint of ours records.
         tokenizer: the model's tokenizer, or None if none is known.
@@ -72,24 +72,30 @@ class Job:
 
     @cached_property
     def hf_parts(self) -> dict[str, list[Part]]:
-        """Hugging Face's tensors of each of ours."""
+        """The Hugging Face tensors of each parameter, by our names."""
         return hf_parts(
             {name: shape for name, (_, shape) in self.forms.items()}, self.opened.config
         )
 
     @property
     def bytes(self) -> int:
-        """The size of all tensors."""
+        """The size of all tensors in the target, in bytes."""
         return sum(nbytes(shape, dtype) for dtype, shape in self.forms.values())
 
 
 def write_checkpoint(job: Job, temporary: Path) -> None:
-    """Write one of our checkpoints, with the tokenizer's files beside the weights."""
+    """Write one of our checkpoints, with the tokenizer's files beside the weights.
+
+    Args:
+        job: the conversion.
+        temporary: path of the folder to create.
+    """
     temporary.mkdir()
     recipe = remove_secrets(job.recipe.model_dump(mode="json"))
     if job.tokenizer is not None and job.recipe.tokenizer.name != "bytes":
         _tokenizer_files(job, temporary)
         eos_token = getattr(job.tokenizer, "eos_token", None)
+        # The recipe must name the tokenizer at its final path, not in the temporary folder.
         own = HFTokenizer(path=str(job.target.absolute()), eos_token=eos_token)
         recipe["tokenizer"] = own.model_dump(mode="json")
     step = re.fullmatch(r"step-(\d{1,18})", job.target.name)
@@ -111,7 +117,12 @@ def write_checkpoint(job: Job, temporary: Path) -> None:
 
 
 def write_huggingface(job: Job, temporary: Path) -> None:
-    """Write a Hugging Face folder: weights, index, configuration, tokenizer."""
+    """Write a Hugging Face folder: weights, index, configs and tokenizer files.
+
+    Args:
+        job: the conversion.
+        temporary: path of the folder to create.
+    """
     opened = job.opened
     generation = _generation(job)
     forms = {
@@ -145,9 +156,14 @@ def write_huggingface(job: Job, temporary: Path) -> None:
 
 
 def write_torch(job: Job, temporary: Path) -> None:
-    """Write a dictionary of tensors by our names, as `torch.save` does."""
+    """Write a file in the format of `torch.save`: a dict of tensors by our parameter names.
+
+    Args:
+        job: the conversion.
+        temporary: path of the file to create.
+    """
     todo = [
-        # In one piece: the CRC-32 that follows is of all.
+        # One thread writes the whole tensor, because the CRC-32 after it covers all bytes in order.
         Extent(
             temporary, region.offset, [whole_slice(tensor, region.dtype, name), encode_descriptor]
         )
@@ -161,12 +177,12 @@ def write_torch(job: Job, temporary: Path) -> None:
 
 
 def read_checkpoint(folder: Path, _: Job) -> dict[str, TensorRows]:
-    """Return what was written to a checkpoint of ours, by our names."""
+    """Return the weights of one of our checkpoints, by our parameter names."""
     return read_section(folder, read_manifest(folder), "model")
 
 
 def read_huggingface(folder: Path, job: Job) -> dict[str, TensorRows]:
-    """Return what was written to a Hugging Face folder, by our names."""
+    """Return the weights of a Hugging Face folder that `write_huggingface` wrote, by our names."""
     regions = {name: open_stored_tensor(each) for name, each in list_tensors(folder).items()}
     return {
         ours: open_parameter(parts, job.forms[ours][1], regions)
@@ -175,13 +191,13 @@ def read_huggingface(folder: Path, job: Job) -> dict[str, TensorRows]:
 
 
 def read_torch(file: Path, _: Job) -> dict[str, TensorRows]:
-    """Return what was written by `write_torch`."""
+    """Return the tensors of a file that `write_torch` wrote, by our names."""
     found: dict[str, TensorRows] = read_file_tensors(file)
     return found
 
 
 def _tokenizer_files(job: Job, folder: Path) -> None:
-    """Copy the tokenizer's files, or have it write them."""
+    """Copy the source's tokenizer files, and let the tokenizer write its own if none is copied."""
     for file in list_side_files(job.side) if job.side else []:
         shutil.copyfile(file, folder / file.name)
     if job.tokenizer is not None and not (folder / "tokenizer.json").exists():
@@ -189,7 +205,7 @@ def _tokenizer_files(job: Job, folder: Path) -> None:
 
 
 def _generation(job: Job) -> dict[str, Any]:
-    """Return generation_config.json: the one that is copied, else ours."""
+    """Return the content of generation_config.json: the source's if it is copied, else ours."""
     found = (
         [file for file in list_side_files(job.side) if file.name == GENERATION] if job.side else []
     )
@@ -197,7 +213,13 @@ def _generation(job: Job) -> dict[str, Any]:
 
 
 def _settings(job: Job, dtype: str, generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json: the source's own where it has one, else ours."""
+    """Return the content of config.json: the source's if there is one, else ours.
+
+    Args:
+        job: the conversion.
+        dtype: the dtype of the weights, such as "bfloat16".
+        generation: the content of generation_config.json, whose token ids go into our config.json.
+    """
     settings = job.opened.settings
     if settings is not None:
         kept = {k: v for k, v in settings.items() if k not in ("dtype", "torch_dtype")}

@@ -1,4 +1,4 @@
-"""Writes files at places known beforehand, in several threads, and publishes them at once."""
+"""Writes files in several threads, at offsets that are known in advance, and publishes them."""
 
 from __future__ import annotations
 
@@ -20,36 +20,49 @@ from ..checkpoint.tensors import TensorRows, as_bytes, read_blocks, row_bytes, r
 from ..core.unfinished import Unfinished
 
 PIECE_BYTES = 2**26
-"""Larger tensors are written by several threads, where no checksum needs their order."""
+"""larger tensors are split into extents of about this size, which several threads write"""
 
 Advance = Callable[[int], None]
-"""called with a number of bytes that were written"""
+"""is called with the number of bytes that were written since the last call"""
 
 
 @dataclass(frozen=True)
 class FileSlice:
-    """Rows `first` to `last` of a tensor, to be written in a dtype."""
+    """Rows of a tensor that are written in a dtype.
+
+    Attributes:
+        tensor: the tensor to read.
+        dtype: the dtype in the file.
+        first: index of the first row.
+        last: index after the last row.
+        name: the tensor's name in messages.
+    """
 
     tensor: TensorRows
     dtype: torch.dtype
     first: int
     last: int
     name: str
-    """for messages"""
 
     @property
     def bytes(self) -> int:
-        """The size once written."""
+        """The size of the rows in the file, in bytes."""
         return (self.last - self.first) * row_bytes(self.tensor.shape, self.dtype)
 
 
 Content = bytes | FileSlice | Callable[[int], bytes]
-"""bytes, rows of a tensor, or a function that makes the bytes after a tensor from its CRC-32"""
+"""bytes, rows of a tensor, or a function from the CRC-32 of the rows before it to bytes"""
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A contiguous range of a file, and what is written there."""
+    """A contiguous range of a file and its content.
+
+    Attributes:
+        file: an existing file.
+        offset: position of the first byte in the file.
+        content: pieces that are written one after the other.
+    """
 
     file: Path
     offset: int
@@ -57,14 +70,22 @@ class Extent:
 
 
 def whole_slice(tensor: TensorRows, dtype: torch.dtype, name: str) -> FileSlice:
-    """Return a tensor as one piece."""
+    """Return a slice of all rows of a tensor."""
     return FileSlice(tensor, dtype, 0, row_count(tensor.shape), name)
 
 
 def split_into_extents(
     file: Path, offset: int, tensor: TensorRows, dtype: torch.dtype, name: str
 ) -> Iterator[Extent]:
-    """Yield a tensor in pieces that several threads can write."""
+    """Split a tensor into extents of about `PIECE_BYTES`, which several threads can write.
+
+    Args:
+        file: the file to write to.
+        offset: position in the file of the tensor's first byte.
+        tensor: the tensor to write.
+        dtype: the dtype in the file.
+        name: the tensor's name in messages.
+    """
     row = row_bytes(tensor.shape, dtype)
     step = max(1, PIECE_BYTES // max(1, row))
     rows = row_count(tensor.shape)
@@ -76,19 +97,25 @@ def split_into_extents(
 def write_all(
     work: Sequence[Extent], advance: Advance, checks: Sequence[Callable[[], str]] = ()
 ) -> list[str]:
-    """Write extents to files that exist, on all cores; return the XXH3-128 of each.
-
-    Only the hash of a extent that is a whole file is of use.
+    """Write extents to existing files with several threads.
 
     Args:
-        checks: other work that must succeed, done beside it.
+        work: the extents.
+        advance: called with the size of each block after it was written.
+        checks: functions that run beside the writes and raise if the source is damaged.
+
+    Returns:
+        The XXH3-128 of each extent; it is the hash of a file if the extent covers the whole file.
     """
     writes = [partial(_write, each, advance) for each in work]
     return run_in_threads([*checks, *writes])[len(checks) :]
 
 
 def run_in_threads(work: Sequence[Callable[[], str]]) -> list[str]:
-    """Do work in as many threads as there are cores; the first failure ends it all."""
+    """Call functions in up to 8 threads and return their results in order.
+
+    After the first error no further function starts, and the error is raised.
+    """
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "convert") as pool:
         running = [pool.submit(each) for each in work]
         try:
@@ -130,7 +157,7 @@ def _write_at(descriptor: int, position: int, block: memoryview) -> int:
 
 
 def sync(files: Sequence[Path]) -> None:
-    """Make the contents of files survive a power failure."""
+    """Call fsync on files, so that their contents survive a power failure."""
     run_in_threads([partial(_sync, file) for file in files])
 
 
@@ -144,7 +171,7 @@ def _sync(file: Path) -> str:
 
 
 def create_file(file: Path, size: int, head: bytes = b"") -> None:
-    """Make a file of a size, with its first bytes."""
+    """Create a file of `size` bytes that begins with `head`; the rest is a hole until written."""
     with open(file, "xb") as opened:
         opened.write(head)
         opened.truncate(size)
@@ -160,7 +187,7 @@ def publish_when_complete(target: Path, needed: int) -> Iterator[Path]:
 
     Raises:
         RecipeError: the target exists.
-        CheckpointError: there is no space, or writing is refused.
+        CheckpointError: the disk is full or the path cannot be written.
     """
     unfinished = Unfinished(target)
     try:
@@ -173,13 +200,17 @@ def publish_when_complete(target: Path, needed: int) -> Iterator[Path]:
 
 
 class Counter:
-    """Lets several threads report to one listener, one at a time."""
+    """Calls a listener from several threads, one call at a time.
+
+    Args:
+        listener: called with a number of bytes; it need not be thread-safe.
+    """
 
     def __init__(self, listener: Advance) -> None:
         self._listener = listener
         self._lock = threading.Lock()
 
     def __call__(self, count: int) -> None:
-        """Report a number of bytes."""
+        """Pass a number of written bytes to the listener."""
         with self._lock:
             self._listener(count)

@@ -1,4 +1,4 @@
-"""Runs the checks of `trainer doctor`. Torch is loaded by the checks that need it."""
+"""Runs the checks of `trainer doctor`. Only the checks that need torch import it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from . import machine
 
 
 def examine(runs: Path) -> Iterator[machine.Finding]:
-    """Yield what is found on this machine; `runs` is the folder where runs are kept.
+    """Run all checks and yield their findings.
 
-    A check that fails in a way we did not foresee is a bad finding and not the end.
+    An unexpected error in a check becomes a finding with the state "bad", and the other checks run.
+
+    Args:
+        runs: the folder in which run directories are created.
     """
     checks: dict[str, Callable[[], Iterator[machine.Finding]]] = {
         "versions": machine.check_versions,
@@ -33,7 +36,10 @@ def examine(runs: Path) -> Iterator[machine.Finding]:
 
 
 def _with_torch(check: str) -> Iterator[machine.Finding]:
-    """Yield the findings of a function of `torch_checks`; a torch that cannot load is a finding."""
+    """Yield the findings of a function of `torch_checks`, named by `check`.
+
+    The import is inside, so that a torch that cannot be imported becomes a finding.
+    """
     from . import torch_checks
 
     yield from getattr(torch_checks, check)()

@@ -1,4 +1,4 @@
-"""What torch.compile makes of a recipe's model: graphs, and where they break."""
+"""Traces a recipe's model with torch.compile and reports its graphs and graph breaks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class Break:
-    """Where a graph ends before its function does.
+    """A graph break.
 
     Attributes:
-        reason: in torch's words.
-        place: file and line; empty where torch does not say.
+        reason: torch's message.
+        place: file and line of the user code; empty if torch does not give them.
     """
 
     reason: str
@@ -32,16 +32,16 @@ class Break:
 
 @dataclass
 class Traced:
-    """What became of one function that a run compiles.
+    """The graphs of one function that a run compiles.
 
     Attributes:
         part: the block's name, or "loss".
-        like_it: others that use the same graphs.
-        graphs: for rows of the recipe's length; one if nothing breaks.
-        operations: in them.
-        recompiled: further graphs for rows of another length.
-        used: numbers of the graphs that it ran.
-        breaks: each once.
+        like_it: the number of other functions that use the same graphs.
+        graphs: the number of graphs for the recipe's sequence length; 1 without graph breaks.
+        operations: the number of operations in these graphs.
+        recompiled: the number of further graphs for another sequence length.
+        used: the ids of the graphs that the first call ran.
+        breaks: the distinct graph breaks.
     """
 
     part: str
@@ -54,14 +54,14 @@ class Traced:
 
 
 def trace(recipe: Recipe, ranks: int, vocab_size: int) -> list[Traced]:
-    """Trace what a run would compile, on tensors without content, and return each distinct part.
+    """Trace the functions that a run would compile, on fake tensors, and return the distinct ones.
 
-    With a pipeline these are the blocks of the last stage.
+    The last rank is traced; with a pipeline it holds the blocks of the last stage.
 
     Args:
-        recipe: validated for that many ranks; what it says of `compile.enabled` does not matter.
-        ranks: of the run.
-        vocab_size: of the tokenizer.
+        recipe: a recipe validated for that many ranks; `compile.enabled` is ignored.
+        ranks: the world size.
+        vocab_size: the vocabulary size of the tokenizer.
     """
     recipe = recipe.model_copy(
         update={"compile": recipe.compile.model_copy(update={"enabled": True})}
@@ -92,7 +92,11 @@ def _lengths(recipe: Recipe, unit: int) -> Iterator[int]:
 
 
 class _Tracer:
-    """Stands in for torch.compile, and counts what each function becomes."""
+    """Replaces torch.compile and counts the graphs of each function that is compiled.
+
+    Args:
+        blocks: the name of the model's list of blocks.
+    """
 
     def __init__(self, blocks: str) -> None:
         self._blocks = blocks
@@ -104,10 +108,10 @@ class _Tracer:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Compile with this in place of torch.compile."""
+        """Replace torch.compile by this tracer inside the block."""
         compiled_loss.compiled_inner.cache_clear()
         stand_in = self._compile_with(torch.compile)
-        # What torch warns of when a graph breaks is in our own words already.
+        # Our report lists the graph breaks, so torch's own warnings about them are silenced.
         with catch_warnings(action="ignore"), replace_attribute(torch, "compile", stand_in):
             yield
         compiled_loss.compiled_inner.cache_clear()
@@ -158,7 +162,7 @@ class _Tracer:
         part.breaks += [each for each in dict.fromkeys(breaks) if each not in part.breaks]
 
     def distinct(self) -> list[Traced]:
-        """Return the parts that made graphs or broke."""
+        """Return the functions with graphs or breaks of their own, and count those that reuse them."""
         parts = [part for part in self._parts if part.graphs or part.breaks]
         for part in self._parts:
             for other in parts:

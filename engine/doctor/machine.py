@@ -29,7 +29,7 @@ class Finding:
 
     subject: str
     state: Literal["ok", "note", "bad"]
-    """"note": something is missing that not everybody needs; "bad": runs will fail"""
+    """"note": an optional thing is missing; "bad": runs will fail"""
     text: str
     hint: str = ""
 
@@ -89,7 +89,11 @@ def cpu_name() -> str:
 
 
 def check_folder(runs: Path) -> Iterator[Finding]:
-    """Yield whether runs can be kept there, in a folder that is removed again."""
+    """Yield whether run directories can be created and locked there, and the disk's space and speed.
+
+    Args:
+        runs: the folder of the runs; a temporary folder is made there, or in the nearest parent.
+    """
     place = next(each for each in (runs.absolute(), *runs.absolute().parents) if each.exists())
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=place) as folder:
         with RunDirectory(Path(folder) / "run"):
@@ -105,7 +109,7 @@ def check_folder(runs: Path) -> Iterator[Finding]:
 
 
 def write_speed(path: Path) -> float:
-    """Return bytes per second of writing and syncing 64 MiB of random bytes."""
+    """Write and sync 64 MiB of random bytes, and return the bytes per second."""
     block = os.urandom(2**20)
     started = time.perf_counter()
     with path.open("wb") as file:

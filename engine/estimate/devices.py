@@ -1,7 +1,7 @@
-"""GPUs: peak rates, memory, and the bytes that they hold besides tensors. Torch-free.
+"""Lists GPUs: peak rates, memory, and the memory that is used outside of tensors. Torch-free.
 
-No overhead was measured on the hardware that it is used for: the figures are what others
-published, so treat a plan that only just fits as one that may not.
+The overheads are published figures and were not measured on each of these GPUs. A plan that only
+just fits may therefore run out of memory.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU of a usual machine.
+    """The peak rates of one GPU in a common server.
 
     Attributes:
-        flops: bf16 products a second, dense, fp32 sums.
-        memory_bandwidth: bytes a second.
-        node_bandwidth: bytes a second to GPUs of its node, one way.
-        network_bandwidth: bytes a second to other nodes, one way: its share of the node's cards.
+        flops: dense bf16 FLOPs per second with fp32 accumulation.
+        memory_bandwidth: bytes per second from and to the GPU's memory.
+        node_bandwidth: bytes per second to the GPUs of the same node, in one direction.
+        network_bandwidth: bytes per second to other nodes, in one direction: the GPU's share of the
+            node's network cards.
     """
 
     flops: float
@@ -59,8 +60,9 @@ GPU_MIB = {
     "l40s": 46_068,
     "rtx4090": 24_564,
 }
-"""memory as nvidia-smi shows it"""
+"""memory in MiB as nvidia-smi shows it"""
 
+# cuBLAS uses a smaller default workspace on these.
 BEFORE_HOPPER = ("a100-40", "a100", "l40s", "rtx4090")
 
 CONTEXT = 1343 * MIB
@@ -72,7 +74,7 @@ COMMUNICATOR = 32 * 10 * MIB
 (https://github.com/NVIDIA/nccl/issues/1685, 8 x H100)."""
 
 HOPPER_WORKSPACE, WORKSPACE = 32 * MIB, 8_519_680
-"""What cuBLAS and cuBLASLt get each: 32 MiB from Hopper on (pytorch/pytorch #120925), else
+"""Workspace of cuBLAS and of cuBLASLt: 32 MiB from Hopper on (pytorch/pytorch #120925), else
 8,519,680 bytes (torch's default, ":4096:2:16:8")."""
 
 FRAGMENTATION = 0.17
@@ -85,20 +87,20 @@ al. (2024, arXiv:2401.08156) lost 15 % on average; expandable segments lose less
 def overhead(
     peak_bytes: int, communicators: int, prefetched: int, gpu: str = "h100"
 ) -> dict[str, int]:
-    """Return the bytes that a GPU holds and no simulation sees, by name.
+    """Return the bytes that a GPU uses outside of simulated tensors, by name.
 
     Args:
-        peak_bytes: the most that tensors hold.
-        communicators: the number of communicators of a rank.
-        prefetched: a block's gathered weights and its gradients before they are reduced, in bytes:
-            FSDP holds those of the next block at the same time.
-        gpu: a name of `GPU_MIB`.
+        peak_bytes: the largest sum of live tensors.
+        communicators: the number of NCCL communicators of a rank.
+        prefetched: the bytes of one block's all-gathered weights and unreduced gradients, which
+            FSDP holds for the next block at the same time.
+        gpu: a key of `GPU_MIB`.
     """
     workspace = WORKSPACE if gpu in BEFORE_HOPPER else HOPPER_WORKSPACE
     sizes = {
         "CUDA context": CONTEXT,
         "NCCL": COMMUNICATOR * communicators,
-        # Of two libraries, for the thread that runs forward and the one that runs backward.
+        # cuBLAS and cuBLASLt, each for the forward thread and for autograd's backward thread.
         "cuBLAS": 4 * workspace,
         "prefetch": prefetched,
         "fragmentation": int(FRAGMENTATION * peak_bytes),

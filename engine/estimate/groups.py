@@ -1,4 +1,4 @@
-"""Process groups of a mesh: their ranks, links, and the bytes of their collectives. Torch-free."""
+"""Describes the process groups of a mesh: ranks, links, bytes of collectives. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SEND_NEXT, SEND_PREVIOUS = "send to next", "send to previous"
 
 INSIDE, ACROSS = "inside nodes", "across nodes"
 ALL_SHOWN = 32
-"""ranks whose coordinates are all given"""
+"""the largest world size for which a plan lists the coordinates of all ranks"""
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Group:
     """A process group of one or more mesh axes.
 
     Attributes:
-        axes: along which they differ.
-        ranks: of one group.
-        groups: how many there are.
-        first: the ranks of the first group, up to 16.
-        link: whether all groups stay inside nodes.
+        axes: the mesh axes along which the ranks of a group differ.
+        ranks: the size of one group.
+        groups: the number of such groups in the mesh.
+        first: up to 16 ranks of the first group.
+        link: `INSIDE` if every group stays inside a node, else `ACROSS`.
     """
 
     axes: tuple[str, ...]
@@ -36,7 +36,7 @@ class Group:
 
 
 def shown_ranks(degrees: Degrees) -> list[int]:
-    """Return all ranks of a small mesh, and the corners of a large one."""
+    """Return the ranks whose coordinates a plan lists: all, or the corners of a large mesh."""
     if degrees.world <= ALL_SHOWN:
         return list(range(degrees.world))
     corners = [0]
@@ -47,12 +47,12 @@ def shown_ranks(degrees: Degrees) -> list[int]:
 
 
 def mesh_groups(degrees: Degrees, gpus_per_node: int, *, sharded: bool) -> Iterator[Group]:
-    """Yield the process groups of a mesh: of each axis, and of axes that reduce together.
+    """Yield the process groups of a mesh: one axis each, the gradient axes together, and all axes.
 
     Args:
         degrees: the size of each axis of the mesh.
-        gpus_per_node: the ranks that fast links join.
-        sharded: parameters are split over the ranks that see different samples.
+        gpus_per_node: the number of ranks in a node.
+        sharded: True if FSDP shards parameters over the data-parallel ranks.
     """
     axes = [(axis,) for axis in AXES if getattr(degrees, axis) > 1]
     data = [axis for axis in GRADIENT_AXES if getattr(degrees, axis) > 1]
@@ -76,8 +76,15 @@ def mesh_groups(degrees: Degrees, gpus_per_node: int, *, sharded: bool) -> Itera
 
 
 def members_of(degrees: Degrees, along: Sequence[str], rank: int) -> list[int]:
-    """Return the ranks that differ from the lowest of them, `rank`, along some axes alone."""
+    """Return the members of a process group, ascending along the axes.
+
+    Args:
+        degrees: the size of each axis of the mesh.
+        along: the axes along which the members differ; expert axes use the expert mesh.
+        rank: the member whose coordinates on these axes are 0.
+    """
     members, stride = [rank], 1
+    # The last axis of a mesh varies fastest with the rank.
     for axis in reversed(EXPERT_AXES if set(along) <= set(EXPERT_AXES) else AXES):
         degree = getattr(degrees, axis)
         if axis in along:
@@ -87,7 +94,15 @@ def members_of(degrees: Degrees, along: Sequence[str], rank: int) -> list[int]:
 
 
 def link_of(degrees: Degrees, rank: int, axes: Sequence[str], kind: str, gpus_per_node: int) -> str:
-    """Return whether a rank's group, or the one that it sends to, is in its node."""
+    """Return `INSIDE` if a collective of a rank stays inside the rank's node, else `ACROSS`.
+
+    Args:
+        degrees: the size of each axis of the mesh.
+        rank: the first rank of a pipeline coordinate.
+        axes: the mesh axes of the process group.
+        kind: the collective, or a send to the next or previous stage.
+        gpus_per_node: the number of ranks in a node.
+    """
     members = members_of(degrees, axes, 0 if "pipeline" in axes else rank)
     if kind.startswith("send"):
         step = 1 if kind == "send to next" else -1
@@ -96,20 +111,21 @@ def link_of(degrees: Degrees, rank: int, axes: Sequence[str], kind: str, gpus_pe
 
 
 def link_among(ranks: Iterable[int], gpus_per_node: int) -> str:
-    """Return whether all of these ranks are in one node."""
+    """Return `INSIDE` if all of these ranks are in one node, else `ACROSS`."""
     return INSIDE if len({rank // gpus_per_node for rank in ranks}) == 1 else ACROSS
 
 
 def ring_bytes(kind: str, message_bytes: int, ranks: int) -> int:
-    """Return what a rank sends to its neighbour while a ring of ranks does a collective.
+    """Return the bytes that one rank sends to its neighbour during a ring collective.
 
-    Every ring is the same bandwidth-optimal one (Patarasuk and Yuan 2009, JPDC 69(2)): an
-    all-reduce is a reduce-scatter and an all-gather, each of them in `ranks - 1` steps.
+    The ring is the bandwidth-optimal one (Patarasuk and Yuan 2009, JPDC 69(2)): an all-reduce is a
+    reduce-scatter followed by an all-gather, each of `ranks - 1` steps.
 
     Args:
-        kind: of collective.
-        message_bytes: what the rank puts in.
-        ranks: of the group.
+        kind: the collective.
+        message_bytes: the size of the rank's input: a shard for an all-gather, else the whole
+            tensor.
+        ranks: the size of the process group.
     """
     if kind in (SEND_NEXT, SEND_PREVIOUS):
         return message_bytes

@@ -1,6 +1,6 @@
-"""Peak memory of every rank that differs from the others, and changes of a recipe that save memory.
+"""Estimates the peak memory of each pipeline coordinate, and suggests changes that save memory.
 
-Torch is loaded where ranks are simulated.
+Only the processes that simulate ranks import torch.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Estimate:
     """The memory that a rank needs.
 
     Attributes:
-        rank: the first of the ranks that need the same.
-        peak_bytes: the most that tensors hold at a moment, without what is offloaded.
-        at_peak: the bytes at that moment, by kind.
-        margins: the bytes that no simulation sees, by name; empty where no GPU is meant.
+        rank: the first of the ranks that need the same memory.
+        peak_bytes: the largest sum of live tensors on the device; offloaded tensors do not count.
+        at_peak: the bytes of each kind of tensor at the peak.
+        margins: bytes outside of tensors by name, see `devices.overhead`; empty without a GPU.
     """
 
     rank: int
@@ -74,19 +74,19 @@ class Estimate:
 def estimate_memory(
     recipe: Recipe, ranks: int, *, on_gpu: bool = True, gpu: str = "h100"
 ) -> list[Estimate]:
-    """Return the peak memory of the first rank of each place in the pipeline.
+    """Return the peak memory of the first rank of each pipeline coordinate.
 
-    Ranks along the other axes hold the same, up to a row of an uneven weight.
+    Ranks along the other axes need the same, up to one row of an unevenly sharded weight.
 
     Args:
         recipe: the recipe, validated for that many ranks.
         ranks: the world size.
-        on_gpu: compute as a GPU would, and add what it holds besides tensors.
+        on_gpu: True to simulate a GPU's implementations and add `devices.overhead`.
         gpu: a name of `GPU_MIB`.
 
     Raises:
         RecipeError, DataError: as when the run is assembled.
-        EnvironmentFault: a simulation was killed.
+        EnvironmentFault: a process that simulates was killed.
     """
     degrees = recipe.parallel.degrees.resolve(ranks)
     whole = RankJob(recipe, 0, ranks, recipe.vocab_size, on_gpu)
@@ -107,11 +107,11 @@ def estimate_memory(
 
 
 def _simulate_pipeline(job: RankJob, degrees: Degrees) -> list[Simulation]:
-    """Return what the first rank of each place needs.
+    """Simulate the first rank of each pipeline coordinate, and interpolate where that is exact.
 
-    Under 1F1B, stages between the ends that have as many blocks differ only in how many micro
-    batches they hold. A peak is the highest of straight lines in that number; if the second of such
-    stages is on the line from the first to the last, all are.
+    Under 1F1B, inner stages with equally many blocks differ only in the number of micro batches in
+    flight. The peak is a maximum of linear functions of that number, so it is convex: if the second
+    such stage lies on the line from the first to the last, the stages between do too.
     """
     stages, size = degrees.pipeline, degrees.world // degrees.pipeline
 
@@ -131,11 +131,11 @@ def _simulate_pipeline(job: RankJob, degrees: Degrees) -> list[Simulation]:
 
 
 def simulate_all(jobs: Sequence[RankJob]) -> list[Simulation]:
-    """Simulate several ranks, each in its own process, since PyTorch keeps process groups.
+    """Simulate several ranks, each in its own process, because process groups are global in torch.
 
     Raises:
         RecipeError: as when the run is assembled.
-        EnvironmentFault: a simulation was killed.
+        EnvironmentFault: a process that simulates was killed.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -148,14 +148,14 @@ def simulate_all(jobs: Sequence[RankJob]) -> list[Simulation]:
 
 
 def _simulate(job: RankJob) -> Simulation:
-    # It loads torch, which the parent process of several simulations can spare.
+    # Imported here because it imports torch, which the parent of several simulations does not need.
     from .simulate.extrapolate import simulate_memory
 
     return simulate_memory(*job[:-1], on_gpu=job.on_gpu)
 
 
 def _equal_stages(table: Pipelining, stages: int, config: ModelConfig) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last of four or more consecutive stages of as many blocks."""
+    """Yield the first and last of at least four consecutive inner stages with equal block counts."""
     if table.schedule != "1F1B":
         return
     cut = cut_blocks(table, stages, config)
@@ -170,9 +170,17 @@ def _equal_stages(table: Pipelining, stages: int, config: ModelConfig) -> Iterat
 def line_through(
     first: Simulation, second: Simulation, last: Simulation, steps: int
 ) -> Callable[[int, int], Simulation] | None:
-    """Return a function from a step and a rank to a simulation between the first and the last.
+    """Return a function that interpolates between the simulations of two pipeline stages.
 
-    None if the second simulation is not on the line through the others.
+    Args:
+        first: the simulation of the first of several stages.
+        second: the simulation of the stage after it.
+        last: the simulation of the last of these stages.
+        steps: the number of stages from `first` to `last`.
+
+    Returns:
+        A function from the number of stages after `first` and a rank to a simulation, or None if
+        the peak of `second` does not lie on the line from `first` to `last`.
     """
     if (second.peak_bytes - first.peak_bytes) * steps != last.peak_bytes - first.peak_bytes:
         return None
@@ -190,12 +198,12 @@ def line_through(
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change of a recipe, and the memory that it saves on the rank that needs most.
+    """A change of a recipe, and the memory that it saves on the rank with the highest peak.
 
     Attributes:
         changes: KEY=VALUE, as for `--set`.
-        world: the world size.
-        saved_bytes: the bytes of tensors at the peak that are saved.
+        world: the world size with the change.
+        saved_bytes: the decrease of the peak of tensors in bytes.
     """
 
     changes: Sequence[str]
@@ -209,13 +217,13 @@ def suggest(
     world: int,
     load: Callable[[Sequence[str], int], Recipe],
 ) -> list[Suggestion]:
-    """Return the changes that save memory, the best first; each is simulated on one rank.
+    """Return the changes that save memory, the largest saving first; each is simulated on one rank.
 
     Args:
         recipe: the recipe as estimated.
-        estimates: the memory of each place in the pipeline.
+        estimates: the estimate of each pipeline coordinate.
         world: the world size.
-        load: returns the recipe, validated, with changes and for a number of ranks.
+        load: returns the recipe with the changes applied, validated for a world size.
     """
     worst = max(estimates, key=lambda estimate: estimate.peak_bytes)
     place = estimates.index(worst)
@@ -238,7 +246,7 @@ def suggest(
 
 
 def _changes(recipe: Recipe, degrees: Degrees) -> Iterator[tuple[list[str], int]]:
-    """Yield changes that may save memory and a world size for each; some may be invalid."""
+    """Yield changes that may save memory, each with a world size; some are invalid recipes."""
     world, fsdp = degrees.world, recipe.parallel.fsdp
     modes = ("none", "selective", "full")
     mode = recipe.memory.recompute

@@ -1,4 +1,4 @@
-"""What a run's ranks hold, compute and send, from simulations of some ranks."""
+"""Plans what each rank of a run stores, computes and sends, from simulations of some ranks."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from .simulate.count import StepCounts
 from .simulate.extrapolate import count_ranks
 
 BYTES = 4
-"""of a weight: all are kept in fp32"""
+"""bytes of an element: master weights are stored in fp32"""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a parameter lies, or several of the same form in different blocks.
+    """The placement of a parameter, or of the same parameter in several consecutive blocks.
 
     Attributes:
-        name: with a range of blocks.
-        count: of parameters.
-        placed: the first of them.
-        local_shape: of the largest piece that a rank stores.
-        local_bytes: of that piece, once.
+        name: the parameter's name, with a range in place of the block number.
+        count: the number of parameters that this entry stands for.
+        placed: the placement of the first of them.
+        local_shape: the shape of the largest shard on a rank.
+        local_bytes: the bytes of that shard of one parameter.
     """
 
     name: str
@@ -54,9 +54,9 @@ class StagePlan:
     """A stage of the pipeline.
 
     Attributes:
-        place: in the pipeline, of the ranks that hold it.
-        blocks: first and last.
-        cost: of its forward pass, in blocks.
+        place: coordinate on the pipeline axis of the ranks that hold the stage.
+        blocks: the numbers of the first and last block, inclusive.
+        cost: the cost of the forward pass, in units of one block.
     """
 
     place: int
@@ -69,8 +69,11 @@ class PipelinePlan:
     """How micro batches pass through the stages.
 
     Attributes:
-        bubble_fraction: share of the ranks' time in which they wait, communication left out.
-        grid: what each rank does, in order.
+        schedule: name of the schedule, or path of its CSV file.
+        micro_batches: micro batches of a step on each data-parallel replica.
+        stages: the stages in order.
+        bubble_fraction: share of time in which ranks are idle, communication not counted.
+        grid: the actions of each rank, one list a rank.
     """
 
     schedule: str
@@ -82,14 +85,16 @@ class PipelinePlan:
 
 @dataclass(frozen=True)
 class Flow:
-    """What a rank sends in a step along axes of the mesh, by one kind of collective.
+    """The traffic of one kind of collective over one process group in a step.
 
     Attributes:
-        ranks: of the group.
-        link: whether the group stays inside a node.
-        message_bytes: what the rank puts in: its piece of an all-gather, whole tensors otherwise.
-        link_bytes: what it sends to its neighbour if each collective is a ring; see
-            `traffic.ring_bytes`.
+        axes: the mesh axes of the process group.
+        kind: the collective, such as `groups.ALL_GATHER`.
+        ranks: the size of the process group.
+        link: `INSIDE` if the group stays inside a node, else `ACROSS`.
+        calls: the number of collectives in a step.
+        message_bytes: bytes of the rank's inputs: its shard for an all-gather, else whole tensors.
+        link_bytes: bytes sent to the neighbour in a ring; see `groups.ring_bytes`.
     """
 
     axes: tuple[str, ...]
@@ -103,18 +108,19 @@ class Flow:
 
 @dataclass(frozen=True)
 class RankCost:
-    """What the first rank of a place in the pipeline needs; the others there need the same, up to
-    a row of an uneven weight.
+    """The cost of a step on the first rank of a pipeline coordinate.
+
+    The other ranks there cost the same, up to one row of an unevenly sharded weight.
 
     Attributes:
         place: the coordinate on the pipeline axis.
-        rank: the first rank there.
-        parameters: the number of parameters that it stores.
+        rank: the first rank with this coordinate.
+        parameters: the number of parameters that the rank stores.
         weight_bytes: the bytes of these parameters.
-        optimizer_bytes: the bytes of the optimizer's state.
-        model_flops: the FLOPs of a step, without recomputed ones.
-        again_flops: the recomputed FLOPs of a step, the scores of fused attention among them.
-        flows: the traffic that it sends in a step.
+        optimizer_bytes: the bytes of the optimizer state.
+        model_flops: the FLOPs of a step, without recomputation.
+        again_flops: the recomputed FLOPs of a step, including fused attention's scores.
+        flows: the traffic that the rank sends in a step.
     """
 
     place: int
@@ -129,12 +135,14 @@ class RankCost:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run, as its ranks share it.
+    """The division of a run over its ranks.
 
     Attributes:
-        coordinates: of ranks, by rank: of all, or of the corners of a large mesh.
-        formula_flops: of a step of all ranks, by the model's formula.
-        needs: by place in the pipeline.
+        coordinates: mesh coordinates by rank: of all ranks, or of the corners of a large mesh.
+        placements: the placement of each parameter, equal blocks folded.
+        pipeline: the pipeline, or None if there is one stage.
+        formula_flops: FLOPs of a step on all ranks, by the model's formula.
+        needs: the cost of a rank at each pipeline coordinate.
     """
 
     degrees: Degrees
@@ -150,13 +158,13 @@ class RunPlan:
 def make_run_plan(
     recipe: Recipe, ranks: int, gpus_per_node: int, *, on_gpu: bool = True
 ) -> RunPlan:
-    """Return how the ranks share a run.
+    """Plan how the ranks of a run share parameters, computation and traffic.
 
     Args:
-        recipe: validated for that many ranks.
-        ranks: of the run.
-        gpus_per_node: ranks that fast links join: 0, 1, ... are the first node's.
-        on_gpu: compute as a GPU would.
+        recipe: a recipe that is validated for that many ranks.
+        ranks: the world size.
+        gpus_per_node: the number of consecutive ranks in a node.
+        on_gpu: True to simulate the implementations that a GPU would use.
 
     Raises:
         RecipeError, DataError: as when the run is assembled.
@@ -188,9 +196,9 @@ def make_run_plan(
 
 
 def store(placed: ShardPlacement, degrees: Degrees) -> Stored:
-    """Return what a rank stores of a parameter."""
+    """Return the largest shard of a parameter that a rank stores."""
     shape = list(placed.shape)
-    # As torch.chunk cuts, first for the tensor axis: the first piece is the largest.
+    # Shards are cut as by torch.chunk, so the first is the largest: round up.
     axes = {
         "expert": degrees.expert,
         "expert_tensor": degrees.expert_tensor,
@@ -207,7 +215,7 @@ def store(placed: ShardPlacement, degrees: Degrees) -> Stored:
 
 
 def fold(parameters: Sequence[Stored]) -> list[Stored]:
-    """Return parameters of consecutive blocks that are stored alike as one."""
+    """Merge parameters of consecutive blocks that have the same placement into one entry."""
 
     def form(stored: Stored) -> tuple[object, ...]:
         placed = stored.placed
@@ -225,7 +233,7 @@ def fold(parameters: Sequence[Stored]) -> list[Stored]:
 
 
 def fold_run(run: Sequence[Stored]) -> Stored:
-    """Return the same parameter of consecutive blocks as one, named by the range of blocks."""
+    """Merge the same parameter of consecutive blocks into one entry, named by the block range."""
     if len(run) == 1:
         return run[0]
     blocks = f".{block_of(run[0])}-{block_of(run[-1])}."
@@ -241,7 +249,7 @@ def block_of(stored: Stored) -> int:
 def plan_pipeline(
     table: Pipelining, ranks: int, config: ModelConfig, micro_batches: int
 ) -> PipelinePlan:
-    """Return how micro batches pass through the stages of a pipeline of so many ranks."""
+    """Return the stages, schedule and bubble of a pipeline of `ranks` ranks."""
     cut = cut_blocks(table, ranks, config)
     costs = stage_costs(cut, config)
     stages = [
@@ -260,7 +268,7 @@ def plan_pipeline(
 
 
 def rank_cost(counts: StepCounts, place: int, degrees: Degrees, gpus_per_node: int) -> RankCost:
-    """Return what the first rank of a place needs, from the counts of a step."""
+    """Return the cost of a step on the first rank of a pipeline coordinate, from its counts."""
     rank = place * (degrees.world // degrees.pipeline)
     flows = []
     for route, size in counts.message_bytes.items():

@@ -21,24 +21,28 @@ if TYPE_CHECKING:
     from ..data.tables import Data
 
 EFFICIENCY = 0.6
-"""share of a GPU's products a second that a block reaches, with all that is not a product"""
+"""share of the peak FLOPs that a block reaches, including its operations that are not matmuls"""
 LINK_EFFICIENCY = 0.8
-"""share of a link's bandwidth that collectives reach"""
+"""share of a link's peak bandwidth that collectives reach"""
 LOSS_ROWS, LOSS_BYTES = 2048, 10
-"""rows of logits at a time, and bytes of each logit: in bf16, in fp32, and its gradient"""
+"""logit rows computed at once, and bytes a logit: bf16 and fp32 copies and the fp32 gradient"""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to split a run.
+    """One way to split a run over ranks, with its estimated time and memory.
 
     Attributes:
-        strategy: of FSDP.
-        micro_batch: rows a forward pass.
-        seconds: of a step, estimated: of products, of communication that they do not hide, of
-            waiting in the pipeline, and of the optimizer.
-        memory_bytes: of a rank, by formula.
-        simulated_bytes: peak of the worst rank; None: not simulated.
+        degrees: the size of each mesh axis.
+        strategy: the FSDP strategy.
+        recompute: the value of `memory.recompute`.
+        micro_batch: rows of a forward pass.
+        compute_seconds: time of the matmuls in a step.
+        exposed_seconds: communication time that computation does not hide.
+        bubble_seconds: time in which a rank waits in the pipeline.
+        optimizer_seconds: time of the optimizer step.
+        memory_bytes: memory of a rank by formula.
+        simulated_bytes: simulated peak of the worst rank, or None if it was not simulated.
     """
 
     degrees: Degrees
@@ -54,11 +58,11 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """The estimated time of a step."""
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """Return the parts of the time of a step."""
+        """Return the components of the step time in seconds, by name."""
         return {
             "products": self.compute_seconds,
             "communication that products do not hide": self.exposed_seconds,
@@ -67,7 +71,7 @@ class Candidate:
         }
 
     def overrides(self) -> list[str]:
-        """Return `--set` values that do the same."""
+        """Return the `--set` values that apply this split to a recipe."""
         degrees = [f"parallel.{axis}={degree}" for axis, degree in self.degrees.by_axis.items()]
         return [
             *degrees,
@@ -79,17 +83,17 @@ class Candidate:
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Sizes that the formulas take.
+    """The sizes of a model that the formulas use.
 
     Attributes:
         config: the model's config.
         block: the parameters of a block.
         ends: the parameters of embedding and head together.
-        state: the bytes of optimizer state for each parameter.
-        saved: elements for each token that a block saves for its backward pass, over all ranks of
+        state: bytes of optimizer state a parameter.
+        saved: activation elements a token that a block saves for backward, summed over the ranks of
             the tensor axis.
-        replicated: those that each rank of the tensor axis saves: the inputs of attention and of
-            the feed-forward layer.
+        replicated: activation elements a token that every rank of the tensor axis saves: the inputs
+            of attention and of the feed-forward layer.
     """
 
     config: Any
@@ -101,7 +105,7 @@ class StepSizes:
 
     @classmethod
     def of(cls, config: Any, optimizer: OptimizerConfig) -> StepSizes:
-        """Return a model's sizes; see Korthikanti et al. 2022, arXiv:2205.05198, section 4."""
+        """Return the sizes of a model; activations as in section 4 of arXiv:2205.05198."""
         shapes = config.parameter_shapes()
         start = f"{config.layout.blocks}."
         blocks = sum(prod(shape) for name, shape in shapes.items() if name.startswith(start))
@@ -119,7 +123,7 @@ class StepSizes:
 
 
 def _state_bytes(config: OptimizerConfig) -> float:
-    """Return the bytes of the optimizer's state for one parameter, tried out on a small one."""
+    """Return the bytes of optimizer state a parameter, measured by a step on a small weight."""
     weight = torch.nn.Parameter(torch.zeros(64, 64))
     config = config.model_copy(update={"groups": []})
     optimizer = config.build(parameter_groups([("weight", weight)], config), weight.device)
@@ -138,7 +142,7 @@ def estimate(
     device: Device,
     gpus_per_node: int,
 ) -> Candidate:
-    """Return the time of a step and the memory of a rank, by formulas: a quick first answer."""
+    """Estimate the time of a step and the memory of a rank by formulas, without a simulation."""
     share = data.global_batch // degrees.data
     passes = num_micro_batches(parallel.pipelining, data.micro_batch, share)
     rows = share // passes
@@ -199,7 +203,7 @@ def estimate(
 def _tokens_seconds(
     tokens: int, model: StepSizes, degrees: Degrees, links: _Links, times: float
 ) -> float:
-    """Return the time of a block's collectives along tensor and context, forward and backward."""
+    """Return the seconds of a block's tensor and context collectives, forward and backward."""
     tensor, context, config = degrees.tensor, degrees.context, model.config
     # Forward: two gathers and two reduce-scatters of hidden states; backward: the same.
     hidden = 8 * times * 2 * tokens * config.dim * (tensor - 1) / tensor
@@ -234,19 +238,19 @@ def _memory(
 
 
 class _Links:
-    """How fast bytes pass along the axes of a mesh."""
+    """The bandwidth of process groups along the axes of a mesh."""
 
     def __init__(self, degrees: Degrees, device: Device, gpus_per_node: int) -> None:
         self._degrees, self._device, self._node = degrees, device, gpus_per_node
 
     def seconds(self, axes: tuple[str, ...], size: float) -> float:
-        """Return how long it takes a rank to send so many bytes along axes."""
+        """Return the time in which a rank sends `size` bytes along axes."""
         return size * self.per_byte(axes)
 
     def per_byte(self, axes: tuple[str, ...]) -> float:
-        """Return the time of one byte.
+        """Return the seconds that one byte takes.
 
-        Of a ring through several nodes, its ranks in a node use their network cards together.
+        A ring that crosses nodes uses the network cards of all its ranks in a node together.
         """
         inner = prod(getattr(self._degrees, axis) for axis in AXES[AXES.index(axes[-1]) + 1 :])
         ranks = prod(getattr(self._degrees, axis) for axis in axes)
@@ -263,7 +267,7 @@ def _grid(schedule: str, ranks: int, stages: int, micro_batches: int) -> Grid:
 
 
 def _most_in_flight(grid: Grid) -> int:
-    """Return how many micro batches' activations a rank holds at most, of all its stages."""
+    """Return the largest number of micro batches in flight on a rank, averaged over its stages."""
     most = 1
     for row in grid:
         actions = [action for cell in row if cell and (action := parse(cell))]

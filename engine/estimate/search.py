@@ -1,6 +1,6 @@
-"""Ways to split a run, ranked by a quick estimate of a step's time: a roofline, not a measurement.
+"""Searches for the fastest way to split a run, by the roofline estimate of a step's time.
 
-The best are then simulated, for the memory that they really take.
+The best plans are then simulated to find their real peak memory.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from .memory import estimate_memory
 from .roofline import Candidate, StepSizes, estimate
 
 USABLE = 0.9
-"""share of a GPU's memory for tensors: the rest is CUDA's, NCCL's and the allocator's"""
+"""share of a GPU's memory for tensors; CUDA, NCCL and the allocator use the rest"""
 MICRO_BATCHES = (1, 2, 4, 8)
 SIMULATED, MOST_SIMULATED = 3, 8
-"""plans that are simulated until so many fit"""
+"""plans are simulated until this many fit, but no more than the second number"""
 
 
 def search(
     recipe: Recipe, ranks: int, gpu: str, memory_bytes: int, gpus_per_node: int
 ) -> list[Candidate]:
-    """Return the plans that fit a GPU, the fastest first; by simulation the first three.
+    """Return the plans that fit a GPU, the fastest first. Up to three were checked by simulation.
 
-    Degrees, recomputation (none or full) and the micro batch vary; all else is the recipe's, but a
-    hybrid strategy without copies is the same without "hybrid".
+    The degrees, the recomputation (none or full) and the micro batch vary. All other keys are the
+    recipe's, except that a hybrid FSDP strategy becomes the plain one where there is one replica.
 
     Args:
-        recipe: valid on its own; its degrees do not matter.
-        ranks: of the run.
+        recipe: a valid recipe; its own degrees do not matter.
+        ranks: the world size.
         gpu: a key of `DEVICES`.
-        memory_bytes: of that GPU.
-        gpus_per_node: ranks that fast links join.
+        memory_bytes: the memory of that GPU.
+        gpus_per_node: the number of ranks in a node.
 
     Raises:
-        RecipeError: no plan fits.
+        RecipeError: no plan is valid, or none fits the memory.
     """
     sizes = StepSizes.of(recipe.model.with_vocab(recipe.vocab_size), recipe.optimizer)
     candidates = [
@@ -81,7 +81,7 @@ def search(
 
 
 def variants(recipe: Recipe, ranks: int, gpus_per_node: int) -> Iterator[tuple[Recipe, Degrees]]:
-    """Yield the recipe under each plan that validation accepts, and its degrees."""
+    """Yield the recipe under each plan that validation accepts, with the plan's degrees."""
     rows = {min(recipe.data.micro_batch, recipe.data.global_batch), *MICRO_BATCHES}
     for degrees in _factorings(ranks, gpus_per_node):
         if any(
@@ -90,6 +90,7 @@ def variants(recipe: Recipe, ranks: int, gpus_per_node: int) -> Iterator[tuple[R
             if axis.least_positions
         ):
             continue
+        # One check rules out invalid degrees before the loop over recomputation and micro batches.
         once = apply_plan(recipe, degrees, "none", 1)
         if any(True for _ in check(once, ranks)):
             continue
@@ -102,7 +103,7 @@ def variants(recipe: Recipe, ranks: int, gpus_per_node: int) -> Iterator[tuple[R
 
 
 def apply_plan(recipe: Recipe, degrees: Degrees, recompute: str, micro_batch: int) -> Recipe:
-    """Return a recipe that is split in another way."""
+    """Return the recipe with other degrees, recomputation and micro batch."""
     parallel, fsdp = recipe.parallel, recipe.parallel.fsdp
     free = {"micro_batches": 0, "layers_per_stage": [], "modules_per_stage": [], "csv": ""}
     if degrees.replicate == 1:
@@ -119,6 +120,7 @@ def apply_plan(recipe: Recipe, degrees: Degrees, recompute: str, micro_batch: in
 
 
 def _factorings(ranks: int, gpus_per_node: int) -> Iterator[Degrees]:
+    """Yield the degrees whose product is the world size."""
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     inner = [axis for axis in MESH if axis.name not in DATA_AXES]
     for sizes in product(divisors, repeat=len(inner)):

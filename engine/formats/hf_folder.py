@@ -1,6 +1,7 @@
-"""What a Hugging Face folder holds, read without trusting it. Imports no torch by itself.
+"""Reads the tensor list and the config of a Hugging Face folder that is not trusted.
 
-Only safetensors and JSON are ever opened, so nothing in a folder can run code. Formats:
+The module opens safetensors and JSON only, so nothing in a folder can run code, and does not import
+torch. Formats:
 https://huggingface.co/docs/safetensors and, for the index, transformers' `save_pretrained`.
 """
 
@@ -25,30 +26,44 @@ MAX_HEADER_BYTES = 16 * 2**20
 MAX_INDEX_BYTES = 64 * 2**20
 MAX_CONFIG_BYTES = 2**20
 TEXT = "language_model."
-"""of a model that sees images too"""
+"""prefix of the language model's tensors in a checkpoint that has a vision tower too"""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies, and what it is; the dtype is spelled as in the file ("BF16")."""
+    """The position, dtype and shape of a tensor in a safetensors file.
+
+    Attributes:
+        file: path of the safetensors file.
+        dtype: the dtype as safetensors spells it, such as "BF16".
+        shape: the shape of the tensor as it is read.
+        offset: position of the first byte of the tensor in the file.
+        scales: the block scales of an MXFP4 tensor, whose dtype is then the "BF16" that reading
+            returns; None for all other tensors.
+    """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     offset: int = 0
-    """of its first byte in the file"""
     scales: StoredTensor | None = None
-    """of a tensor in MXFP4, which counts as the BF16 that it is read as"""
 
 
 def list_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors of `model.safetensors`, or else of every file that the index names.
 
-    Every file is opened and found whole. What is packed in MXFP4 appears under its own name. Of a
-    model that sees images too, the language model's tensors alone are there.
+    Every file is opened and its header is checked against its size. The blocks and scales of an
+    MXFP4 tensor appear as one tensor. Of a multimodal model only the language model is listed.
+
+    Args:
+        folder: the Hugging Face folder.
+
+    Returns:
+        The tensors by their Hugging Face names.
 
     Raises:
-        CheckpointError: there is nothing to read, or a file is damaged, missing or hostile.
+        CheckpointError: the folder has no weights that can be read, or a file is damaged, missing
+            or hostile.
     """
     found = _unpacked(_list_files(folder))
     words = {name.removeprefix(TEXT): each for name, each in found.items() if name.startswith(TEXT)}
@@ -56,6 +71,7 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _unpacked(found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Replace each pair of MXFP4 blocks and scales by the BF16 tensor that the pair encodes."""
     tensors = dict(found)
     for name, blocks in found.items():
         whole = name.removesuffix("_blocks")
@@ -64,6 +80,7 @@ def _unpacked(found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         if is_packed and scales and (scales.dtype, scales.shape) == ("U8", blocks.shape[:3]):
             del tensors[name], tensors[f"{whole}_scales"]
             experts, columns, groups, _ = blocks.shape
+            # A scale covers 32 values, and `Mxfp4.read` swaps the last two dimensions.
             shape = (experts, 32 * groups, columns)
             tensors[whole] = replace(blocks, dtype="BF16", shape=shape, scales=scales)
     return tensors
@@ -93,12 +110,12 @@ def _list_files(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
-    """Return what `config.json` says of the language model, or None if there is none.
+    """Return the language model's settings in `config.json`, or None if the file is missing.
 
-    Nothing is said of MXFP4: `list_tensors` reads it.
+    An MXFP4 quantization table is left out, because `list_tensors` presents such weights as BF16.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: `config.json` cannot be read.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -114,10 +131,10 @@ def read_config(folder: Path) -> dict[str, Any] | None:
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a file of tensors; see safetensors' `safe_open`.
+    """Open a safetensors file with safetensors' `safe_open`.
 
     Raises:
-        CheckpointError: it cannot be read, on opening or later.
+        CheckpointError: the file cannot be opened, or a read inside the block fails.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -180,7 +197,7 @@ def _list_bad_file_names(weight_map: dict[str, str], regular: set[str]) -> list[
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a file, after the checks that safetensors does not make."""
+    """Return the tensors of a safetensors file, after the checks that safetensors does not make."""
     try:
         with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
@@ -191,6 +208,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             text = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    # `safe_open` does not return the offsets of tensors, so the header is parsed here too.
     header = _parse(text, path)
     with open_tensors(path) as opened:
         entries = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
@@ -208,8 +226,12 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
 def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
     """Return the JSON object in a file.
 
+    Args:
+        path: the JSON file.
+        max_bytes: a larger file is refused, so that a hostile one cannot fill the memory.
+
     Raises:
-        CheckpointError: it is too large, damaged, or no object.
+        CheckpointError: the file is too large or damaged, or holds something else than an object.
     """
     try:
         with open_regular(path) as file:

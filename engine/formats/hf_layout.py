@@ -1,4 +1,4 @@
-"""How Hugging Face stores a parameter of ours: in another layout, in several tensors, or in MXFP4.
+"""Converts parameters between our layout and Hugging Face's: transposed, split, or MXFP4.
 
 The layouts are named by `Layout.hf_forms`. MXFP4, as gpt-oss is published: OCP Microscaling Formats
 v1.0, section 5.3.
@@ -26,7 +26,12 @@ from .hf_folder import StoredTensor
 
 
 def rows_to_hf(rows: Tensor, form: Sequence[str]) -> Tensor:
-    """Return some rows of a parameter as `Layout.hf_forms` has them elsewhere."""
+    """Convert rows of one of our parameters to the layout in which Hugging Face stores them.
+
+    Args:
+        rows: rows along the first dimension of the parameter.
+        form: the differences between the two layouts, see `Layout.hf_forms`.
+    """
     if "interleaved" in form:
         rows = rows.transpose(1, 2)
     if "interleaved" in form or "joined" in form:
@@ -35,7 +40,7 @@ def rows_to_hf(rows: Tensor, form: Sequence[str]) -> Tensor:
 
 
 def rows_from_hf(rows: Tensor, form: Sequence[str]) -> Tensor:
-    """Return what `rows_to_hf` was given."""
+    """Convert rows from Hugging Face's layout to ours: the inverse of `rows_to_hf`."""
     if "transposed" in form:
         rows = rows.mT
     if "joined" in form:
@@ -47,25 +52,25 @@ def rows_from_hf(rows: Tensor, form: Sequence[str]) -> Tensor:
 
 @dataclass(frozen=True)
 class TransformedTensor(DerivedTensor):
-    """One of our parameters in Hugging Face's layout, or one of theirs in ours.
+    """A tensor that is converted between our layout and Hugging Face's when it is read.
 
     Args:
-        form: how theirs differs from ours, see `Layout.hf_forms`.
-        from_hf: True if the source is in Hugging Face's layout.
+        form: the differences between the two layouts, see `Layout.hf_forms`.
+        from_hf: True if the source is in Hugging Face's layout, False if it is in ours.
     """
 
     form: tuple[str, ...]
     from_hf: bool = False
 
     def read(self, first: int, last: int) -> Tensor:
-        """Return some rows."""
+        """Return rows `first` to `last`, exclusive, in the other layout."""
         rows = self.source.read(first, last)
         return rows_from_hf(rows, self.form) if self.from_hf else rows_to_hf(rows, self.form)
 
 
 @dataclass(frozen=True)
 class StackedMatrix(DerivedTensor):
-    """One of the matrices [rows, columns] in a tensor [E, ..., rows, columns].
+    """One matrix [rows, columns] of a stacked tensor [E, ..., rows, columns].
 
     Args:
         position: index of the matrix along the leading dimensions.
@@ -74,13 +79,18 @@ class StackedMatrix(DerivedTensor):
     position: tuple[int, ...]
 
     def read(self, first: int, last: int) -> Tensor:
-        """Return some rows."""
+        """Return rows `first` to `last`, exclusive, of the matrix."""
         number, *inside = self.position
         return self.source.read(number, number + 1)[(0, *inside)][first:last]
 
 
 def extract_part(tensor: TensorRows, part: Part) -> TensorRows:
-    """Return what Hugging Face stores as one part of a parameter of ours."""
+    """Return the tensor that Hugging Face stores for one part of our parameter.
+
+    Args:
+        tensor: our whole parameter.
+        part: the Hugging Face tensor, and its position in our parameter.
+    """
     if part.form:
         return TransformedTensor(tensor, part.shape, part.form)
     if len(part.shape) == len(tensor.shape):
@@ -98,19 +108,19 @@ def extract_part(tensor: TensorRows, part: Part) -> TensorRows:
 def open_parameter(
     parts: Sequence[Part], shape: tuple[int, ...], stored: Mapping[str, FileTensor | Mxfp4]
 ) -> TensorRows:
-    """Return a parameter of ours as Hugging Face stores it, in one or several tensors of a dtype.
+    """Open our parameter from the one or several tensors in which Hugging Face stores it.
 
     Args:
-        parts: see `Layout.hf_parts`.
-        shape: of the parameter.
-        stored: tensors by their names there.
+        parts: the Hugging Face tensors of the parameter, see `Layout.hf_parts`.
+        shape: the shape of our parameter.
+        stored: Hugging Face's tensors by name; those of one parameter have the same dtype.
     """
     regions, part = [stored[part.name] for part in parts], parts[0]
     if part.form:
         return TransformedTensor(regions[0], shape, part.form, from_hf=True)
     if len(part.shape) == len(shape):
         return regions[0]
-    # A matrix of a stack lies as a box of the stack does.
+    # Hugging Face stores each expert's matrix by itself; we stack them, so each is a box of ours.
     ones = (1,) * (len(shape) - len(part.shape))
     boxes = [
         StoredChunk(part.start, replace(tensor, shape=(*ones, *tensor.shape)))
@@ -120,7 +130,7 @@ def open_parameter(
 
 
 def open_stored_tensor(stored: StoredTensor) -> FileTensor | Mxfp4:
-    """Return a tensor as one that can be read; its dtype is one of `DTYPES`."""
+    """Return a reader for a stored tensor, whose dtype must be one of `DTYPES`."""
     scales = stored.scales
     if scales is None:
         return FileTensor(stored.file, stored.offset, DTYPES[stored.dtype], stored.shape)
@@ -129,18 +139,21 @@ def open_stored_tensor(stored: StoredTensor) -> FileTensor | Mxfp4:
     return Mxfp4(packed, powers, stored.shape)
 
 
+# The eight magnitudes of E2M1; the fourth bit of a code is the sign.
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 BIAS = 127
 
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """Matrices of experts [E, K, N], read as bf16, which holds them exactly.
+    """Expert matrices in MXFP4, dequantized to bf16 when they are read.
 
     Args:
-        blocks: uint8 [E, N, K / 32, 16], two numbers of K a byte, the low half first.
-        scales: uint8 [E, N, K / 32], exponents.
-        shape: of what is read.
+        blocks: uint8 [E, N, K / 32, 16]; each byte holds two E2M1 values along K, the low four bits
+            first.
+        scales: uint8 [E, N, K / 32]; E8M0 exponents with a bias of 127.
+        shape: the shape of the dequantized tensor, [E, K, N].
+        dtype: bf16, which holds the dequantized values exactly.
     """
 
     blocks: TensorRows
@@ -149,7 +162,7 @@ class Mxfp4:
     dtype: torch.dtype = torch.bfloat16
 
     def read(self, first: int, last: int) -> Tensor:
-        """Return some experts."""
+        """Return experts `first` to `last`, exclusive, as bf16 [E, K, N]."""
         packed, scales = self.blocks.read(first, last), self.scales.read(first, last)
         codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
         values = torch.cat((VALUES, -VALUES)).to(self.dtype)[codes.int()]

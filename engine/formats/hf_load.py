@@ -1,4 +1,4 @@
-"""Loads a Hugging Face folder into a model: compared first, then filled in place."""
+"""Loads a Hugging Face folder into a model, after a check that names, shapes and settings fit."""
 
 from __future__ import annotations
 
@@ -24,20 +24,23 @@ if TYPE_CHECKING:
 
 
 def load_huggingface(folder: Path, model: LanguageModel, config: ModelConfig) -> list[str]:
-    """Fill a model's weights from safetensors, cast to its dtypes; return what a user should know.
+    """Fill a model's weights in place from a Hugging Face folder, cast to the model's dtypes.
 
-    Adapters beside them are left alone.
-    Of a sharded parameter (DTensor) only this rank's part is read. There is no communication: each
-    rank checks the folder for itself.
+    LoRA adapters keep their values. A rank reads only its own shard of a DTensor parameter. There
+    is no communication: each rank checks the folder for itself.
 
     Args:
-        folder: `model.safetensors`, or an index and its files; `config.json` if there is one.
-        model: parameters in memory.
-        config: what the model was built from.
+        folder: a folder with `model.safetensors`, or an index and the files that it names, and with
+            `config.json` if the model has one.
+        model: the model, with storage for its parameters.
+        config: the config that the model was built from.
+
+    Returns:
+        Sentences that the user should read.
 
     Raises:
-        CheckpointError: the folder cannot be read or is of another model. Every mismatch is listed,
-            and no tensor was touched.
+        CheckpointError: the folder cannot be read or holds another model. The message lists every
+            mismatch, and no parameter was changed.
     """
     stored = list_tensors(folder)
     settings = read_config(folder)
@@ -52,6 +55,8 @@ def load_huggingface(folder: Path, model: LanguageModel, config: ModelConfig) ->
         for name, shape in model.remote_state.items()
         if name in model.remote_parameters or to_hf(name)
     }
+    # The folder holds the tensors of all pipeline stages: without the names of the other stages,
+    # `match` would report their tensors as unexpected.
     found = match(stored, shapes | elsewhere, config, settings)
     if not found.problems:
         found.problems = compare_tied_weights(stored, found, config.layout)
@@ -69,7 +74,12 @@ def load_huggingface(folder: Path, model: LanguageModel, config: ModelConfig) ->
 
 
 def fill_parameter(parameter: Tensor, stored: TensorRows) -> None:
-    """Fill a parameter, or this rank's part of a sharded one, from a stored tensor."""
+    """Copy a stored tensor into a parameter, or this rank's shard of the tensor into a DTensor.
+
+    Args:
+        parameter: a plain tensor or a DTensor, filled in place.
+        stored: the full tensor, in the layout of the parameter.
+    """
     if type(parameter) in (nn.Parameter, Tensor):
         _fill_rows(parameter, stored, 0)
         return
@@ -79,6 +89,8 @@ def fill_parameter(parameter: Tensor, stored: TensorRows) -> None:
         # Importing it takes half as long as torch itself; only sharded runs pay.
         from torch.distributed.tensor import distribute_tensor
 
+        # The shard is no contiguous box, so the full tensor is read. Every rank reads it from disk:
+        # `src_data_rank=None` keeps `distribute_tensor` from communicating.
         full = stored.read(0, row_count(stored.shape)).to(local)
         mesh, placements = sharded.device_mesh, sharded.placements
         local.copy_(distribute_tensor(full, mesh, placements, src_data_rank=None).to_local())
@@ -92,10 +104,13 @@ def _fill_rows(
     first: int,
     columns: Callable[[Tensor], Tensor] = lambda rows: rows,
 ) -> None:
-    """Fill a tensor with the rows of a stored one from `first` on, a few at a time.
+    """Fill a tensor with rows of a stored tensor, a few at a time to bound the memory.
 
     Args:
-        columns: returns what is wanted of some rows.
+        target: the tensor to fill.
+        stored: the tensor to read.
+        first: index of the stored row that becomes the first row of `target`.
+        columns: selects this rank's columns of the rows that were read.
     """
     step = max(1, BLOCK_BYTES // max(1, row_bytes(stored.shape, stored.dtype)))
     for start in range(0, len(target), step):

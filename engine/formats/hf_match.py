@@ -1,4 +1,4 @@
-"""Compares a Hugging Face folder with a model: names, shapes, settings; lists every mismatch."""
+"""Compares the names, shapes and settings of a Hugging Face folder with a model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,21 @@ from .hf_folder import CONFIG, StoredTensor
 from .hf_layout import open_parameter, open_stored_tensor
 
 COMPUTED = ".rotary_emb.inv_freq"
-"""Old versions of transformers saved these; every model computes them."""
+"""suffix of a rotary buffer that old versions of transformers saved and every model recomputes"""
 
 Shape = tuple[int, ...]
 
 
 @dataclass
 class Match:
-    """Our parameter name -> the tensors that it is stored in, and what does not fit."""
+    """The result of comparing a Hugging Face folder with a model.
+
+    Attributes:
+        sources: the Hugging Face tensors of each parameter, by our parameter name.
+        problems: one sentence for each mismatch; empty if the folder fits.
+        notes: sentences that the user should read although the folder fits.
+        hint: the change that would resolve the problems, or an empty string.
+    """
 
     sources: dict[str, list[Part]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -32,13 +39,18 @@ class Match:
 
     @property
     def parts(self) -> list[Part]:
-        """All tensors there."""
+        """All Hugging Face tensors that the parameters are read from."""
         return [part for parts in self.sources.values() for part in parts]
 
     def rows(
         self, shapes: Mapping[str, Shape], stored: Mapping[str, StoredTensor]
     ) -> dict[str, TensorRows]:
-        """Return our parameters of these shapes as they are stored, by our names."""
+        """Return a lazy reader for each of our parameters.
+
+        Args:
+            shapes: the shape of each parameter to read, by our names.
+            stored: the tensors of the folder, by Hugging Face's names.
+        """
         regions = {part.name: open_stored_tensor(stored[part.name]) for part in self.parts}
         return {
             name: open_parameter(parts, tuple(shapes[name]), regions)
@@ -54,10 +66,14 @@ def match(
     settings: Mapping[str, Any] | None,
     place: str = "the folder",
 ) -> Match:
-    """Compare tensors and config.json with a model's parameters and their shapes.
+    """Compare stored tensors and config.json with the parameters of a model.
 
     Args:
-        place: where the tensors are, as it is called in the sentences.
+        stored: the tensors of the folder, by Hugging Face's names.
+        shapes: the shape of each parameter, by our names.
+        config: the config of the model.
+        settings: the content of config.json; None if there is no such file.
+        place: the name of the tensors' location in messages.
     """
     layout, match = config.layout, Match()
     if not layout.hf_names:
@@ -90,7 +106,7 @@ def match(
 def _list_unreadable_dtypes(
     sources: Mapping[str, list[Part]], stored: Mapping[str, StoredTensor]
 ) -> list[str]:
-    """Return the tensors of a dtype that is not read, or not that of the others beside them."""
+    """Return a sentence for each unsupported dtype and each parameter stored in several dtypes."""
     problems = []
     for name, parts in sources.items():
         there = [part.name for part in parts if part.name in stored]
@@ -112,14 +128,14 @@ def list_mismatches(
     place: str,
     extra: Collection[str] = (),
 ) -> list[str]:
-    """Return all that is missing, unexpected or of another shape in a place.
+    """Return a sentence for each tensor that is missing, unexpected or of another shape.
 
     Args:
-        sources: our parameter name -> the name there.
-        shapes: of our parameters.
-        found: name there -> shape.
-        place: "the folder", as it is called in the sentences.
-        extra: names that may be there too.
+        sources: the stored name of each parameter, by our parameter name.
+        shapes: the shape that each parameter must have, by our parameter name.
+        found: the shape of each stored tensor, by stored name.
+        place: the name of the tensors' location in messages, such as "the folder".
+        extra: stored names that are allowed although no parameter is read from them.
     """
     problems: list[str] = []
     known = {*sources.values(), *extra}
@@ -138,7 +154,10 @@ def list_mismatches(
 
 
 def _compare_settings(settings: Mapping[str, Any], config: ModelConfig) -> tuple[list[str], str]:
-    """Return how config.json differs from a model, and what to set to make them agree."""
+    """Return the differences between config.json and a model, and a hint that resolves them.
+
+    The hint is empty unless keys of `[model]` alone make the two agree.
+    """
     layout = config.layout
     there, here = flatten_settings(settings), flatten_settings(config.hf_config())
     not_done = find_unsupported(there, config.name, layout)
@@ -158,7 +177,7 @@ def _compare_settings(settings: Mapping[str, Any], config: ModelConfig) -> tuple
 
 
 def _tied_names(layout: Layout) -> tuple[str, str]:
-    """Return Hugging Face's names of the embedding's weight and the projection's."""
+    """Return Hugging Face's names of the embedding weight and of the output projection weight."""
     embed = layout.to_hf(f"{layout.embed}.weight")
     head = layout.to_hf(f"{layout.head}.proj.weight")
     return embed or "", head or ""
@@ -167,7 +186,11 @@ def _tied_names(layout: Layout) -> tuple[str, str]:
 def compare_tied_weights(
     stored: Mapping[str, StoredTensor], match: Match, layout: Layout
 ) -> list[str]:
-    """Compare a projection that is there with the embedding, if the model has one for both."""
+    """Check that a stored output projection equals the embedding if the model ties the two.
+
+    Returns:
+        One sentence if the two stored weights differ, else nothing.
+    """
     embed, head = _tied_names(layout)
     if head not in stored or any(part.name == head for part in match.parts):
         return []

@@ -1,4 +1,4 @@
-"""Generate text, one token at a time."""
+"""Generates text with a KV cache, one token at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..tokenizers.tokenizer import Tokenizer
 from .open import OpenedModel
 
 PREFILL_TOKENS = 512
-"""of a prompt that are computed at once, so that memory grows with its length and not the square"""
+"""prompt tokens of one forward pass: attention memory then grows linearly with the prompt"""
 
 
 def generate(
@@ -32,19 +32,19 @@ def generate(
 ) -> list[str]:
     """Continue each prompt until the end of the document or for `max_new_tokens`.
 
-    Prompts are computed together and sampled apart: the text that follows a prompt depends on the
-    seed and on that prompt alone.
+    Prompts are computed as one batch, but each has its own random generator, so that its text
+    depends only on the seed and on the prompt.
 
     Args:
         opened: the result of `open_model`.
         prompts: texts to continue; an empty one begins a document.
         max_new_tokens: the largest number of tokens to add.
-        temperature: logits are divided by it; 0 takes the likeliest token.
-        top_k: only this many of the likeliest tokens are drawn from; 0 is all.
-        top_p: only the likeliest tokens that together have this probability are drawn from
+        temperature: the divisor of the logits; 0 takes the likeliest token.
+        top_k: sample from this many of the likeliest tokens; 0 is all.
+        top_p: sample from the likeliest tokens whose probabilities sum to this
             (nucleus sampling, arXiv:1904.09751).
-        seed: the seed of the draws.
-        until: a text ends before the first of these; empty ends it only with the document.
+        seed: the seed of the random generators.
+        until: stop strings; a text ends before the first of them.
         truncate: keep the end of a prompt that is longer than the model's context, and leave room
             for new tokens.
 
@@ -85,16 +85,19 @@ def continue_rows(
     max_new_tokens: int,
     until: Sequence[str] = (),
 ) -> list[str]:
-    """Continue prompts that are tokens; see `generate`.
+    """Continue prompts that are given as tokens; see `generate`.
 
     Args:
-        model: in evaluation mode.
-        tokenizer: of the model.
-        prompts: tokens of each; none begin a document.
-        generators: one a prompt.
-        probabilities_of: from logits, [B, V], to what is drawn from.
-        max_new_tokens: at most so many are added.
-        until: a text ends before the first of these.
+        model: a model in evaluation mode.
+        tokenizer: the tokenizer of the model.
+        prompts: the token ids of each prompt; an empty prompt begins a document.
+        generators: one random generator for each prompt.
+        probabilities_of: maps logits [B, V] to the probabilities to sample from, [B, V].
+        max_new_tokens: the largest number of tokens to add.
+        until: stop strings; a text ends before the first of them.
+
+    Returns:
+        The new text of each prompt.
     """
     tokens, positions, document_ids = _left_padded(model, tokenizer, prompts)
     columns = {"positions": positions}
@@ -107,6 +110,7 @@ def continue_rows(
     finished = [False] * len(prompts)
     for _ in range(max_new_tokens):
         logits = _last_logits(model, tokens, columns, cache)
+        # Sampled on the CPU, so that a seed gives the same draws on every device.
         probabilities = probabilities_of(logits[:, -1].cpu())
         chosen = [
             int(torch.multinomial(row, 1, generator=generator))
@@ -129,13 +133,16 @@ def continue_rows(
 def _last_logits(
     model: LanguageModel, tokens: Tensor, columns: Mapping[str, Tensor], cache: KVCache
 ) -> Tensor:
-    """Return logits, [B, S, V], of the last of the pieces in which tokens are computed.
+    """Run the model over the tokens in pieces and return the logits of the last piece.
 
     Args:
-        model: in evaluation mode.
-        tokens: [B, S].
-        columns: the model's other inputs for each token, [B, S].
-        cache: of the positions before them; extended.
+        model: a model in evaluation mode.
+        tokens: token ids, [B, S].
+        columns: the model's other inputs for each token, [B, S] each.
+        cache: the keys and values of earlier positions; the new positions are appended.
+
+    Returns:
+        Logits [B, P, V] with P the length of the last piece; only the last position is used.
     """
     for start in range(0, tokens.shape[1], PREFILL_TOKENS):
         piece = slice(start, start + PREFILL_TOKENS)
@@ -147,7 +154,14 @@ def _last_logits(
 def _ends(
     tokenizer: Tokenizer, text: list[int], until: Sequence[str], stops: Sequence[list[int]]
 ) -> bool:
-    """Return whether a word that ends texts has come, as its own tokens or within others."""
+    """Return whether a text has reached a stop string.
+
+    Args:
+        tokenizer: the tokenizer of the text.
+        text: the new token ids; a stop string's own tokens at the end are removed in place.
+        until: the stop strings.
+        stops: the token ids of each stop string.
+    """
     for ids in stops:
         if text[-len(ids) :] == ids:  # special tokens, which decoding leaves out, are found so
             del text[-len(ids) :]
@@ -162,10 +176,10 @@ def _cut(text: str, until: Sequence[str]) -> str:
 def _left_padded(
     model: LanguageModel, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return tokens, positions and document ids, [B, S], with the prompts' ends aligned.
+    """Return tokens, positions and document ids, [B, S] each, padded at the left.
 
-    The padding is a document of its own, so that nothing attends to it; without padding there are
-    no document ids.
+    The padding is document 0 and the prompt document 1, so that the prompt does not attend to the
+    padding. If no row is padded, the document ids are None.
     """
     rows = [list(prompt) or [tokenizer.eos_id] for prompt in prompts]
     width = max(map(len, rows))
@@ -181,7 +195,7 @@ def _left_padded(
 
 
 def _generators(prompts: Sequence[str], seed: int) -> list[torch.Generator]:
-    """Return a generator a prompt; equal prompts get different ones."""
+    """Return a random generator for each prompt; equal prompts get different seeds."""
     seen: Counter[str] = Counter()
     generators = []
     for prompt in prompts:
@@ -193,7 +207,7 @@ def _generators(prompts: Sequence[str], seed: int) -> list[torch.Generator]:
 
 
 def sampling_probabilities(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """Return what is drawn from, [B, V], in fp32."""
+    """Return the probabilities to sample from, [B, V] like the logits; see `generate`."""
     if temperature == 0:
         return torch.zeros_like(logits).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
     if 0 < top_k < logits.shape[1]:

@@ -1,7 +1,7 @@
-"""Our model behind the interface of lm-evaluation-harness, and its tasks run on it.
+"""Runs the tasks of lm-evaluation-harness on our model.
 
-Importing this module imports `lm_eval`. The interface is `lm_eval.api.model.LM`; where a text is
-cut when it is too long follows the harness's own model for transformers (`HFLM`).
+Importing this module imports `lm_eval`. The interface is `lm_eval.api.model.LM`. Texts that are too
+long are truncated as the harness's own model for transformers (`HFLM`) does.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .score import ScoredWindow, score_windows, windows
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]
-    """Answers the harness's requests.
+    """Implements the harness's model interface for one of our models.
 
     Args:
         opened: the model.
-        seq_len: longest input; longer ones lose their beginning.
-        batch_size: rows computed together.
+        seq_len: the largest number of input tokens; longer inputs are truncated at the left.
+        batch_size: rows of a forward pass.
     """
 
     def __init__(self, opened: OpenedModel, seq_len: int, batch_size: int) -> None:
@@ -43,12 +43,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        """The token before a text that has no context."""
+        """The id of the token that precedes a text without context."""
         return self._opened.tokenizer.eos_id
 
     @property
     def tokenizer_name(self) -> str:
-        """What the harness keeps cached requests apart by."""
+        """The key under which the harness caches requests."""
         return self._opened.tokenizer.fingerprint
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
@@ -89,7 +89,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return answers
 
     def _pair(self, number: int, context: list[int], continuation: list[int]) -> ScoredWindow:
-        """Return the row whose last labels are the continuation; too long a context is cut."""
+        """Return a row whose labels are the continuation; a context that is too long is truncated.
+
+        Args:
+            number: the index of the request.
+            context: token ids that are not scored.
+            continuation: token ids that are scored.
+        """
         if len(continuation) > self.max_length:
             raise RecipeError(
                 f"a continuation of {len(continuation)} tokens; rows have {self.max_length}",
@@ -104,7 +110,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return score_windows(self._opened.model, rows, self.batch_size)
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Return what follows each context until one of its stop strings."""
+        """Return the text generated after each context, up to one of the request's stop strings."""
         contexts = Collator(
             [(*request.args, self.tok_encode(request.args[0])) for request in requests],
             sort_fn=lambda request: -len(request[2]),
@@ -141,7 +147,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
 
 class _Wanted(NamedTuple):
-    """How a task wants texts to be generated."""
+    """The generation settings of a task."""
 
     max_new_tokens: int
     until: list[str]
@@ -150,12 +156,12 @@ class _Wanted(NamedTuple):
     top_p: float
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return what is drawn from, [B, V]."""
+        """Return the probabilities to sample from, [B, V]."""
         return sampling_probabilities(logits, self.temperature, self.top_k, self.top_p)
 
     @staticmethod
     def of(settings: dict[str, Any], default_tokens: int) -> _Wanted:
-        """Read a task's `generation_kwargs`; sampling only where it asks for it."""
+        """Read a task's `generation_kwargs`; without `do_sample` the likeliest token is taken."""
         given: dict[str, Any] = dict(normalize_gen_kwargs(settings, default_tokens))
         samples = bool(given.get("do_sample"))
         return _Wanted(
@@ -177,20 +183,20 @@ def run_tasks(
     batch_size: int,
     limit: int,
 ) -> dict[str, Any]:
-    """Run tasks, groups or tags of the harness; return its results by task.
+    """Run tasks, groups or tags of the harness and return the harness's results by task.
 
     Args:
         opened: the model.
-        names: of the harness, or of files below `include_path`.
-        include_path: a folder with more tasks. They may name Python code, which is run.
-        num_fewshot: examples before each question; None: as each task says.
-        seq_len: longest input.
-        batch_size: rows computed together.
-        limit: only so many examples of each task; 0: all.
+        names: names of tasks, groups or tags of the harness or in `include_path`.
+        include_path: a folder with further tasks. They may name Python code, which is executed.
+        num_fewshot: examples before each question; None takes each task's own number.
+        seq_len: the largest number of input tokens.
+        batch_size: rows of a forward pass.
+        limit: the number of examples of each task; 0 is all.
 
     Raises:
-        RecipeError: there is no such task, or it is faulty.
-        EnvironmentFault: the data of a task cannot be had.
+        RecipeError: a task does not exist or is faulty.
+        EnvironmentFault: the data of a task cannot be read or downloaded.
     """
     manager = _manager(names, include_path)
     try:
@@ -216,7 +222,7 @@ def run_tasks(
 
 
 def _manager(names: Sequence[str], include_path: Path | None) -> TaskManager:
-    """Return what knows the tasks; the harness's own thousands are read only if one is named."""
+    """Return the task manager; the harness's own tasks are indexed only if one of them is named."""
     if not names:
         raise RecipeError("--tasks names no task")
     if include_path is not None:

@@ -1,4 +1,4 @@
-"""Find the model and the texts that a command names, before torch is imported."""
+"""Finds the model and the texts that a command names, before torch is imported."""
 
 from __future__ import annotations
 
@@ -111,14 +111,14 @@ def _recipe_for_settings(folder: Path, settings: dict[str, Any]) -> Recipe:
 
 
 def find_source(name: str, settings: Sequence[str]) -> SourceConfig:
-    """Return the source of a name.
+    """Build a source from a name and settings.
 
     Args:
-        name: as in a recipe's `[[data.sources]]`.
-        settings: `key=value` for its other keys.
+        name: the `name` of a source in a recipe's `[[data.sources]]`.
+        settings: `key=value` for the other keys of the source.
 
     Raises:
-        RecipeError: there is no such source, or it has no such key or value.
+        RecipeError: no source has this name, or a key or value is invalid.
     """
     if name not in sources:
         raise RecipeError(f'no source is named "{name}"', nearest(name, sources))
@@ -132,5 +132,5 @@ def find_source(name: str, settings: Sequence[str]) -> SourceConfig:
 
 
 def find_texts(path: str) -> SourceConfig:
-    """Return the source that reads a file, a folder or a glob, by the names of its files."""
+    """Return the source that reads a file, a folder or a glob, chosen by file names."""
     return find_source(infer_source(path), [f"path={json.dumps(path)}"])

@@ -1,6 +1,6 @@
-"""The report: a single HTML file that loads nothing from elsewhere. Torch-free.
+"""Writes the report as a single HTML file that loads no other files. Torch-free.
 
-Everything that comes from files is escaped.
+All text that comes from the files of a run is escaped.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ _STATES = {"running", "finished", "stopped", "failed", "died"}
 
 
 def write_page(paths: Sequence[Path], title: str = "") -> str:
-    """Return the page about some run directories.
+    """Return the HTML of the report on run directories.
 
     Args:
-        title: default: the run's name, or how many are compared.
+        paths: the run directories.
+        title: title of the page; empty takes the run's name or the number of runs.
     """
     names = names_of(paths)
     runs = [read_run(path, name) for path, name in zip(paths, names, strict=True)]
@@ -146,7 +147,7 @@ def _plots(plots: Sequence[tuple[Plot, list[Series]]], names: Sequence[str]) -> 
 
 
 def _key(series: Sequence[Series]) -> str:
-    """Return the key of a plot that shows training and validation."""
+    """Return the legend of a plot with training and validation curves, else an empty text."""
     if len({one.dashed for one in series}) < 2:
         return ""
     return (
@@ -160,14 +161,14 @@ def _key(series: Sequence[Series]) -> str:
 def _draw(
     plot: Plot, series: Sequence[Series], names: Sequence[str], width: int, height: int
 ) -> str:
-    """Return a picture over optimizer steps: what the page shows until its script draws it again.
+    """Return a plot over optimizer steps as SVG, which the page shows until its script redraws it.
 
     Args:
-        plot: says whether the scale is logarithmic.
+        plot: the plot, whose `log` selects a logarithmic vertical axis.
         series: the curves.
-        names: the runs' names, for readers that cannot see the picture.
-        width: in pixels.
-        height: in pixels.
+        names: the runs' names, for the accessible title.
+        width: width in pixels.
+        height: height in pixels.
     """
     xs = [x for one in series for x in one.step]
     ys = [y for one in series for y in one.y if y is not None and (y > 0 or not plot.log)]

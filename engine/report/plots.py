@@ -1,4 +1,4 @@
-"""Which plots the report has, and the points that each run adds to them. Torch-free."""
+"""Defines the plots of the report and selects the points of each run. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from typing import Any
 from .runs import Row, RunData
 
 MAX_POINTS = 40_000
-"""over all series of a page: some 1.5 MB"""
+"""largest number of points on a page, which take about 1.5 MB"""
 FEWEST, MOST = 80, 1200
 MAX_PLOTS = 40
 SOURCE = "loss/"
-"""begins the keys of losses by source"""
+"""prefix of the metric keys with the loss of one data source"""
 LARGEST = 1e300
-"""a larger number is shown as an infinite one: the difference of two would be"""
+"""larger numbers count as infinite, because the difference of two of them may overflow"""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One key of the rows of one kind."""
+    """The values of one metric key in the rows of one kind, times a scale."""
 
     kind: str
     key: str
     scale: float = 1.0
     exponential: bool = False
-    """show exp(value): a loss as its perplexity"""
+    """plot exp(value), which turns a loss into its perplexity"""
 
 
 @dataclass(frozen=True)
 class Plot:
-    """One picture, with the same curves of each run."""
+    """One figure, with the same curves for each run."""
 
     title: str
     section: str
     curves: tuple[Curve, ...]
     unit: str = ""
     log: bool = False
-    """whether its scale is logarithmic at first"""
+    """whether the vertical axis is logarithmic when the page opens"""
 
 
 @dataclass(frozen=True)
 class Series:
-    """The points of one curve of one run; what is not finite is None."""
+    """The points of one curve of one run; values that are not finite are None."""
 
     run: int
     dashed: bool
@@ -53,12 +53,12 @@ class Series:
     seconds: list[float]
     y: list[float | None]
     mean: list[float | None]
-    """of all points that each of these stands for; empty where every point is there"""
+    """mean of the points that each point stands for; empty if no points were left out"""
     noisy: bool
-    """of single steps, so that smoothing helps to read it"""
+    """whether values are of single steps, so that smoothing makes the curve easier to read"""
 
     def as_json(self) -> dict[str, Any]:
-        """Return what the page's script reads."""
+        """Return the JSON object that the page's script reads."""
         return {
             "run": self.run,
             "dashed": self.dashed,
@@ -89,7 +89,7 @@ _AXES = {"step", "tokens", "seconds", "time", "perplexity"}
 
 
 def plots_of(runs: Sequence[RunData]) -> list[tuple[Plot, list[Series]]]:
-    """Return the plots that have points, and one for each further number of metrics.jsonl."""
+    """Return the plots that have points, with one more for each other key of metrics.jsonl."""
     further = dict.fromkeys(
         (kind, key)
         for run in runs
@@ -152,11 +152,15 @@ def _thin_curve(number: int, rows: Sequence[Row], curve: Curve, mixed: bool, lim
 
 
 def thin(values: Sequence[float], limit: int) -> tuple[list[int], list[float | None]]:
-    """Choose points that draw the same picture: the lowest and highest of each stretch.
+    """Choose points that draw nearly the same curve: the minimum and maximum of each bin.
+
+    Args:
+        values: the values of the curve.
+        limit: about the largest number of points to keep.
 
     Returns:
-        indices of at most about `limit` points, the first of each run of non-finite values in a
-        stretch among them; and the mean of each one's stretch, or nothing if all points stay.
+        The indices of the points to keep, with the first non-finite value of each bin among them,
+        and the mean of each point's bin. The second list is empty if all points are kept.
     """
     count = len(values)
     if count <= limit:
@@ -178,7 +182,7 @@ def thin(values: Sequence[float], limit: int) -> tuple[list[int], list[float | N
 
 
 def _short(value: float) -> float:
-    """Return the value with the digits that a plot can show; whole numbers stay whole."""
+    """Round a value to six significant digits; an integer stays as it is."""
     if value == int(value) and abs(value) < 2**53:
         return int(value)
     return float(f"{value:.6g}")

@@ -23,24 +23,24 @@ from .status import RunStatus, examine, number
 Row = dict[str, float]
 BITS = "bits_per_byte"
 MAX_KEYS = 200
-"""different keys of metrics.jsonl that are looked at"""
+"""largest number of distinct keys that are read from metrics.jsonl"""
 
 
 @dataclass(frozen=True)
 class RunData:
-    """What the files of a run hold."""
+    """The content of a run directory."""
 
     name: str
     path: Path
     status: RunStatus
     rows: dict[str, list[Row]]
-    """by kind, each step once; a row has `step`, `tokens` and `seconds` of training so far"""
+    """rows by kind, one for each step, with `step`, `tokens` and `seconds` of training so far"""
     recipe: dict[str, Any]
-    """dotted key -> value"""
+    """the recipe's values by dotted key"""
     manifest: Manifest | None
-    """of the newest checkpoint that can be read"""
+    """manifest of the newest checkpoint that can be read"""
     checkpoints: list[int]
-    """their steps"""
+    """the steps of the checkpoints"""
 
     def column(self, kind: str, key: str) -> list[float]:
         """Return a key's values, in the order of the steps."""
@@ -56,7 +56,7 @@ class RunData:
         return sorted(value for value in self.column(kind, key) if math.isfinite(value))
 
     def median(self, kind: str, key: str) -> float | None:
-        """Return the middle one of a key's finite values."""
+        """Return the median of a key's finite values, the upper one of an even number."""
         column = self.finite(kind, key)
         return column[len(column) // 2] if column else None
 
@@ -65,7 +65,7 @@ class RunData:
         return next(iter(self.finite(kind, key)), None)
 
     def seconds(self) -> tuple[float, float, float]:
-        """Return the time spent in steps, the part of it that waited for data, and all else."""
+        """Return the seconds spent in steps, the part spent waiting for data, and the remainder."""
         busy = waiting = 0.0
         before = 0.0
         train = self.rows.get("train", [])
@@ -80,7 +80,7 @@ class RunData:
 
 
 def read_run(path: Path, name: str) -> RunData:
-    """Read a run directory, live or dead; what is missing or damaged there is left out."""
+    """Read the directory of a run in any state; missing and damaged files are left out."""
     folders = list_checkpoints(path / "checkpoints")
     return RunData(
         name=name,
@@ -94,9 +94,10 @@ def read_run(path: Path, name: str) -> RunData:
 
 
 def have_different_tokenizers(runs: Sequence[RunData]) -> bool:
-    """Return whether a token of one run is not a token of another.
+    """Return whether runs use different tokenizers, so that losses a token cannot be compared.
 
-    Checkpoints know what tokenizers are; without one, the recipes say what they are called.
+    The tokenizers' fingerprints in the checkpoints are compared. If a run has no checkpoint, the
+    `[tokenizer]` tables of the recipes are compared instead.
     """
     known = [run.manifest.tokenizer if run.manifest else "" for run in runs]
     if not all(known):
@@ -113,7 +114,7 @@ def lacks_bits_per_byte(runs: Sequence[RunData]) -> list[RunData]:
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """Return names that tell the runs apart: those of their folders, else their paths."""
+    """Return a distinct name for each run: the folder's name, or the path if names collide."""
     names = [path.resolve().name for path in paths]
     return [
         name if names.count(name) == 1 else str(path)
@@ -122,7 +123,7 @@ def names_of(paths: Sequence[Path]) -> list[str]:
 
 
 def differences(runs: Sequence[RunData]) -> list[tuple[str, list[Any]]]:
-    """Return the keys whose values differ between the recipes that are there, with each run's."""
+    """Return the keys whose values differ between the runs' recipes, with the value of each run."""
     known = [run.recipe for run in runs if run.recipe]
     keys = dict.fromkeys(key for recipe in known for key in recipe)
     return [
@@ -147,7 +148,10 @@ def _newest_manifest(folders: Sequence[Path]) -> Manifest | None:
 
 
 def _read_rows(path: Path) -> dict[str, list[Row]]:
-    """Return the rows' numbers by kind and step; of a step that is there twice, the last."""
+    """Return the numbers of each row by kind, in the order of steps.
+
+    A step occurs twice if a run resumed from before it; the later row wins.
+    """
     by_kind: dict[str, dict[float, Row]] = {}
     keys = {"step", "tokens", "time", "step_seconds"}
     try:
@@ -181,7 +185,7 @@ def _numbers(row: Mapping[str, Any]) -> Row:
 
 
 def _add_axes(rows: Mapping[str, list[Row]]) -> None:
-    """Give each row `seconds` of training, and `tokens` to those without."""
+    """Add `seconds` of training and `tokens` to each row in place, interpolated for other kinds."""
     train = rows.get("train", [])
     seconds = before = 0.0
     for row in train:
@@ -198,7 +202,7 @@ def _add_axes(rows: Mapping[str, list[Row]]) -> None:
 
 
 def _between(train: Sequence[Row], index: int, step: float, key: str) -> float:
-    """Return the value at a step that lies before `train[index]`, on the line through both."""
+    """Interpolate a key linearly at a step between `train[index - 1]` and `train[index]`."""
     low = train[index - 1] if index else {"step": 0.0, key: 0.0}
     if index == len(train):
         return low[key]
@@ -215,7 +219,7 @@ MAX_PHASES = 12
 
 @dataclass(frozen=True)
 class ProfileSummary:
-    """Mean seconds of the steps that were looked at."""
+    """The mean seconds of the profiled steps, in all, by phase and by operator."""
 
     step_seconds: float
     phases: dict[str, float]
@@ -223,7 +227,7 @@ class ProfileSummary:
 
 
 def read_profile(run: Path) -> ProfileSummary | None:
-    """Return a run's profile; None: it has none that can be read."""
+    """Return the profile of a run, or None if there is none that can be read."""
     try:
         content = json.loads(read_regular(run / "profiles" / "summary.json"))
         whole = number(content["step_seconds"])

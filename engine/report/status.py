@@ -1,4 +1,4 @@
-"""What a run is doing, read from its files alone. Torch-free."""
+"""Reads the status of a run from the files of its run directory. Torch-free."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..observe.metrics import LARGEST_STEP, decode_rows, read_events
 TAIL_BYTES = 2**18
 HUNG_SECONDS = 60.0
 HUNG_ROWS = 10
-"""a run is called hung when nothing came for this many times its usual distance between rows"""
+"""a run counts as hung after this many times the median interval between rows of metrics"""
 LOW_DISK = 0.05
 
 State = Literal["running", "finished", "stopped", "failed", "died"]
@@ -34,7 +34,7 @@ State = Literal["running", "finished", "stopped", "failed", "died"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """A run at this moment; None is what its files do not tell."""
+    """The status of a run at this moment. A field is None if the run's files do not tell it."""
 
     run: str
     state: State
@@ -43,7 +43,7 @@ class RunStatus:
     total_steps: int | None = None
     loss: float | None = None
     losses: list[float] = field(default_factory=list)
-    """of the newest rows, oldest first"""
+    """training losses of the newest rows of metrics.jsonl, oldest first"""
     tokens_per_second: float | None = None
     eta_seconds: float | None = None
     eval_step: int | None = None
@@ -52,24 +52,27 @@ class RunStatus:
     checkpoint_step: int | None = None
     checkpoint_age_seconds: float | None = None
     last_sign_seconds: float | None = None
-    """since anything was written"""
+    """seconds since the run last wrote metrics, state, lock or checkpoint"""
     attempts: int = 1
     disk_bytes: int = 0
     reason: str = ""
     behind: str = ""
-    """of a run that is running or died: the rank that has done least, where, and since when"""
+    """the rank that is furthest behind, its position, and since when, if the run is running or died"""
     events: int = 0
-    """spikes and other steps in events.jsonl"""
+    """number of events, such as loss spikes, in events.jsonl"""
     newest_event: str = ""
-    """its id"""
+    """id of the newest event"""
     warnings: list[str] = field(default_factory=list)
 
 
 def find_runs(paths: list[Path]) -> list[Path]:
-    """Return the run directories at the paths: each itself, or those directly in it.
+    """Return the run directories that paths name.
+
+    Args:
+        paths: run directories, or folders that directly contain run directories.
 
     Raises:
-        RecipeError: a path that is none and has none.
+        RecipeError: a path neither is a run directory nor contains one.
     """
     runs: list[Path] = []
     for path in paths:
@@ -89,7 +92,12 @@ def is_run(path: Path) -> bool:
 
 
 def examine(path: Path, now: float | None = None) -> RunStatus:
-    """Read what a run directory tells about its run."""
+    """Read the status of a run from its run directory.
+
+    Args:
+        path: the run directory.
+        now: the current time in seconds since the epoch; None takes the clock.
+    """
     now = time.time() if now is None else now
     holder = RunDirectory(path).holder()
     record, rows = read_state(path), list(newest_rows(path))
@@ -148,7 +156,7 @@ def newest_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def number(value: Any) -> float | None:
-    """Return a number of a row as a float; None for anything else."""
+    """Return a JSON number as a float, or None for a value of another type."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -158,7 +166,7 @@ def number(value: Any) -> float | None:
 
 
 def disk_bytes(path: Path) -> int:
-    """Return what the files of a run take on the disk."""
+    """Return the bytes that the files of a run occupy on the disk, sparse files by their blocks."""
     total = 0
     for folder, _, names in os.walk(path):
         for name in names:
@@ -184,7 +192,7 @@ def _state(
 
 
 def _behind(path: Path, record: RunState | None, now: float) -> str:
-    """Return which rank of the newest attempt the others wait for."""
+    """Describe the rank of the newest attempt that is furthest behind, or return an empty text."""
     world = record.world if record else LARGEST_STEP
     behind = furthest_behind(beat for beat in read_beats(path / "logs") if beat.rank < world)
     return behind.describe(now) if behind else ""
@@ -204,7 +212,7 @@ def _warnings(status: RunStatus, train: list[dict[str, Any]], path: Path) -> Ite
 
 
 def clock(seconds: float) -> str:
-    """Return a time as people say it: `42 s`, `5 min`, `3.5 h`, `2.1 days`."""
+    """Format a duration with one unit: `42 s`, `5 min`, `3.5 h`, `2.1 days`."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     if seconds < 7200:

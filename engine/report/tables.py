@@ -24,7 +24,7 @@ from .runs import (
 from .status import clock
 
 MAX_SOURCES = 12
-"""that have a column of their own"""
+"""largest number of data sources that get a column of their own"""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Number:
     value: Callable[[RunData], float | None]
     show: Callable[[float], str] = format_short
     best: Callable[[Sequence[float]], float] | None = None
-    """which of the runs' values is the best, where one is"""
+    """`min` or `max`, which selects the best value; None if no value is better than another"""
     per_token: bool = False
-    """whether runs of different tokenizers cannot be compared by it"""
+    """whether the number depends on the tokenizer, so that only runs with the same one compare"""
     per_byte: bool = False
-    """whether they can"""
+    """whether the number is per byte of text, which compares across tokenizers"""
 
 
 def _perplexity(run: RunData) -> float | None:
@@ -82,10 +82,10 @@ def _of_source(key: str) -> Number:
 
 
 def numbers_of(runs: Sequence[RunData]) -> list[tuple[Number, list[float | None]]]:
-    """Return the columns that any run has a value for, with each run's.
+    """Return the columns for which at least one run has a value, with the value of each run.
 
-    No run is the best by what a token of its own tokenizer means, nor by bits per byte that another
-    run lacks.
+    If tokenizers differ, no run is marked best in numbers per token, nor in bits per byte if
+    a run lacks them.
     """
     keys = dict.fromkeys(key for run in runs for row in run.rows.get("eval", []) for key in row)
     by_source = [_of_source(key) for key in keys if key.startswith(SOURCE)][:MAX_SOURCES]
@@ -101,7 +101,7 @@ def numbers_of(runs: Sequence[RunData]) -> list[tuple[Number, list[float | None]
 
 
 def facts_of(run: RunData) -> dict[str, str]:
-    """Return what is known of how a run was made."""
+    """Return the facts about a run's environment and state, by title."""
     manifest, record, status = run.manifest, read_state(run.path), run.status
     facts = {"State": status.state + (f": {status.reason}" if status.reason else "")}
     facts["Steps"] = f"{status.step:,} of {status.total_steps:,}" if status.total_steps else "?"
@@ -155,7 +155,7 @@ def _name(runs: Sequence[RunData], index: int) -> str:
 
 
 def _comparability(runs: Sequence[RunData]) -> str:
-    """Return what to know about losses of runs with different tokenizers."""
+    """Return a note on how to compare losses of runs with different tokenizers."""
     if not have_different_tokenizers(runs):
         return ""
     text = "The tokenizers differ: losses per token cannot be compared; bits per byte can."
@@ -188,7 +188,7 @@ def swatch(index: int) -> str:
 
 
 def times(runs: Sequence[RunData]) -> str:
-    """Return how each run's time was spent, as far as metrics.jsonl tells."""
+    """Return a table of how each run spent its time, according to metrics.jsonl."""
     rows = []
     for run in runs:
         busy, waiting, other = run.seconds()

@@ -24,11 +24,17 @@ MANIFEST = "sweep.json"
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is run, and where."""
+    """A sweep: a recipe, the points to run, and the folder of the runs.
+
+    Attributes:
+        recipe: path of the recipe.
+        overrides: `--set` values that apply to every point.
+        points: the points of this call.
+        folder: the folder with a run directory for each point.
+    """
 
     recipe: Path
     overrides: tuple[str, ...]
-    """for every point"""
     points: list[Point]
     folder: Path
 
@@ -38,10 +44,14 @@ class Sweep:
         return [*self.overrides, *point.settings, *place]
 
     def load(self, world: int | None = None) -> list[Loaded]:
-        """Return each point's recipe.
+        """Load and validate the recipe of each point.
+
+        Args:
+            world: the world size to validate for; None skips the checks that need it.
 
         Raises:
-            RecipeError: everything that is wrong with any of them, and with resuming any.
+            RecipeError: recipes are invalid, or differ from those of checkpoints in the folder. All
+                problems are listed.
         """
         loaded: list[Loaded] = []
         problems: dict[Problem, list[str]] = {}
@@ -62,20 +72,20 @@ class Sweep:
         return self.folder / point.name
 
     def statuses(self) -> dict[str, RunStatus | None]:
-        """Return how each point stands; None: it has not been started."""
+        """Return the status of each point by name, or None if its run has not started."""
         folders = {point.name: self.run_folder(point) for point in self.points}
         return {name: examine(path) if is_run(path) else None for name, path in folders.items()}
 
     def is_finished(self, point: Point) -> bool:
-        """Return whether a point's run has come to its end."""
+        """Return whether the run of a point has finished."""
         path = self.run_folder(point)
         return is_run(path) and examine(path).state == "finished"
 
     def write_manifest(self) -> None:
-        """Write sweep.json; points of earlier calls stay in it.
+        """Write sweep.json, which keeps the points of earlier calls.
 
         Raises:
-            EnvironmentFault: the folder cannot be written.
+            EnvironmentFault: the file cannot be written.
         """
         content = {
             "recipe": str(self.recipe),
@@ -85,7 +95,7 @@ class Sweep:
         self.write(MANIFEST, json.dumps(content, indent=1) + "\n")
 
     def all_points(self) -> list[Point]:
-        """Return the points of this call after those of earlier ones, each once."""
+        """Return the points of earlier calls followed by the new ones of this call."""
         points = {point.name: point for point in _read_points(self.folder / MANIFEST)}
         return list((points | {point.name: point for point in self.points}).values())
 
@@ -93,14 +103,14 @@ class Sweep:
         """Write a file into the folder.
 
         Raises:
-            EnvironmentFault: it cannot be written.
+            EnvironmentFault: the file cannot be written.
         """
         path = self.folder / name
         write_asked(path, text, replace=True, hint="give another folder with --dir")
         return path
 
     def write_report(self) -> Path | None:
-        """Write report.html about all points that were started."""
+        """Write report.html about all points that have started, and return the path, or None."""
         folders = [self.folder / point.name for point in self.all_points()]
         runs = [folder for folder in folders if is_run(folder)]
         if not runs:
@@ -109,7 +119,7 @@ class Sweep:
         return self.write("report.html", write_page(runs, title))
 
     def _placed(self, problem: Problem, names: Sequence[str]) -> Problem:
-        """Return a problem with the points that have it, unless all do."""
+        """Add the names of the affected points to a problem, unless all points have it."""
         if len(names) == len(self.points):
             return problem
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -117,10 +127,10 @@ class Sweep:
         return replace(problem, message=message)
 
     def _refuse_other_recipe(self, point: Point, loaded: Loaded) -> None:
-        """Check that what was trained under a point's name is what the point says.
+        """Check that a run directory with a checkpoint was trained with the recipe of the point.
 
         Raises:
-            RecipeError: it is not.
+            RecipeError: the recipe of the earlier run differs.
         """
         path = self.run_folder(point)
         old = read_recipe(path)
@@ -140,7 +150,7 @@ class Sweep:
 
 
 def _read_points(path: Path) -> list[Point]:
-    """Return the points of a manifest that are well-formed."""
+    """Return the points of sweep.json, or none if an entry is malformed or the file unreadable."""
     try:
         entries: Any = json.loads(read_regular(path))["points"]
         return [

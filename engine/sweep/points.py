@@ -1,4 +1,4 @@
-"""From `--grid` and `--zip` to points, each with a name of its own. Torch-free."""
+"""Turns `--grid` and `--zip` into the points of a sweep, each with a distinct name. Torch-free."""
 
 from __future__ import annotations
 
@@ -35,14 +35,16 @@ class _Axis:
 
 
 def make_points(grids: Sequence[str], zips: Sequence[str]) -> list[Point]:
-    """Return the product of the grids; the keys of all zips change together, as one of them.
+    """Return the Cartesian product of the grids and of the zip.
+
+    All `--zip` keys change together and count as one factor of the product.
 
     Args:
-        grids: each `key=a,b,c`, or `key=log:1e-4..1e-2:5` (`lin:` for equal steps).
-        zips: the same, all with equally many values.
+        grids: the `--grid` options, `key=a,b,c` or `key=log:1e-4..1e-2:5` (`lin:` for equal steps).
+        zips: the `--zip` options in the same form, all with equally many values.
 
     Raises:
-        RecipeError: everything that is wrong with them.
+        RecipeError: options are invalid. All problems are listed.
     """
     problems: list[Problem] = []
     axes: list[_Axis] = []
@@ -72,7 +74,7 @@ def make_points(grids: Sequence[str], zips: Sequence[str]) -> list[Point]:
 
 
 def split_values(text: str) -> list[str]:
-    """Split at the commas that stand in no brackets and no quotes."""
+    """Split a text at the commas that are outside of brackets and quotes."""
     parts, depth, quote = [""], 0, ""
     for char in text:
         if quote:
@@ -135,7 +137,7 @@ def _contradictions(axes: Sequence[_Axis]) -> Iterator[Problem]:
 
 
 def _short_keys(keys: Sequence[str]) -> dict[str, str]:
-    """Return the shortest endings of dotted keys that tell them apart."""
+    """Return the shortest suffix of each dotted key that no other key has."""
     words = {}
     for key in keys:
         parts = key.split(".")
@@ -149,7 +151,10 @@ def _short_keys(keys: Sequence[str]) -> dict[str, str]:
 
 
 def _names(chosen: Sequence[tuple[str, ...]], words: dict[str, str]) -> list[str]:
-    """Return a name a point that can be a folder's, and depends on the point's settings alone."""
+    """Return a folder name for each point, made of the point's settings.
+
+    A name that is too long or not unique is shortened and gets a hash of the settings.
+    """
     names = []
     for settings in chosen:
         pairs = [setting.partition("=")[::2] for setting in settings]

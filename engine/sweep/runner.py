@@ -27,15 +27,17 @@ def run_points(
 ) -> int:
     """Run every point that has not finished.
 
-    A signal is passed on to the run at work, which saves; no other one is started then.
+    A signal is passed on to the current run, which saves and stops, and no further run starts.
 
     Args:
-        recipes: of the points, in their order.
-        nproc: ranks of each run.
-        go_on: start the next run also when one has failed.
+        sweep: the sweep.
+        recipes: the recipe of each point, in the order of the points.
+        nproc: the number of ranks of each run.
+        go_on: True to continue with the next point after a failed run.
+        say: prints a line for the user.
 
     Returns:
-        the exit code of the run that was stopped, or of the first that failed, else 0.
+        The exit code of the run that was stopped, or of the first failed run, else 0.
     """
     failed: list[int] = []
     with SignalPipe(LAUNCHER_SIGNALS) as signals:
@@ -80,17 +82,18 @@ def _run_point(sweep: Sweep, point: Point, loaded: Loaded, nproc: int, signals: 
 def array_script(
     name: str, points: int, nproc: int, workdir: str, folder: str, command: Sequence[str]
 ) -> str:
-    """Return the text of a batch script.
+    """Return the text of a SLURM batch script that runs a sweep as a job array.
 
     Args:
-        points: how many elements the array has.
-        nproc: tasks of each.
-        workdir: where relative paths start.
-        folder: of the sweep.
-        command: runs the point that a further `--index N` names.
+        name: the name of the job.
+        points: the number of elements of the array.
+        nproc: the number of SLURM tasks of each element, one a rank.
+        workdir: the working directory, to which relative paths refer.
+        folder: the folder of the sweep.
+        command: the command to which `--index N` is appended to run one point.
 
     Raises:
-        RecipeError: a value cannot stand in a script.
+        RecipeError: a value contains characters that a batch script cannot hold.
     """
     script = shlex.quote(f"{folder}/sweep.sbatch")
     return batch_script(
