@@ -1,4 +1,4 @@
-"""Compares the files of a token store with their checksums, once for each state of a file.
+"""Verifies the checksums of a token store's files, once for each version of a file.
 
 A record beside the tokens, or in the user's cache folder if the store is read-only, holds a line
 for each file that was compared: its name, size, times and checksum. A file that changed since is
@@ -34,7 +34,14 @@ log = logging.getLogger(__name__)
 
 
 class Share(NamedTuple):
-    """The share of the files that a process compares: every `ranks`-th from `rank` on."""
+    """The position of a process among those that divide the files of a store.
+
+    Attributes:
+        rank: the rank of the process among all processes.
+        ranks: the number of all processes.
+        local_rank: the rank of the process on its machine.
+        local_ranks: the number of processes on the machine.
+    """
 
     rank: int = 0
     ranks: int = 1
@@ -42,7 +49,11 @@ class Share(NamedTuple):
     local_ranks: int = 1
 
     def of(self, folder: Path, files: Sequence[str]) -> Sequence[str]:
-        """Return this process's files; machines divide only what they are known to share."""
+        """Return the files that this process verifies.
+
+        Processes of all machines divide the files of a shared file system; otherwise each machine
+        has its own files, which its processes divide.
+        """
         if is_shared(folder):
             return files[self.rank :: self.ranks]
         return files[self.local_rank :: self.local_ranks]
@@ -52,15 +63,15 @@ ALONE = Share()
 
 
 def require_intact(folder: Path, cache: Path, share: Share = ALONE) -> None:
-    """Compare the files of a store that were never compared, or changed since.
+    """Verify the checksums of files that were not verified before or that changed since.
 
     Args:
         folder: the folder of the store.
-        cache: the folder of the record if the store cannot be written.
-        share: this process's share of the files.
+        cache: the folder of the record of verified files if the store is read-only.
+        share: the position of this process among those that divide the files.
 
     Raises:
-        DataError: a file does not hold what was written.
+        DataError: the content of a file does not match the checksum.
         EnvironmentFault: a file cannot be read.
     """
     files = read_manifest(folder).all_files
@@ -100,7 +111,7 @@ def _describe(folder: Path, name: str, entry: TokenFileEntry) -> str:
 
 
 def _read_lines(record: Path) -> list[str]:
-    """Return the lines of a record; none if it cannot be read."""
+    """Return the lines of a record file, or no lines if the file cannot be read."""
     try:
         descriptor = os.open(record, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
@@ -110,7 +121,7 @@ def _read_lines(record: Path) -> list[str]:
 
 
 def _append(records: Sequence[Path], line: str) -> None:
-    """Append a line to the first record that can be written."""
+    """Append a line to the first record file that can be written; if none can, do nothing."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     for record in records:
         try:
@@ -126,7 +137,7 @@ def _append(records: Sequence[Path], line: str) -> None:
 
 
 def is_shared(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
-    """Return whether other machines are known to see the same files under a folder."""
+    """Return whether a folder is on a file system that is known to be shared between machines."""
     try:
         device = os.stat(folder).st_dev
         number = f"{os.major(device)}:{os.minor(device)}"

@@ -1,4 +1,4 @@
-"""The arrays of a token store as files: written shard by shard, memory-mapped as one."""
+"""Writes the arrays of a token store shard by shard, and memory-maps them as one array."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from .manifest import TokenFileEntry, shard_name
 
 
 class Column:
-    """One value a token, in files of `shard_tokens` values each."""
+    """Writes an array with one value a token to files of `shard_tokens` values each.
+
+    Args:
+        folder: the folder of the store.
+        name: the name of the column, which begins the file names.
+        shard_tokens: the number of values in each file but the last.
+    """
 
     def __init__(self, folder: Path, name: str, shard_tokens: int) -> None:
         self.folder = folder
@@ -32,7 +38,7 @@ class Column:
         self._room = 0
 
     def write(self, values: NDArray[Any]) -> None:
-        """Add values, and begin a new file whenever one is full."""
+        """Append values, and start a new file whenever the current one is full."""
         while len(values):
             if not self._room:
                 self.end_file()
@@ -65,7 +71,7 @@ class Column:
 
 
 def sync(file: IO[bytes]) -> None:
-    """Wait until the file is on the disk."""
+    """Flush a file and wait until its content is on the disk."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -74,15 +80,16 @@ MAP_FIXED = 0x10  # the same on Linux and macOS; the mmap module does not name i
 
 
 def map_files(paths: Sequence[Path], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return the files' contents end to end, read-only, without reading them.
+    """Memory-map files as one read-only 1-D array of their concatenated contents.
 
     Args:
-        paths: all but the last as long as a multiple of every machine's page size (64 KiB).
-        dtype: of the elements.
+        paths: the files; the size of each but the last must be a multiple of 64 KiB, which is the
+            largest page size.
+        dtype: the dtype of the elements.
 
     Raises:
         OSError: a file cannot be opened.
-        EnvironmentFault: the address space is too small for them.
+        EnvironmentFault: the address space is too small for the files.
     """
     if not paths:
         return np.empty(0, dtype=dtype)
@@ -92,7 +99,8 @@ def map_files(paths: Sequence[Path], dtype: np.dtype[Any]) -> NDArray[Any]:
         return np.asarray(np.memmap(paths[0], dtype=dtype, mode="r"))
     sizes = [path.stat().st_size for path in paths]
     try:
-        # Room for all, which ends with the array; the files take its place one behind the other.
+        # Reserve the address range first, so that the files can be mapped next to each other with
+        # MAP_FIXED. The range is unmapped when the array is freed.
         room = mmap.mmap(
             -1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ
         )

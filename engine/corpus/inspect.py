@@ -20,19 +20,19 @@ SAMPLE_TOKENS = 200
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Documents that are equal, token by token, to one before them."""
+    """Counts of documents whose tokens equal those of an earlier document."""
 
     documents: int
     tokens: int
     most_frequent: int
-    """number of the document that is there most often"""
+    """index of the document that occurs most often"""
     times: int
-    """how often that is"""
+    """number of occurrences of the most frequent document"""
 
 
 @dataclass(frozen=True)
 class LengthBin:
-    """Documents of similar length."""
+    """The number of documents with lengths from `shortest` to `longest` tokens."""
 
     shortest: int
     longest: int
@@ -43,7 +43,7 @@ class LengthBin:
 class Inspection:
     """The counts, lengths, duplicates and damage of a corpus of tokens.
 
-    Lengths count a document's tokens without the one that ends it.
+    Lengths do not count the end-of-document token.
     """
 
     place: str
@@ -52,35 +52,35 @@ class Inspection:
     learned_tokens: int
     """tokens that count in the loss"""
     empty: int
-    """documents without tokens: stored, or left out when they were read"""
+    """number of documents without tokens, stored ones and ones left out during preparation"""
     skipped: int
-    """documents that could not be read"""
+    """number of documents that could not be read"""
     faults: list[str]
     text_bytes: int | None
-    """None: not known"""
+    """bytes of the documents' text, or None if it is not known"""
     tokenizer: str
     mean_length: float
     quantiles: dict[str, int]
     histogram: list[LengthBin]
     duplicates: Duplicates
     damaged: list[str]
-    """files that are damaged"""
+    """names of the damaged files"""
     unchecked: list[str]
-    """files without checksums: an older version wrote them"""
+    """names of files without checksums, which older versions did not write"""
     samples: dict[int, str]
-    """by number of the document"""
+    """decoded beginnings of documents, by index of the document"""
 
 
 def inspect_folder(folder: Path, samples: int, tokenizer: Tokenizer | None = None) -> Inspection:
-    """Inspect a folder of tokens, all bytes of it.
+    """Inspect a folder of tokens and verify the checksums of all its files.
 
     Args:
         folder: the folder of the store.
-        samples: how many documents to decode.
-        tokenizer: the tokenizer of the tokens; None: the one that is kept beside them.
+        samples: the number of documents to decode.
+        tokenizer: the tokenizer of the tokens; None takes the one that is stored beside them.
 
     Raises:
-        DataError: it is incomplete.
+        DataError: the folder is incomplete or holds no documents.
     """
     manifest, store = read_manifest(folder), TokenStore.open(folder, None)
     damaged = list(find_damaged_files(folder, manifest))
@@ -100,15 +100,15 @@ def inspect_folder(folder: Path, samples: int, tokenizer: Tokenizer | None = Non
 
 
 def inspect_store(store: TokenStore, tokenizer: Tokenizer | None, samples: int = 0) -> Inspection:
-    """Inspect opened tokens.
+    """Inspect a token store without verifying checksums.
 
     Args:
         store: the tokens.
-        tokenizer: decodes samples; None: there are none.
-        samples: how many documents to decode.
+        tokenizer: decodes the samples; None gives no samples.
+        samples: the number of documents to decode.
 
     Raises:
-        DataError: there is no document.
+        DataError: the store holds no documents.
     """
     if not store.num_documents:
         raise DataError(f"{store.place}: holds no documents")
@@ -138,7 +138,7 @@ def inspect_store(store: TokenStore, tokenizer: Tokenizer | None, samples: int =
 
 
 def length_histogram(lengths: NDArray[np.int64]) -> list[LengthBin]:
-    """Count documents by the power of two at or below their length; 0 is alone."""
+    """Count documents in bins of doubling length: 0, 1, 2 to 3, 4 to 7 and so on."""
     power_of = np.frexp(lengths.astype(np.float64))[1]  # 0, then 1, 2..3, 4..7, ...
     counts = np.bincount(power_of)
     first = int(np.flatnonzero(counts)[0])
@@ -149,7 +149,12 @@ def length_histogram(lengths: NDArray[np.int64]) -> list[LengthBin]:
 
 
 def find_duplicates(store: TokenStore, lengths: NDArray[np.int64]) -> Duplicates:
-    """Find equal documents by a 128-bit hash of their tokens; empty ones are not compared."""
+    """Count duplicates by a 128-bit hash of each document's tokens; empty documents are left out.
+
+    Args:
+        store: the tokens.
+        lengths: tokens of each document without the end-of-document token, [documents].
+    """
     numbers = np.flatnonzero(lengths)
     if not numbers.size:
         return Duplicates(0, 0, 0, 0)
@@ -175,7 +180,7 @@ def find_duplicates(store: TokenStore, lengths: NDArray[np.int64]) -> Duplicates
 
 
 def _decode_samples(store: TokenStore, tokenizer: Tokenizer, count: int) -> dict[int, str]:
-    """Decode the beginning of documents that are spread over the corpus."""
+    """Decode the beginnings of documents at equal distances over the corpus, by document index."""
     numbers = np.unique(np.linspace(0, store.num_documents - 1, count).round().astype(int)).tolist()
     starts, stops = store.offsets[numbers], store.offsets[[number + 1 for number in numbers]] - 1
     stops = np.minimum(stops, starts + SAMPLE_TOKENS)

@@ -1,4 +1,4 @@
-"""`tokens.json`: the description of a folder of tokens, and the checks of its files."""
+"""Defines `tokens.json`, the manifest of a folder of tokens, and checks the files it lists."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class CorpusManifest(Table):
 
     @property
     def all_files(self) -> dict[str, TokenFileEntry]:
-        """Return every file that has a checksum, by its path in the folder."""
+        """Return the entry of every file with a checksum, by its path in the folder."""
         return {**self.files, **self.others}
 
     @property
@@ -95,7 +95,7 @@ class CorpusManifest(Table):
         return -(-self.num_tokens // self.shard_tokens)
 
     def columns(self) -> list[tuple[str, int]]:
-        """Return each column's name and its bytes a token."""
+        """Return the name of each column and the bytes that a token takes in it."""
         tokens = (TOKENS, 2 if self.dtype == "uint16" else 4)
         return [tokens, (LEARNED, 1)] if self.learned else [tokens]
 
@@ -110,7 +110,7 @@ def shard_name(column: str, number: int) -> str:
 
 
 def serialize_manifest(manifest: CorpusManifest) -> bytes:
-    """Return the content of `tokens.json`; its first line is the XXH3-128 of all that follows."""
+    """Return the content of `tokens.json`, whose first line is the XXH3-128 of the other lines."""
     body = manifest.model_dump_json(indent=1).encode().removeprefix(b"{\n")
     return _first_line(body) + body
 
@@ -120,11 +120,14 @@ def _first_line(body: bytes) -> bytes:
 
 
 def read_manifest(folder: Path) -> CorpusManifest:
-    """Read `tokens.json`, and check that every file that it names has its size.
+    """Read `tokens.json` and check that every file in it exists with the recorded size.
+
+    Args:
+        folder: the folder of the store.
 
     Raises:
-        DataError: something is missing, malformed or of another size.
-        EnvironmentFault: it cannot be read.
+        DataError: `tokens.json` is missing or malformed, or a file is missing or of another size.
+        EnvironmentFault: `tokens.json` cannot be read.
     """
     file = folder / INDEX
     try:
@@ -166,7 +169,7 @@ AGAIN = "prepare it again"
 
 
 def find_damaged_files(folder: Path, manifest: CorpusManifest) -> Iterator[str]:
-    """Read every file; yield the names of those that are damaged or cannot be read."""
+    """Read every file and yield the names of damaged and unreadable ones."""
     for name, entry in manifest.all_files.items():
         try:
             if hash_file(folder / name) != entry:

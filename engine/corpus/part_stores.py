@@ -1,7 +1,7 @@
-"""Parts of a corpus tokenised by processes side by side.
+"""Tokenises the parts of a corpus in parallel processes.
 
 Each part becomes a token store of its own, committed by a rename. An interrupted preparation
-resumes with those that are complete.
+reuses the parts that are complete.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .manifest import find_damaged_files, read_manifest
 from .store import StoreWriter, TokenStore
 from .tokenise import Chunk, Tally, tokenise
 
+# Parts that are submitted ahead, which bounds the memory that queued tasks take.
 AHEAD = 4096
 
 
@@ -47,7 +48,11 @@ class PartStores:
     tokenizer: Tokenizer
 
     def make(self, number: int) -> bool:
-        """Tokenise a part, and return True, unless it is there with the bytes that were written."""
+        """Tokenise a part unless an intact store of it exists.
+
+        Returns:
+            True if this call tokenised the part.
+        """
         folder = self.part_folder(number)
         with suppress(DataError):
             manifest = read_manifest(folder)
@@ -65,7 +70,7 @@ class PartStores:
         return True
 
     def read(self, number: int) -> Chunk:
-        """Return the tokens of a part that is done."""
+        """Return the tokens of a complete part, memory-mapped."""
         folder = self.part_folder(number)
         manifest, store = read_manifest(folder), TokenStore.open(folder, self.tokenizer)
         tally = Tally(manifest.text_bytes, manifest.empty, manifest.skipped, manifest.faults)
@@ -76,11 +81,14 @@ class PartStores:
         return self.folder / f"{number:07d}"
 
     def make_all(self, workers: int) -> Iterator[bool]:
-        """Make every part; as each is done, yield in order whether this call made it.
+        """Tokenise every part; yield for each part, in order, whether this call tokenised it.
+
+        Args:
+            workers: the largest number of processes.
 
         Raises:
             DataError: a document cannot be read and `on_error` is "stop".
-            EnvironmentFault: a process was killed.
+            EnvironmentFault: a worker process was killed.
             OSError: a part cannot be written.
         """
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -37,11 +37,12 @@ class Preparation:
     """The inputs of one folder of tokens.
 
     Attributes:
-        sources: the sources, whose documents follow one another.
-        tokenizer: makes the tokens.
-        tokenizer_name: the tokenizer's name in a recipe; its files are then kept beside the tokens.
-        shard_tokens: tokens a file.
-        workers: processes; 0: one a core.
+        sources: the sources, whose documents are concatenated.
+        tokenizer: the tokenizer.
+        tokenizer_name: the tokenizer's name in a recipe; if given, the tokenizer's files are stored
+            beside the tokens.
+        shard_tokens: the number of tokens in a file.
+        workers: the number of processes; 0 is one for each core.
     """
 
     sources: Sequence[DocumentSource]
@@ -84,14 +85,16 @@ def cache_folder(folder: str) -> Path:
 
 
 def open_source(source: SourceConfig, tokenizer: Tokenizer, cache: Path) -> TokenStore:
-    """Return a source's documents as tokens, memory-mapped.
+    """Return the documents of a source as tokens, memory-mapped.
 
     Args:
-        cache: folder of tokenised documents; those of a `DocumentSource` are written to it first
-            if they are not there yet.
+        source: the config of the source.
+        tokenizer: the tokenizer.
+        cache: folder of tokenised documents; a `DocumentSource` that is not there yet is tokenised
+            into it first.
 
     Raises:
-        DataError: with file and line.
+        DataError: a document cannot be read; the message names file and line.
     """
     if isinstance(source, DocumentSource):
         return open_or_prepare(source.for_tokenizer(tokenizer), tokenizer, cache)
@@ -100,10 +103,10 @@ def open_source(source: SourceConfig, tokenizer: Tokenizer, cache: Path) -> Toke
 
 
 def open_or_prepare(source: DocumentSource, tokenizer: Tokenizer, cache: Path) -> TokenStore:
-    """Return the source's tokens from the cache, tokenising it first if they are not there.
+    """Return the tokens of a source from the cache, and tokenise the source first if needed.
 
-    Of many processes that ask at once, one tokenises and the others wait. A cached folder that is
-    incomplete is made again.
+    If several processes need the same source, one tokenises and the others wait for the lock. An
+    incomplete folder in the cache is made again.
 
     Raises:
         DataError: a document cannot be read and `on_error` is "stop", or there is no text.
@@ -134,13 +137,21 @@ def open_or_prepare(source: DocumentSource, tokenizer: Tokenizer, cache: Path) -
 
 
 def prepare_folder(job: Preparation, folder: Path, watch: Watch) -> bool:
-    """Make a folder of tokens, or resume making it; return whether it was not there yet.
+    """Prepare a folder of tokens, or resume an interrupted preparation.
+
+    Args:
+        job: the inputs.
+        folder: the folder to create.
+        watch: called after each chunk of documents.
+
+    Returns:
+        True if this call made the folder, False if it was complete before.
 
     Raises:
-        RecipeError: something else is there, or the source would read the folder itself.
-        RunInUse: another process makes it.
+        RecipeError: the folder holds something else, or lies within a source.
+        RunInUse: another process prepares the folder.
         DataError: a document cannot be read and `on_error` is "stop", or there is no text.
-        EnvironmentFault: it cannot be written.
+        EnvironmentFault: the folder cannot be written.
     """
     folder = Path(os.path.abspath(folder))  # "." has no name, and so nothing can lie beside it
     try:
@@ -171,13 +182,13 @@ def _require_same_inputs(job: Preparation, folder: Path) -> None:
 
 
 def unfinished_folder(folder: Path) -> Path:
-    """Return the folder of a preparation that is not complete."""
+    """Return the working folder of a preparation until it is complete."""
     return folder.parent / f"{folder.name}.unfinished"
 
 
 @contextmanager
 def _lock(file: Path, patience_seconds: float) -> Iterator[None]:
-    """Hold a lock until the processes that tokenise have ended too."""
+    """Hold a lock, which worker processes inherit, so that it is held until they end too."""
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         descriptor = lock_file(file, patience_seconds, inherit=True)
@@ -193,9 +204,9 @@ def _lock(file: Path, patience_seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _lock_target(folder: Path) -> Iterator[None]:
-    """Keep other processes from making a folder, and remove what they could not resume from."""
+    """Lock a folder against other preparations; at the end, remove work without finished parts."""
     lock, work = folder.parent / f".{folder.name}.lock", unfinished_folder(folder)
-    # Processes that worked for one that was killed end just after it.
+    # The workers of a killed preparation hold the lock until they end, shortly after it.
     with _lock(lock, DYING_SECONDS):
         try:
             yield
@@ -206,18 +217,20 @@ def _lock_target(folder: Path) -> Iterator[None]:
 
 
 def prepare(job: Preparation, folder: Path, watch: Watch) -> None:
-    """Tokenise into a folder, which appears when it is complete.
+    """Tokenise into a folder, which appears under its name only when it is complete.
 
-    Parts that an interrupted call for the same inputs finished are used. The caller holds a lock.
+    Parts that an interrupted call with the same inputs finished are reused. The caller must hold
+    the lock.
 
     Raises:
         RecipeError: the folder lies within a source, which would read what is written there.
         DataError: a document cannot be read, there is no text, or the sources changed meanwhile.
-        EnvironmentFault: a process that tokenises was killed.
-        OSError: it cannot be written.
+        EnvironmentFault: a worker process was killed.
+        OSError: the folder cannot be written.
     """
     work, inputs, parts = unfinished_folder(folder), job.inputs(), job.parts()
     _discard_other_inputs(work, inputs)
+    # The working folder exists now: if it changes the inputs, it lies within a source.
     if job.inputs() != inputs:
         shutil.rmtree(work)
         raise RecipeError(
@@ -263,8 +276,8 @@ def _discard_other_inputs(work: Path, inputs: str) -> None:
 def _tokenise_parts(
     job: Preparation, parts: Sequence[SourcePart], folder: Path, progress: TokenisingProgress
 ) -> Iterator[Chunk]:
-    """Yield the documents of all parts in order."""
-    if len(parts) == 1:  # not worth a process
+    """Yield the tokens of all parts in order."""
+    if len(parts) == 1:  # a single part gains nothing from a worker process
         ((source, part),) = parts
         for chunk in tokenise(source.read(part), source.on_error, job.tokenizer):
             progress.count(chunk)

@@ -1,4 +1,4 @@
-"""The progress of tokenising: a bar on a terminal, a line every ten seconds anywhere else."""
+"""Shows the progress of tokenising: a bar on a terminal, else a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ class TokenisingProgress:
     started: float = field(default_factory=time.monotonic)
 
     def count(self, chunk: Chunk) -> None:
-        """Count documents that this call tokenised."""
+        """Add the text bytes and tokens of documents that this call tokenised."""
         self.new_bytes += chunk.tally.text_bytes
         self.new_tokens += len(chunk.tokens)
 
     @property
     def seconds(self) -> float:
-        """Time since the start."""
+        """Seconds since the start."""
         return time.monotonic() - self.started
 
     @property
     def seconds_left(self) -> float | None:
-        """The time left if further parts take as long as those before; None: unknown."""
+        """Estimated seconds left, from the mean time of a part; None if no part is done yet."""
         made = self.parts_done - self.parts_found
         return self.seconds / made * (self.parts - self.parts_done) if made else None
 
@@ -65,7 +65,11 @@ Watch = Callable[[TokenisingProgress], None]
 
 
 def log_every_ten_seconds(name: str) -> Watch:
-    """Return a watch that writes a line to the log every ten seconds."""
+    """Return a watch that logs a line at most every ten seconds.
+
+    Args:
+        name: the name of the source in the log.
+    """
     return _every_ten_seconds(lambda text: log.info("tokenising %s: %s", name, text))
 
 
@@ -88,7 +92,7 @@ def show_progress() -> Iterator[Watch]:
 
 
 def describe(progress: TokenisingProgress) -> str:
-    """Return the number of documents, the speeds and the time left, in a line."""
+    """Return one line with the counts, the speeds and the estimated time left."""
     left = progress.seconds_left
     eta = "" if left is None else f" · eta {format_clock(left)}"
     return _describe_speed(progress) + eta

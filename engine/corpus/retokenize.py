@@ -1,4 +1,4 @@
-"""The documents of a folder of tokens as text again, by the tokenizer kept beside them."""
+"""Decodes a folder of tokens to text with the tokenizer that is stored beside the tokens."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ BATCH_DOCUMENTS = 1024
 
 
 class StoredDocuments(DocumentSource):
-    """The documents of a folder of tokens, decoded.
+    """A source of the decoded documents of a folder of tokens.
 
-    A document is taken only if its text gives the same tokens again; else text was lost when it was
-    tokenised, or it held the text of special tokens, and it is a fault.
+    A document whose text does not encode to the same tokens is a fault: tokenising lost text, or
+    the document holds the text of special tokens.
     """
 
     name: Literal["tokens"] = "tokens"
@@ -42,7 +42,7 @@ class StoredDocuments(DocumentSource):
         """Open a folder of tokens.
 
         Raises:
-            DataError: it is damaged, does not hold its tokenizer, or has loss masks.
+            DataError: the folder is damaged, lacks the tokenizer, or has loss masks.
         """
         source = cls.model_validate({"path": str(folder), "on_error": on_error})
         source._store = TokenStore.open(folder, None)
@@ -56,14 +56,14 @@ class StoredDocuments(DocumentSource):
         return source
 
     def parts(self) -> Sequence[Any]:
-        """Return runs of documents."""
+        """Return ranges of documents of about `PART_TOKENS` tokens, as (first, stop)."""
         offsets = self._store.offsets
         targets = np.arange(0, self._store.num_tokens, PART_TOKENS)
         starts = np.unique(np.searchsorted(offsets[:-1], targets))
         return list(zip(starts.tolist(), [*starts[1:].tolist(), len(offsets) - 1], strict=True))
 
     def read(self, part: Any) -> Iterator[Document]:
-        """Yield one text a document."""
+        """Yield the text of each document of a range."""
         store, (first, stop) = self._store, part
         for start in range(first, stop, BATCH_DOCUMENTS):
             numbers = range(start, min(start + BATCH_DOCUMENTS, stop))
@@ -79,7 +79,7 @@ class StoredDocuments(DocumentSource):
                     yield DocumentFault(place, "its text does not give the same tokens again")
 
     def fingerprint(self) -> str:
-        """Return a hash of the tokens and of the documents' borders."""
+        """Return a hash of the tokens and of the documents' offsets."""
         return f"{self._store.fingerprint} {xxh3_128_hexdigest(self._store.offsets.data)}"
 
 
@@ -87,7 +87,7 @@ def load_bundled_tokenizer(folder: Path) -> Tokenizer:
     """Return the tokenizer that made the tokens of a folder.
 
     Raises:
-        DataError: the folder does not hold it, or holds another one.
+        DataError: the folder does not name or hold its tokenizer, or holds another one.
     """
     manifest = read_manifest(folder)
     name = manifest.tokenizer_name

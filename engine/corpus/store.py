@@ -1,4 +1,4 @@
-"""A corpus as one long array of tokens on disk, memory-mapped."""
+"""Reads and writes token stores: a corpus as one memory-mapped array of tokens."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class TokenStore:
         offsets: [num_documents + 1] int64; where each document starts.
         eos_id: the end-of-document token.
         fingerprint: xxh3-128 of the tokens' bytes.
-        skipped: documents left out because they could not be read.
-        faults: the reasons for the first of them.
+        skipped: the number of documents left out because they could not be read.
+        faults: the reasons for the first skipped documents.
         place: the name of the store in messages.
-        loss_mask: [num_tokens]; which tokens count in the loss when they are labels; None: all.
-        folder: the folder of the files; None: the tokens are in memory alone.
+        loss_mask: [num_tokens] bool; True for tokens that count in the loss as labels; None: all.
+        folder: the folder of the files; None if the tokens are only in memory.
     """
 
     tokens: NDArray[Any]
@@ -75,12 +75,12 @@ class TokenStore:
         """Memory-map a folder written by `StoreWriter`.
 
         Args:
-            folder: with `tokens.json`.
-            tokenizer: the tokenizer that must have made it; None: any.
+            folder: the folder with `tokens.json`.
+            tokenizer: the tokenizer that must have made the tokens; None accepts any.
 
         Raises:
-            DataError: it is missing, incomplete, or made with another tokenizer.
-            EnvironmentFault: it cannot be read.
+            DataError: the folder is missing, incomplete, or made with another tokenizer.
+            EnvironmentFault: a file cannot be read.
         """
         manifest = read_manifest(folder)
         if tokenizer is not None and manifest.tokenizer != tokenizer.fingerprint:
@@ -133,8 +133,8 @@ class StoreWriter:
 
     Args:
         folder: the folder to create.
-        tokenizer: the tokenizer, whose vocabulary bounds the ids and sets their width.
-        shard_tokens: tokens a file, a multiple of `PAGE_TOKENS`.
+        tokenizer: the tokenizer, whose vocabulary bounds the ids and decides their dtype.
+        shard_tokens: the number of tokens in a file, a multiple of `PAGE_TOKENS`.
     """
 
     def __init__(
@@ -165,9 +165,10 @@ class StoreWriter:
                 column.close()
 
     def write(self, chunk: Chunk) -> None:
-        """Add documents, and count what was left out of them."""
+        """Append documents and add their tally to the counts."""
         self.tally.add(chunk.tally)
         if chunk.loss_mask is not None and self._loss_mask is None:
+            # The first masked document comes late: all tokens before it count in the loss.
             self._loss_mask = Column(self.folder, LEARNED, self.shard_tokens)
             for start in range(0, self.num_tokens, 2**20):
                 count = min(2**20, self.num_tokens - start)
@@ -181,9 +182,9 @@ class StoreWriter:
         self.num_documents += len(chunk.lengths)
 
     def finish(self, **described: Any) -> None:
-        """Write the offsets and then the manifest, and sync everything to disk.
+        """Write the offsets and then the manifest, and sync all files to disk.
 
-        Files that were put beside the tokens get checksums too.
+        Other files in the folder, such as the tokenizer's, get checksums in the manifest too.
 
         Args:
             described: further keys of the manifest.

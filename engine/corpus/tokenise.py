@@ -1,4 +1,4 @@
-"""Documents become tokens, some thousands at a time."""
+"""Tokenises documents in batches of some thousands."""
 
 from __future__ import annotations
 
@@ -31,10 +31,15 @@ class Tally:
     skipped: int = 0
     """documents left out because they cannot be read"""
     faults: list[str | DocumentFault] = field(default_factory=list)
-    """what was wrong with the first of them"""
+    """the reasons for the first skipped documents"""
 
     def add(self, other: Tally, max_faults: int = 20) -> None:
-        """Add the counts of the documents that come next."""
+        """Add the counts of later documents.
+
+        Args:
+            other: the tally of the later documents.
+            max_faults: the largest number of faults to keep.
+        """
         self.text_bytes += other.text_bytes
         self.empty += other.empty
         self.skipped += other.skipped
@@ -42,19 +47,24 @@ class Tally:
 
 
 class Chunk(NamedTuple):
-    """Some documents as tokens, and what was left out of them."""
+    """The tokens of some documents, and the counts of documents that were left out."""
 
     tokens: Ids
-    """[T]; the documents end to end, each followed by the eos token"""
+    """[T]; the concatenated documents, each followed by the eos token"""
     lengths: NDArray[np.int64]
-    """[documents]; tokens of each document, eos included"""
+    """[documents]; the number of tokens of each document, eos included"""
     loss_mask: LossMask | None
-    """[T]; which tokens count in the loss when they are labels; None: all"""
+    """[T]; True for tokens that count in the loss as labels; None: all count"""
     tally: Tally
 
 
 def tokenise(documents: Iterable[Document], on_error: str, tokenizer: Tokenizer) -> Iterator[Chunk]:
-    """Yield documents as tokens.
+    """Tokenise documents and yield them in chunks.
+
+    Args:
+        documents: documents, and faults in place of unreadable ones.
+        on_error: "stop" to raise at the first fault, or "skip" to count faults.
+        tokenizer: the tokenizer.
 
     Raises:
         DataError: a document cannot be read and `on_error` is "stop".
@@ -101,7 +111,7 @@ def _count_bytes(document: str | MaskedDocument) -> int:
 
 
 def group_documents(documents: Iterable[AnyDocument]) -> Iterator[list[AnyDocument]]:
-    """Group documents so that a batch is worth a call and fits in memory."""
+    """Group documents into batches that are large enough to encode fast and fit in memory."""
     batch: list[AnyDocument] = []
     characters = 0
     for document in documents:
@@ -116,7 +126,7 @@ def group_documents(documents: Iterable[AnyDocument]) -> Iterator[list[AnyDocume
 
 
 def narrowest_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
-    """Return the narrowest type that holds every id."""
+    """Return uint16 if it can hold every id of the vocabulary, else uint32."""
     return np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
 
 
@@ -126,13 +136,13 @@ def make_chunk(
     loss_masks: Sequence[LossMask] | None = None,
     tally: Tally | None = None,
 ) -> Chunk:
-    """Put documents end to end, each followed by the eos token.
+    """Concatenate documents, each followed by the eos token.
 
     Args:
         tokenizer: the tokenizer of the ids.
         documents: the ids of each document.
         loss_masks: the loss mask of each document, with a value for the eos token; None: all count.
-        tally: what was met while the documents were read.
+        tally: the counts of the documents that were read and left out; None is zero.
 
     Raises:
         DataError: an id is outside the tokenizer's vocabulary.

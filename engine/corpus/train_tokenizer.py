@@ -50,20 +50,23 @@ def train_tokenizer(
     pattern: str = "llama3",
     max_bytes: int = 0,
 ) -> tuple[HuggingFaceTokenizer, CorpusSize]:
-    """Write a folder in Hugging Face's format; the same documents give the same bytes.
+    """Train a byte-level BPE and write it in Hugging Face's format, byte for byte reproducibly.
 
     Args:
         sources: the documents.
         out: the folder to create; nothing is left there after an error.
-        vocab_size: tokens in all: 256 bytes, the special tokens, and merged pairs.
-        special_tokens: get the ids from 0 on; the first ends a document.
-        min_frequency: pairs that are rarer are not merged.
+        vocab_size: the number of tokens: 256 bytes, the special tokens, and merged pairs.
+        special_tokens: the special tokens, with ids from 0 on; the first ends a document.
+        min_frequency: the smallest number of occurrences for which a pair is merged.
         pattern: the name of the regular expression that cuts text before pairs are counted.
-        max_bytes: no further documents are read after so many bytes of text; 0: all are.
+        max_bytes: the largest number of bytes of text to read; 0 reads all documents.
+
+    Returns:
+        The tokenizer, and the size of the text that it was trained on.
 
     Raises:
         RecipeError: `out` exists, or the sizes do not fit.
-        DataError: a document cannot be read, or there are none.
+        DataError: a document cannot be read, or the sources hold no text.
         EnvironmentFault: `tokenizers` is not installed, or `out` cannot be written.
     """
     _check(out, vocab_size, special_tokens)
@@ -100,7 +103,7 @@ def _check(out: Path, vocab_size: int, special_tokens: Sequence[str]) -> None:
 def _read_texts(
     sources: Sequence[DocumentSource], max_bytes: int, corpus: CorpusSize
 ) -> Iterator[str]:
-    """Yield texts, and count them."""
+    """Yield the texts of the sources up to `max_bytes`, and count them in `corpus`."""
     pairs = ((document, source.on_error) for source in sources for document in source.documents())
     for document, on_error in pairs:
         if isinstance(document, DocumentFault):
@@ -136,7 +139,8 @@ def _train(
         )
 
     native = Tokenizer(models.BPE())
-    # Our patterns have no other stars and pluses than those that repeat.
+    # Bound every repetition to LONGEST_PIECE. In our patterns `*` and `+` are always quantifiers,
+    # never literal characters, so replacing the text is safe.
     at_most = pattern.replace("+", f"{{1,{LONGEST_PIECE}}}")
     native.pre_tokenizer = cut_by(at_most.replace("*", f"{{0,{LONGEST_PIECE}}}"))
     native.decoder = decoders.ByteLevel()
@@ -150,15 +154,20 @@ def _train(
     run_interruptibly(
         group_documents(texts), lambda read: native.train_from_iterator(read, trainer)
     )
+    # The file gets the published pattern: the bounds only matter for the speed of training.
     native.pre_tokenizer = cut_by(pattern)
     return str(native.to_str(pretty=True))
 
 
 def run_interruptibly(items: Iterable[Any], read: Callable[[Iterator[Any]], object]) -> None:
-    """Run a native function that reads items in a thread, so that this thread handles signals.
+    """Run a native function in another thread, so that this thread can handle signals.
+
+    Args:
+        items: the input; after a signal handler raises, no further item is given out.
+        read: the native function, which reads the items.
 
     Raises:
-        BaseException: the function's, or that of a signal handler.
+        BaseException: the error of the function or of a signal handler.
     """
     failures: list[BaseException] = []
     interrupted = threading.Event()
@@ -169,7 +178,7 @@ def run_interruptibly(items: Iterable[Any], read: Callable[[Iterator[Any]], obje
         except BaseException as error:
             failures.append(error)
 
-    # A daemon: the interpreter does not wait for its end.
+    # A daemon thread, so that the interpreter can exit while native code still runs.
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
@@ -177,7 +186,8 @@ def run_interruptibly(items: Iterable[Any], read: Callable[[Iterator[Any]], obje
             thread.join(0.1)
     except BaseException:
         interrupted.set()
-        thread.join(LAST_SECONDS)  # it reads no more items, and then runs no more Python
+        # The thread gets no more items; once it has noticed, it runs only native code.
+        thread.join(LAST_SECONDS)
         raise
     if failures:
         raise failures[0]

@@ -162,7 +162,7 @@ class _Tracer:
         part.breaks += [each for each in dict.fromkeys(breaks) if each not in part.breaks]
 
     def distinct(self) -> list[Traced]:
-        """Return the functions with graphs or breaks of their own, and count those that reuse them."""
+        """Return the functions with graphs or breaks, and count those that reuse the graphs."""
         parts = [part for part in self._parts if part.graphs or part.breaks]
         for part in self._parts:
             for other in parts:

@@ -89,7 +89,7 @@ def cpu_name() -> str:
 
 
 def check_folder(runs: Path) -> Iterator[Finding]:
-    """Yield whether run directories can be created and locked there, and the disk's space and speed.
+    """Yield whether run directories can be created and locked, and the disk's space and speed.
 
     Args:
         runs: the folder of the runs; a temporary folder is made there, or in the nearest parent.

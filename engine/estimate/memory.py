@@ -155,7 +155,7 @@ def _simulate(job: RankJob) -> Simulation:
 
 
 def _equal_stages(table: Pipelining, stages: int, config: ModelConfig) -> Iterator[tuple[int, int]]:
-    """Yield the first and last of at least four consecutive inner stages with equal block counts."""
+    """Yield the first and last of four or more consecutive inner stages of equal block count."""
     if table.schedule != "1F1B":
         return
     cut = cut_blocks(table, stages, config)

@@ -1,4 +1,4 @@
-"""Loss and perplexity of a model on texts, per token, per byte and per word."""
+"""Measures loss and perplexity of a model on texts, per token, per byte and per word."""
 
 from __future__ import annotations
 
@@ -65,33 +65,42 @@ def evaluate(
 
 @dataclass
 class Measured:
-    """Sums over texts. Words are what white space separates."""
+    """Sums over texts. A word is a run of characters between white space."""
 
     name: str
     nll: float = 0.0
     """sum of the negative log-probabilities of the tokens, in nats"""
     texts: int = 0
-    """documents; of a validation split, rows"""
+    """number of documents, or of rows for a validation split"""
     tokens: int = 0
     bytes: int = 0
     words: int = 0
     skipped: int = 0
     """documents that could not be read"""
     sources: list[Measured] = field(default_factory=list)
-    """the same of each source, where there are several"""
+    """the sums of each source if there are several, else empty"""
 
     def count_text(self, text: str, num_bytes: int) -> None:
-        """Count bytes and words."""
+        """Add the bytes and words of a text to the sums.
+
+        Args:
+            text: the text.
+            num_bytes: the length of the text in bytes.
+        """
         self.bytes += num_bytes
         self.words += len(text.split())
 
     def count_tokens(self, tokenizer: Tokenizer, ids: Sequence[int]) -> None:
-        """Count bytes and words of the text that tokens stand for."""
+        """Add the bytes and words of the decoded text of token ids to the sums."""
         text = tokenizer.decode(ids)
         self.count_text(text, count_text_bytes(tokenizer, ids, text))
 
     def per(self, unit: str) -> dict[str, float]:
-        """Return count, loss (nats), bits and perplexity a token, byte or word."""
+        """Return the count of a unit, and loss in nats, bits and perplexity per unit.
+
+        Args:
+            unit: "token", "byte" or "word".
+        """
         count = getattr(self, f"{unit}s")
         loss = self.nll / count if count else math.nan
         return {
@@ -102,7 +111,7 @@ class Measured:
         }
 
     def summary(self) -> dict[str, Any]:
-        """Return everything, for `--json`."""
+        """Return the content of `trainer evaluate --json`."""
         return {
             "name": self.name,
             "texts": self.texts,
@@ -112,13 +121,14 @@ class Measured:
 
 
 class Encoded:
-    """A document as tokens: `[end-of-document, tokens...]`, and what is counted of it.
+    """A document as tokens, `[end-of-document, ids...]`, and the part of it that is scored.
 
     Args:
-        ids: of the document.
-        text: the part of it that is counted.
-        counted: which ids are; None: all.
-        num_bytes: of the text; None: it is UTF-8.
+        ids: the token ids of the document, [T].
+        text: the part of the document's text that is scored.
+        counted: the mask of scored ids, [T]; None scores all.
+        eos_id: the end-of-document token, which precedes the document.
+        num_bytes: the bytes of `text`; None takes the length of the text in UTF-8.
     """
 
     def __init__(
@@ -145,7 +155,7 @@ def measure_source(
     batch_size: int = 8,
     limit: int = 0,
 ) -> Measured:
-    """Score whole documents, each token once; the first follows the end-of-document token.
+    """Score whole documents, each token once. The end-of-document token precedes each document.
 
     Args:
         opened: the model.
@@ -222,6 +232,7 @@ def measure_validation(opened: OpenedModel, *, batch_size: int = 8, limit: int =
             sources[source].texts += 1
             row = np.concatenate([ids[source], labels[labels != IGNORED].numpy()])
             ends = np.flatnonzero(row == opened.tokenizer.eos_id) + 1
+            # A document may continue in the next row: its bytes are counted once it has ended.
             *documents, ids[source] = np.split(row, ends)
             for document in documents:
                 sources[source].count_tokens(opened.tokenizer, document.tolist())
@@ -232,7 +243,7 @@ def measure_validation(opened: OpenedModel, *, batch_size: int = 8, limit: int =
 
 
 def _add_sources(name: str, sources: list[Measured]) -> Measured:
-    """Return the sums over sources."""
+    """Return the sum of the measurements of several sources."""
     return Measured(
         name,
         nll=sum(each.nll for each in sources),
@@ -265,7 +276,7 @@ def _encode(source: SourceConfig, tokenizer: Tokenizer, measured: Measured) -> I
 
 
 def _read_stored(source: SourceConfig, tokenizer: Tokenizer) -> Iterator[Encoded]:
-    """Yield documents that are stored as tokens; their ends are not scored."""
+    """Yield documents that are stored as tokens; end-of-document tokens are not scored."""
     store = open_source(source, tokenizer, default_cache())
     for number in range(store.num_documents):
         start, stop = int(store.offsets[number]), int(store.offsets[number + 1]) - 1

@@ -1,4 +1,4 @@
-"""Read a trained model from a checkpoint or a Hugging Face folder, ready to compute."""
+"""Opens a trained model from a checkpoint or a Hugging Face folder for inference."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..tokenizers.tokenizer import Tokenizer
 from .inputs import Dtype, FoundModel, Weights, find_model
 
 TIMEOUT_SECONDS = 600.0
-"""how long ranks that generate together wait for each other"""
+"""process-group timeout of ranks that generate together"""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ def open_model(
         world: this process among the ranks of a process group; None is one process.
 
     Raises:
-        CheckpointError: there is none, it is damaged, it needs a plugin, or has no average.
+        CheckpointError: there is no checkpoint, or it is damaged, needs a plugin, or holds no
+            averaged weights although they were asked for.
         RecipeError: a plugin cannot be imported, or there are more ranks than blocks.
     """
     return open_found(find_model(path, plugins), weights=weights, dtype=dtype, world=world)
@@ -118,7 +119,8 @@ def open_found(
     else:
         _load_native(found.path, manifest, model, average=average)
     merge_adapters(model)
-    for parameter in model.parameters():  # cast once, instead of for every token
+    # Cast once here, or the forward pass would cast the weights again for every token.
+    for parameter in model.parameters():
         parameter.data = parameter.data.to(model.compute_dtype)
     model.eval()
     if plan is not None:
@@ -136,17 +138,17 @@ def _averaged(manifest: Manifest) -> list[str]:
 
 
 def _load_native(path: Path, manifest: Manifest, model: LanguageModel, *, average: bool) -> None:
-    """Fill a model from a checkpoint, then if asked for with the average of its weights."""
+    """Fill a model from a checkpoint; with `average`, averaged weights replace the trained ones."""
     state = model_state(model)
     load_state(path, manifest, state, None, model.remote_state)
-    if average:  # over the weights that were just read: frozen weights have no average
+    if average:  # frozen weights have no average and keep the values that were just read
         here = [name for name in _averaged(manifest) if f"model.{name}" in state]
         averages = {f"ema.{name}": state[f"model.{name}"] for name in here}
         load_state(path, manifest, averages, None, model.remote_state)
 
 
 def _split_into_stages(recipe: Recipe, ranks: int) -> Recipe:
-    """Return a recipe whose blocks are split over ranks, without anything else for training."""
+    """Return a recipe with one pipeline stage a rank, and without settings that only train."""
     blocks = getattr(recipe.model, "n_layers", 0)
     if not recipe.model.layout.pipeline or blocks < ranks:
         raise RecipeError(
@@ -165,14 +167,14 @@ def _split_into_stages(recipe: Recipe, ranks: int) -> Recipe:
 
 
 class PipelinedModel(LanguageModel):
-    """Gives each rank of a pipeline the logits of the last position.
+    """A model over pipeline stages that returns the last position's logits on every rank.
 
-    All ranks call it with the same tokens. Each stage keeps keys and values of its blocks.
+    All ranks must call it with the same tokens. Each stage has KV caches for its own blocks.
 
     Args:
-        model: this rank's part.
-        pipeline: that runs it.
-        vocab: how many logits there are.
+        model: this rank's part of the model.
+        pipeline: the pipeline that runs the stages of this rank.
+        vocab: the vocabulary size.
     """
 
     def __init__(self, model: LanguageModel, pipeline: Pipeline, vocab: int) -> None:
@@ -186,7 +188,7 @@ class PipelinedModel(LanguageModel):
     def forward(
         self, tokens: Tensor | None, *, cache: KVCache | None = None, **columns: Any
     ) -> Tensor:
-        """Return [B, 1, V]; see `LanguageModel`."""
+        """Return the logits of the last position, [B, 1, V]; see `LanguageModel.forward`."""
         assert tokens is not None, "the first stage embeds"
         assert cache is not None, "positions are generated one after the other"
         if self._caches[0] is not cache:

@@ -1,4 +1,4 @@
-"""Score the log-probability of each token of a text, without holding all logits."""
+"""Scores the log-probability of each token of a text without storing all logits."""
 
 from __future__ import annotations
 
@@ -20,12 +20,17 @@ SORTED_BATCHES = 32
 
 
 class ScoredWindow(NamedTuple):
-    """One row: inputs, and the token that follows each, or -100 where it only is context."""
+    """A row of inputs and labels.
+
+    Attributes:
+        inputs: token ids, [S].
+        labels: the token after each input, [S]; `IGNORED` where the input only gives context.
+        document: the caller's number of the document that the row belongs to.
+    """
 
     inputs: NDArray[np.int64]
     labels: NDArray[np.int64]
     document: int
-    """whose it is"""
 
 
 def windows(
@@ -38,15 +43,15 @@ def windows(
 ) -> Iterator[ScoredWindow]:
     """Yield rows of at most `seq_len` inputs that predict every token but the first.
 
-    The first row predicts `seq_len` tokens, each later one the next `stride` (at least that many
-    inputs before its own are context), and as much context as fits comes before them.
+    The first row predicts `seq_len` tokens. Each later row predicts the next `stride` tokens, with
+    as much context before them as fits into the row.
 
     Args:
-        tokens: [T], with what the first token to predict follows.
-        seq_len: most inputs a row.
-        stride: 1..seq_len; tokens predicted by each row but the first.
-        counted: [T]; which tokens are scored. Default: all but the first.
-        document: goes into each window.
+        tokens: token ids, [T]; the first is context only.
+        seq_len: the largest number of inputs in a row.
+        stride: the number of tokens that each row but the first predicts, 1 to `seq_len`.
+        counted: the mask of scored tokens, [T]; None scores all but the first.
+        document: the number of the document, stored in each window.
     """
     labels = tokens.copy()
     if counted is not None:
@@ -62,38 +67,39 @@ def windows(
 
 
 class Score(NamedTuple):
-    """Of the counted labels of one row."""
+    """The score of the labels of one row that are not ignored."""
 
     nll: float
-    """sum of their negative log-probabilities, in nats"""
+    """sum of the labels' negative log-probabilities, in nats"""
     num_tokens: int
     is_greedy: bool
-    """each was the likeliest"""
+    """whether every label was the likeliest token"""
 
 
 class TokenScores:
-    """Takes the place of a loss function (see `LanguageModel.forward`) and keeps each label's part.
+    """A loss function for `LanguageModel.forward` that stores the loss of each label.
 
     Attributes:
-        nll: [T] in fp32, 0 where nothing is counted.
-        is_greedy: [T] whether the label was the likeliest; true where nothing is counted.
+        nll: negative log-probability of each label, [T] in fp32; 0 for ignored labels.
+        is_greedy: whether each label was the likeliest token, [T]; True for ignored labels.
     """
 
     nll: Tensor
     is_greedy: Tensor
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """Return the sum over the counted labels.
+        """Return the loss summed over the labels that are not ignored.
 
         Args:
-            hidden: [T, D].
-            weight: [V, D].
-            labels: [T].
+            hidden: hidden states, [T, D].
+            weight: the output projection, [V, D].
+            labels: the next token of each position, [T], or `IGNORED`.
         """
         places = torch.nonzero(labels != IGNORED).squeeze(1)
         self.nll = torch.zeros(len(labels), device=labels.device)
         self.is_greedy = torch.ones_like(labels, dtype=torch.bool)
         weight = weight.to(hidden.dtype)
+        # A few rows at a time: all logits, [T, V] in fp32, may not fit in memory.
         for some in torch.split(places, max(1, MAX_LOGITS // len(weight))):
             logits, wanted = F.linear(hidden[some], weight).float(), labels[some]
             self.nll[some] = F.cross_entropy(logits, wanted, reduction="none")
@@ -103,7 +109,7 @@ class TokenScores:
 
 @torch.inference_mode()
 def score_batch(model: LanguageModel, batch: Batch) -> list[Score]:
-    """Return the score of each row."""
+    """Run the model on a batch and return the score of each row."""
     batch = batch.to(next(model.parameters()).device)
     scores = TokenScores()
     model(
@@ -124,7 +130,10 @@ def score_batch(model: LanguageModel, batch: Batch) -> list[Score]:
 def score_windows(
     model: LanguageModel, rows: Iterable[ScoredWindow], batch_size: int
 ) -> Iterator[tuple[ScoredWindow, Score]]:
-    """Yield each row with its score; rows of like length are computed together, and reordered."""
+    """Yield each row with its score, in another order than the rows came.
+
+    Rows are sorted by length within groups of `SORTED_BATCHES` batches, which saves padding.
+    """
     waiting = iter(rows)
     while some := list(islice(waiting, batch_size * SORTED_BATCHES)):
         some.sort(key=lambda row: -len(row.inputs))
@@ -134,7 +143,7 @@ def score_windows(
 
 
 def _pad_rows(rows: Sequence[ScoredWindow]) -> Batch:
-    """Return the rows padded at the right, which no token before it sees."""
+    """Pad rows at the right to a batch; causal attention keeps tokens from seeing the padding."""
     shape = len(rows), max(len(row.inputs) for row in rows)
     tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED)
     padding_mask = np.ones(shape, np.bool_)

@@ -57,7 +57,7 @@ class RunStatus:
     disk_bytes: int = 0
     reason: str = ""
     behind: str = ""
-    """the rank that is furthest behind, its position, and since when, if the run is running or died"""
+    """the rank that is furthest behind, its position and time, if the run is running or died"""
     events: int = 0
     """number of events, such as loss spikes, in events.jsonl"""
     newest_event: str = ""

@@ -47,7 +47,7 @@ class Sweep:
         """Load and validate the recipe of each point.
 
         Args:
-            world: the world size to validate for; None skips the checks that need it.
+            world: the number of ranks of a run, or None if it is not known.
 
         Raises:
             RecipeError: recipes are invalid, or differ from those of checkpoints in the folder. All
@@ -150,7 +150,7 @@ class Sweep:
 
 
 def _read_points(path: Path) -> list[Point]:
-    """Return the points of sweep.json, or none if an entry is malformed or the file unreadable."""
+    """Return the points of sweep.json with valid names; none if the file cannot be parsed."""
     try:
         entries: Any = json.loads(read_regular(path))["points"]
         return [

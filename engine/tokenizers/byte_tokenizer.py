@@ -1,4 +1,4 @@
-"""UTF-8 bytes as tokens, and what all tokenizers share."""
+"""Defines the byte tokenizer, and the loss masks and byte counts that all tokenizers share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .tokenizer_files import byte_characters, byte_level_model, write_files
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0..255; 256 ends a document."""
+    """A tokenizer whose ids 0 to 255 are UTF-8 bytes; id 256 ends a document."""
 
     vocab_size = 257
     eos_id = 256
@@ -24,7 +24,7 @@ class ByteTokenizer:
     token_bytes = np.array([1] * 256 + [0])
 
     def encode(self, text: str) -> Ids:
-        """Return the text's bytes."""
+        """Return the UTF-8 bytes of a text as ids, uint8 [T]."""
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
@@ -32,7 +32,7 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def encode_masked(self, texts: Sequence[MaskedDocument]) -> list[tuple[Ids, NDArray[np.bool_]]]:
-        """Return the bytes of several documents, and which of them lie in loss ranges."""
+        """Return the bytes of each document, and the mask of bytes in loss ranges."""
         encoded = []
         for document in texts:
             ids = self.encode(document.text)
@@ -41,25 +41,25 @@ class ByteTokenizer:
         return encoded
 
     def enable_fast_encoding(self) -> str:
-        """Return the name of the encoder: there is nothing faster."""
+        """Return the name of the encoder; there is no faster one to enable."""
         return "str.encode"
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
         return bytes(int(token) for token in ids if token < 256).decode(errors="replace")
 
     def save(self, folder: Path) -> None:
-        """Write files that give the same ids in transformers; this class needs none of them."""
+        """Write files with which transformers gives the same ids; this class does not read them."""
         vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
         model = byte_level_model({"vocab": vocabulary, "merges": []}, {"<|endoftext|>": 256})
         write_files(folder, json.dumps(model, indent=2).encode(), _BYTES_SETTINGS)
 
 
 def count_text_bytes(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> int:
-    """Return how many bytes of text some ids stand for, special tokens left out.
+    """Return the number of bytes of text that ids encode, special tokens left out.
 
-    A byte that is not UTF-8 is decoded to U+FFFD, which has three bytes of its own: it counts as
-    one byte, unless the text itself holds that character.
+    A byte that is not UTF-8 is decoded to U+FFFD, which takes three bytes in UTF-8. It counts as one
+    byte, unless the text itself holds that character.
 
     Args:
         tokenizer: the tokenizer of the ids.
@@ -80,8 +80,8 @@ def mask_tokens(
 
     Args:
         document: the text and its loss ranges.
-        starts: [T]; the first character of each token.
-        stops: [T]; the character after the last one of each token.
+        starts: index of the first character of each token, [T].
+        stops: index after the last character of each token, [T].
     """
     length = len(document.text)
     inside = np.zeros(length + 1, dtype=np.int64)

@@ -1,18 +1,18 @@
-"""Byte-level BPE by tiktoken where it gives the ids of a `tokenizer.json`, several times faster.
+"""Encodes with tiktoken where it gives the same ids as a `tokenizer.json`, several times faster.
 
 The equivalence is verified for each tokenizer when it is first needed:
 
 1. The text is cut by one of the patterns in `patterns.py`, and both regular expression engines have
    the same letters, digits and white space, which is compared for each code point up to
    `LAST_CHECKED`. Text with others is left to the tokenizers library.
-2. The library merges the pair whose rule stands first, tiktoken the pair whose union has the lowest
-   rank, and ranks are given in the order of the rules. So they can differ only where tiktoken joins
-   x and y to a token t without a rule for that pair. What happens inside the characters of t does
-   not depend on what is around it, as long as nothing is merged over their borders; so the library,
-   given t alone, would come by [x, y] and stop there. Each token is therefore given to the library
-   alone, and must come out whole.
-3. Text between added tokens is cut as the library does it: the leftmost of them, of several the
-   longest; first those that are not normalized.
+2. The library merges the pair whose rule comes first; tiktoken merges the pair whose union has the
+   lowest rank, and the ranks here follow the order of the rules. They can differ only where
+   tiktoken merges x and y to a token t and the library has no rule for that pair. Merges inside t
+   do not depend on the text around it, as long as no merge crosses the borders of t. So the
+   library, given t alone, would reach [x, y] and stop. Each token is therefore given to the library
+   alone, and must come out as one token.
+3. Text is split at added tokens as in the library: at the leftmost match, at the longest of several
+   there, and first at the tokens that are not normalized.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ PLAIN_FLAGS = ("single_word", "lstrip", "rstrip")
 
 
 class NotEquivalent(Exception):
-    """The reason why tiktoken may give other ids."""
+    """Raised with the reason why tiktoken may give other ids than the tokenizers library."""
 
 
 class AddedTokens(NamedTuple):
-    """Tokens that the library looks for in the text before it cuts the text into pieces."""
+    """A pattern of added tokens, which split the text before anything else, and their ids."""
 
     pattern: re.Pattern[str]
     ids: Mapping[str, int]
 
 
 class FastBPE:
-    """A byte-level BPE that tiktoken computes.
+    """A byte-level BPE tokenizer that encodes with tiktoken.
 
     Args:
         native: the tokenizer of the tokenizers library.
@@ -63,7 +63,7 @@ class FastBPE:
     """
 
     def __init__(self, native: Any) -> None:
-        description = json.loads(native.to_str())  # what the library made of the file
+        description = json.loads(native.to_str())  # the file as the library understood it
         pattern = _find_cutter(description)
         _check_engines(pattern)
         added = description["added_tokens"]
@@ -74,7 +74,7 @@ class FastBPE:
         self._ascii_only = description.get("normalizer") is not None
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids | None]:
-        """Return the ids of several texts on all cores; None for texts that `encode` refuses."""
+        """Return the ids of several texts, encoded on all cores; None where `encode` returns None."""
         threads = _threads()
         if threads < 2 or len(texts) < 2:
             return [self.encode(text) for text in texts]
@@ -82,7 +82,7 @@ class FastBPE:
             return list(pool.map(self.encode, texts, chunksize=16))
 
     def encode(self, text: str) -> Ids | None:
-        """Return the text's ids; None where they are not verified or tiktoken fails."""
+        """Return the ids of a text, or None if they are not verified or tiktoken fails."""
         if not text.isascii() and (self._ascii_only or _code_points(text).max() > LAST_CHECKED):
             return None
         try:
@@ -108,14 +108,14 @@ def _code_points(text: str) -> NDArray[np.uint32]:
 
 
 def _threads() -> int:
-    """Return how many threads to use; 1 where processes are the parallelism."""
+    """Return the number of threads; 1 in worker processes, which are the parallelism."""
     if os.environ.get(PARALLELISM, "").lower() in ("false", "0", "no", "off", "f", "n"):
         return 1
     return len(os.sched_getaffinity(0))
 
 
 def _split(text: str, added: Sequence[AddedTokens]) -> Iterator[str | int]:
-    """Yield the ids of added tokens and the text between them."""
+    """Split a text at added tokens; yield their ids and the text between them, in order."""
     if not added:
         if text:
             yield text
@@ -130,7 +130,11 @@ def _split(text: str, added: Sequence[AddedTokens]) -> Iterator[str | int]:
 
 
 def _find_cutter(description: Mapping[str, Any]) -> str:
-    """Return the regular expression that cuts the text."""
+    """Return the regular expression that splits text before merging.
+
+    Raises:
+        NotEquivalent: the tokenizer normalizes or splits text in a way that was not verified.
+    """
     if description.get("normalizer") not in (None, {"type": "NFC"}):
         raise NotEquivalent("it has a normalizer")
     cutter = description.get("pre_tokenizer") or {}
@@ -152,7 +156,12 @@ def _find_cutter(description: Mapping[str, Any]) -> str:
 
 @lru_cache
 def _check_engines(pattern: str) -> None:
-    """Compare the characters of each class that the pattern is made of."""
+    """Check that both regex engines match the same characters for each class in the pattern.
+
+    Raises:
+        NotEquivalent: the engines differ.
+    """
+    # All code points but the surrogates, which no UTF-8 text holds.
     codes = np.delete(np.arange(LAST_CHECKED + 1, dtype=np.uint32), np.s_[0xD800:0xE000])
     characters = str(codes.tobytes(), "utf-32-le")
     classes = [*CLASSES, *(CASED if r"\p{Lu}" in pattern else ())]
@@ -171,13 +180,13 @@ def _check_engines(pattern: str) -> None:
 
 
 def _match(pattern: str, text: str) -> str:
-    """Return what tiktoken's engine finds in the text, end to end."""
+    """Return the concatenated matches of a pattern in tiktoken's regex engine."""
     encoding = _encoding(pattern, {bytes([byte]): byte for byte in range(256)})
     return str(encoding.encode_to_numpy(text).astype(np.uint8).tobytes(), "utf-8")
 
 
 def _remove(pattern: str, text: str) -> str:
-    """Return the text without what the tokenizers library's engine finds."""
+    """Return the text without the matches of a pattern in the tokenizers library's engine."""
     from tokenizers import Regex, normalizers
 
     return str(normalizers.Replace(Regex(pattern), "").normalize_str(text))
@@ -196,7 +205,14 @@ def _encoding(pattern: str, ranks: Mapping[bytes, int]) -> Any:
 def _rank_tokens(
     model: Mapping[str, Any], added: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[bytes, int], NDArray[np.uint32]]:
-    """Return ranks in the order of the merges, and the id of each."""
+    """Rank the tokens in the order of the merges.
+
+    Returns:
+        The rank of each token by bytes, and the vocabulary id of each rank, uint32 [tokens].
+
+    Raises:
+        NotEquivalent: the model is no byte-level BPE whose merges define one order.
+    """
     if model.get("type") != "BPE":
         raise NotEquivalent(f"its model is {model.get('type')}, not BPE")
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
@@ -219,7 +235,8 @@ def _rank_tokens(
     whole_words = bool(model.get("ignore_merges"))
     _check_reachable(vocabulary, merges, list(rank_of)[len(names) :], whole_words)
     if whole_words:
-        # No rule makes them, and no two tokens: they are taken only where they are a whole piece.
+        # With ignore_merges, a token without a rule is used only where it is a whole piece. It gets
+        # the highest ranks, and must not be the union of two tokens, which tiktoken would merge.
         alone = sorted(vocabulary.keys() - rank_of.keys() - {token["content"] for token in added})
         for name in alone:
             halves = [(name[:cut], name[cut:]) for cut in range(1, len(name))]
@@ -240,7 +257,14 @@ def _check_reachable(
     tokens: Sequence[str],
     whole_words: bool,
 ) -> None:
-    """Check step 2 above; a token that falls into three pieces or more is never made of two."""
+    """Check step 2 of the module's docstring.
+
+    A token that splits into three or more pieces is never the union of two, so it is allowed where
+    whole words are looked up first.
+
+    Raises:
+        NotEquivalent: the merges do not build a token.
+    """
     from tokenizers import Tokenizer, models
 
     alone = Tokenizer(models.BPE(dict(vocabulary), list(merges)))
@@ -251,7 +275,11 @@ def _check_reachable(
 
 
 def _added_tokens(added: Sequence[Mapping[str, Any]], native: Any) -> list[AddedTokens]:
-    """Return the added tokens in the order in which the library looks for them."""
+    """Return the added tokens in the order in which the library matches them.
+
+    Raises:
+        NotEquivalent: an added token is empty or matches the space around it.
+    """
     if any(token.get(flag) for token in added for flag in PLAIN_FLAGS):
         raise NotEquivalent("an added token takes the space around it")
     if any(not token["content"] for token in added):
@@ -260,7 +288,7 @@ def _added_tokens(added: Sequence[Mapping[str, Any]], native: Any) -> list[Added
     for normalized in (False, True):
         texts = [t["content"] for t in added if bool(t.get("normalized")) == normalized]
         if texts:
-            # Of alternatives, the first that fits is taken: the longest goes first.
+            # A regex takes the first alternative that matches, so the longest token comes first.
             pattern = "|".join(map(re.escape, sorted(texts, key=len, reverse=True)))
             ids = {text: int(native.token_to_id(text)) for text in texts}
             added_tokens.append(AddedTokens(re.compile(pattern), ids))

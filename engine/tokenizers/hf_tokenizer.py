@@ -1,4 +1,4 @@
-"""Tokenizers of the `tokenizers` library."""
+"""Wraps tokenizers of the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ from .tokenizer_files import TokenizerFiles, find_eos_token, read_files, write_f
 MAX_VOCABULARY = 2**24
 FAST_FROM_CHARACTERS = 2**22
 SPACE = "\u2581"
-"""stands for a space in vocabularies of SentencePiece"""
+"""the character that stands for a space in SentencePiece vocabularies"""
 
 log = logging.getLogger(__name__)
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json` of the `tokenizers` library.
+    """A tokenizer that is defined by a `tokenizer.json`.
 
     Args:
-        files: their content; or the path of `tokenizer.json`, or of the folder that holds it.
-        eos_token: the end-of-document token; None: what the files beside it say.
+        files: the content of the files, or the path of `tokenizer.json` or of its folder.
+        eos_token: the end-of-document token; None takes the one in the files beside
+            `tokenizer.json`.
 
     Raises:
-        DataError: a file is missing or malformed, or there is no such token.
+        DataError: a file is missing or malformed, or the vocabulary lacks the token.
         EnvironmentFault: the `tokenizers` package is not installed.
     """
 
@@ -69,12 +70,13 @@ class HuggingFaceTokenizer:
         self.fingerprint = xxh3_128_hexdigest(self.files.content + b"\n%d" % self.eos_id)
 
     def encode(self, text: str) -> Ids:
-        """Return the text's ids; no special token is added."""
+        """Return the ids of a text, uint32 [T], without added special tokens."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the ids of several texts, tokenised on all cores."""
+        """Return the ids of several texts, encoded on all cores."""
         self._characters += sum(map(len, texts))
+        # The check for tiktoken takes a while, so it only pays for much text.
         if self._characters >= FAST_FROM_CHARACTERS:
             self.enable_fast_encoding()
         fast = self._fast.encode_batch(texts) if self._fast else [None] * len(texts)
@@ -85,10 +87,12 @@ class HuggingFaceTokenizer:
         ]
 
     def enable_fast_encoding(self) -> str:
-        """Use tiktoken if it is verified to give the same ids; done after some millions of bytes.
+        """Encode with tiktoken from now on if it is verified to give the same ids.
+
+        `encode_batch` calls this after `FAST_FROM_CHARACTERS` characters.
 
         Returns:
-            the name of the encoder, and why tiktoken is not used if it is not.
+            The name of the encoder, with the reason if tiktoken is not used.
         """
         if not self.encoder:
             try:
@@ -100,7 +104,10 @@ class HuggingFaceTokenizer:
         return self.encoder
 
     def encode_masked(self, texts: Sequence[MaskedDocument]) -> list[tuple[Ids, NDArray[np.bool_]]]:
-        """Return ids and loss masks by the library's offsets, which undo its normalizer."""
+        """Return the ids and loss mask of each document.
+
+        The library's offsets refer to the text before normalization, as loss ranges do.
+        """
         encodings = self._tokenizer.encode_batch(
             [document.text for document in texts], add_special_tokens=False
         )
@@ -112,12 +119,12 @@ class HuggingFaceTokenizer:
         return encoded
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of the ids, special tokens left out."""
+        """Return the text of ids without special tokens."""
         return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True))
 
     @cached_property
     def token_bytes(self) -> NDArray[np.int64] | None:
-        """The bytes of text that each id stands for; None if the vocabulary does not tell."""
+        """The bytes of text of each id, [ids]; None if the vocabulary does not tell."""
         return vocabulary_bytes(self.files.content, self._tokenizer.get_vocab())
 
     def save(self, folder: Path) -> None:
@@ -147,23 +154,25 @@ def _load(place: str, content: bytes) -> Any:
         raise DataError(f"{place}: not a tokenizer.json: {error}") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    tokenizer.post_processor = None  # without special tokens it only cuts spaces off the offsets
+    # We add no special tokens, and otherwise a post-processor only trims spaces off the offsets.
+    tokenizer.post_processor = None
     return tokenizer
 
 
 def vocabulary_bytes(content: bytes, vocabulary: Mapping[str, int]) -> NDArray[np.int64] | None:
-    """Return the UTF-8 bytes that each id of a `tokenizer.json` stands for; special tokens have 0.
+    """Return the number of UTF-8 bytes of text of each id of a `tokenizer.json`.
 
-    Known are byte-level vocabularies, in which a character is a byte, and SentencePiece's, in which
-    a token is text (or one byte, `<0x0A>`). A space that the tokenizer puts before a document
-    counts as a byte of it.
+    Two kinds of vocabularies are supported: byte-level ones, in which a character is a byte,
+    and SentencePiece's, in which a token is text or one byte such as `<0x0A>`. A space that the
+    tokenizer adds before a document counts as a byte. Special tokens count 0.
 
     Args:
-        content: of `tokenizer.json`.
-        vocabulary: id by token, added tokens included.
+        content: the bytes of `tokenizer.json`.
+        vocabulary: the id of each token, added tokens included.
 
     Returns:
-        [largest id + 1], or None where tokens say too little, such as WordPiece's of spaces.
+        int64 [largest id + 1], or None if tokens do not determine the text, as in WordPiece, where
+        they do not tell the spaces.
     """
     description = json.loads(content)
     decoder = description.get("decoder") or {}

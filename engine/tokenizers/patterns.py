@@ -1,4 +1,4 @@
-"""How well-known tokenizers cut text into pieces before byte pairs are merged. Torch-free."""
+"""Lists the patterns by which well-known tokenizers split text before BPE merges. Torch-free."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PATTERNS = {
     "qwen2": _CL100K.replace(r"\p{N}{1,3}", r"\p{N}"),
     "o200k": _O200K,
 }
-"""by name; of GPT-2, GPT-4, Llama 3, Qwen 2 and GPT-4o"""
+"""regular expressions by name, in this order those of GPT-2, GPT-4, Llama 3, Qwen 2 and GPT-4o"""
 
 _LLAMA3_NAMED = {0: "begin_of_text", 1: "end_of_text", 6: "start_header_id", 7: "end_header_id"}
 _LLAMA3_NAMED[9] = "eot_id"
@@ -68,14 +68,14 @@ SPECIAL_TOKENS: dict[str, tuple[int, dict[str, int]]] = {
     ),
     "o200k": (199998, {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
 }
-"""by pattern: how many tokens the published file has, and the special ones beside it"""
+"""by pattern: the number of tokens in the published file, and the ids of its special tokens"""
 
 
 def find_pattern(name: str) -> str:
-    """Return the regular expression of a name.
+    """Return the regular expression with a name in `PATTERNS`.
 
     Raises:
-        RecipeError: none has it.
+        RecipeError: no pattern has this name.
     """
     if name not in PATTERNS:
         hint = nearest(name, PATTERNS) or f"known: {', '.join(PATTERNS)}"

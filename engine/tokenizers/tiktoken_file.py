@@ -1,9 +1,9 @@
-"""Vocabularies in tiktoken's format, as the `tokenizer.json` that gives the same ids.
+"""Converts vocabularies in tiktoken's format to a `tokenizer.json` that gives the same ids.
 
-A line is the bytes of a token in base64, and its rank, which is its id too. tiktoken merges the
-pair whose union has the lowest rank, and takes a piece that is a token as it is. So does the model
-written here: it has a rule for every way of making a token of two, in the order of ranks, and
-`ignore_merges`.
+Each line holds the bytes of a token in base64 and the token's rank, which is also the id. tiktoken
+merges the pair whose union has the lowest rank, and leaves a piece that is a token whole. The model
+written here does the same: it has a merge for every split of a token into two tokens, in the order
+of ranks, and sets `ignore_merges`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def read_tiktoken(
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Return the rank of each token.
+    """Read a file of ranks and return the rank of each token.
 
     Raises:
         DataError: a line is malformed, or a byte has no token, so that some text has no ids.
@@ -149,7 +149,13 @@ def _check_expression(pattern: str) -> str:
 def build_model_file(
     path: Path, ranks: Mapping[bytes, int], pattern: str, special_tokens: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the `tokenizer.json` that gives the same ids.
+    """Return the content of the `tokenizer.json` that gives the same ids.
+
+    Args:
+        path: the file of ranks, for messages.
+        ranks: the rank of each token.
+        pattern: the regular expression that splits text before merging.
+        special_tokens: the ids of special tokens by text.
 
     Raises:
         DataError: the file would be too large.
@@ -160,7 +166,7 @@ def build_model_file(
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
     model = {
         "ignore_merges": True,
-        # Added tokens that are not in here too would get other ids.
+        # The library gives new ids to added tokens that the vocabulary lacks.
         "vocab": {names[token]: ranks[token] for token in ordered} | dict(special_tokens),
         "merges": [
             [names[left], names[right]] for left, right in _list_merges(path, ordered, ranks)

@@ -1,4 +1,4 @@
-"""The files of a tokenizer as Hugging Face's libraries read and write them."""
+"""Reads and writes the files of a tokenizer in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from ..core.errors import DataError
 from ..core.files import atomic_write, open_regular
 
-# The largest known are 35 MB, with ids below 300,000.
+# The largest known tokenizer.json files have 35 MB, with ids below 300,000.
 MAX_FILE_BYTES = 2**27
 MAX_SETTINGS_BYTES = 2**23
 USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
@@ -65,10 +65,15 @@ def read_files(path: Path) -> TokenizerFiles:
 
 
 def read_limited(file: Path, limit: int, hint: str = "") -> bytes:
-    """Return a file's bytes.
+    """Return the bytes of a file.
+
+    Args:
+        file: the file.
+        limit: the largest number of bytes to read.
+        hint: the advice of the error.
 
     Raises:
-        DataError: it cannot be read, or it has more than `limit` bytes.
+        DataError: the file cannot be read, or is larger than `limit`.
     """
     try:
         with open_regular(file) as opened:
@@ -81,10 +86,10 @@ def read_limited(file: Path, limit: int, hint: str = "") -> bytes:
 
 
 def decode_text(file: Path, content: bytes) -> str:
-    """Return UTF-8 text without a byte-order mark.
+    """Decode UTF-8 and remove a byte-order mark.
 
     Raises:
-        DataError: it is not UTF-8.
+        DataError: the content is not UTF-8.
     """
     try:
         return content.decode("utf-8-sig")
@@ -93,7 +98,7 @@ def decode_text(file: Path, content: bytes) -> str:
 
 
 def _settings(file: Path) -> dict[str, Any]:
-    """Return a JSON object, empty if there is no such file."""
+    """Return the JSON object in a file, or an empty dict if the file does not exist."""
     if not file.is_file():
         return {}
     try:
@@ -126,7 +131,7 @@ def find_eos_token(place: str, names: Container[str]) -> str:
         names: the texts of tokens.
 
     Raises:
-        DataError: it has none of them.
+        DataError: the tokenizer has none of these tokens.
     """
     for name in USUAL_EOS:
         if name in names:
@@ -135,12 +140,12 @@ def find_eos_token(place: str, names: Container[str]) -> str:
 
 
 def write_files(folder: Path, content: bytes, settings: Mapping[str, Any]) -> None:
-    """Write a tokenizer as Hugging Face's libraries read it, and sync it to disk.
+    """Write a tokenizer in Hugging Face's format and sync the files to disk.
 
     Args:
-        folder: exists.
-        content: of `tokenizer.json`.
-        settings: of `tokenizer_config.json`.
+        folder: an existing folder.
+        content: the bytes of `tokenizer.json`.
+        settings: the keys of `tokenizer_config.json`.
     """
     texts = {
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **settings},
@@ -154,7 +159,7 @@ def write_files(folder: Path, content: bytes, settings: Mapping[str, Any]) -> No
 
 
 def byte_characters() -> list[str]:
-    """Return the printable stand-in of each byte in byte-level vocabularies.
+    """Return the printable character that represents each byte in byte-level vocabularies.
 
     Source: `bytes_to_unicode` of https://github.com/openai/gpt-2/blob/master/src/encoder.py
     """
@@ -169,12 +174,12 @@ def byte_level_model(
     special_tokens: Mapping[str, int],
     pre_tokenizer: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the `tokenizer.json` of a byte-level BPE.
+    """Return the content of the `tokenizer.json` of a byte-level BPE.
 
     Args:
         model: the vocabulary and the merges.
         special_tokens: the ids of special tokens by text.
-        pre_tokenizer: what cuts the text before its bytes are mapped; None: nothing.
+        pre_tokenizer: the step that splits the text before bytes are mapped; None for no split.
     """
     byte_level = {
         "type": "ByteLevel",
