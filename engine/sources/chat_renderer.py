@@ -1,4 +1,4 @@
-"""Chat templates, and the process that renders them."""
+"""Finds chat templates and renders conversations with them in a sandboxed process."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ..core.registry import require_package
 from ..tokenizers.tokenizer import MaskedDocument, Tokenizer
 from ..tokenizers.tokenizer_files import decode_text, read_limited
 
-# `{% generation %}` marks what the assistant says, its end-of-turn token and what follows up to the
-# next turn: these tokens count in the loss.
+# `{% generation %}` marks the tokens that count in the loss: the assistant's text, the end-of-turn
+# token and the characters up to the next turn.
 CHATML = """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message['role'] + '\\n' }}
@@ -63,7 +63,7 @@ class ChatTemplate:
     """A template and the variables that it may use beside the messages.
 
     Args:
-        template: Jinja.
+        template: the Jinja source.
         place: the name of the template in messages.
         variables: further variables, such as `bos_token`.
         date: the date that `strftime_now` gives, as YYYY-MM-DD.
@@ -89,17 +89,17 @@ def find_template(
     variables: Mapping[str, Any] | None = None,
     date: str = "2024-07-26",
 ) -> ChatTemplate:
-    """Return the template that a recipe means.
+    """Return the chat template that a recipe names.
 
     Args:
         tokenizer: the tokenizer, whose special tokens become variables.
         name: "tokenizer" for the template of the tokenizer's files, or one of `TEMPLATES`.
-        file: a file that holds the template; it wins over the name.
-        variables: further variables.
+        file: a file with the template, which overrides the name; empty for none.
+        variables: further variables for the template.
         date: the date that `strftime_now` gives.
 
     Raises:
-        RecipeError: there is no such template.
+        RecipeError: the tokenizer has no chat template.
         DataError: the file cannot be read.
     """
     if file:
@@ -125,7 +125,12 @@ def find_template(
 
 @dataclass(frozen=True)
 class ChatRenderer:
-    """Renders one template in a process of `chat_sandbox.py`, so that no template can do harm."""
+    """Renders one template in a process of `chat_sandbox.py`, because templates are not trusted.
+
+    Attributes:
+        template: the template.
+        process: the sandboxed process, which answers one line of JSON with another.
+    """
 
     template: ChatTemplate
     process: subprocess.Popen[str]
@@ -136,12 +141,12 @@ class ChatRenderer:
         """Return the text of a conversation, without the end-of-document token at its end.
 
         Args:
-            messages: the messages, with role and content.
-            tools: descriptions of functions, or None.
-            learn: which tokens count in the loss: those of the "assistant", or "all".
+            messages: the messages, with `role` and `content`.
+            tools: descriptions of functions for the template, or None.
+            learn: "assistant" if only the assistant's tokens count in the loss, else "all".
 
         Raises:
-            ValueError: the template refuses the messages, or nothing in them counts in the loss.
+            ValueError: the template rejects the messages, or no token counts in the loss.
             DataError: the template took too much time or memory.
         """
         reply = self.ask(messages=messages, tools=tools, mode=learn)
@@ -150,14 +155,14 @@ class ChatRenderer:
             raise ValueError("the template marks nothing in it as the assistant's")
         eos = self.template.eos_token
         if eos and ranges[-1][1] == len(text) and text.endswith(eos):
-            # The token store adds the token after every document, and to the loss if the text
-            # before it counts.
+            # The token store appends the token to every document, and counts it in the loss if
+            # the end of the text counts.
             text = text[: -len(eos)]
             ranges = [(min(start, len(text)), min(stop, len(text))) for start, stop in ranges]
         return MaskedDocument(text, tuple(ranges))
 
     def render_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text that the assistant's next answer continues.
+        """Return the prompt text after which the assistant's next answer begins.
 
         Raises:
             ValueError: the template refuses the messages.
@@ -166,7 +171,9 @@ class ChatRenderer:
         return str(self.ask(messages=messages, tools=None, mode="prompt")["text"])
 
     def find_end_of_answer(self) -> str:
-        """Return what the template writes after an answer, without white space; may be empty.
+        """Return the text, such as an end-of-turn token, that the template writes after an answer.
+
+        White space around the text is removed. The text may be empty.
 
         Raises:
             ValueError: the template refuses a question and an answer.
@@ -205,7 +212,7 @@ class ChatRenderer:
 
 @contextmanager
 def open_renderer(template: ChatTemplate) -> Iterator[ChatRenderer]:
-    """Run a process that renders a template for as long as the block lasts.
+    """Start a process that renders a template, and end it when the block ends.
 
     Raises:
         DataError: the template is not valid.

@@ -39,7 +39,7 @@ Message = dict[str, Any]
 
 
 class Generation(Extension):
-    """The tag `{% generation %}` around what the assistant says."""
+    """The Jinja tag `{% generation %}`, which marks the assistant's text."""
 
     tags = {"generation"}
 
@@ -65,8 +65,8 @@ class Renderer:
     """A compiled template.
 
     Args:
-        template: Jinja.
-        variables: the variables beside the messages, such as `bos_token`.
+        template: the Jinja source.
+        variables: the variables besides the messages, such as `bos_token`.
         today: the date that `strftime_now` gives.
     """
 
@@ -84,12 +84,12 @@ class Renderer:
         """Return the text of a conversation.
 
         Args:
-            messages: with role and content.
-            tools: descriptions, or None.
-            prompt: end with the beginning of an answer.
+            messages: the messages, with `role` and `content`.
+            tools: descriptions of functions, or None.
+            prompt: True to end with the beginning of an assistant turn.
 
         Raises:
-            ValueError: it is too long.
+            ValueError: the text is longer than `MAX_CHARACTERS`.
         """
         self.environment.rendered, self.environment.answers = 0, []
         pieces = []
@@ -105,10 +105,10 @@ class Renderer:
     def render_masked(
         self, messages: Sequence[Message], tools: Any
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text and the ranges of the assistant's messages in it.
+        """Return the text of a conversation and the character ranges of the assistant's messages.
 
         Raises:
-            ValueError: the template does not tell where the messages are.
+            ValueError: the ranges cannot be found with this template.
         """
         text = self.render(messages, tools)
         if not self.environment.has_generation:
@@ -119,7 +119,7 @@ class Renderer:
         return text, [(start, start + len(answer)) for start, answer in answers if answer]
 
     def _find_answers(self, messages: Sequence[Message], tools: Any, text: str) -> Any:
-        """Yield the range of each answer: what the text has with it and has not before it."""
+        """Yield the range of each answer, found by rendering the messages with and without it."""
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -136,7 +136,7 @@ class Renderer:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Return JSON; Jinja's own filter escapes it for HTML."""
+    """Return plain JSON, because Jinja's own filter escapes characters for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
@@ -145,7 +145,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _with_reasoning(message: Message) -> Message:
-    """Give an answer's reasoning all the names that templates look for."""
+    """Store an answer's reasoning under every key that templates read."""
     names = ("reasoning_content", "thinking", "reasoning")
     reasoning = next((message[name] for name in names if message.get(name) is not None), None)
     if reasoning is None:
@@ -154,7 +154,7 @@ def _with_reasoning(message: Message) -> Message:
 
 
 def reply_to(renderer: Renderer, request: dict[str, Any]) -> dict[str, Any]:
-    """Return the reply to a request: the text, or what is wrong."""
+    """Return the reply to a request: the rendered text, or an error message."""
     messages = [_with_reasoning(message) for message in request["messages"]]
     tools, mode = request["tools"], request["mode"]
     try:
@@ -181,7 +181,7 @@ def _reason(error: Exception) -> str:
 
 
 def _limit() -> None:
-    """Limit what a template never needs: much memory, open files, further processes."""
+    """Limit memory, and forbid opening files, writing files and starting processes."""
     limits = {
         resource.RLIMIT_AS: MAX_MEMORY_BYTES,
         resource.RLIMIT_NOFILE: 0,
@@ -195,13 +195,13 @@ def _limit() -> None:
 
 
 def _preload() -> None:
-    """Render a template and an error once, while modules can still be imported."""
+    """Render a template and an error once, so that Jinja imports its modules before the limits."""
     renderer = Renderer("{{ 'x' | upper }}{{ messages.x.y }}", {}, date.today())
     reply_to(renderer, {"messages": [], "tools": None, "mode": "all"})
 
 
 def main() -> None:
-    """Answer requests until the input ends. The alarm kills the process, whatever it is doing."""
+    """Answer requests until the input ends. An alarm kills the process if one takes too long."""
     _preload()
     _limit()
     renderer: Renderer | None = None

@@ -1,4 +1,4 @@
-"""Documents, and the parts of files that processes read side by side."""
+"""Defines documents, and splits files into parts that processes read in parallel."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..tokenizers.tokenizer import MaskedDocument
 
 @dataclass(frozen=True)
 class DocumentFault:
-    """The place of a document that cannot be read, and the reason, both printable.
+    """A document that cannot be read: its place and the reason, with control characters escaped.
 
     Args:
-        file: the file, or another name that users know.
-        reason: what is wrong with the document.
-        line: the number of the line, from 1, counted from byte `start` of the file on; 0: none.
-        start: the byte at which a line of the file begins.
+        file: the path of the file, or another name that users know.
+        reason: the reason why the document cannot be read.
+        line: the number of the line, where line 1 begins at byte `start`; 0 if there is no line.
+        start: the byte offset at which line 1 begins.
     """
 
     file: str
@@ -38,7 +38,10 @@ class DocumentFault:
 
     @property
     def place(self) -> str:
-        """Return `file:line`; the lines before `start` are counted now."""
+        """The place as `file:line`, with the line number from the beginning of the file.
+
+        The lines before `start` are counted only here, because few faults are ever shown.
+        """
         line = self.line and count_lines_before(self.file, self.start) + self.line
         return f"{self.file}:{line}" if line else self.file
 
@@ -50,16 +53,17 @@ Document = str | MaskedDocument | DocumentFault
 
 
 def text_of(document: str | MaskedDocument) -> str:
-    """Return the text of a document, with or without loss ranges."""
+    """Return the text of a plain or masked document."""
     return document.text if isinstance(document, MaskedDocument) else document
 
 
-# The size of a part, which is tokenised at once and lost when its process is killed.
+# Largest bytes and files of a part. A worker tokenises a part as a unit, and its work on the part
+# is lost if it is killed.
 PART_BYTES, PART_FILES = 2**24, 2**14
 
 
 class ByteSpan(NamedTuple):
-    """Bytes of a file that begin and end with a line."""
+    """A range of bytes of a file that holds whole lines."""
 
     file: str
     start: int
@@ -70,7 +74,12 @@ Part = tuple[ByteSpan, ...]
 
 
 def split_files(files: Iterable[Path], length: int) -> list[Part]:
-    """Return runs of files; of those larger than `length` bytes, pieces that end with a line."""
+    """Group files into parts, and split large files at line ends.
+
+    Args:
+        files: the files in order.
+        length: the size in bytes above which a file is split.
+    """
     parts: list[Part] = []
     part: list[ByteSpan] = []
     total = 0
@@ -86,7 +95,7 @@ def split_files(files: Iterable[Path], length: int) -> list[Part]:
 def _spans(files: Iterable[Path], length: int) -> Iterator[ByteSpan]:
     for path in files:
         start = size = 0
-        with suppress(OSError), open_regular(path) as file:  # its reader says where and why
+        with suppress(OSError), open_regular(path) as file:  # the reader reports the error
             size = os.fstat(file.fileno()).st_size
             while start + length < size:
                 file.seek(start + length)
@@ -98,7 +107,7 @@ def _spans(files: Iterable[Path], length: int) -> Iterator[ByteSpan]:
 
 
 def skip_line(file: BinaryIO) -> int:
-    """Read to the end of the line, and return how many bytes were read."""
+    """Read to the end of the current line and return the number of bytes read."""
     skipped = 0
     while chunk := file.readline(2**20):
         skipped += len(chunk)
@@ -109,7 +118,7 @@ def skip_line(file: BinaryIO) -> int:
 
 @lru_cache(maxsize=64)
 def count_lines_before(path: str, start: int) -> int:
-    """Count the lines of a file before a byte."""
+    """Return the number of line ends in the first `start` bytes of a file."""
     lines = 0
     with suppress(OSError), open_regular(path) as file:
         while block := file.read(min(2**24, start - file.tell())):

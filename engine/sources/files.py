@@ -1,4 +1,4 @@
-"""Which files a source means, and the documents in files of text and of JSON lines."""
+"""Finds the files of a source, and reads documents from text and JSON lines files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .documents import (
 MAX_DOCUMENT_BYTES = 2**26
 FINGERPRINT_BYTES = 2**14
 SAVED_SPLIT, SAVED_SPLITS = "state.json", "dataset_dict.json"
-"""the files that `save_to_disk` of the datasets library writes for one split, and for several"""
+"""files by which `save_to_disk` of the datasets library marks one split, and several splits"""
 JSON_KINDS = {
     type(None): "null", dict: "an object", bool: "true or false", int: "a number",
     float: "a number", list: "an array", str: "a string",
@@ -37,14 +37,14 @@ JSON_KINDS = {
 
 
 def find_files(pattern: str, suffix: str) -> list[Path]:
-    """Return the files that a path, a folder or a glob means, sorted by name.
+    """Return the files of a path, folder or glob, sorted by name.
 
     Args:
-        pattern: the path; of a folder all files below it that are not hidden.
-        suffix: what a folder's files must end with.
+        pattern: a file, a glob, or a folder, of which all files that are not hidden are taken.
+        suffix: the suffix that files in a folder must have.
 
     Raises:
-        DataError: there is none.
+        DataError: there are no such files.
     """
     path = Path(pattern).expanduser()
     if path.is_dir():
@@ -67,12 +67,12 @@ def find_files(pattern: str, suffix: str) -> list[Path]:
 
 
 def files_fingerprint(pattern: str, suffix: str) -> str:
-    """Return a hash of the files' names, sizes and times."""
+    """Return a hash of the names, sizes and modification times of files."""
     return _hash_states(find_files(pattern, suffix), _file_state)
 
 
 def content_fingerprint(pattern: str, suffix: str) -> str:
-    """Return a hash of the files' names, sizes, and first and last bytes, wherever they are."""
+    """Return a hash of relative names, sizes, and first and last bytes, equal on all machines."""
     files = find_files(pattern, suffix)
     root = os.path.commonpath([file.parent for file in files])
 
@@ -103,12 +103,12 @@ def _hash_states(files: Sequence[Path], describe: Callable[[Path], tuple[Any, ..
 
 
 def split_text_files(pattern: str, suffix: str) -> list[Part]:
-    """Return parts whose spans are documents: whole files, or lines of files over 64 MiB."""
+    """Return parts whose spans are one document each: a file, or a piece of a file over 64 MiB."""
     return split_files(find_files(pattern, suffix), MAX_DOCUMENT_BYTES)
 
 
 def split_line_files(pattern: str, suffix: str) -> list[Part]:
-    """Return parts of whole lines."""
+    """Return parts whose spans hold whole lines, one document each."""
     return split_files(find_files(pattern, suffix), PART_BYTES)
 
 
@@ -132,7 +132,7 @@ def read_text(part: Part) -> Iterator[Document]:
 
 
 def _drop_partial_character(block: bytes) -> bytes:
-    """Return the block without its last character, which may continue after it."""
+    """Remove the last character of a block, because its bytes may continue in the next block."""
     end = len(block) - 1
     while end > len(block) - 4 and block[end] & 0xC0 == 0x80:  # 10xxxxxx continues a character
         end -= 1
@@ -140,9 +140,13 @@ def _drop_partial_character(block: bytes) -> bytes:
 
 
 def decode(block: bytes, file: str, line: int, start: int) -> str | DocumentFault:
-    """Return UTF-8 text without a byte-order mark, or a fault at the first byte that is not UTF-8.
+    """Decode UTF-8 without a byte-order mark, or return a fault at the first invalid byte.
 
-    The block begins with line `line`, counted from byte `start` of the file on.
+    Args:
+        block: the bytes to decode.
+        file: the path of the file.
+        line: the number of the block's first line, where line 1 begins at byte `start`.
+        start: the byte offset at which line 1 begins.
     """
     try:
         return block.decode("utf-8-sig")
@@ -155,11 +159,12 @@ def decode(block: bytes, file: str, line: int, start: int) -> str | DocumentFaul
 def read_objects(
     part: Part, document: Callable[[dict[str, Any]], str | MaskedDocument]
 ) -> Iterator[Document]:
-    """Yield a document for each line of JSON; blank lines are skipped.
+    """Yield a document or a fault for each line of JSON; blank lines are skipped.
 
     Args:
-        part: whole lines of files.
-        document: turns the object of a line into a document; a ValueError says what is wrong.
+        part: spans of whole lines.
+        document: turns the JSON object of a line into a document, or raises ValueError with the
+            reason of the fault.
     """
     for span in part:
         for number, line in _lines(span):
@@ -179,7 +184,7 @@ def read_objects(
 
 
 def _lines(span: ByteSpan) -> Iterator[tuple[int, str | DocumentFault]]:
-    """Yield each line that is not blank, with its number in the span."""
+    """Yield the lines of a span that are not blank, with their numbers from 1 within the span."""
     number = 0
     try:
         with open_regular(span.file) as file:
@@ -238,7 +243,7 @@ def json_kind(value: object) -> str:
 
 
 def infer_source(path: str) -> str:
-    """Return the name of the source that reads a path or glob, by the names of the files."""
+    """Return the name of the source that reads a path or glob, chosen by the file names."""
     folder = Path(path).expanduser()
     if any((folder / name).is_file() for name in (SAVED_SPLIT, SAVED_SPLITS)):
         return "hf"

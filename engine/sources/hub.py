@@ -1,4 +1,4 @@
-"""The source of datasets: documents from folders and from the hub, by the `datasets` library."""
+"""Reads documents from local and hub datasets with the `datasets` library."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .files import SAVED_SPLIT, SAVED_SPLITS, content_fingerprint
 from .parquet import read_texts, select_column, summarize_error
 
 HUB_SECONDS = 20.0
-# Rows that are read at once: of a memory-mapped dataset, and of one that the library streams.
+# Rows of a batch: from a memory-mapped dataset, and from a streamed one.
 BATCH_ROWS, STREAMED_ROWS = 4096, 256
 
 
 class DatasetShard(NamedTuple):
-    """A range of rows of a dataset, or the shard number `start` where `stop` is 0."""
+    """The rows `start` to `stop` of a dataset, or shard number `start` if `stop` is 0."""
 
     start: int
     stop: int = 0
@@ -59,7 +59,7 @@ class HFSource(DocumentSource):
         return self
 
     def parts(self) -> Sequence[Any]:
-        """Return ranges of rows of about 16 MB; of a streamed dataset, its shards."""
+        """Return ranges of rows of about 16 MB, or the shards of a streamed dataset."""
         dataset = open_dataset(self)
         if not hasattr(dataset, "__len__"):
             return [DatasetShard(index) for index in range(dataset.num_shards)]
@@ -163,7 +163,7 @@ class HFSource(DocumentSource):
 
 @lru_cache(maxsize=16)
 def open_dataset(source: HFSource) -> Any:
-    """Return the split of a dataset, with its one column.
+    """Open a split of a dataset, reduced to the column that holds the text.
 
     Raises:
         DataError: the dataset cannot be opened, or has no such split or column.
@@ -204,7 +204,8 @@ def import_datasets() -> Any:
     """Return the `datasets` package.
 
     Raises:
-        EnvironmentFault: it is not installed, or older than version 4, which runs scripts.
+        EnvironmentFault: the package is not installed, or is older than version 4. Older versions
+            run code from datasets.
     """
     datasets = require_package("datasets", 'the "hf" source', "data")
     if int(datasets.__version__.split(".")[0]) < 4:

@@ -1,4 +1,4 @@
-"""Documents from a column of text in Parquet files, and from Arrow arrays in general."""
+"""Reads documents from a text column of Parquet files, and from Arrow arrays."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .documents import PART_BYTES, Document, DocumentFault
 from .files import MAX_DOCUMENT_BYTES, find_files
 from .parquet_pages import measure_pages
 
-# Rows that are unpacked at once. A few bytes of a file may stand for a large value many times over.
+# Bytes and rows that are decompressed at once: a few bytes of a file may repeat a large value.
 BATCH_BYTES, BATCH_ROWS = 2**28, 16
-# The most text that is read of a row group, and of each of its bytes: a repeated value takes no
-# room in the file.
+# Limits on the text of a row group: a fixed part, and a part for each byte of the compressed pages.
+# Repeated values take almost no room in the file, so a hostile file could hold endless text.
 TEXT_BESIDE, TEXT_A_BYTE = 2**30, 1000
 
 
@@ -64,10 +64,10 @@ class ParquetSource(FileSource):
         return self.read_from(part, 0)
 
     def read_from(self, part: Any, first: int) -> Iterator[Document]:
-        """Yield one document a row, without reading what comes before row `first` of the part.
+        """Yield one document a row, from row `first` of the part on.
 
-        A row that cannot be read is a fault, so that rows and documents have the same numbers. A
-        file that cannot be opened is one fault.
+        Row groups before that row are not read. A row that cannot be read gives a fault, so that
+        documents keep the numbers of their rows. A file that cannot be opened gives one fault.
         """
         opened = _open(Path(part.file))
         if isinstance(opened, str):
@@ -119,16 +119,16 @@ def _read_group(
 
 
 def read_texts(values: Any, field: str, name: str, row: int) -> Iterator[Document]:
-    """Yield the text of each value of an Arrow array.
+    """Yield the text of each value of an Arrow array, or a fault if it is null or invalid.
 
     Args:
-        values: strings, or bytes in UTF-8.
-        field: what the column is called.
-        name: of the file.
-        row: number of the first value, from 0.
+        values: an Arrow array of strings or of bytes in UTF-8.
+        field: the name of the column in messages.
+        name: the name of the file or dataset in messages.
+        row: the row number of the first value, from 0.
 
     Raises:
-        ValueError: the array holds something else.
+        ValueError: the array has another type.
     """
     import pyarrow as pa
 
@@ -165,7 +165,7 @@ def summarize_error(error: Exception) -> str:
 
 
 def _open(path: Path) -> Any | str:
-    """Return the opened file, or a sentence that says what is wrong with it."""
+    """Open a Parquet file, or return a sentence with the reason why it cannot be opened."""
     try:
         require_regular(path)
         parquet = require_package("pyarrow.parquet", 'the "parquet" source', "data")
@@ -176,10 +176,10 @@ def _open(path: Path) -> Any | str:
 
 
 def _check_column(schema: Any, field: str) -> None:
-    """Check that a schema has a column, or a field within structs, of a name with dots.
+    """Check that a schema has a column, or a struct field with this dotted path.
 
     Raises:
-        ValueError: it has neither.
+        ValueError: the schema has neither.
     """
     if field in schema.names:
         return
@@ -197,7 +197,7 @@ def _check_column(schema: Any, field: str) -> None:
 
 
 def select_column(rows: Any, column: str) -> Any:
-    """Return a column of an Arrow table or batch, or the field within structs that it names."""
+    """Return a column of an Arrow table or batch, or a struct field by its dotted path."""
     if column in rows.schema.names:
         return rows.column(column)
     import pyarrow.compute as pc
@@ -207,7 +207,7 @@ def select_column(rows: Any, column: str) -> Any:
 
 
 def _count_column_bytes(row_group: Any, column: str) -> int:
-    """Return the decompressed bytes of a column; of all columns if there is no such column."""
+    """Return the decompressed size of a column, or of the row group if no column has the name."""
     for index in range(row_group.num_columns):
         if row_group.column(index).path_in_schema == column:
             return int(row_group.column(index).total_uncompressed_size)
@@ -215,7 +215,7 @@ def _count_column_bytes(row_group: Any, column: str) -> int:
 
 
 def _count_text_bytes(values: Any) -> int:
-    """Return the bytes of an Arrow array, each of its values counted as often as it is there."""
+    """Return the bytes of text in an Arrow array, with dictionary values counted at each use."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

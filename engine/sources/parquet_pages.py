@@ -1,8 +1,8 @@
-"""Checks how large the pages of a Parquet column become when they are decompressed.
+"""Checks the decompressed sizes of the pages of a Parquet column before pyarrow reads them.
 
-pyarrow decompresses a page as a whole, and the sizes in the file's footer may be wrong. The header
-of a page is a struct of Thrift's compact protocol. Its fields 1 to 3 are the page's type, and its
-decompressed and compressed sizes.
+pyarrow decompresses a page as a whole, and the sizes in the footer may be wrong, so a hostile page
+could fill the memory. The header of a page is a struct in Thrift's compact protocol, whose fields
+1 to 3 are the type, the decompressed size and the compressed size of the page.
 
 Source: https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift
 """
@@ -14,21 +14,21 @@ from typing import IO, Any
 from ..core.files import open_regular
 
 HEADER_BYTES, MAX_HEADER_BYTES, MAX_DEPTH = 2**8, 2**20, 8
-# Text rarely takes less than a tenth of its size. Pages that are not larger than the first number
-# are unpacked whatever they claim; none is that is larger than the second.
+# Text rarely compresses below a tenth of its size. A page up to ANY_PAGE_BYTES is decompressed at
+# any ratio, a larger one up to MAX_RATIO, and no page above MAX_PAGE_BYTES.
 ANY_PAGE_BYTES, MAX_PAGE_BYTES, MAX_RATIO = 2**28, 2**30, 64
 
 
 def measure_pages(path: str, row_group: Any, column: str) -> int:
-    """Return the packed bytes of a column and of the fields below it, after checking their pages.
+    """Check the pages of a column and of its nested fields, and return their compressed bytes.
 
     Args:
-        path: of the file.
-        row_group: its metadata, by pyarrow.
-        column: its path in the schema.
+        path: the path of the file.
+        row_group: pyarrow's metadata of the row group.
+        column: the path of the column in the schema.
 
     Raises:
-        ValueError: a page is much larger than a genuine one, or has no header.
+        ValueError: a page decompresses to more than the limit, or has no valid header.
         OSError: the file cannot be read.
     """
     total = 0
@@ -59,10 +59,13 @@ def _measure(file: IO[bytes], chunk: Any) -> int:
 
 
 def read_header(file: IO[bytes], position: int) -> tuple[int, int, int]:
-    """Return the size of the page header at a position, and the page's, unpacked and packed.
+    """Read the page header at a position of a file.
+
+    Returns:
+        The bytes of the header, of the decompressed page and of the compressed page.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no valid page header.
     """
     length = HEADER_BYTES
     while length <= MAX_HEADER_BYTES:  # statistics in it may be long
@@ -86,7 +89,11 @@ def read_header(file: IO[bytes], position: int) -> tuple[int, int, int]:
 
 
 class _Reader:
-    """Steps through Thrift's compact protocol; an IndexError says that more bytes are needed."""
+    """Parses Thrift's compact protocol; raises IndexError if the content ends too early.
+
+    Args:
+        content: the beginning of the encoded struct.
+    """
 
     def __init__(self, content: bytes) -> None:
         self.content = content
@@ -113,7 +120,7 @@ class _Reader:
         return value >> 1 ^ -(value & 1)
 
     def struct(self, depth: int = 0) -> dict[int, int]:
-        """Return the integers among its fields, by number."""
+        """Parse a struct and return its fields by number; see `value`."""
         if depth > MAX_DEPTH:
             raise ValueError("the page header nests too deep")
         fields, number = {}, 0
@@ -123,7 +130,7 @@ class _Reader:
         return fields
 
     def value(self, kind: int, depth: int) -> int:
-        """Read a field's value; 0 stands for all that is no integer."""
+        """Parse a field's value and return it if it is an integer, else 0."""
         if kind in (4, 5, 6):
             return self.zigzag()
         if kind == 8:

@@ -58,8 +58,8 @@ class ByteTokenizer:
 def count_text_bytes(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> int:
     """Return the number of bytes of text that ids encode, special tokens left out.
 
-    A byte that is not UTF-8 is decoded to U+FFFD, which takes three bytes in UTF-8. It counts as one
-    byte, unless the text itself holds that character.
+    A byte that is not UTF-8 is decoded to U+FFFD, which takes three bytes in UTF-8. It counts as
+    one byte, unless the text itself holds that character.
 
     Args:
         tokenizer: the tokenizer of the ids.

@@ -74,7 +74,7 @@ class FastBPE:
         self._ascii_only = description.get("normalizer") is not None
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids | None]:
-        """Return the ids of several texts, encoded on all cores; None where `encode` returns None."""
+        """Return the ids of several texts, encoded on all cores; None where `encode` gives None."""
         threads = _threads()
         if threads < 2 or len(texts) < 2:
             return [self.encode(text) for text in texts]
