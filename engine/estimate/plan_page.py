@@ -75,7 +75,7 @@ def _picture(height: float, label: str, shapes: Sequence[str]) -> str:
 
 
 def _mesh(plan: RunPlan, axis: str) -> str:
-    """Return ranks as cells, coloured by their coordinate on an axis."""
+    """Return the ranks as table cells, coloured by the coordinate on an axis."""
     world = plan.degrees.world
     node, ranks = min(plan.gpus_per_node, world), min(world, MOST_RANKS)
     size = min(44.0, (WIDTH - 90) / node)
@@ -94,7 +94,7 @@ def _mesh(plan: RunPlan, axis: str) -> str:
 
 
 def _timeline(pipeline: PipelinePlan) -> str:
-    """Return what each rank does when."""
+    """Return a chart of each rank's actions over time."""
     rows = spans(pipeline.grid, [stage.cost for stage in pipeline.stages])
     if sum(map(len, rows)) > MOST_SPANS:
         return "<p>Too long to draw.</p>"

@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 class SimulatedRank(NamedTuple):
-    """One rank of a run that does not exist.
+    """One simulated rank of a run whose other ranks do not exist.
 
     Attributes:
         recipe: the recipe as simulated.
@@ -55,7 +55,7 @@ def simulate_rank(
     on_gpu: bool = False,
     compiles: bool = False,
 ) -> Iterator[SimulatedRank]:
-    """Build the step of one rank on tensors without values.
+    """Build the training step of one rank on fake tensors.
 
     Args:
         recipe: the recipe, validated for that many ranks.
@@ -146,16 +146,16 @@ class _FusedNorm(torch.autograd.Function):
 
 
 def rows_of(data: Data, step: TrainStep) -> tuple[int, int]:
-    """Return a rank's rows of a step, and the rows of a batch: a pipeline takes all in one."""
+    """Return a rank's rows of a step, and of a batch; a pipeline takes all rows in one batch."""
     share = data.global_batch // step.degrees.data
     return share, share if step.parallel_model.pipeline else min(data.micro_batch, share)
 
 
 def empty_batches(data: Data, share: int, rows: int) -> list[Batch]:
-    """Return batches without content.
+    """Return batches of zeros with the shapes of a step's batches.
 
     Args:
-        data: the recipe's table.
+        data: the recipe's `[data]` table.
         share: the rows of all batches together.
         rows: the rows of one batch; the last one may have fewer.
     """
@@ -174,6 +174,6 @@ def empty_batches(data: Data, share: int, rows: int) -> list[Batch]:
 
 
 def step_batches(data: Data, step: TrainStep, plan: Plan) -> list[Batch]:
-    """Return the batches that a rank computes in a step, without content."""
+    """Return batches of zeros with the shapes that a rank computes in a step."""
     model = step.parallel_model.model
     return [plan.take(batch, model) for batch in empty_batches(data, *rows_of(data, step))]

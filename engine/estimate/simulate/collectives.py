@@ -31,21 +31,21 @@ _KINDS = {
     "send": SEND_NEXT,
     "isend": SEND_NEXT,
 }
-"""first letters of an operation's name, without underscores -> the collective"""
+"""the collective by the prefix of an operation's name, without underscores"""
 _SILENT = ("recv", "irecv", "barrier", "monitoredbarrier", "wait", "check", "wrap")
-"""operations that send nothing; what is received is counted where it is sent"""
+"""prefixes of operations that send nothing; received bytes are counted at the sender"""
 _MESSAGES = ("input", "inputs", "input_tensor", "input_tensors", "input_list", "tensor", "tensors")
 
 
 class Route(NamedTuple):
-    """A process group and a collective.
+    """A collective and the process group that runs it.
 
     Attributes:
-        axes: mesh axes along which the ranks of the group differ; one of `EXPERT_AXES` for ranks
-            among which experts are divided.
+        axes: the mesh axes along which the ranks of the group differ; one of `EXPERT_AXES` for an
+            expert group.
         kind: the collective.
-        part: the number of ranks and the distance between two, where the group has only some of
-            the ranks along the axes; else None.
+        part: the number of ranks and the stride between them if the group holds only some of the
+            ranks along the axes, else None.
     """
 
     axes: tuple[str, ...]
@@ -69,9 +69,9 @@ class CollectiveMatcher:
     def match_collective(
         self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Route, int] | None:
-        """Return the route and the message of an operation that sends something, else None.
+        """Return the route and the message bytes of a collective, or None for other operations.
 
-        The message is in bytes: the rank's shard in an all-gather, the whole tensor otherwise.
+        The message is the rank's shard in an all-gather, and the whole tensor otherwise.
 
         Raises:
             KeyError: the operation is a collective that is not listed here.

@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 
 _GROUPED = ("aten::_grouped_mm", "trainer::grouped_mm", "trainer::grouped_dw")
-"""matrix products by expert, which PyTorch's counter does not know"""
+"""grouped matmuls, one for each expert, which PyTorch's FLOP counter does not support"""
 _IN_PLACE = {
     torch.ops.aten.addmm_: torch.ops.aten.addmm,
     torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm,
 }
-"""matrix products in place -> the same that PyTorch's counter knows"""
+"""the supported out-of-place operation of each in-place matmul"""
 _ATTENTION = ("_scaled_dot_product_", "_flash_attention_", "_efficient_attention_")
 
 
 def count_flops(
     operation: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any
 ) -> Counter[str]:
-    """Return the FLOPs of one operation: "model" that the model needs, "again" recomputed.
+    """Return the FLOPs of one operation under "model", or under "again" if they are recomputed.
 
-    Matrix products are counted by the formulas of `torch.utils.flop_counter`, whose formula of
-    attention ignores causal masks and whose mode does not tell recomputation apart.
+    Matmuls use the formulas of `torch.utils.flop_counter`. That module's attention formula ignores
+    causal masks, and its mode does not distinguish recomputation, so both are done here.
     """
     packet = operation.overloadpacket
     if operation._opname.startswith(_ATTENTION):
@@ -60,10 +60,10 @@ def count_flops(
 
 
 def _attention_flops(given: dict[str, Any]) -> tuple[int, int]:
-    """Return the FLOPs of the scores and of the weighted values.
+    """Return the FLOPs of attention scores and of the weighted sum of values.
 
-    Causal attention counts at half (PaLM, arXiv:2204.02311, appendix B), attention with a mask in
-    full: fused kernels compute all of it.
+    Causal attention counts half (PaLM, arXiv:2204.02311, appendix B). Attention with another mask
+    counts in full, because fused kernels compute all scores.
     """
     query, key, value = (given[name] for name in ("query", "key", "value"))
     batch, heads, length, width = query.shape
@@ -75,11 +75,11 @@ def _attention_flops(given: dict[str, Any]) -> tuple[int, int]:
 
 @dataclass
 class StepCounts:
-    """What one rank's step needs.
+    """The collectives, FLOPs and stored bytes of one rank's step.
 
     Attributes:
         calls: the number of collectives by route.
-        message_bytes: the bytes that the rank puts into them; see `match_collective`.
+        message_bytes: the bytes of the rank's inputs by route; see `match_collective`.
         flops: "model" and "again"; see `count_flops`.
         held: "parameters" in number, and bytes of "weights" and of the "optimizer".
     """
@@ -91,7 +91,7 @@ class StepCounts:
 
 
 class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts all operations that run while it is active."""
+    """Counts the FLOPs and collectives of operations that run while the mode is active."""
 
     def __init__(self, match_names: CollectiveMatcher) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -113,7 +113,7 @@ class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def count_step(step: TrainStep, batches: Sequence[Batch], rank: int) -> StepCounts:
-    """Run a step and return what it needed.
+    """Run a step and return the counts of the step.
 
     Args:
         step: the rank's training step; its memory is real or simulated.

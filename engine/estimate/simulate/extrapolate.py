@@ -1,8 +1,8 @@
-"""What the ranks of a long run need, from simulations of a few blocks and micro batches.
+"""Extrapolates the cost of a run from simulations of a few blocks and micro batches.
 
-Blocks are identical, and so are micro batches after the first few. Whatever is counted in a step
-grows along a line with the number of blocks, and along a line with the number of micro batches, so
-that a few short runs give it exactly.
+Blocks are identical, and so are micro batches after the first few. Every count of a step is linear
+in the number of blocks and linear in the number of micro batches, so a few short runs determine it
+exactly.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .torch_internals import fake_process_group
 from .tracker import COMMUNICATION, RECEIVED, MemoryPeak
 
 SHORTEST = NUM_ENDS + 1
-"""blocks of the shorter of two tracked runs: a first one, a last one, and one that is neither"""
+"""blocks of the shorter of two tracked runs: the first, the last, and an inner block"""
 SMALL_PIPELINE = 3
-"""ranks of a short pipeline: a first one, a last one, and one that stands for all between them"""
+"""ranks of a short pipeline: the first, the last, and one that stands for all inner ranks"""
 MOST_STAGES = 3
 """With more stages a rank frees weights and gathers them again, as the schedule decides
 (`_add_unshard_reshard` in torch.distributed.pipelining.schedules)."""
@@ -41,14 +41,14 @@ DDP_BUCKET = 25 * 2**20
 
 @dataclass(frozen=True)
 class Simulation:
-    """The memory that a rank's steps need.
+    """The simulated memory of a rank.
 
     Attributes:
         rank: the rank.
-        peak_bytes: the most that tensors hold at a moment, without what is offloaded.
-        at_peak: the bytes at that moment, by kind.
-        block_bytes: a block's weights as FSDP gathers them and their gradients before it reduces
-            them, in bytes; 0 without FSDP.
+        peak_bytes: the largest sum of live tensors on the device; offloaded tensors do not count.
+        at_peak: the bytes of each kind of tensor at the peak.
+        block_bytes: bytes of one block's all-gathered weights and unreduced gradients; 0 without
+            FSDP.
     """
 
     rank: int
@@ -66,9 +66,9 @@ def simulate_memory(
     on_gpu: bool = False,
     whole: bool = False,
 ) -> Simulation:
-    """Return the memory that a rank's steps need.
+    """Simulate the memory of a rank's training steps.
 
-    A process may simulate one rank only, since PyTorch keeps process groups.
+    A process can simulate only one rank, because process groups are global in torch.
 
     Args:
         recipe: the recipe, validated for that many ranks.
@@ -106,7 +106,7 @@ def simulate_memory(
 
 
 def _spare_blocks(schedule: str, size: RunSize, place: int) -> int:
-    """Return by how many blocks each stage of a tracked run may be shorter."""
+    """Return the number of blocks by which each stage of a tracked run can be shortened."""
     if size.degrees.pipeline > 1 and schedule in SPLIT_BACKWARD:
         return 0  # no hook tells when the backward pass of a block's weights begins
     spare = min(size.blocks[stage] for stage in size.stages_of(place)) - SHORTEST - 1
@@ -116,7 +116,7 @@ def _spare_blocks(schedule: str, size: RunSize, place: int) -> int:
 def _segment_peaks(
     simulated: SimulatedRank, size: RunSize, count: int, *, offloads: bool
 ) -> dict[Any, MemoryPeak]:
-    """Return the peak of each segment of a step that computes `count` of all micro batches."""
+    """Return the peak of each segment of a step that computes only `count` micro batches."""
     recipe, step, plan = simulated
     left = size.micro_batches - count
     tracker = track(
@@ -151,16 +151,16 @@ def _gathered_bytes(simulated: SimulatedRank) -> int:
 def _extend(
     longer: Mapping[Any, MemoryPeak], shorter: Mapping[Any, MemoryPeak], steps: int
 ) -> Iterator[MemoryPeak]:
-    """Yield the peaks of the segments of a run that has more blocks.
+    """Extrapolate the peaks of segments to a run with more blocks.
 
-    At a given moment of a step, counted in blocks from where its stage starts or ends, each further
-    block holds the same bytes more. So the peaks of the segments grow along straight lines, and the
-    highest of these lines is the peak. Between two ends a segment is never above both.
+    In a segment at a fixed distance from the start or end of a stage, each further block adds the
+    same number of bytes. So the peak of such a segment is linear in the number of blocks, and the
+    largest is the peak of the run. A segment between the ends never exceeds both ends.
 
     Args:
         longer: the peaks of a run by segment.
         shorter: the peaks of a run with one block less in each stage.
-        steps: by how many blocks a stage of the run is longer than one of the longer run.
+        steps: the number of blocks to add to each stage of the longer run.
     """
     before = _by_name(shorter)
     for name, peak in _by_name(longer).items():
@@ -179,7 +179,7 @@ def _by_name(peaks: Mapping[Any, MemoryPeak]) -> dict[Hashable, MemoryPeak]:
 
 
 def _on_line(low: Counter[Any], high: Counter[Any], xs: Sequence[int], x: int) -> Counter[Any]:
-    """Return the counts at `x` of the lines through those at two `xs`."""
+    """Return each count at `x`, on the line through the counts `low` and `high` at the two `xs`."""
     x0, x1 = xs
     return Counter(
         {key: low[key] + (high[key] - low[key]) * (x - x0) // (x1 - x0) for key in {*low, *high}}
@@ -195,7 +195,7 @@ def count_ranks(
     places: Iterable[int] | None = None,
     whole: bool = False,
 ) -> Iterator[StepCounts]:
-    """Yield what the first rank of each place in the pipeline computes, sends and holds in a step.
+    """Yield the counts of a step on the first rank of each pipeline coordinate.
 
     Args:
         recipe: the recipe, validated for that many ranks.

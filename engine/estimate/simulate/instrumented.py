@@ -33,7 +33,7 @@ from .tracker import (
 )
 
 NUM_ENDS = 2
-"""blocks at either end of a stage whose segments keep their names in stages of any length"""
+"""blocks at each end of a stage whose segments have the same names in stages of any length"""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class BlockSegment:
     """A part of a step: the forward or backward pass of a block and what follows it.
 
     Attributes:
-        what: the pass.
+        what: the forward or backward pass.
         stage: the pipeline stage.
         micro_batch: the number of the micro batch.
         block: the number of the block in the stage, from 0.
@@ -55,7 +55,7 @@ class BlockSegment:
     blocks: int
 
     def names(self) -> Iterator[Hashable]:
-        """Yield the names of this segment that are the same for any number of blocks."""
+        """Yield names of this segment that do not depend on the number of blocks in the stage."""
         from_end = self.blocks - 1 - self.block
         if self.block < NUM_ENDS:
             yield "from start", self.what, self.stage, self.micro_batch, self.block
@@ -75,16 +75,16 @@ def track(
     owns_gradient_buffers: bool = False,
     left: int = 0,
 ) -> MemoryTracker:
-    """Run a rank's steps, real or simulated, and return the tracker that counted them.
+    """Run a rank's steps, real or simulated, and return the tracker that measured the memory.
 
     Args:
         step: the rank's training step.
-        take: selects what this rank computes of the rows that its group reads; see `Plan.take`.
-        data: the recipe's table.
+        take: selects this rank's part of the rows that its group reads; see `Plan.take`.
+        data: the recipe's `[data]` table.
         blocks: the module path of the model's blocks.
-        ema: the recipe's table; None where no average of the weights is kept.
+        ema: the recipe's `[ema]` table; None if weights are not averaged.
         offloads: weights, gradients and optimizer state are in CPU memory and are not counted.
-        steps: the number of steps. Before a single one the optimizer makes its state.
+        steps: the number of steps. If it is 1, the optimizer state is created before the step.
         owns_gradient_buffers: gradient memory is never freed, as under DDP.
         left: rows of the step that are held but not computed.
     """

@@ -23,7 +23,7 @@ from ...recipe.placements import placements
 from ...recipe.schema import Recipe
 
 ACCUMULATED = 3
-"""micro batches one after another: the first makes gradients, the last reduces them"""
+"""micro batches that show all cases: the first creates gradients, the last reduces them"""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class RunSize:
 
 
 def size_of(recipe: Recipe, ranks: int, vocab_size: int) -> RunSize:
-    """Return the size of a recipe's run with so many ranks."""
+    """Return the sizes of a recipe's run on `ranks` ranks."""
     degrees = recipe.parallel.degrees.resolve(ranks)
     share = recipe.data.global_batch // degrees.data
     if degrees.pipeline == 1:
@@ -78,7 +78,7 @@ def resize(
     blocks: Sequence[int] = (),
     micro_batches: int = 0,
 ) -> Recipe:
-    """Return a recipe of the same run with other sizes.
+    """Return a recipe for the same run with other sizes.
 
     Args:
         recipe: the recipe.
@@ -105,7 +105,7 @@ def resize(
 
 
 def have_identical_blocks(recipes: Sequence[Recipe], degrees: Degrees, vocab_size: int) -> bool:
-    """Return whether all blocks of some recipes' models hold and compute the same.
+    """Return whether all blocks of the recipes' models store and compute the same.
 
     Modules, parameters, their groups in the optimizer and their placements are compared.
     """
@@ -148,7 +148,7 @@ def _comparable(value: Any) -> Any:
 
 
 def enough_micro_batches(table: Pipelining, size: RunSize, place: int) -> int:
-    """Return how many micro batches show everything that a pipeline rank does in a step."""
+    """Return the smallest number of micro batches that shows all states of a pipeline rank."""
     pipeline, count = size.degrees.pipeline, size.micro_batches
     if pipeline == 1:
         return min(count, ACCUMULATED)
@@ -164,9 +164,9 @@ def enough_micro_batches(table: Pipelining, size: RunSize, place: int) -> int:
 
 
 def _states(schedule: str, size: RunSize, count: int, place: int) -> set[Hashable] | None:
-    """Return all states that a rank passes through: what it does, and what it holds meanwhile.
+    """Return the states of a rank in a step: each action with the micro batches then in flight.
 
-    None for a number of micro batches that the schedule does not accept.
+    The result is None if the schedule does not accept this number of micro batches.
     """
     try:
         grid = schedule_grid(schedule, size.degrees.pipeline, len(size.stage_to_rank), count)
@@ -184,6 +184,8 @@ def _states(schedule: str, size: RunSize, count: int, place: int) -> set[Hashabl
 
 
 def _held(done: Counter[tuple[int, str]], stage: int) -> tuple[int, int, bool]:
-    """Return for how many micro batches a stage holds activations, and gradients of weights."""
+    """Return the micro batches with live activations, those with pending weight gradients, and
+    whether weight gradients exist.
+    """
     forward, backward, inputs, weights = (done[stage, kind] for kind in "FBIW")
     return forward - backward - inputs, inputs - weights, backward + weights > 0

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @contextmanager
 def replace_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give an attribute of a module or class another value until the context ends."""
+    """Replace an attribute of a module or class until the context ends."""
     missing = object()
     original = vars(owner).get(name, missing)
     setattr(owner, name, value)

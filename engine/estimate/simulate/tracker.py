@@ -1,4 +1,4 @@
-"""Counts, operation by operation, the bytes that live tensors hold."""
+"""Tracks the bytes of live tensors, operation by operation."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, LOSS, COMMUNICATION = "activations", "logits and loss", "communication"
 TEMPORARY, BATCH = "temporary", "batch"
 RECEIVED = "received"
-"""what a pipeline exchanges: counted as communication, and one for each micro batch"""
+"""tensors that pipeline stages exchange: communication, with one buffer a micro batch"""
 IN_CPU_MEMORY = "in CPU memory"
-"""offloaded: not counted"""
+"""kind of offloaded tensors, which are not counted"""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class HeldMemory:
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """The most that is held at a moment, and by what."""
+    """The largest sum of live bytes at a moment, and the bytes of each kind at that moment."""
 
     total: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
@@ -77,7 +77,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def enter(self, segment: Hashable) -> None:
-        """Begin a part of the run whose peak is asked for; it may be entered again."""
+        """Begin a segment, whose peak is recorded; the same segment can begin again later."""
         self._segments.append((len(self._events), segment))
 
     def peak(self) -> MemoryPeak:
@@ -85,7 +85,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return max(self.peaks().values(), key=lambda peak: peak.total)
 
     def peaks(self) -> dict[Hashable, MemoryPeak]:
-        """Return the peak of each segment, which includes what was held when it began."""
+        """Return the peak of each segment, tensors from before the segment included."""
         counted = (0 if held.kind == IN_CPU_MEMORY else delta for held, delta in self._events)
         totals = [0, *accumulate(counted)]
         moments: dict[Hashable, int] = {}
@@ -106,23 +106,23 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         }
 
     def live(self, kind: str) -> int:
-        """Return the bytes of a kind that are held now."""
+        """Return the live bytes of a kind at this moment."""
         return sum(held.size for held, _ in self._live.values() if held.kind == kind)
 
     def labelled(self, kind: str) -> AbstractContextManager[None]:
-        """Count tensors that are made meanwhile as `kind`, but for those of a backward pass."""
+        """Count tensors that are created in the block as `kind`, except those of a backward pass."""
         return replace_attribute(self, "kind", kind)
 
     def attribute_to(self, kind: str) -> AbstractContextManager[None]:
-        """Count all tensors that are made meanwhile as `kind`, those of a backward pass too."""
+        """Count all tensors that are created in the block as `kind`, also in a backward pass."""
         return replace_attribute(self, "_forced", kind)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Do not count tensors that are made meanwhile."""
+        """Do not count tensors that are created in the block."""
         return replace_attribute(self, "_paused", True)
 
     def add(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Count tensors that exist, or count them as another kind."""
+        """Count existing tensors as a kind, or change the kind of counted ones."""
         for tensor in tensors:
             self._count(tensor, kind, relabel=True)
 
@@ -145,7 +145,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events.append((held, held.size))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count the new size of a storage: FSDP gathers weights into it, and frees them."""
+        """Count the new size of a storage, which FSDP resizes to all-gather and free weights."""
         if entry := self._live.get(storage._cdata):
             held, size = entry[0], _size(storage)
             held.kind = COMMUNICATION
@@ -188,5 +188,5 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _size(storage: torch.UntypedStorage) -> int:
-    """Return the bytes that an allocator hands out for a storage: a multiple of 512."""
+    """Return the bytes that the CUDA allocator reserves for a storage: a multiple of 512."""
     return -(-int(storage.nbytes()) // 512) * 512
