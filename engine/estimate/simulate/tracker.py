@@ -110,7 +110,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(held.size for held, _ in self._live.values() if held.kind == kind)
 
     def labelled(self, kind: str) -> AbstractContextManager[None]:
-        """Count tensors that are created in the block as `kind`, except those of a backward pass."""
+        """Count tensors that are created in the block as `kind`, except in a backward pass."""
         return replace_attribute(self, "kind", kind)
 
     def attribute_to(self, kind: str) -> AbstractContextManager[None]:
