@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def load_huggingface(folder: Path, model: LanguageModel, config: ModelConfig) -> list[str]:
     """Fill a model's weights in place from a Hugging Face folder, cast to the model's dtypes.
 
-    LoRA adapters keep their values. A rank reads only its own shard of a DTensor parameter. There
-    is no communication: each rank checks the folder for itself.
+    LoRA adapters keep their values. Of a DTensor parameter a rank reads only its own shard, if the
+    shard is one contiguous box. There is no communication: each rank checks the folder for itself.
 
     Args:
         folder: a folder with `model.safetensors`, or an index and the files that it names, and with
