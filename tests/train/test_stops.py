@@ -207,6 +207,16 @@ class Command:
             assert self.process.poll() is None, self.process.communicate()[1]
             time.sleep(0.02)
 
+    def wait_until_signals_wait(self):
+        """Wait until the command blocks the signals that stop a run, or handles them already."""
+        bit = 1 << (signal.SIGUSR1 - 1)
+        while True:
+            status = Path(f"/proc/{self.process.pid}/status").read_text()
+            masks = dict(line.split(":\t") for line in status.splitlines() if line[:3] == "Sig")
+            if (int(masks["SigBlk"], 16) | int(masks["SigCgt"], 16)) & bit:
+                return
+            time.sleep(0.01)
+
     def stop(self, number=signal.SIGTERM):
         """Send a signal; return the exit code."""
         self.process.send_signal(number)
@@ -222,5 +232,5 @@ def test_a_run_that_starts_up_answers_with_our_code(tmp_path, number, options):
     command.wait_for(len(options) or 1)
     assert command.stop(number) == 130
     command = Command(recipe, *options)
-    time.sleep(0.3)
+    command.wait_until_signals_wait()
     assert command.stop(number) == 130
