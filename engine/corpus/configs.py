@@ -61,6 +61,6 @@ class SyntheticSource(TokenSource):
 
     def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:
         """Return the generated tokens."""
-        from .synthetic import synthetic_store
+        from .synthetic import make_synthetic_store
 
-        return synthetic_store(self.num_documents, self.document_tokens, self.seed, tokenizer)
+        return make_synthetic_store(self.num_documents, self.document_tokens, self.seed, tokenizer)

@@ -14,7 +14,7 @@ from .tokenise import narrowest_dtype
 MAX_SYNTHETIC_TOKENS = 2**32
 
 
-def synthetic_store(
+def make_synthetic_store(
     num_documents: int, document_tokens: int, seed: int, tokenizer: Tokenizer
 ) -> TokenStore:
     """Generate documents: arithmetic progressions modulo the vocabulary, one token in 16 random.

@@ -137,10 +137,10 @@ def local_shards(optimizer: Optimizer) -> Iterator[None]:
                 known = state[weight].get(key)
                 # A tensor that was there before was updated in place, in the DTensor's memory.
                 if not isinstance(value, Tensor) or not isinstance(known, Tensor):
-                    state[weight][key] = _laid_out_like(weight, shard, value)
+                    state[weight][key] = _distribute_like(weight, shard, value)
 
 
-def _laid_out_like(weight: Any, shard: Tensor, value: Any) -> Any:
+def _distribute_like(weight: Any, shard: Tensor, value: Any) -> Any:
     if not (is_split(weight) and isinstance(value, Tensor) and value.shape == shard.shape):
         return value
     # Shape and stride, because torch would infer them from a shard as if all shards were equal. The

@@ -21,7 +21,7 @@ EXPERTS_UNIT = 128
 """the widths of experts must be multiples of this: a block in float8 has 128 x 128 values"""
 
 
-def unit(table: LowPrecision) -> int:
+def required_multiple(table: LowPrecision) -> int:
     """Return the number of which both widths of a projection, and its tokens, must be multiples."""
     # torch._scaled_mm takes multiples of 16, and an MX block has 32 values.
     return 32 if isinstance(table, MX) else 16
@@ -89,11 +89,11 @@ def mismatches(
         hint = "give model.dim and model.moe.expert_ffn_dim that are multiples of 128, "
         yield ("targets",), message, hint + exclude.format(word, "*.experts.*")
     yield from _halves(experts, config)
-    if wrong := _uneven(pieces, unit(table)):
+    if wrong := _uneven(pieces, required_multiple(table)):
         name, shape = wrong
         on_ranks = f" on each of {tensor} ranks" if tensor > 1 else ""
         message = f"{name} is {shape[0]} x {shape[1]}{on_ranks}: "
-        message += f"both must be multiples of {unit(table)}"
+        message += f"both must be multiples of {required_multiple(table)}"
         pattern = "*." + ".".join(name.split(".")[-3:])
         yield ("targets",), message, "give other sizes, " + exclude.format(word, pattern)
 

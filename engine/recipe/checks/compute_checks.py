@@ -10,7 +10,7 @@ from ...core.text.tree import Finding
 from ...parallel.mesh import DATA_AXES, SEQUENCE_AXES, Degrees
 from ...parallel.pipeline.cut import SPLIT_BACKWARD
 from ...parallel.tables import FULL_NAME, WORDS
-from ...precision.choose import mismatches, select_weights, unit
+from ...precision.choose import mismatches, required_multiple, select_weights
 from ...precision.tables import MX
 from ..schema import Recipe
 
@@ -70,12 +70,14 @@ def _tokens(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
     ranks = max(1, degrees.known.product(axes))
     tokens = recipe.data.seq_len // ranks
     for word, table in recipe.precision.low_precision.items():
-        if tokens % unit(table) == 0 or (table.emulate and not isinstance(table, MX)):
+        if tokens % required_multiple(table) == 0 or (table.emulate and not isinstance(table, MX)):
             continue
         where = f" on each of {ranks} ranks" if ranks > 1 else ""
-        message = f"rows of {tokens} tokens{where} are no multiple of {unit(table)}, which "
+        message = (
+            f"rows of {tokens} tokens{where} are no multiple of {required_multiple(table)}, which "
+        )
         message += f"precision.{word} sums over"
-        yield ("data", "seq_len"), message, f"give a multiple of {unit(table) * ranks}"
+        yield ("data", "seq_len"), message, f"give a multiple of {required_multiple(table) * ranks}"
 
 
 PARTITIONS = ("inductor", "aot_eager", "aot_eager_decomp_partition")
