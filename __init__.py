@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .engine.core.errors import TrainerError
+    from .engine.inference.evaluate import evaluate
     from .engine.inference.generate import generate
-    from .engine.inference.measure import evaluate
+    from .engine.inference.infer import infer
     from .engine.inference.open import open_model
     from .engine.run.library import Result, assemble, convert, joined_ranks, load_recipe, train
+    from .engine.run.own_loop import open_saver
+    from .engine.train.evaluate import validate
 
 __version__ = "0.1.0"
 __all__ = [
@@ -21,16 +24,22 @@ __all__ = [
     "convert",
     "evaluate",
     "generate",
+    "infer",
     "joined_ranks",
     "load_recipe",
     "open_model",
+    "open_saver",
     "train",
+    "validate",
 ]
 _HOMES = {
     "TrainerError": "core.errors",
-    "evaluate": "inference.measure",
+    "evaluate": "inference.evaluate",
     "generate": "inference.generate",
+    "infer": "inference.infer",
     "open_model": "inference.open",
+    "open_saver": "run.own_loop",
+    "validate": "train.evaluate",
 }
 
 

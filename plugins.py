@@ -1,9 +1,13 @@
 """What a plugin builds on: each registry, and the base class of the tables registered in it.
 
-These names stay where they are; other modules may move between versions. Torch-free.
+These names stay where they are; other modules may move between versions. Torch-free, but for the
+base class of modules: torch is imported when a plugin asks for one of those.
 """
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from .engine.checkpoint.tables import CheckpointMode, checkpoint_modes
 from .engine.core.config import Component, Count, CountOrZero, LocalPath, RecipePath, Table
@@ -17,17 +21,40 @@ from .engine.core.errors import (
 )
 from .engine.core.registry import Registry, models
 from .engine.corpus.configs import TokenSource
-from .engine.loss.tables import LossConfig, losses
-from .engine.observe.tables import Tracker, TrackerConfig, trackers
+from .engine.observe.tables import (
+    Monitor,
+    MonitorConfig,
+    Tracker,
+    TrackerConfig,
+    monitors,
+    trackers,
+)
 from .engine.optim.tables import OptimizerConfig, ScheduleConfig, optimizers, schedules
 from .engine.parallel.strategies import Strategy, strategies
 from .engine.recipe.tables import register_table
-from .engine.sources.configs import DocumentSource, FileSource, SourceConfig, sources
-from .engine.sources.documents import Document, DocumentFault
+from .engine.sources.configs import (
+    DatasetSource,
+    DocumentSource,
+    FileSource,
+    MapDataset,
+    RecordSource,
+    SourceConfig,
+    sources,
+)
+from .engine.sources.documents import Document, DocumentFault, Record
+from .engine.tasks.metrics.tables import MetricConfig, Outputs, metrics
+from .engine.tasks.supervised.config import Supervised
+from .engine.tasks.tables import LossConfig, TaskConfig, losses, tasks
 from .engine.tokenizers.configs import TokenizerConfig, tokenizers
 from .engine.tokenizers.tokenizer import MaskedDocument
 from .kernels.registry import kernels
 from .model_zoo.config import ModelConfig
+from .model_zoo.layout import Layout
+
+if TYPE_CHECKING:
+    from .engine.tasks.criteria import Criterion, Elementwise
+    from .model_zoo.base import Constant, Model, Normal
+    from .model_zoo.language_model import LanguageModel
 
 MarkedText = MaskedDocument  # the name of versions before 0.1
 
@@ -35,28 +62,45 @@ __all__ = [
     "CheckpointError",
     "CheckpointMode",
     "Component",
+    "Constant",
     "Count",
     "CountOrZero",
+    "Criterion",
     "DataError",
+    "DatasetSource",
     "Document",
     "DocumentFault",
     "DocumentSource",
+    "Elementwise",
     "EnvironmentFault",
     "FileSource",
+    "LanguageModel",
+    "Layout",
     "LocalPath",
     "LossConfig",
+    "MapDataset",
     "MarkedText",
     "MaskedDocument",
+    "MetricConfig",
+    "Model",
     "ModelConfig",
+    "Monitor",
+    "MonitorConfig",
+    "Normal",
     "OptimizerConfig",
+    "Outputs",
     "Problem",
     "RecipeError",
     "RecipePath",
+    "Record",
+    "RecordSource",
     "Registry",
     "ScheduleConfig",
     "SourceConfig",
     "Strategy",
+    "Supervised",
     "Table",
+    "TaskConfig",
     "TokenSource",
     "TokenizerConfig",
     "Tracker",
@@ -65,12 +109,26 @@ __all__ = [
     "checkpoint_modes",
     "kernels",
     "losses",
+    "metrics",
     "models",
+    "monitors",
     "optimizers",
     "register_table",
     "schedules",
     "sources",
     "strategies",
+    "tasks",
     "tokenizers",
     "trackers",
 ]
+_OF_TORCH = {
+    **dict.fromkeys(("Constant", "Model", "Normal"), ".model_zoo.base"),
+    "LanguageModel": ".model_zoo.language_model",
+    **dict.fromkeys(("Criterion", "Elementwise"), ".engine.tasks.criteria"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_OF_TORCH[name], __package__), name)

@@ -25,7 +25,7 @@ from trainer.engine.corpus.configs import TokensSource
 from trainer.engine.corpus.manifest import TOKENS, shard_name
 from trainer.engine.corpus.store import StoreWriter
 from trainer.engine.corpus.tokenise import make_chunk
-from trainer.engine.data.batch import Batch
+from trainer.engine.data.batch import TokenBatch
 from trainer.engine.data.dataset import open_data
 from trainer.engine.data.loader import Loader
 from trainer.engine.data.packing import PACKINGS
@@ -115,7 +115,7 @@ def bare(corpus: Path, seq_len: int) -> Callable[[], tuple[torch.Tensor, torch.T
     return read
 
 
-def steps(corpus: Path, seq_len: int, packing: str, workers: int) -> Iterator[list[Batch]]:
+def steps(corpus: Path, seq_len: int, packing: str, workers: int) -> Iterator[list[TokenBatch]]:
     table = Data.model_validate(
         {
             "seq_len": seq_len,

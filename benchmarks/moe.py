@@ -172,7 +172,8 @@ def translated(
         for mine, theirs in names.items():
             source = theirs.replace("{i}", str(number))
             source = source.replace(*renamed) if renamed else source
-            found[mine.replace("{i}", str(number))] = state[source]
+            if source in state:  # other heads have names too
+                found[mine.replace("{i}", str(number))] = state[source]
     return found
 
 

@@ -26,7 +26,8 @@ import results
 
 from trainer.engine.corpus.prepare import Preparation, prepare_folder
 from trainer.engine.corpus.train_tokenizer import train_tokenizer
-from trainer.engine.sources.configs import JsonlSource, PythonSource
+from trainer.engine.sources.configs import JsonlSource
+from trainer.engine.sources.python_library import PythonSource
 from trainer.engine.tokenizers.fast_bpe import FastBPE
 from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer
 

@@ -193,8 +193,20 @@ def _load(recipe: Path | None, overrides: Sequence[str]) -> Recipe:
     from ..engine.recipe.load import load_overrides, load_recipe
 
     if recipe:
-        return load_recipe(recipe, overrides).recipe
+        loaded = load_recipe(recipe, overrides).recipe
+        _require_documents(loaded)
+        return loaded
     return load_overrides(["run.steps=1", *overrides]).recipe
+
+
+def _require_documents(recipe: Recipe) -> None:
+    task = recipe.task
+    if task.fields or not task.needs_language_model:
+        reads = f"records ({', '.join(task.fields)})" if task.fields else "samples of a data set"
+        raise RecipeError(
+            f'the task "{task.name}" reads {reads}, and no documents that become tokens',
+            "`trainer run` prepares them",
+        )
 
 
 def _group_sources(recipe: Recipe, is_one_corpus: bool) -> dict[str, list[DocumentSource]]:
@@ -245,8 +257,9 @@ def _run(jobs: dict[Path, Preparation], as_json: bool) -> None:
 
 
 def _inspect_recipe(path: Path, samples: int) -> list[Inspection]:
+    from ..engine.corpus.cache import cache_folder
     from ..engine.corpus.inspect import inspect_folder, inspect_store
-    from ..engine.corpus.prepare import cache_folder, open_source
+    from ..engine.corpus.prepare import open_source
     from ..engine.sources.configs import DocumentSource
 
     recipe = _load(path, [])

@@ -10,13 +10,16 @@ from typing import Annotated
 
 import typer
 
+from ..engine.assemble.found_model import find_model
 from ..engine.core.errors import RecipeError
 from ..engine.core.text.display import make_lines_printable
-from ..engine.inference.inputs import Weights, find_model
+from ..engine.inference.inputs import Weights, require_generation
 from ..engine.tokenizers.tokenizer import Tokenizer
+from .ranks import run_on_ranks
 
 
 def generate(
+    context: typer.Context,
     checkpoint: Annotated[
         Path,
         typer.Argument(
@@ -68,35 +71,18 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a prompt")] = False,
 ) -> None:
     """Sample from a checkpoint."""
-    from ..engine.launch.environment import find_world
-
     prompts = prompt or [""]
     if any(not _is_unicode(text) for text in prompts):
         raise RecipeError("--prompt: not UTF-8")
-    world = find_world()
-    if nproc > 1:
-        if world.launcher != "none":
-            raise RecipeError(
-                f"--nproc {nproc} inside a job of {world.launcher}",
-                hint="leave --nproc out: the job's own processes are the ranks",
-            )
-        options = {
-            "max-new-tokens": max_new_tokens,
-            "temperature": temperature,
-            "top-k": top_k,
-            "top-p": top_p,
-            "seed": seed,
-            "chat": chat,
-            "weights": weights.value,
-        }
-        words = [f"--{name}={value}" for name, value in options.items()]
-        words += [f"--prompt={text}" for text in prompts]
-        words += [f"--plugin={module}" for module in plugin or []] + ["--truncate"] * truncate
-        raise typer.Exit(_launch([*words, *["--json"] * as_json, "--", str(checkpoint)], nproc))
+    run_on_ranks(context, nproc)
     found = find_model(checkpoint, plugin or [])  # errors come before torch is imported
+    require_generation(found.recipe.model, found.recipe.task)
     from ..engine.inference.generate import generate as generate_texts
     from ..engine.inference.open import TIMEOUT_SECONDS, open_found
+    from ..engine.launch.environment import find_world
     from ..engine.launch.group import pick_device, process_group
+
+    world = find_world()
 
     with process_group(world, pick_device(world), TIMEOUT_SECONDS):
         opened = open_found(found, weights=weights, world=world)
@@ -114,17 +100,6 @@ def generate(
         )
     if world.rank == 0:
         _print(prompts, texts, chat=bool(chat), as_json=as_json)
-
-
-def _launch(words: Sequence[str], nproc: int) -> int:
-    """Run this command on several ranks; return its exit code."""
-    from tempfile import TemporaryDirectory
-
-    from ..engine.launch.child import trainer_command
-    from ..engine.launch.local import launch
-
-    with TemporaryDirectory(prefix="trainer-") as logs:
-        return launch(trainer_command(["generate", *words]), nproc, log_dir=Path(logs))
 
 
 def _print(prompts: Sequence[str], texts: Sequence[str], *, chat: bool, as_json: bool) -> None:

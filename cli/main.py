@@ -50,6 +50,7 @@ COMMANDS = {
     ),
     "evaluate": Lazy("evaluate:evaluate", "Measure loss, perplexity and tasks."),
     "data": Lazy("data:app", "Tokenise a corpus, look into it, train a tokenizer."),
+    "infer": Lazy("infer:infer", "Predict records with the task of a run."),
     "generate": Lazy("generate:generate", "Sample text from a checkpoint."),
     "status": Lazy("status:status", "Show what runs are doing, or how they ended."),
     "report": Lazy("report:report", "Write one HTML page with plots, comparing runs."),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import Overrides, Recipe
+from .options import Overrides
 
 if TYPE_CHECKING:
     from ..engine.launch.signals import StopFlag
@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 
 
 def run(
-    recipe: Recipe,
+    recipe: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RECIPE",
+            help="a TOML file; or a run directory or checkpoint, which resumes with its recipe",
+        ),
+    ],
     overrides: Overrides = None,
     nproc: Annotated[
         int, typer.Option("--nproc", min=1, max=4096, help="processes on this machine")
@@ -46,6 +52,10 @@ def run(
             "norms of activations and gradients by layer",
         ),
     ] = "",
+    plugin: Annotated[
+        list[str] | None,
+        typer.Option(help="Python module to import, which the recipe of a run directory names"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, of --replay")] = False,
 ) -> None:
     """Train; run the same command again to resume after a stop."""
@@ -54,11 +64,11 @@ def run(
     from ..engine.core.errors import RecipeError
     from ..engine.launch.environment import find_world
     from ..engine.launch.signals import StopFlag
-    from ..engine.recipe.load import load_recipe
+    from ..engine.recipe.saved import load_recipe_or_run
 
     world = find_world()
     ranks = nproc if nproc > 1 else world.world_size
-    loaded = load_recipe(recipe, overrides or [], world=ranks)
+    loaded = load_recipe_or_run(recipe, overrides or [], ranks, plugin or [])
     if as_json and not replay:
         raise RecipeError(
             "--json belongs to --replay", hint="`trainer status RUN --json` describes a run"
@@ -78,7 +88,7 @@ def run(
         if nproc > 1:
             from .replay import launch_replay
 
-            command = _rank_command(recipe, overrides, allow_changed)
+            command = _rank_command(recipe, overrides, allow_changed, plugin)
             raise typer.Exit(
                 launch_replay([*command, f"--replay={replay}", *["--json"] * as_json], nproc)
             )
@@ -90,12 +100,13 @@ def run(
             print_replay(found, as_json)
         return
     table = loaded.recipe.run
-    answer = partial(code_before_training, Path(table.dir) / table.name, table.resume)
+    answer = partial(code_before_training, table.folder, table.resume)
     stop = StopFlag()
     stop.end_at_once(None if dry_run else answer, abruptly=True)
     with stop:
         if nproc > 1:
-            command = [*_rank_command(recipe, overrides, allow_changed), *["--dry-run"] * dry_run]
+            command = _rank_command(recipe, overrides, allow_changed, plugin)
+            command += ["--dry-run"] * dry_run
             raise typer.Exit(
                 _launch(loaded.recipe, command, nproc, max_restarts, stop, dry_run=dry_run)
             )
@@ -107,9 +118,12 @@ def run(
         )
 
 
-def _rank_command(recipe: Path, overrides: list[str] | None, allow_changed: str) -> list[str]:
+def _rank_command(
+    recipe: Path, overrides: list[str] | None, allow_changed: str, plugins: list[str] | None
+) -> list[str]:
     """Return the arguments of the command line that each rank runs."""
     command = ["run", str(recipe), *(f"--set={text}" for text in overrides or [])]
+    command += [f"--plugin={module}" for module in plugins or []]
     return [*command, *[f"--allow-changed={allow_changed}"] * bool(allow_changed)]
 
 
@@ -132,7 +146,7 @@ def _launch(
     from ..engine.launch.failure import Restarts
     from ..engine.launch.local import LAUNCHER_SIGNALS, launch
 
-    directory = RunDirectory(Path(recipe.run.dir) / recipe.run.name)
+    directory = RunDirectory(recipe.run.folder)
     if not dry_run:
         with directory:  # rank 0 locks it for good; this finds out before torch is imported
             pass

@@ -80,11 +80,13 @@ def _lines(one: RunStatus) -> dict[str, str]:
 
 
 def _print_table(statuses: Sequence[RunStatus]) -> None:
+    from ..engine.report.runs import names_of
+
     rows = [("RUN", "STATE", "STEP", "LOSS", "VALIDATION", "TOK/S", "ETA", "CHECKPOINT", "NOTES")]
-    for one in statuses:
+    for name, one in zip(names_of([Path(each.run) for each in statuses]), statuses, strict=True):
         rows.append(
             (
-                Path(one.run).name,
+                name,
                 one.state,
                 _step(one),
                 _number(one.loss, ".5g"),

@@ -38,7 +38,7 @@ def sweep(
     ] = None,
     overrides: Overrides = None,
     folder: Annotated[
-        Path | None, typer.Option("--dir", help="default: {run.dir}/sweeps/{run.name}")
+        Path | None, typer.Option("--dir", help="default: sweeps/{run.name} beside the run")
     ] = None,
     nproc: Annotated[
         int, typer.Option("--nproc", min=1, max=4096, help="processes of each run")
@@ -95,7 +95,7 @@ def load_base(recipe: Path, overrides: list[str]) -> Path:
         if not recipe.is_file():
             raise
         return Path("runs/sweeps") / recipe.stem  # perhaps it lacks what every point gives
-    return Path(run.dir) / "sweeps" / run.name
+    return run.folder.parent / "sweeps" / run.name
 
 
 def _run_one(planned: Sweep, index: int, nproc: int) -> int:

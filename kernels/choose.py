@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
@@ -14,6 +14,8 @@ from .attention.partial_sdpa import SDPA
 from .attention.reference import document_mask
 from .permute.permutation import Permutation
 from .registry import kernels, load
+from .sequence import WHOLE_SEQUENCES, SequenceShard
+from .vocabulary import WHOLE, VocabularyShard
 
 MATMUL_ATTENTION_UP_TO = 1024
 
@@ -38,8 +40,10 @@ class Kernels:
 
     attention: Callable[..., Tensor]
     """see `attention.local.attend`, less its first argument"""
-    attention_mask: Callable[[Tensor, Tensor], Tensor]
+    attention_mask: Callable[..., Tensor]
     """see `attention.reference.document_mask`"""
+    ragged_attention: Callable[..., Tensor]
+    """what `attention` does with flat rows; see `attention.ragged.attend_in_blocks`"""
     partial_attention: PartialAttention
     """goes with `attention`, where keys come in parts"""
     rms_norm: Callable[..., Tensor]
@@ -56,6 +60,19 @@ class Kernels:
     """see `permute.permutation`"""
     reasons: Mapping[str, str]
     """operation -> "implementation: why" (for the log and `trainer doctor`)"""
+
+    def in_both_directions(self) -> Kernels:
+        """Return kernels whose attention sees later positions too."""
+        return replace(
+            self,
+            attention=partial(self.attention, causal=False),
+            attention_mask=partial(self.attention_mask, causal=False),
+        )
+
+    vocabulary: VocabularyShard = WHOLE
+    """the classes of the head's weight that this rank holds, for `log_probs` and `divergence`"""
+    sequence: SequenceShard = WHOLE_SEQUENCES
+    """the positions that this rank computes, for losses of whole sequences"""
 
 
 def choose(
@@ -94,7 +111,10 @@ def choose(
         raise UnavailableKernelsError(faults)
     attention = reasons["attention"].partition(":")[0]
     return Kernels(
-        **{**chosen, "attention": partial(attend, chosen["attention"])},
+        **{
+            **chosen,
+            "attention": partial(attend, chosen["attention"], ragged=chosen["ragged_attention"]),
+        },
         attention_mask=document_mask,
         # A plugin's attention has no partial form; torch's computes the same.
         partial_attention=PARTIAL_ATTENTION.get(attention, SDPA),
@@ -107,6 +127,10 @@ def _automatic(operation: str, device_type: str, seq_len: int, compiling: bool) 
         if device_type == "cpu" and seq_len <= MATMUL_ATTENTION_UP_TO:
             return "matmul", f"fastest on CPUs for rows of up to {MATMUL_ATTENTION_UP_TO} tokens"
         return "sdpa", "torch's fused attention"
+    if operation == "ragged_attention":
+        if device_type == "cuda":
+            return "varlen", "torch's flash attention for flat rows"
+        return "blocks", "samples of about one length at a time"
     if operation == "linear_cross_entropy" and compiling:
         return "compiled", "blocks are compiled too"
     return "torch", "fastest measured"

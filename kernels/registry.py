@@ -29,6 +29,11 @@ def without_triton(device_type: str) -> str:
     return "" if find_spec("triton") else "the package triton is not installed"
 
 
+def without_gpu(device_type: str) -> str:
+    """Return why flash attention cannot run on a device type; empty where it can."""
+    return "" if device_type == "cuda" else f"it runs on a GPU, and this is a {device_type.upper()}"
+
+
 def runs_anywhere(_: str) -> str:
     """Return no obstacle, whatever the device type."""
     return ""
@@ -101,6 +106,10 @@ _OURS = {
         "matmul": "attention.reference:matmul",
         "sdpa": "attention.reference:sdpa",
     },
+    "ragged_attention": {
+        "blocks": "attention.ragged:attend_in_blocks",
+        "varlen": "attention.ragged:attend_varlen",
+    },
     "rms_norm": {"torch": "rms_norm.reference:rms_norm", "triton": "rms_norm.op:rms_norm"},
     "rotary": {"torch": "rotary.reference:rotary", "triton": "rotary.op:rotary"},
     "swiglu": {"torch": "swiglu.reference:swiglu", "triton": "swiglu.op:swiglu"},
@@ -119,13 +128,13 @@ _OURS = {
     },
 }
 
+_OBSTACLES = {"triton": without_triton, "varlen": without_gpu}
+
 kernels: Mapping[str, Implementations] = {
     operation: Implementations(
         operation,
         {
-            name: Implementation(
-                f"{__package__}.{target}", without_triton if name == "triton" else runs_anywhere
-            )
+            name: Implementation(f"{__package__}.{target}", _OBSTACLES.get(name, runs_anywhere))
             for name, target in targets.items()
         },
     )

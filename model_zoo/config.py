@@ -5,30 +5,20 @@ Torch-free.
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import PrivateAttr, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from .heads import HeadSettings, read_head
 from .layout import Layout
+from .sizes import PositiveFloat, SettingsError, Size, Sizes, quote  # noqa: F401  # for plugins
 
 if TYPE_CHECKING:
     from ..kernels.choose import Kernels
-    from .language_model import LanguageModel
-
-
-class SettingsError(ValueError):
-    """Raised for settings that no model of the family can have.
-
-    Args:
-        problems: one sentence for each such setting.
-    """
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("; ".join(problems))
-        self.problems = problems
+    from .base import Model
 
 
 def flatten_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,31 +82,38 @@ def read_sizes(settings: Mapping[str, Any], family: type[ModelConfig]) -> dict[s
             problems.append(f"config.json does not say {key}")
     if problems:
         raise SettingsError(problems)
+    if "attention" in family.model_fields and settings.get("is_causal") is False:
+        sizes["attention"] = "bidirectional"
     return {"name": name, **_without_unit_scaling(sizes)}
 
 
-def validate(family: type[ModelConfig], sizes: Mapping[str, Any]) -> ModelConfig:
-    """Return the config object of some sizes.
+def validate(
+    family: type[ModelConfig], sizes: Mapping[str, Any], settings: Mapping[str, Any] | None = None
+) -> ModelConfig:
+    """Return the config object of some sizes, with the head that config.json describes.
+
+    Args:
+        family: the config class.
+        sizes: a model table's values.
+        settings: the content of config.json; None: the model has a language head.
 
     Raises:
         SettingsError: a value is impossible.
     """
     try:
-        return family.model_validate(sizes)
+        config = family.model_validate(sizes)
     except ValidationError as error:
         raise SettingsError([_sentence(each) for each in error.errors()]) from None
+    head = read_head(settings or {})
+    if head is not None and not family.takes_heads:
+        raise SettingsError([f'model "{config.name}" has no head for {head.kind}'])
+    return config.with_head(head)
 
 
 def _sentence(error: Mapping[str, Any]) -> str:
     reason = str(error["msg"]).removeprefix("Value error, ")
     key = ".".join(map(str, error["loc"]))
     return f"{key} = {quote(error['input'])}: {reason}" if key else reason
-
-
-def quote(value: Any) -> str:
-    """Return a value of someone else's file as JSON, cut to a length that can be printed."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _put(table: dict[str, Any], dotted: str, value: Any) -> None:
@@ -133,33 +130,36 @@ def _without_unit_scaling(sizes: dict[str, Any]) -> dict[str, Any]:
     return sizes
 
 
-Size = Annotated[int, Field(ge=1, le=2**31)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-
-
-class Sizes(BaseModel):
-    """A closed, frozen table of sizes; TOML types are taken as they are."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        defer_build=True,  # a validator is built when first used
-        protected_namespaces=(),
-    )
-
-
 class ModelConfig(Sizes):
-    """Sizes of one model. A flavor names a set of them; any key given beside it wins."""
+    """Sizes of one model. A flavor names a set of them; any key given beside it wins.
 
-    flavors: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    layout: ClassVar[Layout]
+    A model that is no language model needs only `name` and `build`.
+
+    Attributes:
+        layout: where its modules are; the default names none, so that FSDP shards all as one unit.
+        takes_lengths: whether `forward` takes `lengths`: samples of a flat row, without padding.
+        default_task: the task of a recipe that names none: "language_modeling" for a class that
+            defines `with_vocab`, "supervised" for others.
+        takes_heads: whether `with_head` is for this family.
+    """
+
+    flavors: ClassVar[Mapping[str, Mapping[str, Any]]] = {"debug": {}}
+    layout: ClassVar[Layout] = Layout()
+    takes_lengths: ClassVar[bool] = False
+    default_task: ClassVar[str] = "supervised"
+    takes_heads: ClassVar[bool] = False
+
+    _head: HeadSettings | None = PrivateAttr(default=None)
 
     name: str
     """which model family"""
     flavor: str = "debug"
     """a named size of the family; every other key overrides one of its fields"""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        if "default_task" not in vars(cls) and "with_vocab" in vars(cls):
+            cls.default_task = "language_modeling"
 
     @model_validator(mode="before")
     @classmethod
@@ -182,8 +182,43 @@ class ModelConfig(Sizes):
 
     @property
     def vocab(self) -> int:
-        """Rows of the embedding, once settled."""
-        raise NotImplementedError
+        """Rows of the embedding, once settled; 0: the model embeds no tokens."""
+        return 0
+
+    @property
+    def task_head(self) -> HeadSettings | None:
+        """The head in place of the language head; no key of a recipe, because the task says it."""
+        return self._head
+
+    def with_head(self, head: HeadSettings | None) -> Self:
+        """Return the config of the same model with another head; None: the language head."""
+        changed = self.model_copy()
+        changed._head = head
+        return changed
+
+    @property
+    def replaced_parameters(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the language model's parameters that a task's head replaces."""
+        if self._head is None:
+            return {}
+        own, whole = self.parameter_shapes(), self.with_head(None).parameter_shapes()
+        return {name: shape for name, shape in whole.items() if name not in own}
+
+    @property
+    def replaced_prefixes(self) -> tuple[str, ...]:
+        """What the names of parameters and buffers begin with that the language model alone has."""
+        blocks = f"{self.layout.blocks}."
+        return tuple(
+            f"{blocks}{name.removeprefix(blocks).partition('.')[0]}."
+            if name.startswith(blocks)
+            else name
+            for name in self.replaced_parameters
+        )
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head multiplies with the embedding's weight."""
+        return self._head is None and bool(getattr(self, "tie_embeddings", False))
 
     @property
     def embed_cost(self) -> float:
@@ -199,6 +234,11 @@ class ModelConfig(Sizes):
         """Return why ranks of an axis cannot share a model of these sizes; empty: they can."""
         return ""
 
+    @property
+    def hf_body(self) -> str:
+        """Where the Hugging Face model has the layers below its head."""
+        return "model"
+
     def require_hf(self) -> None:
         """Raise a ValueError of what the Hugging Face models of the family cannot be."""
 
@@ -213,9 +253,10 @@ class ModelConfig(Sizes):
     def with_vocab(self, vocab_size: int) -> Self:
         """Return the config with its vocabulary size settled.
 
-        A config that leaves it open takes the tokenizer's, rounded up to a multiple of 64.
+        A config that leaves it open takes the tokenizer's, rounded up to a multiple of 64. A model
+        without a vocabulary keeps its config.
         """
-        raise NotImplementedError
+        return self
 
     @classmethod
     def from_hf_config(cls, settings: Mapping[str, Any]) -> Self:
@@ -224,7 +265,7 @@ class ModelConfig(Sizes):
         Raises:
             SettingsError: all that is missing, impossible, or not done by this family.
         """
-        config = validate(cls, read_sizes(settings, cls))
+        config = validate(cls, read_sizes(settings, cls), settings)
         if problems := find_mismatches(settings, config):
             raise SettingsError(problems)
         return cast("Self", config)
@@ -236,7 +277,7 @@ class ModelConfig(Sizes):
         """
         return {}
 
-    def build(self, kernels: Kernels) -> LanguageModel:
+    def build(self, kernels: Kernels) -> Model:
         """Return the module on the current default device (`meta` while a run is assembled)."""
         raise NotImplementedError
 
@@ -244,6 +285,6 @@ class ModelConfig(Sizes):
         """Return floating-point operations a token of one training step (forward and backward).
 
         Six a weight that multiplies, and causal attention counted at half (PaLM, arXiv:2204.02311,
-        appendix B).
+        appendix B). By default every weight of `parameter_shapes` counts; 0: not known.
         """
-        raise NotImplementedError
+        return 6.0 * sum(math.prod(shape) for shape in self.parameter_shapes().values())

@@ -3,89 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.attention.local import Mask
 from ..kernels.choose import Kernels
+from ..kernels.ragged.lengths import SampleLengths
+from ..kernels.ragged.samples import positions_in_samples
+from .base import Constant, Normal
 from .decoder_config import DecoderConfig, GroupedQueryConfig
-from .language_model import BlockCache, Constant, KVCache, LanguageModel, LossFunction, Normal
+from .language_model import BlockCache, KVCache, LanguageModel, LossFunction
 from .layers.attention import GroupedQueryAttention
 from .layers.configs import YarnScaling
-from .layers.dense import Embedding, GatedMLP, Linear, RMSNorm
+from .layers.dense import Embedding, GatedMLP
+from .layers.head import ClassificationHead, Head
 from .layers.moe import MoE, moe_layers
 from .layers.rotary import frequencies, rotation, scale_frequencies, yarn
+from .layers.router import SampleTokens, TokenWeights
 
-
-class FurtherTarget(NamedTuple):
-    """Labels that a model learns to predict beside the next token.
-
-    Attributes:
-        hidden: [B, S, D], hidden states after a norm, which the head's weight is applied to.
-        labels: [B, S], as those of `LanguageModel.forward`.
-        weight: factor of the loss for these labels.
-    """
-
-    hidden: Tensor
-    labels: Tensor
-    weight: float
-
-
-class Head(nn.Module):
-    """Final norm, and the projection to logits or to the loss.
-
-    Norm, projection and loss are one module, so that FSDP gathers their weights once.
-
-    Args:
-        dim: width of the residual stream.
-        vocab_size: rows of the projection; None where it uses the embedding's weight.
-        norm_eps: see `RMSNorm`.
-        kernels: the implementations.
-    """
-
-    def __init__(self, dim: int, vocab_size: int | None, norm_eps: float, kernels: Kernels) -> None:
-        super().__init__()
-        self.norm = RMSNorm(dim, norm_eps, kernels)
-        self.proj = None if vocab_size is None else Linear(dim, vocab_size)
-
-    def forward(
-        self,
-        x: Tensor,
-        labels: Tensor | None = None,
-        loss: LossFunction | None = None,
-        tied_weight: Tensor | None = None,
-        *,
-        further_targets: Callable[[Tensor], Iterator[FurtherTarget]] | None = None,
-    ) -> Tensor:
-        """Return [B, S, V] logits in fp32, or the summed loss if `labels` and `loss` are given.
-
-        Args:
-            x: [B, S, D].
-            labels: [B, S].
-            loss: see `LanguageModel.forward`.
-            tied_weight: [V, D], the embedding's weight where there is no projection of its own.
-            further_targets: maps the normed hidden states to targets whose losses are added, such
-                as those of multi-token prediction.
-        """
-        weight_VD = tied_weight if self.proj is None else self.proj.local("weight")
-        assert weight_VD is not None, "a head without projection needs the embedding's weight"
-        x_BSD = self.norm(x)
-        if labels is None or loss is None:
-            # Cast after the product: what reads the logits sums in fp32.
-            return F.linear(x_BSD, weight_VD.to(x_BSD.dtype)).float()
-        # Without logits: the loss gets weight and hidden states, and may make logits in pieces.
-        total = loss(x_BSD.flatten(0, 1), weight_VD, labels.flatten())
-        for target in further_targets(x_BSD) if further_targets else ():
-            # In this module, so that sharded weights are still gathered once.
-            further = loss(target.hidden.flatten(0, 1), weight_VD, target.labels.flatten())
-            total = total + target.weight * further
-        return total
-
-
-Tables = tuple[Tensor, Tensor, Tensor | None]
+Tables = tuple[Tensor, Tensor, Mask]
 """cosine, sine and mask, which a block takes beside the residual stream"""
 
 
@@ -108,9 +47,9 @@ class Block(nn.Module):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        mask: Tensor | None = None,
+        mask: Mask = None,
         cache: BlockCache | None = None,
-        token_weights: Tensor | None = None,
+        token_weights: TokenWeights = None,
     ) -> Tensor:
         """Map [B, S, D] to [B, S, D].
 
@@ -142,12 +81,15 @@ class Decoder(LanguageModel):
     def __init__(self, config: DecoderConfig, kernels: Kernels) -> None:
         super().__init__()
         self.config = config
+        if config.is_bidirectional:
+            kernels = kernels.in_both_directions()
         self.attention_mask = kernels.attention_mask
         self.embed = Embedding(config.vocab, config.dim)
         self.layers = nn.ModuleList(self.make_block(i, kernels) for i in range(config.num_blocks))
-        self.takes_padding = bool(moe_layers(self))
-        own_rows = None if config.tie_embeddings else config.vocab
-        self.head = Head(config.dim, own_rows, config.norm_eps, kernels)
+        self.has_experts = bool(moe_layers(self))
+        # Filler stands behind all tokens, where causal attention does not see it.
+        self.takes_padding = self.has_experts or config.is_bidirectional
+        self.head = self.make_head(kernels)
         # On the CPU also while the module is built on `meta`: arithmetic there imports a compiler.
         values = self.rotary_frequencies(torch.device("cpu"))
         self.register_buffer("frequencies", values, persistent=False)
@@ -166,6 +108,14 @@ class Decoder(LanguageModel):
         if experts is not None:
             return MoE(config.dim, experts, config.norm_eps, kernels)
         return GatedMLP(config.dim, config.ffn_dim, config.norm_eps, kernels)
+
+    def make_head(self, kernels: Kernels) -> Head | ClassificationHead:
+        """Return the language head, or the head of another task."""
+        config = self.config
+        if config.task_head is not None:
+            return ClassificationHead(config.dim, config.task_head, config.norm_eps, kernels)
+        own_rows = None if config.is_tied else config.vocab
+        return Head(config.dim, own_rows, config.norm_eps, kernels)
 
     def rotary_frequencies(self, device: torch.device) -> Tensor:
         """Return the frequencies of the rotary embedding, [K / 2], scaled as the config says."""
@@ -201,13 +151,18 @@ class Decoder(LanguageModel):
             mask = self.attention_mask(document_ids, keys)
         return [(*self.rotation(positions), mask)] * self.config.n_layers
 
-    def token_weights(self, padding_mask: Tensor | None) -> Tensor | None:
+    def token_weights(
+        self, padding_mask: Tensor | None, lengths: SampleLengths | None = None
+    ) -> TokenWeights:
         """Return what `MoE` takes beside tokens: nothing where there is no padding, or no expert.
 
         Args:
             padding_mask: see `LanguageModel.forward`.
+            lengths: see there.
         """
-        if padding_mask is None or not self.takes_padding:
+        if lengths is not None:
+            return SampleTokens(lengths, padding_mask) if self.has_experts else None
+        if padding_mask is None or not self.has_experts:
             return None
         is_token_BS = ~padding_mask
         # A row of nothing but padding would divide by zero.
@@ -223,19 +178,36 @@ class Decoder(LanguageModel):
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
         padding_mask: Tensor | None = None,
+        lengths: SampleLengths | None = None,
         cache: KVCache | None = None,
         hidden: Tensor | None = None,
         blocks: range | None = None,
+        dropout_keys: Tensor | None = None,
     ) -> Tensor:
-        """Return logits, the summed loss, or hidden states: see `LanguageModel`."""
+        """Return logits, the summed loss, or hidden states: see `LanguageModel`.
+
+        With a task's head the logits are [B, S, outputs], and `loss` takes them alone.
+
+        Args:
+            dropout_keys: [B, S] int64, see `layers.head.drop`; for a head with dropout.
+        """
         count = self.config.n_layers
         blocks = range(count + 1) if blocks is None else blocks
-        if positions is None:
+        if positions is None and lengths is not None:
+            positions = positions_in_samples(lengths).unsqueeze(0)
+        elif positions is None:
             assert tokens is not None, "positions go with hidden states"
             start = 0 if cache is None else cache.length
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        if self.config.is_bidirectional:
+            assert cache is None, "bidirectional attention generates nothing"
+            # Samples of a flat row are told apart by their lengths.
+            mask = None if lengths is not None else padding_mask
+            document_ids = apart_from_padding(document_ids, mask)
         tables = self.tables(positions, document_ids, cache)
-        weights = self.token_weights(padding_mask)
+        if lengths is not None:
+            tables = [(cos, sin, lengths) for cos, sin, _ in tables]
+        weights = self.token_weights(padding_mask, lengths)
         x_BSD = self.embed(tokens).to(self.compute_dtype) if hidden is None else hidden
         for number in range(blocks.start, min(blocks.stop, count)):
             block_cache = None if cache is None else cache.block(number)
@@ -243,7 +215,10 @@ class Decoder(LanguageModel):
             x_BSD = getattr(self.layers, str(number))(x_BSD, *tables[number], block_cache, weights)
         if blocks.stop <= count:
             return x_BSD
-        tied_weight = self.embed.local("weight") if self.config.tie_embeddings else None
+        if isinstance(self.head, ClassificationHead):
+            outputs: Tensor = self.head(x_BSD, loss, dropout_keys)
+            return outputs
+        tied_weight = self.embed.local("weight") if self.config.is_tied else None
         out: Tensor = self.head(x_BSD, labels, loss, tied_weight)
         return out
 
@@ -255,6 +230,8 @@ class Decoder(LanguageModel):
         """
         if name.endswith("norm.weight"):
             return Constant(1.0)
+        if name.endswith("bias"):
+            return Constant(0.0)
         # Two writes a block, by attention and by the feed-forward layer.
         if name.endswith(self.writers):
             return Normal(self.config.init_std / math.sqrt(2 * self.config.n_layers))
@@ -265,6 +242,19 @@ class Decoder(LanguageModel):
         self.frequencies = self.rotary_frequencies(torch.device("cpu")).to(device)
         for layer in moe_layers(self).values():
             layer.init_buffers(device)
+
+
+def apart_from_padding(document_ids: Tensor | None, padding_mask: Tensor | None) -> Tensor | None:
+    """Return document ids, [B, S], in which the filler of a row is a document of its own.
+
+    Not masked out: each query must see a key, and filler sees filler.
+    """
+    if padding_mask is None:
+        return document_ids
+    ids = (
+        torch.zeros_like(padding_mask, dtype=torch.int32) if document_ids is None else document_ids
+    )
+    return ids.masked_fill(padding_mask, -1)
 
 
 class GroupedQueryDecoder(Decoder):

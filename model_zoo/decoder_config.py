@@ -6,12 +6,14 @@ Torch-free.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from .config import ModelConfig, PositiveFloat, Size
+from .config import ModelConfig
+from .heads import HF_CLASSES, TaskHead
 from .layers.configs import MoESettings, RopeScaling, YarnScaling
+from .sizes import PositiveFloat, Size
 
 if TYPE_CHECKING:
     from ..kernels.choose import Kernels
@@ -19,7 +21,20 @@ if TYPE_CHECKING:
 
 
 class DecoderConfig(ModelConfig):
-    """Fields and counts of every decoder; a family adds its attention and feed-forward layers."""
+    """Fields and counts of every decoder; a family adds its attention and feed-forward layers.
+
+    Attributes:
+        hf_class: what the names of transformers' classes of this model begin with.
+        hf_heads: the kinds of `HeadSettings` that transformers has for this model.
+        only_causal: why attention of this family cannot be bidirectional; empty: it can.
+    """
+
+    takes_heads: ClassVar = True
+    hf_class: ClassVar[str] = ""
+    hf_heads: ClassVar[tuple[TaskHead, ...]] = tuple(HF_CLASSES)
+    only_causal: ClassVar[str] = ""
+
+    takes_lengths: ClassVar[bool] = True
 
     dim: Size = 64
     """width of the residual stream"""
@@ -35,11 +50,27 @@ class DecoderConfig(ModelConfig):
     """base of the rotary frequencies"""
     norm_eps: PositiveFloat = 1e-5
     """added to the mean square in each norm"""
+    attention: Literal["causal", "bidirectional"] = "causal"
+    """"causal": a position sees those before it; "bidirectional": all of its text, later ones too,
+    for tasks that generate nothing"""
     tie_embeddings: bool = False
     """one weight for the embedding and the output projection"""
     init_std: PositiveFloat = 0.02
     """standard deviation of the initial weights; those that write to the residual stream get
     init_std / sqrt(2 * n_layers)"""
+
+    @model_validator(mode="after")
+    def _check_attention(self) -> Self:
+        if self.only_causal and self.is_bidirectional:
+            raise ValueError(
+                f'attention = "bidirectional" is not for {self.name}: {self.only_causal}'
+            )
+        return self
+
+    @property
+    def is_bidirectional(self) -> bool:
+        """Whether positions see later ones."""
+        return self.attention == "bidirectional"
 
     @property
     def vocab(self) -> int:
@@ -116,17 +147,22 @@ class DecoderConfig(ModelConfig):
             block = self.block_shapes(number)
             shapes |= {f"layers.{number}.{name}": shape for name, shape in block.items()}
         shapes["head.norm.weight"] = (self.dim,)
+        if self.task_head:
+            layer = self.task_head.shapes(self.dim)
+            return shapes | {f"head.{name}": shape for name, shape in layer.items()}
         return shapes if self.tie_embeddings else {**shapes, "head.proj.weight": ends}
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return floating-point operations a token of one training step."""
+        # Half of the scores of causal attention are not needed.
+        times = 2 if self.is_bidirectional else 1
         blocks = sum(
-            self.matmul_parameters(number) + self.attention_multiplications(number, seq_len)
+            self.matmul_parameters(number) + times * self.attention_multiplications(number, seq_len)
             for number in range(self.num_blocks)
         )
         # Two operations a weight in the forward pass, four in the backward pass. The head
         # multiplies; the embedding is a lookup and does not count.
-        return 6.0 * (blocks + self.dim * self.vocab)
+        return 6.0 * (blocks + self.dim * self.head_rows)
 
     @property
     def embed_cost(self) -> float:
@@ -141,7 +177,12 @@ class DecoderConfig(ModelConfig):
     @property
     def head_cost(self) -> float:
         """The projection's products over those of a block's weights."""
-        return self.vocab / self._mean_matmul_width
+        return self.head_rows / self._mean_matmul_width
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of the head's projection: the vocabulary, or the outputs of a task's head."""
+        return self.task_head.outputs if self.task_head else self.vocab
 
     @property
     def _mean_matmul_width(self) -> float:
@@ -154,7 +195,10 @@ class DecoderConfig(ModelConfig):
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
         if self.frequency_scaling is not None:
             rope |= self.frequency_scaling.hf_config()
+        head = self.task_head
+        ending = HF_CLASSES[head.kind] if head else "ForCausalLM"
         return {
+            **({"architectures": [f"{self.hf_class}{ending}"]} if self.hf_class else {}),
             "hidden_act": "silu",
             "attention_bias": False,
             "hidden_size": self.dim,
@@ -165,7 +209,19 @@ class DecoderConfig(ModelConfig):
             "rms_norm_eps": self.norm_eps,
             "rope_parameters": rope,
             "tie_word_embeddings": self.tie_embeddings,
+            **({"is_causal": False} if self.is_bidirectional else {}),
+            **(head.hf_config() if head else {}),
         }
+
+    @property
+    def hf_body(self) -> str:
+        """Where transformers' model of this kind has the layers below its head."""
+        return self.task_head.hf_body(self.hf_class) if self.task_head else super().hf_body
+
+    def require_hf(self) -> None:
+        """Raise a ValueError of what the Hugging Face models of the family cannot be."""
+        if self.task_head:
+            self.task_head.require_hf(self.hf_class, self.hf_heads)
 
 
 class GroupedQueryConfig(DecoderConfig):

@@ -1,12 +1,15 @@
-"""The contract between a model and the engine: forward pass, cache, loss and initial values."""
+"""The contract between a language model and the engine: forward pass, cache and loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from ..kernels.ragged.lengths import SampleLengths
+from .base import Constant as Constant
+from .base import Model
+from .base import Normal as Normal
 
 
 class BlockCache:
@@ -62,85 +65,18 @@ class KVCache:
 
 
 LossFunction = Callable[..., Tensor]
-"""(hidden [T, D], head weight [V, D], labels [T], -100 ignored) -> the sum over tokens that is
-minimised, fp32. Given a list as `token_losses`, it appends the task's loss of each token to it,
-without regularisers and without gradient: [T], in one piece or several."""
+"""(hidden [T, D], head weight [V, D], labels [T], -100 ignored) -> the sums that are minimised, a
+scalar in fp32 or several, [K]"""
 
 
-class LossRecord:
-    """A loss function for one forward pass that keeps the loss of each token.
-
-    A model calls it for its labels first. Later calls are for what the model learns besides, such
-    as multi-token prediction: they are minimised, and no part of the task's loss.
-    """
-
-    def __init__(self, loss: LossFunction) -> None:
-        self._loss = loss
-        self._token_losses: list[Tensor] = []
-
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """Return the sum that is minimised; see `LanguageModel.forward`."""
-        if self._token_losses:
-            return self._loss(hidden, weight, labels)
-        return self._loss(hidden, weight, labels, token_losses=self._token_losses)
-
-    def sums(self, total: Tensor, sources: Tensor | None = None, num_sources: int = 0) -> Tensor:
-        """Return the sum that is minimised, the task's loss, and that by source; without gradient.
-
-        Args:
-            total: what the forward pass returned.
-            sources: see `Batch`.
-            num_sources: number of sources; 0 leaves out the losses by source.
-
-        Returns:
-            [2 + num_sources].
-        """
-        # As the kernel sums: without regularisers both are the same to the bit.
-        task = torch.stack([each.sum() for each in self._token_losses]).sum()
-        sums = torch.stack([total.detach(), task])
-        if sources is None or not num_sources:
-            return sums
-        rows = torch.cat(self._token_losses).view(len(sources), -1).sum(1)
-        return torch.cat([sums, sum_by_source(rows, sources, num_sources)])
-
-
-def sum_by_source(rows: Tensor, sources: Tensor, num_sources: int) -> Tensor:
-    """Return the sum of each source's rows; what is not finite stays in its own source."""
-    # Not a product with the mask: 0 times NaN is NaN, and would reach every source.
-    mine = sources == torch.arange(num_sources, device=sources.device).unsqueeze(1)
-    return torch.where(mine, rows, 0).sum(1)
-
-
-@dataclass(frozen=True)
-class Normal:
-    """Initial values: normal with this standard deviation, cut off at three of them."""
-
-    std: float
-
-
-@dataclass(frozen=True)
-class Constant:
-    """Initial values: all the same."""
-
-    value: float
-
-
-class LanguageModel(nn.Module):
+class LanguageModel(Model):
     """A causal language model as one would write it for one device.
 
     Weights are kept in fp32 (or as loaded); layers cast them to the dtype of their input, and the
     embedding's output is cast to `compute_dtype`, so that this one attribute sets the precision.
     """
 
-    compute_dtype: torch.dtype = torch.float32
-    remote_parameters: Mapping[str, tuple[int, ...]] = {}
-    """names and shapes of the parameters that other pipeline stages hold instead of this rank"""
-    takes_padding: bool = False
-    """whether `forward` takes `padding_mask`"""
-    own_positions: Callable[[Tensor], Tensor] = staticmethod(lambda whole: whole)
-    """maps [B, S] of whole rows to the positions of this rank, where ranks share a sequence"""
-    remote_buffers: Mapping[str, tuple[int, ...]] = {}
-    """names and shapes of the saved buffers that other pipeline stages hold instead of this rank"""
+    autocasts = False
 
     def forward(
         self,
@@ -151,6 +87,7 @@ class LanguageModel(nn.Module):
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
         padding_mask: Tensor | None = None,
+        lengths: SampleLengths | None = None,
         cache: KVCache | None = None,
         hidden: Tensor | None = None,
         blocks: range | None = None,
@@ -168,6 +105,8 @@ class LanguageModel(nn.Module):
             document_ids: [B, S] attention stays inside runs of equal numbers; default: no borders.
             padding_mask: [B, S] bool of whole rows, True at filler, which belongs to no document:
                 experts take no such token, and routers do not count it; default: there is none.
+            lengths: of the samples of a flat row, where B = 1 and S = T: attention and positions
+                stay inside a sample; not with document ids, a padding mask or a cache.
             cache: keys and values of earlier positions, extended in place; each stage has its own.
             hidden: [B, S, D] what the blocks before `blocks` made, in place of tokens.
             blocks: which to compute; the number after the last one's is the head; default: all.
@@ -176,23 +115,4 @@ class LanguageModel(nn.Module):
             [B, S, V] logits in fp32, or the scalar loss; [B, S, D] hidden states if `blocks` ends
             before the head.
         """
-        raise NotImplementedError
-
-    def saved_buffers(self) -> dict[str, Tensor]:
-        """Return what is saved with the weights and not trained, by name."""
-        # The state dict leaves out the buffers that are not persistent.
-        saved = self.state_dict(keep_vars=True)
-        return {name: buffer for name, buffer in self.named_buffers() if name in saved}
-
-    @property
-    def remote_state(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the saved parameters and buffers of other pipeline stages."""
-        return {**self.remote_parameters, **self.remote_buffers}
-
-    def initial_values(self, name: str) -> Normal | Constant:
-        """Return the rule by which the parameter `name` starts."""
-        raise NotImplementedError
-
-    def init_buffers(self, device: torch.device) -> None:
-        """Compute the buffers that are not saved (such as rotary tables) on `device`."""
         raise NotImplementedError

@@ -6,7 +6,10 @@ import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, product
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torch import nn
 
 T = TypeVar("T")
 
@@ -38,13 +41,15 @@ class Layout:
     """Where a family's modules are, how they are split, and what other libraries call them.
 
     Args:
-        embed: path of the token embedding module.
+        embed: path of the token embedding module; empty: there is none.
         blocks: path of the `ModuleList` of repeated blocks: the units that FSDP, recomputation and
-            compilation wrap, and between which a pipeline may cut.
-        head: path of the module with final norm and projection.
+            compilation wrap, and between which a pipeline may cut; empty: there is none, and the
+            whole model is the unit.
+        head: path of the module with final norm and projection; empty: there is none.
         tensor: parameter name -> how tensor parallelism splits it and what enters and leaves its
-            module: "columns", "rows", "key_value", "norm", "vocabulary", or "whole": each rank has
-            all of it, and applies it to its own part.
+            module: "columns", "rows", "key_value", "norm", "vocabulary", "whole": each rank has
+            all of it, and applies it to its own part, or "repeated": each rank applies it to the
+            same positions.
         context: whether positions meet in the kernels' attention alone, so that ranks can share a
             sequence.
         ring: whether keys and values may then go around in a ring, where attention has neither
@@ -71,9 +76,9 @@ class Layout:
             names another key, whose value is taken. What is in neither must be given.
     """
 
-    embed: str
-    blocks: str
-    head: str
+    embed: str = ""
+    blocks: str = ""
+    head: str = ""
     tensor: Mapping[str, str] = field(default_factory=dict)
     context: bool = False
     ring: bool = True
@@ -88,6 +93,10 @@ class Layout:
     hf_follow: tuple[str, ...] = ()
     hf_also: Mapping[str, str] = field(default_factory=dict)
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def find_blocks(self, model: nn.Module) -> list[nn.Module]:
+        """Return the repeated blocks that a model has on this rank, in order; [] without any."""
+        return list(model.get_submodule(self.blocks).children()) if self.blocks else []
 
     def is_expert(self, name: str) -> bool:
         """Return whether a parameter has a row for each expert."""
@@ -155,6 +164,10 @@ ENDS_TENSOR = {
     "embed.weight": "vocabulary",
     "head.norm.weight": "norm",
     "head.proj.weight": "columns",
+    "head.score.weight": "repeated",
+    "head.score.bias": "repeated",
+    "head.qa_outputs.weight": "repeated",
+    "head.qa_outputs.bias": "repeated",
 }
 ATTENTION_TENSOR = {
     "layers.{i}.attention.norm.weight": "norm",
@@ -184,6 +197,10 @@ ENDS_HF = {
     "embed.weight": "model.embed_tokens.weight",
     "head.norm.weight": "model.norm.weight",
     "head.proj.weight": "lm_head.weight",
+    "head.score.weight": "score.weight",
+    "head.score.bias": "score.bias",
+    "head.qa_outputs.weight": "qa_outputs.weight",
+    "head.qa_outputs.bias": "qa_outputs.bias",
 }
 ATTENTION_HF = {
     "layers.{i}.attention.norm.weight": "model.layers.{i}.input_layernorm.weight",

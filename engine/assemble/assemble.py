@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from ...model_zoo.layout import is_adapter
+from ...model_zoo.config import ModelConfig
 from ..core.errors import Problem, RecipeError
 from ..core.heartbeat import heartbeat
 from ..corpus.checksums import Share
-from ..data.batch import Batch
-from ..data.dataset import OpenedData, open_data
-from ..data.loader import Loader, iterate_validation
+from ..data.dataset import OpenedData
+from ..data.loader import Loader
 from ..data.tables import Data
 from ..launch.environment import World
 from ..lora.adapter_weights import load_adapter
 from ..observe.phases import PhaseTimer
+from ..optim.tables import ScheduleConfig
 from ..parallel.materialize import materialize
 from ..parallel.plan import Plan, make_plan
 from ..precision.hardware import require_formats
 from ..recipe.schema import Recipe
+from ..tasks.metrics.metric_set import MetricSet
+from ..tasks.tables import TaskData
 from ..train.average import WeightAverage
 from ..train.balance import warn_of_capacity
 from ..train.parts import Parts
-from .build import build_model, build_step, load_initial_weights
+from .build import build_model, build_step, load_initial_weights, may_start_fresh, select_weights
+from .frozen import open_frozen
+from .splits import open_splits
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +42,8 @@ class Assembled(Parts):
     """The parts of a run, and the recipe that they were built from."""
 
     recipe: Recipe
+    frozen_fingerprint: str
+    """what a resumed run must find unchanged of the frozen model; empty: there is none"""
 
 
 def assemble(
@@ -66,29 +71,38 @@ def assemble(
     tokenizer = recipe.tokenizer.build()
     share = Share(world.rank, world.world_size, world.local_rank, world.local_world_size)
     run = recipe.run
-    data = open_data(recipe.data, tokenizer, run.seed, f"{run.dir}/{run.name}", share)
+    folder = str(run.folder)
+    data = recipe.task.build_data(
+        TaskData(recipe.data, tokenizer, run.seed, folder, share, recipe.loss)
+    )
     # The model is split on the meta device and filled afterwards, so that no rank ever holds the
     # whole of a sharded model.
     built = build_model(recipe, tokenizer.vocab_size, device, plan)
     model = built.model
     home = torch.device("cpu") if recipe.parallel.fsdp.offload else device
-    # The weights of `run.init_from` replace all but those of new adapters.
-    fill = fresh and (not recipe.run.init_from or is_adapter)
+    # The weights of `run.init_from` replace all but those of new adapters and heads, and those that
+    # `run.init` leaves out.
+    excludes = select_weights(run.init).excludes
+    fill = fresh and (not run.init_from or (lambda name: may_start_fresh(name) or excludes(name)))
     materialize(model, home, recipe.run.seed, fill=fill)
     notes = [*filter(None, [world.note]), *built.notes, *data.notes]
     if fresh and recipe.run.init_from:
-        notes += load_initial_weights(model, built.config, Path(recipe.run.init_from))
+        notes += load_initial_weights(model, built.config, Path(run.init_from), run.init)
     if fresh and recipe.lora.rank and recipe.lora.init_from:
         notes.append(load_adapter(Path(recipe.lora.init_from), model, built.config, recipe.lora))
+    frozen, fingerprint = open_frozen(recipe, tokenizer, device, plan, notes)
     phases = PhaseTimer(device)
-    step = build_step(recipe, built, plan, data.train.separate_labels, phases)
+    labels = data.train.separate_labels
+    step = build_step(recipe, built, plan, tokenizer, labels, phases, frozen)
     take, rows = partial(plan.take, model=model), loaded_rows(recipe, plan)
     warn_of_capacity(built.config, recipe.data, plan.degrees)
+    metrics = _metrics(recipe, plan, world.rank, built.config)
     return Assembled(
         recipe=recipe,
         model_config=built.config,
         tokenizer=tokenizer,
         data=data,
+        frozen_fingerprint=fingerprint,
         degrees=plan.degrees,
         parallel_model=step.parallel_model,
         optimizer=step.optimizer,
@@ -96,15 +110,24 @@ def assemble(
         step=step,
         phases=phases,
         loader=Loader(data.train, rows, plan.data_rank, plan.degrees.data, take),
-        validation=[take(batch) for batch in _validation(recipe, data, plan)],
+        splits=open_splits(
+            recipe,
+            data.validation,
+            TaskData(recipe.data, tokenizer, run.seed, "", share),
+            plan,
+            replace(step.task, keeps_predictions=metrics is not None),
+            metrics,
+            take,
+        ),
         total_steps=total_steps(recipe, data),
+        steps_per_epoch=data.train.rows_per_epoch / recipe.data.global_batch,
         device=device,
         world=world,
-        schedule=recipe.schedule,
+        schedule=_settle_schedule(recipe, data),
         peak_lr=recipe.optimizer.lr,
         global_batch=recipe.data.global_batch,
         gc_interval=recipe.run.gc_interval,
-        evaluate=recipe.evaluate,
+        evaluate=recipe.evaluate.settle(recipe.task.scores),
         checkpoint=recipe.checkpoint,
         resilience=recipe.resilience,
         notes=notes,
@@ -139,11 +162,31 @@ def total_steps(recipe: Recipe, data: OpenedData) -> int:
     return steps
 
 
-def _validation(recipe: Recipe, data: OpenedData, plan: Plan) -> Iterable[Batch]:
-    if not recipe.evaluate.interval or data.validation is None:
-        return []
-    steps, ranks = recipe.evaluate.steps, plan.degrees.data
-    return iterate_validation(data.validation, recipe.data, steps, plan.data_rank, ranks)
+def _settle_schedule(recipe: Recipe, data: OpenedData) -> ScheduleConfig:
+    """Return the schedule with its warmup in steps.
+
+    Raises:
+        RecipeError: a warmup in epochs is longer than the run.
+    """
+    schedule = recipe.schedule.settle(data.train.rows_per_epoch / recipe.data.global_batch)
+    steps = total_steps(recipe, data)
+    if schedule.warmup_epochs is not None and schedule.warmup_steps > steps:
+        message = f"{schedule.warmup_epochs:g} epochs are {schedule.warmup_steps} steps"
+        message += f", more than the {steps} of the run"
+        raise RecipeError([Problem(message, key="schedule.warmup_epochs")])
+    return schedule
+
+
+def _metrics(recipe: Recipe, plan: Plan, rank: int, model: ModelConfig) -> MetricSet | None:
+    """Return the metrics of a validation; None without any, or without evaluations."""
+    outputs = recipe.task.outputs(recipe.loss)
+    if outputs is None or not recipe.evaluate.metrics or not recipe.evaluate.is_enabled:
+        return None
+    if not outputs.has_scores:
+        outputs = replace(outputs, num_classes=model.vocab)
+    # Ranks of the tensor axis, the last one of the mesh, have the same outputs.
+    is_first = rank % plan.degrees.tensor == 0
+    return MetricSet(recipe.evaluate.metrics, outputs, plan.device, counts=is_first)
 
 
 def _apply_determinism(wanted: bool) -> None:

@@ -5,22 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ...kernels.choose import Kernels, UnavailableKernelsError, choose
 from ...kernels.registry import kernels as registered_kernels
+from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
-from ...model_zoo.language_model import LanguageModel
+from ...model_zoo.heads import is_head_layer
 from ...model_zoo.layout import is_adapter
 from ..checkpoint.find import candidates
 from ..checkpoint.reader import load_weights
-from ..core.errors import Problem, RecipeError
+from ..core.errors import CheckpointError, Problem, RecipeError
+from ..core.text.selection import NameSelection, Renaming
 from ..formats.hf_load import load_huggingface
 from ..lora.apply import add_adapters, require_adapters
+from ..observe.monitored_model import MonitoredModel
+from ..observe.monitors import Monitors
 from ..observe.phases import Phase, no_phase
 from ..optim.parameters import avoid_dynamo_import, parameter_groups
-from ..parallel.axis import LocalParts
+from ..parallel.axis import LocalParts, ParallelModel
 from ..parallel.blocks import transform_blocks
 from ..parallel.materialize import without_storage
 from ..parallel.pipeline.cut import num_micro_batches
@@ -29,6 +34,11 @@ from ..parallel.plan import Plan
 from ..precision.hardware import DTYPES, LossScale, compute_dtype, dtype_name
 from ..precision.products import enable_low_precision
 from ..recipe.schema import Recipe
+from ..recipe.tables import Init
+from ..tasks.frozen import FrozenModel, base_alone
+from ..tasks.tables import TaskSettings
+from ..tasks.task import Task
+from ..tokenizers.tokenizer import Tokenizer
 from ..train.balance import Balance
 from ..train.step import TrainStep
 from ..train.update import Update, UpdateAfterBackward, UpdateInBackward
@@ -42,7 +52,7 @@ class BuiltModel:
         pieces: what this rank has of it.
     """
 
-    model: LanguageModel
+    model: Model
     config: ModelConfig
     kernels: Kernels
     notes: list[str]
@@ -64,13 +74,13 @@ def build_model(
         RecipeError: its vocabulary is smaller than the tokenizer's, or a kernel that it asks for
             cannot run on the device.
     """
-    config = _settle_vocab(recipe.model, vocab_size)
+    config = _settle_vocab(recipe.model, vocab_size + recipe.task.extra_tokens)
     kernels = choose_kernels(recipe, device.type, trains=plan is not None)
     dtype, why = compute_dtype(recipe.precision, device)
     notes, costs = [f"compute in {dtype_name(dtype)}: {why}"], None
     if plan and plan.measures_cut:
-        loss = recipe.loss.build(kernels)
-        costs, note = measure_costs(config, kernels, loss, recipe.data, dtype, plan)
+        task = build_task(recipe, kernels, config)
+        costs, note = measure_costs(config, kernels, task, recipe.data, dtype, plan)
         notes.append(note)
     if plan:
         kernels = plan.kernels(kernels, config)
@@ -81,7 +91,7 @@ def build_model(
             notes.append(add_adapters(model, config.layout, recipe.lora))
     if plan and recipe.precision.low_precision:
         notes += enable_low_precision(model, config, recipe.precision.low_precision)
-    notes += describe_choices(kernels)
+    notes += describe_choices(kernels, ragged=recipe.data.packing == "ragged")
     model.compute_dtype = dtype
     pieces = LocalParts()
     if plan:
@@ -97,8 +107,10 @@ def build_step(
     recipe: Recipe,
     built: BuiltModel,
     plan: Plan,
+    tokenizer: Tokenizer | None = None,
     sources: Sequence[str] = (),
     phase: Phase = no_phase,
+    frozen: FrozenModel | None = None,
 ) -> TrainStep:
     """Return the step that trains a model whose weights are in memory.
 
@@ -106,10 +118,13 @@ def build_step(
         recipe: the validated recipe.
         built: the model of this rank.
         plan: how ranks share it.
+        tokenizer: the recipe's tokenizer; None where nothing is trained.
         sources: what metrics call the sources whose losses are reported apart.
         phase: returns the context around a phase of the step.
+        frozen: the frozen model of the task, if it has one of its own.
     """
     model, table = built.model, recipe.data
+    rows = table.global_batch * recipe.task.rows_per_sample
     share = table.global_batch // plan.degrees.data
     parallel_model = plan.parallelize(
         model,
@@ -118,6 +133,8 @@ def build_step(
         seq_len=table.seq_len,
         micro_batches=num_micro_batches(recipe.parallel.pipelining, table.micro_batch, share),
     )
+    if frozen is None and recipe.lora.rank and recipe.task.frozen_model(recipe.loss) == "":
+        frozen = FrozenModel(parallel_model, built.config, base_alone)
     # After the wrapping: FSDP replaces parameters, and an optimizer must hold the new ones.
     groups = parameter_groups(model.named_parameters(), recipe.optimizer)
     avoid_dynamo_import()
@@ -132,28 +149,92 @@ def build_step(
     return TrainStep(
         parallel_model,
         optimizer,
-        recipe.loss.build(built.kernels),
+        build_task(recipe, built.kernels, built.config, tokenizer, sources, frozen),
         weight_update,
         scale,
         plan.device,
         plan.degrees,
-        Balance(model, plan.degrees, table.global_batch, plan.device),
-        sources,
+        Balance(model, plan.degrees, rows, plan.device),
         phase,
+        Monitors(recipe.metrics.monitors, _monitored(parallel_model, plan)),
     )
 
 
-def load_initial_weights(model: LanguageModel, config: ModelConfig, source: Path) -> list[str]:
-    """Load weights only, from one of our checkpoints or a Hugging Face folder; return notes."""
+def _monitored(parallel_model: ParallelModel, plan: Plan) -> MonitoredModel:
+    """Return what monitors measure of this rank's part of a model."""
+    model, duplicates = parallel_model.model, set(map(id, parallel_model.duplicate_parameters))
+    parameters = {
+        name: weight
+        for name, weight in model.named_parameters()
+        if weight.requires_grad and id(weight) not in duplicates
+    }
+    names = {*model.remote_parameters, *(name for name, _ in model.named_parameters())}
+    holders = plan.degrees.world // plan.degrees.pipeline
+    return MonitoredModel(model, parameters, names, holders, plan.device)
+
+
+def build_task(
+    recipe: Recipe,
+    kernels: Kernels,
+    model: ModelConfig,
+    tokenizer: Tokenizer | None = None,
+    sources: Sequence[str] = (),
+    frozen: FrozenModel | None = None,
+) -> Task[Any]:
+    """Return the recipe's task; see `TaskSettings` for the arguments."""
+    return recipe.task.build(
+        TaskSettings(recipe.loss, kernels, recipe.data, model, tokenizer, sources, frozen)
+    )
+
+
+def load_initial_weights(
+    model: Model, config: ModelConfig, source: Path, init: Init | None = None
+) -> list[str]:
+    """Load weights only, from one of our checkpoints or a Hugging Face folder; return notes.
+
+    Adapters and the layer of a task's head stay as they are where the source has none, and so do
+    the weights that `run.init.exclude` names.
+    """
+    init = init or Init()
+    selection, average = select_weights(init), init.weights == "ema"
+    kept = [name for name, _ in model.named_parameters() if selection.excludes(name)]
+    left_out = [f"{len(kept)} weights keep initial values: {', '.join(kept)}"] * bool(kept)
     if source.is_dir() and candidates(source):
-        manifest = load_weights(source, model, may_lack=is_adapter)
-        return [f"weights from {source} (step {manifest.step})"]
-    return [f"weights from {source}", *load_huggingface(source, model, config)]
+        manifest = load_weights(
+            source,
+            model,
+            may_lack=(is_adapter, is_head_layer),
+            left=config.replaced_prefixes,
+            selection=selection,
+            average=average,
+        )
+        averaged = "averaged " * average
+        notes = [f"{averaged}weights from {source} (step {manifest.step})", *left_out]
+        layer = [name for name, _ in model.named_parameters() if is_head_layer(name)]
+        layer = [name for name in layer if name not in kept]
+        if lacking := [name for name in layer if f"model.{name}" not in manifest.tensors]:
+            notes.append(f"the checkpoint holds no {', '.join(lacking)}: new ones are trained")
+        return notes
+    if average:
+        raise CheckpointError(f"{source} is a Hugging Face folder: it has one set of weights")
+    notes = load_huggingface(source, model, config, fresh_head=True, selection=selection)
+    return [f"weights from {source}", *left_out, *notes]
+
+
+def select_weights(init: Init) -> NameSelection:
+    """Return the weights that `[run.init]` takes."""
+    renamings = [Renaming(entry.match, entry.to) for entry in init.rename]
+    return NameSelection(init.exclude, renamings, "run.init")
+
+
+def may_start_fresh(name: str) -> bool:
+    """Return whether a weight may get initial values although `run.init_from` is given."""
+    return is_adapter(name) or is_head_layer(name)
 
 
 def _settle_vocab(config: ModelConfig, vocab_size: int) -> ModelConfig:
     config = config.with_vocab(vocab_size)
-    if config.vocab < vocab_size:
+    if 0 < config.vocab < vocab_size:  # 0: the model embeds no tokens
         raise RecipeError(
             [
                 Problem(
@@ -199,11 +280,17 @@ def choose_kernels(recipe: Recipe, device_type: str, *, trains: bool = True) -> 
         ) from None
 
 
-def describe_choices(kernels: Kernels) -> list[str]:
-    """Return a line for each implementation: its operations, its name, and why it was chosen."""
+def describe_choices(kernels: Kernels, *, ragged: bool = False) -> list[str]:
+    """Return a line for each implementation: its operations, its name, and why it was chosen.
+
+    Args:
+        kernels: the implementations.
+        ragged: whether rows have unequal lengths; else nothing attends within them.
+    """
     operations: dict[str, list[str]] = {}
     for operation, reason in kernels.reasons.items():
-        operations.setdefault(reason, []).append(operation)
+        if ragged or operation != "ragged_attention":
+            operations.setdefault(reason, []).append(operation)
     return [
         f"{', '.join(names)}: {reason.replace(': ', ' (', 1)})"
         for reason, names in operations.items()

@@ -13,6 +13,9 @@ class KernelChoices(Table):
 
     attention: Annotated[str, OneOf(kernels["attention"], "auto")] = "auto"
     """"matmul": plain products, fastest on CPUs for short rows; "sdpa": torch's fused attention"""
+    ragged_attention: Annotated[str, OneOf(kernels["ragged_attention"], "auto")] = "auto"
+    """attention where data.packing = "ragged"; "blocks": samples of about one length at a time;
+    "varlen": torch's flash attention for flat rows, on GPUs, and blocks for what it cannot do"""
     rms_norm: Annotated[str, OneOf(kernels["rms_norm"], "auto")] = "auto"
     """root-mean-square norm; "triton": one kernel, for GPUs"""
     rotary: Annotated[str, OneOf(kernels["rotary"], "auto")] = "auto"

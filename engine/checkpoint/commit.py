@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -89,12 +89,14 @@ def commit(
     *,
     folder: Path,
     keep: int,
-    best: bool,
+    aliases: Collection[str],
     ranks: Ranks,
     writer: Writer,
     staging: Staging | None,
 ) -> None:
     """Save a state; all ranks together. On failure nothing is published, and all ranks know.
+
+    `aliases` are names of `retention` that point to the checkpoint once it is published.
 
     Raises:
         CheckpointError: why this rank or another could not do its part.
@@ -108,7 +110,7 @@ def commit(
         # `reduce` waits for every rank's part, so rank 0 publishes only what all have synced.
         ranks.reduce(
             lambda: _write_part(temporary, info.step, ranks.rank, writer, staging),
-            lambda parts: _publish(temporary, info, parts, writer, keep, best),
+            lambda parts: _publish(temporary, info, parts, writer, keep, aliases),
         )
     except (CheckpointError, LostContact):
         if ranks.rank == 0:  # one rank alone: the others would delete files under its hands
@@ -148,7 +150,7 @@ def _publish(
     parts: list[dict[str, FileEntry]],
     writer: Writer,
     keep: int,
-    best: bool,
+    aliases: Collection[str],
 ) -> None:
     """Complete the folder, give it its final name, and prune older checkpoints; on rank 0."""
     files = {name: entry for entries in parts for name, entry in entries.items()}
@@ -173,7 +175,9 @@ def _publish(
         faults.point("checkpoint.before_rename", 0, info.step)
         retention.publish(temporary, info.step)
         faults.point("checkpoint.after_rename", 0, info.step)
-    if best:
+    if retention.LATEST in aliases:
+        retention.set_alias(temporary.parent, retention.LATEST, info.step)
+    if retention.BEST in aliases:
         retention.set_best_alias(temporary.parent, info.step)
         faults.point("checkpoint.after_best", 0, info.step)
     # Only now, after the new checkpoint is durable: until then the old ones are all there is.

@@ -66,6 +66,7 @@ class SaveInfo:
     recipe_hash: str = ""
     tokenizer: str = ""
     data: dict[str, Any] = field(default_factory=dict)
+    frozen: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     run_id: str = ""
     attempt: int = 0

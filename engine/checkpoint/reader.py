@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -12,9 +12,10 @@ from ...model_zoo.layout import is_load
 from ..core.errors import CheckpointError, nearest
 from ..core.local import local
 from ..core.text.display import MAX_SHOWN, list_problems
+from ..core.text.selection import NameSelection
 from .box import local_box
 from .chunks import read_chunks
-from .find import find_checkpoint
+from .find import IntactCheckpoint, find_checkpoint
 from .manifest import Manifest, TensorEntry
 from .ranks import Ranks
 from .state import model_state
@@ -61,7 +62,10 @@ def load_weights(
     model: nn.Module,
     group: ProcessGroup | None = None,
     *,
-    may_lack: Callable[[str], bool] = lambda _: False,
+    may_lack: Sequence[Callable[[str], bool]] = (),
+    left: tuple[str, ...] = (),
+    selection: NameSelection | None = None,
+    average: bool = False,
 ) -> Manifest:
     """Fill a model's weights; return the manifest.
 
@@ -69,18 +73,61 @@ def load_weights(
         path: a checkpoint, or a run directory, whose newest intact checkpoint is taken.
         group: as for `CheckpointStore`; None also works on several ranks, which then each
             check every byte.
-        may_lack: says by name which weights stay as they are where the checkpoint has none of them.
+        may_lack: each says by name which weights stay as they are where the checkpoint has none of
+            them.
+        left: what names of the checkpoint's weights begin with that are not read.
+        selection: the weights that stay as they are, and those of other names.
+        average: read averaged weights where the checkpoint has them.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it is of another model.
+        CheckpointError: there is none, it is damaged, it is of another model, or it has no average.
+        RecipeError: a pattern of `selection` matches nothing.
     """
     found = find_checkpoint(path, group)
     state = model_state(model)
-    if not any(map(may_lack, found.manifest.tensors)):
-        state = {name: tensor for name, tensor in state.items() if not may_lack(name)}
-    remote = getattr(model, "remote_state", ())
+    selection = selection or NameSelection()
+    names = _find_sources(found, selection, average=average)
+    here = {*map(_parameter, state), *getattr(model, "remote_state", ())}
+    selection.require_used(here, {_parameter(name) for name in names.values()})
+    state = {name: each for name, each in state.items() if not selection.excludes(_parameter(name))}
+    for test in may_lack:
+        if not any(map(test, names)):
+            state = {name: tensor for name, tensor in state.items() if not test(name)}
+    state = {names.get(_parameter(name), name): tensor for name, tensor in state.items()}
+    # What this rank leaves to others, or nobody reads.
+    remote = {_parameter(names.get(name, name)) for name in getattr(model, "remote_state", ())}
+    remote |= {_parameter(name) for name in names.values() if _parameter(name).startswith(left)}
+    remote |= {_parameter(there) for name, there in names.items() if selection.excludes(name)}
+    remote |= {_parameter(name) for name in state if _section(name) == "ema"}
     load_state(found.path, found.manifest, state, group, remote)
     return found.manifest
+
+
+def _find_sources(
+    found: IntactCheckpoint, selection: NameSelection, *, average: bool
+) -> dict[str, str]:
+    """Return the tensor in a checkpoint that each weight is read from, by the weight's name here.
+
+    Raises:
+        CheckpointError: two tensors have the same name here, or no average is there.
+    """
+    saved = found.manifest.tensors
+    sources: dict[str, str] = {}
+    problems = []
+    for name in saved:
+        if _section(name) == "model":
+            ours = selection.rename(_parameter(name))
+            if ours in sources:
+                problems.append(f"{sources[ours]} and {name} are both {ours} here")
+            averaged = f"ema.{_parameter(name)}"
+            sources[ours] = averaged if average and averaged in saved else name
+    if problems:
+        raise CheckpointError(list_problems(f"{found.path} does not fit:", problems))
+    if average and not any(_section(name) == "ema" for name in saved):
+        raise CheckpointError(
+            f"{found.path} holds no averaged weights", "train with [ema] decay, such as 0.999"
+        )
+    return sources
 
 
 def find_mismatches(

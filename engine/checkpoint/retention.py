@@ -3,7 +3,7 @@
 `step-00000100` is complete. Others are on their way: `.tmp-` is being written, `.old-` was replaced
 by a later save of the same step, `.del-` is being deleted. `abandoned-step-...` lies beyond the
 step from which the run resumed, so it must not be resumed from; it stays until pruned by hand.
-`best` is a link to the checkpoint with the best evaluation.
+`best` is a link to the checkpoint with the best evaluation, `latest` to the newest one.
 
 What cannot be deleted (a link to a checkpoint on another disk, a file that is still open, another
 owner's folder) is left where it is, and one warning says so: it never stops a run.
@@ -24,7 +24,7 @@ from .manifest import folder_name, verify
 
 STEP = re.compile(r"step-(\d{8,})")
 LEFTOVER = re.compile(r"\.(tmp|old|del)-(step-\d{8,})-[0-9a-f]{8}")
-BEST = "best"
+BEST, LATEST = "best", "latest"
 ABANDONED = re.compile(r"abandoned-step-\d{8,}-[0-9a-f]{8}")
 
 log = logging.getLogger(__name__)
@@ -112,18 +112,23 @@ def read_best_alias(folder: Path) -> Path | None:
 
 
 def set_best_alias(folder: Path, step: int) -> None:
-    """Let the alias `best` point to the checkpoint of `step`. Readers see the old or the new one.
+    """Let the alias `best` point to the checkpoint of `step`."""
+    set_alias(folder, BEST, step)
+
+
+def set_alias(folder: Path, name: str, step: int) -> None:
+    """Let an alias point to the checkpoint of `step`. Readers see the old or the new one.
 
     A failure is logged and raises nothing: the checkpoint itself is saved.
     """
-    alias, fresh = folder / BEST, folder / f".{BEST}"
+    alias, fresh = folder / name, folder / f".{name}"
     try:
         fresh.unlink(missing_ok=True)
         fresh.symlink_to(folder_name(step))
         fresh.replace(alias)  # a link cannot be changed in place without a moment of absence
         sync_folder(folder)
     except OSError as error:
-        log.warning("%s could not be renewed: %s", alias, error)
+        warn_once(f"{alias} could not be renewed: {error}")
 
 
 def restore_best_alias(folder: Path, best: int, last: int) -> None:

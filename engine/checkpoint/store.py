@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,12 +35,22 @@ class CheckpointStore:
         keep: how many of the newest checkpoints are kept.
         group: a gloo group of all ranks that nothing else uses, because a save in the background
             communicates too; None: one process, and no collective is ever called.
+        names_latest: whether the alias `latest` points to the newest checkpoint.
     """
 
-    def __init__(self, folder: Path, *, mode: str, keep: int, group: ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        mode: str,
+        keep: int,
+        group: ProcessGroup | None,
+        names_latest: bool = False,
+    ) -> None:
         self.folder = folder
         self.group = group
         self._keep = keep
+        self._names_latest = names_latest
         self._ranks = Ranks(group)
         allocate = checkpoint_modes[mode].model_validate({"name": mode}).build()
         self._copies = allocate is not None
@@ -81,14 +91,15 @@ class CheckpointStore:
             CheckpointError: a save that is not in the background failed; nothing is left of it.
         """
         self._wait()
+        aliases = [retention.BEST] * best + [retention.LATEST] * self._names_latest
         # One save at a time: a second one would need memory for another copy of the state.
         if sync or not self._copies:
-            self._commit(state, info, best, None)
+            self._commit(state, info, aliases, None)
             return
         # The thread has a stream of its own, which must wait for the kernels that made the state.
         on_gpu = any(tensor.is_cuda for tensor in state.values())
         self._staging = Staging(torch.cuda.current_stream().record_event() if on_gpu else None)
-        self._in_flight = self._thread.submit(self._commit, state, info, best, self._staging)
+        self._in_flight = self._thread.submit(self._commit, state, info, aliases, self._staging)
 
     def wait_staged(self) -> None:
         """Wait until the state being saved has been copied; at once when nothing is."""
@@ -143,7 +154,11 @@ class CheckpointStore:
             self._in_flight = None
 
     def _commit(
-        self, state: Mapping[str, Tensor], info: SaveInfo, best: bool, staging: Staging | None
+        self,
+        state: Mapping[str, Tensor],
+        info: SaveInfo,
+        aliases: Sequence[str],
+        staging: Staging | None,
     ) -> None:
         """Do one save, in this thread or in the background."""
         try:
@@ -152,7 +167,7 @@ class CheckpointStore:
                 info,
                 folder=self.folder,
                 keep=self._keep,
-                best=best,
+                aliases=aliases,
                 ranks=self._ranks,
                 writer=self._writer,
                 staging=staging,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from pydantic import Field
+
 from ..core.config import Component, Count, CountOrZero, OneOf, Table
 from ..core.registry import Registry
 
@@ -43,6 +45,8 @@ class Checkpoint(Table):
 
     interval: CountOrZero = 100
     """optimizer steps between checkpoints; 0: only at the end"""
+    interval_epochs: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    """epochs between checkpoints, in place of interval"""
     keep: Count = 2
     """how many of the newest are kept"""
     mode: Annotated[str, OneOf(checkpoint_modes)] = "async"
@@ -53,4 +57,6 @@ class Checkpoint(Table):
     keep_best: bool = False
     """also keep the checkpoint with the best `evaluate.metric`, under the alias checkpoints/best"""
     export: Literal["none", "hf"] = "none"
-    """"hf": at the end also write {dir}/{name}/hf, a folder that transformers loads"""
+    """"hf": at the end also write hf/ in the run directory, a folder that transformers loads"""
+    export_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """dtype of the weights in that folder; left out: the dtype in which they are trained"""

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 
 from ...model_zoo.layout import is_load
 from ..checkpoint.tensors import DTYPES, TensorRows, differs, nbytes
@@ -17,7 +18,7 @@ from ..core.text.display import list_problems
 from ..core.unfinished import refuse_existing
 from ..recipe.load import load_recipe
 from ..recipe.schema import Recipe
-from ..recipe.tables import Run
+from ..tasks.classification.config import table_of_head
 from ..tokenizers.configs import BytesTokenizer, HFTokenizer, TiktokenTokenizer, TokenizerConfig
 from ..tokenizers.tokenizer import Tokenizer
 from . import targets
@@ -170,7 +171,7 @@ def _prepare_job(
     tokenizer = _build(config, opened, options) if wants_tokenizer else None
     if config is None or tokenizer is None:
         config, side = BytesTokenizer(), opened.side
-    base = opened.recipe or Recipe(run=Run(steps=1))
+    base = opened.recipe or _make_recipe(opened)
     forms = {
         name: (TARGET_DTYPES[options.dtype] if options.dtype else tensor.dtype, tensor.shape)
         for name, tensor in opened.tensors.items()
@@ -185,6 +186,25 @@ def _prepare_job(
         shard_bytes=options.shard_bytes,
         advance=lambda _: None,
     )
+
+
+def _make_recipe(opened: SourceWeights) -> Recipe:
+    """Return a recipe with the task of a foreign model's head.
+
+    Raises:
+        CheckpointError: no task has such a head.
+    """
+    head = opened.config.task_head
+    table = {"task": table_of_head(head)} if head else {}
+    try:
+        recipe = Recipe.model_validate({"run": {"steps": 1}, **table})
+    except ValidationError as error:
+        reasons = [str(each["msg"]).removeprefix("Value error, ") for each in error.errors()]
+        raise CheckpointError(list_problems(f"{opened.place} fits no task:", reasons)) from None
+    ours = recipe.task.adapt_model(opened.config)
+    if head and ours.parameter_shapes() != opened.config.parameter_shapes():
+        raise CheckpointError(f"{opened.place} fits no task: the head of {head.kind} has a bias")
+    return recipe
 
 
 def _choose_tokenizer(

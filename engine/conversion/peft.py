@@ -9,11 +9,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
-from ...model_zoo.language_model import LanguageModel
 from ...model_zoo.layers.dense import AdaptedLinear
 from ...model_zoo.layout import DOWN, Layout, is_adapter
 from ..checkpoint.find import find_checkpoint
@@ -30,10 +31,11 @@ from .writing import publish_when_complete, sync
 
 def save_adapter(
     folder: Path,
-    model: LanguageModel,
+    model: Model,
     config: ModelConfig,
     *,
     base: str = "",
+    dtype: torch.dtype | None = None,
     group: ProcessGroup | None = None,
 ) -> None:
     """Write a model's adapters to a new folder that `peft.PeftModel.from_pretrained` loads.
@@ -46,6 +48,7 @@ def save_adapter(
         model: a model with adapters, plain or sharded.
         config: the config that the model was built from.
         base: name or folder of the base model, recorded in adapter_config.json.
+        dtype: the dtype of the file; None keeps the dtype of the adapters.
         group: a gloo process group of all ranks; None for a single process.
 
     Raises:
@@ -57,7 +60,7 @@ def save_adapter(
     for name, value in model.named_parameters():
         if is_adapter(name):
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-            adapters[name] = whole.detach().cpu()
+            adapters[name] = whole.detach().to("cpu", dtype)
     alphas = [each.alpha for each in model.modules() if isinstance(each, AdaptedLinear)]
     if not alphas:
         raise CheckpointError("the model has no adapters", "set lora.rank")

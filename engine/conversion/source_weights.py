@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.choose import choose
-from ...model_zoo.config import ModelConfig, SettingsError
+from ...model_zoo.config import ModelConfig
 from ...model_zoo.layout import DOWN, UP, Part, is_adapter
+from ...model_zoo.sizes import SettingsError
 from ..checkpoint.tensors import DerivedTensor, TensorRows
 from ..core.errors import CheckpointError
 from ..core.text.display import list_problems
@@ -164,7 +165,15 @@ def hf_parts(shapes: Mapping[str, Shape], config: ModelConfig) -> dict[str, list
     ]
     if nameless:
         raise CheckpointError(list_problems("the model cannot be exported:", nameless))
-    return found
+    return {
+        name: [_in_body(part, config.hf_body) for part in parts] for name, parts in found.items()
+    }
+
+
+def _in_body(part: Part, body: str) -> Part:
+    """Return a part whose tensor is named as in a model with its layers under `body`."""
+    is_inside = part.name.startswith("model.")
+    return replace(part, name=f"{body}.{part.name.removeprefix('model.')}") if is_inside else part
 
 
 BLOCK_ROWS = 64

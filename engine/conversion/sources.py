@@ -84,7 +84,7 @@ def _match_folder(
     """
     fit = match(stored, shapes, config, settings, word)
     if not fit.problems:
-        fit.problems = compare_tied_weights(stored, fit, config.layout)
+        fit.problems = compare_tied_weights(stored, fit, config)
         fit.hint = "describe it with --recipe, and model.tie_embeddings = false"
     if fit.problems:
         raise CheckpointError(

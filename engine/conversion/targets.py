@@ -7,7 +7,7 @@ import platform
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from ..checkpoint.torch_file import (
     write_without_data,
 )
 from ..core.text.display import remove_secrets
-from ..formats.hf_folder import CONFIG, MAX_CONFIG_BYTES, list_tensors, read_json
+from ..formats.hf_folder import CONFIG, MAX_CONFIG_BYTES, list_tensors, plain_name, read_json
 from ..formats.hf_layout import extract_part, open_parameter, open_stored_tensor
 from ..recipe.schema import Recipe
 from ..tokenizers.configs import HFTokenizer
@@ -184,9 +184,12 @@ def read_checkpoint(folder: Path, _: Job) -> dict[str, TensorRows]:
 def read_huggingface(folder: Path, job: Job) -> dict[str, TensorRows]:
     """Return the weights of a Hugging Face folder that `write_huggingface` wrote, by our names."""
     regions = {name: open_stored_tensor(each) for name, each in list_tensors(folder).items()}
-    return {
-        ours: open_parameter(parts, job.forms[ours][1], regions)
+    plain = {
+        ours: [replace(part, name=plain_name(part.name)) for part in parts]
         for ours, parts in job.hf_parts.items()
+    }
+    return {
+        ours: open_parameter(parts, job.forms[ours][1], regions) for ours, parts in plain.items()
     }
 
 

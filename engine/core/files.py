@@ -11,7 +11,7 @@ import stat
 from io import BufferedReader
 from pathlib import Path
 
-from .errors import EnvironmentFault, RecipeError
+from .errors import EnvironmentFault, Problem, RecipeError
 
 _PATH_ERRORS = (
     errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC,
@@ -46,6 +46,67 @@ def require_path(path: str | Path) -> None:
     """
     if problem := address_problem(path):
         raise RecipeError(problem)
+
+
+def user_cache(folder: str, name: str, key: str) -> Path:
+    """Return a folder for what can be made again.
+
+    Args:
+        folder: the folder that the recipe gives; empty: a folder of the user's cache.
+        name: the folder's name below the user's cache of this program.
+        key: the recipe's key for the folder, which messages name.
+
+    Raises:
+        EnvironmentFault: this user has no home folder.
+        RecipeError: `folder` is in the home of a user who has none.
+    """
+    try:
+        if folder:
+            return Path(folder).expanduser()
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        if folder:
+            raise RecipeError([Problem(f"no home folder for {folder!r}", key)]) from error
+        raise EnvironmentFault("this user has no home folder", f"set {key}") from error
+    return base / "trainer" / name
+
+
+def make_private(folder: Path, key: str) -> None:
+    """Create a folder whose files are run as code, or check that no other user can write there.
+
+    Only its owner can then enter it (mode 0700).
+
+    Args:
+        folder: the folder.
+        key: the recipe's key for the folder, which messages name.
+
+    Raises:
+        EnvironmentFault: the folder is another user's, or others could have written in it.
+    """
+    hint = f"give {key} a folder that is yours alone"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        state = folder.stat()
+        if state.st_uid != os.geteuid():
+            raise EnvironmentFault(f"{folder} belongs to another user, and holds code", hint)
+        if state.st_mode & 0o022 and any(folder.iterdir()):
+            raise EnvironmentFault(
+                f"others can write in {folder}, and it holds code that runs",
+                f"delete it, or {hint}",
+            )
+        folder.chmod(0o700)
+        # A sticky folder such as /tmp is safe: others cannot rename what is not theirs.
+        for above in folder.resolve().parents:
+            mode = above.stat().st_mode
+            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+                raise EnvironmentFault(
+                    f"others can write in {above}, and so replace {folder}, which holds code", hint
+                )
+    except OSError as error:
+        reason = error.strerror or error
+        raise EnvironmentFault(f"{folder} cannot be used: {reason}", hint) from error
 
 
 def atomic_write(path: Path, text: str) -> None:

@@ -26,6 +26,8 @@ MOVED = {
     "trainer.engine.observe.configs",
     "trainer.engine.registry",
 }
+GONE = "trainer.engine.loss"
+"""the package of a moved module that has no package now"""
 
 
 def import_plugins(modules: Sequence[str]) -> list[tuple[str, str]]:
@@ -58,13 +60,17 @@ class MovedModules:
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return a spec for the names in `MOVED`."""
-        return ModuleSpec(fullname, cast("Loader", self)) if fullname in MOVED else None
+        if fullname not in {*MOVED, GONE}:
+            return None
+        return ModuleSpec(fullname, cast("Loader", self), is_package=fullname == GONE)
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Leave it to Python to make the module."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Fill the old module with the names of `trainer.plugins`."""
+        if module.__name__ == GONE:
+            return
         warnings.warn(
             f"{module.__name__} has moved: import from trainer.plugins; this name works until 0.2",
             FutureWarning,

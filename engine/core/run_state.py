@@ -32,6 +32,8 @@ class RunState:
     start_step: Count = 0
     """step after which this attempt resumed; 0 if it started the run"""
     attempt: Count = 0
+    run_id: str = ""
+    """code and recipe of the attempt"""
     world: Count = 1
     device: str = ""
     started_at: str = ""
@@ -91,7 +93,9 @@ def record_failure(folder: Path, reason: str) -> None:
     """
     # The process that died may have written nothing.
     state = read_state(folder) or RunState(total_steps=0, started_at=_now())
-    if state.outcome in ("", "failed"):
+    # Before it trains, rank 0 is stopped because another rank failed: that is no outcome.
+    is_early = state.outcome == "stopped" and not state.total_steps
+    if state.outcome in ("", "failed") or is_early:
         state.outcome, state.reason = "failed", reason[:LONGEST_REASON]
         state.ended_at = state.ended_at or _now()
         _write(state, folder)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -62,19 +62,25 @@ class Share(NamedTuple):
 ALONE = Share()
 
 
-def require_intact(folder: Path, cache: Path, share: Share = ALONE) -> None:
+def require_intact(
+    folder: Path,
+    cache: Path,
+    share: Share = ALONE,
+    files: Mapping[str, TokenFileEntry] | None = None,
+) -> None:
     """Verify the checksums of files that were not verified before or that changed since.
 
     Args:
         folder: the folder of the store.
         cache: the folder of the record of verified files if the store is read-only.
         share: the position of this process among those that divide the files.
+        files: the size and checksum of each file; None takes those of `tokens.json`.
 
     Raises:
         DataError: the content of a file does not match the checksum.
         EnvironmentFault: a file cannot be read.
     """
-    files = read_manifest(folder).all_files
+    files = read_manifest(folder).all_files if files is None else files
     in_cache = xxh3_128_hexdigest(os.fsencode(folder.resolve())) + RECORD
     records = (folder / RECORD, cache / in_cache)
     known = {line for record in records for line in _read_lines(record)}

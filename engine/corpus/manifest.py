@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Protocol, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 from xxhash import xxh3_128, xxh3_128_hexdigest
@@ -109,8 +109,8 @@ def shard_name(column: str, number: int) -> str:
     return f"{column}-{number:05d}.bin"
 
 
-def serialize_manifest(manifest: CorpusManifest) -> bytes:
-    """Return the content of `tokens.json`, whose first line is the XXH3-128 of the other lines."""
+def serialize_manifest(manifest: Table) -> bytes:
+    """Return the content of an index, whose first line is the XXH3-128 of the other lines."""
     body = manifest.model_dump_json(indent=1).encode().removeprefix(b"{\n")
     return _first_line(body) + body
 
@@ -129,13 +129,31 @@ def read_manifest(folder: Path) -> CorpusManifest:
         DataError: `tokens.json` is missing or malformed, or a file is missing or of another size.
         EnvironmentFault: `tokens.json` cannot be read.
     """
-    file = folder / INDEX
+    manifest = read_index(folder / INDEX, _parse)
+    require_files(folder, INDEX, manifest.all_files)
+    return manifest
+
+
+Index = TypeVar("Index", bound=Table)
+
+
+def read_index(file: Path, parse: Callable[[Path, bytes], Index]) -> Index:
+    """Read a file such as `tokens.json`, which describes a folder.
+
+    Args:
+        file: the file.
+        parse: makes a table of the file's content.
+
+    Raises:
+        DataError: the file is missing or malformed.
+        EnvironmentFault: the file cannot be read.
+    """
     try:
         with open_regular(file) as opened:
             content = opened.read(MAX_MANIFEST_BYTES + 1)
         if len(content) > MAX_MANIFEST_BYTES:
             raise DataError(f"{file}: larger than {MAX_MANIFEST_BYTES >> 20} MiB")
-        manifest = _parse(file, content)
+        return parse(file, content)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DataError(f"{file}: {error.strerror}", "a folder of tokens holds it") from error
     except OSError as error:
@@ -145,30 +163,54 @@ def read_manifest(folder: Path) -> CorpusManifest:
         key = ".".join(map(str, first["loc"]))
         said = first["msg"].removeprefix("Value error, ")
         raise DataError(": ".join(filter(None, (str(file), key, said))), AGAIN) from error
-    for name, entry in manifest.all_files.items():
+
+
+def require_files(folder: Path, index: str, files: Mapping[str, TokenFileEntry]) -> None:
+    """Check that every file of a folder exists with the size that the index says.
+
+    Raises:
+        DataError: a file is missing or of another size.
+    """
+    for name, entry in files.items():
         file = folder / name
         state = f"{file.stat().st_size} bytes" if file.is_file() else "missing"
         if state != f"{entry.bytes} bytes":
-            raise DataError(f"{file}: {state}; {INDEX} says {entry.bytes} bytes", AGAIN)
-    return manifest
+            raise DataError(f"{file}: {state}; {index} says {entry.bytes} bytes", AGAIN)
 
 
 def _parse(file: Path, content: bytes) -> CorpusManifest:
-    seal, _, body = content.partition(b"\n")
-    if not seal.startswith(b'{"xxh3"'):
+    if not content.startswith(b'{"xxh3"'):
         manifest = CorpusManifest.model_validate_json(content)
         if manifest.format == FORMAT:
             raise DataError(f"{file}: its first line is not its checksum", AGAIN)
         return manifest
+    return CorpusManifest.model_validate_json(verify_first_line(file, content))
+
+
+def verify_first_line(file: Path, content: bytes) -> bytes:
+    """Return the JSON below the first line, which is its checksum.
+
+    Raises:
+        DataError: the checksum differs.
+    """
+    seal, _, body = content.partition(b"\n")
     if seal + b"\n" != _first_line(body):
         raise DataError(f"{file}: its checksum differs", AGAIN)
-    return CorpusManifest.model_validate_json(b"{" + body)
+    return b"{" + body
 
 
 AGAIN = "prepare it again"
 
 
-def find_damaged_files(folder: Path, manifest: CorpusManifest) -> Iterator[str]:
+class FileList(Protocol):
+    """An index of a folder."""
+
+    @property
+    def all_files(self) -> Mapping[str, TokenFileEntry]:
+        """The size and checksum of each file, by its path in the folder."""
+
+
+def find_damaged_files(folder: Path, manifest: FileList) -> Iterator[str]:
     """Read every file and yield the names of damaged and unreadable ones."""
     for name, entry in manifest.all_files.items():
         try:

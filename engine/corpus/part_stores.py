@@ -17,15 +17,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..core.errors import DataError, EnvironmentFault
 from ..core.files import publish
 from ..core.processes import die_with_parent
-from ..sources.configs import SourcePart
+from ..sources.configs import DocumentSource, SourcePart
 from ..tokenizers.tokenizer import PARALLELISM, Tokenizer
-from .manifest import find_damaged_files, read_manifest
+from .manifest import FileList, find_damaged_files, read_manifest
 from .store import StoreWriter, TokenStore
 from .tokenise import Chunk, Tally, tokenise
 
@@ -55,19 +56,29 @@ class PartStores:
         """
         folder = self.part_folder(number)
         with suppress(DataError):
-            manifest = read_manifest(folder)
-            if not any(find_damaged_files(folder, manifest)):
+            if not any(find_damaged_files(folder, self.read_index(folder))):
                 return False
         unfinished = folder.with_suffix(".unfinished")
         for leftover in (folder, unfinished):
             shutil.rmtree(leftover, ignore_errors=True)
-        with StoreWriter(unfinished, self.tokenizer) as writer:
-            source, part = self.parts[number]
+        self.write(*self.parts[number], unfinished)
+        publish(unfinished, folder)
+        return True
+
+    def write(self, source: DocumentSource, part: Any, folder: Path) -> None:
+        """Tokenise a part of a source into a new folder."""
+        with StoreWriter(folder, self.tokenizer) as writer:
             for chunk in tokenise(source.read(part), source.on_error, self.tokenizer):
                 writer.write(chunk)
             writer.finish()
-        publish(unfinished, folder)
-        return True
+
+    def read_index(self, folder: Path) -> FileList:
+        """Return the index of a part's folder.
+
+        Raises:
+            DataError: the folder is missing or incomplete.
+        """
+        return read_manifest(folder)
 
     def read(self, number: int) -> Chunk:
         """Return the tokens of a complete part, memory-mapped."""

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from xxhash import xxh3_128_hexdigest
 
-from ..core.errors import DataError, EnvironmentFault, Problem, RecipeError, RunInUse
-from ..core.files import atomic_write, publish
-from ..core.processes import is_locked, lock_file, unlock
+from ..core.errors import DataError, EnvironmentFault, RecipeError
+from ..core.files import publish
 from ..core.text.display import remove_secrets
 from ..sources.configs import DocumentSource, SourceConfig, SourcePart
 from ..tokenizers.tokenizer import Tokenizer
+from .cache import discard_other_inputs, hold_lock, open_or_make, unfinished_folder
 from .manifest import TOKENIZER_FOLDER, read_manifest
 from .part_stores import PartStores
 from .progress import TokenisingProgress, Watch, log_every_ten_seconds
@@ -28,8 +26,6 @@ from .tokenise import Chunk, tokenise
 # Part of the names in the cache: another number makes every source be tokenised again.
 CACHE_VERSION = 1
 DYING_SECONDS = 1.0
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,28 +58,6 @@ class Preparation:
         return [(source, part) for source in self.sources for part in source.parts()]
 
 
-def default_cache() -> Path:
-    """Return the user's cache folder for tokenised sources."""
-    try:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as error:
-        raise EnvironmentFault("this user has no home folder", "set data.cache_dir") from error
-    return base / "trainer" / "tokens"
-
-
-def cache_folder(folder: str) -> Path:
-    """Return the folder of the cache of tokenised sources.
-
-    Args:
-        folder: `data.cache_dir` of the recipe; empty: in the user's cache.
-    """
-    try:
-        return Path(folder).expanduser() if folder else default_cache()
-    except RuntimeError as error:
-        problem = Problem(f"no home folder for {folder!r}", key="data.cache_dir")
-        raise RecipeError([problem]) from error
-
-
 def open_source(source: SourceConfig, tokenizer: Tokenizer, cache: Path) -> TokenStore:
     """Return the documents of a source as tokens, memory-mapped.
 
@@ -114,26 +88,12 @@ def open_or_prepare(source: DocumentSource, tokenizer: Tokenizer, cache: Path) -
     """
     key = f"{CACHE_VERSION} {tokenizer.fingerprint} {source.on_error} {source.fingerprint()}"
     folder = cache / f"{source.name}-{xxh3_128_hexdigest(key.encode())}"
-    if not unfinished_folder(folder).exists():
-        with suppress(DataError):
-            return TokenStore.open(folder, tokenizer)
-    try:
-        lock = cache / f"{folder.name}.lock"
-        if is_locked(lock):
-            log.info("waiting for another process to tokenise %s", folder.name)
-        with _lock(lock, math.inf):
-            with suppress(DataError):
-                store = TokenStore.open(folder, tokenizer)
-                shutil.rmtree(unfinished_folder(folder), ignore_errors=True)
-                return store
-            shutil.rmtree(folder, ignore_errors=True)
-            prepare(Preparation([source], tokenizer), folder, log_every_ten_seconds(source.name))
-    except OSError as error:
-        raise EnvironmentFault(
-            f"cannot write tokens to {cache}: {error.strerror}",
-            "set data.cache_dir to a folder that is writable and has room",
-        ) from error
-    return TokenStore.open(folder, tokenizer)
+    watch = log_every_ten_seconds(source.name)
+    return open_or_make(
+        folder,
+        lambda: TokenStore.open(folder, tokenizer),
+        lambda: prepare(Preparation([source], tokenizer), folder, watch),
+    )
 
 
 def prepare_folder(job: Preparation, folder: Path, watch: Watch) -> bool:
@@ -181,33 +141,12 @@ def _require_same_inputs(job: Preparation, folder: Path) -> None:
         )
 
 
-def unfinished_folder(folder: Path) -> Path:
-    """Return the working folder of a preparation until it is complete."""
-    return folder.parent / f"{folder.name}.unfinished"
-
-
-@contextmanager
-def _lock(file: Path, patience_seconds: float) -> Iterator[None]:
-    """Hold a lock, which worker processes inherit, so that it is held until they end too."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        descriptor = lock_file(file, patience_seconds, inherit=True)
-    except BlockingIOError as error:
-        raise RunInUse(f"{file}: another process makes these tokens") from error
-    try:
-        if not (file.exists() and os.path.samefile(file, descriptor)):  # its holder removed it
-            raise RunInUse(f"{file}: another process made these tokens just now", "try again")
-        yield
-    finally:
-        unlock(descriptor)
-
-
 @contextmanager
 def _lock_target(folder: Path) -> Iterator[None]:
     """Lock a folder against other preparations; at the end, remove work without finished parts."""
     lock, work = folder.parent / f".{folder.name}.lock", unfinished_folder(folder)
     # The workers of a killed preparation hold the lock until they end, shortly after it.
-    with _lock(lock, DYING_SECONDS):
+    with hold_lock(lock, DYING_SECONDS):
         try:
             yield
         finally:
@@ -229,7 +168,7 @@ def prepare(job: Preparation, folder: Path, watch: Watch) -> None:
         OSError: the folder cannot be written.
     """
     work, inputs, parts = unfinished_folder(folder), job.inputs(), job.parts()
-    _discard_other_inputs(work, inputs)
+    discard_other_inputs(work, inputs)
     # The working folder exists now: if it changes the inputs, it lies within a source.
     if job.inputs() != inputs:
         shutil.rmtree(work)
@@ -261,16 +200,6 @@ def prepare(job: Preparation, folder: Path, watch: Watch) -> None:
         )
     publish(work / "store", folder)
     shutil.rmtree(work, ignore_errors=True)
-
-
-def _discard_other_inputs(work: Path, inputs: str) -> None:
-    """Empty the working folder unless it belongs to the same inputs."""
-    plan = work / "inputs"
-    if work.exists() and not (plan.is_file() and plan.read_text(errors="replace") == inputs):
-        log.info("%s is of other documents or settings: starting again", work)
-        shutil.rmtree(work)
-    work.mkdir(parents=True, exist_ok=True)
-    atomic_write(plan, inputs)
 
 
 def _tokenise_parts(

@@ -15,9 +15,9 @@ from ..sources.configs import DocumentSource
 from ..sources.documents import Document, DocumentFault
 from ..tokenizers.configs import tokenizers
 from ..tokenizers.tokenizer import Tokenizer
+from .cache import default_cache
 from .checksums import require_intact
 from .manifest import TOKENIZER_FOLDER, read_manifest
-from .prepare import default_cache
 from .store import TokenStore
 
 PART_TOKENS = 2**24

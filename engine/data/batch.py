@@ -1,16 +1,16 @@
-"""A micro batch of rows, and the bytes of text that its labels stand for."""
+"""A micro batch of samples: the base of every task's batch, and the batch of a language model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from operator import itemgetter
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from ..tokenizers.tokenizer import Tokenizer
+from ...kernels.ragged.lengths import SampleLengths
 
 IGNORED = -100
 """the label of a position that does not count in the loss"""
@@ -18,7 +18,98 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of tokens.
+    """A micro batch; a task derives its own, whose fields are tensors with rows along dimension 0.
+
+    A field that a batch does not need is None. Where rows have unequal lengths and no padding, a
+    field `row_lengths` tells them, and a field with a value for each position is a flat row [1, T].
+    """
+
+    rows_per_sample: ClassVar[int] = 1
+    """rows of each field that belong to one sample, one after the other"""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        rows = self.ragged or next(iter(self.columns().values()))
+        return len(rows) // self.rows_per_sample
+
+    @property
+    def ragged(self) -> SampleLengths | None:
+        """The lengths of rows that stand one after the other; None where rows have one length."""
+        return getattr(self, "row_lengths", None)
+
+    @property
+    def padding(self) -> Tensor | None:
+        """Whether each position is filler, [B, S] bool; None where nothing is, or nothing asks."""
+        return None
+
+    def columns(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: column for name, column in columns.items() if isinstance(column, Tensor)}
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Tensor]) -> Self:
+        """Return the batch of some fields; the inverse of `columns`."""
+        return cls(**columns)
+
+    def to(self, device: torch.device) -> Self:
+        """Copy the batch to a device; to a GPU through pinned memory, without waiting."""
+        if device.type == "cuda":
+            # From pageable memory the host would wait for the copy. torch keeps the pinned memory
+            # until the copy has ended.
+            moved = self._each(lambda column: column.pin_memory().to(device, non_blocking=True))
+        else:
+            moved = self._each(lambda column: column.to(device))
+        return moved._replace_lengths(self.ragged.to(device)) if self.ragged else moved
+
+    def split(self, size: int) -> Iterator[Self]:
+        """Yield views of `size` samples each; the last may have fewer."""
+        if len(self) <= size:
+            yield self
+            return
+        rows = size * self.rows_per_sample
+        for first in range(0, len(self) * self.rows_per_sample, rows):
+            if self.ragged:
+                yield self._slice_ragged(self.ragged, first, rows)
+                continue
+            yield self._each(itemgetter(slice(first, first + rows)))
+
+    def split_sequence(self, take: Callable[[Tensor], Tensor]) -> Self:
+        """Return the part of each sequence that a rank of the context axis computes.
+
+        Args:
+            take: maps whole rows [B, S, ...] to this rank's positions of them.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is not split along sequences")
+
+    def without_padding(self) -> Self:
+        """Return the batch without what only a model with experts reads."""
+        return self
+
+    def _slice_ragged(self, lengths: SampleLengths, first: int, rows: int) -> Self:
+        """Return some of the rows that stand one after the other."""
+        part = lengths.select(first, first + rows)
+        start = lengths.starts[first]
+
+        def take(column: Tensor) -> Tensor:
+            is_flat = column.shape[:2] == (1, lengths.total)
+            return column[:, start : start + part.total] if is_flat else column[first:][:rows]
+
+        return self._each(take)._replace_lengths(part)
+
+    def _replace_lengths(self, lengths: SampleLengths) -> Self:
+        changes: dict[str, Any] = {"row_lengths": lengths}
+        return replace(self, **changes)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        columns: list[Any] = [getattr(self, column.name) for column in fields(self)]
+        changed: Any = [change(x) if isinstance(x, Tensor) else x for x in columns]
+        return type(self)(*changed)
+
+
+@dataclass(frozen=True)
+class TokenBatch(Batch):
+    """Rows of tokens of a language model.
 
     Attributes:
         tokens: [B, S] int64.
@@ -29,6 +120,8 @@ class Batch:
         sources: [B] int64, from which source each row is; None: all are from one.
         padding_mask: [B, S] bool; True at filler, which belongs to no document. A token without a
             label, such as a prompt's, is no filler. None: there is none.
+        row_lengths: tokens of each row, where rows have no padding: tokens, labels and positions
+            are then [1, T], the rows one after the other. None: rows have one length.
     """
 
     tokens: Tensor
@@ -37,36 +130,56 @@ class Batch:
     document_ids: Tensor | None = None
     sources: Tensor | None = None
     padding_mask: Tensor | None = None
+    row_lengths: SampleLengths | None = None
 
-    def to(self, device: torch.device) -> Batch:
-        """Copy the batch to a device; to a GPU through pinned memory, without waiting."""
-        if device.type == "cuda":
-            # From pageable memory the host would wait for the copy. torch keeps the pinned memory
-            # until the copy has ended.
-            return self._each(lambda column: column.pin_memory().to(device, non_blocking=True))
-        return self._each(lambda column: column.to(device))
+    @property
+    def padding(self) -> Tensor | None:
+        """Whether each position is filler."""
+        return self.padding_mask
 
-    def split(self, size: int) -> Iterator[Batch]:
-        """Yield views of `size` rows each; the last may have fewer."""
-        if len(self.tokens) <= size:
-            yield self
-            return
-        for first in range(0, len(self.tokens), size):
-            yield self._each(itemgetter(slice(first, first + size)))
+    def split_sequence(self, take: Callable[[Tensor], Tensor]) -> Self:
+        """Return a rank's positions; document ids and padding stay whole.
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        columns: list[Tensor | None] = [getattr(self, column.name) for column in fields(self)]
-        changed: Any = [None if column is None else change(column) for column in columns]
-        return Batch(*changed)
+        Masks need the document ids of all keys, and token weights the padding of whole rows.
+        """
+        # Numbered before the split: the parts of a rank need not be neighbours.
+        positions = self.positions
+        if positions is None:
+            positions = torch.arange(self.tokens.shape[1]).expand_as(self.tokens)
+        tokens, labels, positions = map(take, (self.tokens, self.labels, positions))
+        return replace(self, tokens=tokens, labels=labels, positions=positions)
+
+    def without_padding(self) -> Self:
+        """Return the batch without the padding mask, which only routers read."""
+        return replace(self, padding_mask=None)
 
 
-def count_label_bytes(batches: Iterable[Batch], tokenizer: Tokenizer) -> int | None:
-    """Return how many bytes of text the labels that count in the loss stand for.
+@dataclass(frozen=True)
+class SampleBatch(Batch):
+    """Samples of any data set, by field.
 
-    None if the tokenizer has no table of them, `token_bytes`.
+    Attributes:
+        fields: name -> a tensor with one row a sample, [B, ...].
+        is_valid: [B] bool; False for a sample that only fills up the last batch of a validation.
+            None: all samples are valid.
+        sources: [B] int64, from which source each sample is; None: all are from one.
     """
-    table = getattr(tokenizer, "token_bytes", None)  # plugins may lack it
-    if table is None:
-        return None
-    labels = (batch.labels.numpy() for batch in batches)
-    return sum(int(table[row[row != IGNORED]].sum()) for row in labels)
+
+    fields: Mapping[str, Tensor]
+    is_valid: Tensor | None = None
+    sources: Tensor | None = None
+
+    def columns(self) -> dict[str, Tensor]:
+        """Return all fields by name."""
+        extra = {"is_valid": self.is_valid, "sources": self.sources}
+        return {**self.fields, **{k: v for k, v in extra.items() if v is not None}}
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Tensor]) -> Self:
+        """Return the batch of some fields; the inverse of `columns`."""
+        fields = dict(columns)
+        is_valid, sources = fields.pop("is_valid", None), fields.pop("sources", None)
+        return cls(fields, is_valid, sources)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        return self.from_columns({name: change(value) for name, value in self.columns().items()})

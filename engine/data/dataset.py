@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.errors import DataError
+from ..corpus.cache import cache_folder
 from ..corpus.checksums import ALONE, Share, require_intact
-from ..corpus.prepare import cache_folder, open_source
+from ..corpus.prepare import open_source
 from ..corpus.store import TokenStore
 from ..sources.configs import DocumentSource, SourceConfig
 from ..tokenizers.tokenizer import Tokenizer
 from .order import TrainingOrder, ValidationOrder, source_key
 from .packing import PACKINGS, Packed
-from .samples import Samples, TrainingSamples
+from .samples import NumberedSamples, Samples, TrainingSamples
 from .stream import Stream, stream_producer
 from .tables import Data
 
@@ -31,8 +32,8 @@ class OpenedData:
         notes: sentences for the user.
     """
 
-    train: TrainingSamples
-    validation: Samples | None
+    train: NumberedSamples
+    validation: NumberedSamples | None
     fingerprint: dict[str, Any]
     notes: list[str]
 

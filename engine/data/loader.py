@@ -8,10 +8,9 @@ from itertools import count
 import numpy as np
 
 from ..core import faults
-from .batch import IGNORED, Batch
+from .batch import Batch
 from .order import Indices
-from .packing import PackedRows
-from .samples import Samples
+from .samples import NumberedSamples, Rows
 from .tables import Data
 from .workers import prefetch_steps
 
@@ -32,7 +31,7 @@ class Loader:
 
     def __init__(
         self,
-        samples: Samples,
+        samples: NumberedSamples,
         table: Data,
         rank: int,
         ranks: int,
@@ -52,7 +51,7 @@ class Loader:
         Raises:
             DataError: a token is outside the vocabulary, or a worker process failed.
         """
-        steps: Iterator[PackedRows]
+        steps: Iterator[Rows]
         if self.table.workers:
             timeout_seconds = self.table.worker_timeout_seconds
             steps = prefetch_steps(self.step, first_step, self.table.workers, timeout_seconds)
@@ -61,7 +60,7 @@ class Loader:
         for rows in steps:
             yield [self.take(batch) for batch in rows.to_batch().split(self.micro_batch)]
 
-    def step(self, step: int) -> PackedRows:
+    def step(self, step: int) -> Rows:
         """Return this rank's rows of one optimizer step."""
         # The step is the loader's whole position: a resumed run needs no other state of it.
         first = step * self.table.global_batch
@@ -86,21 +85,23 @@ def samples_of_rank(share: int, micro_batch: int, rank: int, ranks: int) -> Indi
 
 
 def iterate_validation(
-    samples: Samples, table: Data, steps: int, rank: int, ranks: int
+    samples: NumberedSamples, table: Data, steps: int, rank: int, ranks: int
 ) -> Iterator[Batch]:
     """Yield a rank's micro batches of the first `steps` global batches of the validation split.
 
-    Nothing is read twice. Every rank gets as many batches of the same size; where rows have run
-    out, labels are all -100 and all tokens are padding.
+    With 0 steps it is all of the split.
+
+    Nothing counts twice. Every rank gets as many batches of the same size; where rows have run out,
+    a batch repeats the last one, which is left out of all counts.
     """
     size = min(table.micro_batch, table.global_batch // ranks)
-    total = min(steps * table.global_batch, samples.rows_per_epoch)
+    total = samples.rows_per_epoch
+    if steps:
+        total = min(steps * table.global_batch, total)
     for number in range(-(-total // (size * ranks))):
         # A rank without rows repeats the last one, without labels: the forward pass has collectives
         # that need every rank.
         mine = np.arange(size) + (number * ranks + rank) * size
         rows = samples.gather(np.minimum(mine, total - 1))
-        rows.labels[mine >= total] = IGNORED
-        if rows.padding_mask is not None:
-            rows.padding_mask[mine >= total] = True
+        rows.ignore(mine >= total)
         yield rows.to_batch()

@@ -6,7 +6,6 @@ Rows are gathered from the memory-mapped tokens by number, many in one call.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -14,13 +13,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ...kernels.ragged.lengths import SampleLengths
 from ..corpus.store import TokenStore
-from .batch import IGNORED, Batch
+from .batch import IGNORED, TokenBatch
+from .best_fit import best_fit_decreasing
 from .order import Indices
 
 
 class PackedRows(NamedTuple):
-    """A batch as arrays; see `Batch`."""
+    """A batch as arrays; see `TokenBatch`.
+
+    Where rows have `lengths`, they stand one after the other in flat arrays [T], and only `lengths`
+    and `sources` have one number a row.
+    """
 
     tokens: Indices
     labels: Indices
@@ -28,11 +33,49 @@ class PackedRows(NamedTuple):
     document_ids: NDArray[np.int32] | None = None
     sources: Indices | None = None
     padding_mask: NDArray[np.bool_] | None = None
+    lengths: Indices | None = None
 
-    def to_batch(self) -> Batch:
+    def to_batch(self) -> TokenBatch:
         """Return tensors that share the arrays' memory."""
-        columns: Any = (None if column is None else torch.from_numpy(column) for column in self)
-        return Batch(*columns)
+        *arrays, lengths = self
+        columns: Any = [None if column is None else torch.from_numpy(column) for column in arrays]
+        if lengths is None:
+            return TokenBatch(*columns)
+        tokens, labels, positions, _, sources, _ = columns
+        tokens, labels, positions = (x.unsqueeze(0) for x in (tokens, labels, positions))
+        return TokenBatch(
+            tokens, labels, positions, sources=sources, row_lengths=SampleLengths(lengths.tolist())
+        )
+
+    def select(self, rows: Indices) -> PackedRows:
+        """Return the rows at these places, [B]."""
+        places, by_row = rows, ("sources", "lengths")
+        if self.lengths is not None:
+            starts = np.cumsum(self.lengths) - self.lengths
+            places, _ = _concatenate_ranges(starts[rows], self.lengths[rows])
+        columns: dict[str, Any] = {
+            name: column[rows if name in by_row else places]
+            for name, column in self._asdict().items()
+            if column is not None
+        }
+        return PackedRows(**columns)
+
+    def largest_tokens(self) -> Indices:
+        """Return the largest token or label of each row, [B]."""
+        largest: Indices = np.maximum(self.tokens, self.labels)
+        if self.lengths is None:
+            largest = largest.max(axis=1)
+        else:
+            largest = np.maximum.reduceat(largest, np.cumsum(self.lengths) - self.lengths)
+        return largest
+
+    def ignore(self, where: NDArray[np.bool_]) -> None:
+        """Leave rows out of every count: their labels are -100, and all tokens are padding."""
+        if self.lengths is not None:
+            where = np.repeat(where, self.lengths)
+        self.labels[where] = IGNORED
+        if self.padding_mask is not None:
+            self.padding_mask[where] = True
 
     @classmethod
     def concatenate(cls, parts: Iterable[PackedRows]) -> PackedRows:
@@ -160,6 +203,25 @@ class PaddedRows:
         return PackedRows(tokens, labels, padding_mask=padding)
 
 
+class RaggedRows:
+    """One slice of a document a row, without padding: flat arrays, and the length of each row."""
+
+    def __init__(self, store: TokenStore, start: int, stop: int, seq_len: int) -> None:
+        self.slices = slice_documents(store, start, stop, seq_len)
+        self.num_rows = len(self.slices.starts)
+        self.store = store
+
+    def gather(self, rows: Indices) -> PackedRows:
+        """Return the rows of these numbers, [B]."""
+        lengths = self.slices.lengths[rows]
+        index, positions = _concatenate_ranges(self.slices.starts[rows], lengths)
+        # The token after a slice is its last label, so that no index is past the store's end.
+        tokens, labels = (self.store.tokens[i].astype(np.int64) for i in (index, index + 1))
+        if self.store.loss_mask is not None:
+            np.copyto(labels, IGNORED, where=~self.store.loss_mask[index + 1])
+        return PackedRows(tokens, labels, positions, lengths=lengths)
+
+
 class DocumentRows:
     """Rows of whole slices, with little padding; attention and loss stay inside a slice."""
 
@@ -219,72 +281,9 @@ def _concatenate_ranges(starts: Indices, lengths: Indices) -> tuple[Indices, Ind
     return flat + np.repeat(starts - begins, lengths), flat - np.repeat(begins, lengths)
 
 
-def best_fit_decreasing(lengths: Indices, capacity: int) -> tuple[Indices, int]:
-    """Place pieces in rows, the longest first, each where it leaves the least room.
-
-    Rows with equal room are interchangeable, so all pieces of one length are placed together; the
-    time grows with the number of distinct lengths rather than of pieces.
-    Source: Ding et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv:2404.10830.
-
-    Args:
-        lengths: [P], each 1..capacity.
-        capacity: tokens a row.
-
-    Returns:
-        the row of each piece, [P], and the number of rows. Rows are numbered by their first piece.
-    """
-    row = np.empty(len(lengths), dtype=np.int64)
-    waiting = np.argsort(-lengths, kind="stable")
-    rows_by_room: dict[int, list[Indices]] = {}
-    rooms: list[int] = []
-
-    def put_back(room: int, rows: Indices) -> None:
-        if room and rows.size:
-            if room not in rows_by_room:
-                insort(rooms, room)
-                rows_by_room[room] = []
-            rows_by_room[room].append(rows)
-
-    opened = 0
-    sizes, counts = np.unique(lengths, return_counts=True)
-    for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        same, waiting = waiting[:count], waiting[count:]
-        while same.size:
-            tightest = bisect_left(rooms, size)
-            if tightest < len(rooms):
-                room = rooms[tightest]
-                rows = rows_by_room[room].pop()
-                if not rows_by_room[room]:
-                    del rows_by_room[room], rooms[tightest]
-            else:
-                room = capacity
-                # As many as the pieces of this length fill, rounded up.
-                rows = np.arange(opened, opened - (-len(same) // (capacity // size)))
-                opened += len(rows)
-            per_row = room // size
-            full, rest = divmod(min(len(same), len(rows) * per_row), per_row)
-            used = full + (rest > 0)
-            placed = full * per_row + rest
-            row[same[:placed]] = np.repeat(rows[:used], per_row)[:placed]
-            same = same[placed:]
-            # Full rows, at most one that is partly filled, and those that were not needed.
-            put_back(room - per_row * size, rows[:full])
-            put_back(room - rest * size, rows[full:used])
-            put_back(room, rows[used:])
-    return _number_by_first_piece(row, opened), opened
-
-
-def _number_by_first_piece(row: Indices, num_rows: int) -> Indices:
-    """Renumber rows so that, unshuffled, they follow the order of the documents."""
-    first = np.empty(num_rows, dtype=np.int64)
-    first[row[::-1]] = np.arange(len(row))[::-1]
-    number = np.empty(num_rows, dtype=np.int64)
-    number[np.argsort(first)] = np.arange(num_rows)
-    return number[row]
-
-
 PACKINGS: dict[str, Any] = {
     "concat": ConcatRows,
     "documents": DocumentRows,
     "none": PaddedRows,
+    "ragged": RaggedRows,
 }

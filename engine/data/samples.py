@@ -1,15 +1,17 @@
-"""The samples of a run by number: which source, which row, and their tokens."""
+"""The samples of a run by number: which source and which row, and their tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..core.errors import DataError
-from .batch import Batch
+from .batch import Batch, TokenBatch
 from .order import Indices, TrainingOrder, ValidationOrder
 from .packing import Packed, PackedRows
 from .stream import Stream
@@ -19,8 +21,115 @@ from .stream import Stream
 LOCATE_AHEAD = 4096
 
 
-class Samples:
-    """A run's samples, numbered from 0.
+class Rows(Protocol):
+    """Samples as arrays, before they become a batch."""
+
+    def to_batch(self) -> Batch:
+        """Return a batch of tensors that share the arrays' memory."""
+
+    def ignore(self, where: NDArray[np.bool_]) -> None:
+        """Leave samples out of every count: they only give the batch its size.
+
+        Args:
+            where: [B]; True for the samples to leave out.
+        """
+
+
+class RowSource(Protocol):
+    """A source whose rows are samples."""
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows."""
+
+
+class NumberedSamples:
+    """A run's samples, numbered from 0; a subclass reads the rows of the sources.
+
+    Args:
+        sources: the sources.
+        order: maps the number of a sample to its source and row.
+        labels: the label of each source in metrics.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[RowSource],
+        order: TrainingOrder | ValidationOrder,
+        labels: Sequence[str] = (),
+    ) -> None:
+        self.order = order
+        self.labels = labels
+        self.rows_per_epoch = sum(source.num_rows for source in sources)
+        self._located_from = 0
+        self._located = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+
+    @property
+    def separate_labels(self) -> Sequence[str]:
+        """The labels of the sources whose losses are logged apart; none if there is one source."""
+        return self.labels if len(self.labels) > 1 else ()
+
+    def each_once(self) -> Self:
+        """Return the same samples, each once and in the order of its source, for a validation."""
+        ordered = copy(self)
+        weights = self.order.counts if isinstance(self.order, TrainingOrder) else self.order.weights
+        ordered.order = ValidationOrder([int(count) for count in self.order.rows], list(weights))
+        ordered._located = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+        return ordered
+
+    def ensure(self, first: int, stop: int) -> None:
+        """Make samples `first` to `stop - 1` ready; those before are not needed any more."""
+
+    def gather(self, samples: Indices) -> Rows:
+        """Return the samples of these numbers, [B], ascending.
+
+        Raises:
+            DataError: a sample cannot be read.
+        """
+        raise NotImplementedError
+
+    def batch(self, first: int, count: int) -> Batch:
+        """Return samples `first` to `first + count - 1`."""
+        self.ensure(first, first + count)
+        return self.gather(np.arange(first, first + count)).to_batch()
+
+    def describe(self, first: int, count: int) -> dict[str, dict[str, list[int]]]:
+        """Return the origin of samples: for each source the numbers of samples, epochs and rows.
+
+        A row is counted within its source, in the order of the source's documents; in a stream
+        within the order in which it is read.
+        """
+        assert isinstance(self.order, TrainingOrder), "a validation has no epochs"
+        samples = np.arange(first, first + count)
+        source, epoch, _ = self.order.locate_epochs(samples)
+        columns = {"samples": samples, "epochs": epoch, "rows": self.order.locate(samples)[1]}
+        return {
+            self.labels[which]: {
+                key: column[source == which].tolist() for key, column in columns.items()
+            }
+            for which in np.unique(source)
+        }
+
+    def state(self, sample: int) -> dict[str, Any]:
+        """Return what is needed to resume at a sample, beside its number; JSON."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Resume where `state` was taken."""
+
+    def _locate(self, samples: Indices) -> tuple[Indices, Indices]:
+        """Return the source and row of each sample; some thousands are computed at a time."""
+        first, last = int(samples[0]), int(samples[-1])
+        known = self._located_from
+        if not (known <= first and last < known + len(self._located[0])):
+            ahead = np.arange(first, last + 1 + LOCATE_AHEAD)
+            self._located = self.order.locate(ahead)
+            self._located_from = known = first
+        return self._located[0][samples - known], self._located[1][samples - known]
+
+
+class Samples(NumberedSamples):
+    """The samples of a language model: rows of tokens.
 
     Args:
         sources: the packed sources.
@@ -36,23 +145,11 @@ class Samples:
         vocab_size: int,
         labels: Sequence[str] = (),
     ) -> None:
+        super().__init__(sources, order, labels)
         self.sources = sources
-        self.order = order
         self.vocab_size = vocab_size
-        self.labels = labels
-        self.rows_per_epoch = sum(source.num_rows for source in sources)
-        self._located_from = 0
-        self._located = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
 
-    @property
-    def separate_labels(self) -> Sequence[str]:
-        """The labels of the sources whose losses are logged apart; none if there is one source."""
-        return self.labels if len(self.labels) > 1 else ()
-
-    def ensure(self, first: int, stop: int) -> None:
-        """Make samples `first` to `stop - 1` ready; those before are not needed any more."""
-
-    def batch(self, first: int, count: int) -> Batch:
+    def batch(self, first: int, count: int) -> TokenBatch:
         """Return samples `first` to `first + count - 1`."""
         self.ensure(first, first + count)
         return self.gather(np.arange(first, first + count)).to_batch()
@@ -69,22 +166,12 @@ class Samples:
         self._check_vocabulary(rows, source)
         return rows._replace(sources=source) if self.separate_labels else rows
 
-    def _locate(self, samples: Indices) -> tuple[Indices, Indices]:
-        """Return the source and row of each sample; some thousands are computed at a time."""
-        first, last = int(samples[0]), int(samples[-1])
-        known = self._located_from
-        if not (known <= first and last < known + len(self._located[0])):
-            ahead = np.arange(first, last + 1 + LOCATE_AHEAD)
-            self._located = self.order.locate(ahead)
-            self._located_from = known = first
-        return self._located[0][samples - known], self._located[1][samples - known]
-
     def _check_vocabulary(self, rows: PackedRows, source: Indices) -> None:
         # Checked here: on a GPU a token out of range is a device-side assertion that names no file.
         # The maxima of all rows are cheap; which row it was is looked up only if there is one.
         largest = max(rows.tokens.max(), rows.labels.max())
         if largest >= self.vocab_size:
-            outside = np.maximum(rows.tokens, rows.labels).max(axis=1) >= self.vocab_size
+            outside = rows.largest_tokens() >= self.vocab_size
             store = self.sources[source[outside][0]].store
             raise DataError(
                 f"{store.place}: holds token {largest}; "
@@ -101,8 +188,7 @@ class Samples:
             self.sources[index].gather(group) for index, group in zip(which, groups, strict=True)
         )
         # The inverse of the permutation `order`.
-        rank = np.argsort(order)
-        return PackedRows._make(None if column is None else column[rank] for column in rows)
+        return rows.select(np.argsort(order))
 
 
 class TrainingSamples(Samples):
@@ -125,22 +211,6 @@ class TrainingSamples(Samples):
             begins, ends = self.order.count_rows(first), self.order.count_rows(stop)
             for index, stream in self.streams.items():
                 stream.ensure(int(begins[index]), int(ends[index]))
-
-    def describe(self, first: int, count: int) -> dict[str, dict[str, list[int]]]:
-        """Return the origin of samples: for each source the numbers of samples, epochs and rows.
-
-        A row is counted within its source, in the order of the source's documents; in a stream
-        within the order in which it is read.
-        """
-        samples = np.arange(first, first + count)
-        source, epoch, _ = self.order.locate_epochs(samples)
-        columns = {"samples": samples, "epochs": epoch, "rows": self.order.locate(samples)[1]}
-        return {
-            self.labels[which]: {
-                key: column[source == which].tolist() for key, column in columns.items()
-            }
-            for which in np.unique(source)
-        }
 
     def state(self, sample: int) -> dict[str, Any]:
         """Return what the streams need to resume at a sample that is ready; JSON."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..core.config import Count, LocalPath, Table
+from ..core.config import Count, CountOrZero, LocalPath, Table
 from ..core.registry import Named
 from ..sources import configs
 
@@ -20,9 +20,16 @@ class Data(Table):
     """sequences an optimizer step, over all ranks"""
     micro_batch: Annotated[int, Field(ge=1, le=2**31)] = 8
     """sequences a forward pass, on each data rank; the rest becomes accumulation"""
-    packing: Literal["concat", "documents", "none"] = "concat"
+    packing: Literal["concat", "documents", "none", "ragged"] = "concat"
     """"concat": the token stream cut into rows; "documents": rows of whole documents, attention and
-    loss masked at their borders; "none": one document a row, padded"""
+    loss masked at their borders; "none": one document a row, padded; "ragged": the same without
+    padding, rows of unequal lengths one after the other"""
+    on_long: Literal["error", "truncate", "drop"] = "error"
+    """a sample of more than `seq_len` tokens: "error" names file and line; "truncate" cuts it,
+    "drop" leaves it out, and both count them; language modelling cuts documents into rows"""
+    pad_to: CountOrZero = 0
+    """samples of a step are padded to the longest of them, rounded up to a multiple of this; 0: to
+    `seq_len`, so that all steps have one shape; language modelling fills its rows"""
     shuffle: bool = True
     """visit the rows in a random order, another one each epoch"""
     workers: Annotated[int, Field(ge=0, le=256)] = 0

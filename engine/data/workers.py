@@ -16,7 +16,7 @@ import torch
 
 from ..core.errors import DataError
 from ..core.processes import die_with_parent
-from .packing import PackedRows
+from .samples import Rows
 
 POLL_SECONDS = 1.0
 
@@ -24,13 +24,13 @@ POLL_SECONDS = 1.0
 class StepDataset:
     """Rows by step, for a worker; an error is returned instead of being raised."""
 
-    def __init__(self, read: Callable[[int], PackedRows]) -> None:
+    def __init__(self, read: Callable[[int], Rows]) -> None:
         self.read = read
 
     def __len__(self) -> int:
         return sys.maxsize
 
-    def __getitem__(self, step: int) -> PackedRows | str:
+    def __getitem__(self, step: int) -> Rows | str:
         try:
             return self.read(step)
         except Exception as error:  # whatever it is, it must reach the training process
@@ -38,8 +38,8 @@ class StepDataset:
 
 
 def prefetch_steps(
-    read: Callable[[int], PackedRows], first_step: int, workers: int, timeout_seconds: float
-) -> Iterator[PackedRows]:
+    read: Callable[[int], Rows], first_step: int, workers: int, timeout_seconds: float
+) -> Iterator[Rows]:
     """Yield `read(step)` for each step from `first_step` on, computed by worker processes.
 
     Worker `i` reads every `workers`-th step; the order is that of the steps.
@@ -89,12 +89,12 @@ def prefetch_steps(
         atexit.unregister(end)
 
 
-def _next(batches: Iterator[Any], timeout_seconds: float, step: int, worker: int) -> PackedRows:
+def _next(batches: Iterator[Any], timeout_seconds: float, step: int, worker: int) -> Rows:
     """Return the next batch, waiting in short turns so that a dead worker is noticed soon."""
     started, who = time.monotonic(), f"step {step}: data worker {worker}"
     while True:
         try:
-            batch: PackedRows | str = next(batches)
+            batch: Rows | str = next(batches)
             break
         except RuntimeError as error:
             waited = time.monotonic() - started

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from warnings import catch_warnings
 
@@ -12,7 +12,7 @@ import torch
 from torch._dynamo.utils import counters, graph_break_reasons
 
 from ...kernels.cross_entropy import op as compiled_loss
-from ..estimate.simulate.build import empty_batches, rows_of, simulate_rank
+from ..estimate.simulate.build import empty_batches, samples_of, simulate_rank
 from ..estimate.simulate.torch_internals import replace_attribute
 from ..recipe.schema import Recipe
 
@@ -66,16 +66,16 @@ def trace(recipe: Recipe, ranks: int, vocab_size: int) -> list[Traced]:
     recipe = recipe.model_copy(
         update={"compile": recipe.compile.model_copy(update={"enabled": True})}
     )
-    tracer = _Tracer(recipe.model.layout.blocks)
+    tracer = _Tracer(recipe.model.layout.blocks or "model")
     counters.clear()
     with (
         tracer.watching(),
         simulate_rank(recipe, ranks - 1, ranks, vocab_size, compiles=True) as (_, step, plan),
     ):
-        _, rows = rows_of(recipe.data, step)
+        _, size = samples_of(recipe.data, step)
         for length in _lengths(recipe, 2 * plan.degrees.sequence):
             data = recipe.data.model_copy(update={"seq_len": length})
-            (batch,) = empty_batches(data, rows, rows)
+            (batch,) = empty_batches(replace(step.task, data=data), size, size)
             step.accumulate([plan.take(batch, step.parallel_model.model)], lr_factor=1.0)
             step.clear()
             if step.parallel_model.pipeline:  # whose stages know one length

@@ -165,7 +165,7 @@
     }
 
     lines(group, one) {
-      const colour = `c${one.run % 8}${one.dashed ? " dashed" : ""}`, xs = one.x[state.axis];
+      const colour = `c${one.colour}${one.dashed ? " dashed" : ""}`, xs = one.x[state.axis];
       const path = (values, kind) => {
         let d = "", pen = "M", points = 0;
         values.forEach((y, i) => {
@@ -182,7 +182,7 @@
       if (smooth) path(smoothed(one.mean.length ? one.mean : one.y), "");
       xs.forEach((x, i) => {
         if (one.y[i] === null)
-          group.append(element("text", { class: `odd c${one.run % 8}`, x: this.across(x).toFixed(1), y: top + 2 }, "×"));
+          group.append(element("text", { class: `odd c${one.colour}`, x: this.across(x).toFixed(1), y: top + 2 }, "×"));
         else if (points <= 60 && (one.dashed || points === 1))
           group.append(element("circle", { class: `dot ${colour}`, cx: this.across(x).toFixed(1), cy: this.down(one.y[i]).toFixed(1), r: 2.5 }));
       });
@@ -238,7 +238,7 @@
       for (const near of this.nearest(x)) {
         const y = near.y === null ? NaN : this.down(near.y);
         if (y >= 0 && y <= this.height - bottom && near.x >= this.x[0] && near.x <= this.x[1])
-          this.over.append(element("circle", { class: `dot c${near.one.run % 8}`, cx: this.across(near.x), cy: y, r: 3.5 }));
+          this.over.append(element("circle", { class: `dot c${near.one.colour}`, cx: this.across(near.x), cy: y, r: 3.5 }));
       }
     }
 
@@ -249,8 +249,8 @@
       for (const near of found) {
         const row = table.insertRow();
         const swatch = element("svg", { class: "swatch", viewBox: "0 0 18 10" });
-        swatch.append(element("path", { class: `line c${near.one.run % 8}${near.one.dashed ? " dashed" : ""}`, d: "M1 5H17" }));
-        row.insertCell().append(swatch, runs[near.one.run] + (mixed ? (near.one.dashed ? ", validation" : ", training") : ""));
+        swatch.append(element("path", { class: `line c${near.one.colour}${near.one.dashed ? " dashed" : ""}`, d: "M1 5H17" }));
+        row.insertCell().append(swatch, runs[near.one.run] + (near.one.label && ` ${near.one.label}`) + (mixed ? (near.one.dashed ? ", validation" : ", training") : ""));
         row.insertCell().textContent = near.y === null ? "not finite" : short(near.y, 5) + (this.data.unit && ` ${this.data.unit}`);
         row.insertCell().textContent = place(near.x, 3);
       }

@@ -28,6 +28,8 @@ MAX_CONFIG_BYTES = 2**20
 TEXT = "language_model."
 """prefix of the language model's tensors in a checkpoint that has a vision tower too"""
 
+OLD_BODY = "transformer."
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -67,7 +69,15 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
     """
     found = _unpacked(_list_files(folder))
     words = {name.removeprefix(TEXT): each for name, each in found.items() if name.startswith(TEXT)}
-    return words or found
+    return {plain_name(name): each for name, each in (words or found).items()}
+
+
+def plain_name(name: str) -> str:
+    """Return a tensor's name with the body under `model`, as most of transformers' classes have it.
+
+    Question answering of some families has it under `transformer`, as older versions had.
+    """
+    return f"model.{name.removeprefix(OLD_BODY)}" if name.startswith(OLD_BODY) else name
 
 
 def _unpacked(found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
-from ...model_zoo.language_model import LanguageModel
 from ...model_zoo.layout import is_adapter
 from ..checkpoint.box import contiguous_box
 from ..checkpoint.tensors import BLOCK_BYTES, TensorRows, row_bytes, row_count
 from ..core.errors import CheckpointError
 from ..core.text.display import list_problems
-from .hf_folder import CONFIG, list_tensors, read_config
+from ..core.text.selection import NameSelection
+from .hf_folder import CONFIG, StoredTensor, list_tensors, read_config
 from .hf_match import compare_tied_weights, match
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def load_huggingface(folder: Path, model: LanguageModel, config: ModelConfig) -> list[str]:
+def load_huggingface(
+    folder: Path,
+    model: Model,
+    config: ModelConfig,
+    *,
+    fresh_head: bool = False,
+    selection: NameSelection | None = None,
+) -> list[str]:
     """Fill a model's weights in place from a Hugging Face folder, cast to the model's dtypes.
 
     LoRA adapters keep their values. Of a DTensor parameter a rank reads only its own shard, if the
@@ -34,6 +42,10 @@ def load_huggingface(folder: Path, model: LanguageModel, config: ModelConfig) ->
             `config.json` if the model has one.
         model: the model, with storage for its parameters.
         config: the config that the model was built from.
+        fresh_head: whether the folder may lack the layer of a task's head, which then stays as it
+            is.
+        selection: the weights that stay as they are, by our names, and tensors of the folder that
+            have other names than Hugging Face's.
 
     Returns:
         Sentences that the user should read.
@@ -57,20 +69,47 @@ def load_huggingface(folder: Path, model: LanguageModel, config: ModelConfig) ->
     }
     # The folder holds the tensors of all pipeline stages: without the names of the other stages,
     # `match` would report their tensors as unexpected.
-    found = match(stored, shapes | elsewhere, config, settings)
+    shapes |= elsewhere
+    if selection is not None:
+        stored, settings = _select(stored, settings, shapes, config, selection)
+        shapes = {name: shape for name, shape in shapes.items() if not selection.excludes(name)}
+    found = match(stored, shapes, config, settings, fresh_head=fresh_head)
     if not found.problems:
-        found.problems = compare_tied_weights(stored, found, config.layout)
+        found.problems = compare_tied_weights(stored, found, config)
         found.hint = "give it two with model.tie_embeddings = false"
     if found.problems:
         text = list_problems(f"{folder} does not fit the model:", found.problems)
         raise CheckpointError(text, found.hint)
     if settings is None:
         found.notes.append(f"{folder} has no {CONFIG}: only names and shapes were compared")
-    rows = found.rows({name: shapes[name] for name in parameters}, stored)
+    rows = found.rows({name: shapes[name] for name in parameters if name in shapes}, stored)
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            fill_parameter(parameter, rows[name])
+        for name, tensor in rows.items():
+            fill_parameter(parameters[name], tensor)
     return found.notes
+
+
+def _select(
+    stored: dict[str, StoredTensor],
+    settings: dict[str, Any] | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    config: ModelConfig,
+    selection: NameSelection,
+) -> tuple[dict[str, StoredTensor], dict[str, Any] | None]:
+    """Return the tensors of a folder that are read, by Hugging Face's names, and the settings.
+
+    Raises:
+        RecipeError: a pattern of the selection matches nothing.
+    """
+    selection.require_used(shapes, stored)
+    stored = {selection.rename(name): tensor for name, tensor in stored.items()}
+    left = set(filter(selection.excludes, [*stored, *shapes]))
+    for name in left & shapes.keys():
+        left |= {part.name for part in config.layout.hf_parts(name, shapes[name], stored)}
+    if settings and left & shapes.keys():
+        # Without embedding and head the vocabulary may be another one; shapes are compared anyway.
+        settings = {key: value for key, value in settings.items() if key != "vocab_size"}
+    return {name: tensor for name, tensor in stored.items() if name not in left}, settings
 
 
 def fill_parameter(parameter: Tensor, stored: TensorRows) -> None:

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...model_zoo.config import ModelConfig, find_mismatches, find_unsupported, flatten_settings
-from ...model_zoo.config import quote as text
+from ...model_zoo.heads import is_head_layer, read_head
 from ...model_zoo.layout import Layout, Part
+from ...model_zoo.sizes import SettingsError
+from ...model_zoo.sizes import quote as text
 from ..checkpoint.tensors import DTYPES, TensorRows, differs
 from ..core.errors import nearest
 from ..core.text.display import MAX_SHOWN, quote_name
@@ -65,6 +67,8 @@ def match(
     config: ModelConfig,
     settings: Mapping[str, Any] | None,
     place: str = "the folder",
+    *,
+    fresh_head: bool = False,
 ) -> Match:
     """Compare stored tensors and config.json with the parameters of a model.
 
@@ -74,6 +78,7 @@ def match(
         config: the config of the model.
         settings: the content of config.json; None if there is no such file.
         place: the name of the tensors' location in messages.
+        fresh_head: whether the layer of a task's head may be missing: it keeps its values then.
     """
     layout, match = config.layout, Match()
     if not layout.hf_names:
@@ -82,6 +87,10 @@ def match(
     if settings is not None:
         match.problems, match.hint = _compare_settings(settings, config)
     embed, head = _tied_names(layout)
+    layer = [name for name in shapes if is_head_layer(name)]
+    if fresh_head and layer and not any(layout.to_hf(name) in stored for name in layer):
+        match.notes.append(f"{place} holds no {', '.join(layer)}: new ones are trained")
+        shapes = {name: shape for name, shape in shapes.items() if name not in layer}
     # Without config.json's word, a missing projection is taken for a tied one.
     tied_there = (settings or {}).get("tie_word_embeddings", True)
     for name, shape in shapes.items():
@@ -95,6 +104,10 @@ def match(
         match.sources[name] = parts
     passed_over = (COMPUTED, *layout.hf_copies)
     extra = {head, *(name for name in stored if name.endswith(passed_over))}
+    for name, shape in config.replaced_parameters.items():
+        extra |= {part.name for part in layout.hf_parts(name, shape, stored)}
+    if replaced := config.replaced_prefixes:
+        extra |= {name for name in stored if (layout.from_hf(name) or "").startswith(replaced)}
     found = {name: tensor.shape for name, tensor in stored.items()}
     names = {part.ours: part.name for part in match.parts}
     wanted = {part.ours: part.shape for part in match.parts}
@@ -166,14 +179,28 @@ def _compare_settings(settings: Mapping[str, Any], config: ModelConfig) -> tuple
         for key, ours in layout.hf_keys.items()
         if there.get(key) is not None and there[key] != here.get(key)
     ]
-    problems = not_done + [
+    problems = not_done + _compare_labels(settings, config)
+    problems += [
         f"model.{ours} is {'not set' if own is None else text(own)}, {CONFIG} says {text(value)}"
         for ours, own, value in differing
     ]
-    if not_done or not differing:
+    if len(problems) > len(differing) or not differing:
         return problems or find_mismatches(settings, config), ""
     wanted = ", ".join(f"{ours} = {text(value)}" for ours, _, value in differing)
     return problems, f"set in [model]: {wanted}"
+
+
+def _compare_labels(settings: Mapping[str, Any], config: ModelConfig) -> list[str]:
+    """Return a sentence if both have names for the outputs of one head, and they differ."""
+    try:
+        there, here = read_head(settings), config.task_head
+    except SettingsError as error:
+        return error.problems
+    if here is None or there is None or here.kind != there.kind:
+        return []
+    if not (here.labels and there.labels) or here.labels == there.labels:
+        return []
+    return [f"the labels are {text(here.labels)}, {CONFIG} says {text(there.labels)}"]
 
 
 def _tied_names(layout: Layout) -> tuple[str, str]:
@@ -184,15 +211,15 @@ def _tied_names(layout: Layout) -> tuple[str, str]:
 
 
 def compare_tied_weights(
-    stored: Mapping[str, StoredTensor], match: Match, layout: Layout
+    stored: Mapping[str, StoredTensor], match: Match, config: ModelConfig
 ) -> list[str]:
     """Check that a stored output projection equals the embedding if the model ties the two.
 
     Returns:
         One sentence if the two stored weights differ, else nothing.
     """
-    embed, head = _tied_names(layout)
-    if head not in stored or any(part.name == head for part in match.parts):
+    embed, head = _tied_names(config.layout)
+    if not config.is_tied or head not in stored or any(p.name == head for p in match.parts):
         return []
     one, other = stored[embed], stored[head]
     dtype = DTYPES.get(other.dtype)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...model_zoo.language_model import KVCache, LanguageModel
 from ..core.errors import RecipeError
 from ..tokenizers.tokenizer import Tokenizer
+from .inputs import require_generation
 from .open import OpenedModel
 
 PREFILL_TOKENS = 512
@@ -52,8 +53,10 @@ def generate(
         The new text of each prompt.
 
     Raises:
-        RecipeError: a prompt is longer than the model's context, and `truncate` is False.
+        RecipeError: the model generates no text; or a prompt is longer than the model's context,
+            and `truncate` is False.
     """
+    require_generation(opened.recipe.model)
     tokenizer, longest = opened.tokenizer, getattr(opened.recipe.model, "max_seq_len", None)
     rows = [tokenizer.encode(prompt).tolist() for prompt in prompts]
     if longest is not None and (most := max(map(len, rows))) > longest:

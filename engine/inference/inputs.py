@@ -1,33 +1,22 @@
-"""Finds the model and the texts that a command names, before torch is imported."""
+"""Finds the texts that a command names, before torch is imported."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
-from ...model_zoo.config import SettingsError, read_sizes
-from ..checkpoint.find import candidates, find_checkpoint
-from ..checkpoint.manifest import Manifest
-from ..core.errors import CheckpointError, RecipeError, nearest
-from ..core.plugin_modules import require_plugins
-from ..core.registry import models
+from ...model_zoo.config import ModelConfig
+from ..core.errors import RecipeError, nearest
 from ..core.text.tree import Origin, Tree
-from ..formats.hf_folder import read_config
-from ..recipe.changes import load_saved_recipe
 from ..recipe.layers import apply_override
 from ..recipe.messages import problems_of
 from ..recipe.schema import Recipe
 from ..sources.configs import SourceConfig, sources
 from ..sources.files import infer_source
-
-FOREIGN_SEQ_LEN = 2048
-"""tokens a row for a Hugging Face folder, which does not say how long its training rows were"""
+from ..tasks.tables import TaskConfig
 
 
 class Weights(StrEnum):
@@ -45,69 +34,11 @@ class Dtype(StrEnum):
     FP16 = "fp16"
 
 
-@dataclass(frozen=True)
-class FoundModel:
-    """A model on disk that has not been read yet.
+class OnLong(StrEnum):
+    """What happens to a record of more tokens than fit."""
 
-    Attributes:
-        path: the checkpoint or the Hugging Face folder.
-        recipe: the checkpoint's recipe; for a Hugging Face folder only `model` and `tokenizer` are
-            known, and the rest are defaults.
-        manifest: the checkpoint's manifest; None for a Hugging Face folder.
-    """
-
-    path: Path
-    recipe: Recipe
-    manifest: Manifest | None
-
-
-def find_model(path: str | Path, plugins: Sequence[str] = ()) -> FoundModel:
-    """Find the model at a path.
-
-    Args:
-        path: a checkpoint, a run directory, whose newest intact checkpoint is taken, or a Hugging
-            Face folder.
-        plugins: modules to import first. The plugins that a checkpoint names are not imported on
-            its word: a checkpoint never runs code.
-
-    Raises:
-        CheckpointError: there is no model, it is damaged, or it needs a plugin.
-        RecipeError: a plugin cannot be imported.
-    """
-    path = Path(path)
-    require_plugins(plugins)
-    settings = None if not path.is_dir() or candidates(path) else read_config(path)
-    if settings is not None:
-        return FoundModel(path, _recipe_for_settings(path, settings), None)
-    found = find_checkpoint(path)
-    return FoundModel(found.path, load_saved_recipe(found.path, found.manifest), found.manifest)
-
-
-def _recipe_for_settings(folder: Path, settings: dict[str, Any]) -> Recipe:
-    """Return a recipe with the model that config.json of a Hugging Face folder describes."""
-    types = {
-        model_type: models[name]
-        for name in models
-        for model_type in models[name].layout.hf_possible.get("model_type", ())
-    }
-    model_type = str(settings.get("model_type"))
-    if model_type not in types:
-        raise CheckpointError(
-            f'{folder} is of a model of type "{model_type[:80]}"; known: {", ".join(types)}',
-            nearest(model_type, types),
-        )
-    try:
-        sizes = read_sizes(settings, types[model_type])
-        recipe = Recipe.model_validate(
-            {"model": sizes, "tokenizer": {"name": "hf", "path": str(folder)}}
-        )
-    except (SettingsError, ValidationError) as error:
-        raise CheckpointError(
-            f"{folder}: config.json does not describe a model: {error}"
-        ) from error
-    longest = getattr(recipe.model, "max_seq_len", FOREIGN_SEQ_LEN)
-    data = recipe.data.model_copy(update={"seq_len": min(longest, FOREIGN_SEQ_LEN)})
-    return recipe.model_copy(update={"data": data})
+    ERROR = "error"
+    TRUNCATE = "truncate"
 
 
 def find_source(name: str, settings: Sequence[str]) -> SourceConfig:
@@ -131,6 +62,53 @@ def find_source(name: str, settings: Sequence[str]) -> SourceConfig:
         raise RecipeError(problems_of(error, tree)) from None
 
 
-def find_texts(path: str) -> SourceConfig:
-    """Return the source that reads a file, a folder or a glob, chosen by file names."""
-    return find_source(infer_source(path), [f"path={json.dumps(path)}"])
+def find_texts(path: str, settings: Sequence[str] = ()) -> SourceConfig:
+    """Return the source that reads a file, a folder or a glob, chosen by file names.
+
+    Args:
+        path: the file, folder or glob.
+        settings: `key=value` for the other keys of the source.
+    """
+    return find_source(infer_source(path), [f"path={json.dumps(path)}", *settings])
+
+
+def find_data(
+    paths: Sequence[str], source: str, settings: Sequence[str]
+) -> list[tuple[str, SourceConfig]]:
+    """Return the sources that a command names, each with its name in messages.
+
+    Args:
+        paths: files, folders and globs.
+        source: the name of a source; empty: there is none.
+        settings: `key=value` of the source, or of the sources of the paths.
+
+    Raises:
+        RecipeError: no source has this name, or a key or value is invalid.
+    """
+    if settings and not source and not paths:
+        raise RecipeError("--set without --data or --source", "name the source whose key it is")
+    found = [(path, find_texts(path, () if source else settings)) for path in paths]
+    return [*found, (source, find_source(source, settings))] if source else found
+
+
+def require_generation(model: ModelConfig, task: TaskConfig | None = None) -> None:
+    """Refuse a model that does not predict the next token from those before it.
+
+    Args:
+        model: the config of the model.
+        task: what it was trained for; None: some language model's task.
+
+    Raises:
+        RecipeError: it generates no text; the hint names what to use instead.
+    """
+    head = getattr(model, "task_head", None)
+    if task is not None and not task.needs_language_model:
+        reason = f'"{model.name}" is no language model'
+    elif head is not None:
+        reason = f"the model has a head for {head.kind}"
+    elif getattr(model, "attention", "causal") == "bidirectional":
+        reason = "the model's attention is bidirectional"
+    else:
+        return
+    hint = "`trainer infer` writes the predictions of its task"
+    raise RecipeError(f"{reason}: it generates no text", hint)

@@ -3,64 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..core.errors import DataError, RecipeError
-from ..corpus.prepare import default_cache, open_source
-from ..data.batch import IGNORED
+from ..corpus.cache import default_cache
+from ..corpus.prepare import open_source
+from ..data.batch import IGNORED, Batch, TokenBatch
 from ..data.dataset import open_data
 from ..data.loader import iterate_validation
 from ..sources.configs import DocumentSource, SourceConfig
 from ..sources.documents import DocumentFault
+from ..tasks.language_modeling.next_token import perplexity
 from ..tokenizers.byte_tokenizer import count_text_bytes
 from ..tokenizers.tokenizer import MaskedDocument, Tokenizer
-from ..train.evaluate import perplexity
-from .inputs import find_texts
 from .open import OpenedModel
-from .score import ScoredWindow, score_batch, score_windows, windows
-
-
-def evaluate(
-    opened: OpenedModel,
-    data: str | Path | None = None,
-    *,
-    seq_len: int | None = None,
-    stride: int | None = None,
-    batch_size: int = 8,
-    limit: int = 0,
-) -> dict[str, Any]:
-    """Return loss, perplexity and bits per byte, as `trainer evaluate --json` prints them.
-
-    Args:
-        opened: the result of `open_model`.
-        data: a file, folder or glob of text, .jsonl or .parquet; None is the validation split.
-        seq_len: tokens a row of `data`; None takes that of training.
-        stride: tokens scored by each row of a long document; None is all of them.
-        batch_size: rows computed together.
-        limit: the number of documents or rows to score; 0 is all.
-
-    Raises:
-        RecipeError: there is no validation split, or the stride is longer than a row.
-        DataError: the data cannot be read.
-    """
-    if data is None:
-        return measure_validation(opened, batch_size=batch_size, limit=limit).summary()
-    return measure_source(
-        opened,
-        find_texts(str(data)),
-        name=str(data),
-        seq_len=seq_len,
-        stride=stride,
-        batch_size=batch_size,
-        limit=limit,
-    ).summary()
+from .score import ScoredWindow, score_batches, score_windows, windows
 
 
 @dataclass
@@ -211,21 +174,25 @@ def measure_validation(opened: OpenedModel, *, batch_size: int = 8, limit: int =
             "name texts with --data or --source, or --tasks",
         )
     recipe = opened.recipe
-    split = open_data(recipe.data, opened.tokenizer, recipe.run.seed).validation
+    table = recipe.data
+    if table.packing == "ragged":  # the same rows, each with a place of its own for its scores
+        table = table.model_copy(update={"packing": "none"})
+    split = open_data(table, opened.tokenizer, recipe.run.seed).validation
     if split is None:
         raise DataError(
             "the recipe holds nothing out for validation", "name texts with --data or --source"
         )
     count = min(limit or split.rows_per_epoch, split.rows_per_epoch)
     batch_size = min(batch_size, count)
-    table = recipe.data.model_copy(update={"micro_batch": batch_size, "global_batch": batch_size})
+    table = table.model_copy(update={"micro_batch": batch_size, "global_batch": batch_size})
     names = split.separate_labels or ("",)
     sources = [Measured(f"validation split, {name}") for name in names]
     left, ids = count, [np.empty(0, np.int64)] * len(sources)
-    for batch in iterate_validation(split, table, -(-count // batch_size), 0, 1):
-        batch.labels[left:] = IGNORED
+    batches = iterate_validation(split, table, -(-count // batch_size), 0, 1)
+    scored = score_batches(opened.model, _leave_out(batches, count))
+    for batch, scores in scored:
         which = [0] * len(batch.labels) if batch.sources is None else batch.sources.tolist()
-        rows = zip(which, batch.labels, score_batch(opened.model, batch), strict=True)
+        rows = zip(which, batch.labels, scores, strict=True)
         for source, labels, score in islice(rows, left):
             sources[source].nll += score.nll
             sources[source].tokens += score.num_tokens
@@ -240,6 +207,15 @@ def measure_validation(opened: OpenedModel, *, batch_size: int = 8, limit: int =
     for source, rest in enumerate(ids):
         sources[source].count_tokens(opened.tokenizer, rest.tolist())
     return _add_sources("validation split", sources)
+
+
+def _leave_out(batches: Iterable[Batch], count: int) -> Iterator[tuple[TokenBatch, TokenBatch]]:
+    """Yield each batch twice, without the labels of rows after the first `count`."""
+    for batch in batches:
+        assert isinstance(batch, TokenBatch), "language modelling has no others"
+        batch.labels[max(count, 0) :] = IGNORED
+        count -= len(batch.labels)
+        yield batch, batch
 
 
 def _add_sources(name: str, sources: list[Measured]) -> Measured:

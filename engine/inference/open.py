@@ -5,31 +5,52 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import Tensor
 
 from ...model_zoo.language_model import KVCache, LanguageModel
-from ..assemble.build import build_model
+from ..assemble.build import BuiltModel, build_model, build_task
+from ..assemble.found_model import FoundModel, find_model
+from ..assemble.frozen import open_frozen
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.reader import load_state
 from ..checkpoint.state import model_state
 from ..core.errors import CheckpointError, RecipeError
+from ..data.tables import Data
 from ..formats.hf_load import load_huggingface
 from ..launch.environment import World
 from ..launch.group import pick_device
 from ..lora.adapter_weights import merge_adapters
+from ..parallel.axis import ParallelModel
 from ..parallel.materialize import materialize
 from ..parallel.pipeline.pipeline import Pipeline
-from ..parallel.plan import make_plan
+from ..parallel.plan import Plan, make_plan
 from ..parallel.tables import Compile, Memory, Parallel
 from ..precision.tables import MX, Float8
 from ..recipe.schema import Recipe
+from ..tasks.frozen import FrozenModel, base_alone
+from ..tasks.task import Task
 from ..tokenizers.tokenizer import Tokenizer
-from .inputs import Dtype, FoundModel, Weights, find_model
+from .inputs import Dtype, Weights
 
 TIMEOUT_SECONDS = 600.0
 """process-group timeout of ranks that generate together"""
+
+
+@dataclass(frozen=True)
+class OpenedParts:
+    """What a task needs of a model beside the model itself.
+
+    Attributes:
+        built: the model's config and kernels.
+        parallel_model: the model, divided over the ranks.
+        plan: how ranks share it.
+    """
+
+    built: BuiltModel
+    parallel_model: ParallelModel
+    plan: Plan
 
 
 @dataclass(frozen=True)
@@ -43,6 +64,7 @@ class OpenedModel:
         step: the step of the checkpoint; None for a Hugging Face folder.
         recipe: the checkpoint's recipe; for a Hugging Face folder only `model` and `tokenizer` are
             known, and the rest are defaults.
+        parts: what the recipe's task needs; None for a model that stages share.
     """
 
     model: LanguageModel
@@ -50,6 +72,30 @@ class OpenedModel:
     path: Path
     step: int | None
     recipe: Recipe
+    parts: OpenedParts | None = None
+
+    @property
+    def data(self) -> Data:
+        """The recipe's `[data]`, with rows that are padded instead of ragged."""
+        table = self.recipe.data
+        return table.model_copy(update={"packing": "none"}) if table.packing == "ragged" else table
+
+    def build_task(self, *, with_frozen: bool = True) -> tuple[OpenedParts, Task[Any]]:
+        """Return the parts of the model, and the task of the recipe for it.
+
+        Args:
+            with_frozen: open the frozen model that the loss needs; predictions need none.
+        """
+        assert self.parts is not None, "stages share the model"
+        parts, recipe, frozen = self.parts, self.recipe, None
+        recipe = recipe.model_copy(update={"data": self.data})
+        config, device = parts.built.config, parts.plan.device
+        if with_frozen:
+            frozen, _ = open_frozen(recipe, self.tokenizer, device, parts.plan, [])
+            if frozen is None and learns_from_base(recipe):
+                frozen = FrozenModel(parts.parallel_model, config, base_alone)
+        task = build_task(recipe, parts.built.kernels, config, self.tokenizer, (), frozen)
+        return parts, task
 
 
 def open_model(
@@ -87,8 +133,18 @@ def open_found(
     weights: Weights | Literal["model", "ema"] = Weights.MODEL,
     dtype: Dtype | Literal["fp32", "bf16", "fp16"] | None = None,
     world: World | None = None,
+    is_sharded: bool = False,
 ) -> OpenedModel:
-    """Read a model that `find_model` found; see `open_model`."""
+    """Read a model that `find_model` found; see `open_model`.
+
+    Args:
+        found: the model on disk.
+        weights: see `open_model`.
+        dtype: see `open_model`.
+        world: see `open_model`.
+        is_sharded: on several ranks, each holds a shard of every weight (FSDP) and computes rows of
+            its own; otherwise blocks are divided.
+    """
     world, manifest = world or World(), found.manifest
     recipe = found.recipe
     if dtype is not None:
@@ -107,29 +163,40 @@ def open_found(
         raise CheckpointError(
             f"{found.path} holds no averaged weights", "train with [ema] decay, such as 0.999"
         )
-    device, split, plan = pick_device(world), recipe, None
-    if world.world_size > 1:
-        split = _split_into_stages(recipe, world.world_size)
-        plan = make_plan(split.parallel, world.rank, world.world_size, device)
-    built = build_model(split, tokenizer.vocab_size, device, plan)
-    model = built.model
+    device, ranks = pick_device(world), world.world_size
+    split = recipe
+    if ranks > 1:
+        parallel = Parallel(shard=ranks) if is_sharded else _divide_blocks(recipe, ranks)
+        split = _replace_plan(recipe, parallel)
+    plan = make_plan(split.parallel if ranks > 1 else Parallel(), world.rank, ranks, device)
+    built = build_model(split, tokenizer.vocab_size, device, plan if ranks > 1 else None)
+    model = cast("LanguageModel", built.model)
     materialize(model, device, seed=0, fill=False)
     if manifest is None:
         load_huggingface(found.path, model, recipe.model)
     else:
         _load_native(found.path, manifest, model, average=average)
-    merge_adapters(model)
-    # Cast once here, or the forward pass would cast the weights again for every token.
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(model.compute_dtype)
+    holds_shards = ranks > 1 and is_sharded
+    if not holds_shards:
+        if not learns_from_base(recipe):
+            merge_adapters(model)
+        # Cast once here, or the forward pass would cast the weights again for every token. FSDP
+        # casts what it gathers, and autocast casts for each operation.
+        for parameter in () if model.autocasts else model.parameters():
+            parameter.data = parameter.data.to(model.compute_dtype)
     model.eval()
-    if plan is not None:
-        compute = model.compute_dtype
-        ready = plan.parallelize(model, built.pieces, compute, seq_len=1, micro_batches=1)
-        assert ready.pipeline is not None, "the plan has stages"
-        model = PipelinedModel(model, ready.pipeline, built.config.vocab).eval()
-    step = manifest.step if manifest else None
-    return OpenedModel(model, tokenizer, found.path, step, recipe)
+    compute, step = model.compute_dtype, manifest.step if manifest else None
+    ready = plan.parallelize(model, built.pieces, compute, seq_len=1, micro_batches=1)
+    if ready.pipeline is not None:
+        pipelined = PipelinedModel(model, ready.pipeline, built.config.vocab).eval()
+        return OpenedModel(pipelined, tokenizer, found.path, step, recipe)
+    parts = OpenedParts(built, ready, plan)
+    return OpenedModel(model, tokenizer, found.path, step, recipe, parts)
+
+
+def learns_from_base(recipe: Recipe) -> bool:
+    """Return whether the loss needs the model without its adapters, which stay apart then."""
+    return bool(recipe.lora.rank) and recipe.task.frozen_model(recipe.loss) == ""
 
 
 def _averaged(manifest: Manifest) -> list[str]:
@@ -147,18 +214,23 @@ def _load_native(path: Path, manifest: Manifest, model: LanguageModel, *, averag
         load_state(path, manifest, averages, None, model.remote_state)
 
 
-def _split_into_stages(recipe: Recipe, ranks: int) -> Recipe:
-    """Return a recipe with one pipeline stage a rank, and without settings that only train."""
+def _divide_blocks(recipe: Recipe, ranks: int) -> Parallel:
+    """Return a plan with one pipeline stage a rank."""
     blocks = getattr(recipe.model, "n_layers", 0)
     if not recipe.model.layout.pipeline or blocks < ranks:
         raise RecipeError(
             f'{ranks} ranks cannot share the {blocks} blocks of "{recipe.model.name}"',
             f"take at most {blocks}" if recipe.model.layout.pipeline else "take one process",
         )
+    return Parallel(pipeline=ranks, shard=1)
+
+
+def _replace_plan(recipe: Recipe, parallel: Parallel) -> Recipe:
+    """Return a recipe with another plan, and without settings that only train."""
     precision = recipe.precision.model_copy(update={"float8": Float8(), "mx": MX()})
     return recipe.model_copy(
         update={
-            "parallel": Parallel(pipeline=ranks, shard=1),
+            "parallel": parallel,
             "memory": Memory(),
             "compile": Compile(),
             "precision": precision,

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ...model_zoo.language_model import LanguageModel
-from ..data.batch import IGNORED, Batch
+from ..data.batch import IGNORED, TokenBatch
+from ..tasks.language_modeling.token_scores import TokenScores
 
-MAX_LOGITS = 2**24
 SORTED_BATCHES = 32
+T = TypeVar("T")
 
 
 class ScoredWindow(NamedTuple):
@@ -76,39 +76,8 @@ class Score(NamedTuple):
     """whether every label was the likeliest token"""
 
 
-class TokenScores:
-    """A loss function for `LanguageModel.forward` that stores the loss of each label.
-
-    Attributes:
-        nll: negative log-probability of each label, [T] in fp32; 0 for ignored labels.
-        is_greedy: whether each label was the likeliest token, [T]; True for ignored labels.
-    """
-
-    nll: Tensor
-    is_greedy: Tensor
-
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss summed over the labels that are not ignored.
-
-        Args:
-            hidden: hidden states, [T, D].
-            weight: the output projection, [V, D].
-            labels: the next token of each position, [T], or `IGNORED`.
-        """
-        places = torch.nonzero(labels != IGNORED).squeeze(1)
-        self.nll = torch.zeros(len(labels), device=labels.device)
-        self.is_greedy = torch.ones_like(labels, dtype=torch.bool)
-        weight = weight.to(hidden.dtype)
-        # A few rows at a time: all logits, [T, V] in fp32, may not fit in memory.
-        for some in torch.split(places, max(1, MAX_LOGITS // len(weight))):
-            logits, wanted = F.linear(hidden[some], weight).float(), labels[some]
-            self.nll[some] = F.cross_entropy(logits, wanted, reduction="none")
-            self.is_greedy[some] = logits.argmax(-1) == wanted
-        return self.nll.sum()
-
-
 @torch.inference_mode()
-def score_batch(model: LanguageModel, batch: Batch) -> list[Score]:
+def score_batch(model: LanguageModel, batch: TokenBatch) -> list[Score]:
     """Run the model on a batch and return the score of each row."""
     batch = batch.to(next(model.parameters()).device)
     scores = TokenScores()
@@ -121,10 +90,38 @@ def score_batch(model: LanguageModel, batch: Batch) -> list[Score]:
         **({"padding_mask": batch.padding_mask} if model.takes_padding else {}),
     )
     shape = batch.labels.shape
+    assert scores.nll is not None, "the model called it"
     nll = scores.nll.view(shape).double().sum(1).tolist()
     count = (batch.labels != IGNORED).sum(1).tolist()
     greedy = scores.is_greedy.view(shape).all(1).tolist()
     return [Score(*each) for each in zip(nll, count, greedy, strict=True)]
+
+
+def score_batches(
+    model: LanguageModel, batches: Iterable[tuple[T, TokenBatch]]
+) -> Iterator[tuple[T, list[Score]]]:
+    """Yield what comes with each batch, and the scores of its rows.
+
+    Ranks that share a sharded model call it with the same batches. Each scores some of them, and
+    all get all scores, those that one process computes.
+    """
+    if not dist.is_initialized():
+        for key, batch in batches:
+            yield key, score_batch(model, batch)
+        return
+    waiting, rank = iter(batches), dist.get_rank()
+    while some := list(islice(waiting, dist.get_world_size())):
+        # A rank without a batch of its own computes too: the forward pass has collectives.
+        mine = score_batch(model, some[min(rank, len(some) - 1)][1])
+        for (key, _), scores in zip(some, gather_objects(mine), strict=False):
+            yield key, scores
+
+
+def gather_objects(mine: T) -> list[T]:
+    """Return the objects of all ranks, in the order of ranks."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
 
 
 def score_windows(
@@ -134,15 +131,20 @@ def score_windows(
 
     Rows are sorted by length within groups of `SORTED_BATCHES` batches, which saves padding.
     """
-    waiting = iter(rows)
-    while some := list(islice(waiting, batch_size * SORTED_BATCHES)):
-        some.sort(key=lambda row: -len(row.inputs))
-        for first in range(0, len(some), batch_size):
-            batch = some[first : first + batch_size]
-            yield from zip(batch, score_batch(model, _pad_rows(batch)), strict=True)
+
+    def batches() -> Iterator[tuple[Sequence[ScoredWindow], TokenBatch]]:
+        waiting = iter(rows)
+        while some := list(islice(waiting, batch_size * SORTED_BATCHES)):
+            some.sort(key=lambda row: -len(row.inputs))
+            for first in range(0, len(some), batch_size):
+                batch = some[first : first + batch_size]
+                yield batch, _pad_rows(batch)
+
+    for batch, scores in score_batches(model, batches()):
+        yield from zip(batch, scores, strict=True)
 
 
-def _pad_rows(rows: Sequence[ScoredWindow]) -> Batch:
+def _pad_rows(rows: Sequence[ScoredWindow]) -> TokenBatch:
     """Pad rows at the right to a batch; causal attention keeps tokens from seeing the padding."""
     shape = len(rows), max(len(row.inputs) for row in rows)
     tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED)
@@ -152,4 +154,4 @@ def _pad_rows(rows: Sequence[ScoredWindow]) -> Batch:
         tokens[number, : len(row.inputs)] = row.inputs
         labels[number, : len(row.labels)] = row.labels
     padding = torch.from_numpy(padding_mask)
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), padding_mask=padding)
+    return TokenBatch(torch.from_numpy(tokens), torch.from_numpy(labels), padding_mask=padding)

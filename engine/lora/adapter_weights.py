@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
-from ...model_zoo.language_model import LanguageModel
 from ...model_zoo.layers.dense import AdaptedLinear, Linear
 from ...model_zoo.layout import DOWN, UP, is_adapter
 from ..checkpoint.tensors import InMemoryTensor
@@ -119,7 +119,7 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
 """The values that adapter_config.json may have; with others PEFT computes something else."""
 
 
-def load_adapter(folder: Path, model: LanguageModel, config: ModelConfig, table: LoRA) -> str:
+def load_adapter(folder: Path, model: Model, config: ModelConfig, table: LoRA) -> str:
     """Fill a model's adapters from a PEFT folder; return a line for the user that names it.
 
     Each rank of a sharded model reads its own part, without communication.

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ...model_zoo.language_model import Constant, LanguageModel, Normal
+from torch import nn
+
+from ...model_zoo.base import Constant, Model, Normal
+from ...model_zoo.heads import is_head_layer
 from ...model_zoo.layers.dense import AdaptedLinear, Linear
 from ...model_zoo.layout import Layout, is_adapter
 from ..core.errors import Problem, RecipeError, nearest
@@ -19,7 +23,7 @@ if TYPE_CHECKING:
 Rule = Normal | Constant
 
 
-def add_adapters(model: LanguageModel, layout: Layout, table: LoRA) -> str:
+def add_adapters(model: Model, layout: Layout, table: LoRA) -> str:
     """Freeze a model and give the projections that the patterns name an adapter, in place.
 
     Names of weights stay as they are. Call it before weights have memory, and before modules are
@@ -38,11 +42,14 @@ def add_adapters(model: LanguageModel, layout: Layout, table: LoRA) -> str:
         if isinstance(module, Linear)
     }
     chosen = _choose(table.targets, [f"{path}.weight" for path in projections], model)
-    # Both before adapters are added: these are not counted as frozen, and stay trainable.
-    total = sum(weight.numel() for weight in model.parameters())
-    model.requires_grad_(False)
     rules: dict[str, Rule] = {}
-    trained = 0
+    trained = total = 0
+    # Before adapters are added: these are not counted as frozen, and stay trainable.
+    for name, weight in model.named_parameters():
+        # The layer of a task's head is new, or of another task: it is trained beside adapters.
+        is_head = is_head_layer(name)
+        weight.requires_grad_(is_head)
+        trained, total = trained + is_head * weight.numel(), total + (not is_head) * weight.numel()
     for path, projection in projections.items():
         if f"{path}.weight" in chosen:
             adapted = AdaptedLinear(projection, table.rank, table.alpha)
@@ -57,7 +64,21 @@ def add_adapters(model: LanguageModel, layout: Layout, table: LoRA) -> str:
     )
 
 
-def require_adapters(model: LanguageModel, layout: Layout, cut: StageSplit) -> None:
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Let a model compute with its frozen weights alone, as it did before it was adapted."""
+    adapted = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
+    scales = [module.scale for module in adapted]
+    for module in adapted:
+        module.scale = 0.0
+    try:
+        yield
+    finally:
+        for module, scale in zip(adapted, scales, strict=True):
+            module.scale = scale
+
+
+def require_adapters(model: Model, layout: Layout, cut: StageSplit) -> None:
     """Check that each rank of a pipeline has something to train.
 
     Args:
@@ -85,7 +106,7 @@ def _initial_values(rules: Mapping[str, Rule], others: Callable[[str], Rule], na
     return rules[name] if name in rules else others(name)
 
 
-def _choose(patterns: list[str], names: list[str], model: LanguageModel) -> set[str]:
+def _choose(patterns: list[str], names: list[str], model: Model) -> set[str]:
     """Return the names that at least one of the patterns matches."""
     chosen: set[str] = set()
     problems = []

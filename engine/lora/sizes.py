@@ -11,8 +11,8 @@ from ...model_zoo.layout import DOWN, UP, Layout, is_adapter
 from ..core.text.expressions import match_names
 
 if TYPE_CHECKING:
+    from ...model_zoo.base import Model
     from ...model_zoo.config import ModelConfig
-    from ...model_zoo.language_model import LanguageModel
     from .tables import LoRA
 
 
@@ -32,7 +32,7 @@ def with_adapters(
     return found
 
 
-def flops_per_token(model: LanguageModel, config: ModelConfig, seq_len: int) -> float:
+def flops_per_token(model: Model, config: ModelConfig, seq_len: int) -> float:
     """Return the FLOPs per token of one training step, forward and backward.
 
     Without adapters this is the model's own count. With adapters, an element of a frozen weight has
@@ -41,7 +41,7 @@ def flops_per_token(model: LanguageModel, config: ModelConfig, seq_len: int) -> 
     counted in full, although the gradient of its input is not needed.
     """
     whole, weights = config.flops_per_token(seq_len), config.flops_per_token(0)
-    adapters, others = _multiplying(model, config.layout)
+    adapters, others = _multiplying(model, config.layout) if config.layout.blocks else ([], [])
     if not any(adapters):
         return whole
     forward_only = next(number for number, count in enumerate(adapters) if count)
@@ -54,7 +54,7 @@ def flops_per_token(model: LanguageModel, config: ModelConfig, seq_len: int) -> 
     return whole - saved + 6.0 * sum(adapters)
 
 
-def _multiplying(model: LanguageModel, layout: Layout) -> tuple[list[int], list[int]]:
+def _multiplying(model: Model, layout: Layout) -> tuple[list[int], list[int]]:
     """Return the number of elements of the adapters, and of the projections, of each block."""
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     counts: dict[int, list[int]] = defaultdict(lambda: [0, 0])

@@ -23,6 +23,8 @@ LARGEST_STEP = 2**53
 EVENTS_FILE = "events.jsonl"
 MAX_EVENTS_BYTES = 2**26
 """bytes of events.jsonl that are read"""
+VALIDATION = "validation"
+"""the `split` of evaluations of the validation split; rows of older versions have none"""
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 

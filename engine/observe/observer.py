@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..core.errors import EnvironmentFault, TrainerError
 from .metrics import MetricsLog
+from .numbers import Number, to_floats
 from .phases import Phase, no_phase
 from .progress import Progress
+from .results import Results
 from .tables import Metrics, TensorBoard, Tracker, TrackerConfig
 from .throughput import Throughput
 
@@ -24,21 +23,11 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 
-class Mean(NamedTuple):
-    """A mean of some numbers, which a row leaves out if there are none."""
-
-    total: Tensor
-    number: Tensor
-
-
-Number = Tensor | float | Mean
-
-
 class Observer:
     """Records and shows steps and evaluations on rank 0; does nothing on others.
 
-    Rows are written at step 1, at each multiple of the interval and at the last step, so that
-    resumed and uninterrupted runs have the same rows.
+    Rows are written at step 1, at each multiple of the interval, where a monitor is due, and at the
+    last step, so that resumed and uninterrupted runs have the same rows.
 
     Args:
         table: the recipe's `[metrics]`.
@@ -46,7 +35,7 @@ class Observer:
         rank: number of this rank.
         total_steps: number of optimizer steps of the run.
         progress: the screen.
-        throughput: counts time and tokens.
+        throughput: counts time and units of the task.
         memory: returns the peak memory in bytes without waiting for the device.
         phases: times the phases of a step.
         profiler: the profiler of this rank, if its steps are profiled.
@@ -78,14 +67,15 @@ class Observer:
         self._compare_ranks = compare_ranks
         self._phases = phases
         self._log: MetricsLog | None = None
+        self._results: Results | None = None
         self._trackers: list[Tracker] = []
 
-    def start(self, step: int, tokens: int, *, is_evaluated: bool = True) -> None:
+    def start(self, step: int, count: int, *, is_evaluated: bool = True) -> None:
         """Begin at a position of the run; rows of later steps are dropped.
 
         Args:
             step: finished optimizer steps.
-            tokens: tokens trained on.
+            count: units of the task, such as tokens, trained on.
             is_evaluated: whether the evaluation after `step` was done.
 
         Raises:
@@ -95,7 +85,7 @@ class Observer:
         if self._profiler:
             with self._contain_profiler_errors():
                 self._profiler.begin(step)
-        self._throughput.start(step, tokens)
+        self._throughput.start(step, count)
 
     def _start(self, step: int, is_evaluated: bool) -> None:
         if not self._records:
@@ -104,6 +94,7 @@ class Observer:
         if self._log is None:
             self._log = MetricsLog(self._directory.metrics, step)
         self._log.rewind(step, is_evaluated=is_evaluated)
+        self._results = Results(self._directory.path, step)
         configs = list(self._table.trackers)
         if self._table.tensorboard and all(c.name != "tensorboard" for c in configs):
             # `metrics.tensorboard` is short for this tracker; a recipe that lists it too gets one.
@@ -127,24 +118,28 @@ class Observer:
 
     def is_due(self, step: int) -> bool:
         """Return whether a row is written at `step`."""
-        return step in (1, self._total_steps) or step % self._table.interval == 0
+        intervals = [self._table.interval, *(each.interval for each in self._table.monitors)]
+        return step in (1, self._total_steps) or any(step % interval == 0 for interval in intervals)
 
-    def on_step(self, step: int, values: Mapping[str, Number], tokens: Number) -> None:
+    def on_step(self, step: int, values: Mapping[str, Number], count: Number, batches: int) -> None:
         """Observe a finished optimizer step.
 
         Args:
             step: number of the step, counted from 1.
             values: metrics of the step, the same on all ranks; only needed if `is_due`.
-            tokens: tokens trained on so far, over all ranks and attempts.
+            count: units of the task trained on so far, over all ranks and attempts.
+            batches: global batches that were read so far.
         """
         with self._phases("logging"):
-            self._observe(step, values, tokens)
+            self._observe(step, values, count, batches)
         if self._profiler:
             # The last profiled step writes the trace, which takes seconds and is no part of a step.
             with self._throughput.exclude_time(), self._contain_profiler_errors():
                 self._profiler.end_step()
 
-    def _observe(self, step: int, values: Mapping[str, Number], tokens: Number) -> None:
+    def _observe(
+        self, step: int, values: Mapping[str, Number], count: Number, batches: int
+    ) -> None:
         if not self.is_due(step):
             self._progress.advance(step)
             return
@@ -152,16 +147,30 @@ class Observer:
         ranks = self._compare_ranks(step)
         if self._log is None:
             return
-        numbers = to_floats({**values, "tokens": tokens})  # waits for the device, then:
-        numbers["tokens"] = total = int(numbers["tokens"])
+        numbers = to_floats({**values, "count": count})  # waits for the device, then:
+        total = int(numbers.pop("count"))
+        counted = self._throughput.name_counts(total, batches)
         rates = self._throughput.read(step, total)
-        row = {"kind": "train", "step": step, **numbers, **vars(rates), **ranks}
+        row = {"kind": "train", "step": step, **numbers, **counted, **rates, **ranks}
         self._record({**row, "memory_bytes": self._memory()})
 
-    def on_evaluation(self, step: int, values: Mapping[str, Number]) -> None:
-        """Record an evaluation after `step` steps, whose `values` have a `loss`."""
+    def on_evaluation(self, step: int, values: Mapping[str, Number], split: str) -> None:
+        """Record the numbers of a split after `step` steps, which have a `loss`."""
         if self._log is not None:
-            self._record({"kind": "eval", "step": step, **to_floats(values)})
+            self._record({"kind": "eval", "step": step, "split": split, **to_floats(values)})
+
+    def on_best(
+        self, step: int, values: Mapping[str, Number], best: Mapping[str, str | float | None]
+    ) -> None:
+        """Write results.json after an evaluation.
+
+        Args:
+            step: number of finished steps.
+            values: the numbers of the evaluation.
+            best: `metric`, `direction`, `score` and `step` of the best evaluation so far.
+        """
+        if self._results is not None:
+            self._results.record(step, to_floats(values), best)
 
     def exclude_time(self) -> AbstractContextManager[None]:
         """Leave the time of the context out of step times and rates."""
@@ -235,28 +244,3 @@ class Observer:
             except Exception as error:
                 self._warn(f"{type(tracker).__name__} could not be closed: {error}")
         self._trackers = []
-
-
-def to_floats(values: Mapping[str, Number]) -> dict[str, float]:
-    """Return scalar tensors, numbers and means as floats, with one copy from the device.
-
-    A mean of no numbers is left out.
-    """
-    tensors = {
-        (name, part): tensor
-        for name, value in values.items()
-        for part, tensor in enumerate(value if isinstance(value, Mean) else [value])
-        if isinstance(tensor, Tensor)
-    }
-    numbers: dict[tuple[str, int], float] = {}
-    if tensors:
-        # Exact: fp32 and counts up to 2**53 fit in fp64.
-        stacked = torch.stack([value.detach().double() for value in tensors.values()])
-        numbers = dict(zip(tensors, stacked.tolist(), strict=True))
-    floats = {}
-    for name, value in values.items():
-        if not isinstance(value, Mean):
-            floats[name] = numbers[name, 0] if isinstance(value, Tensor) else value
-        elif count := numbers[name, 1]:
-            floats[name] = numbers[name, 0] / count
-    return floats

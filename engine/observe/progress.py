@@ -13,6 +13,11 @@ from typing import Any, TextIO
 
 from ..core.terminal import ProgressBar, format_clock, ignore_closed, is_terminal
 from ..core.text.display import make_lines_printable
+from .metrics import VALIDATION
+
+MOST_METRICS = 6
+"""metrics of an evaluation that its line shows"""
+_NOT_SHOWN = {"loss", "perplexity", "bits_per_byte", "time"}
 
 
 class Progress:
@@ -136,13 +141,26 @@ class LiveProgress(Progress):
 def _format_cells(row: Mapping[str, Any], total: int) -> list[str]:
     """Return `name value` for each number of a row that is shown, each with a fixed width."""
     cells = [f"loss {row['loss']:<8.5g}"]
+    if row["kind"] == "eval":
+        if row.get("split", VALIDATION) != VALIDATION:
+            cells.insert(0, row["split"])
+        # A number for each class or source is in the files alone.
+        metrics = [
+            key
+            for key, value in row.items()
+            if isinstance(value, float) and "/" not in key and key not in _NOT_SHOWN
+        ]
+        return cells + [f"{key} {row[key]:<8.4g}" for key in metrics[:MOST_METRICS]]
     if row["kind"] != "train":
         return cells
     if "grad_norm" in row:
         cells.append(f"grad {row['grad_norm']:<8.4g}")
     if "lr" in row:
         cells.append(f"lr {row['lr']:<9.3e}")
-    cells.append(f"tok/s {row['tokens_per_second']:<9,.0f}")
+    if "tokens_per_second" in row:
+        cells.append(f"tok/s {row['tokens_per_second']:<9,.0f}")
+    else:
+        cells.append(f"samples/s {row['samples_per_second']:<9,.4g}")
     if row["mfu"] is not None:
         cells.append(f"mfu {row['mfu']:5.1%}")
     cells.append(f"wait {row['data_seconds'] / row['step_seconds']:4.0%}")

@@ -1,4 +1,7 @@
-"""The recipe's `[metrics]` and `[profile]` tables, and the registry of trackers. Torch-free."""
+"""The recipe's `[metrics]` and `[profile]` tables, and the registries of trackers and monitors.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from ..core.registry import Named, Registry
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
+    from .monitored_model import MonitoredModel
+    from .numbers import Number
     from .phases import PhaseTimer
     from .profiler import Profiler
 
@@ -90,7 +96,7 @@ class MLflow(TrackerConfig):
 
     name: Literal["mlflow"] = "mlflow"
     tracking_uri: str = ""
-    """a server or a folder; default: MLFLOW_TRACKING_URI, else {run.dir}/mlruns"""
+    """a server or a folder; default: MLFLOW_TRACKING_URI, else mlruns beside the run directory"""
     experiment: str = "trainer"
     """where the run appears; made if it is not there"""
     run_name: str = ""
@@ -115,7 +121,7 @@ class Profile(Table):
     memory: bool = False
     """also record every allocation: a memory snapshot on a GPU, a memory column on a CPU"""
     ranks: Annotated[list[CountOrZero], Field(min_length=1, max_length=1024)] = [0]
-    """which ranks write traces to {dir}/{name}/profiles"""
+    """which ranks write traces to profiles/ in the run directory"""
 
     def build(
         self,
@@ -143,8 +149,76 @@ class Profile(Table):
         )
 
 
+class Monitor:
+    """Measures numbers of training on the steps that are due; other steps do not call it.
+
+    The methods are called in their order here. Each rank adds its share of every sum, and one
+    all-reduce adds up the sums of all monitors. By default, a method does nothing.
+
+    Attributes:
+        num_sums: how many sums the monitor has, the same on all ranks.
+    """
+
+    num_sums: int = 0
+
+    def before_forward(self) -> None:
+        """Prepare the step, for instance by hooks on modules."""
+
+    def after_backward(self) -> None:
+        """Remove hooks; called also if the step is skipped afterwards."""
+
+    def before_update(self, sums: Tensor, clip_factor: Tensor | None) -> None:
+        """Measure before the optimizer changes the weights.
+
+        Args:
+            sums: fp64 [num_sums], zeros on the device, which this rank adds to in place.
+            clip_factor: what gradients were multiplied by to clip them; None: not clipped.
+        """
+
+    def after_update(self, sums: Tensor) -> None:
+        """Measure after the optimizer has changed the weights; `sums` as in `before_update`."""
+
+    def metrics(self, sums: Tensor) -> Mapping[str, Number]:
+        """Return numbers for metrics.jsonl, on the device, from the sums over all ranks."""
+        raise NotImplementedError
+
+
+class MonitorConfig(Component):
+    """Base of every monitor's table."""
+
+    interval: Count = 100
+    """optimizer steps between measurements"""
+
+    def build(self, model: MonitoredModel) -> Monitor:
+        """Build the monitor of this rank."""
+        raise NotImplementedError
+
+
+monitors: Registry[MonitorConfig] = Registry("monitor", default="norms")
+NormKind = Literal["weights", "gradients", "updates", "update_ratios"]
+
+
+@monitors.register
+class Norms(MonitorConfig):
+    """L2 norms of weights, gradients and updates, of each layer."""
+
+    name: Literal["norms"] = "norms"
+    of: Annotated[list[NormKind], Field(min_length=1)] = ["weights", "gradients", "updates"]
+    """"weights" before the update; "gradients" before clipping; "updates", the changes of weights,
+    which take a copy of the weights on a due step; "update_ratios", update norm by weight norm"""
+    by: Literal["layer", "parameter"] = "layer"
+    """one number for each layer (embedding, block, head), or for each parameter"""
+
+    def build(self, model: MonitoredModel) -> Monitor:
+        """Return a measurer of norms."""
+        from .norms import NormMonitor
+
+        return NormMonitor(model, self.of, by_layer=self.by == "layer")
+
+
 AnyTracker = Annotated[TrackerConfig, Named(trackers)]
 """any tracker's table; outside `Metrics`, whose field has the name of the registry"""
+AnyMonitor = Annotated[MonitorConfig, Named(monitors)]
 
 
 class Metrics(Table):
@@ -156,3 +230,5 @@ class Metrics(Table):
     """also write TensorBoard event files (extra `[tensorboard]`)"""
     trackers: list[AnyTracker] = []
     """more places that get every row"""
+    monitors: list[AnyMonitor] = []
+    """numbers of training at an interval; a step at which one is due has a row of metrics.jsonl"""

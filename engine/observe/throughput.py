@@ -118,62 +118,73 @@ def resident_peak_bytes() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Means over the steps since the last call of `read`."""
-
-    tokens_per_second: float
-    step_seconds: float
-    data_seconds: float
-    """the part of `step_seconds` that was waited for data"""
-    mfu: float | None
-    """model FLOP/s utilization (PaLM, arXiv:2204.02311, appendix B), 0 to 1"""
-
-
 class Throughput:
-    """Measures tokens per second and step times, without the time spent in `exclude_time`.
+    """Measures rates and step times, without the time spent in `exclude_time`.
 
     Args:
-        flops_per_token: operations of a training step for each token.
+        unit: what the task counts, "tokens" or "samples".
+        global_batch: samples of an optimizer step.
+        flops_per_unit: operations of a training step for each unit.
         peak_flops: dense peak of all devices of the run together, None if unknown.
         clock: returns the time in seconds.
     """
 
     def __init__(
         self,
-        flops_per_token: float,
+        unit: str,
+        global_batch: int,
+        flops_per_unit: float,
         peak_flops: float | None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._flops_per_token = flops_per_token
+        self._unit = unit
+        self._global_batch = global_batch
+        self._flops_per_unit = flops_per_unit
         self._peak_flops = peak_flops
         self._clock = clock
         self.start(0, 0)
 
-    def start(self, step: int, tokens: int) -> None:
-        """Begin to measure after `step` steps and `tokens` tokens."""
+    def start(self, step: int, count: int) -> None:
+        """Begin to measure after `step` steps and `count` units."""
         self._step = step
-        self._tokens = tokens
+        self._count = count
         self._waited = 0.0
         self._started = self._clock()
 
-    def read(self, step: int, tokens: int) -> Rates:
-        """Return the rates since the last call.
+    def name_counts(self, count: int, batches: int) -> dict[str, int]:
+        """Return how much was trained on, by the name that rows have for it.
+
+        Args:
+            count: units of the task.
+            batches: global batches.
+        """
+        counts = {} if self._unit == "samples" else {self._unit: count}
+        return {**counts, "samples": batches * self._global_batch}
+
+    def read(self, step: int, count: int) -> dict[str, float | None]:
+        """Return the means over the steps since the last call.
 
         Args:
             step: finished optimizer steps.
-            tokens: tokens trained on so far, over all ranks.
+            count: units trained on so far, over all ranks.
+
+        Returns:
+            the units per second, `step_seconds`, the part of it that was waited for data
+            (`data_seconds`), and `mfu`: model FLOP/s utilization, 0 to 1 (PaLM, arXiv:2204.02311,
+            appendix B), None on devices whose peak is unknown.
         """
         seconds = max(self._clock() - self._started, 1e-9)
         steps = max(step - self._step, 1)
-        per_second = (tokens - self._tokens) / seconds
-        rates = Rates(
-            tokens_per_second=per_second,
-            step_seconds=seconds / steps,
-            data_seconds=self._waited / steps,
-            mfu=self._flops_per_token * per_second / self._peak_flops if self._peak_flops else None,
-        )
-        self.start(step, tokens)
+        per_second = (count - self._count) / seconds
+        rates = {
+            f"{self._unit}_per_second": per_second,
+            "step_seconds": seconds / steps,
+            "data_seconds": self._waited / steps,
+            "mfu": self._flops_per_unit * per_second / self._peak_flops
+            if self._peak_flops
+            else None,
+        }
+        self.start(step, count)
         return rates
 
     @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import Field
 
@@ -76,6 +76,15 @@ class ScheduleConfig(Component):
 
     warmup_steps: CountOrZero = 0
     """steps over which the rate rises linearly from nearly 0 to its peak"""
+    warmup_epochs: Annotated[float, Field(ge=0, le=1e9)] | None = None
+    """the same in epochs, in place of warmup_steps"""
+
+    def settle(self, steps_per_epoch: float) -> Self:
+        """Return the schedule with its warmup in steps."""
+        if self.warmup_epochs is None:
+            return self
+        steps = round(self.warmup_epochs * steps_per_epoch)
+        return self.model_copy(update={"warmup_steps": steps})
 
     def factor(self, step: int, total: int) -> float:
         """Return what the peak rate is multiplied by at `step` (0-based) of `total`."""

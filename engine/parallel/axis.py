@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...model_zoo.language_model import LanguageModel
+from ...model_zoo.base import Model
 from ..data.batch import Batch
 from .mesh import Degrees
 from .pipeline.cut import EndCosts, StageSplit
@@ -19,7 +19,8 @@ from .pipeline.cut import EndCosts, StageSplit
 if TYPE_CHECKING:
     from ...kernels.choose import Kernels
     from ...model_zoo.config import ModelConfig
-    from .pipeline.pipeline import Pipeline, Stage
+    from .pipeline.pipeline import Pipeline
+    from .pipeline.stage import Stage
     from .tables import Parallel
 
 
@@ -124,7 +125,7 @@ class ParallelModel:
             buckets), so that gradients are zeroed in place instead of being set to None.
     """
 
-    model: LanguageModel
+    model: Model
     forward: Callable[..., Tensor]
     # The defaults suit a model on one rank: nothing to reduce, and nothing to divide by.
     set_gradient_sync: Callable[[bool], None] = lambda last: None
@@ -143,6 +144,9 @@ class AxisParts:
     one and then for FSDP or DDP; `wrap` in the opposite order.
     """
 
+    only_reduces_gradients: ClassVar[bool] = False
+    """whether a model that is not trained can do without it"""
+
     def adapt_kernels(self, kernels: Kernels, config: ModelConfig) -> Kernels:
         """Return kernels that compute this rank's part of attention and loss."""
         return kernels
@@ -153,7 +157,7 @@ class AxisParts:
 
     def split(
         self,
-        model: LanguageModel,
+        model: Model,
         config: ModelConfig,
         parts: LocalParts,
         settings: SplitSettings,

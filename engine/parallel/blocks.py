@@ -4,10 +4,11 @@ arXiv:1604.06174) and torch.compile.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
-from typing import Any, cast
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,14 +21,16 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ...model_zoo.language_model import LanguageModel
+from ...model_zoo.base import Model
 from ...model_zoo.layout import Layout
 from ..core.errors import Problem, RecipeError, nearest
 from .tables import GROUPS, HALF, Compile, Memory, operation_names
 
+Forward = Callable[..., Any]
+
 
 def transform_blocks(
-    model: LanguageModel,
+    model: Model,
     layout: Layout,
     memory: Memory,
     compile_: Compile,
@@ -46,55 +49,41 @@ def transform_blocks(
         is_split: whether tensor parallelism will split the blocks' weights.
 
     Raises:
-        RecipeError: torch.compile has no such backend, or torch no such operation.
+        RecipeError: torch.compile has no such backend or option, or torch no such operation.
+        EnvironmentFault: others could write in the folder of torch.compile's cache.
     """
-    backend = _backend(memory, compile_) if compile_.enabled else None
+    compiler = _open_compiler(compile_, memory) if compile_.enabled else None
     contexts = None
     if memory.recompute == "selective":
         contexts = selective_contexts(memory.recompute_keep)
     # Torch cannot trace the recomputation of a block whose weights are DTensors: it goes around the
     # compiled block, but for a selective one, which must see its operations.
     outside = is_split and contexts is None
-    for number, block in enumerate(cast("nn.ModuleList", model.get_submodule(layout.blocks))):
-        # A graph break in a block would cost speed unnoticed: with fullgraph it raises an error.
-        compiled = partial(torch.compile, backend=backend, fullgraph=True) if backend else None
+    # A model without blocks is compiled whole.
+    for number, block in enumerate(layout.find_blocks(model) or [model]):
         # `forward` is replaced, not the module: torch.compile(module) is a wrapper that would put
         # `_orig_mod` into the names of parameters.
-        if compiled and outside:
-            block.forward = compiled(block.forward)
+        if compiler and outside:
+            block.forward = compiler(block.forward)
         if memory.recompute in ("full", "every_n", "selective"):
             recompute(block, number, memory, contexts)
-        if compiled and not outside:
-            block.forward = compiled(block.forward)
+        if compiler and not outside:
+            block.forward = compiler(block.forward)
 
 
-def _backend(memory: Memory, compile_: Compile) -> str | Callable[..., Any]:
-    """Return a backend of torch.compile with this run's options, which no other run sees."""
-    _require_backend(compile_.backend)
-    if memory.recompute != "budget":
-        return compile_.backend
-    from torch._dynamo import lookup_backend
-    from torch._functorch import config
+def _open_compiler(compile_: Compile, memory: Memory) -> Callable[[Forward], Forward]:
+    """Import torch's compiler, and return what compiles a forward pass as the recipe says."""
+    # Modules live as long as the process: a collector that goes through them again and again takes
+    # a third of the time of this import.
+    is_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        from .compiler import make_compiler
 
-    compile_graph = lookup_backend(compile_.backend)
-
-    # The budget is a global setting of torch, which its partitioner reads while it compiles: it is
-    # changed for just that time.
-    def compile_within_budget(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        with config.patch(activation_memory_budget=memory.recompute_budget):
-            return compile_graph(graph, inputs)
-
-    return compile_within_budget
-
-
-def _require_backend(name: str) -> None:
-    from torch import _dynamo
-
-    # By default torch leaves out the backends for debugging, such as "eager"; it does take them.
-    known = _dynamo.list_backends(exclude_tags=None)
-    if name not in known:
-        hint = nearest(name, known) or f"known: {', '.join(known)}"
-        raise RecipeError([Problem(f"torch.compile has no {name!r}", "compile.backend", hint=hint)])
+        return make_compiler(compile_, memory)
+    finally:
+        if is_collecting:
+            gc.enable()
 
 
 def recompute(block: nn.Module, number: int, memory: Memory, contexts: Contexts | None) -> None:
@@ -152,26 +141,36 @@ def selective_contexts(words: list[str]) -> Contexts:
     Raises:
         RecipeError: torch has no such operation.
     """
+    _kept_operations(tuple(words))  # unknown names are reported now
+    # A partial of a function in a module: torch pickles it into the key of a compiled graph.
+    contexts = partial(_make_contexts, tuple(words))
+    contexts.cache_hash = " ".join(words)  # type: ignore[attr-defined] # asked for by that cache
+    return contexts
+
+
+def _make_contexts(words: tuple[str, ...]) -> Any:
+    operations, halved = _kept_operations(words)
+    # torch asks the policy in the forward pass and again in the recomputation, and both must decide
+    # alike: each pass counts the block's matmuls from 0.
+    seen = {False: 0, True: 0}  # by whether it is computed again
+
+    def policy(context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        keep = operation in operations
+        if operation in halved:
+            seen[context.is_recompute] += 1
+            keep = keep or seen[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+
+
+@cache
+def _kept_operations(words: tuple[str, ...]) -> tuple[frozenset[Any], frozenset[Any]]:
+    """Return the operations that words stand for, and those of which every second one is kept."""
     operations = frozenset(
         operation for word in words for operation in _operations(word, optional=word in GROUPS)
     )
-    halved = frozenset(_operations("mm", optional=True)) if HALF in words else frozenset()
-
-    def contexts() -> Any:
-        # torch asks the policy in the forward pass and again in the recomputation, and both must
-        # decide alike: each pass counts the block's matmuls from 0.
-        seen = {False: 0, True: 0}  # by whether it is computed again
-
-        def policy(context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-            keep = operation in operations
-            if operation in halved:
-                seen[context.is_recompute] += 1
-                keep = keep or seen[context.is_recompute] % 2 == 1
-            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-        return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
-
-    return contexts
+    return operations, frozenset(_operations("mm", optional=True)) if HALF in words else frozenset()
 
 
 def _operations(word: str, optional: bool) -> list[Any]:

@@ -21,9 +21,10 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
+from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
-from ...model_zoo.language_model import LanguageModel
 from ...model_zoo.layout import Layout
+from ..core.errors import Problem, RecipeError
 from .axis import AxisParts, LocalParts, LocalRank, ParallelModel, SplitSettings, StepSettings
 from .blocks import hide_hooks_from_checkpointing
 from .expert import build_expert_mesh, shard_experts
@@ -32,7 +33,7 @@ from .tables import Parallel
 from .tensor.local_views import replicate_parameters
 
 if TYPE_CHECKING:
-    from .pipeline.pipeline import Stage
+    from .pipeline.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,21 @@ class ShardedParts(AxisParts):
 
     def split(
         self,
-        model: LanguageModel,
+        model: Model,
         config: ModelConfig,
         parts: LocalParts,
         settings: SplitSettings,
     ) -> LocalParts:
-        """Shard parameters, except those that a rule keeps whole, which FSDP ignores."""
+        """Shard parameters, except those that a rule keeps whole, which FSDP ignores.
+
+        Raises:
+            RecipeError: a parameter is a scalar.
+        """
         local, dims = self.local, settings.dims
+        if scalars := [name for name, weight in model.named_parameters() if not weight.ndim]:
+            message = f"FSDP cannot shard {scalars[0]}, which is a scalar"
+            hint = "give it the shape [1], or replicate: parallel.shard = 1"
+            raise RecipeError([Problem(message, "parallel.shard", hint=hint)])
         experts = None
         is_sharded = local.table.is_sharded(local.degrees)
         if local.degrees.expert_ranks > 1:
@@ -164,7 +173,7 @@ def _placement_function(
 
 
 def apply_fsdp(
-    model: LanguageModel,
+    model: Model,
     layout: Layout,
     table: Parallel,
     mesh: DeviceMesh,
@@ -222,7 +231,7 @@ def apply_fsdp(
             wrap(module, reshard_blocks, experts.mesh, shard_placement_fn=experts.placement)
             hide_hooks_from_checkpointing(module)
     placement_arguments = placement_arguments or {}
-    blocks = list(cast("nn.ModuleList", model.get_submodule(layout.blocks)))
+    blocks = layout.find_blocks(model)
     for block in blocks:
         wrap(block, reshard_blocks, **placement_arguments)
     # Each stage is a root of its own, because schedules run and reduce stages one by one.
@@ -234,6 +243,8 @@ def apply_fsdp(
             wrap(stage, False, **placement_arguments)
             _prefetch(stage, [part for part in blocks if part in stage.parts], table.fsdp.prefetch)
         return
+    # The path of an end that the layout does not name is empty, which is the whole model: the two
+    # then share parameters, and the head is no unit.
     head = model.get_submodule(layout.head)
     embedding = set(model.get_submodule(layout.embed).parameters())
     units = blocks

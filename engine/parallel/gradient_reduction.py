@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from .axis import AxisParts, LocalParts, LocalRank, ParallelModel, StepSettings
 @dataclass(frozen=True)
 class ReplicaParts(AxisParts):
     """Replicates a model over ranks with DDP, which averages gradients in buckets."""
+
+    only_reduces_gradients: ClassVar[bool] = True
 
     local: LocalRank
 

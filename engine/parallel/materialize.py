@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...model_zoo.language_model import Constant, LanguageModel, Normal
+from ...model_zoo.base import Constant, Model, Normal
 from ..checkpoint.box import Box, contiguous_box
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class _SkipInit(TorchFunctionMode):
 
 
 def materialize(
-    model: LanguageModel,
+    model: Model,
     device: torch.device,
     seed: int,
     *,

@@ -26,6 +26,7 @@ CUT_DIMS = {
     "vocabulary": {"weight": 0},
     "norm": {},
     "whole": {},
+    "repeated": {},
     "experts": {"gate_up": 2, "gate_up_bias": 2, "down": 2},
 }
 """For each style of `Layout.tensor`, and each parameter of a module of that style, the dim that is

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
-from ...model_zoo.language_model import LanguageModel
 from ..data.batch import Batch
 from .axis import AxisParts, LocalParts, LocalRank, ParallelModel, SplitSettings, StepSettings
 from .mesh import AXES, MESH, Degrees
@@ -51,18 +51,18 @@ class Plan(LocalRank):
             kernels = axis.adapt_kernels(kernels, config)
         return kernels
 
-    def take(self, batch: Batch, model: LanguageModel) -> Batch:
+    def take(self, batch: Batch, model: Model) -> Batch:
         """Return what this rank computes of rows that its group reads, as its model takes them."""
         # Only routers read the mask: without experts it need not be split and copied to the device.
         if not model.takes_padding:
-            batch = replace(batch, padding_mask=None)
+            batch = batch.without_padding()
         for axis in self.axes:
             batch = axis.take(batch)
         return batch
 
     def split(
         self,
-        model: LanguageModel,
+        model: Model,
         config: ModelConfig,
         compute: torch.dtype,
         reduce: torch.dtype,
@@ -92,7 +92,7 @@ class Plan(LocalRank):
 
     def parallelize(
         self,
-        model: LanguageModel,
+        model: Model,
         parts: LocalParts,
         reduce: torch.dtype,
         *,

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from ..core.config import DEFAULTS, Count, CountOrZero, Fraction, OneOf, RecipePath, Table
+from ..core.config import (
+    DEFAULTS,
+    Count,
+    CountOrZero,
+    Fraction,
+    LocalPath,
+    OneOf,
+    RecipePath,
+    Table,
+)
 from .mesh import AXES, EXPERT_AXES, Degrees, parse_mesh
 from .strategies import Strategy, strategies
 
 Degree = Annotated[int, Field(ge=-1, le=2**20)]
+INDUCTOR = "inductor"
 StageModules = Annotated[list[str], Field(min_length=1, max_length=10_000)]
 
 
@@ -177,13 +187,51 @@ class Memory(Table):
     """update each weight as soon as its gradient is complete, and free the gradient"""
 
 
+def _require_number(value: Any) -> Any:
+    if not isinstance(value, bool | int | float):
+        hint = 'write names with dots as "triton.cudagraphs" = true'
+        raise ValueError(f"expected a number, true or false; {hint}")
+    return value
+
+
+Setting = Annotated[bool | int | float, BeforeValidator(_require_number)]
+
+
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+
+
 class Compile(Table):
     """torch.compile, block by block."""
 
     enabled: bool = False
     """compile each block; pays off after a minute or so of warmup"""
-    backend: str = "inductor"
+    backend: str = INDUCTOR
     """torch.compile backend"""
+    mode: CompileMode = "default"
+    """what "inductor" optimises for: "reduce-overhead" replays CUDA graphs, the others measure
+    several kernels for each product first"""
+    fullgraph: bool = True
+    """refuse a block that does not become one graph; false: run what breaks it without compiling"""
+    dynamic: bool | None = None
+    """true: one graph for all lengths; false: one for each; left out: torch decides"""
+    options: Annotated[dict[str, Setting], Field(max_length=1000)] = {}
+    """settings of "inductor" by name, such as { "triton.cudagraphs" = true }; numbers and booleans
+    alone, since others may name programs; not beside a mode"""
+    cache_dir: LocalPath = ""
+    """folder of compiled graphs, which a later start reads; it holds code: no other user may write
+    there, and it is in no run's folder; default: $TORCHINDUCTOR_CACHE_DIR, or
+    ~/.cache/trainer/compile"""
+
+    @model_validator(mode="after")
+    def _check_settings(self) -> Self:
+        given = [f'mode = "{self.mode}"'] * (self.mode != "default")
+        given += ["options"] * bool(self.options)
+        if len(given) > 1:
+            raise ValueError(f"{given[0]} and options are both given: a mode is a set of options")
+        if given and self.backend != INDUCTOR:
+            message = f'{given[0]} belongs to the backend "{INDUCTOR}", not "{self.backend}"'
+            raise ValueError(message)
+        return self
 
 
 _GATHERS = ("_c10d_functional.all_gather_into_tensor.default",)

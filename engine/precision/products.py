@@ -11,8 +11,8 @@ from typing import cast
 from torch import Tensor
 
 from ...kernels.grouped_gemm_fp8.op import grouped_linear_fp8
+from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
-from ...model_zoo.language_model import LanguageModel
 from ...model_zoo.layers.dense import Linear
 from ...model_zoo.layers.moe import Experts
 from ..core.errors import EnvironmentFault
@@ -24,7 +24,7 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def enable_low_precision(
-    model: LanguageModel, config: ModelConfig, tables: dict[str, LowPrecision]
+    model: Model, config: ModelConfig, tables: dict[str, LowPrecision]
 ) -> list[str]:
     """Let the weights that tables name multiply in low precision, in place.
 

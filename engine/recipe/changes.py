@@ -22,8 +22,11 @@ Change = tuple[str, Any, Any]
 FREE = (
     "run.name",
     "run.dir",
+    "run.experiment",
+    "run.lineage",
     "run.resume",
     "run.init_from",
+    "run.init",
     "run.gc_interval",
     "lora.init_from",
     "run.deterministic",
@@ -34,6 +37,7 @@ FREE = (
     "parallel",
     "memory",
     "compile",
+    "task.max_answer_tokens",
     "kernels",
     "checkpoint",
     "evaluate",
@@ -47,7 +51,9 @@ FREE = (
 LABEL = re.compile(r"data\.sources\.\d+\.label")
 """What metrics call a source is free as well."""
 
-CHECKED_BY_CONTENT = re.compile(r"(tokenizer|data\.sources\.\d+)\.path")
+CHECKED_BY_CONTENT = re.compile(
+    r"(tokenizer|data\.sources\.\d+)\.path|task\.teacher|task\.reference"
+)
 """Where files are may change; that they hold the same is checked when they are opened."""
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+import shlex
+from collections.abc import Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from pydantic import ValidationError
 from ..core.errors import Problem, RecipeError
 from ..core.files import address_problem, require_path
 from ..core.plugin_modules import import_plugins
+from ..core.text.display import format_value
+from ..core.text.positions import KeyPath
 from ..core.text.tree import Origin, Tree, key_paths
 from ..parallel.mesh import AXES, EXPERT_AXES, parse_mesh
 from .checks.checks import check
@@ -48,7 +51,7 @@ def load_recipe(
     """
     require_path(path)
     path = Path(path)
-    return _load(read_layers(path), path, overrides, world)
+    return load_tree(read_layers(path), path, overrides, world)
 
 
 def load_overrides(overrides: Sequence[str]) -> Loaded:
@@ -57,10 +60,30 @@ def load_overrides(overrides: Sequence[str]) -> Loaded:
     Raises:
         RecipeError: everything that is wrong with it.
     """
-    return _load(Tree(origins={(): Origin(SET)}), Path(SET), overrides, None)
+    return load_tree(Tree(origins={(): Origin(SET)}), Path(SET), overrides, None)
 
 
-def _load(tree: Tree, path: Path, overrides: Sequence[str], world: int | None) -> Loaded:
+def load_tree(
+    tree: Tree,
+    path: Path,
+    overrides: Sequence[str],
+    world: int | None,
+    *,
+    trusted: Collection[str] | None = None,
+) -> Loaded:
+    """Check a recipe that was read.
+
+    Args:
+        tree: the values and where they were written.
+        path: the file, or the folder, that was read.
+        overrides: `key=value` of each `--set`, the last wins.
+        world: number of ranks, where it is known.
+        trusted: the only modules of `[plugins]` that are imported, beside those given by `--set`;
+            None: all.
+
+    Raises:
+        RecipeError: everything that is wrong with it, or modules that are not trusted.
+    """
     problems: list[Problem] = []
     for override in overrides:
         try:
@@ -68,6 +91,8 @@ def _load(tree: Tree, path: Path, overrides: Sequence[str], world: int | None) -
         except RecipeError as error:
             problems += error.problems
     # Before anything looks up a component: plugins register the names that recipes use.
+    if trusted is not None:
+        _require_trusted(tree, trusted)
     problems += _import_plugins(tree)
     _name_run(tree, path)
     _leave_behind(tree)
@@ -85,15 +110,43 @@ def _load(tree: Tree, path: Path, overrides: Sequence[str], world: int | None) -
     return Loaded(recipe, tree, path)
 
 
-def _import_plugins(tree: Tree) -> list[Problem]:
+def _named_modules(tree: Tree) -> dict[str, KeyPath]:
+    """Return the modules of `[plugins]`, and where each is written."""
     plugins = tree.values.get("plugins")
     modules = plugins.get("modules") if isinstance(plugins, dict) else None
-    if not isinstance(modules, list):
-        return []
-    return [
-        tree.problem(("plugins", "modules", modules.index(module)), message)
-        for module, message in import_plugins([each for each in modules if isinstance(each, str)])
+    named = enumerate(modules) if isinstance(modules, list) else ()
+    return {
+        module: ("plugins", "modules", index) for index, module in named if isinstance(module, str)
+    }
+
+
+def _require_trusted(tree: Tree, trusted: Collection[str]) -> None:
+    """Refuse modules that a run's own recipe names and the user does not.
+
+    Raises:
+        RecipeError: the modules, and the words that name them.
+    """
+    unknown = {
+        module: path
+        for module, path in _named_modules(tree).items()
+        if module not in trusted and tree.origin(path).file != SET
+    }
+    words = " ".join(f"--plugin {shlex.quote(module)}" for module in unknown)
+    problems = [
+        tree.problem(
+            path,
+            f"the run would import {format_value(module)}, which is code",
+            f"if you trust this folder, add {words}",
+        )
+        for module, path in unknown.items()
     ]
+    if problems:
+        raise RecipeError(problems)
+
+
+def _import_plugins(tree: Tree) -> list[Problem]:
+    named = _named_modules(tree)
+    return [tree.problem(named[module], message) for module, message in import_plugins([*named])]
 
 
 def _name_run(tree: Tree, path: Path) -> None:

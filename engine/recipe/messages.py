@@ -43,6 +43,7 @@ _EXPECTED = {
 }
 MOST = 100
 MOST_OWNERS = 3
+MOST_KNOWN = 30
 _COUNTED = ("too_short", "too_long")
 
 
@@ -114,7 +115,11 @@ class _Fault:
     def unknown_word(self, key: str) -> Problem:
         known = str(self.context.get("known", "")).split(", ")
         hint = nearest(str(self.context.get(key)), known)
-        return self.tree.problem((*self.path, key), _one_line(self.text), hint)
+        text = _one_line(self.text)
+        if len(known) > MOST_KNOWN:
+            text = text.partition("; known: ")[0]
+            hint = hint or f"`trainer list {self.context.get('kind')}` names all {len(known)}"
+        return self.tree.problem((*self.path, key), text, hint)
 
     def unexpected(self) -> Problem:
         if message := unavailable(self.path, self.input):

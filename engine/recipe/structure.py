@@ -125,7 +125,9 @@ def describe_fields(config: TableClass) -> dict[str, str]:
     for base in reversed(config.__mro__):
         docstrings = _field_docstrings(base.__module__).get(base.__qualname__, {})
         found |= {key: docstrings.get(key, "") for key in inspect.get_annotations(base)}
-    return {key: found.get(key, "") for key in config.model_fields}
+    # Tables that are made by a program have no source, and say it in the field.
+    fields = config.model_fields.items()
+    return {key: found.get(key) or field.description or "" for key, field in fields}
 
 
 @cache

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model
 from pydantic.json_schema import JsonSchemaValue
@@ -12,13 +13,37 @@ from pydantic_core import core_schema
 from ..core.config import DEFAULTS, Count, CountOrZero, LocalPath, RecipePath, Table
 
 
+class InitRename(Table):
+    """What a weight of `run.init_from` is called here."""
+
+    match: Annotated[str, Field(min_length=1, max_length=1000)]
+    """names in the checkpoint or folder: a glob, or "re:" and an expression of whole names"""
+    to: Annotated[str, Field(min_length=1, max_length=1000)]
+    """the name here; each * is what a * of the glob matched, and \\1 a group of the expression"""
+
+
+class Init(Table):
+    """What is taken of `run.init_from`."""
+
+    weights: Literal["model", "ema"] = "model"
+    """"ema": the averaged weights that [ema] keeps; weights without an average are the model's"""
+    exclude: Annotated[list[str], Field(max_length=1000)] = []
+    """weights that keep their initial values: globs or "re:" expressions over the names here"""
+    rename: Annotated[list[InitRename], Field(max_length=1000)] = []
+    """names that differ; the first entry that matches wins"""
+
+
 class Run(Table):
     """What is run, for how long, and where it is kept."""
 
     name: str = ""
     """default: the recipe file's stem"""
     dir: LocalPath = "runs"
-    """the run directory is {dir}/{name}"""
+    """the run directory is {dir}/{experiment}/{lineage}/{name}"""
+    experiment: str = ""
+    """what is studied: a folder for the runs of it; empty: no such folder"""
+    lineage: str = ""
+    """a line of runs inside the experiment, each made from the one before; empty: no such folder"""
     steps: Count | None = None
     """optimizer steps; or give epochs"""
     epochs: Annotated[float, Field(gt=0, le=1e9)] | None = None
@@ -31,8 +56,15 @@ class Run(Table):
     """"auto": the newest intact checkpoint, else start; "never"; or a checkpoint's path"""
     init_from: RecipePath = ""
     """weights only, from a native checkpoint or a Hugging Face folder; resume wins over it"""
+    init: Init = DEFAULTS
+    """what is taken of init_from"""
     gc_interval: CountOrZero = 50
     """Python garbage collection every N steps on all ranks together; 0 leaves Python alone"""
+
+    @property
+    def folder(self) -> Path:
+        """The run directory."""
+        return Path(self.dir, self.experiment, self.lineage, self.name)
 
 
 class Plugins(Table):

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel
+
+from ..core.config import Component
 from ..core.text.display import join_key, quote_part, remove_secrets
 from ..core.text.positions import KeyPath
 from ..core.text.tree import leaves
@@ -23,6 +26,24 @@ def to_toml(recipe: Recipe) -> str:
     Passwords and keys are left out: the text is for a file that others may read.
     """
     return format_toml(remove_secrets(recipe.model_dump()))
+
+
+def changed_values(table: BaseModel) -> dict[str, Any]:
+    """Return the values of a table that differ from its defaults, as nested plain data.
+
+    Args:
+        table: a recipe, or one of its tables. Of a component its name stands beside the values.
+    """
+    changed: dict[str, Any] = {}
+    for key, field in type(table).model_fields.items():
+        value = getattr(table, key)
+        if isinstance(value, BaseModel):
+            if inner := changed_values(value):
+                name = {"name": value.name} if isinstance(value, Component) else {}
+                changed[key] = name | inner
+        elif value != field.get_default(call_default_factory=True):
+            changed[key] = table.model_dump(mode="json", include={key})[key]
+    return changed
 
 
 def format_toml(values: Mapping[str, Any], comment: Comment = lambda _path: "") -> str:

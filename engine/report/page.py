@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from ..drawing.elements import (
-    NUM_COLOURS,
     Scale,
     format_short,
     log_ticks,
@@ -203,7 +202,7 @@ def _grid(across: Scale, down: Scale, log: bool, width: int, bottom: int) -> Ite
 
 
 def _line(one: Series, places: Sequence[tuple[float, float] | None]) -> Iterator[str]:
-    colour = f"c{one.run % NUM_COLOURS}" + (" dashed" if one.dashed else "")
+    colour = f"c{one.colour}" + (" dashed" if one.dashed else "")
     path, pen = "", "M"
     for place in places:
         if place is None:

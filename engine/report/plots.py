@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..drawing.elements import NUM_COLOURS
 from .runs import Row, RunData
 
 MAX_POINTS = 40_000
@@ -28,6 +30,8 @@ class Curve:
     scale: float = 1.0
     exponential: bool = False
     """plot exp(value), which turns a loss into its perplexity"""
+    label: str = ""
+    """what the curve is called among others of its plot, such as a layer"""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,9 @@ class Series:
     """mean of the points that each point stands for; empty if no points were left out"""
     noisy: bool
     """whether values are of single steps, so that smoothing makes the curve easier to read"""
+    colour: int
+    """of the run; of the label, where one run has several curves"""
+    label: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """Return the JSON object that the page's script reads."""
@@ -66,10 +73,20 @@ class Series:
             "y": self.y,
             "mean": self.mean,
             "noisy": self.noisy,
+            "colour": self.colour,
+            "label": self.label,
         }
 
 
 _LEARNING, _OPTIMIZATION, _SPEED = "Learning", "Optimization", "Speed and memory"
+_METRICS, _MONITORS = "Metrics of validations", "Monitors of training"
+_MONITORED = {
+    "weight_norm": "Weight norm by layer",
+    "grad_norm": "Gradient norm by layer",
+    "update_norm": "Update norm by layer",
+    "update_ratio": "Update norm by weight norm, by layer",
+}
+_NO_METRICS = {"samples", "total_loss"}
 _PLOTS = (
     Plot("Loss", _LEARNING, (Curve("train", "loss"), Curve("eval", "loss"))),
     Plot("Validation loss", _LEARNING, (Curve("eval", "loss"),)),
@@ -99,6 +116,15 @@ def plots_of(runs: Sequence[RunData]) -> list[tuple[Plot, list[Series]]]:
         if key not in _AXES and (kind, key) not in _SHOWN
     )
     by_source = dict.fromkeys(key for _, key in further if key.startswith(SOURCE))
+    groups = Counter(
+        (kind, key.partition("/")[0])
+        for kind, key in further
+        if "/" in key and key not in by_source
+    )
+    grouped = [group for group, count in groups.items() if count > 1]
+    metrics = dict.fromkeys(
+        key for kind, key in further if kind == "eval" and "/" not in key and key not in _NO_METRICS
+    )
     plots = [
         *_PLOTS,
         *(
@@ -106,16 +132,39 @@ def plots_of(runs: Sequence[RunData]) -> list[tuple[Plot, list[Series]]]:
                  (Curve("train", key), Curve("eval", key)))
             for key in by_source
         ),
+        *(Plot(_titled(key), _METRICS, (Curve("eval", key),)) for key in metrics),
+        *(_parts_plot(kind, prefix, further) for kind, prefix in grouped),
         *(
             Plot(f"{kind}: {key}", "Further numbers", (Curve(kind, key),))
             for kind, key in further
             if key not in by_source
+            and (kind, key.partition("/")[0]) not in grouped
+            and (kind != "eval" or key not in metrics)
         ),
     ]  # fmt: skip
     used = [plot for plot in plots if _has_points(runs, plot)][:MAX_PLOTS]
     num_series = max(1, sum(len(plot.curves) for plot in used) * len(runs))
     limit = max(FEWEST, min(MOST, MAX_POINTS // num_series))
     return [(plot, _series(runs, plot, limit)) for plot in used]
+
+
+def _titled(key: str) -> str:
+    """Return the title of a number of an evaluation, `KEY` or `SPLIT.KEY`."""
+    split, dot, name = key.partition(".")
+    words = (name if dot else key).replace("_", " ")
+    return f"{words.capitalize()} of {split}" if dot else f"Validation {words}"
+
+
+def _parts_plot(kind: str, prefix: str, keys: Iterable[tuple[str, str]]) -> Plot:
+    """Return the plot of all keys `PREFIX/PART`, with a curve for each layer or class."""
+    curves = tuple(
+        Curve(kind, key, label=key.removeprefix(f"{prefix}/"))
+        for each, key in keys
+        if each == kind and key.startswith(f"{prefix}/")
+    )
+    if kind == "eval":
+        return Plot(f"{_titled(prefix)} by part", _METRICS, curves)
+    return Plot(_MONITORED.get(prefix, f"{kind}: {prefix}"), _MONITORS, curves, log=True)
 
 
 def _has_points(runs: Sequence[RunData], plot: Plot) -> bool:
@@ -126,14 +175,18 @@ def _has_points(runs: Sequence[RunData], plot: Plot) -> bool:
 def _series(runs: Sequence[RunData], plot: Plot, limit: int) -> list[Series]:
     series = []
     for number, run in enumerate(runs):
-        for curve in plot.curves:
+        for index, curve in enumerate(plot.curves):
             rows = [row for row in run.rows.get(curve.kind, []) if curve.key in row]
             if rows:
-                series.append(_thin_curve(number, rows, curve, len(plot.curves) > 1, limit))
+                mixed = len({each.kind for each in plot.curves}) > 1
+                colour = index if curve.label and len(runs) == 1 else number
+                series.append(_thin_curve(number, rows, curve, mixed, limit, colour))
     return series
 
 
-def _thin_curve(number: int, rows: Sequence[Row], curve: Curve, mixed: bool, limit: int) -> Series:
+def _thin_curve(
+    number: int, rows: Sequence[Row], curve: Curve, mixed: bool, limit: int, colour: int
+) -> Series:
     values = [row[curve.key] * curve.scale for row in rows]
     if curve.exponential:
         values = [math.exp(value) if value < 690 else math.inf for value in values]
@@ -148,6 +201,8 @@ def _thin_curve(number: int, rows: Sequence[Row], curve: Curve, mixed: bool, lim
         y=[_short(values[index]) if math.isfinite(values[index]) else None for index in kept],
         mean=[mean if mean is None else _short(mean) for mean in means],
         noisy=curve.kind != "eval",
+        colour=colour % NUM_COLOURS,
+        label=curve.label,
     )
 
 

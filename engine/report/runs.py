@@ -17,13 +17,14 @@ from ..core.files import open_regular, read_regular
 from ..core.run_dir import read_recipe
 from ..core.text.display import join_key, redact
 from ..core.text.tree import leaves
-from ..observe.metrics import decode_rows
+from ..observe.metrics import VALIDATION, decode_rows
 from .status import RunStatus, examine, number
 
 Row = dict[str, float]
 BITS = "bits_per_byte"
-MAX_KEYS = 200
+MAX_KEYS = 600
 """largest number of distinct keys that are read from metrics.jsonl"""
+AXES = ("step", "time")
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def differences(runs: Sequence[RunData]) -> list[tuple[str, list[Any]]]:
     return [
         (key, [run.recipe.get(key) for run in runs])
         for key in keys
-        if key not in ("run.name", "run.dir")
+        if key not in ("run.name", "run.dir", "run.experiment", "run.lineage")
         and any(recipe.get(key) != known[0].get(key) for recipe in known)
     ]
 
@@ -162,13 +163,20 @@ def _read_rows(path: Path) -> dict[str, list[Row]]:
     for row in decode_rows(text):
         numbers = _numbers(row)
         if not keys.issuperset(numbers):
-            keys.update(list(numbers)[: MAX_KEYS - len(keys)])
+            # Those of the run come before those of each layer, which may be many.
+            ordered = sorted(numbers, key=lambda key: "/" in key)
+            keys.update(ordered[: MAX_KEYS - len(keys)])
             numbers = {key: value for key, value in numbers.items() if key in keys}
         if numbers.get("total_loss") == numbers.get("loss"):
             numbers.pop("total_loss", None)  # a plot that says nothing: there is no regulariser
-        kind = row.get("kind")
+        kind, split = row.get("kind"), row.get("split", VALIDATION)
         if isinstance(kind, str) and len(by_kind) < MAX_KEYS:
-            by_kind.setdefault(kind, {})[numbers["step"]] = numbers
+            rows = by_kind.setdefault(kind, {})
+            if split == VALIDATION:
+                rows[numbers["step"]] = numbers
+            else:  # beside the numbers of the validation split, which comes first
+                others = {f"{split}.{key}": numbers[key] for key in numbers if key not in AXES}
+                rows.setdefault(numbers["step"], {"step": numbers["step"]}).update(others)
     sorted_rows = {kind: [by[step] for step in sorted(by)] for kind, by in by_kind.items()}
     _add_axes(sorted_rows)
     return sorted_rows

@@ -21,13 +21,15 @@ from ..core.heartbeat import furthest_behind, read_beats
 from ..core.run_dir import RunDirectory, read_recipe
 from ..core.run_state import RunState, read_state
 from ..core.text.display import make_printable
-from ..observe.metrics import LARGEST_STEP, decode_rows, read_events
+from ..observe.metrics import LARGEST_STEP, VALIDATION, decode_rows, read_events
 
 TAIL_BYTES = 2**18
 HUNG_SECONDS = 60.0
 HUNG_ROWS = 10
 """a run counts as hung after this many times the median interval between rows of metrics"""
 LOW_DISK = 0.05
+PATH_PARTS = 2
+"""folders between run.dir and a run directory: run.experiment and run.lineage"""
 
 State = Literal["running", "finished", "stopped", "failed", "died"]
 
@@ -69,21 +71,31 @@ def find_runs(paths: list[Path]) -> list[Path]:
     """Return the run directories that paths name.
 
     Args:
-        paths: run directories, or folders that directly contain run directories.
+        paths: run directories, or folders that contain run directories, also those of experiments
+            and lineages.
 
     Raises:
         RecipeError: a path neither is a run directory nor contains one.
     """
     runs: list[Path] = []
     for path in paths:
-        inner = [path] if is_run(path) else sorted(filter(is_run, _folders(path)))
+        inner = [path] if is_run(path) else sorted(_runs_below(path, PATH_PARTS))
         if not inner:
             known = [each.name for each in _folders(path.parent) if is_run(each)]
             what = "has no metrics.jsonl" if path.exists() else "does not exist"
-            hint = nearest(path.name, known) or "a run directory is {run.dir}/{run.name}"
+            hint = nearest(path.name, known) or "a run directory is what [run] says: {dir}/{name}"
             raise RecipeError(f"no run: {make_printable(str(path))} {what}", hint)
         runs += inner
     return list(dict.fromkeys(runs))
+
+
+def _runs_below(path: Path, depth: int) -> Iterator[Path]:
+    """Yield the run directories in a folder, and in folders of folders; sweeps have their own."""
+    for each in _folders(path):
+        if is_run(each):
+            yield each
+        elif depth and not (each / "sweep.json").is_file():
+            yield from _runs_below(each, depth - 1)
 
 
 def is_run(path: Path) -> bool:
@@ -104,6 +116,8 @@ def examine(path: Path, now: float | None = None) -> RunStatus:
     events = list(read_events(path))
     train = [row for row in rows if row.get("kind") == "train"]
     evals = [row for row in rows if row.get("kind") == "eval"]
+    # The validation split stands for the run where there are several.
+    evals = [row for row in evals if row.get("split", VALIDATION) == VALIDATION] or evals
     checkpoints = [each for each in list_checkpoints(path / "checkpoints") if _is_complete(each)]
     saved = parse_step(checkpoints[-1]) if checkpoints else None
     last: Mapping[str, Any] = train[-1] if train else {}

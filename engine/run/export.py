@@ -21,6 +21,7 @@ from ..core import faults
 from ..core.files import atomic_write, read_regular
 from ..core.run_dir import EXPORTS
 from ..lora.adapter_weights import merged_weights
+from ..precision.hardware import DTYPES
 
 if TYPE_CHECKING:
     from ..assemble.assemble import Assembled
@@ -66,7 +67,8 @@ def export_run(
         CheckpointError: writing failed; nothing incomplete is left.
     """
     ranks = Ranks(group)
-    if ranks.reduce(lambda: None, lambda _: _is_done(run, step)):
+    dtype = parts.recipe.checkpoint.export_dtype
+    if ranks.reduce(lambda: None, lambda _: _is_done(run, step, dtype)):
         return []
     if found is not None:
         tensors = model_state(parts.model)
@@ -80,13 +82,16 @@ def export_run(
     for name in names:
         if name == ADAPTER:
             base = parts.recipe.run.init_from
-            save_adapter(run / ADAPTER, parts.model, parts.model_config, base=base, group=group)
+            to = DTYPES.get(dtype or "")
+            save_adapter(
+                run / ADAPTER, parts.model, parts.model_config, base=base, dtype=to, group=group
+            )
         elif name == AVERAGE and parts.average is not None:
             with parts.average.swap_in():
                 _export(parts, run / AVERAGE, group)
         else:
             _export(parts, run / FINAL, group)
-    record = json.dumps({"step": step, "folders": names}) + "\n"
+    record = json.dumps({"step": step, "folders": names, "dtype": dtype}) + "\n"
     ranks.reduce(lambda: None, lambda _: atomic_write(run / RECORD, record))
     return [run / name for name in names]
 
@@ -103,14 +108,16 @@ def _export(parts: Assembled, folder: Path, group: ProcessGroup | None) -> None:
     for name, weight in parts.model.named_parameters():
         if id(weight) in copies:
             del weights[name]
-    export_huggingface(folder, weights, parts.model_config, parts.tokenizer, group=group)
+    dtype = DTYPES.get(parts.recipe.checkpoint.export_dtype or "")
+    config, tokenizer = parts.model_config, parts.tokenizer
+    export_huggingface(folder, weights, config, tokenizer, dtype=dtype, group=group)
 
 
-def _is_done(run: Path, step: int) -> bool:
+def _is_done(run: Path, step: int, dtype: str | None) -> bool:
     try:
         recorded = json.loads(read_regular(run / RECORD))
         made = all((run / name).is_dir() for name in recorded["folders"])
-        return made and bool(recorded["step"] == step)
+        return made and recorded["step"] == step and recorded.get("dtype") == dtype
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

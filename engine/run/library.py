@@ -113,7 +113,7 @@ def train(what: Recipe | Assembled, *, allow_changed: Sequence[str] = ()) -> Res
     parts = None if isinstance(what, Recipe) else what
     recipe = what if isinstance(what, Recipe) else what.recipe
     code = run(recipe, find_world(), allow_changed=allow_changed, parts=parts)
-    return Result(Path(recipe.run.dir) / recipe.run.name, finished=code == ExitCode.DONE)
+    return Result(recipe.run.folder, finished=code == ExitCode.DONE)
 
 
 def convert(direction: str, source: str | Path, target: str | Path, **options: Any) -> Converted:

@@ -85,7 +85,7 @@ def replay(recipe: Recipe, world: World, word: str, allow_changed: Sequence[str]
         RecipeError: there is no such event, or the recipe is not that of the run.
         CheckpointError: the step cannot be reached from what is there.
     """
-    folder = Path(recipe.run.dir) / recipe.run.name
+    folder = recipe.run.folder
     target = find_target(folder, word)
     device = pick_device(world)
     timeout_seconds = recipe.resilience.collective_timeout_seconds
@@ -186,7 +186,7 @@ def _compute(
     probe = Probe(step, parts.model_config.layout)
     with probe.watch():
         gradients = step.accumulate(next(batches))
-    return gradients.mean_loss.item(), gradients.norm.item(), probe.layers
+    return gradients.loss.item(), gradients.norm.item(), probe.layers
 
 
 def _skip_what_was_rolled_back(position: Position, target: ReplayTarget) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 from math import prod
@@ -18,7 +17,9 @@ from ..checkpoint.find import IntactCheckpoint
 from ..checkpoint.manifest import Manifest, SaveInfo
 from ..core.errors import Problem, RecipeError
 from ..core.text.display import remove_secrets
+from ..recipe.tables import Init
 from ..train.parts import Best
+from .metadata import Checkout, name_run
 
 if TYPE_CHECKING:
     from ..assemble.assemble import Assembled
@@ -34,6 +35,8 @@ def require_same_data(saved: Manifest, parts: Assembled, allowed: Sequence[str])
         "tokenizer": (saved.tokenizer, parts.tokenizer.fingerprint),
         "data": (saved.data, parts.data.fingerprint),
     }
+    if key := parts.recipe.task.frozen_key:
+        found[f"task.{key}"] = (saved.frozen, parts.frozen_fingerprint)
     problems = [
         Problem(
             f"the content changed since the checkpoint of step {saved.step}: was {old}, is {new}",
@@ -47,28 +50,33 @@ def require_same_data(saved: Manifest, parts: Assembled, allowed: Sequence[str])
         raise RecipeError(problems)
 
 
-def identify(parts: Assembled, found: IntactCheckpoint | None) -> SaveInfo:
+def identify(
+    parts: Assembled, found: IntactCheckpoint | None, checkouts: Sequence[Checkout] = ()
+) -> SaveInfo:
     """Return the description of the run that each checkpoint of this attempt holds.
 
     Args:
         parts: the parts of the run.
+        checkouts: where the code comes from, on the rank that writes manifests.
         found: the checkpoint that the attempt starts from; None at the start of a run.
     """
     values = remove_secrets(parts.recipe.model_dump(mode="json"))
+    recipe_hash = xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())
     return SaveInfo(
         step=0,
         world=parts.world.world_size,
         mesh=asdict(parts.degrees),
         recipe=values,
-        recipe_hash=xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode()),
+        recipe_hash=recipe_hash,
         tokenizer=parts.tokenizer.fingerprint,
         data=parts.data.fingerprint,
+        frozen=parts.frozen_fingerprint,
         versions={
             "trainer": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        run_id=found.manifest.run_id if found else uuid.uuid4().hex,
+        run_id=name_run(checkouts, recipe_hash),
         attempt=found.manifest.attempt + 1 if found else 0,
     )
 
@@ -80,7 +88,7 @@ def reason_to_end(saved: Manifest, parts: Assembled) -> str:
     best = Best.from_manifest(saved.extra)
     if saved.step >= parts.total_steps:
         return "finished before"
-    if best.is_exhausted(parts.recipe.evaluate):
+    if best.is_exhausted(parts.evaluate):
         return f"stopped early before, {best.describe()}"
     return ""
 
@@ -93,13 +101,19 @@ def ignored_settings(parts: Assembled) -> list[str]:
     if parts.degrees.tensor > 1 and loss not in ("auto", "torch"):
         why = "parallel.tensor splits the vocabulary, which torch's alone knows"
         ignored.append(f'kernels.linear_cross_entropy = "{loss}" has no effect: {why}')
+    if not recipe.task.fields:
+        reads = "the task reads no records"
+        given = {"data.on_long": recipe.data.on_long != "error", "data.pad_to": recipe.data.pad_to}
+        ignored += [f"{key} has no effect: {reads}" for key in given if given[key]]
+    if recipe.run.init != Init() and not recipe.run.init_from:
+        ignored.append("run.init has no effect without run.init_from")
     if parts.validation:
         return ignored
     given = {
         "checkpoint.keep_best": recipe.checkpoint.keep_best,
         "evaluate.patience": recipe.evaluate.patience,
     }
-    why = "evaluate.interval is 0" if not recipe.evaluate.interval else "nothing is held out"
+    why = "evaluate.interval is 0" if not recipe.evaluate.is_enabled else "nothing is held out"
     without = f"has no effect without evaluations: {why}"
     return ignored + [f"{key} {without}" for key in given if given[key]]
 
@@ -113,13 +127,16 @@ def describe(parts: Assembled) -> list[str]:
     of_them = f", {parameters - frozen:,} of them trained" if frozen else ""
     degrees, share = parts.degrees, data.global_batch // parts.degrees.data
     micro = min(data.micro_batch, share)
+    counts_tokens = recipe.task.unit == "tokens"
+    tokens = f", {data.global_batch * data.seq_len:,} tokens" if counts_tokens else ""
     return [
         *parts.notes,
         f"model: {recipe.model.name}, {parameters:,} parameters{of_them}",
         f"ranks: {parts.world.world_size} on {parts.device.type}",
         "plan: " + " x ".join(f"{axis} {degree}" for axis, degree in asdict(degrees).items()),
-        f"steps: {parts.total_steps:,} of {data.global_batch * data.seq_len:,} tokens",
-        f"a rank's step: {-(-share // micro)} x {micro} rows of {data.seq_len} tokens",
+        f"task: {recipe.task.name}, loss {recipe.loss.name}",
+        f"steps: {parts.total_steps:,} of {data.global_batch:,} samples{tokens}",
+        f"a rank's step: {-(-share // micro)} x {micro:,} samples",
         f"validation: {len(parts.validation)} batches a rank",
         "dry run: nothing was trained or written",
     ]

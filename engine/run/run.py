@@ -14,10 +14,10 @@ from torch.distributed import ProcessGroup
 
 from ..assemble.assemble import Assembled, assemble
 from ..checkpoint.find import IntactCheckpoint, code_before_training, find_checkpoint
+from ..checkpoint.manifest import SaveInfo
 from ..checkpoint.state import seed_everything
 from ..checkpoint.store import CheckpointStore
 from ..core.errors import ExitCode, LostContact, Problem, RecipeError, Stopped, TrainerError
-from ..core.files import atomic_write
 from ..core.heartbeat import heartbeat
 from ..core.run_dir import RunDirectory
 from ..core.run_state import RunState, record_attempt, record_stop
@@ -28,13 +28,13 @@ from ..launch.signals import StopFlag
 from ..observe.progress import Progress, forward_logs, open_progress
 from ..recipe.changes import require_unchanged
 from ..recipe.schema import Recipe
-from ..recipe.write import to_toml
 from ..train.events import EventRecorder
 from ..train.health import Health
 from ..train.loop import Outcome, paced_garbage_collection, train
 from ..train.parts import Position
 from ..train.saving import Saver
 from .export import export_run, require_exportable
+from .metadata import find_checkouts, write_recipe
 from .resume import describe, identify, ignored_settings, reason_to_end, require_same_data
 from .watch import open_observer, watch_rank
 
@@ -67,7 +67,7 @@ def run(
             if threading.current_thread() is threading.main_thread():  # Python's rule for handlers
                 stack.enter_context(stop)
         try:
-            folder = Path(recipe.run.dir) / recipe.run.name
+            folder = recipe.run.folder
             answer = partial(code_before_training, folder, recipe.run.resume)
             if dry_run:
                 stop.end_at_once()
@@ -96,7 +96,7 @@ def _run(
 ) -> ExitCode:
     """Join the other ranks, lock the directory and train."""
     device = pick_device(world)
-    directory = RunDirectory(Path(recipe.run.dir) / recipe.run.name)
+    directory = RunDirectory(recipe.run.folder)
     with ExitStack() as stack:
         if not dry_run:
             stack.enter_context(watch_rank(directory, world, recipe.resilience.hang_seconds))
@@ -139,7 +139,8 @@ class Session:
         parts = parts or assemble(recipe, self.world, self.device, fresh=found is None)
         self._print_notes(parts)
         position = Position()
-        identity = identify(parts, found)
+        checkouts = find_checkouts() if self.world.rank == 0 else []
+        identity = identify(parts, found, checkouts)
         recorder, health = self._watch(parts, identity.attempt)
         saver = Saver(store, parts, health, identity, self.progress.warn)
         if found is not None:
@@ -153,10 +154,10 @@ class Session:
             self.progress.note(f"resumed from {found.path} (step {position.step})")
         if recipe.checkpoint.export != "none":
             require_exportable(parts)
+        state = self._state(parts, position.step, identity)
         # Only now: a start that fails leaves the recipe of the run as it was.
         if self.world.rank == 0:
-            atomic_write(self.directory.recipe, to_toml(recipe))
-        state = self._state(parts, position.step, identity.attempt)
+            write_recipe(self.directory, recipe, identity, checkouts, state.device)
         with self._record(state), recorder.open_log(position.step):
             outcome = self._train(parts, position, saver, health)
             state.warnings = health.conclude()
@@ -177,7 +178,7 @@ class Session:
         self, parts: Assembled, health: Health, found: IntactCheckpoint, group: ProcessGroup | None
     ) -> None:
         """Complete the end of a run whose last step was saved: its export and its state.json."""
-        state = self._state(parts, found.manifest.step, found.manifest.attempt)
+        state = self._state(parts, found.manifest.step, found.manifest)
         with self._record(state):
             state.warnings = health.conclude()
             self._export(parts, found.manifest.step, group, found)
@@ -217,6 +218,7 @@ class Session:
             self.directory.checkpoints,
             mode=checkpoint.mode,
             keep=checkpoint.keep,
+            names_latest=True,
             group=create_checkpoint_group(self.world, resilience.collective_timeout_seconds),
         )
         store.probe()
@@ -279,13 +281,14 @@ class Session:
             self.progress.warn(f"skipped {reason}")
         return found
 
-    def _state(self, parts: Assembled, start_step: int, attempt: int) -> RunState:
+    def _state(self, parts: Assembled, start_step: int, info: SaveInfo) -> RunState:
         """Return what `trainer status` reads of this attempt."""
         cuda = self.device.type == "cuda"
         return RunState(
             total_steps=parts.total_steps,
             start_step=start_step,
-            attempt=attempt,
+            attempt=info.attempt,
+            run_id=info.run_id,
             world=self.world.world_size,
             device=torch.cuda.get_device_name(self.device) if cuda else "cpu",
         )

@@ -72,7 +72,9 @@ def open_observer(
     """
     world, device = parts.world, parts.device
     peak = device_peak_flops(device, dtype_name(parts.model.compute_dtype))
-    flops = flops_per_token(parts.model, parts.model_config, parts.recipe.data.seq_len)
+    per_token = flops_per_token(parts.model, parts.model_config, parts.recipe.data.seq_len)
+    task = parts.step.task
+    flops = task.flops_per_unit(per_token)
     copies_alone = parts.degrees.world == parts.degrees.replicate
     ranks = SlowRanks(group, progress.warn, local_forward=copies_alone)
     return Observer(
@@ -81,10 +83,10 @@ def open_observer(
         world.rank,
         parts.total_steps,
         progress,
-        Throughput(flops, peak and peak * world.world_size),
+        Throughput(task.unit, parts.global_batch, flops, peak and peak * world.world_size),
         lambda: peak_memory_bytes(device),
         parts.phases,
-        _profiler(parts, directory, progress, flops),
+        _profiler(parts, directory, progress, per_token),
         ranks.compare,
     )
 
@@ -94,6 +96,7 @@ def _profiler(
 ) -> Profiler | None:
     """Return this rank's profiler, if the recipe wants one."""
     table, data, world = parts.recipe.profile, parts.recipe.data, parts.world
+    rows = data.global_batch * parts.recipe.task.rows_per_sample
     ranks = [each for each in table.ranks if each < world.world_size]
     if table.steps and not ranks:
         progress.warn("profile.ranks names no rank of this run: nothing is profiled")
@@ -105,5 +108,5 @@ def _profiler(
         rank=world.rank,
         is_main=world.rank == min(ranks),
         device=parts.device,
-        flops_per_step=flops_per_token * data.global_batch * data.seq_len / world.world_size,
+        flops_per_step=flops_per_token * rows * data.seq_len / world.world_size,
     )

@@ -10,10 +10,10 @@ from pydantic import Field, PrivateAttr, model_validator
 from ..core.config import RecipePath
 from ..core.errors import nearest
 from ..tokenizers.tokenizer import MaskedDocument, Tokenizer
-from .chat_renderer import ChatTemplate, find_template, open_renderer
-from .configs import DocumentSource, FileSource, sources
-from .documents import Document
-from .files import json_kind, read_objects, require_field, split_line_files
+from .chat_renderer import ChatRenderer, ChatTemplate, find_template, open_renderer
+from .configs import DocumentSource, FileSource, RecordSource, sources
+from .documents import Document, DocumentFault, Record
+from .files import json_kind, read_line_records, read_objects, require_field, split_line_files
 
 OTHER_NAMES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
 FOLLOWS = {
@@ -27,7 +27,7 @@ FOLLOWS = {
 
 
 @sources.register
-class ChatSource(FileSource):
+class ChatSource(RecordSource, FileSource):
     """Conversations for finetuning: JSON lines of messages, laid out by a chat template."""
 
     name: Literal["chat"] = "chat"
@@ -79,9 +79,22 @@ class ChatSource(FileSource):
 
             yield from read_objects(part, render)
 
+    def read_records(self, part: Any) -> Iterator[Record | DocumentFault]:
+        """Yield one record a line."""
+        return read_line_records(part, self._columns)
+
+    def template_settings(self) -> dict[str, Any]:
+        """Return the arguments of `find_template`."""
+        keys = {"file": self.template_file, "variables": self.variables, "date": self.date}
+        return {"name": self.template, **keys}
+
+    def message_keys(self) -> tuple[str, str]:
+        """Return the keys of a message that hold its role and its text."""
+        return self.role_key, self.content_key
+
     def settings(self) -> str:
         """Return the keys, which tokens count in the loss, and the template."""
-        keys = (self.field, self.role_key, self.content_key, self.learn)
+        keys = (self.describe_columns(), self.role_key, self.content_key, self.learn)
         return f" {keys} {self._resolved().fingerprint}"
 
     def parse_messages(self, line: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -91,42 +104,62 @@ class ChatSource(FileSource):
             ValueError: what is wrong with them.
         """
         values = require_field(line, self.field)
-        if not isinstance(values, list):
-            raise ValueError(f'"{self.field}" is {json_kind(values)}, expected an array')
-        messages: list[dict[str, Any]] = []
-        for index, value in enumerate(values):
-            try:
-                messages.append(self._parse_message(value, messages[-1]["role"] if index else ""))
-            except ValueError as error:
-                raise ValueError(f"{self.field}[{index}]: {error}"[:300]) from error
+        messages = parse_messages(values, self.field, *self.message_keys())
         roles = {message["role"] for message in messages}
         if self.learn == "assistant" and "assistant" not in roles:
             raise ValueError("no message is the assistant's: there is nothing to learn from")
         return messages
 
-    def _parse_message(self, value: Any, before: str) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise ValueError(f"expected an object, found {json_kind(value)}")
-        calls_tools = bool(value.get("tool_calls"))
-        for key in (self.role_key, self.content_key):
-            if key not in value and not (key == self.content_key and calls_tools):
-                raise ValueError(f'no "{key}"; it has: {", ".join(sorted(value)[:10])}')
-        role = _find_role(value[self.role_key])
-        content = value.get(self.content_key)
-        if not isinstance(content, str) and not (content is None and calls_tools):
-            raise ValueError(f'"{self.content_key}" is {json_kind(content)}, expected a string')
-        if before not in FOLLOWS[role]:
-            place = f"after {before!r}" if before else "at the beginning"
-            expected = ", ".join(sorted(name or "the beginning" for name in FOLLOWS[role]))
-            raise ValueError(f"role {role!r} {place}; it may come after: {expected}")
-        renamed = {self.role_key, self.content_key}
-        others = {key: other for key, other in value.items() if key not in renamed}
-        return {**others, "role": role, "content": content}
-
     def _resolved(self) -> ChatTemplate:
         if self._template is None:
             raise RuntimeError("call for_tokenizer first: it finds the chat template")
         return self._template
+
+
+def parse_messages(
+    values: Any, field: str, role_key: str = "role", content_key: str = "content", before: str = ""
+) -> list[dict[str, Any]]:
+    """Return messages with `role` and `content`, checked.
+
+    Args:
+        values: the messages of a record.
+        field: the name of the field that holds them, for messages.
+        role_key: the key of a message that says whose it is.
+        content_key: the key of a message that holds its text.
+        before: the role of the message before the first; "" is the beginning.
+
+    Raises:
+        ValueError: what is wrong with them.
+    """
+    if not isinstance(values, list):
+        raise ValueError(f'"{field}" is {json_kind(values)}, expected an array')
+    messages: list[dict[str, Any]] = []
+    for index, value in enumerate(values):
+        try:
+            messages.append(_parse_message(value, before, role_key, content_key))
+        except ValueError as error:
+            raise ValueError(f"{field}[{index}]: {error}"[:300]) from error
+        before = messages[-1]["role"]
+    return messages
+
+
+def _parse_message(value: Any, before: str, role_key: str, content_key: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"expected an object, found {json_kind(value)}")
+    calls_tools = bool(value.get("tool_calls"))
+    for key in (role_key, content_key):
+        if key not in value and not (key == content_key and calls_tools):
+            raise ValueError(f'no "{key}"; it has: {", ".join(sorted(value)[:10])}')
+    role = _find_role(value[role_key])
+    content = value.get(content_key)
+    if not isinstance(content, str) and not (content is None and calls_tools):
+        raise ValueError(f'"{content_key}" is {json_kind(content)}, expected a string')
+    if before not in FOLLOWS[role]:
+        place = f"after {before!r}" if before else "at the beginning"
+        expected = ", ".join(sorted(name or "the beginning" for name in FOLLOWS[role]))
+        raise ValueError(f"role {role!r} {place}; it may come after: {expected}")
+    others = {key: other for key, other in value.items() if key not in (role_key, content_key)}
+    return {**others, "role": role, "content": content}
 
 
 def _find_role(name: Any) -> str:
@@ -137,3 +170,66 @@ def _find_role(name: Any) -> str:
         hint = nearest(name, [*FOLLOWS, *OTHER_NAMES]) or f"known: {', '.join(FOLLOWS)}"
         raise ValueError(f"unknown role {name!r}; {hint}")
     return role
+
+
+def holds_messages(values: Mapping[str, Any]) -> bool:
+    """Return whether the answers of a record are lists of messages."""
+    return any(isinstance(values.get(name), list) for name in ("chosen", "rejected"))
+
+
+def render_answers(
+    renderer: ChatRenderer, values: Mapping[str, Any], role_key: str, content_key: str
+) -> dict[str, Any]:
+    """Return a record of two answers with text in place of messages.
+
+    The prompt is a list of messages as well. If it is not, it is the messages with which both
+    answers begin, or else a message of the user.
+
+    Args:
+        renderer: renders the chat template.
+        values: the fields chosen and rejected, and perhaps prompt.
+        role_key: the key of a message that says whose it is.
+        content_key: the key of a message that holds its text.
+
+    Raises:
+        ValueError: the messages are not as expected, or the template rejects them.
+    """
+    prompt = values.get("prompt", "")
+    pair = {name: values[name] for name in ("chosen", "rejected")}
+    messages: list[dict[str, Any]] = []
+    if isinstance(prompt, list):
+        messages = parse_messages(prompt, "prompt", role_key, content_key)
+        before = messages[-1]["role"] if messages else ""
+    else:
+        before = "user" if _begins_with_answer(pair["chosen"], role_key) else ""
+    answers = {
+        name: parse_messages(answer, name, role_key, content_key, before)
+        for name, answer in pair.items()
+    }
+    if not isinstance(prompt, list):
+        shared = _count_shared(*answers.values())
+        messages = answers["chosen"][:shared]
+        answers = {name: answer[shared:] for name, answer in answers.items()}
+        if prompt and not messages:
+            messages = [{"role": "user", "content": prompt}]
+    if not messages:
+        raise ValueError("chosen and rejected begin with different messages: there is no prompt")
+    text = renderer.render_prompt(messages)
+    rendered = {
+        name: renderer.render_answer(messages, text, answer) for name, answer in answers.items()
+    }
+    return {"prompt": text, **rendered}
+
+
+def _begins_with_answer(messages: Any, role_key: str) -> bool:
+    first = messages[0] if isinstance(messages, list) and messages else None
+    role = first.get(role_key) if isinstance(first, dict) else None
+    return isinstance(role, str) and OTHER_NAMES.get(role, role) == "assistant"
+
+
+def _count_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return with how many equal messages two conversations begin; each keeps its last one."""
+    shared = 0
+    while shared < min(len(one), len(other)) - 1 and one[shared] == other[shared]:
+        shared += 1
+    return shared

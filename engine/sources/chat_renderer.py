@@ -170,6 +170,32 @@ class ChatRenderer:
         """
         return str(self.ask(messages=messages, tools=None, mode="prompt")["text"])
 
+    def render_answer(
+        self, prompt: Sequence[Mapping[str, Any]], text: str, answer: Sequence[Mapping[str, Any]]
+    ) -> str:
+        """Return the text of an answer, without the end-of-document token at its end.
+
+        Args:
+            prompt: the messages before the answer.
+            text: the text of the prompt, as `render_prompt` returns it.
+            answer: the messages of the answer.
+
+        Raises:
+            ValueError: the template refuses the messages, or the conversation does not begin with
+                the prompt's text.
+            DataError: the template took too much time or memory.
+        """
+        if not answer or answer[-1]["role"] != "assistant":
+            raise ValueError("the last message of an answer is not the assistant's")
+        whole = str(self.ask(messages=[*prompt, *answer], tools=None, mode="all")["text"])
+        if not whole.startswith(text):
+            raise ValueError(
+                "the template writes the prompt in another way once an answer follows, so where "
+                "the answer begins cannot be told; use another template"
+            )
+        eos = self.template.eos_token
+        return whole[len(text) :].removesuffix(eos) if eos else whole[len(text) :]
+
     def find_end_of_answer(self) -> str:
         """Return the text, such as an end-of-turn token, that the template writes after an answer.
 

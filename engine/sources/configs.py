@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import sysconfig
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from hashlib import blake2b
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from operator import itemgetter
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
-from pydantic import Field
-from xxhash import xxh3_128_hexdigest
+from pydantic import Field, PrivateAttr, model_validator
 
-from ..core.config import Component, CountOrZero, RecipePath
-from ..core.errors import DataError
+from ..core.config import Component, RecipePath
+from ..core.errors import RecipeError
 from ..core.registry import Registry
 from ..tokenizers.tokenizer import Tokenizer
-from .documents import Document
+from .documents import Document, DocumentFault, Record, text_of
 from .files import (
     content_fingerprint,
     files_fingerprint,
+    read_line_records,
     read_objects,
     read_text,
     require_text,
     split_line_files,
     split_text_files,
 )
-
-# Installed packages, tests full of deliberately odd text, and a module that differs by machine.
-PYTHON_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-PYTHON_LEFT_OUT_PREFIX = "_sysconfigdata"
 
 
 class SourceConfig(Component):
@@ -48,12 +37,25 @@ class SourceConfig(Component):
     """what this source is used for; with no validation source, `data.validation_fraction` of
     each training source is held out"""
 
+    def for_fields(self, fields: Sequence[str]) -> DocumentSource:
+        """Return the source for a task that reads these fields with `read_records`.
+
+        It is called before `parts`, `read_records` and `fingerprint`.
+
+        Raises:
+            RecipeError: the source has no records, or none with these fields.
+        """
+        raise RecipeError(
+            f'the "{self.name}" source has no records with fields',
+            'name a source of records, such as "jsonl", "parquet" or "hf"',
+        )
+
 
 sources: Registry[SourceConfig] = Registry(
     "source",
     default="text",
     built_in={
-        "python": "engine.sources.configs:PythonSource",
+        "python": "engine.sources.python_library:PythonSource",
         "text": "engine.sources.configs:TextSource",
         "jsonl": "engine.sources.configs:JsonlSource",
         "tokens": "engine.corpus.configs:TokensSource",
@@ -84,6 +86,28 @@ class DocumentSource(SourceConfig):
         """
         for part in self.parts():
             yield from self.read(part)
+
+    def for_fields(self, fields: Sequence[str]) -> DocumentSource:
+        """Return the source for a task that reads these fields, of which there is only the text.
+
+        Raises:
+            RecipeError: the task reads other fields.
+        """
+        others = [field for field in fields if field != "text"]
+        if others:
+            raise RecipeError(
+                f'the "{self.name}" source has no field "{others[0]}": its documents are text',
+                'records with fields come from "jsonl", "parquet" or "hf"',
+            )
+        return self
+
+    def read_records(self, part: Any) -> Iterator[Record | DocumentFault]:
+        """Yield the records of a part, in order: here each document is one with a text."""
+        for number, document in enumerate(self.read(part), 1):
+            if isinstance(document, DocumentFault):
+                yield document
+            else:
+                yield Record({"text": text_of(document)}, f"{self.name}, document {number}")
 
     def for_tokenizer(self, tokenizer: Tokenizer) -> DocumentSource:
         """Return the source with what it takes from the tokenizer, such as a chat template.
@@ -118,65 +142,57 @@ class DocumentSource(SourceConfig):
         return self.fingerprint()
 
 
+class RecordSource(DocumentSource):
+    """Base of sources whose samples have named fields: columns, or keys of an object."""
+
+    field: str = "text"
+    """the column that holds the text"""
+    fields: dict[str, str] = {}
+    """the column of each field of the task that has another name there, such as
+    { text = "sentence" }; "" for a prompt that the records lack"""
+    template: Literal["tokenizer", "chatml", "llama3"] = "tokenizer"
+    """Jinja chat template of fields that hold messages: "tokenizer" takes the one in the
+    tokenizer's files"""
+    _columns: dict[str, str] = PrivateAttr({})
+
+    @model_validator(mode="after")
+    def _leaves_out_a_prompt_alone(self) -> Self:
+        for field, column in self.fields.items():
+            if not column and field != "prompt":
+                raise ValueError(f'fields: "{field}" needs a column; only a prompt may be left out')
+        return self
+
+    # Tables are hashed to open a data set once; pydantic's hash refuses `fields`.
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
+    def for_fields(self, fields: Sequence[str]) -> Self:
+        """Return the source for a task that reads these fields, each from its column."""
+        source = self.model_copy()
+        names = {"text": self.text_column, **self.fields}
+        source._columns = {field: names.get(field, field) for field in fields}
+        return source
+
+    @property
+    def text_column(self) -> str:
+        """The column that holds the text."""
+        return self.fields.get("text", self.field)
+
+    def template_settings(self) -> dict[str, Any]:
+        """Return the arguments of `find_template` for fields that hold messages."""
+        return {"name": self.template}
+
+    def message_keys(self) -> tuple[str, str]:
+        """Return the keys of a message that hold its role and its text."""
+        return "role", "content"
+
+    def describe_columns(self) -> str:
+        """Return the settings that choose columns, for the fingerprint."""
+        return f"{self._columns}" if self._columns else self.text_column
+
+
 SourcePart = tuple[DocumentSource, Any]
 """one of the source's `parts`"""
-
-
-@sources.register
-class PythonSource(DocumentSource):
-    """The interpreter's own standard library, one document a file: text every machine has."""
-
-    name: Literal["python"] = "python"
-    max_bytes: CountOrZero = 0
-    """stop after this many bytes of text; 0 takes all"""
-
-    def documents(self) -> Iterator[Document]:
-        """Yield the library's modules, in a fixed scattered order."""
-        total = 0
-        for path, status in list_library_modules():
-            total += status.st_size
-            if self.max_bytes and total > self.max_bytes:
-                return
-            with suppress(OSError, UnicodeDecodeError):  # the user chose no file and can mend none
-                yield Path(path).read_text(encoding="utf-8")
-
-    def fingerprint(self) -> str:
-        """Return the interpreter's version and the files' sizes and times."""
-        states = [
-            (path, status.st_size, status.st_mtime_ns) for path, status in list_library_modules()
-        ]
-        hashed = xxh3_128_hexdigest(repr(states).encode())
-        return f"python {platform.python_version()} {self.max_bytes} {hashed}"
-
-
-def list_library_modules() -> list[tuple[str, os.stat_result]]:
-    """Return the path and status of each module of the standard library, in a fixed random order.
-
-    The order follows a hash of the path within the library, so that any run of modules, such as the
-    held-out tail, is a random sample.
-
-    Raises:
-        DataError: the library is not in a folder.
-    """
-    root = sysconfig.get_path("stdlib")
-    if not os.path.isdir(root):
-        raise DataError(
-            f"{root}: this interpreter's standard library is not there as files",
-            'use another source, such as "text"',
-        )
-    modules: list[tuple[bytes, str, os.stat_result]] = []
-    folders = [root]
-    while folders:
-        with os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                if entry.name in PYTHON_LEFT_OUT or entry.name.startswith(PYTHON_LEFT_OUT_PREFIX):
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
-                elif entry.name.endswith(".py"):
-                    inside = Path(entry.path).relative_to(root).as_posix()
-                    modules.append((blake2b(inside.encode()).digest(), entry.path, entry.stat()))
-    return [(path, status) for _, path, status in sorted(modules, key=itemgetter(0))]
 
 
 class FileSource(DocumentSource):
@@ -216,10 +232,19 @@ class TextSource(FileSource):
         """Yield one document a file."""
         return read_text(part)
 
+    def read_records(self, part: Any) -> Iterator[Record | DocumentFault]:
+        """Yield a record with a text for each document, with the name of its file."""
+        for span in part:
+            for document in read_text((span,)):
+                if isinstance(document, DocumentFault):
+                    yield document
+                else:
+                    yield Record({"text": text_of(document)}, span.file)
+
 
 @sources.register
-class JsonlSource(FileSource):
-    """JSON lines, one document a line."""
+class JsonlSource(RecordSource, FileSource):
+    """JSON lines, one document or record a line."""
 
     name: Literal["jsonl"] = "jsonl"
     field: str = "text"
@@ -232,8 +257,41 @@ class JsonlSource(FileSource):
 
     def read(self, part: Any) -> Iterator[Document]:
         """Yield one document a line."""
-        return read_objects(part, lambda line: require_text(line, self.field))
+        return read_objects(part, lambda line: require_text(line, self.text_column))
+
+    def read_records(self, part: Any) -> Iterator[Record | DocumentFault]:
+        """Yield one record a line."""
+        return read_line_records(part, self._columns)
 
     def settings(self) -> str:
-        """Return the field."""
-        return f" {self.field}"
+        """Return the keys that are read."""
+        return f" {self.describe_columns()}"
+
+
+class MapDataset(Protocol):
+    """Samples by number, such as a map-style `torch.utils.data.Dataset`."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        """Return a sample: an array, a tensor or a number for each field, always the same."""
+
+
+class DatasetSource(SourceConfig):
+    """Base of sources of a plugin's own samples, such as images, for the "supervised" task."""
+
+    def build(self, split: str) -> MapDataset:
+        """Return the samples of a split, "train" or "validation"; see `MapDataset`.
+
+        Raises:
+            DataError: the samples cannot be read; the message names the file.
+        """
+        raise NotImplementedError
+
+    def fingerprint(self) -> str:
+        """Return a text that changes whenever the samples may have changed.
+
+        The number of samples need not be in it.
+        """
+        return self.model_dump_json(exclude={"label", "weight"})

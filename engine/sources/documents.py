@@ -1,15 +1,16 @@
-"""Defines documents, and splits files into parts that processes read in parallel."""
+"""Defines documents and records, and splits files into parts that processes read in parallel."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
+from ..core.errors import nearest
 from ..core.files import open_regular
 from ..core.text.display import make_printable
 from ..tokenizers.tokenizer import MaskedDocument
@@ -50,6 +51,69 @@ class DocumentFault:
 
 
 Document = str | MaskedDocument | DocumentFault
+
+
+class Record(NamedTuple):
+    """A sample with named fields, and where it is.
+
+    Attributes:
+        values: the value of each field, as JSON has it: text, numbers, lists and mappings.
+        file: the path of the file, or another name that users know.
+        line: the number of the line, where line 1 begins at byte `start`; 0 if there is no line.
+        start: the byte offset at which line 1 begins.
+    """
+
+    values: dict[str, Any]
+    file: str
+    line: int = 0
+    start: int = 0
+
+    def make_fault(self, reason: str) -> DocumentFault:
+        """Return a fault at the place of this record."""
+        return DocumentFault(self.file, reason, self.line, self.start)
+
+
+def select_fields(values: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of a task's fields.
+
+    Args:
+        values: the value of each column.
+        columns: the column of each field, whose dots may lead into objects; a field whose column is
+            "" is left out.
+
+    Raises:
+        ValueError: there is no such column.
+    """
+    return {
+        field: _find_column(values, column, field) for field, column in columns.items() if column
+    }
+
+
+def _find_column(values: Mapping[str, Any], column: str, field: str) -> Any:
+    if column in values:
+        return values[column]
+    found: Any = values
+    for name in column.split("."):
+        known = found if isinstance(found, Mapping) else ()
+        if name not in known:
+            raise ValueError(describe_missing_column(column, field, known))
+        found = found[name]
+    return found
+
+
+def describe_missing_column(column: str, field: str, known: Collection[str]) -> str:
+    """Return the reason of a fault: a column is missing, what there is, and how to name another.
+
+    Args:
+        column: the name of the column.
+        field: the field of the task that it holds.
+        known: the columns that there are.
+    """
+    listed = ", ".join(sorted(known)[:10]) or "no fields"
+    hint = (
+        nearest(column.rpartition(".")[2], known) or f'fields = {{ {field} = "..." }} names another'
+    )
+    return f'no field "{column}"; there is: {listed[:200]}; {hint}'
 
 
 def text_of(document: str | MaskedDocument) -> str:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from glob import glob, has_magic
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from xxhash import xxh3_128_hexdigest
 
@@ -20,6 +20,8 @@ from .documents import (
     Document,
     DocumentFault,
     Part,
+    Record,
+    select_fields,
     skip_line,
     split_files,
     text_of,
@@ -30,6 +32,7 @@ MAX_DOCUMENT_BYTES = 2**26
 FINGERPRINT_BYTES = 2**14
 SAVED_SPLIT, SAVED_SPLITS = "state.json", "dataset_dict.json"
 """files by which `save_to_disk` of the datasets library marks one split, and several splits"""
+HALF_SURROGATE = "its text holds half of a surrogate pair (\\ud800-\\udfff)"
 JSON_KINDS = {
     type(None): "null", dict: "an object", bool: "true or false", int: "a number",
     float: "a number", list: "an array", str: "a string",
@@ -166,21 +169,59 @@ def read_objects(
         document: turns the JSON object of a line into a document, or raises ValueError with the
             reason of the fault.
     """
+
+    def parse(values: dict[str, Any]) -> str | MaskedDocument:
+        parsed = document(values)
+        try:
+            text_of(parsed).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(HALF_SURROGATE) from error
+        return parsed
+
+    for parsed, _, _ in _parse_lines(part, parse):
+        yield parsed
+
+
+def read_line_records(part: Part, columns: Mapping[str, str]) -> Iterator[Record | DocumentFault]:
+    """Yield a record or a fault for each line of JSON; blank lines are skipped.
+
+    Args:
+        part: spans of whole lines.
+        columns: the key of each field.
+    """
+
+    def select(line: dict[str, Any]) -> dict[str, Any]:
+        values = select_fields(line, columns)
+        try:
+            json.dumps(values, ensure_ascii=False).encode()  # text at any depth
+        except UnicodeEncodeError as error:
+            raise ValueError(HALF_SURROGATE) from error
+        return values
+
+    for values, span, number in _parse_lines(part, select):
+        if isinstance(values, DocumentFault):
+            yield values
+        else:
+            yield Record(values, span.file, number, span.start)
+
+
+Parsed = TypeVar("Parsed")
+
+
+def _parse_lines(
+    part: Part, parse: Callable[[dict[str, Any]], Parsed]
+) -> Iterator[tuple[Parsed | DocumentFault, ByteSpan, int]]:
+    """Yield what each line that is not blank holds, or a fault, with its span and line number."""
     for span in part:
         for number, line in _lines(span):
             if isinstance(line, DocumentFault):
-                yield line
+                yield line, span, number
                 continue
             try:
-                parsed = document(_parse_object(line))
-                text_of(parsed).encode()
-            except UnicodeEncodeError:
-                reason = "its text holds half of a surrogate pair (\\ud800-\\udfff)"
-                yield DocumentFault(span.file, reason, number, span.start)
+                parsed: Parsed | DocumentFault = parse(_parse_object(line))
             except ValueError as error:
-                yield DocumentFault(span.file, str(error), number, span.start)
-            else:
-                yield parsed
+                parsed = DocumentFault(span.file, str(error), number, span.start)
+            yield parsed, span, number
 
 
 def _lines(span: ByteSpan) -> Iterator[tuple[int, str | DocumentFault]]:
@@ -238,8 +279,8 @@ def require_text(line: Mapping[str, Any], field: str) -> str:
 
 
 def json_kind(value: object) -> str:
-    """Return the JSON type of a value of `json.loads`, with its article."""
-    return JSON_KINDS[type(value)]
+    """Return the JSON type of a value, with its article, or the name of its class."""
+    return JSON_KINDS.get(type(value), type(value).__name__)
 
 
 def infer_source(path: str) -> str:

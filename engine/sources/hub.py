@@ -1,12 +1,12 @@
-"""Reads documents from local and hub datasets with the `datasets` library."""
+"""Reads documents and records from local and hub datasets with the `datasets` library."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import model_validator
 
@@ -14,14 +14,17 @@ from ..core.config import RecipePath
 from ..core.errors import DataError, EnvironmentFault, nearest
 from ..core.files import read_regular
 from ..core.registry import require_package
-from .configs import DocumentSource, sources
-from .documents import PART_BYTES, Document, DocumentFault
+from .configs import RecordSource, sources
+from .documents import PART_BYTES, Document, DocumentFault, Record, describe_missing_column
 from .files import SAVED_SPLIT, SAVED_SPLITS, content_fingerprint
-from .parquet import read_texts, select_column, summarize_error
+from .parquet import read_rows, read_texts, select_column, summarize_error
 
 HUB_SECONDS = 20.0
 # Rows of a batch: from a memory-mapped dataset, and from a streamed one.
 BATCH_ROWS, STREAMED_ROWS = 4096, 256
+
+
+Item = TypeVar("Item")
 
 
 class DatasetShard(NamedTuple):
@@ -32,7 +35,7 @@ class DatasetShard(NamedTuple):
 
 
 @sources.register
-class HFSource(DocumentSource):
+class HFSource(RecordSource):
     """A dataset of Hugging Face's `datasets` library, local or on the hub (extra `[data]`)."""
 
     name: Literal["hf"] = "hf"
@@ -75,6 +78,31 @@ class HFSource(DocumentSource):
 
     def read_from(self, part: Any, first: int) -> Iterator[Document]:
         """Yield one document a row, without unpacking the rows before `first`."""
+
+        def read_column(table: Any, row: int) -> Iterator[Document]:
+            column = select_column(table, self.text_column)
+            for chunk in getattr(column, "chunks", [column]):
+                yield from read_texts(chunk, self.text_column, self._dataset, row)
+                row += len(chunk)
+
+        return self._read_part(part, first, read_column)
+
+    def read_records(self, part: Any) -> Iterator[Record | DocumentFault]:
+        """Yield one record a row; a class label is the name of its class."""
+
+        def read_columns(table: Any, row: int) -> Iterator[Record | DocumentFault]:
+            for record in read_rows(table, self._columns, self._dataset, row):
+                if isinstance(record, Record):
+                    for field, names in classes.items():
+                        record.values[field] = _name_classes(record.values[field], names)
+                yield record
+
+        classes = self._class_names() if self._columns else {}
+        return self._read_part(part, 0, read_columns)
+
+    def _read_part(
+        self, part: DatasetShard, first: int, read: Callable[[Any, int], Iterator[Item]]
+    ) -> Iterator[Item | DocumentFault]:
         row = part.start if part.stop else 0
         skipped = first
         try:
@@ -82,11 +110,9 @@ class HFSource(DocumentSource):
                 unread = table.slice(skipped)
                 row += table.num_rows - unread.num_rows
                 skipped -= table.num_rows - unread.num_rows
-                column = select_column(unread, self.field)
-                for chunk in getattr(column, "chunks", [column]):
-                    for document in read_texts(chunk, self.field, self._dataset, row):
-                        yield document
-                        row += 1
+                for item in read(unread, row):
+                    yield item
+                    row += 1
         except DataError:
             raise
         except Exception as error:  # what the library raises is as varied as its formats
@@ -94,9 +120,20 @@ class HFSource(DocumentSource):
                 where = self._dataset if part.stop else f"{self._dataset}, shard {part.start}"
                 yield DocumentFault(f"{where}, row {row + 1}", summarize_error(error))
 
+    def _class_names(self) -> dict[str, list[str]]:
+        """Return the names of the classes of each field whose column holds their numbers."""
+        features = open_dataset(self).features or {}
+        found = {}
+        for field, column in self._columns.items():
+            kind = features.get(column)
+            names = getattr(getattr(kind, "feature", kind), "names", None)
+            if names:
+                found[field] = list(names)
+        return found
+
     def fingerprint(self) -> str:
         """Return the hub's commit, the library's own hash, or a hash of the data files."""
-        settings = f"{self.config} {self.split_name} {self.field}"
+        settings = f"{self.config} {self.split_name} {self.describe_columns()}"
         folder = self.folder()
         if folder is None:
             return f"{self.commit() or open_dataset(self)._fingerprint} {settings}"
@@ -163,7 +200,7 @@ class HFSource(DocumentSource):
 
 @lru_cache(maxsize=16)
 def open_dataset(source: HFSource) -> Any:
-    """Open a split of a dataset, reduced to the column that holds the text.
+    """Open a split of a dataset, reduced to the columns that are read.
 
     Raises:
         DataError: the dataset cannot be opened, or has no such split or column.
@@ -194,10 +231,23 @@ def open_dataset(source: HFSource) -> Any:
     except Exception as error:  # what the library raises is as varied as its formats
         raise DataError(f"{source._dataset}: {summarize_error(error)}") from error
     if dataset.column_names is not None:  # a streamed dataset may not know them
-        column = source.field.split(".")[0]
-        source._check_name("field", column, dataset.column_names)
-        dataset = dataset.select_columns([column])
+        wanted = (source._columns or {"text": source.text_column}).items()
+        columns = {field: column.split(".")[0] for field, column in wanted if column}
+        for field, column in columns.items():
+            if column not in dataset.column_names:
+                reason, _, hint = describe_missing_column(
+                    column, field, dataset.column_names
+                ).rpartition("; ")
+                raise DataError(f"{source._dataset}: {reason}", hint)
+        dataset = dataset.select_columns([*dict.fromkeys(columns.values())])
     return dataset.with_format("arrow")
+
+
+def _name_classes(value: Any, names: Sequence[str]) -> Any:
+    """Return the names of class numbers; -1, which stands for no label, is no class."""
+    if isinstance(value, list):
+        return [_name_classes(number, names) for number in value]
+    return names[value] if isinstance(value, int) and 0 <= value < len(names) else value
 
 
 def import_datasets() -> Any:

@@ -1,17 +1,16 @@
-"""Reads documents from a text column of Parquet files, and from Arrow arrays."""
+"""Reads documents and records from columns of Parquet files, and from Arrow tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from ..core.errors import nearest
 from ..core.files import require_regular
 from ..core.registry import require_package
-from .configs import FileSource, sources
-from .documents import PART_BYTES, Document, DocumentFault
+from .configs import FileSource, RecordSource, sources
+from .documents import PART_BYTES, Document, DocumentFault, Record, describe_missing_column
 from .files import MAX_DOCUMENT_BYTES, find_files
 from .parquet_pages import measure_pages
 
@@ -32,8 +31,8 @@ class RowGroups(NamedTuple):
 
 
 @sources.register
-class ParquetSource(FileSource):
-    """A column of text in Parquet files, one document a row (extra `[data]`)."""
+class ParquetSource(RecordSource, FileSource):
+    """Columns of Parquet files, one document or record a row (extra `[data]`)."""
 
     name: Literal["parquet"] = "parquet"
     field: str = "text"
@@ -53,7 +52,7 @@ class ParquetSource(FileSource):
                 start = row = first_row = size = 0
                 for group in range(metadata.num_row_groups):
                     row += metadata.row_group(group).num_rows
-                    size += _count_column_bytes(metadata.row_group(group), self.field)
+                    size += _count_column_bytes(metadata.row_group(group), self.text_column)
                     if size >= PART_BYTES or group + 1 == metadata.num_row_groups:
                         parts.append(RowGroups(str(path), start, group + 1, first_row))
                         start, first_row, size = group + 1, row, 0
@@ -69,46 +68,82 @@ class ParquetSource(FileSource):
         Row groups before that row are not read. A row that cannot be read gives a fault, so that
         documents keep the numbers of their rows. A file that cannot be opened gives one fault.
         """
-        opened = _open(Path(part.file))
-        if isinstance(opened, str):
-            if not first:
-                yield DocumentFault(part.file, opened)
-            return
-        with opened as file:
-            row = part.first_row
-            first += row
-            for group in range(part.start, part.stop or file.num_row_groups):
-                end = row + file.metadata.row_group(group).num_rows
-                if end > first:
-                    skipped = max(first - row, 0)
-                    yield from _read_group(file, group, self.field, row, skipped, part.file)
-                row = end
+
+        def read_column(batch: Any, row: int) -> Iterator[Document]:
+            return read_texts(
+                select_column(batch, self.text_column), self.text_column, part.file, row
+            )
+
+        return _read_part(part, {"text": self.text_column}, read_column, first)
+
+    def read_records(self, part: Any) -> Iterator[Record | DocumentFault]:
+        """Yield one record a row."""
+
+        def read_columns(batch: Any, row: int) -> Iterator[Record | DocumentFault]:
+            return read_rows(batch, self._columns, part.file, row)
+
+        return _read_part(part, self._columns, read_columns)
 
     def settings(self) -> str:
-        """Return the field."""
-        return f" {self.field}"
+        """Return the columns that are read."""
+        return f" {self.describe_columns()}"
+
+
+Item = TypeVar("Item")
+ReadBatch = Callable[[Any, int], Iterator[Item | DocumentFault]]
+"""reads the rows of an Arrow batch, of which the first has a given number in the file"""
+
+
+def _read_part(
+    part: RowGroups, columns: Mapping[str, str], read: ReadBatch[Item], first: int = 0
+) -> Iterator[Item | DocumentFault]:
+    """Yield what each row of a part holds, from row `first` of the part on, or a fault."""
+    opened = _open(Path(part.file))
+    if isinstance(opened, str):
+        if not first:
+            yield DocumentFault(part.file, opened)
+        return
+    with opened as file:
+        row = part.first_row
+        first += row
+        for group in range(part.start, part.stop or file.num_row_groups):
+            end = row + file.metadata.row_group(group).num_rows
+            if end > first:
+                yield from _read_group(file, group, columns, row, max(first - row, 0), part, read)
+            row = end
 
 
 def _read_group(
-    file: Any, group: int, column: str, row: int, skipped: int, name: str
-) -> Iterator[Document]:
+    file: Any,
+    group: int,
+    columns: Mapping[str, str],
+    row: int,
+    skipped: int,
+    part: RowGroups,
+    read: ReadBatch[Item],
+) -> Iterator[Item | DocumentFault]:
     metadata = file.metadata.row_group(group)
     end = row + metadata.num_rows
+    name, wanted = part.file, [column for column in columns.values() if column]
     try:
-        _check_column(file.schema_arrow, column)
-        left = TEXT_BESIDE + TEXT_A_BYTE * measure_pages(name, metadata, column)
-        largest = max(_count_column_bytes(metadata, column), 1)  # one value may be all of them
+        for field, column in columns.items():
+            if column:
+                _check_column(file.schema_arrow, column, field)
+        pages = sum(measure_pages(name, metadata, column) for column in wanted)
+        left = TEXT_BESIDE + TEXT_A_BYTE * pages
+        # One value may be all of a column.
+        largest = max(sum(_count_column_bytes(metadata, column) for column in wanted), 1)
         rows = min(max(BATCH_BYTES // largest, 1), BATCH_ROWS)
-        batches = file.iter_batches(rows, row_groups=[group], columns=[column], use_threads=False)
+        batches = file.iter_batches(rows, row_groups=[group], columns=wanted, use_threads=False)
         for batch in batches:
-            values = select_column(batch, column)
-            unread = values.slice(skipped)
-            row += len(values) - len(unread)
-            skipped -= len(values) - len(unread)
-            if (left := left - _count_text_bytes(unread)) < 0:
+            unread = batch.slice(skipped)
+            row += len(batch) - len(unread)
+            skipped -= len(batch) - len(unread)
+            size = sum(_count_text_bytes(select_column(unread, column)) for column in wanted)
+            if (left := left - size) < 0:
                 raise ValueError("its row group repeats its values: too much text for its size")
-            for document in read_texts(unread, column, name, row):
-                yield document
+            for item in read(unread, row):
+                yield item
                 row += 1
         if row < end:  # a damaged page may say that it holds fewer
             raise ValueError(f"its row group has {end - row} rows less than the file says")
@@ -150,6 +185,32 @@ def read_texts(values: Any, field: str, name: str, row: int) -> Iterator[Documen
             yield DocumentFault(f"{name}, row {number}", str(error))
 
 
+def read_rows(
+    batch: Any, columns: Mapping[str, str], name: str, row: int
+) -> Iterator[Record | DocumentFault]:
+    """Yield a record for each row of an Arrow table or batch, or a fault if it cannot be read.
+
+    Args:
+        batch: the rows.
+        columns: the column of each field; a field whose column is "" is left out.
+        name: the name of the file or dataset in messages.
+        row: the row number of the first row, from 0.
+    """
+    arrays = {field: select_column(batch, column) for field, column in columns.items() if column}
+    for number in range(len(batch)):
+        place = f"{name}, row {row + number + 1}"
+        try:
+            for field, array in arrays.items():
+                if _count_text_bytes(array.slice(number, 1)) > MAX_DOCUMENT_BYTES:
+                    limit = MAX_DOCUMENT_BYTES >> 20
+                    raise ValueError(f'"{columns[field]}" is larger than {limit} MiB')
+            values = {field: array[number].as_py() for field, array in arrays.items()}
+        except ValueError as error:  # text that is not UTF-8, too
+            yield DocumentFault(place, summarize_error(error))
+        else:
+            yield Record(values, place)
+
+
 @lru_cache
 def _list_text_types() -> set[Any]:
     import pyarrow as pa
@@ -175,23 +236,19 @@ def _open(path: Path) -> Any | str:
         return f"not a Parquet file: {summarize_error(error)}"
 
 
-def _check_column(schema: Any, field: str) -> None:
+def _check_column(schema: Any, column: str, field: str) -> None:
     """Check that a schema has a column, or a struct field with this dotted path.
 
     Raises:
         ValueError: the schema has neither.
     """
-    if field in schema.names:
+    if column in schema.names:
         return
     known = list(schema.names)
     kind: Any = None
-    for name in field.split("."):
+    for name in column.split("."):
         if name not in known:
-            has = ", ".join(sorted(known)[:10]) or "no fields"
-            hint = nearest(name, known)
-            raise ValueError(
-                (f'no field "{field}"; there is: {has}' + (f"; {hint}" if hint else ""))[:300]
-            )
+            raise ValueError(describe_missing_column(column, field, known))
         kind = schema.field(name).type if kind is None else kind.field(name).type
         known = [kind.field(index).name for index in range(kind.num_fields)]
 

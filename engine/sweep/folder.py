@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,17 @@ class Sweep:
     def settings(self, point: Point) -> list[str]:
         """Return the `--set` values of a point's run."""
         place = [f"run.dir={json.dumps(str(self.folder))}", f"run.name={json.dumps(point.name)}"]
-        return [*self.overrides, *point.settings, *place]
+        return [*self.overrides, *point.settings, *place, *self._resets]
+
+    @cached_property
+    def _resets(self) -> list[str]:
+        """The `--set` values for a recipe with an experiment or lineage: the sweep is in theirs."""
+        try:
+            run = load_recipe(self.recipe, [*self.overrides, *self.points[0].settings]).recipe.run
+        except RecipeError:
+            return []  # reported when the points are loaded
+        names = {"experiment": run.experiment, "lineage": run.lineage}
+        return [f'run.{key}=""' for key, name in names.items() if name]
 
     def load(self, world: int | None = None) -> list[Loaded]:
         """Load and validate the recipe of each point.

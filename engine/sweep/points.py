@@ -94,7 +94,7 @@ def _axis(option: str, text: str) -> _Axis:
     key, equals, values = (part.strip() for part in text.partition("="))
     if not key or not equals or not values:
         raise ValueError("expected KEY=VALUE,VALUE,..., such as optimizer.lr=1e-4,3e-4")
-    if key in ("run.name", "run.dir"):
+    if key in ("run.name", "run.dir", "run.experiment", "run.lineage"):
         raise ValueError("a sweep names its runs itself; give --dir for its folder")
     texts = _spaced(values) if values.startswith(("log:", "lin:")) else split_values(values)
     if not all(texts):

@@ -35,10 +35,15 @@ class ByteTokenizer:
         """Return the bytes of each document, and the mask of bytes in loss ranges."""
         encoded = []
         for document in texts:
-            ids = self.encode(document.text)
-            characters = np.cumsum((ids & 0xC0) != 0x80) - 1  # 10xxxxxx continues a character
-            encoded.append((ids, mask_tokens(document, characters, characters + 1)))
+            ids, offsets = self.encode_with_offsets(document.text)
+            encoded.append((ids, mask_tokens(document, *offsets.T)))
         return encoded
+
+    def encode_with_offsets(self, text: str) -> tuple[Ids, NDArray[np.int64]]:
+        """Return the bytes of a text, and the range of characters of each, [T, 2]."""
+        ids = self.encode(text)
+        characters = np.cumsum((ids & 0xC0) != 0x80) - 1  # 10xxxxxx continues a character
+        return ids, np.stack([characters, characters + 1], axis=1)
 
     def enable_fast_encoding(self) -> str:
         """Return the name of the encoder; there is no faster one to enable."""

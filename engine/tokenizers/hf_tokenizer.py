@@ -118,6 +118,12 @@ class HuggingFaceTokenizer:
             encoded.append((np.array(encoding.ids, dtype=np.uint32), mask))
         return encoded
 
+    def encode_with_offsets(self, text: str) -> tuple[Ids, NDArray[np.int64]]:
+        """Return the ids of a text, and the range of characters that each stands for, [T, 2]."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        return np.array(encoding.ids, dtype=np.uint32), offsets
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids without special tokens."""
         return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,6 +28,18 @@ class MaskedDocument:
 Ids: TypeAlias = "NDArray[Any]"
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 """the environment variable that limits the tokenizers library to one thread"""
+
+
+@runtime_checkable
+class OffsetTokenizer(Protocol):
+    """A tokenizer that tells which characters a token stands for. Those of plugins need not."""
+
+    def encode_with_offsets(self, text: str) -> tuple[Ids, NDArray[np.int64]]:
+        """Return the ids of a text, and `[start, stop)` of the characters of each, [T, 2].
+
+        The ids are those of `encode`. A token may hold the space before a word. Tokens that share
+        a character, such as the bytes of one, all have its range.
+        """
 
 
 class Tokenizer(Protocol):

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
-from ...model_zoo.language_model import LanguageModel
 from ...model_zoo.layers.moe import NUM_OTHER_COUNTS, moe_layers
+from ..data.batch import Batch
 from ..parallel.mesh import Degrees
 
 if TYPE_CHECKING:
@@ -50,9 +51,7 @@ class Balance:
         device: the device of this rank.
     """
 
-    def __init__(
-        self, model: LanguageModel, degrees: Degrees, rows: int, device: torch.device
-    ) -> None:
+    def __init__(self, model: Model, degrees: Degrees, rows: int, device: torch.device) -> None:
         local_layers = moe_layers(model)
         shapes = {
             f"{name}{ROUTER}": tuple(layer.router.weight.shape)
@@ -81,31 +80,40 @@ class Balance:
     def start(
         self,
         factor: float,
-        masks: Sequence[Tensor | None] = (),
+        batches: Sequence[Batch] = (),
         sum_over_ranks: Callable[[Tensor, int], None] = lambda count, same: None,
     ) -> None:
         """Prepare for the forward and backward passes of a step; all ranks call it.
 
         Args:
             factor: multiplies the losses of the step; see `TrainStep.loss_factor`.
-            masks: padding masks of this rank's batches; all are given or none.
+            batches: this rank's batches; all have padding or none.
             sum_over_ranks: sums a tensor in place; the second argument is the number of ranks that
                 hold the same numbers.
         """
-        padding = [mask for mask in masks if mask is not None]
+        padding = [batch.padding for batch in batches if batch.padding is not None]
+        lengths = [batch.ragged for batch in batches if batch.ragged]
         if self.exists and padding:
             # Padding has no load: a layer's mean is over real tokens, of which ranks have
             # unequal numbers.
             tokens = torch.stack([(~mask).sum() for mask in padding]).sum()
             sum_over_ranks(tokens, self._num_equal)
-            token_factor = self._rows * padding[0].shape[1] / tokens.clamp(min=1).double()
-            for layer in self._layers:
-                layer.token_factor.copy_(token_factor)
+            self._set_token_factor(self._rows * padding[0].shape[1] / tokens.clamp(min=1).double())
+        elif self.exists and lengths:
+            # Of flat rows the factor has no row length, because they have none in common.
+            total = sum(each.total for each in lengths)
+            tokens = torch.full((), total, device=self._loads.device)
+            sum_over_ranks(tokens, self._num_equal)
+            self._set_token_factor(self._rows / tokens.double())
         if self._layers:
             torch._foreach_zero_([layer.load_counter for layer in self._layers])
             factors = [layer.loss_factor for layer in self._layers]
             torch._foreach_zero_(factors)
             torch._foreach_add_(factors, factor / self._shares)
+
+    def _set_token_factor(self, factor: Tensor) -> None:
+        for layer in self._layers:
+            layer.token_factor.copy_(factor)
 
     def collect(self, sum_over_ranks: Callable[[Tensor], None]) -> None:
         """Sum what the layers of all ranks have counted since `start`; all ranks call it.

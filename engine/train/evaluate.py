@@ -1,57 +1,52 @@
-"""Loss on the validation split."""
+"""The loss and other measures of the validation split."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from ...model_zoo.language_model import LanguageModel, LossFunction
 from ..core import faults
 from ..core.heartbeat import heartbeat
-from ..data.batch import Batch, count_label_bytes
+from ..data.batch import Batch
 from ..launch.signals import StopFlag, StopRequested
+from ..parallel.axis import ParallelModel
 from ..parallel.mesh import Degrees
-from .parts import Parts
-from .step import count_tokens, forward_loss
-
-if TYPE_CHECKING:
-    from ..parallel.pipeline.pipeline import Pipeline
+from ..tasks.metrics.metric_set import MetricSet
+from ..tasks.task import Task
+from .parts import Parts, ValidationSplit
 
 
-def validate(parts: Parts, stop: StopFlag | None = None) -> dict[str, float]:
-    """Measure the validation split, on all ranks together, with the averaged weights if any.
-
-    Bits per byte compare models of different tokenizers; some tokenizers do not know them.
+def validate(
+    parts: Parts, stop: StopFlag | None = None, split: ValidationSplit | None = None
+) -> dict[str, float]:
+    """Measure a split, on all ranks together, with the averaged weights if any.
 
     Args:
-        parts: the parts of the run, whose validation batches are read.
+        parts: the parts of the run.
         stop: asked before each batch; None never stops.
+        split: what is measured; None: the validation split.
 
     Returns:
-        `loss`, `perplexity`, `bits_per_byte` and the loss of each source, the same on all ranks.
+        `loss` and the other numbers of the task, the same on all ranks.
 
     Raises:
         StopRequested: on all ranks, because a signal asked one of them to stop.
     """
-    sources = parts.data.validation.separate_labels if parts.data.validation else ()
+    split = split or parts.splits[0]
     with parts.average.swap_in() if parts.average else nullcontext():
-        losses = evaluate(
-            parts.model,
-            stop_on_signal(parts.validation, stop) if stop else parts.validation,
-            parts.step.loss,
+        return evaluate(
+            parts.parallel_model,
+            stop_on_signal(split.batches, stop) if stop else split.batches,
+            split.task,
             parts.device,
             parts.degrees,
-            parts.parallel_model.pipeline,
-            sources,
-            count_label_bytes(parts.validation, parts.tokenizer),
+            split.metrics,
         )
-    loss = losses.pop("loss")
-    return {"loss": loss, "perplexity": perplexity(loss), **losses}
 
 
 def stop_on_signal(batches: Iterable[Batch], stop: StopFlag) -> Iterator[Batch]:
@@ -74,67 +69,58 @@ def stop_on_signal(batches: Iterable[Batch], stop: StopFlag) -> Iterator[Batch]:
             yield batch
 
 
-def perplexity(loss: float) -> float:
-    """Return exp(loss), or infinity where that is too large for a float."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
-
-
 @torch.no_grad()
 def evaluate(
-    model: LanguageModel,
+    parallel_model: ParallelModel,
     batches: Iterable[Batch],
-    loss: LossFunction,
+    task: Task[Any],
     device: torch.device,
     degrees: Degrees,
-    pipeline: Pipeline | None = None,
-    sources: Sequence[str] = (),
-    num_bytes: int | None = None,
+    metrics: MetricSet | None = None,
 ) -> dict[str, float]:
-    """Measure the mean task loss over the valid tokens of all batches on all ranks.
+    """Measure a task over all batches on all ranks.
 
     Args:
-        model: the unwrapped module.
+        parallel_model: the model, wrapped for distributed training.
         batches: this rank's batches, equally many on each rank.
-        loss: the loss function of the recipe.
+        task: what is measured.
         device: the device of the model.
         degrees: the ranks along each axis.
-        pipeline: the pipeline of a model that is split into stages.
-        sources: what metrics call the sources whose losses are reported apart.
-        num_bytes: bytes of the text that this rank's labels stand for, if known.
+        metrics: further measures of the outputs.
 
     Returns:
-        `loss`, `bits_per_byte` if bytes are known, and `loss/NAME` of each source with tokens.
+        the numbers that `Task.evaluation` gives, `loss` and others, and the metrics.
     """
+    # The unwrapped module: DDP has nothing to do without gradients.
+    model, pipeline = parallel_model.model, parallel_model.pipeline
     model.eval()
-    num_sources = len(sources)
-    # Rows: loss, tokens, bytes; columns: all sources, then each.
-    sums = torch.zeros(3, 1 + num_sources, dtype=torch.float64, device=device)
-    # Stages other than the last have no loss, and count no tokens.
-    if pipeline is None or pipeline.has_end:
-        sums[2, 0] = num_bytes or 0
+    sums = torch.zeros(task.num_sums, dtype=torch.float64, device=device)
+    counts: Tensor | None = None
+    if metrics:
+        metrics.clear()  # of an evaluation that was given up
     for batch in batches:
         heartbeat.touch()  # each batch is progress: a long evaluation is no hang
-        batch = batch.to(device)
+        (batch,) = task.prepare([batch.to(device)], parallel_model)
+        batch_counts = task.evaluation_counts(batch)
+        if counts is None:
+            counts = torch.zeros_like(batch_counts, dtype=torch.float64)
         if pipeline:
-            batch_sums = pipeline.evaluate(batch, loss, num_sources)
+            sums += pipeline.evaluate(batch, task)
+            record = pipeline.take_record()
         else:
-            _, batch_sums = forward_loss(model, batch, loss, num_sources)
+            record = task.record(batch)
+            sums += record.sums(task.forward(model, batch, record))
+        # Stages other than the last have no loss, and count nothing.
         if pipeline is None or pipeline.has_end:
-            sums[0] += batch_sums[1:]
-            sums[1] += count_tokens(batch, num_sources)
+            counts += batch_counts
+        if metrics and record and (pair := record.predictions()):
+            metrics.update(*pair)
+    assert counts is not None, "validation has batches"
     if degrees.world > 1:
-        # Ranks with the same tokens add them several times: the ratios below do not change.
-        dist.all_reduce(sums)
+        # Ranks with the same samples add them several times: ratios do not change.
+        both = torch.cat([sums, counts])
+        dist.all_reduce(both)
+        sums, counts = both[: len(sums)], both[len(sums) :]
     model.train()
-    totals, tokens, (total_bytes, *_) = sums.tolist()
-    means = {"loss": totals[0] / max(tokens[0], 1)}
-    if total_bytes:
-        means["bits_per_byte"] = totals[0] / (math.log(2) * total_bytes)
-    return means | {
-        f"loss/{label}": total / count
-        for label, total, count in zip(sources, totals[1:], tokens[1:], strict=True)
-        if count
-    }
+    numbers = task.evaluation(sums.tolist(), counts.tolist())
+    return numbers | metrics.compute() if metrics else numbers

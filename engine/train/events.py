@@ -13,7 +13,7 @@ from ..observe.metrics import EVENTS_FILE, MetricsLog
 from .spikes import Spike
 
 if TYPE_CHECKING:
-    from ..data.samples import TrainingSamples
+    from ..data.samples import NumberedSamples
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class EventRecorder:
     """
 
     folder: Path | None
-    samples: TrainingSamples
+    samples: NumberedSamples
     global_batch: int
     attempt: int
     report: Callable[[str], None]

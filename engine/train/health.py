@@ -110,7 +110,7 @@ class Health:
             Diverged: by policy, or after too many bad steps in a row.
         """
         self.wants_rollback = False
-        loss, total = gradients.mean_loss, gradients.total_loss
+        loss, total = gradients.loss, gradients.total_loss
         loss = torch.where(total.isfinite(), loss, total)  # a regulariser may overflow alone
         # Read later, in one copy with the values of other steps.
         values = torch.stack([loss.float(), gradients.norm.float()])

@@ -5,19 +5,23 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Literal
 
 from ..core import faults
 from ..core.heartbeat import heartbeat
 from ..data.batch import Batch
 from ..launch.signals import StopFlag, StopRequested
+from ..observe.metrics import VALIDATION
 from ..observe.observer import Observer
 from .evaluate import validate
 from .health import Health
 from .parts import Parts, Position
 
 if TYPE_CHECKING:
+    from ..checkpoint.tables import Checkpoint
     from .saving import Saver
+    from .tables import Evaluate
 
 
 Outcome = Literal["finished", "stopped early", "stopped"]
@@ -54,7 +58,7 @@ def train(
     """
     step, total = parts.step, parts.total_steps
     batches = observer.measure_waits(parts.loader.steps(position.batch))
-    observer.start(position.step, int(position.tokens), is_evaluated=not position.unevaluated)
+    observer.start(position.step, int(position.count), is_evaluated=not position.unevaluated)
     outcome: Outcome | None = None
     if position.unevaluated:
         outcome = _evaluate_and_save(parts, position, saver, observer, health, stop)
@@ -66,6 +70,7 @@ def train(
             return _save_and_stop(parts, position, saver, observer)
         lr_factor = parts.schedule.factor(position.step, total)
         faults.point("train.step", parts.world.rank, position.step + 1)
+        step.monitors.begin(position.step + 1)
         gradients = step.accumulate(batch, lr_factor, before_update=saver.wait_staged)
         # Counted also if the step is skipped: after a rollback the batch is not read again.
         position.batch += 1
@@ -76,19 +81,19 @@ def train(
             step.update(lr_factor)
         step.clear()
         if health.wants_rollback and _roll_back(position, saver, stop):
-            observer.start(position.step, int(position.tokens))
+            observer.start(position.step, int(position.count))
             continue
         position.step += 1
         stop.defer()  # now there is work to lose: a signal waits for the end of the step
         # A tensor on the device: as a Python number it would make the host wait in each step.
-        position.tokens = position.tokens + gradients.tokens
+        position.count = position.count + gradients.count
         if parts.average:
             parts.average.update(position.step)
         is_due = observer.is_due(position.step)
         if is_due:
             health.verify()  # the row waits for the device in any case
         metrics = step.metrics(gradients, lr) if is_due else {}
-        observer.on_step(position.step, metrics, position.tokens)
+        observer.on_step(position.step, metrics, position.count, position.batch)
         outcome = _evaluate_and_save(parts, position, saver, observer, health, stop)
         if parts.gc_interval and position.step % parts.gc_interval == 0:
             gc.collect(1)  # on all ranks in the same step, see `paced_garbage_collection`
@@ -134,7 +139,7 @@ def _evaluate_and_save(
         how training ends, or None if it continues.
     """
     step, total = position.step, parts.total_steps
-    due = _is_due(step, parts.evaluate.interval, total) and parts.validation
+    due = _is_due(step, parts.evaluate, parts) and parts.splits
     position.unevaluated = False
     try:
         improved = bool(due) and _evaluate(parts, position, observer, health, stop)
@@ -146,7 +151,7 @@ def _evaluate_and_save(
     saver.poll()
     last = exhausted or step == total
     best = improved and parts.checkpoint.keep_best
-    if last or best or _is_due(step, parts.checkpoint.interval, total):
+    if last or best or _is_due(step, parts.checkpoint, parts):
         observer.sync()
         with observer.exclude_time(), parts.phases("checkpoint"):
             if last:
@@ -159,16 +164,31 @@ def _evaluate_and_save(
 def _evaluate(
     parts: Parts, position: Position, observer: Observer, health: Health, stop: StopFlag
 ) -> bool:
-    """Measure the validation loss, and return whether it is the best so far."""
-    with observer.exclude_time(), parts.phases("evaluation"):
-        values = validate(parts, stop)
-    observer.on_evaluation(position.step, values)
-    health.check_evaluation(position.step, values["loss"])
-    return position.best.update(parts.evaluate, position.step, values)
+    """Measure all splits, and return whether the evaluation is the best so far."""
+    values: dict[str, float] = {}
+    for split in parts.splits:
+        with observer.exclude_time(), parts.phases("evaluation"):
+            numbers = validate(parts, stop, split)
+        observer.on_evaluation(position.step, numbers, split.name)
+        prefix = "" if split.name == VALIDATION else f"{split.name}."
+        values |= {f"{prefix}{key}": value for key, value in numbers.items()}
+    first = parts.splits[0]
+    # The validation split where there is one: its numbers have no prefix.
+    key = "loss" if first.name == VALIDATION else f"{first.name}.loss"
+    health.check_evaluation(position.step, values[key])
+    is_best = position.best.update(parts.evaluate, position.step, values)
+    observer.on_best(position.step, values, asdict(position.best))
+    return is_best
 
 
-def _is_due(step: int, interval: int, total: int) -> bool:
-    return step == total or (interval > 0 and step % interval == 0)
+def _is_due(step: int, table: Evaluate | Checkpoint, parts: Parts) -> bool:
+    """Return whether an interval of steps or epochs ends with a step, or the run does."""
+    interval: float = table.interval
+    if table.interval_epochs is not None:
+        interval = table.interval_epochs * parts.steps_per_epoch
+    # An epoch may end within a step, and is rarely a round number of steps in floating point.
+    is_end = interval > 0 and (step + 1e-6) // interval > (step - 1 + 1e-6) // interval
+    return is_end or step == parts.total_steps
 
 
 @contextmanager

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..observe.metrics import VALIDATION
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from ...model_zoo.base import Model
     from ...model_zoo.config import ModelConfig
-    from ...model_zoo.language_model import LanguageModel
     from ..checkpoint.tables import Checkpoint
     from ..data.batch import Batch
     from ..data.dataset import OpenedData
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from ..optim.tables import ScheduleConfig
     from ..parallel.axis import ParallelModel
     from ..parallel.mesh import Degrees
+    from ..tasks.metrics.metric_set import MetricSet
+    from ..tasks.task import Task
     from ..tokenizers.tokenizer import Tokenizer
     from .average import WeightAverage
     from .step import TrainStep
@@ -47,29 +51,31 @@ class Best:
     bad: int = 0
 
     def update(self, table: Evaluate, step: int, values: Mapping[str, float]) -> bool:
-        """Compare an evaluation with the best so far, and return whether it is better.
+        """Compare an evaluation with the best so far, and return whether it is the best now.
 
-        A value that is not finite is never better, nor is one by less than `min_delta`.
+        A value that is not finite is never better, nor is one by less than `min_delta`. One that
+        is equal to the best (without `min_delta`) takes its place, as the latest of equals,
+        and is no improvement.
         """
-        if (self.metric, self.direction) != (table.metric, table.direction):
-            self.metric, self.direction = table.metric, table.direction
+        if not self._follows(table):
+            self.metric, self.direction = table.score_key, _direction(table)
             self.score, self.step, self.bad = None, 0, 0
-        value = values[table.metric]
+        value = values.get(table.score_key, math.nan)
         gain = math.inf
         if self.score is not None:
-            gain = self.score - value if table.direction == "min" else value - self.score
-        if math.isfinite(value) and gain > 0 and gain >= table.min_delta:
-            self.score, self.step, self.bad = value, step, 0
-            return True
-        self.bad += 1
-        return False
+            gain = value - self.score if table.is_maximized else self.score - value
+        is_best = math.isfinite(value) and gain >= table.min_delta
+        self.bad = 0 if is_best and gain > 0 else self.bad + 1
+        if is_best:
+            self.score, self.step = value, step
+        return is_best
 
     def is_exhausted(self, table: Evaluate) -> bool:
         """Return whether `patience` evaluations in a row brought no improvement."""
-        return 0 < table.patience <= self.bad and (self.metric, self.direction) == (
-            table.metric,
-            table.direction,
-        )
+        return 0 < table.patience <= self.bad and self._follows(table)
+
+    def _follows(self, table: Evaluate) -> bool:
+        return (self.metric, self.direction) == (table.score_key, _direction(table))
 
     @staticmethod
     def from_manifest(extra: Mapping[str, Any]) -> Best:
@@ -82,6 +88,27 @@ class Best:
         if self.score is not None:
             best = f"the best is {self.score:.6g} at step {self.step}"
         return f"{self.metric} not better in {self.bad} evaluations ({best})"
+
+
+def _direction(table: Evaluate) -> str:
+    return "max" if table.is_maximized else "min"
+
+
+@dataclass(frozen=True)
+class ValidationSplit:
+    """A split that evaluations measure, on this rank.
+
+    Attributes:
+        name: what rows call it.
+        batches: this rank's batches, equally many on each rank.
+        task: the task for the sources of the split.
+        metrics: further measures; None: the recipe names none.
+    """
+
+    name: str
+    batches: list[Batch]
+    task: Task[Any]
+    metrics: MetricSet | None = None
 
 
 @dataclass(frozen=True)
@@ -99,8 +126,10 @@ class Parts:
         step: computes and applies gradients.
         phases: names and times the phases of a step.
         loader: reads this rank's batches.
-        validation: this rank's batches of the validation split.
+        splits: what evaluations measure, the validation split first if anything is held out.
         total_steps: number of optimizer steps of the run.
+        steps_per_epoch: optimizer steps in a pass over the training sources, not always a whole
+            number.
         device: the device of this rank.
         world: the place of this rank among the processes.
         schedule: gives the learning rate's factor for a step.
@@ -123,8 +152,9 @@ class Parts:
     step: TrainStep
     phases: PhaseTimer
     loader: Loader
-    validation: list[Batch]
+    splits: list[ValidationSplit]
     total_steps: int
+    steps_per_epoch: float
     device: torch.device
     world: World
     schedule: ScheduleConfig
@@ -137,7 +167,12 @@ class Parts:
     notes: list[str]
 
     @property
-    def model(self) -> LanguageModel:
+    def validation(self) -> list[Batch]:
+        """This rank's batches of the validation split; none if nothing is held out."""
+        return next((split.batches for split in self.splits if split.name == VALIDATION), [])
+
+    @property
+    def model(self) -> Model:
         """The unwrapped module."""
         return self.parallel_model.model
 
@@ -149,7 +184,8 @@ class Position:
     Attributes:
         step: finished optimizer steps.
         batch: global batches that were read; ahead of `step` after a rollback.
-        tokens: tokens trained on; counted on the device, so that nothing waits for it.
+        count: units of the task, such as tokens, trained on; counted on the device, so that nothing
+            waits for it.
         unevaluated: whether a signal stopped the evaluation after `step`, so that it is done again
             when the run resumes.
         best: the best evaluation so far.
@@ -157,6 +193,6 @@ class Position:
 
     step: int = 0
     batch: int = 0
-    tokens: int | Tensor = 0
+    count: int | Tensor = 0
     unevaluated: bool = False
     best: Best = field(default_factory=Best)

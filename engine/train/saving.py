@@ -126,7 +126,7 @@ class Saver:
             contents=contents,
             extra={
                 # The copy to the host waits for the device, which a save does in any case.
-                "tokens": int(position.tokens),
+                "count": int(position.count),
                 "loss_scale": parts.step.scale.state(),
                 "optimizer_numbers": self._optimizer_numbers(),
                 "streams": parts.data.train.state(position.batch * parts.global_batch),
@@ -241,7 +241,8 @@ class Saver:
         position.step = manifest.step
         # Counted in samples, so that data.global_batch may differ from the saving run's.
         position.batch = manifest.samples // parts.global_batch
-        position.tokens = manifest.extra["tokens"]
+        # Checkpoints of version 0.1.0 call the count "tokens".
+        position.count = manifest.extra.get("count", manifest.extra.get("tokens", 0))
         parts.data.train.restore(manifest.extra.get("streams", {}))
         position.best = Best.from_manifest(manifest.extra)
         self._health.restore(manifest.extra.get("health", {}), keep_counts=is_rollback)

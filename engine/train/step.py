@@ -3,119 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...model_zoo.language_model import LossFunction, LossRecord, sum_by_source
-from ..data.batch import IGNORED, Batch
-from ..observe.observer import Mean, Number
+from ..data.batch import Batch
+from ..observe.monitors import Monitors
+from ..observe.numbers import Number
 from ..observe.phases import Phase, no_phase
 from ..parallel.axis import ParallelModel
 from ..parallel.mesh import Degrees
 from ..precision.hardware import LossScale
+from ..tasks.task import Task
 from .balance import Balance
 from .update import Update
 
 
-def count_tokens(batch: Batch, num_sources: int = 0) -> Tensor:
-    """Count the labels that are trained on.
+@dataclass(frozen=True)
+class Gradients:
+    """The results of a step's forward and backward passes over all ranks, on the device.
 
-    Returns:
-        int64 [1 + num_sources]: the count of all labels, then of each source.
-    """
-    rows = (batch.labels != IGNORED).sum(1)
-    tokens = rows.sum().view(1)
-    if batch.sources is None or not num_sources:
-        return tokens
-    return torch.cat([tokens, sum_by_source(rows, batch.sources, num_sources)])
-
-
-def forward_loss(
-    forward: Callable[..., Tensor], batch: Batch, loss: LossFunction, num_sources: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Run the forward pass of a batch.
-
-    Args:
-        forward: the model, or its wrapper.
-        batch: a micro batch on the model's device.
-        loss: the loss function of the recipe.
-        num_sources: how many sources have a loss of their own in the metrics.
-
-    Returns:
-        the summed loss that is minimised, and the sums that `LossRecord.sums` makes of it.
-    """
-    record = LossRecord(loss)
-    total = forward(
-        batch.tokens,
-        # The head computes the loss, in chunks: all logits at once would not fit in memory.
-        labels=batch.labels,
-        loss=record,
-        positions=batch.positions,
-        document_ids=batch.document_ids,
-        **({} if batch.padding_mask is None else {"padding_mask": batch.padding_mask}),
-    )
-    return total, record.sums(total, batch.sources, num_sources)
-
-
-class Gradients(NamedTuple):
-    """The results of a step's forward and backward passes, summed over all ranks, on the device.
-
-    Args:
-        loss: the task loss, summed over the valid tokens of the global batch.
-        tokens: number of valid tokens in the global batch.
+    Attributes:
+        loss: the task's loss without regularisers, a mean over the task's own count.
+        total_loss: the minimised loss with regularisers.
         norm: global gradient norm before clipping.
-        total_loss: the minimised loss with regularisers, a mean over the valid tokens.
-        source_losses: `loss` of each source, where sources are reported apart.
-        source_tokens: `tokens` of each source.
+        sums: the sums of the losses over the global batch; see `LossRecord.sums`.
+        counts: the counts of the global batch; see `Task.counts`.
     """
 
     loss: Tensor
-    tokens: Tensor
-    norm: Tensor
     total_loss: Tensor
-    source_losses: Sequence[Tensor] = ()
-    source_tokens: Sequence[Tensor] = ()
+    norm: Tensor
+    sums: Tensor
+    counts: Tensor
 
     @property
-    def mean_loss(self) -> Tensor:
-        """The task loss, a mean over the valid tokens of the global batch."""
-        return self.loss / self.tokens.clamp(min=1)
+    def count(self) -> Tensor:
+        """How many units of the task, such as tokens, the loss is a mean over."""
+        return self.counts[0]
 
 
 @dataclass
 class TrainStep:
-    """Computes the exact mean gradient over the valid tokens of a global batch, and applies it.
+    """Computes the exact mean gradient over a global batch, and applies it.
 
-    Micro batches and ranks may hold unequal numbers of valid tokens: each loss is a sum, and the
-    sum is divided by the count over all ranks.
+    Micro batches and ranks may hold unequal counts of what the loss is a mean over: each loss is a
+    sum, and the sum is divided by the count over all ranks.
 
     Attributes:
         parallel_model: the model, wrapped for distributed training.
         optimizer: changes the weights; each of its groups has `peak_lr`.
-        loss: the loss function of the recipe.
+        task: what is learned.
         weight_update: clips gradients and steps the optimizer, after or within the backward pass.
         scale: the loss scale of fp16; 1 for other dtypes.
         device: the device of this rank.
         degrees: the ranks along each axis.
         balance: the loads of experts.
-        sources: what metrics call the sources whose losses are reported apart.
         phase: returns the context around a phase of the step.
+        monitors: measure the steps at which they are due.
     """
 
     parallel_model: ParallelModel
     optimizer: torch.optim.Optimizer
-    loss: LossFunction
+    task: Task[Any]
     weight_update: Update
     scale: LossScale
     device: torch.device
     degrees: Degrees
     balance: Balance
-    sources: Sequence[str] = ()
     phase: Phase = no_phase
+    monitors: Monitors = field(default_factory=Monitors)
 
     @property
     def loss_factor(self) -> float:
@@ -138,19 +98,17 @@ class TrainStep:
         """
         self.weight_update.start(lr_factor)
         batches = [batch.to(self.device) for batch in batches]
-        num_sources = len(self.sources)
-        counts = torch.stack([count_tokens(batch, num_sources) for batch in batches]).sum(0)
-        # Tensor and pipeline ranks hold the same labels.
+        batches = self.task.prepare(batches, self.parallel_model)
+        counts = torch.stack([self.task.counts(batch) for batch in batches]).sum(0)
+        # Tensor and pipeline ranks hold the same samples.
         self._sum_over_ranks(counts, self.degrees.world // self.degrees.dp_cp)
-        tokens, *source_tokens = counts.unbind()
-        # Each loss is a sum over valid tokens, of which micro batches and ranks hold unequal
-        # numbers: it is divided by the global count.
-        factor = self.loss_factor / tokens.clamp(min=1)
-        masks = [batch.padding_mask for batch in batches]
-        self.balance.start(self.loss_factor, masks, self._sum_over_ranks)
+        # Each loss is a sum, and micro batches and ranks hold unequal counts of what it is a mean
+        # over: it is divided by the global count.
+        factor = self.task.factors(counts, self.loss_factor)
+        self.balance.start(self.loss_factor, batches, self._sum_over_ranks)
         if pipeline := self.parallel_model.pipeline:
             with self.phase("pipeline"):
-                sums = pipeline.forward_backward(batches, self.loss, factor, num_sources)
+                sums = pipeline.forward_backward(batches, self.task, factor)
         else:
             sums = self._forward_backward(batches, factor, before_update)
         # Only the last pipeline stage has a loss, so its tensor ranks alone hold the same one.
@@ -162,26 +120,27 @@ class TrainStep:
             for reduce_gradients in self.parallel_model.post_backward_reductions:
                 reduce_gradients()
             norm = self.weight_update.finish()
-        total = sums[0] / tokens.clamp(min=1)
+        self.monitors.after_backward()
+        total = self.task.total_loss(sums, counts)
         if self.balance.exists:
             total = total + self.balance.loss()
-        return Gradients(sums[1], tokens, norm, total, sums[2:].unbind(), source_tokens)
+        return Gradients(self.task.mean_loss(sums, counts), total, norm, sums, counts)
 
     def _forward_backward(
         self, batches: Sequence[Batch], factor: Tensor, before_update: Callable[[], None]
     ) -> Tensor:
-        num_sources = len(self.sources)
-        sums = torch.zeros(2 + num_sources, device=self.device)
+        sums = torch.zeros(self.task.num_sums, device=self.device)
         for number, batch in enumerate(batches, 1):
             # Gradients add up locally, and are reduced once, with the last micro batch.
             self.parallel_model.set_gradient_sync(number == len(batches))
             with self.phase("forward"):
-                forward = self.parallel_model.forward
-                loss, parts = forward_loss(forward, batch, self.loss, num_sources)
+                record = self.task.record(batch)
+                loss = self.task.forward(self.parallel_model.forward, batch, record)
+                parts = record.sums(loss)
             if self.weight_update.in_backward:
                 before_update()
             with self.phase("backward"):
-                torch.autograd.backward(loss * factor)
+                torch.autograd.backward((loss * factor).sum())
             sums += parts  # on the device: reading a loss here would wait for each micro batch
         return sums
 
@@ -203,19 +162,21 @@ class TrainStep:
             lr_factor: multiplies the peak learning rate of each group.
         """
         with self.phase("optimizer"):
+            self.monitors.before_update(self.weight_update.clip_factor)
             self.weight_update.apply(lr_factor)
             self.balance.update()
+            self.monitors.after_update()
 
     def metrics(self, gradients: Gradients, lr: float) -> dict[str, Number]:
         """Return the metrics of a step, on the device: losses, norm, rate, loads of experts."""
-        sums = zip(gradients.source_losses, gradients.source_tokens, strict=True)
         return {
-            "loss": gradients.mean_loss,
+            "loss": gradients.loss,
             "total_loss": gradients.total_loss,
             "grad_norm": gradients.norm,
             "lr": lr,
-            **{f"loss/{name}": Mean(*each) for name, each in zip(self.sources, sums, strict=True)},
+            **self.task.metrics(gradients.sums, gradients.counts),
             **(self.balance.metrics() if self.balance.exists else {}),
+            **self.monitors.metrics(),
         }
 
     def clear(self) -> None:

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ..core.config import Count, CountOrZero, Table
+from ..core.registry import Named
+from ..observe.metrics import VALIDATION
+from ..sources.configs import SourceConfig, sources
+from ..tasks.metrics.tables import MetricConfig, metrics
+
+AnyMetric = Annotated[MetricConfig, Named(metrics)]
+"""any metric's table; outside `Evaluate`, whose field has the name of the registry"""
+
+
+class EvaluationSplit(Table):
+    """A further split that evaluations measure."""
+
+    name: Annotated[str, Field(pattern=r"^\w[\w-]{0,63}$")]
+    """what rows of metrics.jsonl and evaluate.metric call it"""
+    sources: Annotated[list[Annotated[SourceConfig, Named(sources)]], Field(min_length=1)]
+    """where the samples come from; all of them are measured, or the first ones"""
+    steps: CountOrZero | None = None
+    """batches of the split, 0: all; default: evaluate.steps"""
+    micro_batch: Count | None = None
+    """samples a forward pass, on each data rank; default: data.micro_batch"""
+    seq_len: Count | None = None
+    """tokens a row; default: data.seq_len"""
 
 
 class Evaluate(Table):
@@ -14,16 +37,58 @@ class Evaluate(Table):
 
     interval: CountOrZero = 50
     """optimizer steps between evaluations; 0: never"""
-    steps: Count = 10
-    """batches of the validation split"""
-    metric: Literal["loss", "perplexity"] = "loss"
-    """what the best checkpoint and early stopping go by"""
-    direction: Literal["min", "max"] = "min"
-    """whether a lower or a higher value of the metric is better"""
+    interval_epochs: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    """epochs between evaluations, in place of interval"""
+    steps: CountOrZero = 10
+    """batches of the validation split; 0: all"""
+    metric: str = "loss"
+    """what the best checkpoint and early stopping go by: "loss", another number of the task, or the
+    key of one of the metrics; also SPLIT.KEY"""
+    direction: Literal["min", "max"] | None = None
+    """whether a lower or a higher value of the metric is better; default: what the metric says"""
     min_delta: Annotated[float, Field(ge=0)] = 0.0
     """a smaller change than this is no improvement"""
     patience: CountOrZero = 0
     """evaluations in a row without improvement before the run ends early; 0: never"""
+    metrics: list[AnyMetric] = []
+    """more measures of a validation; each adds a key to the rows of evaluations"""
+    splits: list[EvaluationSplit] = []
+    """more splits that each evaluation measures; each has a row of its own"""
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether there are evaluations."""
+        return self.interval > 0 or self.interval_epochs is not None
+
+    @property
+    def score_key(self) -> str:
+        """The key of the metric in the rows of an evaluation, those of further splits prefixed."""
+        return self.metric.removeprefix(f"{VALIDATION}.")
+
+    @property
+    def number_key(self) -> str:
+        """The key of the metric in the row of its split."""
+        split, dot, key = self.score_key.partition(".")
+        return key if dot and split in {each.name for each in self.splits} else self.score_key
+
+    def settle(self, scores: Mapping[str, bool]) -> Evaluate:
+        """Return the table with the direction of the metric.
+
+        Args:
+            scores: numbers of the task, and whether higher ones are better.
+        """
+        is_maximized = self.is_maximized
+        if self.direction is None:
+            is_maximized |= scores.get(self.number_key, False)
+        return self.model_copy(update={"direction": "max" if is_maximized else "min"})
+
+    @property
+    def is_maximized(self) -> bool:
+        """Whether a higher value of the metric is better."""
+        if self.direction is not None:
+            return self.direction == "max"
+        own = (each for each in self.metrics if each.row_key == self.number_key)
+        return any(each.higher_is_better for each in own)
 
 
 class EMA(Table):

@@ -32,6 +32,8 @@ class UpdateAfterBackward:
 
     in_backward = False
     """whether weights change while the backward pass runs"""
+    clip_factor: Tensor | None = None
+    """what `finish` multiplied the gradients by; None: they are not clipped"""
 
     def __init__(
         self,
@@ -75,6 +77,7 @@ class UpdateAfterBackward:
             # different meshes. No branch on the norm: that would wait for the device.
             factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(parts, factor.to(parts[0].device))
+            self.clip_factor = factor
         return norm
 
     def apply(self, lr_factor: float) -> None:
@@ -96,6 +99,7 @@ class UpdateInBackward:
     """
 
     in_backward = True
+    clip_factor = None
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""Causal attention."""
+"""Attention."""

@@ -7,12 +7,18 @@ of its own. So work and memory grow with the reach, and not with the length of t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..ragged.lengths import SampleLengths
+from .ragged import attend_in_blocks
+
 Attention = Callable[..., Tensor]
+Mask = Tensor | SampleLengths | None
+"""which keys a query sees; lengths: the keys before it in its sample of a flat row"""
 SMALLEST_BLOCK = 64
 
 
@@ -21,11 +27,13 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None = None,
+    mask: Mask = None,
     *,
     window: int | None = None,
     chunk: int | None = None,
     sinks: Tensor | None = None,
+    causal: bool = True,
+    ragged: Attention = attend_in_blocks,
 ) -> Tensor:
     """Attend to the keys within reach.
 
@@ -34,15 +42,23 @@ def attend(
         query: see there.
         key: see there.
         value: see there.
-        mask: see there.
+        mask: see there; or the lengths of the samples of a flat row, where B = 1.
         window: how many keys a query sees at most, its own the last (arXiv:2004.05150, section 3).
         chunk: a query sees the keys of its own chunk of so many positions, counted from the first
             key (Llama 4). Not with a mask: chunks are then told apart in it, as documents are.
         sinks: see there.
+        causal: see there; windows and chunks are of causal attention.
+        ragged: attends within the samples of a flat row; see `ragged.attend_in_blocks`.
 
     Returns:
         [B, S, H, K].
     """
+    assert causal or window is chunk is None, "windows and chunks look back only"
+    if isinstance(mask, SampleLengths):
+        limits = {"window": window, "chunk": chunk, "sinks": sinks} if causal else {"causal": False}
+        return ragged(partial(attend, base), query, key, value, mask, **limits)
+    if not causal:
+        return base(query, key, value, mask, sinks, causal=False)
     assert chunk is None or mask is None, "a mask tells chunks apart itself"
     length = key.shape[1]
     if window is not None and window < length:

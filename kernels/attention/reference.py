@@ -1,4 +1,4 @@
-"""Causal grouped-query attention in plain torch."""
+"""Grouped-query attention in plain torch, causal or in both directions."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ def sdpa(
     value: Tensor,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    *,
+    causal: bool = True,
 ) -> Tensor:
     """Attend with torch's fused attention.
 
@@ -23,15 +25,17 @@ def sdpa(
         key: [B, L, G, K] with L >= S; query head h reads key head h // (H / G).
         value: [B, L, G, W] with W <= K.
         mask: [B, 1, S, L] bool, true where a query sees a key. Each query sees one at least, and
-            none that is later than itself. Without it attention is causal. In both cases the last
-            query stands at the last key.
+            where attention is causal none that is later than itself.
         sinks: [H], the score of one more key for each head, whose value is zero: where no key is
             worth attention, it goes there (Xiao et al. 2023, arXiv:2309.17453, section 3.3).
+        causal: whether a query sees no later key; the last query then stands at the last key. Else
+            it sees all, or those of the mask; not with sinks.
 
     Returns:
         [B, S, H, W].
     """
     if sinks is not None:
+        assert causal, "sinks are for causal attention"
         return attend_with_sinks(query, key, value, mask, sinks)
     W, missing = value.shape[-1], key.shape[-1] - value.shape[-1]
     if missing:
@@ -40,7 +44,7 @@ def sdpa(
     q_BHSK, k_BGLK, v_BGLK = (x.transpose(1, 2) for x in (query, key, value))
     S, L = query.shape[1], key.shape[1]
     # is_causal puts the first query at the first key; here the last query stands at the last key.
-    if mask is None and 1 < S < L:
+    if causal and mask is None and 1 < S < L:
         mask = torch.ones(S, L, dtype=torch.bool, device=query.device).tril(L - S)
     repeats = query.shape[2] // key.shape[2]
     if repeats > 1 and mask is not None and query.is_cuda:
@@ -52,26 +56,30 @@ def sdpa(
         v_BGLK,
         attn_mask=mask,
         # A mask would rule out flash attention.
-        is_causal=mask is None and S == L,
+        is_causal=causal and mask is None and S == L,
         # Asked for only where heads differ: fewer fused kernels take it.
         enable_gqa=k_BGLK.shape[1] != q_BHSK.shape[1],
     )
     return out_BHSK.transpose(1, 2)[..., :W]
 
 
-def document_mask(queries: Tensor, keys: Tensor) -> Tensor:
+def document_mask(queries: Tensor, keys: Tensor, *, causal: bool = True) -> Tensor:
     """Return which positions see which: those before them, and themselves, of their document.
 
     Args:
         queries: [B, S] number of each position's document; the last one stands at the last key.
         keys: [B, L].
+        causal: whether positions see no later ones; else they see all of their document.
 
     Returns:
         [B, 1, S, L] bool.
     """
+    same_BSL = queries.unsqueeze(2) == keys.unsqueeze(1)
+    if not causal:
+        return same_BSL.unsqueeze(1)
     S, L = queries.shape[1], keys.shape[1]
     causal_SL = torch.ones(S, L, dtype=torch.bool, device=queries.device).tril(L - S)
-    return (causal_SL & (queries.unsqueeze(2) == keys.unsqueeze(1))).unsqueeze(1)
+    return (causal_SL & same_BSL).unsqueeze(1)
 
 
 def matmul(
@@ -80,10 +88,13 @@ def matmul(
     value: Tensor,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    *,
+    causal: bool = True,
 ) -> Tensor:
     """Attend with plain products, a piece of the queries at a time: what `sdpa` computes.
 
-    A piece leaves out the keys after its end, nearly half of all work. Query heads that share a
+    Where attention is causal a piece leaves out the keys after its end, nearly half of all work;
+    else there is one piece. Query heads that share a
     key head are stacked along the positions, so that keys and values are never repeated. Holds
     the weights of all pieces for the backward pass: memory grows with S * L / 2.
     """
@@ -95,14 +106,14 @@ def matmul(
     v_BLW = value.transpose(1, 2).reshape(B * G, L, W)
     # Eight pieces leave out 7 / 16 of the work. Products of fewer than 64 rows are too small to be
     # fast.
-    rows = max(64, -(-S // 8))
+    rows = max(64, -(-S // 8)) if causal else S
     pieces = []
     for first in range(0, S, rows):
         last = min(first + rows, S)
         end = L - S + last
         q_BTK = q_BGRSK[:, :, :, first:last].reshape(B * G, -1, K)
         seen = None if mask is None else mask[:, :, first:last, :end]
-        bias = _bias(query, last - first, end, G, R, seen)
+        bias = _bias(query, last - first, end, G, R, seen, causal=causal)
         # Mask and scale are applied in the pass that writes the product.
         scores_BTL = torch.baddbmm(bias, q_BTK, k_BKL[..., :end], alpha=K**-0.5)
         if sinks is not None:
@@ -116,9 +127,13 @@ def matmul(
     return out_BGRSW.permute(0, 3, 1, 2, 4).reshape(B, S, H, W)
 
 
-def _bias(like: Tensor, S: int, L: int, G: int, R: int, mask: Tensor | None) -> Tensor:
+def _bias(
+    like: Tensor, S: int, L: int, G: int, R: int, mask: Tensor | None, *, causal: bool
+) -> Tensor:
     """Return 0 where a query sees a key and -inf elsewhere: [R * S, L] or [B * G, R * S, L]."""
     minus_inf = float("-inf")
+    if mask is None and not causal:
+        return like.new_zeros(1, 1)
     if mask is None:
         return like.new_full((S, L), minus_inf).triu(L - S + 1).repeat(R, 1)
     bias_B1SL = like.new_zeros(mask.shape).masked_fill(~mask, minus_inf)

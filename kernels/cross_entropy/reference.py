@@ -146,7 +146,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 torch.mm(grad_logits, cast, out=grad_hidden[chunk])
             if ctx.needs_input_grad[1]:
-                grad_weight = _add_product(grad_weight, grad_logits.T, hidden[chunk])
+                grad_weight = add_product(grad_weight, grad_logits.T, hidden[chunk])
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         return torch.stack(sums).sum()
@@ -160,7 +160,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (grad_hidden * grad).to(grad_hidden.dtype), grad_weight, *[None] * 6
 
 
-def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """Return total + a @ b, summed over chunks in fp32 at least."""
     if total is None:
         return (a @ b).to(torch.promote_types(a.dtype, torch.float32))

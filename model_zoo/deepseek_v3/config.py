@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field, NonNegativeFloat, model_validator
 
-from ..config import PositiveFloat, Size, read_sizes, validate
+from ..config import read_sizes, validate
 from ..decoder_config import DecoderConfig
+from ..heads import TaskHead
 from ..layers.configs import LatentSizes, MoESettings, YarnScaling
+from ..sizes import PositiveFloat, Size
 from .layout import LAYOUT
 
 if TYPE_CHECKING:
@@ -116,7 +118,12 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
     @property
     def num_blocks(self) -> int:
         """The number of blocks, those of multi-token prediction included."""
-        return self.n_layers + self.mtp_depth
+        return self.n_layers + self.predictions
+
+    @property
+    def predictions(self) -> int:
+        """How many further tokens are predicted: a task's head predicts no tokens."""
+        return 0 if self.task_head else self.mtp_depth
 
     @property
     def rotary_width(self) -> int:
@@ -164,13 +171,35 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
     def flops_per_token(self, seq_len: int) -> float:
         """Return floating-point operations a token of one training step."""
         # The head computes logits once more for each further token.
-        return super().flops_per_token(seq_len) + 6.0 * self.mtp_depth * self.dim * self.vocab
+        return super().flops_per_token(seq_len) + 6.0 * self.predictions * self.dim * self.vocab
+
+    @model_validator(mode="after")
+    def _check_predictions(self) -> Self:
+        if self.mtp_depth and self.is_bidirectional:
+            raise ValueError("mtp_depth predicts later tokens, which bidirectional attention sees")
+        return self
 
     def unsplittable(self, axis: str) -> str:
         """Return why ranks of an axis cannot share this model; empty where they can."""
-        if self.mtp_depth and axis in ("context", "tensor", "pipeline"):
+        if self.predictions and axis in ("context", "tensor", "pipeline"):
             return f"model.mtp_depth = {self.mtp_depth} needs whole rows and all blocks on a rank"
         return ""
+
+    @property
+    def hf_version(self) -> int:
+        """Which DeepSeek's code computes this model."""
+        return 2 if self.moe.score == "softmax" else 3
+
+    @property
+    def hf_class(self) -> str:  # type: ignore[override]  # a name for each version
+        """What the names of transformers' classes of this model begin with."""
+        return f"DeepseekV{self.hf_version}"
+
+    @property
+    def hf_heads(self) -> tuple[TaskHead, ...]:  # type: ignore[override]  # as above
+        """The kinds of heads that transformers has for this version."""
+        heads: tuple[TaskHead, ...] = ("sequence_classification", "token_classification")
+        return heads[: self.hf_version - 1]
 
     def require_hf(self) -> None:
         """Raise a ValueError where neither V3's nor V2's published code computes this model."""
@@ -183,17 +212,17 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
         if not self.moe.num_shared:
             fixed["num_shared"] = 1
         self.moe.require(**fixed)
+        super().require_hf()
 
     def hf_config(self) -> dict[str, Any]:
         """Return what transformers' `DeepseekV3Config` or `DeepseekV2Config` says of this model."""
         moe = self.moe
         # transformers' DeepSeek-V2 picks its routing by `topk_method`.
-        version, method = "3", "noaux_tc"
-        if moe.score == "softmax":
-            version, method = "2", "group_limited_greedy" if moe.is_grouped else "greedy"
+        method = "noaux_tc"
+        if self.hf_version == 2:
+            method = "group_limited_greedy" if moe.is_grouped else "greedy"
         return {
-            "architectures": [f"DeepseekV{version}ForCausalLM"],
-            "model_type": f"deepseek_v{version}",
+            "model_type": f"deepseek_v{self.hf_version}",
             **super().hf_config(),
             "num_key_value_heads": self.n_heads,
             "q_lora_rank": self.q_lora_rank,
@@ -203,7 +232,7 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
             "v_head_dim": self.value_head_dim,
             "intermediate_size": self.ffn_dim,
             "first_k_dense_replace": self.n_dense_layers,
-            "num_nextn_predict_layers": self.mtp_depth,
+            "num_nextn_predict_layers": self.predictions,
             "n_routed_experts": moe.num_experts,
             "num_experts_per_tok": moe.experts_per_token,
             "moe_intermediate_size": moe.expert_ffn_dim,
@@ -233,7 +262,7 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
             "group_score": "top2" if is_third else "max",
             "balance_bias": is_third,
         }
-        return cast("Self", validate(cls, sizes))
+        return cast("Self", validate(cls, sizes, settings))
 
     def build(self, kernels: Kernels) -> DeepSeekV3:
         """Return the module."""

@@ -9,11 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...kernels.attention.local import Mask
 from ...kernels.choose import Kernels
-from ..decoder import Block, Decoder, FurtherTarget
+from ...kernels.ragged.lengths import SampleLengths
+from ...kernels.ragged.samples import positions_in_samples
+from ..decoder import Block, Decoder
 from ..language_model import BlockCache, KVCache, LossFunction
 from ..layers.dense import Linear, RMSNorm
+from ..layers.head import FurtherTarget
 from ..layers.latent_attention import LatentAttention
+from ..layers.router import TokenWeights
 from .config import DeepSeekV3Config
 
 IGNORED = -100
@@ -42,9 +47,9 @@ class PredictionBlock(Block):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        mask: Tensor | None = None,
+        mask: Mask = None,
         cache: BlockCache | None = None,
-        token_weights: Tensor | None = None,
+        token_weights: TokenWeights = None,
     ) -> Tensor:
         """Return normed hidden states [B, S, D] (equations 21 and 22).
 
@@ -90,16 +95,18 @@ class DeepSeekV3(Decoder):
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
         padding_mask: Tensor | None = None,
+        lengths: SampleLengths | None = None,
         cache: KVCache | None = None,
         hidden: Tensor | None = None,
         blocks: range | None = None,
+        dropout_keys: Tensor | None = None,
     ) -> Tensor:
-        """Return logits, the summed loss, or hidden states: see `LanguageModel`.
+        """Return logits, the summed loss, or hidden states: see `Decoder`.
 
-        In training the loss includes multi-token prediction.
+        In training the loss of a language head includes multi-token prediction.
         """
         count, ends = self.config.n_layers, blocks is None or blocks.stop > self.config.n_layers
-        predicts_further = self.training and ends and self.config.mtp_depth and loss is not None
+        predicts_further = self.training and ends and self.config.predictions and loss is not None
         before = super().forward(
             tokens,
             labels=labels,
@@ -107,22 +114,26 @@ class DeepSeekV3(Decoder):
             positions=positions,
             document_ids=document_ids,
             padding_mask=padding_mask,
+            lengths=lengths,
             cache=cache,
             hidden=hidden,
             blocks=range(count) if predicts_further else blocks,
+            dropout_keys=dropout_keys,
         )
         if not predicts_further:
             return before
         assert tokens is not None, "multi-token prediction needs the tokens"
         assert labels is not None, "a loss needs labels"
-        if positions is None:
+        if positions is None and lengths is not None:
+            positions = positions_in_samples(lengths).unsqueeze(0)
+        elif positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         # A function, and not the targets: they are computed inside the head, from its norm's
         # output.
         targets = partial(
-            self._further_targets, tokens, labels, positions, document_ids, padding_mask
+            self._further_targets, tokens, labels, positions, document_ids, padding_mask, lengths
         )
-        tied_weight = self.embed.local("weight") if self.config.tie_embeddings else None
+        tied_weight = self.embed.local("weight") if self.config.is_tied else None
         out: Tensor = self.head(before, labels, loss, tied_weight, further_targets=targets)
         return out
 
@@ -133,6 +144,7 @@ class DeepSeekV3(Decoder):
         positions: Tensor,
         document_ids: Tensor | None,
         padding_mask: Tensor | None,
+        lengths: SampleLengths | None,
         hidden_BSD: Tensor,
     ) -> Iterator[FurtherTarget]:
         """Yield hidden states and labels of tokens 2, 3, ... after each position (section 2.2).
@@ -141,7 +153,12 @@ class DeepSeekV3(Decoder):
         """
         config = self.config
         cos, sin = self.rotation(positions)
-        mask = None if document_ids is None else self.attention_mask(document_ids, document_ids)
+        mask: Mask = lengths
+        if document_ids is not None:
+            mask = self.attention_mask(document_ids, document_ids)
+        if lengths is not None:
+            # Samples of a flat row end as documents do.
+            document_ids = lengths.numbers.unsqueeze(0)
         for depth in range(1, config.mtp_depth + 1):
             # Any token will do past the end of a row: those positions have no target.
             embedded_BSD = self.embed(_shift(tokens, depth, 0)).to(self.compute_dtype)
@@ -150,7 +167,10 @@ class DeepSeekV3(Decoder):
             is_padding = padding_mask
             if is_padding is not None:  # a position whose further token is padding predicts nothing
                 is_padding = is_padding | _shift(is_padding, depth, False)
-            hidden_BSD = block(x_BS2D, cos, sin, mask, None, self.token_weights(is_padding))
+            elif lengths is not None and document_ids is not None:
+                is_padding = _shift(document_ids, depth, -1) != document_ids
+            weights = self.token_weights(is_padding, lengths)
+            hidden_BSD = block(x_BS2D, cos, sin, mask, None, weights)
             targets_BS = _shift(labels, depth, IGNORED)
             if document_ids is not None:
                 same = _shift(document_ids, depth, -1) == document_ids

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from ..config import PositiveFloat, Size
 from ..decoder_config import GroupedQueryConfig
 from ..layers.configs import MoESettings, YarnScaling
 from ..layout import ATTENTION_HF, ENDS_HF, GROUPED_QUERY_KEYS, HF_ALSO, HF_KEYS, YARN_KEYS, Layout
+from ..sizes import PositiveFloat, Size
 
 if TYPE_CHECKING:
     from ...kernels.choose import Kernels
@@ -105,6 +105,9 @@ class GptOssConfig(GroupedQueryConfig):
     """gpt-oss: attention with sinks, every other block's in a window, and experts with biases."""
 
     layout: ClassVar = LAYOUT
+    only_causal: ClassVar = "its windows look back"
+    hf_class: ClassVar = "GptOss"
+    hf_heads: ClassVar = ("sequence_classification", "token_classification")
     flavors: ClassVar = {
         "debug": {"moe": FORM},
         "20b": {**PUBLISHED, "n_layers": 24, "moe": {**EXPERTS, "num_experts": 32}},
@@ -175,7 +178,6 @@ class GptOssConfig(GroupedQueryConfig):
         """Return what transformers' `GptOssConfig` says of this model."""
         words = ("full_attention", "sliding_attention")
         return {
-            "architectures": ["GptOssForCausalLM"],
             "model_type": "gpt_oss",
             **super().hf_config(),
             "attention_bias": True,

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from ...kernels.choose import Kernels
 from ...kernels.swiglu.reference import clamped_swiglu
 from ..decoder import Decoder
-from ..language_model import Constant, Normal
 from ..layers.attention import GroupedQueryAttention
 from ..layers.configs import MoESettings
 from ..layers.moe import Experts, MoE
@@ -101,9 +100,3 @@ class GptOss(Decoder):
     def make_mlp(self, number: int, kernels: Kernels) -> nn.Module:
         """Return experts with biases."""
         return ClampedMoE(self.config, kernels)
-
-    def initial_values(self, name: str) -> Normal | Constant:
-        """Return the rule by which the parameter `name` starts: biases at zero."""
-        if name.endswith("bias"):
-            return Constant(0.0)
-        return super().initial_values(name)

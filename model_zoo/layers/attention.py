@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...kernels.attention.local import Mask
 from ...kernels.choose import Kernels
 from ..decoder_config import GroupedQueryConfig
 from ..language_model import BlockCache
@@ -59,7 +60,7 @@ class GroupedQueryAttention(LocalParameters):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        mask: Tensor | None = None,
+        mask: Mask = None,
         cache: BlockCache | None = None,
     ) -> Tensor:
         """Return what [B, S, D] adds to the residual stream.
@@ -91,9 +92,9 @@ class GroupedQueryAttention(LocalParameters):
             query, key = self.q_norm(query), self.k_norm(key)
         return self.rotary(query, cos, sin), self.rotary(key, cos, sin)
 
-    def _limits(self, mask: Tensor | None) -> dict[str, Any]:
+    def _limits(self, mask: Mask) -> dict[str, Any]:
         """Return the keyword arguments of attention; a mask separates chunks already."""
-        chunk = self.chunk if mask is None else None
+        chunk = None if isinstance(mask, Tensor) else self.chunk
         sinks = None if self.sinks is None else self.local("sinks")
         given = {"window": self.window, "chunk": chunk, "sinks": sinks}
         # Only what is set, so that an implementation without sinks or chunks serves other models.

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, model_validator
 
-from ..config import PositiveFloat, Size, Sizes
+from ..sizes import PositiveFloat, Size, Sizes
 
 
 class MoESettings(Sizes):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.choose import Kernels
-from ..language_model import Constant, Normal
+from ..base import Constant, Normal
 from ..layout import DOWN, UP
 
 
@@ -77,6 +77,8 @@ class AdaptedLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
+        if not self.scale:  # switched off
+            return super().forward(x)
         # Two narrow products: B A has as many entries as the weight, and is not computed here.
         narrow = F.linear(x, self.local("lora_a").to(x.dtype))
         return super().forward(x) + F.linear(narrow, self.local("lora_b").to(x.dtype)) * self.scale

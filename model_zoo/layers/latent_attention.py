@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ...kernels.attention.local import Mask
 from ...kernels.choose import Kernels
 from ..language_model import BlockCache
 from .configs import LatentSizes
@@ -67,7 +68,7 @@ class LatentAttention(nn.Module):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        mask: Tensor | None = None,
+        mask: Mask = None,
         cache: BlockCache | None = None,
     ) -> Tensor:
         """Return what [B, S, D] adds to the residual stream; see `GroupedQueryAttention`."""
@@ -104,7 +105,7 @@ class LatentAttention(nn.Module):
         return torch.cat((q_BSHN, self.rotary(interleaved_to_half(q_BSHR), cos, sin)), dim=-1)
 
     def _attend(
-        self, q_BSHK: Tensor, latent_BLC: Tensor, rotated_BL1R: Tensor, mask: Tensor | None
+        self, q_BSHK: Tensor, latent_BLC: Tensor, rotated_BL1R: Tensor, mask: Mask
     ) -> Tensor:
         """Return [B, S, H, W], with keys and values of all positions made from the latents."""
         made_BLHJ = self.kv_up(latent_BLC).unflatten(-1, (-1, sum(self._ups)))
@@ -115,7 +116,7 @@ class LatentAttention(nn.Module):
         return out
 
     def _attend_to_latents(
-        self, q_BSHK: Tensor, latent_BLC: Tensor, rotated_BL1R: Tensor, mask: Tensor | None
+        self, q_BSHK: Tensor, latent_BLC: Tensor, rotated_BL1R: Tensor, mask: Mask
     ) -> Tensor:
         """Return what `_attend` does, for few queries and many positions.
 

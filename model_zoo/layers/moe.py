@@ -13,7 +13,7 @@ from ...kernels.moe.aux_loss import add_aux_loss
 from ...kernels.routing.reference import RoutingPlan
 from .configs import MoESettings
 from .dense import GatedMLP, LocalParameters, RMSNorm
-from .router import Router
+from .router import Router, TokenWeights, padding_of
 
 NUM_OTHER_COUNTS = 3
 """numbers in `MoE.load_counter` after the rows of each expert: dropped rows, entropy, losses"""
@@ -99,7 +99,8 @@ class MoE(nn.Module):
 
     The engine sets three tensors. `loss_factor` scales the gradient of the router's losses, which
     are sums over sequences. `token_factor` also scales losses that are means over all tokens of a
-    step: it is the step's positions over its tokens without padding. Each backward pass adds to
+    step: it is the step's positions over its tokens without padding, and of flat rows the step's
+    samples over its tokens. Each backward pass adds to
     `load_counter`. Without an engine the factors are 1, and the counter can be read and cleared.
 
     Args:
@@ -149,19 +150,18 @@ class MoE(nn.Module):
         self.token_factor = torch.ones((), dtype=torch.float64, device=device)
         self.load_counter = torch.zeros(len(self.load_counter), dtype=torch.float64, device=device)
 
-    def forward(self, x: Tensor, token_weights: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, token_weights: TokenWeights = None) -> Tensor:
         """Return what [B, S, D] adds to the residual stream.
 
         Args:
             x: what blocks pass on.
-            token_weights: [B, S], of each token in a mean over its row: 0 at padding, which no
-                expert takes, and 1 on average. None: there is no padding.
+            token_weights: see `TokenWeights`; no expert takes padding.
         """
         x_BSD = self.norm(x)
         # Dynamo (torch 2.13) traces a graph twice that takes an fp64 scalar and does not use it.
         token_factor = None if token_weights is None else self.token_factor
         routing = self.router(x_BSD, token_weights, token_factor)
-        is_padding_T1 = None if token_weights is None else token_weights.reshape(-1, 1) == 0
+        is_padding_T1 = padding_of(token_weights)
         plan, dropped = self._plan(routing.chosen, is_padding_T1)
         # Once for each row of a token, because the counter is divided by the number of rows.
         entropy = routing.entropy.double().view(1) * self.settings.experts_per_token

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...kernels.ragged.lengths import SampleLengths
+from ...kernels.ragged.samples import repeat_for_positions, sum_by_sample
 from .configs import MoESettings
 from .dense import LocalParameters
 
@@ -24,6 +26,61 @@ class Routing(NamedTuple):
     """scalar: the weighted sum of the balance loss and the z-loss, summed over sequences"""
     entropy: Tensor
     """scalar: entropy of the scores as a distribution over experts, in nats, summed over tokens"""
+
+
+class SampleTokens(NamedTuple):
+    """The tokens of a flat row, in place of weights: each sample is a sequence of its own."""
+
+    lengths: SampleLengths
+    """the lengths of the samples"""
+    is_padding: Tensor | None = None
+    """[1, T] bool: tokens that no expert takes and no statistic counts; None: there is none"""
+
+
+TokenWeights = Tensor | SampleTokens | None
+"""[B, S], of each token in a mean over its row: 0 at padding, and 1 on average; or the samples of a
+flat row; None: no row has padding"""
+
+
+class _TokenShares(NamedTuple):
+    """The weights of tokens in means; None where all are the same."""
+
+    in_row: Tensor | None = None
+    """[T, 1]: in the mean over a token's row"""
+    in_step: Tensor | None = None
+    """[T, 1]: in the mean over a step"""
+    is_padding: Tensor | None = None
+    """[T, 1] bool"""
+    samples: SampleLengths | None = None
+    """the rows of a flat row; the weights in a row then are those of a sum"""
+
+
+def padding_of(token_weights: TokenWeights) -> Tensor | None:
+    """Return which tokens no expert takes, [T, 1]; None where there is none."""
+    if isinstance(token_weights, SampleTokens):
+        mask = token_weights.is_padding
+        return None if mask is None else mask.reshape(-1, 1)
+    return None if token_weights is None else token_weights.reshape(-1, 1) == 0
+
+
+def _share(weights: TokenWeights, factor: Tensor | None, dtype: torch.dtype) -> _TokenShares:
+    """Return the weights of tokens in means; see `Router.forward`."""
+    if weights is None or factor is None:
+        return _TokenShares()
+    is_padding_T1 = padding_of(weights)
+    if isinstance(weights, Tensor):
+        assert is_padding_T1 is not None, "weights tell padding"
+        in_step_T1 = factor.to(dtype) * ~is_padding_T1
+        return _TokenShares(weights.to(dtype).reshape(-1, 1), in_step_T1, is_padding_T1)
+    samples = weights.lengths
+    # A step's mean is taken over all T positions: see `MoE.token_factor`.
+    in_step_T1 = (factor * samples.total).to(dtype).expand(samples.total, 1)
+    counts_B1 = samples.counts.unsqueeze(1)
+    if is_padding_T1 is not None:
+        in_step_T1 = in_step_T1 * ~is_padding_T1
+        counts_B1 = sum_by_sample(~is_padding_T1, samples)
+    in_row_T1 = repeat_for_positions(counts_B1.clamp(min=1).to(dtype).reciprocal(), samples)
+    return _TokenShares(in_row_T1, in_step_T1, is_padding_T1, samples)
 
 
 class Router(LocalParameters):
@@ -61,7 +118,7 @@ class Router(LocalParameters):
             self.load = self._fill(1.0, device)
 
     def forward(
-        self, x: Tensor, token_weights: Tensor | None = None, token_factor: Tensor | None = None
+        self, x: Tensor, token_weights: TokenWeights = None, token_factor: Tensor | None = None
     ) -> Routing:
         """Choose experts for [B, S, D].
 
@@ -81,20 +138,17 @@ class Router(LocalParameters):
         if self.settings.scale != 1:
             weight_TA = weight_TA * self.settings.scale
         entropy_TE = torch.special.entr(shares_TE.detach())
-        in_row_T1 = in_step_T1 = None
-        if token_weights is not None and token_factor is not None:
-            in_row_T1 = token_weights.to(logits_TE.dtype).reshape(-1, 1)
-            is_padding_T1 = in_row_T1 == 0
-            in_step_T1 = token_factor.to(logits_TE.dtype) * ~is_padding_T1
-            entropy_TE = entropy_TE * ~is_padding_T1
+        shares = _share(token_weights, token_factor, logits_TE.dtype)
+        if shares.is_padding is not None:
+            entropy_TE = entropy_TE * ~shares.is_padding
             # After the gather, because E is no column of the scores.
-            chosen_TA = chosen_TA.masked_fill(is_padding_T1, self.settings.num_experts)
-            weight_TA = weight_TA.masked_fill(is_padding_T1, 0)
+            chosen_TA = chosen_TA.masked_fill(shares.is_padding, self.settings.num_experts)
+            weight_TA = weight_TA.masked_fill(shares.is_padding, 0)
         loss, rows = logits_TE.new_zeros(()), x.shape[0]
         if self.settings.z_weight:
-            loss = loss + self._z_loss(logits_TE, rows, in_step_T1)
+            loss = loss + self._z_loss(logits_TE, rows, shares.in_step)
         if self.settings.aux_weight:
-            loss = loss + self._balance_loss(shares_TE, chosen_TA, rows, in_row_T1, in_step_T1)
+            loss = loss + self._balance_loss(shares_TE, chosen_TA, rows, shares)
         return Routing(chosen_TA, weight_TA, loss, entropy_TE.sum())
 
     def logits(self, x: Tensor) -> Tensor:
@@ -157,8 +211,7 @@ class Router(LocalParameters):
         shares: Tensor,
         chosen: Tensor,
         sequences: int,
-        in_row: Tensor | None,
-        in_step: Tensor | None,
+        tokens: _TokenShares,
     ) -> Tensor:
         """Return the products of each expert's load and mean share, summed over sequences.
 
@@ -166,19 +219,34 @@ class Router(LocalParameters):
             shares: [T, E].
             chosen: [T, A].
             sequences: B.
-            in_row: [T, 1], the weight of each token in the mean over its row; None: all the same.
-            in_step: [T, 1], the weight of each token in the mean over a step; None: all the same.
+            tokens: the weights of tokens.
         """
-        load, weights, experts = self.load, in_step, shares.shape[1]
+        load, weights, experts = self.load, tokens.in_step, shares.shape[1]
+        samples = tokens.samples if load is None else None
         if load is None:
-            weights = in_row
-            counts_BE = shares.new_zeros(sequences, experts + 1)  # the last: no expert
-            chosen_BC = chosen.view(sequences, -1)
-            # Sums of ones are exact, so the order of the additions does not matter.
-            counts_BE.scatter_add_(1, chosen_BC, torch.ones_like(chosen_BC, dtype=shares.dtype))
-            counts_BE = self.sum_of_sequence(counts_BE[:, :experts].contiguous())
+            weights = tokens.in_row
+            counts_BE = self._count_choices(chosen, sequences, samples, shares.dtype)
+            counts_BE = self.sum_of_sequence(counts_BE)
             load = counts_BE * (experts / counts_BE.sum(1, keepdim=True).clamp(min=1))
         if weights is not None:
             shares = shares * weights
-        mean_BE = shares.view(sequences, -1, experts).mean(1)
+        if samples is not None:
+            mean_BE = sum_by_sample(shares, samples)
+        else:
+            mean_BE = shares.view(sequences, -1, experts).mean(1)
         return self.settings.aux_weight * (load * mean_BE).sum()
+
+    def _count_choices(
+        self, chosen: Tensor, sequences: int, samples: SampleLengths | None, dtype: torch.dtype
+    ) -> Tensor:
+        """Return how often each sequence, or sample of a flat row, takes each expert, [B, E]."""
+        experts = self.settings.num_experts
+        # The last column is for no expert. Sums of ones are exact in any order.
+        if samples is None:
+            place_RC = chosen.view(sequences, -1)
+            counts_RN = torch.zeros(sequences, experts + 1, dtype=dtype, device=chosen.device)
+        else:
+            place_RC = (samples.numbers.unsqueeze(1) * (experts + 1) + chosen).view(1, -1)
+            counts_RN = place_RC.new_zeros(1, len(samples) * (experts + 1), dtype=dtype)
+        counts_RN.scatter_add_(1, place_RC, torch.ones_like(place_RC, dtype=dtype))
+        return counts_RN.view(-1, experts + 1)[:, :experts].contiguous()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from ..config import Size
 from ..decoder_config import GroupedQueryConfig
 from ..layers.configs import RopeScaling
 from ..layout import (
@@ -20,6 +19,7 @@ from ..layout import (
     SCALING_KEYS,
     Layout,
 )
+from ..sizes import Size
 
 LAYOUT = Layout(
     embed="embed",
@@ -54,6 +54,7 @@ class Llama3Config(GroupedQueryConfig):
     """Llama 3: pre-norm blocks of grouped-query attention with RoPE, and SwiGLU."""
 
     layout: ClassVar = LAYOUT
+    hf_class: ClassVar = "Llama"
     flavors: ClassVar = {
         "debug": {},
         "1b": {
@@ -124,7 +125,6 @@ class Llama3Config(GroupedQueryConfig):
     def hf_config(self) -> dict[str, Any]:
         """Return what transformers' `LlamaConfig` says of this model."""
         return {
-            "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             **super().hf_config(),
             "mlp_bias": False,

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from ..config import SettingsError, quote, validate
+from ..config import validate
+from ..sizes import SettingsError, quote
 from .config import Llama3Config
 
 NAMES = {

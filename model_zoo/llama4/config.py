@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import NonNegativeFloat, model_validator
 
-from ..config import Size
 from ..decoder_config import GroupedQueryConfig
 from ..layers.configs import MoESettings, RopeScaling
 from ..layout import (
@@ -18,6 +17,7 @@ from ..layout import (
     SCALING_KEYS,
     Layout,
 )
+from ..sizes import Size
 
 if TYPE_CHECKING:
     from ...kernels.choose import Kernels
@@ -118,6 +118,9 @@ class Llama4Config(GroupedQueryConfig):
     """Llama 4's text model: chunked attention with RoPE, every fourth block's without either."""
 
     layout: ClassVar = LAYOUT
+    only_causal: ClassVar = "its chunks and the scale of its queries look back"
+    hf_class: ClassVar = "Llama4"
+    hf_heads: ClassVar = ()
     flavors: ClassVar = {
         "debug": {"moe": ROUTING},
         "17bx16e": {
@@ -178,7 +181,6 @@ class Llama4Config(GroupedQueryConfig):
         """Return what transformers' `Llama4TextConfig` says of this model."""
         rotary = [self.has_rotary(number) for number in range(self.n_layers)]
         return {
-            "architectures": ["Llama4ForCausalLM"],
             "model_type": "llama4_text",
             **super().hf_config(),
             "intermediate_size_mlp": self.ffn_dim,

@@ -85,6 +85,7 @@ class MixtralConfig(GroupedQueryConfig):
     """Mixtral: Llama's attention, and experts in each block."""
 
     layout: ClassVar = LAYOUT
+    hf_class: ClassVar = "Mixtral"
     flavors: ClassVar = {
         "debug": {"moe": BALANCE},
         "8x7b": {
@@ -121,7 +122,6 @@ class MixtralConfig(GroupedQueryConfig):
     def hf_config(self) -> dict[str, Any]:
         """Return what transformers' `MixtralConfig` says of this model."""
         return {
-            "architectures": ["MixtralForCausalLM"],
             "model_type": "mixtral",
             **super().hf_config(),
             "sliding_window": None,

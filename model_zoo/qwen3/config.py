@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self, cast
 
 from pydantic import model_validator
 
-from ..config import PositiveFloat, Size, flatten_settings, read_sizes, validate
+from ..config import flatten_settings, read_sizes, validate
 from ..decoder_config import GroupedQueryConfig
 from ..layers.configs import MoESettings
 from ..layout import (
@@ -28,6 +28,7 @@ from ..layout import (
     QK_NORM_TENSOR,
     Layout,
 )
+from ..sizes import PositiveFloat, Size
 
 LAYOUT = Layout(
     embed="embed",
@@ -191,6 +192,11 @@ class Qwen3Config(GroupedQueryConfig):
             self.moe.require(score="softmax", scale=1.0, num_shared=0, groups=1, balance_bias=False)
         return self
 
+    @property
+    def hf_class(self) -> str:  # type: ignore[override]  # a name for each of the two kinds
+        """What the names of transformers' classes of this model begin with."""
+        return "Qwen3" if self.moe is None else "Qwen3Moe"
+
     def hf_config(self) -> dict[str, Any]:
         """Return what transformers' `Qwen3Config` or `Qwen3MoeConfig` says of this model."""
         found = {
@@ -199,9 +205,8 @@ class Qwen3Config(GroupedQueryConfig):
             "intermediate_size": self.ffn_dim,
         }
         if self.moe is None:
-            return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **found}
+            return {"model_type": "qwen3", **found}
         return {
-            "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",
             **found,
             "decoder_sparse_step": 1,
@@ -228,4 +233,4 @@ class Qwen3Config(GroupedQueryConfig):
         sizes = read_sizes({**MOE_DEFAULTS, **given}, cls)
         # config.json has no key for the scope.
         sizes["moe"]["aux_scope"] = BALANCE["aux_scope"]
-        return cast("Self", validate(cls, sizes))
+        return cast("Self", validate(cls, sizes, settings))

@@ -34,18 +34,20 @@ OPENS = {
     "engine/corpus/checksums.py: open",  # a descriptor
     "engine/corpus/checksums.py: os.open",  # neither follows links nor waits
     "engine/corpus/checksums.py: read_text",  # /proc
-    "engine/corpus/prepare.py: read_text",  # checked to be a file
-    "engine/sources/configs.py: read_text",  # the interpreter's own library
+    "engine/corpus/cache.py: read_text",  # checked to be a file
+    "engine/sources/python_library.py: read_text",  # the interpreter's own library
     "engine/doctor/machine.py: read_text",  # /proc
     "engine/drawing/page.py: read_text",  # ours
     "engine/core/files.py: open",  # a descriptor
     "engine/core/files.py: os.open",  # the one place
+    "engine/inference/prediction_file.py: open",  # what is being written
     "engine/launch/failure.py: open",  # the log of a rank
     "engine/core/processes.py: os.open",  # neither follows links nor waits
     "engine/observe/throughput.py: read_text",  # /proc
     "engine/precision/hardware.py: read_text",  # /proc
     "engine/recipe/documents/pages.py: read_text",  # ours
     "engine/recipe/documents/starter.py: read_text",  # ours
+    "engine/tasks/metrics/tables.py: read_text",  # ours
 }
 MACHINE = re.compile(
     r"(?<![\w.~/])/(?:(?:root|work|mnt|opt|Users|data|scratch|srv|nfs)/|home/(?!me\b|someone\b))[\w.-]+"

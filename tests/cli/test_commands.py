@@ -193,7 +193,7 @@ def test_a_traceback_is_shown_to_who_asks(command, place):
 
 
 def test_completion_offers_commands_and_names(capfd, monkeypatch):
-    for words, expected in [("trainer va", "validate"), ("trainer new x --from q", "quickstart")]:
+    for words, expected in [("trainer va", "validate"), ("trainer new x --from qui", "quickstart")]:
         monkeypatch.setenv("_TRAINER_COMPLETE", "complete_bash")
         monkeypatch.setenv("COMP_WORDS", words)
         monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))

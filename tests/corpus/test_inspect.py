@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
+import trainer
 from tests.corpus.stores import EOS
 from trainer.cli.data import app
 from trainer.engine.core.errors import DataError, RecipeError, TrainerError
@@ -197,3 +198,19 @@ def test_inspecting_a_recipe_shows_each_source(lines: Path, tmp_path: Path) -> N
     first, second = inspected(recipe)
     assert (first["documents"], second["documents"]) == (6, 5)
     assert first["samples"]["0"] == "one"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reads"),
+    [
+        ("supervised_debug", "samples of a data set"),
+        ("sequence_classification_debug", r"records \(text, label\)"),
+    ],
+)
+@pytest.mark.parametrize("command", [("inspect",), ("prepare", "--out", "never-made")])
+def test_a_recipe_whose_task_reads_no_documents_is_refused(
+    command: tuple[str, ...], recipe: str, reads: str
+) -> None:
+    path = Path(trainer.__file__).parent / "recipes" / f"{recipe}.toml"
+    with pytest.raises(RecipeError, match=f"reads {reads}, and no documents"):
+        run(*command, path)

@@ -18,8 +18,9 @@ from xxhash import xxh3_128_hexdigest
 
 from tests.corpus.stores import read_described, write_described
 from trainer.engine.core.errors import DataError, EnvironmentFault, RecipeError
+from trainer.engine.corpus.cache import cache_folder, default_cache
 from trainer.engine.corpus.configs import TokensSource
-from trainer.engine.corpus.prepare import cache_folder, default_cache, open_or_prepare, open_source
+from trainer.engine.corpus.prepare import open_or_prepare, open_source
 from trainer.engine.corpus.store import StoreWriter, TokenStore
 from trainer.engine.corpus.tokenise import make_chunk
 from trainer.engine.sources.configs import JsonlSource, TextSource

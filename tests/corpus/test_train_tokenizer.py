@@ -15,7 +15,8 @@ from trainer.cli.train_tokenizer import document_sources
 from trainer.engine.core.errors import DataError, EnvironmentFault, RecipeError
 from trainer.engine.corpus import train_tokenizer as train_tokenizer_module
 from trainer.engine.corpus.train_tokenizer import run_interruptibly, train_tokenizer
-from trainer.engine.sources.configs import JsonlSource, PythonSource, TextSource
+from trainer.engine.sources.configs import JsonlSource, TextSource
+from trainer.engine.sources.python_library import PythonSource
 from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer
 from trainer.engine.tokenizers.patterns import PATTERNS
 

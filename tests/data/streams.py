@@ -12,7 +12,7 @@ from datasets import Dataset
 from xxhash import xxh3_64_intdigest
 
 from trainer.engine.core.hashing import GOLDEN, mix
-from trainer.engine.data.batch import Batch
+from trainer.engine.data.batch import TokenBatch
 from trainer.engine.data.dataset import OpenedData, open_data
 from trainer.engine.data.loader import Loader
 from trainer.engine.data.order import permute
@@ -76,7 +76,7 @@ def steps_of(data: Data, count: int, *, first: int = 0, rank: int = 0, ranks: in
     return [[row for batch in step for row in rows_of(batch)] for step in steps]
 
 
-def rows_of(batch: Batch) -> list[bytes]:
+def rows_of(batch: TokenBatch) -> list[bytes]:
     columns = [batch.tokens, batch.labels, batch.positions, batch.document_ids]
     arrays = [column.numpy() for column in columns if column is not None]
     return [b"".join(array[row].tobytes() for array in arrays) for row in range(len(batch.tokens))]

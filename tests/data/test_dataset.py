@@ -11,7 +11,7 @@ from tests.corpus.stores import random_lengths, store_of
 from trainer.engine.core.errors import DataError
 from trainer.engine.corpus.configs import SyntheticSource
 from trainer.engine.corpus.store import TokenStore
-from trainer.engine.data.batch import IGNORED, Batch
+from trainer.engine.data.batch import IGNORED, TokenBatch
 from trainer.engine.data.dataset import OpenedData, Samples, open_data, split_point
 from trainer.engine.data.loader import Loader, iterate_validation
 from trainer.engine.data.order import TrainingOrder
@@ -44,10 +44,10 @@ def opened(data: Data, seed: int = 0) -> OpenedData:
     return open_data(data, ByteTokenizer(), seed)
 
 
-def rows_of(batches: list[Batch]) -> list[tuple[bytes, ...]]:
+def rows_of(batches: list[TokenBatch]) -> list[tuple[bytes, ...]]:
     """Each row as bytes, columns together, in order."""
     rows = []
-    for batch in batches:
+    for batch in (part for each in batches for part in (each.split(1) if each.ragged else [each])):
         columns = [batch.tokens, batch.labels, batch.positions, batch.document_ids]
         arrays = [column.numpy() for column in columns if column is not None]
         rows += [
@@ -56,7 +56,7 @@ def rows_of(batches: list[Batch]) -> list[tuple[bytes, ...]]:
     return rows
 
 
-def steps_of(data: Data, rank: int, ranks: int, first: int, count: int) -> list[list[Batch]]:
+def steps_of(data: Data, rank: int, ranks: int, first: int, count: int) -> list[list[TokenBatch]]:
     return list(islice(Loader(opened(data).train, data, rank, ranks).steps(first), count))
 
 

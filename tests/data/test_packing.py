@@ -201,7 +201,9 @@ def test_labels_that_are_not_learned_are_masked_and_nothing_else_changes(
         (before, token): bool(flag)
         for before, token, flag in zip([None, *stream], stream, marked.loss_mask, strict=False)
     }
-    for inputs, labels, truth in zip(rows.tokens, rows.labels, expected.labels, strict=True):
+    # Rows without padding are flat: one row for this.
+    columns = map(np.atleast_2d, (rows.tokens, rows.labels, expected.labels))
+    for inputs, labels, truth in zip(*columns, strict=True):
         naive = [
             label if label != IGNORED and is_learned[token, label] else IGNORED
             for token, label in zip(inputs.tolist(), truth.tolist(), strict=True)

@@ -99,7 +99,7 @@ def recorded(recipe):
     """Return the peak of a real step as the CPU's allocator tells torch's profiler."""
     step, _ = built_step(recipe)
     share = recipe.data.global_batch // step.degrees.data
-    batches = empty_batches(recipe.data, share, recipe.data.micro_batch)
+    batches = empty_batches(step.task, share, recipe.data.micro_batch)
     for _ in range(2):  # DDP makes its buckets anew in the second
         step.accumulate(batches)
         step.update(1.0)

@@ -136,7 +136,7 @@ def test_weight_gradient_of_many_chunks_is_summed_in_fp32():
 
 def test_without_gradients_no_gradient_work_is_done(monkeypatch):
     hidden, weight, labels = inputs()
-    monkeypatch.setattr(reference, "_add_product", lambda *_: pytest.fail("gradient work"))
+    monkeypatch.setattr(reference, "add_product", lambda *_: pytest.fail("gradient work"))
     with torch.no_grad():
         loss = reference.linear_cross_entropy(hidden, weight, labels, chunk=4)
     torch.testing.assert_close(loss, formula(hidden, weight, labels).detach())

@@ -11,7 +11,7 @@ from tests.model_zoo.peers import our_model, their_model
 from trainer.engine.conversion.peft import save_adapter
 from trainer.engine.core.errors import CheckpointError, RecipeError
 from trainer.engine.lora.adapter_weights import merge_adapters, merged_weights
-from trainer.engine.lora.apply import add_adapters
+from trainer.engine.lora.apply import add_adapters, without_adapters
 from trainer.engine.lora.tables import LoRA
 from trainer.kernels.choose import choose
 
@@ -135,6 +135,16 @@ def test_merging_in_place_leaves_a_plain_model_with_the_same_logits():
     merge_adapters(ours)
     torch.testing.assert_close(logits(ours, x), expected, atol=1e-5, rtol=1e-5)
     assert ours.state_dict().keys() == our_model().state_dict().keys()
+
+
+def test_without_adapters_a_model_computes_as_pefts_with_them_disabled():
+    ours, theirs = pair({}, ALL, {})
+    x = tokens(9)
+    adapted = logits(ours, x)
+    with without_adapters(ours), theirs.disable_adapter():
+        torch.testing.assert_close(logits(ours, x), logits(theirs, x), atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(logits(ours, x), adapted)
+    torch.testing.assert_close(logits(ours, x), adapted, atol=0, rtol=0)
 
 
 def test_an_adapter_is_not_written_over_anything(tmp_path):

@@ -45,7 +45,7 @@ def curves(changes):
         assert all(w.grad is None for w in parts.model.parameters() if not w.requires_grad)
         parts.step.update(1.0)
         parts.step.clear()
-        losses.append((gradients.loss / gradients.tokens).item())
+        losses.append(gradients.loss.item())
         norms.append(gradients.norm.item())
     assert all(weight.requires_grad for weight in parts.optimizer.state)
     whole = {

@@ -20,9 +20,9 @@ from tests.model_zoo.peers import (
     tokens,
     twin,
 )
+from trainer.engine.tasks.language_modeling.next_token import TokenLossRecord
 from trainer.kernels.cross_entropy.reference import linear_cross_entropy
 from trainer.model_zoo.deepseek_v3.config import DeepSeekV3Config
-from trainer.model_zoo.language_model import LossRecord
 
 SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "ffn_dim": 48, "vocab_size": VOCAB}
 LATENTS = {
@@ -99,7 +99,7 @@ def test_predictions_farther_ahead_train_as_in_the_paper():
     module = their_predictions(ours, theirs)
     x = tokens()
     labels = some_labels(x)
-    record = LossRecord(linear_cross_entropy)
+    record = TokenLossRecord(linear_cross_entropy)
     loss = ours(x, labels=labels, loss=record)
 
     logits = theirs(x).logits

@@ -11,8 +11,8 @@ from tests.model_zoo.peers import FLAVORS
 from trainer.engine.conversion.sources import family_of
 from trainer.engine.core.errors import CheckpointError
 from trainer.engine.core.registry import models
-from trainer.model_zoo.config import SettingsError
 from trainer.model_zoo.llama3.config import Llama3Config
+from trainer.model_zoo.sizes import SettingsError
 
 REQUIRED = {
     "model_type": "llama",

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.model_zoo.peers import VOCAB, assert_equal, built, num_parameters, reach, tokens, twin
-from trainer.model_zoo.config import SettingsError
 from trainer.model_zoo.llama4.config import Llama4Config
+from trainer.model_zoo.sizes import SettingsError
 
 SIZES = {
     "dim": 32,

@@ -12,8 +12,8 @@ from tests.model_zoo.peers import (
     tokens,
     twin,
 )
-from trainer.model_zoo.config import SettingsError
 from trainer.model_zoo.qwen3.config import Qwen3Config
+from trainer.model_zoo.sizes import SettingsError
 
 SIZES = {
     "dim": 32,

@@ -11,7 +11,8 @@ import torch
 from trainer.engine.core.errors import EnvironmentFault
 from trainer.engine.core.run_dir import RunDirectory
 from trainer.engine.observe.metrics import read
-from trainer.engine.observe.observer import Observer, to_floats
+from trainer.engine.observe.numbers import to_floats
+from trainer.engine.observe.observer import Observer
 from trainer.engine.observe.progress import Progress
 from trainer.engine.observe.tables import Metrics, TensorBoard
 from trainer.engine.observe.throughput import Throughput
@@ -40,7 +41,7 @@ def observer(path: Path, rank: int = 0, total: int = 25, **table: Any) -> Observ
         rank,
         total,
         Screen(),
-        Throughput(6e3, 1e12),
+        Throughput("tokens", 8, 6e3, 1e12),
         memory=lambda: 123,
     )
 
@@ -50,9 +51,9 @@ def watch(observed: Observer, first: int, last: int) -> None:
     for step in range(first, last + 1):
         loss = torch.tensor(1 / step, dtype=torch.float32)
         tokens = torch.tensor(step * 100)
-        observed.on_step(step, {"loss": loss, "grad_norm": loss * 2, "lr": 1e-3}, tokens)
+        observed.on_step(step, {"loss": loss, "grad_norm": loss * 2, "lr": 1e-3}, tokens, step)
         if step % 5 == 0:
-            observed.on_evaluation(step, {"loss": loss})
+            observed.on_evaluation(step, {"loss": loss}, "validation")
     observed.close()
 
 
@@ -127,7 +128,7 @@ def test_a_tracker_that_fails_is_left_out_and_training_goes_on(tmp_path: Path) -
     tracker = Broken()
     observed._trackers.append(tracker)
     for step in (10, 20):
-        observed.on_step(step, {"loss": 1.0}, step)
+        observed.on_step(step, {"loss": 1.0}, step, step)
     observed.close()
     assert tracker.calls == 1
     screen = observed._progress
@@ -147,7 +148,7 @@ def test_a_tracker_that_cannot_be_built_stops_a_start_but_no_run_that_goes_on(
     with pytest.raises(EnvironmentFault, match=str(error)):
         observed.start(0, 0)
     observed.start(10, 100)
-    observed.on_step(20, {"loss": 1.0}, 20)
+    observed.on_step(20, {"loss": 1.0}, 20, 20)
     observed.close()
     screen = observed._progress
     assert isinstance(screen, Screen)
@@ -166,8 +167,8 @@ def test_a_full_disk_costs_a_row_and_not_the_run(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
-        observed.on_step(10, {"loss": 1.0}, 10)
-    observed.on_step(20, {"loss": 1.0}, 20)
+        observed.on_step(10, {"loss": 1.0}, 10, 10)
+    observed.on_step(20, {"loss": 1.0}, 20, 20)
     observed.close()
     assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [20]
     screen = observed._progress

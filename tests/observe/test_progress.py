@@ -37,7 +37,8 @@ def test_a_log_has_one_aligned_line_a_row() -> None:
     progress.start(0, 1000)
     for step, loss in ((1, 10.0), (1000, 0.012345)):
         progress.show(train_row(step, loss=loss, tokens_per_second=loss * 1000))
-    progress.show({"kind": "eval", "step": 1000, "loss": 2.5})
+    numbers = {"loss": 2.5, "perplexity": 12.2, "accuracy": 0.75, "loss/a": 2.0}
+    progress.show({"kind": "eval", "step": 1000, **numbers})
     progress.warn("disk is nearly full")
     first, one, last, evaluation, warning = stream.getvalue().splitlines()
     assert first == "training from step 1 to 1000"
@@ -46,7 +47,7 @@ def test_a_log_has_one_aligned_line_a_row() -> None:
     assert [m.start() for m in re.finditer("  [a-z]", one)] == [
         m.start() for m in re.finditer("  [a-z]", last)
     ]
-    assert evaluation.split() == ["eval", "1000/1000", "loss", "2.5"]
+    assert evaluation.split() == ["eval", "1000/1000", "loss", "2.5", "accuracy", "0.75"]
     assert warning == "warning: disk is nearly full"
 
 

@@ -60,15 +60,15 @@ def slow_data() -> None:
 
 
 def slow_forward() -> None:
-    from trainer.engine.train import step
+    from trainer.engine.tasks.task import Task
 
-    forward = step.forward_loss
+    forward = Task.forward
 
     def late_forward(*arguments: Any) -> Any:
         time.sleep(DELAY * (os.environ["RANK"] == "1"))
         return forward(*arguments)
 
-    step.forward_loss = late_forward
+    Task.forward = late_forward  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(

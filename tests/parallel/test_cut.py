@@ -8,6 +8,7 @@ import torch
 
 from tests.distributed import run_ranks
 from tests.train.plans import BASE, assembled, recipe_with
+from trainer.engine.data.tables import Data
 from trainer.engine.parallel.materialize import without_storage
 from trainer.engine.parallel.pipeline.cut import (
     EndCosts,
@@ -19,6 +20,8 @@ from trainer.engine.parallel.pipeline.cut import (
 )
 from trainer.engine.parallel.pipeline.measure import part_seconds
 from trainer.engine.parallel.tables import Pipelining
+from trainer.engine.tasks.language_modeling.config import LanguageModeling
+from trainer.engine.tasks.tables import CrossEntropy, TaskSettings
 from trainer.kernels.choose import choose
 from trainer.model_zoo.llama3.config import Llama3Config
 
@@ -124,9 +127,10 @@ def test_what_a_part_costs_is_measured():
     kernels = choose({}, "cpu", 32)
     with without_storage():
         model = config.build(kernels)
-    loss, cpu = kernels.linear_cross_entropy, torch.device("cpu")
+    settings = TaskSettings(CrossEntropy(), kernels, Data(seq_len=32), config)
+    task, cpu = LanguageModeling().build(settings), torch.device("cpu")
     before = torch.get_rng_state()
-    embedding, block, head = part_seconds(model, loss, (4, 32), config.vocab, cpu)
+    embedding, block, head = part_seconds(model, task, task.example(4), config.vocab, cpu)
     assert 0 < embedding < head
     assert 0 < block < head
     assert torch.equal(torch.get_rng_state(), before), "the run draws what it would have drawn"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.distributed import run_ranks
-from trainer.engine.data.batch import Batch
+from trainer.engine.data.batch import TokenBatch
 from trainer.engine.parallel.context.context import ContextParallel
 from trainer.engine.parallel.context.ring import ring_attention
 from trainer.engine.parallel.plan import make_plan
@@ -163,7 +163,7 @@ def test_ranks_do_the_same_work_and_repeat_no_heads(with_documents):
 def taken():
     context, kernels = ring_kernels("sdpa")
     documents = some_documents(8 * context.ranks)
-    batch = Batch(documents.long(), documents.long(), documents.long(), documents)
+    batch = TokenBatch(documents.long(), documents.long(), documents.long(), documents)
     parts = kernels.attention_mask(documents, context.take(batch).document_ids)
     assert torch.equal(parts[:, context.rank], share(context, documents))
     return parts.tolist()

@@ -13,7 +13,11 @@ from trainer.engine.recipe.write import format_toml, to_toml
 RECIPES = Path(trainer.__file__).parent / "recipes"
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
+# What a plugin registers would stay in this process.
+SHIPPED = [path for path in sorted(RECIPES.glob("*.toml")) if "[plugins]" not in path.read_text()]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_resolved_recipe_reads_back_as_itself(path, tmp_path):
     recipe = load_recipe(path).recipe
     copy = tmp_path / "copy.toml"

@@ -40,6 +40,39 @@ def test_every_number_of_a_run_has_a_plot_that_needs_no_script(one: Path) -> Non
     assert perplexity["x"][2] == [10, 20, 30, 40, 50], "seconds of training: 0.5 a step"
 
 
+def test_layers_and_classes_share_a_plot_and_metrics_have_their_own(tmp_path: Path) -> None:
+    rows = hundred_steps()
+    for row in rows:
+        for layer in range(3):
+            row |= {f"grad_norm/layers.{layer}": 1.0 + layer} if row["kind"] == "train" else {}
+        if row["kind"] == "eval":
+            row |= {"accuracy": 0.5, "f1_score/cat": 0.25, "f1_score/dog": 0.75}
+    runs = [make_run(tmp_path / name, rows) for name in "ab"]
+    page = Page(write_page(runs[:1]))
+    series = plot(page, "Gradient norm by layer")["series"]
+    assert [one["label"] for one in series] == ["layers.0", "layers.1", "layers.2"]
+    assert [one["colour"] for one in series] == [0, 1, 2]
+    assert plot(page, "Validation accuracy")["series"][0]["y"][-1] == 0.5
+    classes = plot(page, "Validation f1 score by part")["series"]
+    assert {one["label"]: one["y"][0] for one in classes} == {"cat": 0.25, "dog": 0.75}
+    further = [
+        {"kind": "eval", "step": 20, "split": "books", "loss": 2.0, "accuracy": 0.5},
+        {"kind": "eval", "step": 40, "split": "books", "loss": 1.0, "accuracy": 0.25},
+    ]
+    page = Page(write_page([make_run(tmp_path / "c", rows + further)]))
+    assert plot(page, "Accuracy of books")["series"][0]["y"] == [0.5, 0.25]
+    assert plot(page, "Loss of books")["series"][0]["y"] == [2, 1]
+    both = plot(Page(write_page(runs)), "Gradient norm by layer")["series"]
+    assert [one["colour"] for one in both] == [0, 0, 0, 1, 1, 1]
+
+
+def test_many_layers_do_not_push_out_the_numbers_of_the_run(tmp_path: Path) -> None:
+    layers = {f"grad_norm/layers.{layer}": 1.0 for layer in range(700)}
+    rows = [{"kind": "train", **layers, **row} for row in hundred_steps() if row["kind"] == "train"]
+    titles = Page(write_page([make_run(tmp_path / "r", rows)])).texts("h3")
+    assert {"Loss", "Throughput ", "Peak memory ", "Gradient norm by layer"} <= {*titles}
+
+
 def test_a_run_without_evaluation_has_no_plots_of_it(tmp_path: Path) -> None:
     rows = [row for row in hundred_steps() if row["kind"] == "train"]
     titles = Page(write_page([make_run(tmp_path / "r", rows)])).texts("h3")

@@ -8,7 +8,7 @@ from typing import Any
 from trainer.engine.corpus.train_tokenizer import train_tokenizer
 from trainer.engine.sources.chat import ChatSource
 from trainer.engine.sources.chat_renderer import ChatTemplate
-from trainer.engine.sources.configs import PythonSource
+from trainer.engine.sources.python_library import PythonSource
 
 SPECIAL = [
     "</s>", "<s>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>",

@@ -11,10 +11,11 @@ from trainer.engine.core.errors import DataError
 from trainer.engine.corpus.configs import SyntheticSource
 from trainer.engine.corpus.prepare import open_or_prepare, open_source
 from trainer.engine.corpus.store import TokenStore
-from trainer.engine.sources import configs
 from trainer.engine.sources import files as sources
-from trainer.engine.sources.configs import DocumentSource, JsonlSource, PythonSource, TextSource
+from trainer.engine.sources import python_library
+from trainer.engine.sources.configs import DocumentSource, JsonlSource, TextSource
 from trainer.engine.sources.documents import DocumentFault
+from trainer.engine.sources.python_library import PythonSource
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 
 GOOD = b'{"text": "good"}\n'
@@ -180,7 +181,7 @@ def test_no_matching_file_is_an_error_that_names_the_path(tmp_path: Path, path: 
 
 
 def test_the_python_source_holds_the_library_in_a_scattered_order(tmp_path: Path) -> None:
-    files = [path for path, _ in configs.list_library_modules()]
+    files = [path for path, _ in python_library.list_library_modules()]
     names = [Path(path).name for path in files]
     assert {"argparse.py", "random.py", "tokenize.py"} <= set(names)
     assert not any("site-packages" in path or "/test/" in path for path in files)

@@ -74,6 +74,17 @@ def test_points_run_in_turn_and_the_table_has_the_best_first(
     assert [point["name"] for point in manifest["points"]] == ["lr-0.1", "lr-5.0", "lr-0.3"]
 
 
+def test_a_sweep_of_an_experiment_lies_in_its_folder(
+    command: Command, runs: list[list[str]], tmp_path: Path
+) -> None:
+    code, out, _ = command(
+        "sweep", "r.toml", "--grid", "optimizer.lr=0.1", "--set", "run.experiment=widths"
+    )
+    assert code == 0
+    assert out.splitlines()[-1] == "report: runs/widths/sweeps/r/report.html"
+    assert (tmp_path / "runs/widths/sweeps/r/lr-0.1/metrics.jsonl").is_file()
+
+
 def test_finished_points_are_skipped_and_a_sweep_may_grow(
     command: Command, runs: list[list[str]], tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, normalizers
 
 from trainer.engine.corpus.train_tokenizer import train_tokenizer
-from trainer.engine.sources.configs import PythonSource
+from trainer.engine.sources.python_library import PythonSource
 from trainer.engine.tokenizers import fast_bpe, hf_tokenizer
 from trainer.engine.tokenizers.fast_bpe import FastBPE, NotEquivalent
 from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer

@@ -16,10 +16,14 @@ from tokenizers import (
     trainers,
 )
 
-from trainer.engine.data.batch import IGNORED, Batch, count_label_bytes
+from trainer.engine.data.batch import IGNORED, TokenBatch
+from trainer.engine.data.tables import Data
+from trainer.engine.tasks.language_modeling.config import LanguageModeling
+from trainer.engine.tasks.tables import CrossEntropy, TaskSettings
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from trainer.engine.tokenizers.hf_tokenizer import HuggingFaceTokenizer
 from trainer.engine.tokenizers.tokenizer_files import TokenizerFiles
+from trainer.kernels.choose import choose
 
 TEXTS = [
     "",
@@ -91,7 +95,13 @@ def test_what_tokens_do_not_tell_is_not_guessed() -> None:
     words = trained(native, trainers.WordPieceTrainer(vocab_size=80, show_progress=False))
     assert words.token_bytes is None
     labels = torch.tensor([[65, 256, IGNORED, 66]])
-    batch = Batch(labels.clamp(min=0), labels)
-    assert count_label_bytes([batch, batch], words) is None
-    assert count_label_bytes([batch, batch], object()) is None  # type: ignore[arg-type]
-    assert count_label_bytes([batch, batch], ByteTokenizer()) == 4
+    batch = TokenBatch(labels.clamp(min=0), labels)
+    assert task_of(words).evaluation_counts(batch).tolist() == [3, 0]
+    assert task_of(object()).evaluation_counts(batch).tolist() == [3, 0]
+    assert task_of(ByteTokenizer()).evaluation_counts(batch).tolist() == [3, 2]
+
+
+def task_of(tokenizer: Any) -> Any:
+    """Return next-token prediction with a tokenizer's table of bytes; the loss is not called."""
+    settings = TaskSettings(CrossEntropy(), choose({}, "cpu", 8), Data(), None, tokenizer)  # type: ignore[arg-type]
+    return LanguageModeling().build(settings)

@@ -24,7 +24,7 @@ def outcome(recipe):
         gradients = parts.step.accumulate(next(batches), factor)
         parts.step.update(factor)
         parts.step.clear()
-        numbers += [(gradients.loss / gradients.tokens).item(), gradients.norm.item()]
+        numbers += [gradients.loss.item(), gradients.norm.item()]
     return [*numbers, validate(parts)["loss"]], whole(parts.model)
 
 

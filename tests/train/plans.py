@@ -50,7 +50,7 @@ def train(parts, steps=STEPS):
         gradients = parts.step.accumulate(next(batches), factor)
         parts.step.update(factor)
         parts.step.clear()
-        losses.append((gradients.loss / gradients.tokens).item())
+        losses.append(gradients.loss.item())
         norms.append(gradients.norm.item())
     return losses, norms
 

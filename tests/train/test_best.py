@@ -230,6 +230,23 @@ def test_changes_smaller_than_min_delta_are_no_improvement():
     assert taken == [True, False, True]
 
 
+def test_of_equal_scores_the_latest_is_the_best_and_none_is_an_improvement():
+    taken, best = take_all([0.5, 0.75, 0.75, 0.5, 0.75], direction="max")
+    assert taken == [True, True, True, False, True]
+    assert (best.score, best.step, best.bad) == (0.75, 5, 3)
+
+
+def test_a_metric_says_whether_higher_is_better():
+    table = Evaluate(metric="validation.right", metrics=[{"name": "accuracy", "key": "right"}])
+    best = Best()
+    rows = [{"loss": 1.0, "right": value} for value in (0.5, 0.75, 0.25)]
+    assert [best.update(table, step, row) for step, row in enumerate(rows)] == [True, True, False]
+    assert (best.metric, best.direction, best.score) == ("right", "max", 0.75)
+    assert Evaluate().settle({"loss": False}).direction == "min"
+    assert Evaluate(metric="reward").settle({"reward": True}).direction == "max"
+    assert Evaluate(metric="reward", direction="min").settle({"reward": True}).direction == "min"
+
+
 def test_numbers_that_are_not_finite_never_are_the_best():
     taken, best = take_all([math.nan, math.inf, 2.0, -math.inf, math.nan])
     assert taken == [False, False, True, False, False]

@@ -52,7 +52,8 @@ def validation_of(recipe, weights):
     with torch.no_grad():
         for name, parameter in parts.model.named_parameters():
             parameter.copy_(torch.from_numpy(weights[name]))
-    return evaluate(parts.model, parts.validation, parts.step.loss, parts.device, parts.degrees)[
+    task = parts.splits[0].task
+    return evaluate(parts.parallel_model, parts.validation, task, parts.device, parts.degrees)[
         "loss"
     ]
 

@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def poison(*steps):
             for group in self.optimizer.param_groups:
                 for weight in group["params"]:
                     weight.grad.fill_(float("nan"))
-            return gradients._replace(norm=torch.full_like(gradients.norm, float("nan")))
+            return replace(gradients, norm=torch.full_like(gradients.norm, float("nan")))
         return gradients
 
     TrainStep.accumulate = poisoned

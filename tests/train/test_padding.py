@@ -76,7 +76,9 @@ def without_padding(parts, batches):
             kept = slice(0, int((~row.padding_mask).sum()))
             row = row._each(lambda column, kept=kept: column[:, kept])
             ids = {"positions": row.positions, "document_ids": row.document_ids}
-            total = total + parts.model(row.tokens, labels=row.labels, loss=parts.step.loss, **ids)
+            total = total + parts.model(
+                row.tokens, labels=row.labels, loss=parts.step.task.loss, **ids
+            )
             labels += int((row.labels != IGNORED).sum())
             tokens, rows = tokens + kept.stop, rows + 1
     objective, loads = total / labels, []

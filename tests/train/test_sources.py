@@ -14,7 +14,7 @@ from trainer import train
 from trainer.engine.data.batch import IGNORED
 from trainer.engine.inference.measure import measure_validation
 from trainer.engine.inference.open import open_model
-from trainer.engine.observe.observer import to_floats
+from trainer.engine.observe.numbers import to_floats
 from trainer.engine.recipe.changes import resume_policy
 from trainer.engine.recipe.checks.checks import check
 from trainer.engine.train.evaluate import validate

@@ -92,6 +92,11 @@ _KEY = re.compile(
     r"|(access|api|auth|bearer|hf)_token)|token",
     re.IGNORECASE,
 )
+_ASSIGNED = re.compile(
+    r"((?<![A-Za-z])(?:api_?key|access_key|secret|secret_key|password|passwd|credentials?"
+    r"|(?:access|api|auth|bearer|hf)_token|token)[\"']?\s*[:=]=?\s*[\"']?)[^\s\"',;]{4,}",
+    re.IGNORECASE,
+)
 _VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 _SHORTEST = 8  # `false` and `1` are values of such variables too
 _USER_INFO = re.compile(r"(?<=://)[^/?#\s\"<>]+(?=@)")
@@ -121,6 +126,11 @@ def remove_secrets(value: Any) -> Any:
     Such a value may be an ordinary word or folder, and what is kept must still be of use.
     """
     return redact(value, {})
+
+
+def redact_text(text: str) -> str:
+    """Return lines of any language without secrets: also values after names such as `api_key =`."""
+    return _ASSIGNED.sub(rf"\1{MARK}", redact(text))
 
 
 def remove_secret(override: str) -> str:

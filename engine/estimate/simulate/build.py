@@ -19,12 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ....kernels.cross_entropy.reference import GPU_ROWS
 from ....model_zoo.layers.dense import RMSNorm
 from ...assemble.build import BuiltModel, build_model, build_step
+from ...assemble.frozen import build_frozen
 from ...data.batch import Batch
 from ...data.tables import Data
 from ...parallel.materialize import materialize
 from ...parallel.plan import Plan, make_plan
 from ...parallel.tables import Compile
 from ...recipe.schema import Recipe
+from ...tasks.task import Task
 from ...train.step import TrainStep
 from .torch_internals import fake_process_group
 
@@ -73,11 +75,17 @@ def simulate_rank(
         plan = make_plan(recipe.parallel, rank, ranks, CPU, is_simulated=True)
         # Outside of the fake mode, because meshes read the values of tensors.
         built = build_model(recipe, vocab_size, CPU, plan)
+        frozen = build_frozen(recipe, vocab_size, "", CPU, plan)
         if on_gpu:
             built = with_gpu_kernels(built)
+            if frozen:
+                with_gpu_kernels(frozen.built)
         with FakeTensorMode(allow_non_fake_inputs=True):
             materialize(built.model, CPU, 0, fill=False)
-            yield SimulatedRank(recipe, build_step(recipe, built, plan), plan)
+            if frozen:
+                frozen.materialize(CPU, fill=False)
+            wrapped = frozen.wrap() if frozen else None
+            yield SimulatedRank(recipe, build_step(recipe, built, plan, frozen=wrapped), plan)
 
 
 def _adapt(recipe: Recipe, *, on_gpu: bool, compiles: bool) -> Recipe:
@@ -88,7 +96,7 @@ def _adapt(recipe: Recipe, *, on_gpu: bool, compiles: bool) -> Recipe:
     """
     precision, kernels, parallel = recipe.precision, recipe.kernels, recipe.parallel
     words = {
-        operation: "sdpa" if operation == "attention" else "torch"
+        operation: REPLACEMENTS.get(operation, "torch")
         for operation, word in kernels.model_dump().items()
         if word not in AVAILABLE
     }
@@ -113,8 +121,10 @@ def _adapt(recipe: Recipe, *, on_gpu: bool, compiles: bool) -> Recipe:
     )
 
 
-AVAILABLE = ("auto", "torch", "matmul", "sdpa")
+AVAILABLE = ("auto", "torch", "matmul", "sdpa", "blocks")
 """implementations of kernels that run without a GPU and without values"""
+REPLACEMENTS = {"attention": "sdpa", "ragged_attention": "blocks"}
+"""what replaces other implementations of an operation, where it is not "torch" """
 
 
 def with_gpu_kernels(built: BuiltModel) -> BuiltModel:
@@ -145,35 +155,25 @@ class _FusedNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight), None
 
 
-def rows_of(data: Data, step: TrainStep) -> tuple[int, int]:
-    """Return a rank's rows of a step, and of a batch; a pipeline takes all rows in one batch."""
+def samples_of(data: Data, step: TrainStep) -> tuple[int, int]:
+    """Return a rank's samples of a step, and of a batch; a pipeline takes all in one batch."""
     share = data.global_batch // step.degrees.data
     return share, share if step.parallel_model.pipeline else min(data.micro_batch, share)
 
 
-def empty_batches(data: Data, share: int, rows: int) -> list[Batch]:
+def empty_batches(task: Task[Any], share: int, size: int) -> list[Batch]:
     """Return batches of zeros with the shapes of a step's batches.
 
     Args:
-        data: the recipe's `[data]` table.
-        share: the rows of all batches together.
-        rows: the rows of one batch; the last one may have fewer.
+        task: what is learned.
+        share: the samples of all batches together.
+        size: the samples of one batch; the last one may have fewer.
     """
-    batches = []
-    for first in range(0, share, rows):
-        shape = (min(rows, share - first), data.seq_len)
-        tokens, labels = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
-        positions = documents = padding = None
-        if data.packing == "documents":
-            positions = torch.zeros(shape, dtype=torch.int64)
-            documents = torch.zeros(shape, dtype=torch.int32)
-        if data.packing != "concat":
-            padding = torch.zeros(shape, dtype=torch.bool)
-        batches.append(Batch(tokens, labels, positions, documents, padding_mask=padding))
-    return batches
+    return [task.example(min(size, share - first)) for first in range(0, share, size)]
 
 
 def step_batches(data: Data, step: TrainStep, plan: Plan) -> list[Batch]:
     """Return batches of zeros with the shapes that a rank computes in a step."""
     model = step.parallel_model.model
-    return [plan.take(batch, model) for batch in empty_batches(data, *rows_of(data, step))]
+    batches = empty_batches(step.task, *samples_of(data, step))
+    return [plan.take(batch, model) for batch in batches]

@@ -81,7 +81,8 @@ class StepCounts:
         calls: the number of collectives by route.
         message_bytes: the bytes of the rank's inputs by route; see `match_collective`.
         flops: "model" and "again"; see `count_flops`.
-        held: "parameters" in number, and bytes of "weights" and of the "optimizer".
+        held: "parameters" in number, and bytes of "weights" and of the "optimizer"; those of a
+            frozen model that the task learns from included.
     """
 
     calls: Counter[Route] = field(default_factory=Counter)
@@ -126,6 +127,8 @@ def count_step(step: TrainStep, batches: Sequence[Batch], rank: int) -> StepCoun
         step.update(1.0)
     step.clear()
     parameters = list(step.parallel_model.model.parameters())
+    if step.task.frozen and step.task.frozen.model is not step.parallel_model.model:
+        parameters += step.task.frozen.model.parameters()
     states = (value for state in step.optimizer.state.values() for value in state.values())
     counter.counts.held.update(
         parameters=sum(local(parameter).numel() for parameter in parameters),

@@ -141,7 +141,8 @@ def _gathered_bytes(simulated: SimulatedRank) -> int:
     degrees, model = plan.degrees, step.parallel_model.model
     if not recipe.parallel.uses_fsdp(degrees):
         return 0
-    blocks = model.get_submodule(recipe.model.layout.blocks).children()
+    # A model without blocks is one unit of FSDP.
+    blocks = recipe.model.layout.find_blocks(model) or [model]
     largest = max(sum(local(weight).numel() for weight in block.parameters()) for block in blocks)
     sharded = degrees.fsdp if recipe.parallel.is_sharded(degrees) else 1
     width = model.compute_dtype.itemsize + DTYPES[recipe.precision.reduce].itemsize
@@ -205,6 +206,8 @@ def count_ranks(
         places: the coordinates on the pipeline axis; None: all.
         whole: simulate all blocks and micro batches.
     """
+    # A frozen model from elsewhere does not become smaller with the model that is trained.
+    whole = whole or bool(recipe.task.frozen_model(recipe.loss))
     size = size_of(recipe, ranks, vocab_size)
     own = size.degrees.pipeline, (), ()
     pipeline, blocks, counts = own if whole else smallest_sizes(recipe, size, vocab_size)

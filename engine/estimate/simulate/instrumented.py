@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ....model_zoo.language_model import LanguageModel
+from ....model_zoo.base import Model
 from ...data.batch import Batch
 from ...data.tables import Data
 from ...optim.parameters import undecorated_step
 from ...train.average import WeightAverage
 from ...train.step import TrainStep
 from ...train.tables import EMA
-from .build import empty_batches, rows_of
+from .build import empty_batches, samples_of
 from .tracker import (
     BATCH,
     GRADIENTS,
@@ -65,7 +65,7 @@ class BlockSegment:
 
 def track(
     step: TrainStep,
-    take: Callable[[Batch, LanguageModel], Batch],
+    take: Callable[[Batch, Model], Batch],
     data: Data,
     blocks: str,
     *,
@@ -81,28 +81,32 @@ def track(
         step: the rank's training step.
         take: selects this rank's part of the rows that its group reads; see `Plan.take`.
         data: the recipe's `[data]` table.
-        blocks: the module path of the model's blocks.
+        blocks: the module path of the model's blocks; empty without any.
         ema: the recipe's `[ema]` table; None if weights are not averaged.
         offloads: weights, gradients and optimizer state are in CPU memory and are not counted.
         steps: the number of steps. If it is 1, the optimizer state is created before the step.
         owns_gradient_buffers: gradient memory is never freed, as under DDP.
-        left: rows of the step that are held but not computed.
+        left: samples of the step that are held but not computed.
     """
     tracker = MemoryTracker()
-    model, (share, rows) = step.parallel_model.model, rows_of(data, step)
+    model, (share, size) = step.parallel_model.model, samples_of(data, step)
     average = WeightAverage(model, ema) if ema and ema.decay else None
     homes = (IN_CPU_MEMORY,) * 3 if offloads else (PARAMETERS, GRADIENTS, OPTIMIZER)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
 
-    def loss(*args: Tensor, **options: Any) -> Tensor:
-        with tracker.labelled(LOSS):
-            return step.loss(*args, **options)
+    def labelled(loss: Callable[..., Any]) -> Callable[..., Any]:
+        def compute(*args: Any, **options: Any) -> Any:
+            with tracker.labelled(LOSS):
+                return loss(*args, **options)
 
-    watched = replace(step, loss=loss, phase=_phases(tracker))
+        return compute
+
+    watched = replace(step, task=step.task.wrap_loss(labelled), phase=_phases(tracker))
 
     with tracker:
-        tracker.add(model.parameters(), homes[0])
-        tracker.add(model.buffers(), PARAMETERS)
+        for each in (model, *([step.task.frozen.model] if step.task.frozen else [])):
+            tracker.add(each.parameters(), homes[0])
+            tracker.add(each.buffers(), PARAMETERS)
         if average:
             tracker.add(average._averages.values(), homes[2])
         _watch_blocks(step, blocks, tracker)
@@ -116,8 +120,8 @@ def track(
             if owns_gradient_buffers:
                 _make_gradients(weights, tracker)
             with tracker.labelled(BATCH):
-                batches = [take(batch, model) for batch in empty_batches(data, share, rows)]
-                others = [take(batch, model) for batch in empty_batches(data, left, rows)]
+                batches = [take(batch, model) for batch in empty_batches(step.task, share, size)]
+                others = [take(batch, model) for batch in empty_batches(step.task, left, size)]
             watched.accumulate(batches, lr_factor=1.0)
             tracker.add([w.grad for w in weights if w.grad is not None], homes[1])
             with tracker.labelled(TEMPORARY):
@@ -157,6 +161,8 @@ def _phases(tracker: MemoryTracker) -> Callable[[str], Any]:
 
 def _watch_blocks(step: TrainStep, path: str, tracker: MemoryTracker) -> None:
     """Tell a tracker when the passes of each block begin."""
+    if not path:  # the model names no blocks
+        return
     blocks = dict(step.parallel_model.model.get_submodule(path).named_children())
     stages = {0: list(blocks)}
     if pipeline := step.parallel_model.pipeline:

@@ -13,13 +13,15 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 
 from ....kernels.choose import Kernels
+from ....kernels.sequence import SequenceShard
+from ....model_zoo.base import Model
 from ....model_zoo.config import ModelConfig
-from ....model_zoo.language_model import LanguageModel
 from ....model_zoo.layers.moe import moe_layers
 from ...data.batch import Batch
 from ..axis import AxisParts, LocalParts, LocalRank, SplitSettings
@@ -28,6 +30,24 @@ from ..mesh import AXES
 from .ring import ring_attention
 
 Attention = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class SplitSequence(SequenceShard):
+    """A rank's positions of sequences that a process group shares.
+
+    Attributes:
+        ranks: number of ranks of the group.
+        rank: this rank's number in the group.
+        group: process group of the context axis.
+    """
+
+    group: ProcessGroup | None = None
+
+    def sum_(self, x: Tensor) -> Tensor:
+        """Replace values by their sum over the group, in place, and return them."""
+        dist.all_reduce(x, group=self.group)
+        return x
 
 
 @dataclass(frozen=True)
@@ -52,21 +72,12 @@ class ContextParallel(AxisParts):
         return self.rank, 2 * self.ranks - 1 - self.rank
 
     def take(self, batch: Batch) -> Batch:
-        """Return this rank's part of whole rows, [B, S / C]; document ids and padding stay whole.
-
-        Masks need the document ids of all keys, and token weights the padding of whole rows.
-        """
-        # Numbered before the cut: the two pieces of a rank are not neighbours.
-        positions = batch.positions
-        if positions is None:
-            positions = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
-        columns = (batch.tokens, batch.labels, positions)
-        mine = (torch.cat(self._mine(column), dim=1) for column in columns)
-        tokens, labels, positions = mine
-        return replace(batch, tokens=tokens, labels=labels, positions=positions)
+        """Return the positions of each sequence that this rank computes, [B, S / C]."""
+        return batch.split_sequence(lambda whole: torch.cat(self._mine(whole), dim=1))
 
     def adapt_kernels(self, kernels: Kernels, config: ModelConfig) -> Kernels:
         """Return kernels whose attention sees the keys and values of all ranks."""
+        kernels = replace(kernels, sequence=SplitSequence(self.ranks, self.rank, self.group))
         if self.in_ring:
             attention = partial(ring_attention, kernel=kernels.partial_attention, group=self.group)
             return replace(kernels, attention=attention, attention_mask=self._documents)
@@ -78,7 +89,7 @@ class ContextParallel(AxisParts):
 
     def split(
         self,
-        model: LanguageModel,
+        model: Model,
         config: ModelConfig,
         parts: LocalParts,
         settings: SplitSettings,
@@ -99,9 +110,9 @@ class ContextParallel(AxisParts):
         first, second = pieces.chunk(2, dim=1)
         return torch.cat([first, second.flip(1)], dim=2)
 
-    def _mask(self, base: Attention, queries: Tensor, keys: Tensor) -> Tensor:
+    def _mask(self, base: Attention, queries: Tensor, keys: Tensor, **reach: Any) -> Tensor:
         """Return the mask of this rank's queries, [B, 1, S / C, S], from ids of whole sequences."""
-        return torch.cat(self._mine(base(queries, keys), dim=2), dim=2)
+        return torch.cat(self._mine(base(queries, keys, **reach), dim=2), dim=2)
 
     def _attend(
         self,
@@ -112,12 +123,14 @@ class ContextParallel(AxisParts):
         mask: Tensor | None = None,
         **reach: Any,
     ) -> Tensor:
-        """Attend from this rank's queries, [B, S / C, H, K], to all keys before them."""
+        """Attend from this rank's queries, [B, S / C, H, K], to the keys of the whole sequence."""
         # One all-gather for both, because its latency counts. Its backward pass, a reduce-scatter,
         # sums the gradients that queries of all ranks give to a key.
         found = all_gather(torch.cat([key, value], -1), 1, self.group)
         widths = [key.shape[-1], value.shape[-1]]
         key, value = map(self._in_order, torch.split(found, widths, -1))
+        if not reach.get("causal", True):
+            return base(query, key, value, mask, **reach)
         length = query.shape[1] // 2
         masks: Sequence[Tensor | None] = (
             (None, None) if mask is None else torch.split(mask, length, 2)

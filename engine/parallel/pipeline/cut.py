@@ -102,7 +102,7 @@ def cut_blocks(
         cut = tuple(accumulate(table.layers_per_stage))
     else:
         cut = balance_stages(blocks, len(stage_to_rank), costs.embedding, costs.head)
-    return StageSplit(ranks, cut, stage_to_rank, bool(getattr(config, "tie_embeddings", False)))
+    return StageSplit(ranks, cut, stage_to_rank, config.is_tied)
 
 
 def stage_costs(cut: StageSplit, config: ModelConfig) -> list[float]:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ....model_zoo.language_model import LanguageModel, LossFunction
+from ....model_zoo.base import Model
 from ..materialize import materialize, without_storage
 from .cut import EndCosts, num_micro_batches
+from .objective import Objective
 
 if TYPE_CHECKING:
     from ....kernels.choose import Kernels
     from ....model_zoo.config import ModelConfig
+    from ...data.batch import Batch
     from ...data.tables import Data
     from ..plan import Plan
 
@@ -27,7 +29,7 @@ WARMUP, REPEATS = 3, 5
 def measure_costs(
     config: ModelConfig,
     kernels: Kernels,
-    loss: LossFunction,
+    objective: Objective,
     data: Data,
     dtype: torch.dtype,
     plan: Plan,
@@ -40,7 +42,7 @@ def measure_costs(
     Args:
         config: the model's config, with the vocabulary settled.
         kernels: the implementations of one device.
-        loss: the loss function of the run.
+        objective: what is learned.
         data: the recipe's `[data]`, which sets rows and tokens of a micro batch.
         dtype: the dtype of computation.
         plan: the parallelism plan of this rank.
@@ -53,8 +55,10 @@ def measure_costs(
         share = data.global_batch // plan.degrees.data
         rows = share // num_micro_batches(plan.table.pipelining, data.micro_batch, share)
         # Tensor ranks share the matmuls of all positions: only context ranks shorten the rows.
-        shape = (rows, data.seq_len // (plan.degrees.sequence // plan.degrees.tensor))
-        seconds = seconds.new_tensor(part_seconds(model, loss, shape, config.vocab, plan.device))
+        length = data.seq_len // (plan.degrees.sequence // plan.degrees.tensor)
+        batch = objective.example(rows).to(plan.device).split_sequence(lambda x: x[:, :length])
+        parts = part_seconds(model, objective, batch, config.vocab, plan.device)
+        seconds = seconds.new_tensor(parts)
         # Metrics report the peak memory of the run, which must not include this model's.
         if plan.device.type == "cuda":
             del model
@@ -69,9 +73,9 @@ def measure_costs(
 
 
 def part_seconds(
-    model: LanguageModel,
-    loss: LossFunction,
-    shape: tuple[int, int],
+    model: Model,
+    objective: Objective,
+    batch: Batch,
     vocab: int,
     device: torch.device,
 ) -> tuple[float, float, float]:
@@ -79,8 +83,8 @@ def part_seconds(
 
     Args:
         model: a model of one block, on the meta device.
-        loss: the loss function that the head computes.
-        shape: rows, and tokens per row.
+        objective: what is learned.
+        batch: rows of zeros, on the device.
         vocab: number of rows of the embedding.
         device: the device to compute on.
     """
@@ -91,11 +95,16 @@ def part_seconds(
     for weight in model.parameters():
         weight.data = torch.empty_like(weight, dtype=model.compute_dtype)
         weight.data.normal_(0, 0.02, generator=draw)
-    tokens = torch.randint(vocab, shape, generator=draw, device=device)
+    shape = objective.input(batch).shape
+    # Drawn, because looking up one row again and again would be faster than in training.
+    x = torch.randint(vocab, shape, generator=draw, device=device)
     positions = torch.arange(shape[1], device=device).expand(shape)
     # Block and head also compute their input's gradient, as they do inside a pipeline.
-    hidden = model(tokens, blocks=range(0)).detach().requires_grad_()
+    hidden = model(x, blocks=range(0)).detach().requires_grad_()
     inside = {"hidden": hidden, "positions": positions}
+
+    def with_loss() -> dict[str, Any]:
+        return objective.loss_arguments(batch, objective.record(batch))
 
     def seconds(part: Callable[[], Tensor]) -> float:
         found = []
@@ -111,9 +120,9 @@ def part_seconds(
         return median(found[WARMUP:])
 
     return (
-        seconds(lambda: model(tokens, blocks=range(0))),
+        seconds(lambda: model(x, blocks=range(0))),
         seconds(lambda: model(None, blocks=range(1), **inside)),
-        seconds(lambda: model(None, blocks=range(1, 2), labels=tokens, loss=loss, **inside)),
+        seconds(lambda: model(None, blocks=range(1, 2), **inside, **with_loss())),
     )
 
 

@@ -4,13 +4,13 @@ stage (schedules of torch.distributed.pipelining).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -20,84 +20,11 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from ....model_zoo.language_model import LanguageModel, LossFunction, LossRecord
-from ....model_zoo.layout import Layout
-from ...core.heartbeat import heartbeat
 from ...data.batch import Batch
 from .cut import StageSplit
+from .objective import Objective
 from .schedule_file import ScheduleFile
-
-
-class Stage(nn.Module):
-    """Consecutive blocks of a model, with the embedding or the head at its ends.
-
-    Args:
-        model: the model after `split.prune`; its `forward` computes the given blocks.
-        layout: names of the model's embedding, blocks and head.
-        cut: the division into stages.
-        number: number of this stage.
-    """
-
-    def __init__(self, model: LanguageModel, layout: Layout, cut: StageSplit, number: int) -> None:
-        super().__init__()
-        self.is_first, self.is_last = number == 0, number == cut.stages - 1
-        blocks = cut.blocks(number)
-        # In `LanguageModel.forward` the head is the block after the last.
-        self.numbers = range(blocks.start, blocks.stop + self.is_last)
-        self._borrowed: list[nn.Module] = []
-        self._uncalled: list[nn.Module] = []  # modules whose weights are used without a call
-        self.loss: LossFunction | None = None
-        self.num_sources = 0
-        self.sums: list[Tensor] = []
-        """the result of `LossRecord.sums`, [2 + num_sources], for each forward pass with a loss"""
-        # The modules are the model's own: FSDP and the schedule look for them here.
-        self.parts = nn.ModuleList(
-            model.get_submodule(f"{layout.blocks}.{number}") for number in blocks
-        )
-        if cut.has_embedding(number):
-            embedding = model.get_submodule(layout.embed)
-            if self.is_first:
-                self.parts.append(embedding)
-            elif cut.rank_of(0) == cut.rank_of(number):
-                # A module can be in one FSDP root alone, and that is the first stage.
-                self._borrowed = [embedding]
-            else:
-                # The head reads the tied weight and never calls the embedding, so that FSDP's
-                # pre-forward hook does not gather it.
-                self.parts.append(embedding)
-                self._uncalled = [embedding]
-        if self.is_last:
-            self.parts.append(model.get_submodule(layout.head))
-        self._model = [model]  # in a list, so that nothing is registered twice
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yield the weights whose gradients the schedule computes, borrowed ones included."""
-        # Zero-bubble schedules compute the weight gradients of these parameters only.
-        yield from super().parameters(recurse)
-        for module in self._borrowed:
-            yield from module.parameters()
-
-    def forward(self, x: Tensor, *, sources: Tensor | None = None, **columns: Any) -> Tensor:
-        """Map tokens [B, S] or hidden states [B, S, D] to hidden states, the loss [1] or logits."""
-        # The watchdog sees progress in each micro batch: a pipeline's step is one long phase.
-        heartbeat.touch()
-        for module in self._uncalled:
-            if gather := getattr(module, "unshard", None):
-                gather()
-        # The schedule passes keyword arguments to all stages of a rank, labels too.
-        is_loss = self.is_last and "labels" in columns
-        record = LossRecord(self.loss) if is_loss and self.loss else None
-        out: Tensor = self._model[0](
-            x if self.is_first else None,
-            hidden=None if self.is_first else x,
-            blocks=self.numbers,
-            loss=record,
-            **columns,
-        )
-        if record:
-            # On the device: reading the sums here would wait for each micro batch.
-            self.sums.append(record.sums(out, sources, self.num_sources))
-        return out if out.ndim else torch.stack([out])
+from .stage import Stage
 
 
 @dataclass
@@ -131,39 +58,38 @@ class Pipeline:
         return self.cut.stages - 1 in self.stages
 
     def forward_backward(
-        self, batches: Sequence[Batch], loss: LossFunction, factor: Tensor, num_sources: int = 0
+        self, batches: Sequence[Batch], objective: Objective, factor: Tensor
     ) -> Tensor:
         """Run forward and backward over a step, which adds to the gradients of the parameters.
 
         Args:
             batches: one batch with all rows of the step; the schedule cuts it into micro batches.
-            loss: the loss function of the recipe.
-            factor: scalar on the device that multiplies the loss.
-            num_sources: number of sources whose losses are reported apart.
+            objective: what is learned.
+            factor: multiplies the sums that are minimised, a scalar or [K] on the device.
 
         Returns:
-            `LossRecord.sums` over all rows, [2 + num_sources], on the rank of the last stage, and
-            zeros on the others, so that a sum over ranks is right.
+            the sums over all rows, [num_sums], on the rank of the last stage, and zeros on the
+            others, so that a sum over ranks is right.
         """
         (batch,) = batches
         self._factor = factor
-        self._set_loss(loss, num_sources)
-        self._built = self._built or self._build(batch)
-        args = (batch.tokens,) if 0 in self.stages else ()
-        # torch requires a target to compute a loss. The labels go to the stage by keyword, because
+        self._set_objective(objective)
+        x = objective.input(batch)
+        self._built = self._built or self._build(x)
+        args = (x,) if 0 in self.stages else ()
+        # torch requires a target to compute a loss. The batch goes to the stage by keyword, because
         # the head computes the loss itself.
-        target = torch.zeros(len(batch.tokens), device=self.device) if self.has_end else None
-        self._built.step(
-            *args, target=target, return_outputs=False, **self._columns(batch, self.has_end)
-        )
-        return self._take_sums(num_sources)
+        target = torch.zeros(len(x), device=self.device) if self.has_end else None
+        arguments = self._arguments(batch, objective, x, with_loss=self.has_end)
+        self._built.step(*args, target=target, return_outputs=False, **arguments)
+        return self._take_sums(objective)
 
-    def _set_loss(self, loss: LossFunction, num_sources: int) -> None:
+    def _set_objective(self, objective: Objective) -> None:
         for stage in self.stages.values():
-            stage.loss, stage.num_sources = loss, num_sources
+            stage.objective = objective
 
-    def _build(self, batch: Batch) -> Any:
-        rows = len(batch.tokens) // self.micro_batches
+    def _build(self, x: Tensor) -> Any:
+        rows = len(x) // self.micro_batches
         # torch (2.13) also takes strides from the examples, and rows of an expanded tensor overlap;
         # with requires_grad it allocates buffers for the gradients that stages send back.
         hidden = self.hidden.expand(rows, -1, -1).contiguous().requires_grad_()
@@ -176,12 +102,12 @@ class Pipeline:
                     self.cut.stages,
                     self.device,
                     # Known sizes spare the first step a trial run on `meta`.
-                    input_args=batch.tokens[:rows].to("meta") if stage.is_first else hidden,
+                    input_args=x[:rows].to("meta") if stage.is_first else hidden,
                     output_args=torch.empty(1, device="meta") if stage.is_last else hidden,
                     group=self.group,
                 )
             )
-        # `factor` divides by the step's tokens; torch would divide by the micro batches as well.
+        # `factor` divides by the step's counts; torch would divide by the micro batches as well.
         options: Any = {"loss_fn": self._scaled, "scale_grads": False}
         if isinstance(self.schedule, ScheduleFile):
             # The steps of `_load_csv` (torch 2.13), for actions that were read and checked before.
@@ -202,22 +128,35 @@ class Pipeline:
         return (loss * self._factor).sum()
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch, loss: LossFunction, num_sources: int = 0) -> Tensor:
-        """Return `LossRecord.sums` of a batch on the rank of the last stage, and zeros elsewhere.
+    def evaluate(self, batch: Batch, objective: Objective) -> Tensor:
+        """Return the sums of a batch on the rank of the last stage, and zeros on the others.
 
         Without gradients nothing is kept between stages, so that a batch passes in one piece.
         """
-        self._set_loss(loss, num_sources)
-        hidden = self.hidden.expand(len(batch.tokens), -1, -1)
+        self._set_objective(objective)
+        x = objective.input(batch)
+        hidden = self.hidden.expand(len(x), -1, -1)
         self._through(
-            batch.tokens, hidden, lambda number: self._columns(batch, self.stages[number].is_last)
+            x,
+            hidden,
+            lambda number: self._arguments(
+                batch, objective, x, with_loss=self.stages[number].is_last
+            ),
         )
-        return self._take_sums(num_sources)
+        return self._take_sums(objective)
 
-    def _take_sums(self, num_sources: int) -> Tensor:
+    def take_record(self) -> Any:
+        """Return the criterion of the last forward pass, or None without the last stage."""
+        if not self.has_end:
+            return None
+        stage = self.stages[self.cut.stages - 1]
+        record, stage.record = stage.record, None  # its outputs are freed with it
+        return record
+
+    def _take_sums(self, objective: Objective) -> Tensor:
         """Return the sums of all passes since the last call; zeros without the last stage."""
         if not self.has_end:
-            return torch.zeros(2 + num_sources, device=self.device)
+            return torch.zeros(objective.num_sums, device=self.device)
         found = self.stages[self.cut.stages - 1].sums
         sums = torch.stack(found, 1).sum(1)
         found.clear()
@@ -275,18 +214,11 @@ class Pipeline:
             dist.send(x.contiguous(), group=self.group, group_dst=rank)
 
     @staticmethod
-    def _columns(batch: Batch, with_labels: bool) -> dict[str, Tensor]:
+    def _arguments(
+        batch: Batch, objective: Objective, x: Tensor, *, with_loss: bool
+    ) -> dict[str, Any]:
         """Return what stages get besides tokens or hidden states, by argument name."""
-        positions = batch.positions
+        arguments = {k: v for k, v in objective.arguments(batch).items() if v is not None}
         # Later stages see no tokens, from which a model would number the positions.
-        if positions is None:
-            length = batch.tokens.shape[1]
-            positions = torch.arange(length, device=batch.tokens.device).expand_as(batch.tokens)
-        columns = {
-            "positions": positions,
-            "document_ids": batch.document_ids,
-            "padding_mask": batch.padding_mask,
-        }
-        if with_labels:
-            columns |= {"labels": batch.labels, "sources": batch.sources}
-        return {name: column for name, column in columns.items() if column is not None}
+        arguments.setdefault("positions", torch.arange(x.shape[1], device=x.device).expand_as(x))
+        return arguments | ({"batch": batch.columns()} if with_loss else {})

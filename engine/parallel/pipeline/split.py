@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ....model_zoo.language_model import LanguageModel
+from ....model_zoo.base import Model
 from ....model_zoo.layout import Layout
 from ..axis import AxisParts, LocalParts, LocalRank, ParallelModel, SplitSettings, StepSettings
 from ..gradient_reduction import make_tied_reduction
 from .cut import StageSplit, cut_blocks
-from .pipeline import Pipeline, Stage
+from .pipeline import Pipeline
 from .schedule_file import read_schedule
+from .stage import Stage
 
 if TYPE_CHECKING:
     from ....model_zoo.config import ModelConfig
@@ -36,7 +37,7 @@ class PipelineParallel(AxisParts):
 
     def split(
         self,
-        model: LanguageModel,
+        model: Model,
         config: ModelConfig,
         parts: LocalParts,
         settings: SplitSettings,
@@ -87,7 +88,7 @@ def make_axis(local: LocalRank) -> PipelineParallel:
     return PipelineParallel(local, local.mesh["pipeline"])
 
 
-def prune(model: LanguageModel, layout: Layout, cut: StageSplit, rank: int) -> None:
+def prune(model: Model, layout: Layout, cut: StageSplit, rank: int) -> None:
     """Remove from a model all modules that no stage of a rank computes, in place.
 
     The other modules keep their names.

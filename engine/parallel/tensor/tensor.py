@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ....kernels.choose import Kernels
 from ....kernels.cross_entropy import reference
 from ....kernels.cross_entropy.reference import IGNORED
+from ....model_zoo.base import Model
 from ....model_zoo.config import ModelConfig
-from ....model_zoo.language_model import LanguageModel
 from ....model_zoo.layers.dense import Embedding
 from ....model_zoo.layers.moe import moe_layers
 from ..axis import (
@@ -44,6 +44,7 @@ from ..collectives import (
 from ..gradient_reduction import make_replicated_reduction
 from ..placement import CUT_DIMS, used_dim
 from .local_views import LocalView, distribute_parameter, placement
+from .vocabulary import SplitVocabulary
 
 SEQUENCE, WIDTH = 1, 2
 
@@ -68,7 +69,7 @@ class TensorParallel(AxisParts):
 
     def split(
         self,
-        model: LanguageModel,
+        model: Model,
         config: ModelConfig,
         parts: LocalParts,
         settings: SplitSettings,
@@ -103,7 +104,7 @@ def make_axis(local: LocalRank) -> TensorParallel:
 
 
 def split(
-    model: LanguageModel, config: ModelConfig, mesh: DeviceMesh, stored: Mapping[str, int | None]
+    model: Model, config: ModelConfig, mesh: DeviceMesh, stored: Mapping[str, int | None]
 ) -> set[str]:
     """Split the weights of a model on the meta device over the ranks of a mesh, in place.
 
@@ -145,7 +146,8 @@ def split(
             cast("Embedding", module).lookup = partial(_look_up_rows, first_row=first_row)
         if style in HOOKS and module not in inside:
             module.register_forward_hook(partial(HOOKS[style], group=mesh.get_group()))
-    if head := dict(model.named_modules()).get(config.layout.head):  # not in a pipeline's middle
+    head = dict(model.named_modules()).get(config.layout.head)  # None in a pipeline's middle
+    if head and not config.task_head:
         gather = partial(_gather_logits, vocab_size=config.vocab, group=mesh.get_group())
         head.register_forward_hook(gather)
     return whole
@@ -200,10 +202,19 @@ def _reduce_scatter_sequence(
     return reduce_scatter(out, SEQUENCE, group)
 
 
+def _share_gradient(_module: nn.Module, _args: Any, out: Tensor, group: ProcessGroup) -> Tensor:
+    # All ranks compute the same outputs and the same loss. Gradients of replicated weights, and of
+    # the sequence that was gathered before, are summed over the ranks: each rank gives its share.
+    if out.requires_grad:
+        out.register_hook(lambda grad: grad / group.size())  # type: ignore[no-untyped-call]
+    return out
+
+
 HOOKS: dict[str, Callable[..., Tensor]] = {
     "norm": _all_gather_sequence,
     "rows": _reduce_scatter_sequence,
     "vocabulary": _reduce_scatter_sequence,
+    "repeated": _share_gradient,
 }
 """style of `Layout.tensor` -> the collective that is applied to a module's output"""
 
@@ -237,12 +248,13 @@ def rows_per_rank(rows: int, ranks: int) -> int:
 
 
 def split_vocabulary(kernels: Kernels, vocab_size: int, mesh: DeviceMesh) -> Kernels:
-    """Return kernels whose cross entropy takes this rank's rows of the head's weight."""
+    """Return kernels whose losses take this rank's rows of the head's weight."""
     first = rows_per_rank(vocab_size, mesh.size()) * mesh.get_local_rank()
     inner = partial(_replace_by_gradient, first=first, group=mesh.get_group())
     loss = partial(reference.linear_cross_entropy, inner=inner, is_split=True)
     reasons = {**kernels.reasons, "linear_cross_entropy": "torch: the vocabulary is split"}
-    return replace(kernels, linear_cross_entropy=loss, reasons=reasons)
+    vocabulary = SplitVocabulary(first, mesh.get_group())
+    return replace(kernels, linear_cross_entropy=loss, reasons=reasons, vocabulary=vocabulary)
 
 
 def _replace_by_gradient(

@@ -9,11 +9,15 @@ from math import prod
 from ...core.text.display import format_value, make_printable
 from ...core.text.expressions import ExpressionError, compile_expression
 from ...core.text.positions import KeyPath
+from ...core.text.selection import Renaming, rename_function
 from ...core.text.tree import Finding
 from ...parallel.mesh import AXES, DATA_AXES, Degrees
 from ..schema import Recipe
 from .compute_checks import check_memory, check_precision
+from .metric_checks import check_metrics
 from .plan_checks import check_plan
+from .ragged_checks import check_ragged
+from .task_checks import check_task
 
 
 def check(recipe: Recipe, world: int | None = None) -> list[Finding]:
@@ -23,7 +27,20 @@ def check(recipe: Recipe, world: int | None = None) -> list[Finding]:
         recipe: tables that are each valid alone.
         world: number of ranks; without it, what depends on it is not checked.
     """
-    parts = (_run, _lengths, _data, _streams, _groups, _targets, _degrees, _timeouts)
+    parts = (
+        _run,
+        _init,
+        check_task,
+        _lengths,
+        _data,
+        _streams,
+        _groups,
+        _targets,
+        _degrees,
+        _timeouts,
+        check_metrics,
+        check_ragged,
+    )
     findings = [finding for part in parts for finding in part(recipe)]
     if not any(path[:1] == ("precision",) for path, _, _ in findings):  # patterns are usable
         findings += check_precision(recipe, known_degrees(recipe, world))
@@ -53,12 +70,14 @@ def _run(recipe: Recipe) -> Iterator[Finding]:
             f"steps ({run.steps}) and epochs ({run.epochs:g}) are both given",
             "keep one of them",
         )
-    if not re.fullmatch(r"\w[\w.-]{0,99}", run.name):
-        yield (
-            ("run", "name"),
-            f"{format_value(run.name)} cannot name the run's folder",
-            "use up to 100 letters, digits, `.`, `_` and `-`, the first a letter or digit",
-        )
+    for key in ("name", "experiment", "lineage"):
+        name = getattr(run, key)
+        if not re.fullmatch(r"\w[\w.-]{0,99}", name) and (name or key == "name"):
+            yield (
+                ("run", key),
+                f"{format_value(name)} cannot name the {'run' if key == 'name' else key}'s folder",
+                "use up to 100 letters, digits, `.`, `_` and `-`, the first a letter or digit",
+            )
     if re.fullmatch(r"\w*", run.resume) and run.resume not in ("auto", "never"):
         yield (
             ("run", "resume"),
@@ -127,6 +146,11 @@ def _streams(recipe: Recipe) -> Iterator[Finding]:
                 "the number of rows in an epoch of a stream is unknown",
                 "give run.steps instead of run.epochs",
             )
+        for table in ("evaluate", "checkpoint", "schedule"):
+            key = "warmup_epochs" if table == "schedule" else "interval_epochs"
+            if getattr(getattr(recipe, table), key) is not None:
+                words = "the number of rows in an epoch of a stream is unknown"
+                yield (table, key), words, "give steps instead of epochs"
         if recipe.data.workers:
             yield (
                 path,
@@ -149,7 +173,20 @@ def _groups(recipe: Recipe) -> Iterator[Finding]:
         yield from _pattern((*path, "match"), group.match)
 
 
+def _init(recipe: Recipe) -> Iterator[Finding]:
+    for index, pattern in enumerate(recipe.run.init.exclude):
+        yield from _pattern(("run", "init", "exclude", index), pattern)
+    for index, entry in enumerate(recipe.run.init.rename):
+        try:
+            rename_function(Renaming(entry.match, entry.to))
+        except ExpressionError as error:
+            yield ("run", "init", "rename", index), make_printable(str(error)), ""
+
+
 def _targets(recipe: Recipe) -> Iterator[Finding]:
+    if recipe.lora.rank and not recipe.model.layout.blocks:
+        message = f'the model "{recipe.model.name}" has no blocks, whose projections LoRA adapts'
+        yield ("lora", "rank"), message, "leave it out"
     lists: dict[KeyPath, list[str]] = {("lora", "targets"): recipe.lora.targets}
     for word, table in (("float8", recipe.precision.float8), ("mx", recipe.precision.mx)):
         lists["precision", word, "targets"] = table.targets

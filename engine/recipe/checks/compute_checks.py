@@ -27,8 +27,8 @@ def check_precision(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
         return
     # Low precision is for weights of blocks, so any vocabulary will do.
     config = recipe.model.with_vocab(1)
-    if not config.parameter_shapes():
-        message = f'the model "{config.name}" does not say which weights it has'
+    if not (config.parameter_shapes() and config.layout.blocks):
+        message = f'the model "{config.name}" does not say which weights its blocks have'
         for word in tables:
             yield ("precision", word, "enabled"), message, "set it to false"
         return
@@ -156,6 +156,8 @@ def _optimizer_in_backward(recipe: Recipe, degrees: Degrees) -> Iterator[tuple[s
             )
     if recipe.precision.compute == "fp16":
         yield "steps that overflow in fp16 are skipped", 'take precision.compute = "bf16"'
+    if recipe.metrics.monitors:
+        yield "monitors need the gradients and weights of a whole step", "remove metrics.monitors"
     if degrees.known.pipeline > 1:
         yield (
             "the micro batches of a pipeline add to a gradient one after the other",

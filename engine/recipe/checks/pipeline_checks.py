@@ -105,7 +105,7 @@ def _schedule_file(recipe: Recipe, ranks: int, file: ScheduleFile) -> Iterator[F
             f"the file has rows for {len(file.rows)} ranks, parallel.pipeline is {ranks}",
             f"set parallel.pipeline = {len(file.rows)}",
         )
-    if getattr(recipe.model, "tie_embeddings", False) and (late := file.late_gradient):
+    if recipe.model.is_tied and (late := file.late_gradient):
         yield (
             path,
             f"{late} comes after stage 0 has ended, and both have one weight (tie_embeddings)",

@@ -14,6 +14,7 @@ from ...parallel.placement import used_dim
 from ...parallel.rules import check_rules, deciding_rules
 from ..schema import Recipe
 from .pipeline_checks import check_pipeline
+from .task_checks import is_bidirectional
 
 OPEN_VOCABULARY = 2**20
 """stands for one that the tokenizer will settle: any even cut of it works out"""
@@ -97,6 +98,12 @@ def _context(recipe: Recipe) -> Iterator[Finding]:
         yield (
             ("parallel", "context_exchange"),
             f'the model "{name}" has windows or sinks, which no ring attends with',
+            'take "gather"',
+        )
+    elif is_bidirectional(recipe) and recipe.parallel.context_exchange == "ring":
+        yield (
+            ("parallel", "context_exchange"),
+            "a ring attends to earlier positions alone, and model.attention is bidirectional",
             'take "gather"',
         )
 

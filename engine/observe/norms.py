@@ -1,0 +1,112 @@
+"""Norms of weights, gradients and updates, of each layer or parameter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from ..core.local import local
+from .monitored_model import MonitoredModel
+from .numbers import Mean, Number
+from .tables import Monitor, NormKind
+
+KEYS: dict[NormKind, str] = {
+    "weights": "weight_norm",
+    "gradients": "grad_norm",
+    "updates": "update_norm",
+    "update_ratios": "update_ratio",
+}
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+
+
+def layer_of(name: str) -> str:
+    """Return the layer of a parameter: up to its block's number, else its module."""
+    match = _LAYER.match(name)
+    return match[1] if match else name.rpartition(".")[0] or name
+
+
+class NormMonitor(Monitor):
+    """Measures L2 norms over all ranks, whatever shards of a parameter each of them holds.
+
+    A layer without trained parameters on any rank has no number.
+
+    Args:
+        model: what is measured.
+        kinds: which norms; see `Norms.of`.
+        by_layer: one norm for each layer, else for each parameter.
+    """
+
+    def __init__(
+        self, model: MonitoredModel, kinds: Collection[NormKind], *, by_layer: bool
+    ) -> None:
+        names = {name: layer_of(name) if by_layer else name for name in model.names}
+        # Sorted, because all ranks must add up the same order of layers.
+        self._groups = sorted(set(names.values()), key=_by_number)
+        self._kinds = kinds
+        self._weights = list(model.parameters.values())
+        rows = [self._groups.index(names[name]) for name in model.parameters]
+        self._rows = torch.tensor(rows, dtype=torch.int64, device=model.device)
+        shares = [model.share(weight) for weight in self._weights]
+        self._shares = torch.tensor(shares, dtype=torch.float64, device=model.device)
+        self._old: list[Tensor] = []
+        self.num_sums = 4 * len(self._groups)
+
+    def before_update(self, sums: Tensor, clip_factor: Tensor | None) -> None:
+        """Add up squares of weights and gradients, and copy the weights for the update norms."""
+        count, weights, gradients, _ = sums.view(4, -1)
+        count.index_add_(0, self._rows, self._shares)
+        parts = [local(weight) for weight in self._weights]
+        if {"weights", "update_ratios"} & {*self._kinds}:
+            self._add_squares(weights, parts)
+        if "gradients" in self._kinds:
+            empty = [part.new_empty(0) for part in parts]
+            self._add_squares(
+                gradients,
+                [
+                    none if weight.grad is None else local(weight.grad)
+                    for weight, none in zip(self._weights, empty, strict=True)
+                ],
+            )
+            if clip_factor is not None:
+                gradients.div_(clip_factor.double().square())
+        if {"updates", "update_ratios"} & {*self._kinds}:
+            self._old = [part.clone() for part in parts]
+
+    def after_update(self, sums: Tensor) -> None:
+        """Add up the squared differences between the weights and their copies."""
+        if self._old:
+            # In place: another list of differences would double the memory.
+            torch._foreach_sub_(self._old, [local(weight) for weight in self._weights])
+            self._add_squares(sums.view(4, -1)[3], self._old)
+            self._old = []
+
+    def _add_squares(self, sums: Tensor, parts: list[Tensor]) -> None:
+        if not parts:
+            return
+        norms = torch.stack(torch._foreach_norm(parts, dtype=torch.float32)).to(sums.device)
+        sums.index_add_(0, self._rows, norms.double().square() * self._shares)
+
+    def metrics(self, sums: Tensor) -> dict[str, Number]:
+        """Return `weight_norm/LAYER` and the other norms."""
+        count, weights, gradients, updates = sums.view(4, -1)
+        values = {
+            "weights": weights.sqrt(),
+            "gradients": gradients.sqrt(),
+            "updates": updates.sqrt(),
+            "update_ratios": (updates / weights).sqrt(),
+        }
+        # A row leaves out a mean of nothing, so that no layer without weights appears.
+        exists = (count > 0).double()
+        return {
+            f"{KEYS[kind]}/{group}": Mean(*pair)
+            for kind in self._kinds
+            for group, *pair in zip(self._groups, values[kind], exists, strict=True)
+        }
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts names by the numbers in them: block 2 before block 10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]

@@ -1,0 +1,65 @@
+"""Whether `[evaluate]` asks for numbers that the task of a recipe has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...core.errors import nearest
+from ...core.text.display import format_value
+from ...core.text.tree import Finding
+from ...observe.metrics import VALIDATION
+from ..schema import Recipe
+
+RESERVED = ("kind", "step", "split", "time", "samples", "tokens")
+"""keys that every row has"""
+
+
+def check_metrics(recipe: Recipe) -> Iterator[Finding]:
+    """Yield what is wrong with the metrics of a validation and with the one that is followed."""
+    yield from _measures(recipe)
+    yield from _splits(recipe)
+    table, scores = recipe.evaluate, recipe.task.scores
+    known = {**scores, **{each.row_key: each.higher_is_better for each in table.metrics}}
+    if table.number_key not in known:
+        message = f"no number of an evaluation is named {format_value(table.metric)}"
+        hint = nearest(table.number_key, known) or f"known: {', '.join(known)}"
+        yield ("evaluate", "metric"), message, hint
+    elif known[table.number_key] is None and table.direction is None:
+        message = f"is missing: whether a higher {table.number_key} is better"
+        yield ("evaluate", "direction"), message, 'give "min" or "max"'
+
+
+def _splits(recipe: Recipe) -> Iterator[Finding]:
+    names = [VALIDATION, "train"]
+    for index, split in enumerate(recipe.evaluate.splits):
+        path = ("evaluate", "splits", index)
+        if split.name in names:
+            yield (*path, "name"), f'a split is named "{split.name}" already', "take another name"
+        names.append(split.name)
+        other = split.seq_len not in (None, recipe.data.seq_len)
+        if other and (recipe.parallel.pipeline != 1 or recipe.parallel.context != 1):
+            message = "pipeline and context ranks take rows of data.seq_len alone"
+            yield (*path, "seq_len"), message, "leave it out"
+        for number, source in enumerate(split.sources):
+            if getattr(source, "streaming", False):
+                where = (*path, "sources", number, "streaming")
+                yield where, "the samples of an evaluation are read whole", "leave streaming out"
+
+
+def _measures(recipe: Recipe) -> Iterator[Finding]:
+    outputs, taken = recipe.task.outputs(recipe.loss), {*RESERVED, *recipe.task.scores}
+    for index, config in enumerate(recipe.evaluate.metrics):
+        path = ("evaluate", "metrics", index)
+        if outputs is None:
+            message = f'the task "{recipe.task.name}" has no outputs that metrics can measure'
+            yield (*path, "name"), message, "remove the metric"
+            continue
+        for key, message, hint in config.mismatches(outputs):
+            yield (*path, key), message, hint
+        if config.row_key in taken:
+            message = f"another number of an evaluation is named {format_value(config.row_key)}"
+            yield (*path, "key"), message, "give the metric another key"
+        elif config.row_key == recipe.evaluate.number_key and not config.is_scalar(outputs):
+            message = f"{config.row_key} is several numbers, and evaluate.metric must be one"
+            yield (*path, "name"), message, "give the metric another average, or a key of its own"
+        taken.add(config.row_key)

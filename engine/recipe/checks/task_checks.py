@@ -1,0 +1,105 @@
+"""Whether the task fits the model, the loss, the data and the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...core.errors import RecipeError, nearest
+from ...core.text.positions import KeyPath
+from ...core.text.tree import Finding
+from ...parallel.mesh import DATA_AXES
+from ..schema import Recipe
+
+BIDIRECTIONAL_KERNELS = {
+    "attention": ("auto", "matmul", "sdpa"),
+    "ragged_attention": ("auto", "blocks", "varlen"),
+}
+"""operation -> the implementations that take `causal=False`"""
+
+
+def check_task(recipe: Recipe) -> Iterator[Finding]:
+    """Yield everything that does not fit the task."""
+    task, model, loss = recipe.task, recipe.model, recipe.loss
+    wants_language = task.needs_language_model
+    if wants_language != (model.default_task == "language_modeling"):
+        kind = "a language model" if wants_language else "a model of a plugin"
+        yield (
+            ("task", "name"),
+            f'"{task.name}" needs {kind}, and the model "{model.name}" is none',
+            f'"{model.default_task}" is for that model',
+        )
+    if model.task_head and not model.takes_heads:
+        yield (
+            ("task", "name"),
+            f'the model "{model.name}" has no head for it',
+            "take a model whose config is a DecoderConfig",
+        )
+    yield from _attention(recipe)
+    if not task.accepts(loss):
+        yield (
+            ("loss", "name"),
+            f'the task "{task.name}" does not accept "{loss.name}"',
+            f"it accepts {', '.join(task.losses)}",
+        )
+    else:
+        for key, message in loss.mismatches(task.name):
+            yield ("loss", key), message, "leave it out"
+    if recipe.data.packing not in task.packings:
+        yield (
+            ("data", "packing"),
+            f'the task "{task.name}" does not support "{recipe.data.packing}"',
+            f"it supports {', '.join(task.packings)}",
+        )
+    if task.fields:
+        yield from _records(recipe)
+    for axis, degree in recipe.parallel.degrees.by_axis.items():
+        if degree not in (0, 1) and axis not in (*DATA_AXES, *task.axes):
+            yield ("parallel", axis), f'the task "{task.name}" does not support this axis', "keep 1"
+
+
+def _records(recipe: Recipe) -> Iterator[Finding]:
+    task, data = recipe.task, recipe.data
+    for index, source in enumerate(data.sources):
+        path: KeyPath = ("data", "sources", index)
+        try:
+            source.for_fields(task.fields)
+        except RecipeError as error:
+            (problem,) = error.problems
+            yield (*path, "name"), f'the task "{task.name}": {problem.message}', problem.hint
+        if getattr(source, "streaming", False):
+            yield (*path, "streaming"), "records are encoded before training", "leave it out"
+        for field in getattr(source, "fields", {}):
+            if field not in task.fields:
+                message = f'the task "{task.name}" reads {", ".join(task.fields)}'
+                yield (*path, "fields", field), message, nearest(field, task.fields)
+    degrees = recipe.parallel.degrees.by_axis
+    if data.pad_to and degrees["pipeline"] > 1:
+        message = "the stages of a pipeline exchange rows of one length"
+        yield ("data", "pad_to"), message, "leave it out"
+    if data.pad_to and data.pad_to % (pieces := recipe.parallel.degrees.known.sequence_pieces):
+        message = f"{data.pad_to} is no multiple of {pieces}, into which ranks split a row"
+        yield ("data", "pad_to"), message, f"{-(-data.pad_to // pieces) * pieces} is one"
+
+
+def is_bidirectional(recipe: Recipe) -> bool:
+    """Return whether positions see later ones."""
+    return getattr(recipe.model, "attention", "causal") == "bidirectional"
+
+
+def _attention(recipe: Recipe) -> Iterator[Finding]:
+    """Yield a problem if the task or the kernels have no use for the model's attention."""
+    task, direction = recipe.task, getattr(recipe.model, "attention", "causal")
+    if task.needs_language_model and direction not in task.attention:
+        yield (
+            ("model", "attention"),
+            f'the task "{task.name}" does not support "{direction}"',
+            f"it supports {', '.join(task.attention)}",
+        )
+    for operation, known in BIDIRECTIONAL_KERNELS.items():
+        kernel = getattr(recipe.kernels, operation)
+        if is_bidirectional(recipe) and kernel not in known:
+            yield (
+                ("kernels", operation),
+                f'"{kernel}" sees earlier positions alone, and model.attention is bidirectional',
+                f"take {' or '.join(known)}",
+            )

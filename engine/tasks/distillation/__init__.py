@@ -1,0 +1,1 @@
+"""Distillation: a student learns the output distributions of a teacher."""

@@ -1,0 +1,150 @@
+"""Recipe tables of torchmetrics' functions, made from the table of their signatures. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, create_model
+
+from .tables import LIBRARY, Kind, MetricConfig, MetricFunction, Outputs
+
+DESCRIPTIONS = {
+    "adjusted": "number of independent regressors, for the adjusted score; 0: not adjusted",
+    "average": '"micro": over all samples; "macro": the mean over classes; "weighted": by samples '
+    'of the class; "none": a number for each class',
+    "average_method": "mean of the two entropies that normalises",
+    "base": "base of the logarithm",
+    "beta": "weight of recall against precision; above 1 favours recall",
+    "bias_correction": "correct the bias of small samples",
+    "data_range": "difference of the largest and least value, or the pair of them to clamp to",
+    "filter_length": "taps of the distortion filter",
+    "fpr_range": "least and largest false positive rate of the area",
+    "ignore_index": "targets of this value do not count",
+    "log_prob": "the numbers are log-probabilities",
+    "max_fpr": "largest false positive rate of a partial area",
+    "min_precision": "precision that is reached at least",
+    "min_recall": "recall that is reached at least",
+    "min_sensitivity": "sensitivity that is reached at least",
+    "min_specificity": "specificity that is reached at least",
+    "multiclass_mode": "how classes are compared",
+    "multioutput": "how several outputs are averaged",
+    "n_bins": "bins of confidence",
+    "nan_replace_value": "what replaces NaN",
+    "nan_strategy": "whether samples with NaN are dropped or replaced",
+    "norm": "norm of the errors of bins",
+    "normalization": "what the error is divided by",
+    "normalize": "divide by the samples of each target, each prediction, or all",
+    "p": "exponent of the norm, at least 1",
+    "power": "power of the variance: 0 normal, 1 Poisson, 2 gamma",
+    "reduction": "how samples are averaged",
+    "scale_invariant": "scale the targets to the predictions",
+    "squared": "square the error; false takes the root, or no square",
+    "threshold": "probability from which a sample is positive",
+    "thresholds": "number of thresholds, or a list of them, to save memory; default: exact",
+    "top_k": "a sample is right if its class is among the k most probable",
+    "variant": "variant of Kendall's tau",
+    "weights": "weights of disagreements",
+    "zero_division": "the value of 0 / 0",
+    "zero_mean": "subtract the means first",
+}
+_TYPES: dict[str, Any] = {
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "floats": list[float],
+    "pair": Annotated[tuple[float, float], Field(strict=False)],
+    "none": None,
+}
+_CLASSES_NOT_SCORES = ("nominal", "clustering")
+_AVERAGES = {"average", "reduction", "multioutput"}
+
+
+class LibraryMetric(MetricConfig):
+    """Base of the tables of torchmetrics' functions."""
+
+    package: ClassVar[str]
+    """the part of torchmetrics.functional that has the function"""
+    kinds_of_keys: ClassVar[Mapping[str, list[str]]]
+    """outputs for which a key matters, by key; a key that is not listed always does"""
+    takes_labels: ClassVar[bool]
+    several: ClassVar[Sequence[Kind]]
+    """outputs for which the function returns several numbers whatever the keys are"""
+
+    def is_scalar(self, outputs: Outputs) -> bool:
+        """Return whether the function returns one number."""
+        arguments = self.arguments(outputs)
+        # None is torchmetrics' other word for "none".
+        return outputs.kind not in self.several and not any(
+            arguments[key] in (None, "none", "raw_values") for key in _AVERAGES & arguments.keys()
+        )
+
+    def uses_labels(self, outputs: Outputs) -> bool:
+        """Return whether predicted classes suffice."""
+        if self.package in _CLASSES_NOT_SCORES:
+            return True
+        is_best = getattr(self, "top_k", None) in (1, None)
+        return self.takes_labels and is_best and outputs.kind == "multiclass"
+
+    def arguments(self, outputs: Outputs) -> dict[str, Any]:
+        """Return the keyword arguments of the function."""
+        own = type(self).model_fields.keys() - MetricConfig.model_fields.keys()
+        return {key: getattr(self, key) for key in sorted(own) if self._matters(key, outputs)}
+
+    def mismatches(self, outputs: Outputs) -> Iterator[tuple[str, str, str]]:
+        """Yield what does not fit a task's outputs, keys without effect included."""
+        yield from super().mismatches(outputs)
+        is_each = getattr(self, "average", "") not in ("", "micro")
+        if is_each and not outputs.has_scores and self.uses_labels(outputs):
+            # torchmetrics would make a table of all pairs of tokens.
+            yield "average", "there are too many tokens for a number of each", 'take "micro"'
+        for key in sorted(self.model_fields_set & self.kinds_of_keys.keys()):
+            # A resolved recipe has every key: its defaults say nothing.
+            is_given = getattr(self, key) != type(self).model_fields[key].default
+            if is_given and outputs.kind in self.kinds and not self._matters(key, outputs):
+                yield key, f"it has no meaning for {outputs.kind} outputs", "remove the key"
+        top_k = getattr(self, "top_k", None)
+        if top_k is not None and outputs.num_classes and top_k > outputs.num_classes:
+            yield "top_k", f"there are {outputs.num_classes} classes", "give a smaller number"
+
+    def _matters(self, key: str, outputs: Outputs) -> bool:
+        return outputs.kind in self.kinds_of_keys.get(key, self.kinds)
+
+    def build(self, outputs: Outputs) -> MetricFunction:
+        """Return the function with its arguments."""
+        from .adapter import bind_function
+
+        return bind_function(self, outputs)
+
+
+def __getattr__(name: str) -> type[LibraryMetric]:
+    """Make the table of a function when a recipe names it."""
+    if name not in LIBRARY:
+        raise AttributeError(name)
+    row = LIBRARY[name]
+    fields: dict[str, Any] = {"name": (Literal[name], name)}
+    for key, value in row["keys"].items():
+        default = value.get("default", ...)
+        fields[key] = (_type(value), Field(default, description=DESCRIPTIONS[key]))
+    kinds = row["kinds"]
+    config = create_model(name, __base__=LibraryMetric, __module__=__name__, **fields)
+    config.__doc__ = f"`{name}` of torchmetrics, for {_enumerate(kinds)} outputs."
+    config.kinds, config.package = tuple(kinds), row["package"]
+    config.higher_is_better, config.takes_labels = row["higher_is_better"], "labels" in row
+    config.several = row.get("several", ())
+    config.kinds_of_keys = {k: v["kinds"] for k, v in row["keys"].items() if "kinds" in v}
+    globals()[name] = config
+    return config
+
+
+def _type(key: Mapping[str, Any]) -> Any:
+    options = [_TYPES[word] for word in key.get("types", [])]
+    if words := key.get("words"):
+        options.insert(0, Literal[tuple(words)])
+    return reduce(or_, options)
+
+
+def _enumerate(words: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

@@ -1,0 +1,58 @@
+"""The table of supervised training of any module. Torch-free."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from ..metrics.tables import Outputs
+from ..tables import LossConfig, TaskConfig, TaskData, TaskSettings
+
+if TYPE_CHECKING:
+    from ...data.collate import Collation
+    from ...data.dataset import OpenedData
+    from ...tokenizers.tokenizer import Tokenizer
+    from ..task import Task
+
+
+class Supervised(TaskConfig):
+    """Train a module of a plugin on a data set of a plugin, by a criterion."""
+
+    losses: ClassVar[tuple[str, ...]] = ("cross_entropy", "bce", "mse", "l1", "huber", "ctc")
+    axes: ClassVar[tuple[str, ...]] = ()
+    needs_language_model: ClassVar[bool] = False
+
+    name: Literal["supervised"] = "supervised"
+    targets: list[str] = ["labels"]
+    """fields that the criterion reads and the module does not"""
+    padding: dict[str, float] = {}
+    """of a field whose samples differ in length: what fills the shorter ones up to the longest of a
+    batch"""
+
+    def outputs(self, loss: LossConfig) -> Outputs | None:
+        """Return what the outputs of the module are to the loss; it says how many classes."""
+        return Outputs(loss.outputs) if loss.outputs else None
+
+    def build_data(self, data: TaskData) -> OpenedData:
+        """Open the data sets and hold samples out for validation."""
+        from ...data.records import RecordOpener
+
+        collation = self.build_collation(data.tokenizer, data.loss)
+        opener = RecordOpener(data.table, data.tokenizer, collation, share=data.share)
+        return opener.open_data(data.seed)
+
+    def build_collation(self, tokenizer: Tokenizer, loss: LossConfig | None) -> Collation:
+        """Return how samples are stacked."""
+        from .task import make_collation
+
+        return make_collation(self.padding)
+
+    def build(self, settings: TaskSettings) -> Task[Any]:
+        """Return supervised training."""
+        from .task import SupervisedTask, make_collation
+
+        return SupervisedTask(
+            loss=settings.loss.build_criterion(),
+            data=settings.data,
+            targets=frozenset(self.targets),
+            collation=make_collation(self.padding),
+        )

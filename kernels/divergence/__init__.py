@@ -1,0 +1,1 @@
+"""Divergences between the output distributions of two models."""

@@ -1,0 +1,1 @@
+"""Log-probabilities of chosen classes under a projection."""

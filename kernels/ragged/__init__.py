@@ -1,0 +1,1 @@
+"""Samples of unequal lengths, one after the other in a flat row."""

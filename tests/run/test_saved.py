@@ -1,0 +1,108 @@
+"""A run directory or a checkpoint in place of a recipe."""
+
+import shutil
+import sys
+
+import pytest
+
+from tests.run.conftest import losses
+from trainer.engine.checkpoint.manifest import read_manifest, write_manifest
+from trainer.engine.recipe.saved import load_recipe_or_run
+
+
+def test_a_run_directory_resumes_with_its_own_recipe(command, finished, tmp_path):
+    assert command("run", "recipe.toml", "--set=run.steps=2", "--set=optimizer.lr=1e-3")[0] == 0
+    shutil.move(tmp_path / "runs" / "r", tmp_path / "moved")
+    code, shown, errors = command("run", tmp_path / "moved", "--set=run.steps=4")
+    assert code == 0, errors
+    assert "step-00000002 (step 2)" in shown
+    assert not (tmp_path / "runs" / "r").exists()
+    assert 'name = "moved"' in (tmp_path / "moved" / "recipe.toml").read_text()
+    assert "lr = 0.001" in (tmp_path / "moved" / "recipe.toml").read_text()
+    # With the rate of the recipe's file it would give other losses.
+    assert command("run", "recipe.toml", "--set=optimizer.lr=1e-3")[0] == 0
+    assert losses(tmp_path / "moved") == losses(tmp_path / "runs" / "r") != losses(finished)
+
+
+def test_a_checkpoint_resumes_from_itself_in_its_run(command, finished, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "copy")
+    checkpoint = run / "checkpoints" / "step-00000002"
+    code, shown, errors = command("run", checkpoint)
+    assert code == 0, errors
+    assert f"resumed from {checkpoint} (step 2)" in shown
+    assert losses(run) == losses(finished)
+
+
+def test_a_checkpoint_alone_resumes_where_its_recipe_says(command, finished, tmp_path):
+    shutil.copytree(finished / "checkpoints" / "step-00000002", tmp_path / "step-00000002")
+    code, _, errors = command("run", "step-00000002", f"--set=run.dir={tmp_path / 'other'}")
+    assert code == 0, errors
+    later = {step: loss for step, loss in losses(finished).items() if step > 2}
+    assert losses(tmp_path / "other" / "r") == later
+
+
+def test_a_folder_that_is_no_run_is_refused(command, tmp_path):
+    (tmp_path / "folder").mkdir()
+    code, _, errors = command("run", "folder")
+    assert (code, "error: folder is no run directory" in errors) == (2, True)
+
+
+@pytest.mark.parametrize("of_checkpoint", [False, True])
+def test_code_that_a_runs_folder_names_is_imported_only_on_the_users_word(
+    command, finished, tmp_path, monkeypatch, of_checkpoint
+):
+    run = shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "foreign_code.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    where = run / "checkpoints" / "step-00000002" if of_checkpoint else run
+    if of_checkpoint:
+        manifest = read_manifest(where)
+        manifest.recipe["plugins"]["modules"] = ["foreign_code"]
+        (where / "manifest.json").unlink()
+        write_manifest(where, manifest)
+    else:
+        text = (run / "recipe.toml").read_text()
+        assert "modules = []" in text
+        (run / "recipe.toml").write_text(text.replace("modules = []", 'modules = ["foreign_code"]'))
+    code, _, errors = command("run", where, "--dry-run")
+    assert code == 2
+    assert 'the run would import "foreign_code", which is code' in errors
+    assert "--plugin foreign_code" in errors
+    assert not (tmp_path / "ran").exists()
+    code, _, errors = command("run", where, "--dry-run", "--plugin", "foreign_code")
+    assert (code, (tmp_path / "ran").exists()) == (0, True), errors
+    sys.modules.pop("foreign_code")
+
+
+def test_a_runs_own_recipe_does_not_say_where_compiled_code_lies(command, finished, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "run")
+    text = (run / "recipe.toml").read_text()
+    (run / "recipe.toml").write_text(text.replace('cache_dir = ""', 'cache_dir = "/elsewhere"'))
+    assert load_recipe_or_run(run, [], 1, []).recipe.compile.cache_dir == ""
+    chosen = load_recipe_or_run(run, ["compile.cache_dir=/mine"], 1, []).recipe
+    assert chosen.compile.cache_dir == "/mine"
+
+
+def test_experiment_and_lineage_are_parts_of_the_path(command, tmp_path):
+    names = ("--set=run.experiment=widths", "--set=run.lineage=base", "--set=run.steps=2")
+    assert command("run", "recipe.toml", *names)[0] == 0
+    run = tmp_path / "runs" / "widths" / "base" / "r"
+    assert losses(run).keys() == {1, 2}
+    assert command("run", "recipe.toml", "--set=run.steps=2")[0] == 0
+    code, shown, _ = command("status", "runs")
+    assert (code, shown.count("finished")) == (0, 2)
+    # Where it lies now counts, and names that still fit are kept.
+    shutil.move(tmp_path / "runs", tmp_path / "archive")
+    moved = tmp_path / "archive" / "widths" / "base" / "r"
+    table = load_recipe_or_run(moved, [], 1, []).recipe.run
+    assert (table.folder, table.experiment, table.lineage) == (moved, "widths", "base")
+    renamed = shutil.move(moved, tmp_path / "archive" / "other")
+    table = load_recipe_or_run(renamed, [], 1, []).recipe.run
+    assert (table.folder, table.experiment) == (renamed, "")
+
+
+@pytest.mark.parametrize("key", ["experiment", "lineage"])
+def test_a_part_of_the_path_is_one_folder(command, key):
+    code, _, errors = command("validate", "recipe.toml", f"--set=run.{key}=../up")
+    assert code == 2
+    assert f'run.{key}: "../up" cannot name the {key}\'s folder' in errors

@@ -1,0 +1,247 @@
+"""Writes the table of torchmetrics' functions: `python -m tests.tasks.metrics.table`.
+
+Recipes are checked by this table, because validation must not import torchmetrics.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import types
+import warnings
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import torch
+import torchmetrics
+
+PATH = Path(__file__).parents[3] / "engine" / "tasks" / "metrics" / "torchmetrics.json"
+INPUTS = [("preds", "target"), ("preds", "targets"), ("p", "q")]
+CLASS_KINDS = ("binary", "multiclass", "multilabel")
+# The task gives these, or a row has no place for what they make.
+NOT_KEYS = {
+    "task", "num_classes", "num_labels", "num_outputs", "validate_args", "multidim_average",
+    "t_test", "alternative", "keep_sequence_dim", "return_full_image",
+    "return_contrast_sensitivity", "return_rmse_map", "k1", "k2", "gaussian_kernel", "sigma",
+    "kernel_size", "use_cg_iter", "load_diag",
+}  # fmt: skip
+PACKAGES = ("classification", "regression", "nominal", "clustering", "audio", "image")
+# Curves have no numbers for a row; the others want inputs that no task has.
+LEFT_OUT = {
+    "roc", "precision_recall_curve", "precision_recall_f1score_curve", "panoptic_quality",
+    "permutation_invariant_training", "perceptual_evaluation_speech_quality",
+    "short_time_objective_intelligibility", "perceptual_path_length",
+    "deep_noise_suppression_mean_opinion_score", "non_intrusive_speech_quality_assessment",
+    "speech_reverberation_modulation_energy_ratio", "learned_perceptual_image_patch_similarity",
+    "continuous_ranked_probability_score", "quality_with_no_reference",
+    "spatial_distortion_index", "demographic_parity", "equal_opportunity",
+    "complex_scale_invariant_signal_noise_ratio", "calinski_harabasz_score",
+    "cluster_accuracy", "davies_bouldin_score", "dunn_index", "visual_information_fidelity",
+    "deep_image_structure_and_texture_similarity", "spectral_distortion_index",
+    "spatial_correlation_coefficient", "universal_image_quality_index",
+    "relative_average_spectral_error", "root_mean_squared_error_using_sliding_window",
+    "error_relative_global_dimensionless_synthesis", "spectral_angle_mapper",
+    "peak_signal_noise_ratio_with_blocked_effect",
+    "multiscale_structural_similarity_index_measure",
+}  # fmt: skip
+# What torchmetrics takes as any text.
+WORDS = {
+    "reduction": ["mean", "sum", "none"],
+    "multioutput": ["raw_values", "uniform_average", "variance_weighted"],
+}
+# What torchmetrics does not say.
+BETTER = {
+    "adjusted_mutual_info_score": True, "adjusted_rand_score": True, "eer": False,
+    "kendall_rank_corrcoef": True, "negative_predictive_value": True,
+    "normalized_mutual_info_score": True, "pearson_corrcoef": True,
+    "precision_at_fixed_recall": True, "rand_score": True, "recall_at_fixed_precision": True,
+    "sensitivity_at_specificity": True, "specificity": True, "specificity_at_sensitivity": True,
+    "tweedie_deviance_score": False,
+}  # fmt: skip
+
+
+def type_words(annotation: Any) -> tuple[list[str], list[str]] | None:
+    """Return the types and the words that an argument takes, or None if a recipe has no such."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if annotation in (bool, int, float, str):
+        return [annotation.__name__], []
+    if annotation is type(None):
+        return ["none"], []
+    if origin is Literal:
+        words = [word for word in args if isinstance(word, str)]
+        return ["none"] * (None in args), words
+    if origin is list and args == (float,):
+        return ["floats"], []
+    if origin is tuple and args == (float, float):
+        return ["pair"], []
+    if origin in (Union, types.UnionType):
+        found = [type_words(each) for each in args if each is not torch.Tensor]
+        if all(found):
+            return (
+                list(dict.fromkeys(word for types_, _ in found for word in types_)),
+                [word for _, words in found for word in words],
+            )
+    return None
+
+
+def keys_of(function: Any) -> dict[str, Any] | None:
+    """Return the keys of a function, or None if it needs what no recipe can give."""
+    hints, keys = get_type_hints(function), {}
+    for name, parameter in list(inspect.signature(function).parameters.items())[2:]:
+        is_required = parameter.default is inspect.Parameter.empty
+        if name in NOT_KEYS:
+            continue
+        found = ([], WORDS[name]) if name in WORDS else type_words(hints.get(name))
+        if found is None:
+            if is_required:
+                return None
+            continue
+        types_, words = found
+        key: dict[str, Any] = {"types": types_} if types_ else {}
+        key |= {"words": words} if words else {}
+        default = parameter.default
+        if not is_required:
+            key["default"] = list(default) if isinstance(default, tuple) else default
+        keys[name] = key
+    return keys
+
+
+def camel(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+def higher_is_better(package: str, name: str) -> bool | None:
+    """Return what the modular class of a function says."""
+    classes = {
+        camel(key): value
+        for module in (torchmetrics, import_module(f"torchmetrics.{package}"))
+        for key, value in vars(module).items()
+        if inspect.isclass(value)
+    }
+    for prefix in ("", "binary", "multiclass", "multilabel"):
+        found = getattr(classes.get(prefix + camel(name)), "higher_is_better", None)
+        if isinstance(found, bool):
+            return found
+    return None
+
+
+def result_of(function: Any, kind: str, keys: dict[str, Any]) -> Any:
+    """Return the result of a call with as few arguments as possible, or None if it fails."""
+    shape = (20, 3) if kind in ("multiclass", "multilabel") else (20,)
+    scores = torch.rand(shape).softmax(-1) if kind == "multiclass" else torch.rand(shape)
+    target = (torch.rand(20, 3)).argmax(-1) if kind == "multiclass" else (scores > 0.4).long()
+    arguments = {key: 0.5 for key, value in keys.items() if "default" not in value}
+    if "task" in inspect.signature(function).parameters:
+        arguments["task"] = kind
+    if kind in ("multiclass", "multilabel"):
+        size = "num_classes" if kind == "multiclass" else "num_labels"
+        arguments |= {size: 3}
+    try:
+        return function(scores, target, **arguments)
+    except (ValueError, TypeError, RuntimeError, AttributeError):
+        return None
+
+
+def has_several(function: Any, kind: str, keys: dict[str, Any]) -> bool:
+    """Return whether a function returns several numbers, whatever its keys are."""
+    result = result_of(function, kind, keys)
+    first = result[0] if isinstance(result, tuple) else result
+    own = [
+        key for key in ("average", "reduction") if kind in keys.get(key, {}).get("kinds", [kind])
+    ]
+    return first is not None and first.numel() > 1 and not {*own} & keys.keys()
+
+
+def works_for_two_classes(function: Any) -> bool:
+    labels = torch.tensor([0, 1, 1, 0, 1, 0])
+    try:
+        return bool(function(labels, labels.roll(1)).isfinite())
+    except RuntimeError:
+        return False
+
+
+def takes_labels(function: Any, keys: dict[str, Any]) -> bool:
+    """Return whether labels give the result that scores do, with one class counted per sample."""
+    labels, target = torch.tensor([0, 2, 1, 1, 2, 0]), torch.tensor([0, 1, 1, 2, 2, 0])
+    # As a rank's whole confidence: what looks at more than the best class differs.
+    scores = torch.nn.functional.one_hot(labels, 3) * 0.4 + torch.rand(6, 3) * 0.3
+    required = {key: 0.5 for key, value in keys.items() if "default" not in value}
+    if "task" in inspect.signature(function).parameters:
+        required |= {"task": "multiclass", "num_classes": 3}
+    try:
+        results = [function(preds, target, **required) for preds in (labels, scores)]
+        return bool(torch.equal(*results))
+    except (ValueError, TypeError, RuntimeError, AttributeError):
+        return False
+
+
+def entry(package: str, name: str) -> dict[str, Any] | None:
+    """Return the row of a function, or None if no recipe can name it."""
+    module = import_module(f"torchmetrics.functional.{package}")
+    function = getattr(module, name)
+    if tuple(inspect.signature(function).parameters)[:2] not in INPUTS:
+        return None
+    keys = keys_of(function)
+    if keys is None:
+        return None
+    kinds = ["regression"]
+    if package in ("nominal", "clustering"):
+        kinds = ["binary"] * works_for_two_classes(function) + ["multiclass"]
+    if package == "classification":
+        kinds = [kind for kind in CLASS_KINDS if hasattr(module, f"{kind}_{name}")]
+        if not kinds:
+            kinds = [kind for kind in CLASS_KINDS if name.startswith(f"{kind}_")]
+        for key, value in keys.items():
+            own = [
+                kind
+                for kind in kinds
+                if key in inspect.signature(getattr(module, f"{kind}_{name}", function)).parameters
+            ]
+            if own != kinds:
+                value["kinds"] = own
+    several = []
+    if package == "classification":
+        several = [kind for kind in kinds if has_several(function, kind, keys)]
+    several = kinds if name == "stat_scores" else several
+    labels = package in ("nominal", "clustering")
+    labels = labels or (package == "classification" and takes_labels(function, keys))
+    return {
+        "package": package,
+        "kinds": kinds,
+        "higher_is_better": BETTER.get(name, higher_is_better(package, name)),
+        **({"labels": True} if labels else {}),
+        **({"several": several} if several else {}),
+        "keys": keys,
+    }
+
+
+def table() -> dict[str, Any]:
+    """Return the table of all functions that a recipe can name."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    metrics: dict[str, Any] = {}
+    for package in PACKAGES:
+        names = import_module(f"torchmetrics.functional.{package}").__all__
+        for name in sorted(set(names) - LEFT_OUT):
+            has_own = any(
+                name.startswith(f"{kind}_") and name.removeprefix(f"{kind}_") in names
+                for kind in CLASS_KINDS
+            )
+            row = None if has_own or name.startswith("binary_") else entry(package, name)
+            if row:
+                metrics[name] = row
+    return {"version": torchmetrics.__version__, "metrics": dict(sorted(metrics.items()))}
+
+
+def render() -> str:
+    """Return the table as JSON with a metric on each line."""
+    found = table()
+    rows = ",\n".join(
+        f" {json.dumps(name)}: {json.dumps(row)}" for name, row in found["metrics"].items()
+    )
+    return f'{{"version": {json.dumps(found["version"])}, "metrics": {{\n{rows}\n}}}}\n'
+
+
+if __name__ == "__main__":
+    PATH.write_text(render(), encoding="utf-8")

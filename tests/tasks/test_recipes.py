@@ -1,0 +1,84 @@
+"""Each task's recipe trains on one and on two ranks with equal losses, and resumes bit for bit."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trainer
+from tests.cases import quick
+from trainer.engine.recipe.layers import read_layers
+
+RECIPES = Path(trainer.__file__).parent.resolve() / "recipes"
+NAMES = [
+    "distillation_debug",
+    "masked_language_modeling_debug",
+    "preference_debug",
+    "question_answering_debug",
+    "reward_debug",
+    "sequence_classification_debug",
+    "supervised_debug",
+    "token_classification_debug",
+]
+SHORT = [
+    "run.steps=6",
+    "metrics.interval=1",
+    "evaluate.interval=3",
+    "evaluate.steps=2",
+    "checkpoint.interval=3",
+    "checkpoint.keep=9",
+    "schedule.warmup_steps=2",
+    'precision.compute="fp32"',
+]
+
+
+def run(folder, name, ranks, *settings):
+    """Train a recipe, and return the rows of metrics.jsonl by kind and step."""
+    words = [word for setting in (*SHORT, *settings) for word in ("--set", setting)]
+    command = [sys.executable, "-P", "-m", "trainer", "run", RECIPES / f"{name}.toml", *words]
+    options = {"cwd": folder, "capture_output": True, "text": True, "timeout": 280}
+    done = subprocess.run([*command, "--nproc", str(ranks)], **options)
+    assert done.returncode == 0, done.stderr
+    (path,) = (folder / "runs").glob(f"**/{name}/metrics.jsonl")
+    rows = map(json.loads, path.read_text().splitlines())
+    return {(row["kind"], row["step"]): row for row in rows}
+
+
+def numbers(rows, *keys):
+    return {place: [row.get(key) for key in keys] for place, row in rows.items()}
+
+
+@pytest.mark.parametrize("name", quick(NAMES, "sequence_classification_debug"))
+def test_a_recipe_trains_on_one_and_two_ranks_alike_and_resumes(name, tmp_path):
+    if name == "distillation_debug":  # its first comment names the recipe of the teacher
+        run(tmp_path, "llama3_debug", 1, "run.name=llama3_debug", "data.seq_len=64")
+        (tmp_path / "runs" / "llama3_debug").rename(tmp_path / "teacher")
+    settings = ["task.teacher=teacher"] if name == "distillation_debug" else []
+    alone = run(tmp_path, name, 1, *settings)
+    assert [step for kind, step in alone if kind == "train"] == [1, 2, 3, 4, 5, 6]
+    assert all(row["samples"] % step == 0 for (kind, step), row in alone.items() if kind == "train")
+    (folder,) = (tmp_path / "runs").glob(f"**/{name}")
+    shutil.rmtree(folder / "checkpoints" / "step-00000006")  # as if killed after step 3
+    again = run(tmp_path, name, 1, *settings)
+    keys = ("loss", "total_loss", "grad_norm")
+    assert numbers(again, *keys) == numbers(alone, *keys)
+    shutil.rmtree(tmp_path / "runs")
+    for place, row in run(tmp_path, name, 2, *settings).items():
+        for key in keys:
+            if key in row:
+                assert row[key] == pytest.approx(alone[place][key], rel=1e-4), (place, key)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_names_its_task_first_and_divides_over_eight_ranks(name):
+    path = RECIPES / f"{name}.toml"
+    tables = [line for line in path.read_text().splitlines() if line[:1] == "["]
+    assert tables[0] == "[task]"
+    # Not loaded: what a plugin registers would stay in this process.
+    values = read_layers(path).values
+    assert next(iter(values["task"])) == "name"
+    assert values["data"]["global_batch"] % 8 == 0
+    assert values["run"]["steps"]
