@@ -4,6 +4,8 @@ import sys
 
 import pytest
 
+from trainer.engine.recipe.schema import REGISTRIES
+
 # Hundreds of processes import our modules: let the first one leave what it compiled.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -32,3 +34,15 @@ def without_tracebacks():
     """Forget `--traceback` after a test: the word is in the environment, for the ranks to see."""
     yield
     os.environ.pop("TRAINER_TRACEBACK", None)
+
+
+def registered():
+    return {(kind, name) for kind, registry in REGISTRIES.items() for name in registry}
+
+
+@pytest.fixture(autouse=True)
+def without_left_components():
+    """Fail a test that leaves a plugin's component registered: later tests would meet it."""
+    before = registered()
+    yield
+    assert registered() == before, "a component of a plugin stayed registered in this process"
