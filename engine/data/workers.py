@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import signal
@@ -59,7 +60,7 @@ def prefetch_steps(
             num_workers=workers,
             timeout=min(POLL_SECONDS, timeout_seconds),
             multiprocessing_context="fork",
-            worker_init_fn=lambda _worker: die_with_parent(parent),
+            worker_init_fn=lambda _worker: _begin_worker(parent),
             # Arrays travel through a pipe; tensors would need shared memory, scarce in containers.
             collate_fn=lambda rows: rows,
             # Without one of its own it would draw from the run's generator.
@@ -87,6 +88,13 @@ def prefetch_steps(
         del batches
         end()
         atexit.unregister(end)
+
+
+def _begin_worker(parent: int) -> None:
+    die_with_parent(parent)
+    # Garbage of the training process would be collected here too, and what ends with it may wait
+    # for a thread that only the training process has: forever, and with a lock of the loader held.
+    gc.freeze()
 
 
 def _next(batches: Iterator[Any], timeout_seconds: float, step: int, worker: int) -> Rows:

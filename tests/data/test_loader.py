@@ -1,5 +1,6 @@
 """Worker processes: the same order, and clear errors when one fails."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -47,6 +49,30 @@ def test_workers_leave_the_random_state_alone() -> None:
     with closing(prefetch_steps(numbered, 5, 2, 60)) as batches:
         assert [int(batch.tokens[0, 0]) for batch in islice(batches, 6)] == [5, 6, 7, 8, 9, 10]
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_worker_does_not_end_what_the_training_process_has_left(tmp_path: Path) -> None:
+    class Left:
+        def __init__(self) -> None:
+            self.itself = self  # only the garbage collector finds it
+
+        def __del__(self) -> None:
+            (tmp_path / str(os.getpid())).touch()
+
+    def collect(step: int) -> PackedRows:
+        gc.collect()
+        return numbered(step)
+
+    gc.disable()
+    try:
+        Left()
+        with closing(prefetch_steps(collect, 0, 1, 60)) as batches:
+            next(batches)
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        gc.enable()
+    gc.collect()
+    assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
 
 
 def test_an_error_in_a_worker_names_worker_and_step() -> None:
