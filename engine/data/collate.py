@@ -32,12 +32,16 @@ class Collation:
         length: returns the number of tokens of a sample; None: samples are not of tokens, and are
             not padded.
         seed: of the field `sample_keys` that the batches have; None: they have no such field.
+        add_partner: adds to a sample what it needs of its partner; None: nothing. Samples 2 k and
+            2 k + 1 of a run are partners, whichever ranks and micro batches they are in; the last
+            one of a validation may be its own.
     """
 
     collate: Callable[[Sequence[Sample], int], Arrays]
     batch_class: type[Batch]
     length: Callable[[Any], int] | None = None
     seed: int | None = None
+    add_partner: Callable[[Any, Any], Sample] | None = None
 
     def make_keys(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return a number for each sample of a run, [B], from which random masks are drawn.

@@ -140,8 +140,14 @@ class RecordSamples(NumberedSamples):
 
     def gather(self, samples: Indices) -> CollatedRows:
         """Return the samples of these numbers, [B], ascending."""
-        source, row = self._locate(samples)
+        add_partner, partners = self.collation.add_partner, samples ^ 1
+        numbers = samples if add_partner is None else np.union1d(samples, partners)
+        source, row = self._locate(numbers)
         found = self._read(source, row)
+        if add_partner is not None:
+            mine, others = (np.searchsorted(numbers, each) for each in (samples, partners))
+            found = [add_partner(found[i], found[j]) for i, j in zip(mine, others, strict=True)]
+            source = source[mine]
         length = self.collation.find_length(found, self.table.seq_len, self.table.pad_to)
         arrays = self.collation.collate(found, length)
         batch_class = self.collation.batch_class

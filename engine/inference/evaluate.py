@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,8 @@ def measure_task(opened: OpenedModel, *, batch_size: int = 8, limit: int = 0) ->
     count = min(limit or split.rows_per_epoch, split.rows_per_epoch)
     sizes = {"micro_batch": batch_size, "global_batch": max(count, ranks)}
     table = opened.data.model_copy(update=sizes)
-    batches = iterate_validation(split, table, 1, rank, ranks)
-    numbers = _measure(opened, batches, split.separate_labels)
+    read = partial(iterate_validation, split, table, 1, rank, ranks)
+    numbers = _measure(opened, read, split.separate_labels)
     return {"name": "validation split", "samples": count, **numbers}
 
 
@@ -126,12 +127,12 @@ def measure_records(
         options,
         is_labelled=True,
     )
-    numbers = _measure(opened, batches.labelled(limit))
+    numbers = _measure(opened, partial(batches.labelled, limit))
     return {"name": name, "samples": batches.num_records, **numbers}
 
 
 def _measure(
-    opened: OpenedModel, batches: Iterable[Batch], sources: Sequence[str] = ()
+    opened: OpenedModel, read: Callable[[], Iterable[Batch]], sources: Sequence[str] = ()
 ) -> dict[str, float]:
     parts, task = opened.build_task()
     recipe, plan, metrics = opened.recipe, parts.plan, None
@@ -143,7 +144,7 @@ def _measure(
     model = parts.parallel_model.model
     numbers = run_evaluation(
         parts.parallel_model,
-        (plan.take(batch, model) for batch in batches),
+        lambda: (plan.take(batch, model) for batch in read()),
         task.with_sources(sources),
         plan.device,
         plan.degrees,

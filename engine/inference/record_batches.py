@@ -96,7 +96,8 @@ class RecordBatches:
 
     def __post_init__(self) -> None:
         """Prepare the sources, so that what cannot be read is refused at once."""
-        self.collation: Collation = self.task.build_collation(self.tokenizer, self.loss)
+        loss = self.loss if self.is_labelled else None  # predictions need nothing of a loss
+        self.collation: Collation = self.task.build_collation(self.tokenizer, loss)
         self.prepared = [self._prepare(source) for source in self.sources]
 
     def _prepare(self, source: SourceConfig) -> DatasetSource | RecordPreparation:
@@ -151,19 +152,35 @@ class RecordBatches:
         Raises:
             DataError: a record cannot be read or is too long, or there is none.
         """
+        self.num_records, chunk = 0, self.size * self.ranks
         with ExitStack() as stack:
             records = islice(self._records(stack), limit or None)
-            while some := list(islice(records, self.size * self.ranks)):
+            # An even number at a time, so that partners are among them.
+            while some := list(islice(records, 2 * chunk)):
                 self.num_records += len(some)
-                mine = some[self.rank * self.size :][: self.size]
-                # The forward pass has collectives that need every rank: one without a batch repeats
-                # the first one, without labels.
-                samples = [read().sample for read in mine or some[: self.size]]
-                rows = self._stack([each for each in samples if each is not None])
-                rows.ignore(np.full(len(samples), not mine))
-                yield rows.to_batch()
+                for first in range(0, len(some), chunk):
+                    dealt = range(first, min(first + chunk, len(some)))
+                    mine = dealt[self.rank * self.size :][: self.size]
+                    # The forward pass has collectives that need every rank: one without a batch
+                    # repeats the first one, without labels.
+                    numbers = mine or dealt[: self.size]
+                    found = [self._read_labelled(some, number) for number in numbers]
+                    samples = [sample for sample in found if sample is not None]
+                    if not samples:
+                        raise DataError(f"none of {len(found)} records can be read")
+                    rows = self._stack(samples)
+                    rows.ignore(np.full(len(samples), not mine))
+                    yield rows.to_batch()
         if not self.num_records:
             raise DataError("the data holds no records")
+
+    def _read_labelled(self, some: Sequence[Waiting], number: int) -> Sample | None:
+        """Return the sample of one of some records, with what it needs of its partner."""
+        sample, add_partner = some[number]().sample, self.collation.add_partner
+        if sample is None or add_partner is None:
+            return sample
+        partner = some[min(number ^ 1, len(some) - 1)]().sample
+        return dict(add_partner(sample, partner or sample))
 
     def _collate(self, records: Iterable[ReadRecord]) -> Batch | None:
         samples = [each.sample for each in records if each.sample is not None]
@@ -171,7 +188,7 @@ class RecordBatches:
 
     def _stack(self, samples: Sequence[Sample]) -> CollatedRows:
         count = self.collation.length
-        length = self.seq_len if count is None else max(1, *map(count, samples))
+        length = self.seq_len if count is None else min(max(1, *map(count, samples)), self.seq_len)
         return CollatedRows(self.collation.collate(samples, length), self.collation.batch_class)
 
     def _records(self, stack: ExitStack) -> Iterator[Waiting]:

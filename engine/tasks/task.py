@@ -8,7 +8,7 @@ of what is learned.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
@@ -179,6 +179,16 @@ class Task(ABC, Generic[B]):
             model: the model that is trained; see `run_forward`.
         """
         return batches
+
+    def prepare_validation(self, batches: Iterable[B], model: ParallelModel) -> Self:
+        """Return the task with what is computed of a whole validation before its first batch.
+
+        Args:
+            batches: all batches of this rank, on the device; a task that needs none of them reads
+                none.
+            model: as in `prepare`.
+        """
+        return self
 
     def output_record(self, batch: B) -> LossRecord:
         """Return what keeps the outputs of one forward pass, for `predict`.

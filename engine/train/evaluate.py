@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -41,7 +41,7 @@ def validate(
     with parts.average.swap_in() if parts.average else nullcontext():
         return evaluate(
             parts.parallel_model,
-            stop_on_signal(split.batches, stop) if stop else split.batches,
+            lambda: stop_on_signal(split.batches, stop) if stop else split.batches,
             split.task,
             parts.device,
             parts.degrees,
@@ -72,7 +72,7 @@ def stop_on_signal(batches: Iterable[Batch], stop: StopFlag) -> Iterator[Batch]:
 @torch.no_grad()
 def evaluate(
     parallel_model: ParallelModel,
-    batches: Iterable[Batch],
+    read: Callable[[], Iterable[Batch]],
     task: Task[Any],
     device: torch.device,
     degrees: Degrees,
@@ -82,7 +82,8 @@ def evaluate(
 
     Args:
         parallel_model: the model, wrapped for distributed training.
-        batches: this rank's batches, equally many on each rank.
+        read: returns this rank's batches, equally many on each rank; a task that compares samples
+            with all others reads them twice.
         task: what is measured.
         device: the device of the model.
         degrees: the ranks along each axis.
@@ -98,9 +99,9 @@ def evaluate(
     counts: Tensor | None = None
     if metrics:
         metrics.clear()  # of an evaluation that was given up
-    for batch in batches:
-        heartbeat.touch()  # each batch is progress: a long evaluation is no hang
-        (batch,) = task.prepare([batch.to(device)], parallel_model)
+    task = task.prepare_validation(_move(read(), device), parallel_model)
+    for moved in _move(read(), device):
+        (batch,) = task.prepare([moved], parallel_model)
         batch_counts = task.evaluation_counts(batch)
         if counts is None:
             counts = torch.zeros_like(batch_counts, dtype=torch.float64)
@@ -124,3 +125,9 @@ def evaluate(
     model.train()
     numbers = task.evaluation(sums.tolist(), counts.tolist())
     return numbers | metrics.compute() if metrics else numbers
+
+
+def _move(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    for batch in batches:
+        heartbeat.touch()  # each batch is progress: a long evaluation is no hang
+        yield batch.to(device)

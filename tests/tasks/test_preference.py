@@ -13,10 +13,15 @@ from tests.model_zoo.peers import our_model, their_model
 from tests.train.plans import curves, recipe_with
 from trainer import load_recipe, train
 from trainer.engine.assemble.assemble import assemble
+from trainer.engine.inference.record_batches import RecordBatches
 from trainer.engine.launch.environment import World
 from trainer.engine.observe.numbers import to_floats
+from trainer.engine.sources.configs import JsonlSource
 from trainer.engine.tasks.preference import criteria
+from trainer.engine.tasks.preference.config import Preference
 from trainer.engine.tasks.preference.criteria import Answers
+from trainer.engine.tasks.preference.losses import KTO
+from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 
 LOSSES = {
     "dpo": {"beta": 0.3, "label_smoothing": 0.1},
@@ -25,10 +30,8 @@ LOSSES = {
     "simpo": {"beta": 2.0, "gamma": 0.5},
 }
 PLANS = [
-    pytest.param([{"context": 2}], id="context"),
-    pytest.param(
-        [{"shard": 2}, {"tensor": 2}, {"pipeline": 2}], id="others", marks=pytest.mark.matrix
-    ),
+    pytest.param([{"context": 2}, {"shard": 2}], id="context and shard"),
+    pytest.param([{"tensor": 2}, {"pipeline": 2}], id="others", marks=pytest.mark.matrix),
 ]
 
 
@@ -114,14 +117,44 @@ def all_curves(recipes):
 
 @pytest.mark.parametrize("plans", PLANS)
 def test_plans_share_the_reference_and_train_as_one_process_does(pairs, plans):
-    # KTO needs everything: a reference, mismatched answers and a statistic of the global batch.
+    # KTO needs everything: a reference, mismatched answers, and a statistic of all samples, whose
+    # number is odd in the validation.
     given = preferring(pairs, {"name": "kto", "beta": 0.3})
-    ((alone,),) = run_ranks(1, all_curves, [recipe_with(**given)])
-    recipes = [recipe_with(**given, parallel=plan) for plan in plans]
-    for rank in run_ranks(2, all_curves, recipes, timeout=300):
-        for plan, found in zip(plans, rank, strict=True):
-            for got, wanted in zip(found, alone, strict=True):
-                assert got == pytest.approx(wanted, abs=1e-5, rel=1e-5), plan
+    data = {"global_batch": 6, "validation_fraction": 7 / 60}
+
+    def recipe(plan, micro_batch):
+        changed = given["data"] | data | {"micro_batch": micro_batch}
+        changed["pad_to"] = 0 if "pipeline" in plan else 4
+        return recipe_with(**given | {"data": changed, "parallel": plan})
+
+    ((alone, *others),) = run_ranks(1, all_curves, [recipe({}, n) for n in (2, 1, 3, 4)])
+    cases = [(plan, n) for plan in plans for n in ((2,) if "pipeline" in plan else (2, 3))]
+    ranks = run_ranks(2, all_curves, [recipe(*case) for case in cases], timeout=300)
+    for found in (others, *ranks):
+        for curve in found:
+            for got, wanted in zip(curve, alone, strict=True):
+                assert got == pytest.approx(wanted, abs=1e-5, rel=1e-5), (found, cases)
+
+
+def test_mismatched_answers_do_not_depend_on_the_size_of_batches(pairs):
+    def rows(size, ranks):
+        shared = Preference(), KTO(), ByteTokenizer(), [JsonlSource(path=str(pairs))], size, 32
+        found = {}
+        for rank in range(ranks):
+            batches = RecordBatches(*shared, is_labelled=True, rank=rank, ranks=ranks)
+            for batch in batches.labelled(limit=15):
+                valid = batch.is_valid.tolist()
+                for tokens, others in zip(batch.tokens, batch.other_tokens, strict=True):
+                    if valid.pop(0):
+                        text, other = (
+                            ByteTokenizer().decode(row.tolist()) for row in (tokens, others)
+                        )
+                        found[text] = other
+        return found
+
+    (expected, *others) = [rows(*case) for case in ((15, 1), (1, 1), (3, 1), (4, 1), (3, 2))]
+    assert len(expected) == 30
+    assert all(found == expected for found in others)
 
 
 @pytest.mark.parametrize("lora", [{}, {"rank": 2}])

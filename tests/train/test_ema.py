@@ -53,9 +53,9 @@ def validation_of(recipe, weights):
         for name, parameter in parts.model.named_parameters():
             parameter.copy_(torch.from_numpy(weights[name]))
     task = parts.splits[0].task
-    return evaluate(parts.parallel_model, parts.validation, task, parts.device, parts.degrees)[
-        "loss"
-    ]
+    return evaluate(
+        parts.parallel_model, lambda: parts.validation, task, parts.device, parts.degrees
+    )["loss"]
 
 
 PLANS = {

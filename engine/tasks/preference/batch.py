@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...data.batch import Batch
@@ -101,10 +102,12 @@ def make_collation(eos_id: int, *, with_mismatches: bool) -> Collation:
 
     Args:
         eos_id: the token of padding.
-        with_mismatches: add each prompt with the answer to another sample's.
+        with_mismatches: add each prompt with the answers to its partner's prompt.
     """
-    collate = collate_with_mismatches if with_mismatches else collate_pairs
-    return Collation(partial(collate, eos_id=eos_id), PairBatch, count_answer_tokens)
+    if with_mismatches:
+        collate = partial(collate_with_mismatches, eos_id=eos_id)
+        return Collation(collate, PairBatch, count_longer, add_partner=add_other_answers)
+    return Collation(partial(collate_pairs, eos_id=eos_id), PairBatch, count_answer_tokens)
 
 
 def collate_pairs(samples: Sequence[Sample], length: int, eos_id: int) -> Arrays:
@@ -115,25 +118,30 @@ def collate_pairs(samples: Sequence[Sample], length: int, eos_id: int) -> Arrays
     return arrays
 
 
-def collate_with_mismatches(samples: Sequence[Sample], length: int, eos_id: int) -> Arrays:
-    """Return the arrays of pairs, and of prompts with answers to the next sample's prompt.
+def add_other_answers(sample: Sample, partner: Sample) -> Sample:
+    """Return a sample with the answers to its partner's prompt."""
+    return {**sample, "other_chosen": partner["chosen"], "other_rejected": partner["rejected"]}
 
-    Samples are mismatched in twos, so that a global batch has the same mismatches on any number of
-    ranks if `data.micro_batch` is even. A last sample without a partner keeps its own answers.
-    """
+
+def collate_with_mismatches(samples: Sequence[Sample], length: int, eos_id: int) -> Arrays:
+    """Return the arrays of pairs, and of prompts with answers to their partners' prompts."""
     others = []
-    for number, sample in enumerate(samples):
-        other = samples[partner] if (partner := number ^ 1) < len(samples) else sample
-        mixed = {**other, "prompt": sample["prompt"]}
+    for sample in samples:
+        mixed = _mismatch(sample)
         is_long = count_answer_tokens(mixed) > length
         others.append(truncate_preference(mixed, length) if is_long else mixed)
-    arrays = collate_pairs(samples, length, eos_id)
-    mismatched = collate_pairs([*map(_as_arrays, others)], length, eos_id)
-    return arrays | {
+    mismatched = collate_pairs(others, length, eos_id)
+    return collate_pairs(samples, length, eos_id) | {
         "other_tokens": mismatched["tokens"],
         "other_labels": mismatched["labels"],
     }
 
 
-def _as_arrays(sample: Sample) -> Sample:
-    return {name: np.asarray(value) for name, value in sample.items()}
+def count_longer(sample: Sample) -> int:
+    """Return the length of the prompt with the longest of its own answers and its partner's."""
+    return max(count_answer_tokens(sample), count_answer_tokens(_mismatch(sample)))
+
+
+def _mismatch(sample: Sample) -> dict[str, NDArray[Any]]:
+    names = {"prompt": "prompt", "chosen": "other_chosen", "rejected": "other_rejected"}
+    return {name: np.asarray(sample[field]) for name, field in names.items()}

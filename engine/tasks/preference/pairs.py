@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -132,10 +132,12 @@ class Pairs(Task[PairBatch]):
         loss: the criterion.
         score: what computes it; see `PairCriterion.score`.
         frozen: the reference; None for criteria without one.
+        reference_point: the point of a whole validation; None: `prepare` computes that of a step.
     """
 
     loss: PairCriterion
     score: Callable[..., Scores]
+    reference_point: Tensor | None = None
 
     batch_class: ClassVar[type[Batch]] = PairBatch
 
@@ -170,15 +172,28 @@ class Pairs(Task[PairBatch]):
         if self.frozen is None:
             return batches
         if self.loss.uses_mismatches:
-            batches = self._add_reference_point(batches, model, self.frozen)
+            point = self.reference_point
+            if point is None:
+                point = self._find_reference_point(batches, model, self.frozen)
+            batches = [
+                replace(batch, reference_point=point.expand(len(batch.tokens))) for batch in batches
+            ]
         return [replace(batch, reference=self._log_probs(self.frozen, batch)) for batch in batches]
 
-    def _add_reference_point(
-        self, batches: Sequence[PairBatch], model: ParallelModel, frozen: FrozenModel
-    ) -> Sequence[PairBatch]:
+    def prepare_validation(self, batches: Iterable[PairBatch], model: ParallelModel) -> Self:
+        """Return the task with the reference point of all samples of the validation."""
+        if self.frozen is None or not self.loss.uses_mismatches:
+            return self
+        point = self._find_reference_point(batches, model, self.frozen)
+        return replace(self, reference_point=point)
+
+    def _find_reference_point(
+        self, batches: Iterable[PairBatch], model: ParallelModel, frozen: FrozenModel
+    ) -> Tensor:
         trained = FrozenModel(model, frozen.config, evaluation_mode)
-        sums = torch.zeros(2, device=batches[0].tokens.device)
+        sums = torch.zeros(2, dtype=torch.float64)
         for batch in batches:
+            sums = sums.to(batch.tokens.device)
             mismatched = batch.mismatched
             found = [self._log_probs(each, mismatched) for each in (trained, frozen)]
             if found[0] is not None and found[1] is not None:
@@ -188,8 +203,7 @@ class Pairs(Task[PairBatch]):
         # Ranks with the same samples add them several times: the ratio does not change.
         if dist.is_initialized():
             dist.all_reduce(sums)
-        point = criteria.kto_reference_point(*sums.unbind())
-        return [replace(each, reference_point=point.expand(len(each.tokens))) for each in batches]
+        return criteria.kto_reference_point(*sums.unbind()).float()
 
     def _log_probs(self, model: FrozenModel, batch: PairBatch) -> Tensor | None:
         """Return [2 B] log-probabilities of answers; None without the last pipeline stage."""
