@@ -1,4 +1,4 @@
-"""The base class of every model family's config, and what Hugging Face's config.json gives it.
+"""The base class of every model family's config.
 
 Torch-free.
 """
@@ -13,78 +13,13 @@ from pydantic import PrivateAttr, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from .heads import HeadSettings, read_head
+from .hf_settings import find_mismatches, flatten_settings, read_sizes
 from .layout import Layout
 from .sizes import PositiveFloat, SettingsError, Size, Sizes, quote  # noqa: F401  # for plugins
 
 if TYPE_CHECKING:
     from ..kernels.choose import Kernels
     from .base import Model
-
-
-def flatten_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json with its rotary settings under one spelling.
-
-    transformers 5 writes `rope_parameters`; before, `rope_theta` and `rope_scaling`.
-    """
-    found = settings.get("rope_parameters") or settings.get("rope_scaling")
-    rope = {"rope_theta": settings.get("rope_theta"), **(found if isinstance(found, dict) else {})}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        # The same as any scaling by 1, and a recipe can say that one.
-        rope = {"rope_theta": rope["rope_theta"], "factor": 1.0}
-    named = {f"rope_parameters.{key}": value for key, value in rope.items()}
-    # transformers 5 has one name for the number of experts, whatever a model's own is.
-    experts = {"num_experts": settings.get("num_local_experts")}
-    return {**experts, **settings, **named, "rope_parameters.rope_type": kind}
-
-
-def find_unsupported(settings: Mapping[str, Any], name: str, layout: Layout) -> list[str]:
-    """Return a sentence for each flattened setting that the model family `name` cannot compute."""
-    return [
-        f"config.json says {key} = {quote(settings[key])}, "
-        f'model "{name}" does {" or ".join(map(quote, possible))} only'
-        for key, possible in layout.hf_possible.items()
-        if settings.get(key) is not None and settings[key] not in possible
-    ]
-
-
-def find_mismatches(settings: Mapping[str, Any], config: ModelConfig) -> list[str]:
-    """Return a sentence for each setting that contradicts those a config was made of."""
-    here = config.hf_config()
-    return [
-        f"config.json says {key} = {quote(settings[key])}, "
-        f'model "{config.name}" does {quote(here.get(key))} only, as its other keys say'
-        for key in config.layout.hf_follow
-        if settings.get(key) and settings[key] != here.get(key)
-    ]
-
-
-def read_sizes(settings: Mapping[str, Any], family: type[ModelConfig]) -> dict[str, Any]:
-    """Return a model table's values: what config.json says, else what transformers takes.
-
-    Raises:
-        SettingsError: a size is missing, or the family cannot compute what is asked for.
-    """
-    layout, name = family.layout, family.model_fields["name"].default
-    flat = flatten_settings(settings)
-    problems = find_unsupported(flat, name, layout)
-    sizes: dict[str, Any] = {}
-    for key, ours in {**layout.hf_keys, **layout.hf_also}.items():
-        value = flat.get(key)
-        if value is None:
-            value = layout.hf_defaults.get(key)
-            if isinstance(value, str):
-                value = flat.get(value)
-        if value is not None:
-            _put(sizes, ours, value)
-        # Keys of a rotary scaling are absent from models without one.
-        elif key not in layout.hf_defaults and not key.startswith("rope_parameters."):
-            problems.append(f"config.json does not say {key}")
-    if problems:
-        raise SettingsError(problems)
-    if "attention" in family.model_fields and settings.get("is_causal") is False:
-        sizes["attention"] = "bidirectional"
-    return {"name": name, **_without_unit_scaling(sizes)}
 
 
 def validate(
@@ -114,20 +49,6 @@ def _sentence(error: Mapping[str, Any]) -> str:
     reason = str(error["msg"]).removeprefix("Value error, ")
     key = ".".join(map(str, error["loc"]))
     return f"{key} = {quote(error['input'])}: {reason}" if key else reason
-
-
-def _put(table: dict[str, Any], dotted: str, value: Any) -> None:
-    *parents, key = dotted.split(".")
-    for parent in parents:
-        table = table.setdefault(parent, {})
-    table[key] = value
-
-
-def _without_unit_scaling(sizes: dict[str, Any]) -> dict[str, Any]:
-    """Drop a rotary scaling by 1, which is how `flatten_settings` spells none."""
-    if sizes.get("rope_scaling") == {"factor": 1.0}:
-        del sizes["rope_scaling"]
-    return sizes
 
 
 class ModelConfig(Sizes):
@@ -239,6 +160,10 @@ class ModelConfig(Sizes):
         """Where the Hugging Face model has the layers below its head."""
         return "model"
 
+    def hf_further_blocks(self, settings: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return what names in a folder begin with of blocks that this model does without."""
+        return ()
+
     def require_hf(self) -> None:
         """Raise a ValueError of what the Hugging Face models of the family cannot be."""
 
@@ -259,13 +184,27 @@ class ModelConfig(Sizes):
         return self
 
     @classmethod
+    def flatten_hf(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return config.json as transformers' model of this family understands it."""
+        return flatten_settings(settings)
+
+    @classmethod
+    def sizes_from_hf(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of `[model]` that config.json says.
+
+        Raises:
+            SettingsError: a size is missing, or the family cannot compute what is asked for.
+        """
+        return read_sizes(settings, cls)
+
+    @classmethod
     def from_hf_config(cls, settings: Mapping[str, Any]) -> Self:
         """Return the config of a model that Hugging Face's config.json describes.
 
         Raises:
             SettingsError: all that is missing, impossible, or not done by this family.
         """
-        config = validate(cls, read_sizes(settings, cls), settings)
+        config = validate(cls, cls.sizes_from_hf(settings), settings)
         if problems := find_mismatches(settings, config):
             raise SettingsError(problems)
         return cast("Self", config)

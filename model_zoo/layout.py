@@ -68,12 +68,11 @@ class Layout:
             "transposed" then swaps dims 1 and 2.
         hf_keys: key of Hugging Face's config.json (dots for nesting) -> key of ours, for what must
             agree if weights shall mean the same.
-        hf_possible: key of config.json -> the values that the family can compute.
+        hf_possible: key of config.json -> the values that the family can compute: its model types,
+            and of a plugin's family what else is refused. Of the others `hf_keys.toml` says it.
         hf_follow: keys of config.json that say once more what others say: with another value the
             model would be one that the family cannot compute.
         hf_also: key of config.json -> key of ours, for what is read from there but may differ.
-        hf_defaults: key of config.json -> what transformers takes where it is left out; a text
-            names another key, whose value is taken. What is in neither must be given.
     """
 
     embed: str = ""
@@ -92,7 +91,6 @@ class Layout:
     hf_possible: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     hf_follow: tuple[str, ...] = ()
     hf_also: Mapping[str, str] = field(default_factory=dict)
-    hf_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def find_blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return the repeated blocks that a model has on this rank, in order; [] without any."""
@@ -258,6 +256,7 @@ YARN_KEYS = {
     "rope_parameters.truncate": "rope_scaling.truncate",
     "rope_parameters.mscale": "rope_scaling.mscale",
     "rope_parameters.mscale_all_dim": "rope_scaling.mscale_all_dim",
+    "rope_parameters.attention_factor": "rope_scaling.attention_factor",
 }
 """of `layers.configs.YarnScaling`"""
 HF_ALSO = {

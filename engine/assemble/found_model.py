@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ...model_zoo.config import read_sizes
 from ...model_zoo.heads import read_head
 from ...model_zoo.sizes import SettingsError
 from ..checkpoint.find import candidates, find_checkpoint
@@ -78,8 +77,11 @@ def _recipe_for_settings(folder: Path, settings: dict[str, Any]) -> Recipe:
             nearest(model_type, types),
         )
     try:
+        # Predictions of further tokens are of training; transformers' folders hold none.
+        settings = {**settings, "num_nextn_predict_layers": 0}
+        config = types[model_type].from_hf_config(settings)
         table: dict[str, Any] = {
-            "model": read_sizes(settings, types[model_type]),
+            "model": config.model_dump(),
             "tokenizer": {"name": "hf", "path": str(folder)},
         }
         if head := read_head(settings):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,14 +59,33 @@ def open_huggingface(folder: Path, recipe: Recipe | None) -> SourceWeights:
         rows = rows_of(found, recipe.model.layout.to_hf(f"{recipe.model.layout.embed}.weight"))
         config = recipe.model.with_vocab(rows)
     elif settings is not None:
-        family = family_of(settings, folder)
-        config = config_or_error(partial(family.from_hf_config, settings), folder / CONFIG)
+        config = _config_of(settings, found, folder)
     else:
         raise CheckpointError(f"{folder} has no {CONFIG}", "describe the model with --recipe")
     shapes = parameter_shapes(config, found, folder)
     fit = _match_folder(folder, "the folder", stored, shapes, config, settings)
     tensors = fit.rows(shapes, stored)
     return SourceWeights(folder, config, tensors, recipe, settings, folder, fit.notes)
+
+
+def _config_of(settings: Mapping[str, Any], found: Collection[str], folder: Path) -> ModelConfig:
+    """Return the config that config.json describes.
+
+    Args:
+        settings: the content of config.json.
+        found: names of the stored tensors.
+        folder: the folder of config.json, for messages.
+
+    Raises:
+        CheckpointError: no model of ours is what it describes.
+    """
+    family, place = family_of(settings, folder), folder / CONFIG
+    config = config_or_error(partial(family.from_hf_config, settings), place)
+    # What transformers saves says that there are predictions of further tokens, and holds none.
+    without = family.from_hf_config({**settings, "num_nextn_predict_layers": 0})
+    further = without.hf_further_blocks(settings)
+    names = (f"model.{name.removeprefix('model.')}" for name in found)
+    return config if any(name.startswith(further) for name in names) else without
 
 
 def _match_folder(
@@ -147,7 +166,7 @@ def open_torch(file: Path, recipe: Recipe | None) -> SourceWeights:
     """
     notes: list[str] = []
     tensors = read_state_dict(file, notes)
-    config, settings = (recipe.model, None) if recipe else _config_beside(file)
+    config, settings = (recipe.model, None) if recipe else _config_beside(file, tensors)
     embed = f"{config.layout.embed}.weight"
     their_embed = config.layout.to_hf(embed)
     if not {embed, their_embed} & tensors.keys():  # a model within one of the user's own
@@ -210,15 +229,14 @@ def _without(prefix: str, tensors: dict[str, FileTensor]) -> dict[str, FileTenso
     return {name.removeprefix(prefix): each for name, each in tensors.items()}
 
 
-def _config_beside(file: Path) -> tuple[ModelConfig, dict[str, Any]]:
+def _config_beside(file: Path, found: Collection[str]) -> tuple[ModelConfig, dict[str, Any]]:
     settings = read_config(file.parent)
     if settings is None:
         raise CheckpointError(
             f"{file} does not say what model it is of, and has no {CONFIG} beside it",
             "describe the model with --recipe",
         )
-    family, place = family_of(settings, file.parent), file.parent / CONFIG
-    return config_or_error(partial(family.from_hf_config, settings), place), settings
+    return _config_of(settings, found, file.parent), settings
 
 
 def _newest(path: Path) -> tuple[Path, Manifest]:

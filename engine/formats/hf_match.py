@@ -6,8 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...model_zoo.config import ModelConfig, find_mismatches, find_unsupported, flatten_settings
+from ...model_zoo.config import ModelConfig
 from ...model_zoo.heads import is_head_layer, read_head
+from ...model_zoo.hf_settings import agree, find_mismatches, find_notes, find_unsupported
 from ...model_zoo.layout import Layout, Part
 from ...model_zoo.sizes import SettingsError
 from ...model_zoo.sizes import quote as text
@@ -86,6 +87,7 @@ def match(
         return match
     if settings is not None:
         match.problems, match.hint = _compare_settings(settings, config)
+        match.notes += find_notes(settings)
     embed, head = _tied_names(layout)
     layer = [name for name in shapes if is_head_layer(name)]
     if fresh_head and layer and not any(layout.to_hf(name) in stored for name in layer):
@@ -106,6 +108,8 @@ def match(
     extra = {head, *(name for name in stored if name.endswith(passed_over))}
     for name, shape in config.replaced_parameters.items():
         extra |= {part.name for part in layout.hf_parts(name, shape, stored)}
+    if further := config.hf_further_blocks(settings or {}):
+        extra |= {name for name in stored if name.startswith(further)}
     if replaced := config.replaced_prefixes:
         extra |= {name for name in stored if (layout.from_hf(name) or "").startswith(replaced)}
     found = {name: tensor.shape for name, tensor in stored.items()}
@@ -172,12 +176,12 @@ def _compare_settings(settings: Mapping[str, Any], config: ModelConfig) -> tuple
     The hint is empty unless keys of `[model]` alone make the two agree.
     """
     layout = config.layout
-    there, here = flatten_settings(settings), flatten_settings(config.hf_config())
-    not_done = find_unsupported(there, config.name, layout)
+    there, here = config.flatten_hf(settings), config.flatten_hf(config.hf_config())
+    not_done = find_unsupported(there, type(config))
     differing = [
         (ours, here.get(key), there[key])
         for key, ours in layout.hf_keys.items()
-        if there.get(key) is not None and there[key] != here.get(key)
+        if there.get(key) is not None and not agree(there[key], here.get(key))
     ]
     problems = not_done + _compare_labels(settings, config)
     problems += [

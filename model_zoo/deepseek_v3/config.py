@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, model_validator
 
-from ..config import read_sizes, validate
 from ..decoder_config import DecoderConfig
 from ..heads import TaskHead
 from ..layers.configs import LatentSizes, MoESettings, YarnScaling
@@ -216,10 +215,10 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
 
     def hf_config(self) -> dict[str, Any]:
         """Return what transformers' `DeepseekV3Config` or `DeepseekV2Config` says of this model."""
-        moe = self.moe
+        moe, further = self.moe, self.predictions
         # transformers' DeepSeek-V2 picks its routing by `topk_method`.
-        method = "noaux_tc"
-        if self.hf_version == 2:
+        method, is_third = "noaux_tc", self.hf_version == 3
+        if not is_third:
             method = "group_limited_greedy" if moe.is_grouped else "greedy"
         return {
             "model_type": f"deepseek_v{self.hf_version}",
@@ -232,7 +231,6 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
             "v_head_dim": self.value_head_dim,
             "intermediate_size": self.ffn_dim,
             "first_k_dense_replace": self.n_dense_layers,
-            "num_nextn_predict_layers": self.predictions,
             "n_routed_experts": moe.num_experts,
             "num_experts_per_tok": moe.experts_per_token,
             "moe_intermediate_size": moe.expert_ffn_dim,
@@ -245,24 +243,37 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
             "aux_loss_alpha": moe.aux_weight,
             "initializer_range": self.init_std,
             "topk_method": method,
+            # Where it is left out, transformers takes 1 for V3; it knows no such key of V2.
+            **({"num_nextn_predict_layers": further} if further or is_third else {}),
         }
 
     @classmethod
-    def from_hf_config(cls, settings: Mapping[str, Any]) -> Self:
-        """Return the config of a model that config.json describes.
+    def flatten_hf(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return config.json as transformers' model of this family understands it."""
+        flat = super().flatten_hf(settings)
+        if flat.get("model_type") == "deepseek_v2" and flat.get("topk_method") == "greedy":
+            # Groups are there in published files, and this method leaves them alone.
+            flat |= {"n_group": 1, "topk_group": 1}
+        return flat
+
+    @classmethod
+    def sizes_from_hf(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of `[model]` that config.json says.
 
         Raises:
-            SettingsError: all that is missing, impossible, or not done by this family.
+            SettingsError: a size is missing, or the family cannot compute what is asked for.
         """
-        sizes = read_sizes(settings, cls)
+        sizes = super().sizes_from_hf(settings)
         is_third = settings.get("model_type") == "deepseek_v3"
-        # transformers 5 reads none of them from config.json: the code of each version fixes them.
-        sizes["moe"] |= {
-            "score": "sigmoid" if is_third else "softmax",
-            "group_score": "top2" if is_third else "max",
-            "balance_bias": is_third,
-        }
-        return cast("Self", validate(cls, sizes, settings))
+        # config.json has no key for them: the code of each version fixes them.
+        sizes["moe"] |= {"group_score": "top2" if is_third else "max", "balance_bias": is_third}
+        return sizes
+
+    def hf_further_blocks(self, settings: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return what names in a folder begin with of predictions that this model leaves out."""
+        depth = self.flatten_hf(settings).get("num_nextn_predict_layers")
+        end = self.n_layers + (depth if isinstance(depth, int) else 0)
+        return tuple(f"model.layers.{number}." for number in range(self.num_blocks, end))
 
     def build(self, kernels: Kernels) -> DeepSeekV3:
         """Return the module."""

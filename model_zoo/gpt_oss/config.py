@@ -62,26 +62,9 @@ LAYOUT = Layout(
         "swiglu_alpha": "swiglu_alpha",
         **YARN_KEYS,
     },
-    hf_possible={
-        "model_type": ("gpt_oss",),
-        "hidden_act": ("silu",),
-        "attention_bias": (True,),
-        "rope_parameters.rope_type": ("default", "yarn"),
-        "quantization_config": (None,),
-    },
+    hf_possible={"model_type": ("gpt_oss",)},
     hf_follow=("layer_types",),
     hf_also=HF_ALSO,
-    hf_defaults={
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters.rope_theta": 150000.0,
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": False,
-        "sliding_window": 128,
-        "swiglu_limit": 7.0,
-        "swiglu_alpha": 1.702,
-    },
 )
 
 

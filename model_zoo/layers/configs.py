@@ -226,6 +226,8 @@ class YarnScaling(Sizes):
     mscale_all_dim, else all of it"""
     mscale_all_dim: NonNegativeFloat = 0.0
     """how much of it all dims get; what is turned is then scaled by the ratio of the two"""
+    attention_factor: NonNegativeFloat = 0.0
+    """what is turned is scaled by this instead; 0: by what mscale and mscale_all_dim give"""
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
@@ -238,7 +240,7 @@ class YarnScaling(Sizes):
     @property
     def blend(self) -> dict[str, Any]:
         """The arguments of `rotary.yarn`."""
-        return self.model_dump(exclude={"mscale", "mscale_all_dim"})
+        return self.model_dump(exclude={"mscale", "mscale_all_dim", "attention_factor"})
 
     def sharpening(self, share: float) -> float:
         """Return what queries and keys are multiplied by (arXiv:2309.00071, equation 22)."""
@@ -247,6 +249,8 @@ class YarnScaling(Sizes):
     @property
     def rotation_scale(self) -> float:
         """What cosine and sine are multiplied by."""
+        if self.attention_factor:
+            return self.attention_factor
         if self.mscale and self.mscale_all_dim:
             return self.sharpening(self.mscale) / self.sharpening(self.mscale_all_dim)
         return self.sharpening(1.0)
@@ -262,7 +266,7 @@ class YarnScaling(Sizes):
 
     def hf_config(self) -> dict[str, Any]:
         """Return what config.json's `rope_parameters` say of it."""
-        both = {"mscale": self.mscale, "mscale_all_dim": self.mscale_all_dim}
+        keys = ("mscale", "mscale_all_dim", "attention_factor")
         return {
             "rope_type": "yarn",
             "factor": self.factor,
@@ -270,5 +274,5 @@ class YarnScaling(Sizes):
             "beta_fast": self.beta_fast,
             "beta_slow": self.beta_slow,
             "truncate": self.truncate,
-            **{key: value for key, value in both.items() if value},
+            **{key: value for key in keys if (value := getattr(self, key))},
         }

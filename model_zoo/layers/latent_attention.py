@@ -14,6 +14,9 @@ from .configs import LatentSizes
 from .dense import Linear, RMSNorm
 from .rotary import interleaved_to_half
 
+LATENT_EPS = 1e-6
+"""of the latents' norms: fixed in the published code, whatever `rms_norm_eps` is"""
+
 
 class LatentAttention(nn.Module):
     """Norm and multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
@@ -27,7 +30,7 @@ class LatentAttention(nn.Module):
         num_heads: number of heads, H.
         sizes: widths of the latents and of the heads.
         query_scale: factor of the scores, beside 1 / sqrt(K).
-        norm_eps: see `RMSNorm`.
+        norm_eps: see `RMSNorm`; of the norm before the layer, not of the latents'.
         kernels: the implementations.
     """
 
@@ -49,10 +52,10 @@ class LatentAttention(nn.Module):
             self.q = Linear(dim, queries)
         else:
             self.q_down = Linear(dim, sizes.q_lora_rank)
-            self.q_norm = RMSNorm(sizes.q_lora_rank, norm_eps, kernels)
+            self.q_norm = RMSNorm(sizes.q_lora_rank, LATENT_EPS, kernels)
             self.q_up = Linear(sizes.q_lora_rank, queries)
         self.kv_down = Linear(dim, sizes.kv_lora_rank + sizes.rope_head_dim)
-        self.kv_norm = RMSNorm(sizes.kv_lora_rank, norm_eps, kernels)
+        self.kv_norm = RMSNorm(sizes.kv_lora_rank, LATENT_EPS, kernels)
         self.kv_up = Linear(sizes.kv_lora_rank, num_heads * sum(self._ups))
         self.o = Linear(num_heads * sizes.value_head_dim, dim)
         self.attention = kernels.attention

@@ -68,33 +68,9 @@ LAYOUT = Layout(
         "floor_scale": "temperature_floor",
         **SCALING_KEYS,
     },
-    hf_possible={
-        "model_type": ("llama4_text",),
-        "hidden_act": ("silu",),
-        "attention_bias": (False,),
-        # transformers 4 had 4 as the default, which counts as true.
-        "attn_temperature_tuning": (True, 4),
-        "rope_parameters.rope_type": ("default", "llama3"),
-        "quantization_config": (None,),
-    },
+    hf_possible={"model_type": ("llama4_text",)},
     hf_follow=("layer_types", "moe_layers", "no_rope_layers"),
     hf_also=HF_ALSO,
-    hf_defaults={
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters.rope_theta": 500000.0,
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": False,
-        "num_local_experts": 16,
-        "num_experts_per_tok": 1,
-        "interleave_moe_layer_step": 1,
-        "attention_chunk_size": 8192,
-        "no_rope_layer_interval": 4,
-        "use_qk_norm": True,
-        "attn_scale": 0.1,
-        "floor_scale": 8192,
-    },
 )
 
 

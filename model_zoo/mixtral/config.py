@@ -53,26 +53,8 @@ LAYOUT = Layout(
         "num_experts_per_tok": "moe.experts_per_token",
         "intermediate_size": "moe.expert_ffn_dim",
     },
-    hf_possible={
-        "model_type": ("mixtral",),
-        "hidden_act": ("silu",),
-        "attention_bias": (False,),
-        "sliding_window": (None,),
-        "rope_parameters.rope_type": ("default",),
-        "quantization_config": (None,),
-    },
+    hf_possible={"model_type": ("mixtral",)},
     hf_also={**HF_ALSO, "router_aux_loss_coef": "moe.aux_weight"},
-    hf_defaults={
-        "num_key_value_heads": 8,
-        "head_dim": None,
-        "rms_norm_eps": 1e-5,
-        "rope_parameters.rope_theta": 1000000.0,
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": False,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "router_aux_loss_coef": 1e-3,
-    },
 )
 
 
@@ -121,9 +103,11 @@ class MixtralConfig(GroupedQueryConfig):
 
     def hf_config(self) -> dict[str, Any]:
         """Return what transformers' `MixtralConfig` says of this model."""
+        found = super().hf_config()
+        del found["attention_bias"]  # no key of transformers' class
         return {
             "model_type": "mixtral",
-            **super().hf_config(),
+            **found,
             "sliding_window": None,
             "num_local_experts": self.moe.num_experts,
             "num_experts_per_tok": self.moe.experts_per_token,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from ..config import flatten_settings, read_sizes, validate
 from ..decoder_config import GroupedQueryConfig
 from ..layers.configs import MoESettings
 from ..layout import (
@@ -50,31 +49,8 @@ LAYOUT = Layout(
         "moe_intermediate_size": "moe.expert_ffn_dim",
         "norm_topk_prob": "moe.normalize",
     },
-    hf_possible={
-        "model_type": ("qwen3", "qwen3_moe"),
-        "hidden_act": ("silu",),
-        "attention_bias": (False,),
-        "use_sliding_window": (False,),
-        "decoder_sparse_step": (1,),
-        "mlp_only_layers": ([],),
-        "rope_parameters.rope_type": ("default",),
-        "quantization_config": (None,),
-    },
+    hf_possible={"model_type": ("qwen3", "qwen3_moe")},
     hf_also={**HF_ALSO, "router_aux_loss_coef": "moe.aux_weight"},
-    hf_defaults={
-        "num_key_value_heads": "num_attention_heads",
-        "head_dim": 128,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters.rope_theta": 10000.0,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": False,
-        # A model without experts says none of these.
-        "num_experts": None,
-        "num_experts_per_tok": None,
-        "moe_intermediate_size": None,
-        "norm_topk_prob": None,
-        "router_aux_loss_coef": None,
-    },
 )
 
 
@@ -87,14 +63,6 @@ PUBLISHED = {
 }
 BALANCE = {"aux_weight": 1e-3, "aux_scope": "global"}
 """the scope: section 2; the weight: router_aux_loss_coef of the published models"""
-MOE_DEFAULTS = {
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": False,
-    "router_aux_loss_coef": 1e-3,
-}
-"""what transformers takes where the config.json of a model with experts leaves it out"""
 
 
 class Qwen3Config(GroupedQueryConfig):
@@ -219,18 +187,24 @@ class Qwen3Config(GroupedQueryConfig):
         }
 
     @classmethod
-    def from_hf_config(cls, settings: Mapping[str, Any]) -> Self:
-        """Return the config of a model that config.json describes.
+    def sizes_from_hf(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of `[model]` that config.json says.
 
         Raises:
-            SettingsError: all that is missing, impossible, or not done by this family.
+            SettingsError: a size is missing, or the family cannot compute what is asked for.
         """
-        if settings.get("model_type") != "qwen3_moe":
-            return super().from_hf_config(settings)
-        given = {
-            key: value for key, value in flatten_settings(settings).items() if value is not None
-        }
-        sizes = read_sizes({**MOE_DEFAULTS, **given}, cls)
-        # config.json has no key for the scope.
-        sizes["moe"]["aux_scope"] = BALANCE["aux_scope"]
-        return cast("Self", validate(cls, sizes, settings))
+        sizes = super().sizes_from_hf(settings)
+        if "moe" in sizes:
+            # config.json has no key for the scope.
+            sizes["moe"]["aux_scope"] = BALANCE["aux_scope"]
+        return sizes
+
+    @classmethod
+    def flatten_hf(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return config.json as transformers' model of this family understands it."""
+        flat = super().flatten_hf(settings)
+        width, heads = flat.get("hidden_size"), flat.get("num_attention_heads")
+        if flat.get("head_dim") is None and isinstance(width, int) and isinstance(heads, int):
+            # transformers' class of the models with experts has no default for it.
+            flat["head_dim"] = width // max(1, heads)
+        return flat

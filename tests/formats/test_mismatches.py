@@ -102,7 +102,11 @@ def test_both_spellings_of_rotary_settings_are_understood(tmp_path: Path) -> Non
             "",
         ),
         ({"hidden_act": "gelu"}, 'hidden_act = "gelu"', ""),
-        ({"rope_scaling": {"type": "yarn", "factor": 2}}, '"yarn", model "llama3" does "def', ""),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2}},
+            'rope_type = "yarn" (how rotary frequencies are scaled), model "llama3" does "def',
+            "",
+        ),
     ],
 )
 def test_settings_that_shapes_do_not_show_are_compared(

@@ -71,9 +71,17 @@ def test_the_old_spelling_of_rotary_scaling_is_read() -> None:
         ({"hidden_act": "gelu", "attention_bias": True}, ["hidden_act", "attention_bias"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ['rope_type = "yarn"']),
         (
-            {"rope_parameters": {"rope_type": "llama3", "factor": float("nan")}},
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": float("nan"),
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                }
+            },
             ["rope_scaling.factor"],
         ),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, ["low_freq", "high_freq"]),
     ],
 )
 def test_all_that_is_impossible_is_said(change: dict[str, Any], problems: list[str]) -> None:
