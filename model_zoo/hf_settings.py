@@ -202,7 +202,7 @@ def find_mismatches(settings: Mapping[str, Any], config: ModelConfig) -> list[st
         f"config.json says {key} = {quote(there[key])}, "
         f'model "{config.name}" does {quote(here.get(key))} only, as its other keys say'
         for key in config.layout.hf_follow
-        if there.get(key) and there[key] != here.get(key)
+        if there.get(key) is not None and there[key] != here.get(key)
     ]
 
 

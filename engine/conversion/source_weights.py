@@ -66,7 +66,8 @@ def config_or_error(make: Callable[[], ModelConfig], place: Path) -> ModelConfig
     except SettingsError as error:
         raise CheckpointError(
             list_problems(f"{place} describes no model that can be built:", error.problems),
-            "where the file is right and incomplete, describe the model with --recipe",
+            "where the file is incomplete, describe the model with --recipe; what no model here "
+            "computes needs another library, such as transformers",
         ) from error
 
 

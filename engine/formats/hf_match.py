@@ -173,24 +173,26 @@ def list_mismatches(
 def _compare_settings(settings: Mapping[str, Any], config: ModelConfig) -> tuple[list[str], str]:
     """Return the differences between config.json and a model, and a hint that resolves them.
 
-    The hint is empty unless keys of `[model]` alone make the two agree.
+    The hint is empty where neither keys of `[model]` nor another library would help.
     """
     layout = config.layout
     there, here = config.flatten_hf(settings), config.flatten_hf(config.hf_config())
     not_done = find_unsupported(there, type(config))
     differing = [
-        (ours, here.get(key), there[key])
+        (ours, here.get(key), there[key], "says" if key.split(".")[0] in settings else "means")
         for key, ours in layout.hf_keys.items()
         if there.get(key) is not None and not agree(there[key], here.get(key))
     ]
     problems = not_done + _compare_labels(settings, config)
     problems += [
-        f"model.{ours} is {'not set' if own is None else text(own)}, {CONFIG} says {text(value)}"
-        for ours, own, value in differing
+        f"model.{ours} is {'not set' if own is None else text(own)}, {CONFIG} {said} {text(value)}"
+        for ours, own, value, said in differing
     ]
+    if not_done:
+        return problems, "what no model here computes needs another library, such as transformers"
     if len(problems) > len(differing) or not differing:
         return problems or find_mismatches(settings, config), ""
-    wanted = ", ".join(f"{ours} = {text(value)}" for ours, _, value in differing)
+    wanted = ", ".join(f"{ours} = {text(value)}" for ours, _, value, _ in differing)
     return problems, f"set in [model]: {wanted}"
 
 

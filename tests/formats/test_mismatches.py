@@ -99,13 +99,13 @@ def test_both_spellings_of_rotary_settings_are_understood(tmp_path: Path) -> Non
         (
             {"model_type": "gemma"},
             'says model_type = "gemma", model "llama3" does "llama" only',
-            "",
+            "another library",
         ),
-        ({"hidden_act": "gelu"}, 'hidden_act = "gelu"', ""),
+        ({"hidden_act": "gelu"}, 'hidden_act = "gelu"', "another library"),
         (
             {"rope_scaling": {"type": "yarn", "factor": 2}},
             'rope_type = "yarn" (how rotary frequencies are scaled), model "llama3" does "def',
-            "",
+            "another library",
         ),
     ],
 )
@@ -118,7 +118,18 @@ def test_settings_that_shapes_do_not_show_are_compared(
     error = refusal(write(tmp_path / "source", weights_of(config_of()), settings))
     assert message in error.message
     assert hint in error.hint
-    assert bool(hint) == bool(error.hint)
+
+
+def test_a_number_that_fp32_rounded_is_the_same_and_what_is_left_out_is_compared(
+    tmp_path: Path,
+) -> None:
+    config = config_of()
+    settings = config.hf_config() | {"rms_norm_eps": 9.999999747378752e-06}
+    source = write(tmp_path / "source", weights_of(config), settings)
+    assert load_huggingface(source, empty_model(config), config) == []
+    del settings["rms_norm_eps"]
+    error = refusal(write(tmp_path / "other", weights_of(config), settings))
+    assert "model.norm_eps is 1e-05, config.json means 1e-06" in error.message
 
 
 def test_a_scaled_model_learns_how_to_take_an_unscaled_folder(tmp_path: Path) -> None:
