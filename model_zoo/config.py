@@ -195,7 +195,11 @@ class ModelConfig(Sizes):
         Raises:
             SettingsError: a size is missing, or the family cannot compute what is asked for.
         """
-        return read_sizes(settings, cls)
+        name = cls.model_fields["name"].default
+        sizes = read_sizes(cls.flatten_hf(settings), name, cls.layout)
+        if "attention" in cls.model_fields and settings.get("is_causal") is False:
+            sizes["attention"] = "bidirectional"
+        return sizes
 
     @classmethod
     def from_hf_config(cls, settings: Mapping[str, Any]) -> Self:
@@ -205,7 +209,8 @@ class ModelConfig(Sizes):
             SettingsError: all that is missing, impossible, or not done by this family.
         """
         config = validate(cls, cls.sizes_from_hf(settings), settings)
-        if problems := find_mismatches(settings, config):
+        there, here = cls.flatten_hf(settings), config.hf_config()
+        if problems := find_mismatches(there, here, config.name, cls.layout):
             raise SettingsError(problems)
         return cast("Self", config)
 

@@ -11,12 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .layout import Layout
 from .sizes import SettingsError, quote
-
-if TYPE_CHECKING:
-    from .config import ModelConfig
 
 FLOAT_TOLERANCE = 1e-6
 """relative; fp32 holds about seven digits, and some writers of config.json print its numbers"""
@@ -150,9 +148,8 @@ def _complete_rope(flat: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def find_unsupported(settings: Mapping[str, Any], family: type[ModelConfig]) -> list[str]:
-    """Return a sentence for each flattened setting that a model family cannot compute."""
-    name, layout = family.model_fields["name"].default, family.layout
+def find_unsupported(settings: Mapping[str, Any], name: str, layout: Layout) -> list[str]:
+    """Return a sentence for each flattened setting that the model family `name` cannot compute."""
     refused = [Restriction(key, possible, "") for key, possible in layout.hf_possible.items()]
     return [
         f"config.json says {each.key} = {quote(settings[each.key])}"
@@ -195,27 +192,33 @@ def agree(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def find_mismatches(settings: Mapping[str, Any], config: ModelConfig) -> list[str]:
-    """Return a sentence for each setting that contradicts those a config was made of."""
-    here, there = config.hf_config(), config.flatten_hf(settings)
+def find_mismatches(
+    there: Mapping[str, Any], here: Mapping[str, Any], name: str, layout: Layout
+) -> list[str]:
+    """Return a sentence for each setting that contradicts those a config was made of.
+
+    Args:
+        there: flattened settings of a folder.
+        here: what the config says in config.json.
+        name: the model family.
+        layout: its layout.
+    """
     return [
         f"config.json says {key} = {quote(there[key])}, "
-        f'model "{config.name}" does {quote(here.get(key))} only, as its other keys say'
-        for key in config.layout.hf_follow
+        f'model "{name}" does {quote(here.get(key))} only, as its other keys say'
+        for key in layout.hf_follow
         if there.get(key) is not None and there[key] != here.get(key)
     ]
 
 
-def read_sizes(settings: Mapping[str, Any], family: type[ModelConfig]) -> dict[str, Any]:
-    """Return a model table's values: what config.json says, else what transformers takes.
+def read_sizes(flat: Mapping[str, Any], name: str, layout: Layout) -> dict[str, Any]:
+    """Return the values of `[model]` that flattened settings say.
 
     Raises:
         SettingsError: a size is missing, or the family cannot compute what is asked for.
     """
-    layout, flat = family.layout, family.flatten_hf(settings)
-    optional = known_keys_of(settings).optional
-    problems = find_unsupported(flat, family)
-    sizes: dict[str, Any] = {"name": family.model_fields["name"].default}
+    problems, optional = find_unsupported(flat, name, layout), known_keys_of(flat).optional
+    sizes: dict[str, Any] = {"name": name}
     for key, ours in {**layout.hf_keys, **layout.hf_also}.items():
         if (value := flat.get(key)) is not None:
             _put(sizes, ours, value)
@@ -227,8 +230,6 @@ def read_sizes(settings: Mapping[str, Any], family: type[ModelConfig]) -> dict[s
     problems += [f"config.json does not say {ROPE}{key}" for key in missing]
     if problems:
         raise SettingsError(problems)
-    if "attention" in family.model_fields and settings.get("is_causal") is False:
-        sizes["attention"] = "bidirectional"
     # A rotary scaling by 1 is how `flatten_settings` spells none.
     if sizes.get("rope_scaling") == {"factor": 1.0}:
         del sizes["rope_scaling"]

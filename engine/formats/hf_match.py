@@ -177,7 +177,7 @@ def _compare_settings(settings: Mapping[str, Any], config: ModelConfig) -> tuple
     """
     layout = config.layout
     there, here = config.flatten_hf(settings), config.flatten_hf(config.hf_config())
-    not_done = find_unsupported(there, type(config))
+    not_done = find_unsupported(there, config.name, layout)
     differing = [
         (ours, here.get(key), there[key], "says" if key.split(".")[0] in settings else "means")
         for key, ours in layout.hf_keys.items()
@@ -191,7 +191,7 @@ def _compare_settings(settings: Mapping[str, Any], config: ModelConfig) -> tuple
     if not_done:
         return problems, "what no model here computes needs another library, such as transformers"
     if len(problems) > len(differing) or not differing:
-        return problems or find_mismatches(settings, config), ""
+        return problems or find_mismatches(there, here, config.name, layout), ""
     wanted = ", ".join(f"{ours} = {text(value)}" for ours, _, value, _ in differing)
     return problems, f"set in [model]: {wanted}"
 
