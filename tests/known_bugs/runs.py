@@ -1,0 +1,112 @@
+"""A very small run, and what one step of it computes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.known_bugs.ranks import alone, on_ranks
+from trainer.engine.assemble.assemble import assemble
+from trainer.engine.launch.environment import World
+from trainer.engine.recipe.schema import Recipe
+
+BASE: dict[str, Any] = {
+    "run": {"steps": 8, "seed": 3},
+    "model": {"dim": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 32},
+    "data": {
+        "seq_len": 16,
+        "global_batch": 4,
+        "micro_batch": 1,
+        "packing": "none",
+        "sources": [{"name": "synthetic", "num_documents": 60, "document_tokens": 12}],
+    },
+    "optimizer": {"name": "sgd", "lr": 0.1, "clip_norm": 0.0},
+    "schedule": {"name": "constant"},
+    "precision": {"compute": "fp32"},
+    "checkpoint": {"interval": 0},
+    "evaluate": {"steps": 0, "interval": 0},
+    "parallel": {"shard": 1},
+}
+MOE = {
+    "name": "mixtral",
+    "dim": 16,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "moe": {"num_experts": 4, "expert_ffn_dim": 8, "aux_weight": 0.1},
+}
+
+
+def recipe_of(**changes: Any) -> Recipe:
+    """Return the recipe with some keys of its tables changed; a model by name is given whole."""
+    merged = dict(BASE)
+    for table, values in changes.items():
+        fresh = table == "model" and "name" in values
+        merged[table] = values if fresh else {**merged.get(table, {}), **values}
+    return Recipe.model_validate(merged)
+
+
+def assembled(**changes: Any) -> Any:
+    """Return the parts of the run on this rank, which is alone outside of `on_ranks`."""
+    rank = int(os.environ.get("RANK", 0))
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    place = World(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
+    return assemble(recipe_of(**changes), place, torch.device("cpu"))
+
+
+def whole(tensor: torch.Tensor) -> np.ndarray:
+    """Return all of a tensor that ranks may share."""
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().double().numpy().copy()
+
+
+def gradients_of(parts: Any) -> dict[str, np.ndarray]:
+    """Return the gradients of the parameters that this rank has a part of, whole."""
+    named = [(n, w) for n, w in parts.model.named_parameters() if w.requires_grad]
+    return {
+        name: whole(weight.grad) if weight.grad is not None else np.zeros(weight.shape)
+        for name, weight in named
+    }
+
+
+def first_step(changes: dict[str, Any]) -> dict[str, Any]:
+    """Return loss, norm and gradients of the first step on this rank."""
+    parts = assembled(**changes)
+    found = parts.step.accumulate(next(parts.loader.steps(0)))
+    numbers = {"loss": found.loss.item(), "norm": found.norm.item()}
+    return {**numbers, "total_loss": found.total_loss.item(), "gradients": gradients_of(parts)}
+
+
+def assert_equal(found: Any, expected: Any, what: str = "") -> None:
+    """Assert that arrays or numbers are equal up to rounding of fp32."""
+    found, expected = np.asarray(found, dtype=float), np.asarray(expected, dtype=float)
+    assert found.shape == expected.shape, what
+    scale = max(float(np.abs(expected).max(initial=0)), 1e-6)
+    difference = float(np.abs(found - expected).max(initial=0))
+    assert difference <= 1e-4 * scale, f"{what}: {difference / scale:.1e} of {scale:.1e}"
+
+
+def assert_same_gradients(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Assert that gradients by name are equal."""
+    for name, gradient in found.items():
+        assert_equal(gradient, expected[name], name)
+
+
+def assert_first_step_as_alone(world: int, parallel: dict[str, Any], **changes: Any) -> None:
+    """Assert that ranks find the loss, the norm and every gradient that one process finds."""
+    assert_steps_as_alone(on_ranks(world, first_step, {**changes, "parallel": parallel}), changes)
+
+
+def assert_steps_as_alone(steps: list[dict[str, Any]], changes: dict[str, Any]) -> None:
+    """Assert that what each rank found is what one process finds."""
+    expected = alone(first_step, changes)
+    seen = set()
+    for step in steps:
+        assert_same_gradients(step["gradients"], expected["gradients"])
+        for number in ("loss", "norm", "total_loss"):
+            assert_equal(step[number], expected[number], number)
+        seen |= step["gradients"].keys()
+    assert seen == expected["gradients"].keys()
