@@ -109,31 +109,6 @@ def every_micro_batch_adds_to_the_gradient():
     assert_a_step_has_the_mean()
 
 
-def divide_again_after_each(patch):
-    """Divide what has been accumulated so far by the number of micro batches, after each."""
-    original = TrainStep._forward_backward
-
-    def forward_backward(self, batches, factor, before_update):
-        pieces = []
-        for batch in batches:
-            pieces.append(original(self, [batch], factor, before_update))
-            for weight in self.parallel_model.model.parameters():
-                weight.grad /= len(batches)
-        return torch.stack(pieces).sum(0)
-
-    patch.setattr(TrainStep, "_forward_backward", forward_backward)
-
-
-@known_bug(
-    "pytorch/torchtitan#1733",
-    "Gradients were divided by the micro batches after each pass instead of once, which made their"
-    " sum a moving average.",
-    divide_again_after_each,
-)
-def accumulated_gradients_are_divided_once():
-    assert_a_step_has_the_mean()
-
-
 def report_the_sum_of_means(patch):
     def mean_loss(self, sums, counts):
         return sums[1] / counts[0].clamp(min=1) * 4

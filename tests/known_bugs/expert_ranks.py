@@ -1,0 +1,172 @@
+"""Expert parallel: two ranks that divide the experts find what one process finds."""
+
+from tests.known_bugs.catalogue import known_bug
+from tests.known_bugs.runs import (
+    LATENT,
+    MOE,
+    assert_first_step_as_alone,
+)
+from trainer.engine.parallel.context.context import ContextParallel
+from trainer.engine.parallel.expert import ScaledView
+from trainer.engine.train import update
+from trainer.engine.train.balance import Balance
+from trainer.model_zoo.layers.moe import moe_layers
+
+EXPERT = {"expert": 2, "shard": 2}
+GPT_OSS = {
+    "name": "gpt_oss",
+    "dim": 16,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 4,
+    "moe": {"num_experts": 4, "experts_per_token": 2, "expert_ffn_dim": 8},
+}
+
+
+def scale_views(change):
+    """Return what changes the factors with which ranks compute parameters of experts."""
+
+    def put_in(patch):
+        original = ScaledView.__init__
+
+        def init(self, factor, gradient_factor):
+            original(self, *change(factor, gradient_factor))
+
+        patch.setattr(ScaledView, "__init__", init)
+
+    return put_in
+
+
+@known_bug(
+    "pytorch/pytorch#160285",
+    "Gradients of experts had already been summed over the ranks that sent them tokens, and were"
+    " averaged over too few ranks: they were too large by the expert parallel degree.",
+    scale_views(lambda factor, gradient: (factor, 1.0)),
+    world=2,
+)
+def gradients_of_experts_do_not_grow_with_expert_ranks():
+    assert_first_step_as_alone(2, EXPERT, model=MOE)
+
+
+@known_bug(
+    "NVIDIA/Megatron-LM#5956",
+    "Gradients of experts were divided by the ranks of their own sharding group, into which tokens of"
+    " more ranks had been sent.",
+    scale_views(lambda factor, gradient: (factor, gradient * 2)),
+    world=4,
+)
+def gradients_of_experts_are_divided_by_all_ranks_that_send_tokens():
+    assert_first_step_as_alone(4, {"expert": 2, "shard": 4}, model=MOE)
+
+
+@known_bug(
+    "NVIDIA/Megatron-LM#7165",
+    "The scale of expert gradients was that of dense parameters although experts are divided over"
+    " other ranks.",
+    scale_views(lambda factor, gradient: (factor, gradient / 2)),
+    world=2,
+)
+def experts_divided_over_tensor_ranks_have_their_own_gradient_scale():
+    assert_first_step_as_alone(2, {"expert": 2, "tensor": 2, "shard": 1}, model=MOE)
+
+
+@known_bug(
+    "pytorch/torchtitan#4245",
+    "Every rank that holds a slice of an expert added the expert's whole bias, which multiplied it by"
+    " the number of slices.",
+    scale_views(lambda factor, gradient: (1.0, gradient)),
+    world=2,
+)
+def slices_of_an_expert_add_its_bias_once():
+    parallel = {"expert_tensor": 2, "shard": 2}
+    assert_first_step_as_alone(2, parallel, model=GPT_OSS)
+
+
+@known_bug(
+    "pytorch/torchtitan#4332",
+    "A bias was divided by the tensor degree for the forward pass, and its gradient with it.",
+    scale_views(lambda factor, gradient: (factor, gradient * factor)),
+    world=2,
+)
+def gradients_of_a_shared_bias_are_not_divided_with_it():
+    parallel = {"expert_tensor": 2, "shard": 2}
+    assert_first_step_as_alone(2, parallel, model=GPT_OSS)
+
+
+def count_experts_as_replicas(patch):
+    original = update.num_parts
+
+    def num_parts(tensor):
+        names = getattr(getattr(tensor, "device_mesh", None), "mesh_dim_names", None) or ()
+        return original(tensor) // 2 if "expert" in names else original(tensor)
+
+    patch.setattr(update, "num_parts", num_parts)
+
+
+@known_bug(
+    "NVIDIA/Megatron-LM#5916",
+    "Some experts were left out of the gradient norm, so that gradients were clipped less than they"
+    " should be.",
+    count_experts_as_replicas,
+    world=2,
+)
+def the_norm_counts_the_experts_of_all_ranks():
+    assert_first_step_as_alone(2, EXPERT, model=MOE)
+
+
+AUX = {**LATENT, "moe": {**LATENT["moe"], "aux_weight": 0.5, "z_weight": 0.1}}
+
+
+def scale_router_losses_by_rows(patch):
+    original = Balance.__init__
+
+    def init(self, *args):
+        original(self, *args)
+        self._shares = self._rows
+
+    patch.setattr(Balance, "__init__", init)
+
+
+@known_bug(
+    "NVIDIA/Megatron-LM#5047",
+    "The losses of the router were scaled by the tokens of a rank, so that they weighed more the more"
+    " tensor ranks shared a sequence.",
+    scale_router_losses_by_rows,
+    world=2,
+)
+def router_losses_weigh_the_same_on_tensor_ranks():
+    assert_first_step_as_alone(2, {"tensor": 2, "shard": 1}, model=AUX)
+
+
+@known_bug(
+    "NVIDIA/Megatron-LM#3768",
+    "The weight of the balancing loss changed with the context parallel degree.",
+    scale_router_losses_by_rows,
+    world=2,
+)
+def router_losses_weigh_the_same_on_context_ranks():
+    assert_first_step_as_alone(2, {"context": 2, "shard": 1}, model=AUX)
+
+
+def balance_the_tokens_of_a_rank(patch):
+    original = ContextParallel.split
+
+    def split(self, model, *args):
+        parts = original(self, model, *args)
+        for layer in moe_layers(model).values():
+            layer.router.sum_of_sequence = lambda counts: counts
+        return parts
+
+    patch.setattr(ContextParallel, "split", split)
+
+
+@known_bug(
+    "NVIDIA/Megatron-LM#7146",
+    "The balancing loss of a sequence went by the experts that one rank's part of the sequence had"
+    " chosen.",
+    balance_the_tokens_of_a_rank,
+    world=2,
+)
+def a_sequence_is_balanced_over_the_ranks_that_share_it():
+    assert_first_step_as_alone(2, {"context": 2, "shard": 1}, model=AUX)

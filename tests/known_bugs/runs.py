@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,14 +42,42 @@ MOE = {
     "moe": {"num_experts": 4, "expert_ffn_dim": 8, "aux_weight": 0.1},
 }
 
+LATENT = {
+    "name": "deepseek_v3",
+    "dim": 16,
+    "n_layers": 2,
+    "n_heads": 4,
+    "ffn_dim": 32,
+    "kv_lora_rank": 8,
+    "rope_head_dim": 4,
+    "nope_head_dim": 4,
+    "value_head_dim": 4,
+    "moe": {"num_experts": 4, "expert_ffn_dim": 8, "num_shared": 1},
+}
+
 
 def recipe_of(**changes: Any) -> Recipe:
     """Return the recipe with some keys of its tables changed; a model by name is given whole."""
     merged = dict(BASE)
     for table, values in changes.items():
         fresh = table == "model" and "name" in values
-        merged[table] = values if fresh else {**merged.get(table, {}), **values}
+        joined = values if fresh else {**merged.get(table, {}), **values}
+        merged[table] = {key: value for key, value in joined.items() if value is not None}
     return Recipe.model_validate(merged)
+
+
+_folder = tempfile.TemporaryDirectory(prefix="known-bugs-")
+
+
+def data_of(name: str, rows: list[dict[str, Any]], **keys: Any) -> dict[str, Any]:
+    """Write records, and return the `[data]` table that reads them."""
+    file = Path(_folder.name) / name / "records.jsonl"
+    if not file.exists():
+        file.parent.mkdir()
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    sources = [{"name": "jsonl", "path": str(file)}]
+    table = {"packing": None, "sources": sources, "cache_dir": str(file.parent / "cache")}
+    return {**table, **keys}
 
 
 def assembled(**changes: Any) -> Any:
