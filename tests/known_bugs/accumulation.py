@@ -130,32 +130,6 @@ def the_loss_in_the_log_does_not_depend_on_accumulation():
     assert_equal(parts.step.metrics(found, 0.1)["loss"], loss)
 
 
-def divide_by_own_labels(patch):
-    original = NextToken.forward
-
-    def forward(self, model, batch, record):
-        loss = original(self, model, batch, record)
-        return loss / labels(batch) * labels(batch)
-
-    patch.setattr(NextToken, "forward", forward)
-
-
-@known_bug(
-    "NVIDIA/Megatron-LM#1764",
-    "A piece of a batch whose labels were all masked divided zero by zero, and made loss and"
-    " gradients NaN.",
-    divide_by_own_labels,
-)
-def a_micro_batch_without_labels_adds_nothing():
-    parts = assembled()
-    batches = next(parts.loader.steps(0))
-    batches[1].labels.fill_(IGNORED)
-    loss, gradients = mean_over_all_rows(parts, batches)
-    found = parts.step.accumulate(batches)
-    assert_equal(found.loss, loss, "loss")
-    assert_same_gradients(gradients_of(parts), gradients)
-
-
 def count_the_first_token_of_a_row(patch):
     original = NextToken.counts
     patch.setattr(NextToken, "counts", lambda self, batch: original(self, batch) + len(batch))

@@ -12,7 +12,6 @@ from tests.known_bugs.runs import (
     assert_equal,
     assert_first_step_as_alone,
     assert_same_gradients,
-    assert_steps_as_alone,
     first_step,
     gradients_of,
 )
@@ -20,7 +19,6 @@ from trainer.engine.data.batch import IGNORED
 from trainer.engine.parallel import fsdp
 from trainer.engine.parallel.fsdp import ShardedParts
 from trainer.engine.parallel.gradient_reduction import ReplicaParts
-from trainer.engine.parallel.plan import Plan
 from trainer.engine.tasks.language_modeling.next_token import NextToken
 from trainer.engine.train import update
 from trainer.engine.train.evaluate import validate
@@ -350,27 +348,3 @@ def labels_of_validation(changes):
     logits = parts.model(tokens).flatten(0, 1)
     mean = torch.nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED)
     return mean.item()
-
-
-def reduce_over_data_ranks_alone(patch):
-    original = Plan.parallelize
-
-    def parallelize(self, *args, **options):
-        wrapped = original(self, *args, **options)
-        object.__setattr__(wrapped, "gradient_divisor", self.degrees.data)
-        return wrapped
-
-    patch.setattr(Plan, "parallelize", parallelize)
-
-
-@known_bug(
-    "NVIDIA/Megatron-LM#906",
-    "The loss was scaled for an average over data parallel ranks while gradients were averaged over"
-    " data and context parallel ranks.",
-    reduce_over_data_ranks_alone,
-    world=2,
-)
-def context_ranks_count_in_the_average_of_gradients():
-    assert_steps_as_alone(
-        on_ranks(2, first_step, {"parallel": {"context": 2, "shard": 1}}), {}
-    )

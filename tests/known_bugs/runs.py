@@ -113,7 +113,9 @@ def first_step(changes: dict[str, Any]) -> dict[str, Any]:
 
 def assert_equal(found: Any, expected: Any, what: str = "") -> None:
     """Assert that arrays or numbers are equal up to rounding of fp32."""
-    found, expected = np.asarray(found, dtype=float), np.asarray(expected, dtype=float)
+    found, expected = (
+        whole(x) if torch.is_tensor(x) else np.asarray(x, dtype=float) for x in (found, expected)
+    )
     assert found.shape == expected.shape, what
     scale = max(float(np.abs(expected).max(initial=0)), 1e-6)
     difference = float(np.abs(found - expected).max(initial=0))
