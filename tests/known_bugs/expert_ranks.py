@@ -4,13 +4,16 @@ from tests.known_bugs.catalogue import known_bug
 from tests.known_bugs.runs import (
     LATENT,
     MOE,
+    assembled,
     assert_first_step_as_alone,
 )
-from trainer.engine.parallel.context.context import ContextParallel
+from trainer.engine.data.batch import IGNORED
 from trainer.engine.parallel.expert import ScaledView
+from trainer.engine.parallel.tensor import tensor
 from trainer.engine.train import update
 from trainer.engine.train.balance import Balance
-from trainer.model_zoo.layers.moe import moe_layers
+from trainer.model_zoo.deepseek_v3 import model as deepseek_model
+from trainer.model_zoo.deepseek_v3.model import DeepSeekV3
 
 EXPERT = {"expert": 2, "shard": 2}
 GPT_OSS = {
@@ -150,23 +153,68 @@ def router_losses_weigh_the_same_on_context_ranks():
 
 
 def balance_the_tokens_of_a_rank(patch):
-    original = ContextParallel.split
-
-    def split(self, model, *args):
-        parts = original(self, model, *args)
-        for layer in moe_layers(model).values():
-            layer.router.sum_of_sequence = lambda counts: counts
-        return parts
-
-    patch.setattr(ContextParallel, "split", split)
+    patch.setattr(tensor, "_count_over_ranks", lambda count, chosen, group: count(chosen))
 
 
 @known_bug(
-    "NVIDIA/Megatron-LM#7146",
-    "The balancing loss of a sequence went by the experts that one rank's part of the sequence had"
-    " chosen.",
+    "NVIDIA/Megatron-LM#5996",
+    "The balancing loss of a sequence was computed from the part of it that a tensor rank held.",
     balance_the_tokens_of_a_rank,
     world=2,
 )
 def a_sequence_is_balanced_over_the_ranks_that_share_it():
-    assert_first_step_as_alone(2, {"context": 2, "shard": 1}, model=AUX)
+    assert_first_step_as_alone(2, {"tensor": 2, "shard": 1}, model=AUX)
+
+
+FURTHER = {**LATENT, "mtp_depth": 1, "mtp_weight": 0.5}
+
+
+def average_own_further_labels(patch):
+    original = DeepSeekV3._further_targets
+
+    def further_targets(self, tokens, labels, *others):
+        for target in original(self, tokens, labels, *others):
+            share = (labels != IGNORED).sum() / (target.labels != IGNORED).sum().clamp(min=1)
+            yield target._replace(weight=target.weight * share)
+
+    patch.setattr(DeepSeekV3, "_further_targets", further_targets)
+
+
+@known_bug(
+    "NVIDIA/Megatron-LM#7452",
+    "The loss of multi-token prediction was normalised by each rank's own tokens, and unequal ranks"
+    " weighed unequally.",
+    average_own_further_labels,
+    world=2,
+)
+def tokens_farther_ahead_weigh_the_same_on_all_ranks():
+    assert_first_step_as_alone(2, {"shard": 2}, model=FURTHER, data={"micro_batch": 2})
+
+
+def look_ahead_past_the_end(patch):
+    def shift(x, count, fill):
+        return x.roll(-count, 1)
+
+    patch.setattr(deepseek_model, "_shift", shift)
+
+
+@known_bug(
+    "verl-project/verl#1745",
+    "Labels of multi-token prediction were rolled around, so that the last positions of a row learned"
+    " its first tokens.",
+    look_ahead_past_the_end,
+)
+def nothing_is_predicted_past_the_end_of_a_row():
+    parts = assembled(model=FURTHER, data={"packing": "concat"})
+    (batch, *_) = next(parts.loader.steps(0))
+    seen = []
+
+    def loss(hidden, weight, labels, **options):
+        seen.append(labels)
+        return hidden.sum()
+
+    parts.model(batch.tokens, labels=batch.labels, loss=loss)
+    nearest, further = (labels.view(batch.labels.shape) for labels in seen)
+    assert (nearest == batch.labels).all()
+    assert (further[:, :-1] == batch.labels[:, 1:]).all()
+    assert (further[:, -1] == IGNORED).all()
