@@ -199,9 +199,9 @@ def look_ahead_past_the_end(patch):
 
 
 @known_bug(
-    "verl-project/verl#1745",
-    "Labels of multi-token prediction were rolled around, so that the last positions of a row learned"
-    " its first tokens.",
+    "verl-project/verl#6475",
+    "The tokens of a batch were rolled around to be its labels, so that the last position had the"
+    " first token to predict.",
     look_ahead_past_the_end,
 )
 def nothing_is_predicted_past_the_end_of_a_row():

@@ -192,7 +192,7 @@ def take_the_mask_of_inputs(patch):
     take_the_mask_of_inputs,
 )
 def the_first_token_of_an_answer_is_learned():
-    assert learned_text(CHATML, SHORT_TALK) == "2.<|im_end|>3.<|im_end|>"
+    assert learned_text(CHATML, SHORT_TALK) == "2.<|im_end|>\n3.<|im_end|>\n|"
 
 
 def learn_all_without_marks(patch):
