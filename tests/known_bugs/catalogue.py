@@ -19,17 +19,18 @@ import pytest
 
 SUBJECTS = {
     "accumulation": "Gradient accumulation and the mean of the loss",
-    "data_ranks": "Data parallel ranks: FSDP, DDP, mixed precision",
+    "data_ranks": "Data parallel ranks: FSDP, DDP",
+    "precision": "Mixed precision",
     "tensor_ranks": "Tensor and sequence parallel",
     "experts": "Experts and routers",
     "expert_ranks": "Expert parallel",
     "stages": "Pipelines and tied weights",
     "context_ranks": "Context parallel and ring attention",
     "updates": "Clipping, optimizers, schedules, averages",
-    "resume": "Checkpoints, resuming, the order of data",
-    "inputs": "Packing, masks, chat, random numbers",
-    "weights": "Adapters and conversions",
-    "tasks": "Losses of tasks and evaluations",
+    "resume": "Checkpoints and resuming",
+    "data_order": "The order of data",
+    "inputs": "Packing, masks, random numbers",
+    "chats": "Conversations",
 }
 """module of this folder -> its heading in the documentation"""
 
@@ -80,14 +81,14 @@ def known_bug(
 def read_catalogue() -> dict[str, list[KnownBug]]:
     """Return the entries of each subject."""
     for subject in SUBJECTS:
-        import_module(f"tests.known_bugs.{subject}")
+        import_module(f"tests.known_bugs.reports.{subject}")
     return {subject: list(_found[subject].values()) for subject in SUBJECTS}
 
 
 @contextmanager
 def mistaken(subject: str, name: str) -> Iterator[None]:
     """Put the mistake of an entry into our code, in this process."""
-    import_module(f"tests.known_bugs.{subject}")
+    import_module(f"tests.known_bugs.reports.{subject}")
     with pytest.MonkeyPatch.context() as patch:
         _found[subject][name].put_in(patch)
         yield
@@ -109,7 +110,11 @@ def write_page() -> str:
     catalogue = read_catalogue()
     lines = [PAGE.format(count=sum(map(len, catalogue.values())))]
     for subject, bugs in catalogue.items():
-        lines += [f"## {SUBJECTS[subject]}\n", "| reported | what went wrong | check |", "|---|---|---|"]
+        lines += [
+            f"## {SUBJECTS[subject]}\n",
+            "| reported | what went wrong | check |",
+            "|---|---|---|",
+        ]
         lines += [
             f"| {bug.source.replace('#', ' ')} | {bug.mistake} | `{bug.name}` |" for bug in bugs
         ]

@@ -7,9 +7,7 @@ from tests.known_bugs.ranks import set_mistake
 
 CATALOGUE = read_catalogue()
 ENTRIES = [
-    pytest.param(
-        subject, bug, id=bug.name, marks=[pytest.mark.matrix] if bug.world > 1 else []
-    )
+    pytest.param(subject, bug, id=bug.name, marks=[pytest.mark.matrix] if bug.world > 1 else [])
     for subject, bugs in CATALOGUE.items()
     for bug in bugs
 ]

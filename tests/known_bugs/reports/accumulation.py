@@ -57,8 +57,8 @@ def average_micro_batches(patch):
 
 @known_bug(
     "huggingface/transformers#34191",
-    "Each micro batch divided its loss by its own number of labels, so that a step minimised a mean"
-    " of means and short rows weighed more.",
+    "Each micro batch divided its loss by its own number of labels, so that a step minimised a"
+    " mean of means and short rows weighed more.",
     average_micro_batches,
 )
 def micro_batches_of_unequal_lengths_have_the_gradient_of_one_batch():
@@ -101,8 +101,8 @@ def forget_earlier_micro_batches(patch):
 
 @known_bug(
     "allenai/open-instruct#1498",
-    "Every backward pass was taken for the last of its step and reset the accumulator, so that only"
-    " the last micro batch trained the model.",
+    "Every backward pass was taken for the last of its step and reset the accumulator, so that"
+    " only the last micro batch trained the model.",
     forget_earlier_micro_batches,
 )
 def every_micro_batch_adds_to_the_gradient():
@@ -118,8 +118,8 @@ def report_the_sum_of_means(patch):
 
 @known_bug(
     "huggingface/transformers#37766",
-    "The loss in the log was a sum over micro batches, and grew with the accumulation steps although"
-    " nothing else changed.",
+    "The loss in the log was a sum over micro batches, and grew with the accumulation steps"
+    " although nothing else changed.",
     report_the_sum_of_means,
 )
 def the_loss_in_the_log_does_not_depend_on_accumulation():
@@ -137,8 +137,8 @@ def count_the_first_token_of_a_row(patch):
 
 @known_bug(
     "huggingface/transformers#46204",
-    "The labels that a step is divided by were counted before they were shifted, one too many a row,"
-    " so that all gradients were too small.",
+    "The labels that a step is divided by were counted before they were shifted, one too many a"
+    " row, so that all gradients were too small.",
     count_the_first_token_of_a_row,
 )
 def a_step_is_divided_by_the_labels_that_it_learns():

@@ -1,8 +1,6 @@
 """Rows of tokens: packing, masks of the loss, conversations, and random numbers by sample."""
 
-from datetime import date
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -12,27 +10,17 @@ from tests.corpus.stores import store_of
 from tests.known_bugs.catalogue import known_bug
 from tests.known_bugs.ranks import alone, on_ranks
 from tests.known_bugs.runs import assembled, assert_equal, data_of, first_step
-from tests.sources.chats import QWEN, TALK
 from trainer.engine.corpus import tokenise
 from trainer.engine.data import packing
 from trainer.engine.data.batch import IGNORED, TokenBatch
 from trainer.engine.data.collate import Collation
 from trainer.engine.data.packing import ConcatRows, DocumentRows, PaddedRows
-from trainer.engine.sources.chat_renderer import CHATML
-from trainer.engine.sources.chat_sandbox import Renderer
 from trainer.engine.tasks.classification.task import TextTask
 from trainer.engine.tasks.language_modeling.next_token import NextToken
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
-from trainer.engine.tokenizers.tokenizer import MaskedDocument
 from trainer.model_zoo.layers.head import drop
 
 LENGTHS = [5, 9, 3, 7, 4]
-SHORT_TALK = [
-    {"role": "user", "content": "Two?"},
-    {"role": "assistant", "content": "2."},
-    {"role": "user", "content": "And?"},
-    {"role": "assistant", "content": "3."},
-]
 
 
 def rows_of(kind, seq_len=12):
@@ -157,78 +145,6 @@ def packed_documents_do_not_attend_to_each_other():
     assert_equal(packed, apart)
 
 
-def learned_text(template, talk):
-    """Return the text of the labels that count in a conversation, end of document as |."""
-    tokenizer = ByteTokenizer()
-    renderer = Renderer(template, {"eos_token": ""}, date(2024, 7, 26))
-    text, ranges = renderer.render_masked(talk, None)
-    (chunk,) = tokenise.tokenise([MaskedDocument(text, tuple(ranges))], "stop", tokenizer)
-    store = SimpleNamespace(
-        tokens=chunk.tokens,
-        offsets=np.array([0, len(chunk.tokens)]),
-        loss_mask=chunk.loss_mask,
-        eos_id=tokenizer.eos_id,
-    )
-    rows = PaddedRows(store, 0, len(chunk.tokens), 512).gather(np.arange(1))
-    labels = rows.labels[rows.labels != IGNORED].tolist()
-    return "".join("|" if each == tokenizer.eos_id else chr(each) for each in labels)
-
-
-def take_the_mask_of_inputs(patch):
-    original = packing._inputs_and_labels
-
-    def inputs_and_labels(windows, counted):
-        if counted is not None:
-            counted = np.roll(counted, 1, axis=1)
-        return original(windows, counted)
-
-    patch.setattr(packing, "_inputs_and_labels", inputs_and_labels)
-
-
-@known_bug(
-    "pytorch/torchtitan#2755",
-    "The mask of a conversation was applied to labels that had been shifted, and the first token of"
-    " each answer was not learned.",
-    take_the_mask_of_inputs,
-)
-def the_first_token_of_an_answer_is_learned():
-    assert learned_text(CHATML, SHORT_TALK) == "2.<|im_end|>\n3.<|im_end|>\n|"
-
-
-def learn_all_without_marks(patch):
-    patch.setattr(Renderer, "_find_answers", lambda self, talk, tools, text: [(0, len(text))])
-
-
-@known_bug(
-    "NVIDIA-NeMo/Megatron-Bridge#3359",
-    "Where a chat template did not mark the assistant's turns, the whole conversation was learned"
-    " without a word.",
-    learn_all_without_marks,
-)
-def answers_are_found_without_marks_in_the_template():
-    assert learned_text(QWEN, SHORT_TALK) == "2.<|im_end|>\n3.<|im_end|>\n|"
-
-
-def leave_out_the_beginning_of_the_turn(patch):
-    original = Renderer.render
-
-    def render(self, messages, tools, *, prompt=False):
-        return original(self, messages, tools)
-
-    patch.setattr(Renderer, "render", render)
-
-
-@known_bug(
-    "huggingface/trl#4147",
-    "The prompt was rendered without the beginning of the assistant's turn, which was then learned"
-    " with the answer.",
-    leave_out_the_beginning_of_the_turn,
-)
-def the_beginning_of_an_assistant_turn_is_not_learned():
-    assert "assistant" not in learned_text(QWEN, SHORT_TALK)
-    assert learned_text(QWEN, TALK).count("<|im_end|>") == 2
-
-
 def take_ends_for_filler(patch):
     original = PaddedRows.gather
 
@@ -242,8 +158,8 @@ def take_ends_for_filler(patch):
 
 @known_bug(
     "huggingface/open-r1#494",
-    "The token that ends a document was also the filler, and labels equal to it were left out: models"
-    " never learned to stop.",
+    "The token that ends a document was also the filler, and labels equal to it were left out:"
+    " models never learned to stop.",
     take_ends_for_filler,
 )
 def the_end_of_a_document_is_learned_though_filler_has_its_token():
@@ -285,7 +201,8 @@ def draw_the_same_keys(patch):
 
 @known_bug(
     "huggingface/transformers#31412",
-    "All processes had the same seed and dropped the same hidden states of their different samples.",
+    "All processes had the same seed and dropped the same hidden states of their different"
+    " samples.",
     draw_the_same_keys,
 )
 def samples_lose_different_hidden_states():
@@ -311,8 +228,8 @@ DROPPING = {"name": "sequence_classification", "labels": ["no", "yes"], "dropout
 
 @known_bug(
     "tenstorrent/tt-metal#55947",
-    "One switch seeded dropout for all devices or for each, while tensor ranks of the same samples"
-    " need the same masks and data ranks others.",
+    "One switch seeded dropout for all devices or for each, while tensor ranks of the same"
+    " samples need the same masks and data ranks others.",
     draw_on_each_rank,
     world=2,
 )

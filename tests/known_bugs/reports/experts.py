@@ -132,8 +132,8 @@ def count_filler(patch):
 
 @known_bug(
     "huggingface/transformers#28505",
-    "Filler was routed and counted like tokens, so that the balancing loss evened out the experts of"
-    " padding.",
+    "Filler was routed and counted like tokens, so that the balancing loss evened out the experts"
+    " of padding.",
     count_filler,
 )
 def filler_takes_no_expert():
@@ -233,8 +233,8 @@ def fill_in_bf16(patch):
 
 @known_bug(
     "NVIDIA/Megatron-LM#1482",
-    "The bias that balances experts was cast to bf16 with the model, where most of its small steps"
-    " are lost.",
+    "The bias that balances experts was cast to bf16 with the model, where most of its small"
+    " steps are lost.",
     fill_in_bf16,
 )
 def biases_of_experts_keep_small_steps_under_bf16():
@@ -259,7 +259,8 @@ def route_in_bf16(patch):
 
 @known_bug(
     "NousResearch/torchtitan#38",
-    "Scores of the router were cast back to the dtype of activations, where many of them are equal.",
+    "Scores of the router were cast back to the dtype of activations, where many of them are"
+    " equal.",
     route_in_bf16,
 )
 def the_router_computes_in_fp32_under_bf16():

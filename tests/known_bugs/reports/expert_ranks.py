@@ -54,8 +54,8 @@ def gradients_of_experts_do_not_grow_with_expert_ranks():
 
 @known_bug(
     "NVIDIA/Megatron-LM#5956",
-    "Gradients of experts were divided by the ranks of their own sharding group, into which tokens of"
-    " more ranks had been sent.",
+    "Gradients of experts were divided by the ranks of their own sharding group, into which"
+    " tokens of more ranks had been sent.",
     scale_views(lambda factor, gradient: (factor, gradient * 2)),
     world=4,
 )
@@ -76,8 +76,8 @@ def experts_divided_over_tensor_ranks_have_their_own_gradient_scale():
 
 @known_bug(
     "pytorch/torchtitan#4245",
-    "Every rank that holds a slice of an expert added the expert's whole bias, which multiplied it by"
-    " the number of slices.",
+    "Every rank that holds a slice of an expert added the expert's whole bias, which multiplied"
+    " it by the number of slices.",
     scale_views(lambda factor, gradient: (1.0, gradient)),
     world=2,
 )
@@ -109,8 +109,8 @@ def count_experts_as_replicas(patch):
 
 @known_bug(
     "NVIDIA/Megatron-LM#5916",
-    "Some experts were left out of the gradient norm, so that gradients were clipped less than they"
-    " should be.",
+    "Some experts were left out of the gradient norm, so that gradients were clipped less than"
+    " they should be.",
     count_experts_as_replicas,
     world=2,
 )
@@ -133,8 +133,8 @@ def scale_router_losses_by_rows(patch):
 
 @known_bug(
     "NVIDIA/Megatron-LM#5047",
-    "The losses of the router were scaled by the tokens of a rank, so that they weighed more the more"
-    " tensor ranks shared a sequence.",
+    "The losses of the router were scaled by the tokens of a rank, so that they weighed more the"
+    " more tensor ranks shared a sequence.",
     scale_router_losses_by_rows,
     world=2,
 )
@@ -182,8 +182,8 @@ def average_own_further_labels(patch):
 
 @known_bug(
     "NVIDIA/Megatron-LM#7452",
-    "The loss of multi-token prediction was normalised by each rank's own tokens, and unequal ranks"
-    " weighed unequally.",
+    "The loss of multi-token prediction was normalised by each rank's own tokens, and unequal"
+    " ranks weighed unequally.",
     average_own_further_labels,
     world=2,
 )

@@ -74,8 +74,8 @@ def change_the_scale_first(patch):
 
 @known_bug(
     "deepspeedai/DeepSpeed#8588",
-    "In a step that raised the loss scale, gradients were divided by the new scale and not by that of"
-    " their backward pass.",
+    "In a step that raised the loss scale, gradients were divided by the new scale and not by"
+    " that of their backward pass.",
     change_the_scale_first,
 )
 def gradients_are_divided_by_the_scale_of_their_backward_pass():
@@ -256,8 +256,8 @@ def keep_gathered_weights(patch):
 
 @known_bug(
     "meta-pytorch/tnt#962",
-    "Sharding still held gathered weights when averaged ones were swapped in and out, and computed"
-    " with stale values.",
+    "Sharding still held gathered weights when averaged ones were swapped in and out, and"
+    " computed with stale values.",
     keep_gathered_weights,
     world=2,
 )

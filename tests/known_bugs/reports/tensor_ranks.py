@@ -43,8 +43,8 @@ def do_not_sum(pattern):
 
 @known_bug(
     "NVIDIA/Megatron-LM#1446",
-    "The final norm saw a part of the sequence on each tensor rank, and its gradients were not summed"
-    " over the ranks.",
+    "The final norm saw a part of the sequence on each tensor rank, and its gradients were not"
+    " summed over the ranks.",
     do_not_sum(r"^head\.norm"),
     world=2,
 )
@@ -65,8 +65,8 @@ def norms_of_heads_sum_their_gradients_over_tensor_ranks():
 
 @known_bug(
     "pytorch/torchtitan#1373",
-    "The rotated key that all heads share in latent attention got its gradient from the heads of one"
-    " rank alone.",
+    "The rotated key that all heads share in latent attention got its gradient from the heads of"
+    " one rank alone.",
     do_not_sum(r"kv_down"),
     world=2,
 )
@@ -87,8 +87,8 @@ def shared_experts_learn_from_the_tokens_of_all_tensor_ranks():
 
 @known_bug(
     "pytorch/torchtitan#2416",
-    "Each tensor rank routed its part of the tokens, and the router's weights differed between ranks"
-    " after some steps.",
+    "Each tensor rank routed its part of the tokens, and the router's weights differed between"
+    " ranks after some steps.",
     do_not_sum(r"\.router\."),
     world=2,
 )
@@ -101,8 +101,8 @@ ADAPTED = {"rank": 2, "targets": ["*.attention.[qkvo].weight", "*.mlp.*.weight"]
 
 @known_bug(
     "modelscope/mcore-bridge#173",
-    "The half of an adapter that every tensor rank holds saw a part of the sequence on each of them,"
-    " and one rank's copy was exported.",
+    "The half of an adapter that every tensor rank holds saw a part of the sequence on each of"
+    " them, and one rank's copy was exported.",
     do_not_sum(r"\.lora_[ab]$"),
     world=2,
 )
@@ -137,8 +137,8 @@ def take_whole_logits_for_a_part(patch):
 
 @known_bug(
     "NVIDIA/Megatron-LM#7452",
-    "Logits that had been gathered were taken for one rank's part of the vocabulary, which added the"
-    " logarithm of the tensor degree to the loss.",
+    "Logits that had been gathered were taken for one rank's part of the vocabulary, which added"
+    " the logarithm of the tensor degree to the loss.",
     take_whole_logits_for_a_part,
     world=2,
 )
@@ -158,8 +158,8 @@ def leave_vectors_out(patch):
 
 @known_bug(
     "NVIDIA/Megatron-LM#7452",
-    "Parameters without a mark of tensor parallelism, such as attention sinks, were left out of the"
-    " gradient norm on all ranks but the first.",
+    "Parameters without a mark of tensor parallelism, such as attention sinks, were left out of"
+    " the gradient norm on all ranks but the first.",
     leave_vectors_out,
     world=2,
 )
@@ -174,8 +174,8 @@ def keep_the_whole_gradient(patch):
 
 @known_bug(
     "pytorch/torchtitan#2106",
-    "A gradient that every rank already held whole was marked as a part, and summed over the ranks"
-    " once more.",
+    "A gradient that every rank already held whole was marked as a part, and summed over the"
+    " ranks once more.",
     keep_the_whole_gradient,
     world=2,
 )

@@ -29,8 +29,8 @@ def reduce_over_data_ranks_alone(patch):
 
 @known_bug(
     "NVIDIA/Megatron-LM#906",
-    "The loss was scaled for an average over one group of ranks while gradients were averaged over"
-    " another.",
+    "The loss was scaled for an average over one group of ranks while gradients were averaged"
+    " over another.",
     reduce_over_data_ranks_alone,
     world=2,
 )
@@ -50,8 +50,8 @@ def shift_after_the_split(patch):
 
 @known_bug(
     "verl-project/verl#4250",
-    "Labels were shifted after sequences had been split, so that the last position of each part was"
-    " to predict the first token of the part.",
+    "Labels were shifted after sequences had been split, so that the last position of each part"
+    " was to predict the first token of the part.",
     shift_after_the_split,
     world=2,
 )

@@ -30,8 +30,8 @@ def leave_the_sum(patch):
 
 @known_bug(
     "pytorch/torchtitan#2972",
-    "Stages ran their backward pass from the summed loss, and only the number in the log was divided"
-    " by the tokens of the step.",
+    "Stages ran their backward pass from the summed loss, and only the number in the log was"
+    " divided by the tokens of the step.",
     leave_the_sum,
     world=2,
 )
@@ -55,8 +55,8 @@ def let_the_schedule_scale(patch):
 
 @known_bug(
     "pytorch/torchtitan#1733",
-    "The schedule divided all gradients by its micro batches at the end of each run, those that had"
-    " been accumulated before too.",
+    "The schedule divided all gradients by its micro batches at the end of each run, those that"
+    " had been accumulated before too.",
     let_the_schedule_scale,
     world=2,
 )
@@ -75,8 +75,8 @@ def divide_by_micro_batches(patch):
 
 @known_bug(
     "areal-project/AReaL#1273",
-    "A loss that was weighted over the whole step was divided by the pipeline's micro batches once"
-    " more.",
+    "A loss that was weighted over the whole step was divided by the pipeline's micro batches"
+    " once more.",
     divide_by_micro_batches,
     world=2,
 )

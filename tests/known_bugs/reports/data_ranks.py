@@ -16,7 +16,6 @@ from tests.known_bugs.runs import (
     gradients_of,
 )
 from trainer.engine.data.batch import IGNORED
-from trainer.engine.parallel import fsdp
 from trainer.engine.parallel.fsdp import ShardedParts
 from trainer.engine.parallel.gradient_reduction import ReplicaParts
 from trainer.engine.tasks.language_modeling.next_token import NextToken
@@ -43,8 +42,8 @@ def count_on_this_rank_alone(patch):
 
 @known_bug(
     "verl-project/verl#3994",
-    "Each rank divided its loss by its own tokens before gradients were averaged, so that tokens of"
-    " ranks with short rows weighed more.",
+    "Each rank divided its loss by its own tokens before gradients were averaged, so that tokens"
+    " of ranks with short rows weighed more.",
     count_on_this_rank_alone,
     world=2,
 )
@@ -85,8 +84,8 @@ def report_this_rank_s_loss(patch):
 
 @known_bug(
     "AMD-AGI/Primus#1055",
-    "The loss that was reported was that of ranks taken apart instead of a sum over all divided by"
-    " the count over all, and ranks disagreed about it.",
+    "The loss that was reported was that of ranks taken apart instead of a sum over all divided"
+    " by the count over all, and ranks disagreed about it.",
     report_this_rank_s_loss,
     world=2,
 )
@@ -102,8 +101,8 @@ def scale_by_all_ranks(patch):
 
 @known_bug(
     "meta-pytorch/torchtune#2641",
-    "Gradients were scaled by the world size instead of the data parallel size, which is too much by"
-    " the tensor parallel degree.",
+    "Gradients were scaled by the world size instead of the data parallel size, which is too much"
+    " by the tensor parallel degree.",
     scale_by_all_ranks,
     world=2,
 )
@@ -162,8 +161,8 @@ def never_synchronize(patch):
 
 @known_bug(
     "verl-project/verl#7493",
-    "With a sharding group of one rank on several GPUs no gradient was reduced at all, and each GPU"
-    " trained a model of its own.",
+    "With a sharding group of one rank on several GPUs no gradient was reduced at all, and each"
+    " GPU trained a model of its own.",
     never_synchronize,
     world=2,
 )
@@ -198,8 +197,8 @@ def skip_parameters_without_a_shard(patch):
 
 @known_bug(
     "areal-project/AReaL#313",
-    "Parameters outside of the sharded modules were replicated, but their gradients were reduced by"
-    " nobody.",
+    "Parameters outside of the sharded modules were replicated, but their gradients were reduced"
+    " by nobody.",
     skip_parameters_without_a_shard,
     world=2,
 )
@@ -210,64 +209,6 @@ def parameters_that_are_not_sharded_stay_equal_on_all_ranks():
     for found in on_ranks(2, first_updates, changes):
         for name, weight in found.items():
             assert_equal(weight, expected[name], name)
-
-
-def dtypes_in_blocks(changes):
-    """Return the dtypes of floating inputs of the first block, and of weights and their state."""
-    parts = assembled(**changes)
-    seen = []
-
-    def look(_module, inputs):
-        seen.extend(str(x.dtype) for x in inputs if torch.is_tensor(x) and x.is_floating_point())
-
-    block = parts.model_config.layout.find_blocks(parts.model)[0]
-    block.attention.register_forward_pre_hook(look)
-    parts.step.accumulate(next(parts.loader.steps(0)))
-    return {"inputs": seen[:3], "weights": {str(w.dtype) for w in parts.model.parameters()}}
-
-
-def cast_what_blocks_take(patch):
-    original = fsdp.MixedPrecisionPolicy
-
-    def policy(**options):
-        return original(**{**options, "cast_forward_inputs": True})
-
-    patch.setattr(fsdp, "MixedPrecisionPolicy", policy)
-
-
-@known_bug(
-    "pytorch/torchtitan#2881",
-    "FSDP cast every input of a block to bf16, the table of rotary angles too, which needs fp32 at"
-    " far positions.",
-    cast_what_blocks_take,
-    world=2,
-)
-def rotary_tables_stay_in_fp32_under_bf16():
-    changes = {"parallel": FSDP, "precision": {"compute": "bf16"}}
-    for found in on_ranks(2, dtypes_in_blocks, changes):
-        assert found["inputs"] == ["torch.bfloat16", "torch.float32", "torch.float32"]
-
-
-def keep_weights_in_bf16(patch):
-    original = fsdp.apply_fsdp
-
-    def apply(model, *args, **options):
-        original(model.to(torch.bfloat16), *args, **options)
-
-    patch.setattr(fsdp, "apply_fsdp", apply)
-
-
-@known_bug(
-    "huggingface/accelerate#3979",
-    "The cast of the trained weights to fp32 had become a call without effect, so that bf16 weights"
-    " lost small updates.",
-    keep_weights_in_bf16,
-    world=2,
-)
-def weights_are_kept_in_fp32_under_bf16():
-    changes = {"parallel": FSDP, "precision": {"compute": "bf16"}}
-    for found in on_ranks(2, dtypes_in_blocks, changes):
-        assert found["weights"] == {"torch.float32"}
 
 
 def norm_of_local_shards(patch):
@@ -297,8 +238,8 @@ def add_up_whole_gradients(patch):
 
 @known_bug(
     "modelscope/twinkle#290",
-    "Gradients that every rank held whole were summed over ranks once more in the norm, and clipped"
-    " although they were below the limit.",
+    "Gradients that every rank held whole were summed over ranks once more in the norm, and"
+    " clipped although they were below the limit.",
     add_up_whole_gradients,
     world=2,
 )
@@ -329,8 +270,8 @@ def average_batches_of_validation(patch):
 
 @known_bug(
     "PrimeIntellect-ai/prime-rl#1850",
-    "The validation loss was a mean over batches of all ranks, whatever number of tokens each batch"
-    " had.",
+    "The validation loss was a mean over batches of all ranks, whatever number of tokens each"
+    " batch had.",
     average_batches_of_validation,
     world=2,
 )
