@@ -26,6 +26,7 @@ KINDS = (
     "logits and loss",
     "temporary",
 )
+MONITORS = "monitors"  # few recipes have any that hold memory
 SHOWN_KNOBS = 5
 
 
@@ -91,9 +92,11 @@ def _as_json(
 def _print(estimates: Sequence[Estimate]) -> None:
     heads = ["", *(f"rank {each.rank}" for each in estimates)]
     rows = [heads]
-    for kind in KINDS:
+    measured = any(each.at_peak.get(MONITORS) for each in estimates)
+    kinds = (*KINDS, MONITORS) if measured else KINDS
+    for kind in kinds:
         rows.append([kind, *(_size(each.at_peak.get(kind, 0)) for each in estimates)])
-    named = [sum(each.at_peak.get(kind, 0) for kind in KINDS) for each in estimates]
+    named = [sum(each.at_peak.get(kind, 0) for kind in kinds) for each in estimates]
     others = [_size(each.peak_bytes - n) for each, n in zip(estimates, named, strict=True)]
     rows.append(["other", *others])
     rows.append(["tensors at the peak", *(_size(each.peak_bytes) for each in estimates)])

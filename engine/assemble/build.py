@@ -21,8 +21,8 @@ from ..core.errors import CheckpointError, Problem, RecipeError
 from ..core.text.selection import NameSelection, Renaming
 from ..formats.hf_load import load_huggingface
 from ..lora.apply import add_adapters, require_adapters
-from ..observe.monitored_model import MonitoredModel
-from ..observe.monitors import Monitors
+from ..observe.monitors.monitored_model import MonitoredModel
+from ..observe.monitors.monitors import Monitors
 from ..observe.phases import Phase, no_phase
 from ..optim.parameters import avoid_dynamo_import, parameter_groups
 from ..parallel.axis import LocalParts, ParallelModel

@@ -142,3 +142,15 @@ def extract_scalars(row: Row) -> dict[str, float]:
         and not isinstance(value, bool)
         and name not in ("step", "time")
     }
+
+
+def extract_histograms(row: Row) -> dict[str, tuple[list[int], list[float]]]:
+    """Return the histograms of a row as `kind/name`: counts, and the edges of the bins."""
+    found = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping) and "counts" in value:
+            counts, low = value["counts"], value["low"]
+            width = (value["high"] - low) / len(counts)
+            edges = [low + number * width for number in range(len(counts) + 1)]
+            found[f"{row['kind']}/{name}"] = counts, edges
+    return found

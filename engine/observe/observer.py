@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..core.errors import EnvironmentFault, TrainerError
 from .metrics import MetricsLog
-from .numbers import Number, to_floats
+from .numbers import Number, to_floats, to_histograms
 from .phases import Phase, no_phase
 from .progress import Progress
 from .results import Results
@@ -152,7 +152,7 @@ class Observer:
         counted = self._throughput.name_counts(total, batches)
         rates = self._throughput.read(step, total)
         row = {"kind": "train", "step": step, **numbers, **counted, **rates, **ranks}
-        self._record({**row, "memory_bytes": self._memory()})
+        self._record({**row, "memory_bytes": self._memory(), **to_histograms(values)})
 
     def on_evaluation(self, step: int, values: Mapping[str, Number], split: str) -> None:
         """Record the numbers of a split after `step` steps, which have a `loss`."""

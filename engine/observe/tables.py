@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from .monitored_model import MonitoredModel
+    from .monitors.monitored_model import MonitoredModel
     from .numbers import Number
     from .phases import PhaseTimer
     from .profiler import Profiler
@@ -28,7 +28,7 @@ class Tracker(Protocol):
     """A service or file that gets metric rows; only rank 0 has one."""
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Send one row of metrics.jsonl (`kind`, `step` and numbers)."""
+        """Send one row of metrics.jsonl (`kind`, `step`, numbers and histograms)."""
 
     def close(self) -> None:
         """Send the rows that are buffered."""
@@ -179,7 +179,7 @@ class Monitor:
         """Measure after the optimizer has changed the weights; `sums` as in `before_update`."""
 
     def metrics(self, sums: Tensor) -> Mapping[str, Number]:
-        """Return numbers for metrics.jsonl, on the device, from the sums over all ranks."""
+        """Return numbers and histograms, on the device, from the sums over all ranks."""
         raise NotImplementedError
 
 
@@ -189,6 +189,16 @@ class MonitorConfig(Component):
     interval: Count = 100
     """optimizer steps between measurements"""
 
+    @property
+    def copies_weights(self) -> bool:
+        """Whether a due step takes memory for a copy of weights, which estimates simulate."""
+        return False
+
+    @property
+    def measures_all(self) -> bool:
+        """Whether all layers are measured alike."""
+        return True
+
     def build(self, model: MonitoredModel) -> Monitor:
         """Build the monitor of this rank."""
         raise NotImplementedError
@@ -196,6 +206,7 @@ class MonitorConfig(Component):
 
 monitors: Registry[MonitorConfig] = Registry("monitor", default="norms")
 NormKind = Literal["weights", "gradients", "updates", "update_ratios"]
+HistogramKind = Literal["weights", "gradients", "updates"]
 
 
 @monitors.register
@@ -211,9 +222,46 @@ class Norms(MonitorConfig):
 
     def build(self, model: MonitoredModel) -> Monitor:
         """Return a measurer of norms."""
-        from .norms import NormMonitor
+        from .monitors.norms import NormMonitor
 
         return NormMonitor(model, self.of, by_layer=self.by == "layer")
+
+    @property
+    def copies_weights(self) -> bool:
+        """Whether updates are measured."""
+        return bool({"updates", "update_ratios"} & {*self.of})
+
+
+@monitors.register
+class Histograms(MonitorConfig):
+    """Histograms of weights, gradients and updates, of each layer."""
+
+    name: Literal["histograms"] = "histograms"
+    of: Annotated[list[HistogramKind], Field(min_length=1)] = ["weights", "gradients", "updates"]
+    """"weights" before the update; "gradients" before clipping; "updates", the changes of weights,
+    which take a copy of the weights on a due step"""
+    by: Literal["layer", "parameter"] = "layer"
+    """one histogram for each layer (embedding, block, head), or for each parameter"""
+    match: str = "*"
+    """which weights: a glob over parameter names, or "re:..." for a regular expression"""
+    bins: Annotated[int, Field(ge=2, le=512)] = 64
+    """number of bins, of one width between the smallest and the largest value"""
+
+    def build(self, model: MonitoredModel) -> Monitor:
+        """Return a counter of values."""
+        from .monitors.histograms import HistogramMonitor
+
+        return HistogramMonitor(model, self)
+
+    @property
+    def copies_weights(self) -> bool:
+        """Whether updates are measured."""
+        return "updates" in self.of
+
+    @property
+    def measures_all(self) -> bool:
+        """Whether the pattern leaves no weight out."""
+        return self.match == "*"
 
 
 AnyTracker = Annotated[TrackerConfig, Named(trackers)]

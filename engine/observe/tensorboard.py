@@ -1,19 +1,21 @@
-"""Scalars for TensorBoard, through its own event writer (which does not import torch)."""
+"""Scalars and histograms for TensorBoard, by its own event writer, which imports no torch."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import EnvironmentFault
+from .feed import extract_histograms
 
 FLUSH_SECONDS = 10
 
 
 class TensorBoardTracker:
-    """Writes each number of a row as a scalar `kind/name`.
+    """Writes each number of a row as a scalar `kind/name`, and each histogram as one.
 
     Args:
         folder: folder of the event files; each attempt adds one.
@@ -35,7 +37,7 @@ class TensorBoardTracker:
                 "pip install 'trainer[tensorboard]'",
             ) from error
         self._event = event_pb2.Event
-        self._summary = summary_pb2.Summary
+        self._summary, self._histogram = summary_pb2.Summary, summary_pb2.HistogramProto
         self._writer = EventFileWriter(str(folder), flush_secs=FLUSH_SECONDS)
         # TensorBoard would show the steps of two attempts in one curve without it.
         mark = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
@@ -44,15 +46,33 @@ class TensorBoardTracker:
         )
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Write the row's numbers."""
+        """Write the row's numbers and histograms."""
         scalars = [
             self._summary.Value(tag=f"{row['kind']}/{name}", simple_value=value)
             for name, value in row.items()
             if isinstance(value, int | float) and name not in ("step", "time")
         ]
-        summary = self._summary(value=scalars)
+        histograms = [
+            self._summary.Value(tag=name, histo=self._make_histogram(counts, edges))
+            for name, (counts, edges) in extract_histograms(row).items()
+        ]
+        summary = self._summary(value=scalars + histograms)
         self._writer.add_event(
             self._event(step=row["step"], wall_time=row["time"], summary=summary)
+        )
+
+    def _make_histogram(self, counts: Sequence[int], edges: Sequence[float]) -> Any:
+        # The sums are of the middles of the bins; TensorBoard draws limits and counts alone.
+        middles = [(low + high) / 2 for low, high in pairwise(edges)]
+        pairs = list(zip(counts, middles, strict=True))
+        return self._histogram(
+            min=edges[0],
+            max=edges[-1],
+            num=sum(counts),
+            sum=sum(count * middle for count, middle in pairs),
+            sum_squares=sum(count * middle**2 for count, middle in pairs),
+            bucket_limit=edges[1:],
+            bucket=counts,
         )
 
     def close(self) -> None:

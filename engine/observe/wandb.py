@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.errors import EnvironmentFault
 from ..core.run_dir import read_recipe
 from ..core.text.display import redact
-from .feed import RowSender, SentRows, extract_scalars
+from .feed import RowSender, SentRows, extract_histograms, extract_scalars
 
 if TYPE_CHECKING:
     from .tables import WandB
@@ -34,6 +34,7 @@ class WandBTracker:
                 f"the tracker wandb needs a package that is missing: {error}",
                 "pip install 'trainer[wandb]'",
             ) from error
+        self._histogram: Any = wandb.Histogram  # its annotation asks for arrays, it takes lists
         record = SentRows(
             run_dir / "trackers" / "wandb.json", f"{config.entity}/{config.project} {config.mode}"
         )
@@ -81,4 +82,8 @@ class WandBTracker:
             self._run.finish()
 
     def _send(self, row: Mapping[str, Any]) -> None:
-        self._run.log(extract_scalars(row), step=row["step"])
+        histograms: dict[str, Any] = {
+            name: self._histogram(np_histogram=pair)
+            for name, pair in extract_histograms(row).items()
+        }
+        self._run.log({**extract_scalars(row), **histograms}, step=row["step"])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..data.batch import Batch
-from ..observe.monitors import Monitors
+from ..observe.monitors.monitors import Monitors
 from ..observe.numbers import Number
 from ..observe.phases import Phase, no_phase
 from ..parallel.axis import ParallelModel

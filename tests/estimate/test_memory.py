@@ -64,7 +64,7 @@ IN_EVERY_RUN = "alone", "tensor", "expert"
 
 
 def built_step(recipe):
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     plan = make_plan(recipe.parallel, rank, ranks, CPU)
     built = build_model(recipe, VOCAB, CPU, plan)
     materialize(built.model, CPU, 0)
@@ -93,6 +93,29 @@ def test_the_estimate_is_what_real_steps_count(plan):
     for rank, expected in enumerate(run_ranks(ranks, counted, recipe, timeout=900)):
         (found,) = run_ranks(1, simulated, recipe, rank, ranks, timeout=900)
         assert found == pytest.approx(expected, rel=0.01)
+
+
+def test_monitors_that_copy_weights_are_counted():
+    few = {"seq_len": 8, "global_batch": 1, "micro_batch": 1}
+    updates = {"name": "histograms", "match": "layers.3.*", "of": ["updates"]}
+    monitors = [{"name": "norms"}, updates]
+    recipe = Recipe.model_validate(
+        BASE
+        | {
+            "data": BASE["data"] | few,
+            "optimizer": {"name": "sgd"},
+            "precision": {"compute": "fp32"},
+        }
+        | {"metrics": {"monitors": monitors}}
+    )
+    found = simulate_memory(recipe, 0, 1, VOCAB)
+    step, plan = built_step(recipe)
+    weights = dict(step.parallel_model.model.named_parameters())
+    last = [weight.nbytes for name, weight in weights.items() if name.startswith("layers.3.")]
+    copies = sum(weight.nbytes for weight in weights.values()) + sum(last)
+    assert found.at_peak["monitors"] == pytest.approx(copies, rel=0.02)
+    real = track(step, plan.take, recipe.data, recipe.model.layout.blocks, steps=2).peak().total
+    assert found.peak_bytes == pytest.approx(real, rel=0.01)
 
 
 def recorded(recipe):

@@ -40,6 +40,22 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None
     assert scalars(tmp_path, "eval/loss") == expected[1::2]
 
 
+def test_histograms_arrive_with_their_bins(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = TensorBoardTracker(tmp_path, 0)
+    found = {"low": -1.0, "high": 3.0, "counts": [5, 0, 2, 1]}
+    tracker.log({"kind": "train", "step": 7, "time": 7.0, "weight_histogram/embed": found})
+    tracker.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    (event,) = events.Histograms("train/weight_histogram/embed")
+    shown = event.histogram_value
+    assert (event.step, shown.min, shown.max, shown.num) == (7, -1.0, 3.0, 8.0)
+    assert shown.bucket_limit == [0.0, 1.0, 2.0, 3.0]
+    assert shown.bucket == [5.0, 0.0, 2.0, 1.0]
+
+
 def test_the_evaluation_at_the_resumed_step_stays(tmp_path: Path) -> None:
     log(tmp_path, 0, range(1, 5), loss=2.0)
     log(tmp_path, 4, range(5, 6), loss=1.0)

@@ -34,6 +34,7 @@ def attempt(run_dir: Path, resume_step: int, last: int, **keys: Any) -> None:
     tracker = WandB(project="proof", **keys).build(run_dir, resume_step)
     for step in range(resume_step + 1, last + 1):
         row = {"kind": "train", "step": step, "loss": 1 / step, "mfu": None, "time": float(step)}
+        row["grad_histogram/embed"] = {"low": 0.0, "high": 4.0, "counts": [step, 1]}
         log.write(row)
         tracker.log(row)
     tracker.close()
@@ -80,9 +81,12 @@ def history(run_dir: Path) -> list[tuple[str, int, float]]:
             if kind == "run":
                 run_id = record.run.run_id
             elif kind == "history":
-                items = {item.key or item.nested_key[0]: item.value_json
+                items = {item.key or ".".join(item.nested_key): item.value_json
                          for item in record.history.item}  # fmt: skip
                 if "train/loss" in items:
+                    counts = items["train/grad_histogram/embed.values"]
+                    assert json.loads(counts) == [int(items["_step"]), 1]
+                    assert json.loads(items["train/grad_histogram/embed.bins"]) == [0.0, 2.0, 4.0]
                     found.append((run_id, int(items["_step"]), json.loads(items["train/loss"])))
     return found
 

@@ -111,8 +111,11 @@ def _adapt(recipe: Recipe, *, on_gpu: bool, compiles: bool) -> Recipe:
     }
     if not compiles:
         axes["async_tensor"] = False
+    # Others hold little, and a plugin's may need the values of tensors.
+    monitors = [monitor for monitor in recipe.metrics.monitors if monitor.copies_weights]
     return recipe.model_copy(
         update={
+            "metrics": recipe.metrics.model_copy(update={"monitors": monitors}),
             "kernels": kernels.model_copy(update=words),
             "precision": precision.model_copy(update=casts),
             "parallel": parallel.model_copy(update=axes),

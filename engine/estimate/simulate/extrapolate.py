@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ...core.local import local
+from ...observe.tables import Metrics
 from ...parallel.pipeline.cut import SPLIT_BACKWARD
 from ...precision.hardware import DTYPES
 from ...recipe.schema import Recipe
@@ -78,6 +79,8 @@ def simulate_memory(
         on_gpu: compute as a GPU would; see `simulate_rank`.
         whole: simulate all blocks and micro batches.
     """
+    # A pattern may match weights of some blocks alone.
+    whole = whole or not all(monitor.measures_all for monitor in recipe.metrics.monitors)
     size = size_of(recipe, ranks, vocab_size)
     place = size.degrees.coordinate(rank).pipeline
     count, steps = size.micro_batches, 0
@@ -206,6 +209,7 @@ def count_ranks(
         places: the coordinates on the pipeline axis; None: all.
         whole: simulate all blocks and micro batches.
     """
+    recipe = recipe.model_copy(update={"metrics": Metrics()})  # no step that monitors measure
     # A frozen model from elsewhere does not become smaller with the model that is trained.
     whole = whole or bool(recipe.task.frozen_model(recipe.loss))
     size = size_of(recipe, ranks, vocab_size)

@@ -21,11 +21,13 @@ from ...train.average import WeightAverage
 from ...train.step import TrainStep
 from ...train.tables import EMA
 from .build import empty_batches, samples_of
+from .torch_internals import replace_attribute
 from .tracker import (
     BATCH,
     GRADIENTS,
     IN_CPU_MEMORY,
     LOSS,
+    MONITORS,
     OPTIMIZER,
     PARAMETERS,
     TEMPORARY,
@@ -94,16 +96,12 @@ def track(
     homes = (IN_CPU_MEMORY,) * 3 if offloads else (PARAMETERS, GRADIENTS, OPTIMIZER)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
 
-    def labelled(loss: Callable[..., Any]) -> Callable[..., Any]:
-        def compute(*args: Any, **options: Any) -> Any:
-            with tracker.labelled(LOSS):
-                return loss(*args, **options)
+    label = partial(_label, tracker)
+    task = step.task.wrap_loss(partial(label, LOSS))
+    watched = replace(step, task=task, phase=_phases(tracker))
+    measure = label(IN_CPU_MEMORY if offloads else MONITORS, step.monitors.before_update)
 
-        return compute
-
-    watched = replace(step, task=step.task.wrap_loss(labelled), phase=_phases(tracker))
-
-    with tracker:
+    with tracker, replace_attribute(step.monitors, "before_update", measure):
         for each in (model, *([step.task.frozen.model] if step.task.frozen else [])):
             tracker.add(each.parameters(), homes[0])
             tracker.add(each.buffers(), PARAMETERS)
@@ -122,6 +120,7 @@ def track(
             with tracker.labelled(BATCH):
                 batches = [take(batch, model) for batch in empty_batches(step.task, share, size)]
                 others = [take(batch, model) for batch in empty_batches(step.task, left, size)]
+            watched.monitors.begin(0)  # all are due
             watched.accumulate(batches, lr_factor=1.0)
             tracker.add([w.grad for w in weights if w.grad is not None], homes[1])
             with tracker.labelled(TEMPORARY):
@@ -131,6 +130,16 @@ def track(
             _end_step(step, tracker, homes[2])
             del batches, others
     return tracker
+
+
+def _label(tracker: MemoryTracker, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose tensors count as a kind."""
+
+    def compute(*args: Any, **options: Any) -> Any:
+        with tracker.labelled(kind):
+            return function(*args, **options)
+
+    return compute
 
 
 def _make_gradients(weights: Iterable[nn.Parameter], tracker: MemoryTracker) -> None:

@@ -24,7 +24,7 @@ from .torch_internals import replace_attribute, watch_memory
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, LOSS, COMMUNICATION = "activations", "logits and loss", "communication"
-TEMPORARY, BATCH = "temporary", "batch"
+TEMPORARY, BATCH, MONITORS = "temporary", "batch", "monitors"
 RECEIVED = "received"
 """tensors that pipeline stages exchange: communication, with one buffer a micro batch"""
 IN_CPU_MEMORY = "in CPU memory"

@@ -11,6 +11,7 @@ from ...core.text.expressions import ExpressionError, compile_expression
 from ...core.text.positions import KeyPath
 from ...core.text.selection import Renaming, rename_function
 from ...core.text.tree import Finding
+from ...observe.tables import Histograms
 from ...parallel.mesh import AXES, DATA_AXES, Degrees
 from ..schema import Recipe
 from .compute_checks import check_memory, check_precision
@@ -191,6 +192,9 @@ def _targets(recipe: Recipe) -> Iterator[Finding]:
     for word, table in (("float8", recipe.precision.float8), ("mx", recipe.precision.mx)):
         lists["precision", word, "targets"] = table.targets
         lists["precision", word, "exclude"] = table.exclude
+    for index, monitor in enumerate(recipe.metrics.monitors):
+        if isinstance(monitor, Histograms):
+            yield from _pattern(("metrics", "monitors", index, "match"), monitor.match)
     for path, patterns in lists.items():
         for index, pattern in enumerate(patterns):
             yield from _pattern((*path, index), pattern)

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..numbers import Number
+from ..tables import Monitor, MonitorConfig
 from .monitored_model import MonitoredModel
-from .numbers import Number
-from .tables import Monitor, MonitorConfig
 
 
 class Monitors:

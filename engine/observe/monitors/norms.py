@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
-from ..core.local import local
+from ...core.local import local
+from ..numbers import Mean, Number
+from ..tables import Monitor, NormKind
 from .monitored_model import MonitoredModel
-from .numbers import Mean, Number
-from .tables import Monitor, NormKind
 
 KEYS: dict[NormKind, str] = {
     "weights": "weight_norm",
@@ -19,13 +18,6 @@ KEYS: dict[NormKind, str] = {
     "updates": "update_norm",
     "update_ratios": "update_ratio",
 }
-_LAYER = re.compile(r"(.*?\.\d+)\.")
-
-
-def layer_of(name: str) -> str:
-    """Return the layer of a parameter: up to its block's number, else its module."""
-    match = _LAYER.match(name)
-    return match[1] if match else name.rpartition(".")[0] or name
 
 
 class NormMonitor(Monitor):
@@ -42,12 +34,8 @@ class NormMonitor(Monitor):
     def __init__(
         self, model: MonitoredModel, kinds: Collection[NormKind], *, by_layer: bool
     ) -> None:
-        names = {name: layer_of(name) if by_layer else name for name in model.names}
-        # Sorted, because all ranks must add up the same order of layers.
-        self._groups = sorted(set(names.values()), key=_by_number)
+        self._groups, self._weights, rows = model.group(by_layer=by_layer)
         self._kinds = kinds
-        self._weights = list(model.parameters.values())
-        rows = [self._groups.index(names[name]) for name in model.parameters]
         self._rows = torch.tensor(rows, dtype=torch.int64, device=model.device)
         shares = [model.share(weight) for weight in self._weights]
         self._shares = torch.tensor(shares, dtype=torch.float64, device=model.device)
@@ -105,8 +93,3 @@ class NormMonitor(Monitor):
             for kind in self._kinds
             for group, *pair in zip(self._groups, values[kind], exists, strict=True)
         }
-
-
-def _by_number(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts names by the numbers in them: block 2 before block 10."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]

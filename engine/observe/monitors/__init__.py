@@ -1,0 +1,1 @@
+"""Monitors: numbers of training that are measured at an interval."""
