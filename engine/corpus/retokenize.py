@@ -13,6 +13,7 @@ from xxhash import xxh3_128_hexdigest
 from ..core.errors import DataError, nearest
 from ..sources.configs import DocumentSource
 from ..sources.documents import Document, DocumentFault
+from ..tokenizers.byte_tokenizer import begin_text
 from ..tokenizers.configs import tokenizers
 from ..tokenizers.tokenizer import Tokenizer
 from .cache import default_cache
@@ -72,7 +73,7 @@ class StoredDocuments(DocumentSource):
             texts = [self._tokenizer.decode(ids.tolist()) for ids in documents]
             encoded = self._tokenizer.encode_batch(texts)
             for number, ids, text, again in zip(numbers, documents, texts, encoded, strict=True):
-                if np.array_equal(ids, again):
+                if np.array_equal(ids, begin_text(self._tokenizer, again)):
                     yield text
                 else:
                     place = f"{store.place}: document {number}"

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ..core import faults
 from ..core.errors import DataError
 from ..sources.documents import Document, DocumentFault, text_of
+from ..tokenizers.byte_tokenizer import begin_masked, begin_text
 from ..tokenizers.tokenizer import Ids, MaskedDocument, Tokenizer
 
 AnyDocument = TypeVar("AnyDocument", bound=Document)
@@ -91,12 +92,12 @@ def _encode(documents: Sequence[str | MaskedDocument], tokenizer: Tokenizer, tal
     faults.point("data.tokenise")
     if not any(isinstance(document, MaskedDocument) for document in documents):
         ids = tokenizer.encode_batch([text_of(document) for document in documents])
-        return make_chunk(tokenizer, ids, tally=tally)
+        return make_chunk(tokenizer, [begin_text(tokenizer, row) for row in ids], tally=tally)
     masked = [
         MaskedDocument(document, ((0, len(document)),)) if isinstance(document, str) else document
         for document in documents
     ]
-    encoded = tokenizer.encode_masked(masked)
+    encoded = [begin_masked(tokenizer, *pair) for pair in tokenizer.encode_masked(masked)]
     # The eos token counts in the loss if the end of the text does.
     loss_masks = [
         np.append(mask, any(stop >= len(document.text) for _, stop in document.loss_ranges))

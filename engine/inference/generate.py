@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...model_zoo.language_model import KVCache, LanguageModel
 from ..core.errors import RecipeError
+from ..tokenizers.byte_tokenizer import begin_text
 from ..tokenizers.tokenizer import Tokenizer
 from .inputs import require_generation
 from .open import OpenedModel
@@ -58,7 +59,7 @@ def generate(
     """
     require_generation(opened.recipe.model)
     tokenizer, longest = opened.tokenizer, getattr(opened.recipe.model, "max_seq_len", None)
-    rows = [tokenizer.encode(prompt).tolist() for prompt in prompts]
+    rows = [begin_text(tokenizer, tokenizer.encode(prompt)).tolist() for prompt in prompts]
     if longest is not None and (most := max(map(len, rows))) > longest:
         if not truncate:
             raise RecipeError(

@@ -19,6 +19,7 @@ from lm_eval.tasks import TaskManager
 
 from ..core.errors import EnvironmentFault, RecipeError, TrainerError, nearest
 from ..data.batch import IGNORED
+from ..tokenizers.byte_tokenizer import context_id
 from .generate import continue_rows, sampling_probabilities
 from .open import OpenedModel
 from .score import ScoredWindow, score_windows, windows
@@ -44,7 +45,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     @property
     def eot_token_id(self) -> int:
         """The id of the token that precedes a text without context."""
-        return self._opened.tokenizer.eos_id
+        return context_id(self._opened.tokenizer)
 
     @property
     def tokenizer_name(self) -> str:
@@ -57,7 +58,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return ids
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each whole text, after the end-of-document token."""
+        """Return the log-probability of each whole text, after the token that begins a text."""
         texts = [request.args[0] for request in requests]
         rows = (
             row

@@ -20,7 +20,7 @@ from ..data.loader import iterate_validation
 from ..sources.configs import DocumentSource, SourceConfig
 from ..sources.documents import DocumentFault
 from ..tasks.language_modeling.next_token import perplexity
-from ..tokenizers.byte_tokenizer import count_text_bytes
+from ..tokenizers.byte_tokenizer import begin_id, context_id, count_text_bytes
 from ..tokenizers.tokenizer import MaskedDocument, Tokenizer
 from .open import OpenedModel
 from .score import ScoredWindow, score_batches, score_windows, windows
@@ -84,13 +84,13 @@ class Measured:
 
 
 class Encoded:
-    """A document as tokens, `[end-of-document, ids...]`, and the part of it that is scored.
+    """A document as tokens, after one that begins a text, and the part of it that is scored.
 
     Args:
         ids: the token ids of the document, [T].
         text: the part of the document's text that is scored.
         counted: the mask of scored ids, [T]; None scores all.
-        eos_id: the end-of-document token, which precedes the document.
+        tokenizer: the tokenizer, which says which token precedes the document.
         num_bytes: the bytes of `text`; None takes the length of the text in UTF-8.
     """
 
@@ -99,10 +99,13 @@ class Encoded:
         ids: NDArray[Any],
         text: str,
         counted: NDArray[np.bool_] | None,
-        eos_id: int,
+        tokenizer: Tokenizer,
         num_bytes: int | None = None,
     ) -> None:
-        self.tokens = np.concatenate([[eos_id], ids]).astype(np.int64)
+        first = context_id(tokenizer)
+        if begin_id(tokenizer) is not None and len(ids) and ids[0] == first:  # stored with it
+            ids, counted = ids[1:], None if counted is None else counted[1:]
+        self.tokens = np.concatenate([[first], ids]).astype(np.int64)
         self.text = text
         self.num_bytes = len(text.encode()) if num_bytes is None else num_bytes
         self.counted = None if counted is None else np.concatenate([[False], counted])
@@ -246,9 +249,9 @@ def _encode(source: SourceConfig, tokenizer: Tokenizer, measured: Measured) -> I
         elif isinstance(document, MaskedDocument):
             ((ids, counted),) = tokenizer.encode_masked([document])
             text = "".join(document.text[start:stop] for start, stop in document.loss_ranges)
-            yield Encoded(ids, text, counted, tokenizer.eos_id)
+            yield Encoded(ids, text, counted, tokenizer)
         elif document:
-            yield Encoded(tokenizer.encode(document), document, None, tokenizer.eos_id)
+            yield Encoded(tokenizer.encode(document), document, None, tokenizer)
 
 
 def _read_stored(source: SourceConfig, tokenizer: Tokenizer) -> Iterator[Encoded]:
@@ -261,4 +264,4 @@ def _read_stored(source: SourceConfig, tokenizer: Tokenizer) -> Iterator[Encoded
         shown = ids if counted is None else ids[counted]
         text = tokenizer.decode(shown.tolist())
         num_bytes = count_text_bytes(tokenizer, shown.tolist(), text)
-        yield Encoded(ids, text, counted, store.eos_id, num_bytes)
+        yield Encoded(ids, text, counted, tokenizer, num_bytes)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ..corpus.records.encode_records import RecordEncoding
 from ..sources.files import json_kind, require_field, require_text
+from ..tokenizers.byte_tokenizer import begin_text
 from ..tokenizers.tokenizer import Tokenizer
 from .encode_texts import (
     Arrays,
@@ -173,7 +174,7 @@ def encode_preference(values: Values, tokenizer: Tokenizer) -> Arrays:
     """
     prompt = require_text(values, "prompt") if "prompt" in values else ""
     return {
-        "prompt": np.asarray(tokenizer.encode(prompt)).astype(np.int32),
+        "prompt": begin_text(tokenizer, tokenizer.encode(prompt)).astype(np.int32),
         "chosen": encode_text(tokenizer, require_text(values, "chosen")),
         "rejected": encode_text(tokenizer, require_text(values, "rejected")),
     }

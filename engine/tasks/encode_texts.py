@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ..core.errors import RecipeError, nearest
 from ..corpus.records.encode_records import RecordEncoding
 from ..sources.files import json_kind, require_field, require_text
+from ..tokenizers.byte_tokenizer import begin_text
 from ..tokenizers.tokenizer import OffsetTokenizer, Tokenizer
 
 IGNORED = -100
@@ -88,7 +89,7 @@ def encode_classification(
         `tokens` [T] int32 and `labels`: the class (int64), or float32 [classes] of zeros and ones,
         or float32 [targets].
     """
-    arrays = {"tokens": encode_text(tokenizer, require_text(values, "text"))}
+    arrays = {"tokens": begin_text(tokenizer, encode_text(tokenizer, require_text(values, "text")))}
     if "label" not in values:
         return arrays
     label = values["label"]

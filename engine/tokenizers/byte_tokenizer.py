@@ -1,4 +1,4 @@
-"""Defines the byte tokenizer, and the loss masks and byte counts that all tokenizers share."""
+"""Defines the byte tokenizer, and what all share: loss masks, byte counts, tokens at the start."""
 
 from __future__ import annotations
 
@@ -104,3 +104,35 @@ _BYTES_SETTINGS = {
     "split_special_tokens": True,
     "clean_up_tokenization_spaces": False,
 }
+
+
+def begin_text(tokenizer: Tokenizer, ids: Ids) -> Ids:
+    """Return the ids of a text after the token that the tokenizer begins each text with.
+
+    They stay as they are where there is no such token, or they begin with it already, as chats do
+    whose template writes it.
+    """
+    bos = begin_id(tokenizer)
+    if bos is None or (len(ids) and ids[0] == bos):
+        return ids
+    return np.concatenate([[bos], ids]).astype(np.asarray(ids).dtype)
+
+
+def begin_masked(
+    tokenizer: Tokenizer, ids: Ids, mask: NDArray[np.bool_]
+) -> tuple[Ids, NDArray[np.bool_]]:
+    """Return what `begin_text` does, and the loss mask, in which the first token does not count."""
+    begun = begin_text(tokenizer, ids)
+    return begun, np.append(np.zeros(len(begun) - len(ids), dtype=np.bool_), mask)
+
+
+def begin_id(tokenizer: Tokenizer) -> int | None:
+    """Return the token that the tokenizer's own files put before each text; None: there is none."""
+    found: int | None = getattr(tokenizer, "bos_id", None)  # tokenizers of plugins need not have it
+    return found
+
+
+def context_id(tokenizer: Tokenizer) -> int:
+    """Return the token that stands before the first scored one of a text."""
+    bos = begin_id(tokenizer)
+    return tokenizer.eos_id if bos is None else bos

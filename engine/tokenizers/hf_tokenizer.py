@@ -45,7 +45,7 @@ class HuggingFaceTokenizer:
     def __init__(self, files: Path | TokenizerFiles, eos_token: str | None = None) -> None:
         self.files = read_files(files) if isinstance(files, Path) else files
         place = self.files.place
-        self._tokenizer = _load(place, self.files.content)
+        self._tokenizer, self.bos_id = _load(place, self.files.content)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if self.vocab_size > MAX_VOCABULARY:
@@ -67,7 +67,8 @@ class HuggingFaceTokenizer:
         self.encoder = ""
         self._fast: FastBPE | None = None
         self._characters = 0
-        self.fingerprint = xxh3_128_hexdigest(self.files.content + b"\n%d" % self.eos_id)
+        ends = b"\n%d" % self.eos_id + (b" %d" % self.bos_id if self.bos_id is not None else b"")
+        self.fingerprint = xxh3_128_hexdigest(self.files.content + ends)
 
     def encode(self, text: str) -> Ids:
         """Return the ids of a text, uint32 [T], without added special tokens."""
@@ -150,7 +151,8 @@ def import_tokenizers() -> Any:
     return require_package("tokenizers", "this tokenizer", "hf")
 
 
-def _load(place: str, content: bytes) -> Any:
+def _load(place: str, content: bytes) -> tuple[Any, int | None]:
+    """Return the tokenizer, and the token that its own post-processor puts before each text."""
     native = import_tokenizers().Tokenizer
     try:
         tokenizer = native.from_str(content.decode())
@@ -160,9 +162,11 @@ def _load(place: str, content: bytes) -> Any:
         raise DataError(f"{place}: not a tokenizer.json: {error}") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    # We add no special tokens, and otherwise a post-processor only trims spaces off the offsets.
+    with_added, plain = (tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False))
+    begins = bool(plain) and with_added[1 : len(plain) + 1] == plain
+    # Whoever encodes adds special tokens; a post-processor otherwise trims spaces off the offsets.
     tokenizer.post_processor = None
-    return tokenizer
+    return tokenizer, with_added[0] if begins else None
 
 
 def vocabulary_bytes(content: bytes, vocabulary: Mapping[str, int]) -> NDArray[np.int64] | None:

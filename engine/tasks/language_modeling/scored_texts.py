@@ -12,6 +12,7 @@ from ...corpus.records.encode_records import RecordEncoding
 from ...data.batch import IGNORED, TokenBatch
 from ...data.collate import Arrays, Collation, Sample, pad_arrays
 from ...sources.files import require_text
+from ...tokenizers.byte_tokenizer import context_id
 from ...tokenizers.tokenizer import Tokenizer
 
 
@@ -33,7 +34,7 @@ def count_inputs(sample: Mapping[str, Any]) -> int:
 
 def _encode_text(values: Mapping[str, Any], tokenizer: Tokenizer) -> Arrays:
     ids = tokenizer.encode(require_text(values, "text"))
-    return {"tokens": np.concatenate([[tokenizer.eos_id], ids]).astype(np.int32)}
+    return {"tokens": np.concatenate([[context_id(tokenizer)], ids]).astype(np.int32)}
 
 
 def _truncate(sample: Arrays, length: int) -> Arrays:
