@@ -40,8 +40,9 @@ class StoredTensor:
         dtype: the dtype as safetensors spells it, such as "BF16".
         shape: the shape of the tensor as it is read.
         offset: position of the first byte of the tensor in the file.
-        scales: the block scales of an MXFP4 tensor, whose dtype is then the "BF16" that reading
-            returns; None for all other tensors.
+        scales: the scales of a tensor that is packed in blocks, whose dtype is then the one that
+            reading returns: "BF16" of MXFP4, "F32" of float8; None for all other tensors.
+        block: rows and columns that a scale of a float8 tensor is for.
     """
 
     file: Path
@@ -49,13 +50,15 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int = 0
     scales: StoredTensor | None = None
+    block: tuple[int, int] = (0, 0)
 
 
 def list_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Return the tensors of `model.safetensors`, or else of every file that the index names.
 
     Every file is opened and its header is checked against its size. The blocks and scales of an
-    MXFP4 tensor appear as one tensor. Of a multimodal model only the language model is listed.
+    packed tensor (MXFP4, float8) appear as one tensor. Of a multimodal model only the language
+    model is listed.
 
     Args:
         folder: the Hugging Face folder.
@@ -67,7 +70,7 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
         CheckpointError: the folder has no weights that can be read, or a file is damaged, missing
             or hostile.
     """
-    found = _unpacked(_list_files(folder))
+    found = _pair_scales(_unpacked(_list_files(folder)), _block_size(folder))
     words = {name.removeprefix(TEXT): each for name, each in found.items() if name.startswith(TEXT)}
     return {plain_name(name): each for name, each in (words or found).items()}
 
@@ -96,6 +99,37 @@ def _unpacked(found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     return tensors
 
 
+def _pair_scales(found: dict[str, StoredTensor], block: tuple[int, int]) -> dict[str, StoredTensor]:
+    """Replace each pair of a float8 matrix and its block scales by the tensor that they encode."""
+    tensors = dict(found)
+    for name, matrix in found.items():
+        scales = found.get(f"{name}_scale_inv")
+        if scales is None or matrix.dtype != "F8_E4M3" or scales.dtype != "F32":
+            continue
+        grid = tuple(-(-size // each) for size, each in zip(matrix.shape, block, strict=False))
+        if len(matrix.shape) == 2 and scales.shape == grid:
+            del tensors[f"{name}_scale_inv"]
+            tensors[name] = replace(matrix, dtype="F32", scales=scales, block=block)
+    return tensors
+
+
+def _block_size(folder: Path) -> tuple[int, int]:
+    """Return the block size of float8 weights in config.json; without one, DeepSeek-V3's."""
+    path = folder / CONFIG
+    settings = read_json(path, MAX_CONFIG_BYTES) if path.is_file() else {}
+    return _fp8_block(settings.get("quantization_config")) or (128, 128)
+
+
+def _fp8_block(quantization: Any) -> tuple[int, int] | None:
+    """Return rows and columns of a block of float8 weights; None: they are packed otherwise."""
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8":
+        return None
+    match quantization.get("weight_block_size"), quantization.get("fmt", "e4m3"):
+        case [int(rows), int(columns)], "e4m3" if rows > 0 and columns > 0:
+            return rows, columns
+    return None
+
+
 def _list_files(folder: Path) -> dict[str, StoredTensor]:
     regular = _regular_files(folder)
     if SINGLE in regular:
@@ -122,7 +156,8 @@ def _list_files(folder: Path) -> dict[str, StoredTensor]:
 def read_config(folder: Path) -> dict[str, Any] | None:
     """Return the language model's settings in `config.json`, or None if the file is missing.
 
-    An MXFP4 quantization table is left out, because `list_tensors` presents such weights as BF16.
+    The quantization table of MXFP4 and of float8 in blocks is left out, because `list_tensors`
+    presents such weights as BF16 and F32.
 
     Raises:
         CheckpointError: `config.json` cannot be read.
@@ -134,7 +169,8 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     if settings.get("model_type") == "llama4" and isinstance(settings.get("text_config"), dict):
         settings = settings["text_config"]
     quantization = settings.get("quantization_config")
-    if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
+    is_mxfp4 = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+    if is_mxfp4 or _fp8_block(quantization):
         del settings["quantization_config"]
     return settings
 

@@ -106,7 +106,9 @@ def extract_part(tensor: TensorRows, part: Part) -> TensorRows:
 
 
 def open_parameter(
-    parts: Sequence[Part], shape: tuple[int, ...], stored: Mapping[str, FileTensor | Mxfp4]
+    parts: Sequence[Part],
+    shape: tuple[int, ...],
+    stored: Mapping[str, FileTensor | Mxfp4 | BlockScaled],
 ) -> TensorRows:
     """Open our parameter from the one or several tensors in which Hugging Face stores it.
 
@@ -129,11 +131,15 @@ def open_parameter(
     return ConcatenatedTensor(regions[0].dtype, shape, tuple(boxes))
 
 
-def open_stored_tensor(stored: StoredTensor) -> FileTensor | Mxfp4:
+def open_stored_tensor(stored: StoredTensor) -> FileTensor | Mxfp4 | BlockScaled:
     """Return a reader for a stored tensor, whose dtype must be one of `DTYPES`."""
     scales = stored.scales
     if scales is None:
         return FileTensor(stored.file, stored.offset, DTYPES[stored.dtype], stored.shape)
+    if stored.block[0]:
+        values = FileTensor(stored.file, stored.offset, torch.float8_e4m3fn, stored.shape)
+        grid = FileTensor(scales.file, scales.offset, torch.float32, scales.shape)
+        return BlockScaled(values, grid, stored.block, stored.shape)
     packed = FileTensor(stored.file, stored.offset, torch.uint8, (*scales.shape, 16))
     powers = FileTensor(scales.file, scales.offset, torch.uint8, scales.shape)
     return Mxfp4(packed, powers, stored.shape)
@@ -168,3 +174,34 @@ class Mxfp4:
         values = torch.cat((VALUES, -VALUES)).to(self.dtype)[codes.int()]
         exponents = (scales.int() - BIAS).unsqueeze(-1)
         return torch.ldexp(values, exponents).to(self.dtype).flatten(-2).mT.contiguous()
+
+
+@dataclass(frozen=True)
+class BlockScaled:
+    """A float8 matrix with a scale for each block, multiplied in fp32 when it is read.
+
+    Source: `weight_dequant` in https://github.com/deepseek-ai/DeepSeek-V3, inference/kernel.py.
+
+    Args:
+        values: float8 [N, K].
+        scales: fp32, one for each block, those at the end of rows and columns included.
+        block: rows and columns of a block.
+        shape: [N, K], or [..., N, K] with dims of size 1 before them.
+        dtype: fp32, which rounds each product once.
+    """
+
+    values: TensorRows
+    scales: TensorRows
+    block: tuple[int, int]
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Return rows `first` to `last`, exclusive, as fp32; with dims before N, the whole."""
+        (rows, columns), (height, width) = self.values.shape, self.block
+        start, end = (first, last) if len(self.shape) == 2 else (0, rows)
+        top = start // height
+        grid = self.scales.read(top, -(-end // height))
+        row_scales = grid[torch.arange(start, end) // height - top]
+        scales = row_scales.repeat_interleave(width, 1)[:, :columns]
+        return (self.values.read(start, end).float() * scales).view(-1, *self.shape[1:])

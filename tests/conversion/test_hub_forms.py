@@ -99,3 +99,48 @@ def test_of_a_llama_4_that_sees_images_the_language_model_is_read(tmp_path: Path
         again = loaded_by_transformers(tmp_path / "text")(tokens).logits
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("model", [{}, {"name": "deepseek_v3"}])
+def test_float8_weights_are_scaled_block_by_block(
+    tmp_path: Path, model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As DeepSeek publishes them; the product is checked in float64, a number at a time."""
+    monkeypatch.setattr("trainer.engine.checkpoint.tensors.BLOCK_BYTES", 700)
+    config = config_of(**model)
+    plain = hf_folder(tmp_path / "plain", config, tokenizer=False)
+    settings = json.loads((plain / CONFIG).read_text())
+    settings["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [16, 24],
+    }
+    tensors, wanted = {}, {}
+    for name, weight in tensors_of(plain).items():
+        tensors[name] = wanted[name] = weight
+        if weight.dim() != 2 or not name.endswith("_proj.weight"):
+            continue
+        rows, columns = weight.shape
+        scales = torch.rand(-(-rows // 16), -(-columns // 24)) / 50
+        row, column = torch.arange(rows)[:, None] // 16, torch.arange(columns) // 24
+        packed = (weight / scales[row, column]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        wanted[name] = (packed.double() * scales[row, column].double()).float()
+        tensors |= {name: packed, f"{name}_scale_inv": scales}
+    folder = tmp_path / "packed"
+    folder.mkdir()
+    save_file(tensors, folder / SINGLE)
+    (folder / CONFIG).write_text(json.dumps(settings))
+    assert any(each.dtype is torch.float8_e4m3fn for each in tensors.values())
+    assert convert("hf2dcp", folder, tmp_path / "dcp", "--verify") == 0
+    assert convert("hf2hf", folder, tmp_path / "back") == 0
+    assert "quantization_config" not in json.loads((tmp_path / "back" / CONFIG).read_text())
+    found = tensors_of(tmp_path / "back")
+    assert same_bits(
+        {name: found[name] for name in wanted if name in found},
+        {name: wanted[name] for name in wanted if name in found},
+    )
+    assert len(found.keys() & wanted.keys()) > 10
+    settings["quantization_config"].pop("weight_block_size")
+    (folder / CONFIG).write_text(json.dumps(settings))
+    assert convert("hf2dcp", folder, tmp_path / "other") == 5
