@@ -25,7 +25,7 @@ from ..checkpoint.tensors import (
 )
 from ..checkpoint.torch_file import check_records
 from ..core.errors import CheckpointError
-from ..formats.hf_folder import read_json
+from ..formats.hf_json import read_json
 from ..formats.hf_match import Shape
 from ..recipe.schema import Recipe
 from .source_weights import SourceWeights, config_or_error, parameter_shapes, require_match

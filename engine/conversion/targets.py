@@ -26,7 +26,8 @@ from ..checkpoint.torch_file import (
     write_without_data,
 )
 from ..core.text.display import remove_secrets
-from ..formats.hf_folder import CONFIG, MAX_CONFIG_BYTES, list_tensors, plain_name, read_json
+from ..formats.hf_folder import CONFIG, MAX_CONFIG_BYTES, list_tensors, plain_name
+from ..formats.hf_json import read_json
 from ..formats.hf_layout import extract_part, open_parameter, open_stored_tensor
 from ..recipe.schema import Recipe
 from ..tokenizers.configs import HFTokenizer

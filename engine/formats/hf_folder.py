@@ -7,7 +7,6 @@ https://huggingface.co/docs/safetensors and, for the index, transformers' `save_
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from typing import Any
 from ..core.errors import CheckpointError
 from ..core.files import open_regular, require_regular
 from ..core.text.display import list_problems, quote_name
+from .hf_json import parse_json, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -255,7 +255,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     # `safe_open` does not return the offsets of tensors, so the header is parsed here too.
-    header = _parse(text, path)
+    header = parse_json(text, path)
     with open_tensors(path) as opened:
         entries = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         return {
@@ -267,48 +267,3 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             )
             for name, entry in entries.items()
         }
-
-
-def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Args:
-        path: the JSON file.
-        max_bytes: a larger file is refused, so that a hostile one cannot fill the memory.
-
-    Raises:
-        CheckpointError: the file is too large or damaged, or holds something else than an object.
-    """
-    try:
-        with open_regular(path) as file:
-            text = file.read(max_bytes + 1)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    if len(text) > max_bytes:
-        raise CheckpointError(f"{path} has more than {max_bytes} bytes: not read")
-    return _parse(text, path)
-
-
-def _parse(text: bytes, path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(
-            text, object_pairs_hook=_without_duplicates, parse_constant=_not_a_number
-        )
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}", "download it again") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} is damaged: a JSON object was expected")
-    return values
-
-
-def _not_a_number(word: str) -> float:
-    raise ValueError(f"{word} is not a number of JSON")
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in values:
-            raise ValueError(f"{quote_name(key)} is given twice")
-        values[key] = value
-    return values

@@ -17,7 +17,8 @@ from ..checkpoint.tensors import InMemoryTensor
 from ..core.errors import CheckpointError
 from ..core.local import is_split
 from ..core.text.display import list_problems, quote_name
-from ..formats.hf_folder import MAX_CONFIG_BYTES, open_tensors, read_json
+from ..formats.hf_folder import MAX_CONFIG_BYTES, open_tensors
+from ..formats.hf_json import read_json
 from ..formats.hf_load import fill_parameter
 from .tables import LoRA
 
