@@ -9,72 +9,15 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from ....kernels.choose import Kernels
-from ....kernels.divergence.reference import Divergence, linear_divergence
-from ...data.batch import IGNORED, Batch, TokenBatch
+from ....kernels.log_probs.reference import linear_top_k
+from ...data.batch import Batch, TokenBatch
 from ...observe.numbers import Mean, Number
 from ...parallel.axis import ParallelModel
 from ..language_modeling.next_token import NextToken, TokenLossRecord, predict_tokens
 from ..outputs import OutputRecord, run_frozen
 from ..task import LossRecord
-
-
-@dataclass(frozen=True)
-class SoftCriterion:
-    """The loss of a token: a divergence from the teacher, and the cross entropy with its label.
-
-    Attributes:
-        divergence: of the student's distribution from the teacher's.
-        temperature: both models' logits are divided by it. The divergence is multiplied by its
-            square, so that its gradients keep their size (Hinton et al. 2015, arXiv:1503.02531,
-            section 2).
-        hard_weight: share of the cross entropy.
-        kernels: the implementations of this rank.
-    """
-
-    divergence: Divergence
-    temperature: float
-    hard_weight: float
-    kernels: Kernels
-
-    @property
-    def weights(self) -> tuple[float, float]:
-        """What multiplies the divergence and the cross entropy."""
-        return (1 - self.hard_weight) * self.temperature**2, self.hard_weight
-
-    def compute(
-        self, student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor], labels: Tensor
-    ) -> Tensor:
-        """Return the summed divergence and the summed cross entropy, [2].
-
-        Args:
-            student: hidden states [T, D] and head weight [V, D].
-            teacher: hidden states [T, E] and head weight [V, E].
-            labels: [T], -100 ignored.
-        """
-        soft = linear_divergence(
-            student,
-            teacher,
-            labels != IGNORED,
-            self.divergence,
-            temperature=self.temperature,
-            shard=self.kernels.vocabulary,
-        )
-        # A validation always tells the cross entropy; a step computes it if it is minimised.
-        if self.hard_weight or not torch.is_grad_enabled():
-            return torch.stack([soft, self.kernels.linear_cross_entropy(*student, labels)])
-        return torch.stack([soft, torch.zeros_like(soft)])
-
-
-@dataclass(frozen=True)
-class DistillationBatch(TokenBatch):
-    """Rows of tokens, and the hidden states that the teacher made of them.
-
-    Attributes:
-        teacher_hidden: [B, S, E] after the last norm; None before the teacher has seen the batch.
-    """
-
-    teacher_hidden: Tensor | None = None
+from .batch import DistillationBatch
+from .criterion import SoftCriterion
 
 
 @dataclass
@@ -94,24 +37,35 @@ class TeacherHead:
             self.weight = weight.detach().clone()
 
 
-class HiddenRecord(OutputRecord):
-    """Keeps the hidden states that a head is called with.
+class TeacherRecord(OutputRecord):
+    """Keeps what a student learns from of the hidden states that a head is called with.
 
     Args:
-        head: gets the weight of the head.
+        task: distillation.
     """
 
-    def __init__(self, head: TeacherHead) -> None:
-        self._head = head
-        self.hidden: Tensor | None = None
+    def __init__(self, task: Distill) -> None:
+        self._task = task
+        self.told: dict[str, Tensor] = {}
 
     def __call__(self, *outputs: Any) -> Tensor:
-        """Keep hidden states [T, E] and head weight [V, E], and return nothing to minimise."""
+        """Keep what [T, E] hidden states and head weight [V, E] say; nothing is minimised."""
         hidden, weight, _ = outputs
-        # Later calls are for tokens farther ahead.
-        if self.hidden is None:
-            self.hidden = hidden
-            self._head.keep(weight.to(hidden.dtype))
+        loss = self._task.loss
+        if self.told:  # later calls are for tokens farther ahead
+            pass
+        elif loss.top_k:
+            tokens, log_probs = linear_top_k(
+                hidden,
+                weight,
+                loss.top_k,
+                temperature=loss.temperature,
+                shard=loss.kernels.vocabulary,
+            )
+            self.told = {"teacher_tokens": tokens, "teacher_log_probs": log_probs}
+        else:
+            self.told = {"teacher_hidden": hidden}
+            self._task.head.keep(weight.to(hidden.dtype))
         return torch.zeros((), device=hidden.device)
 
 
@@ -120,12 +74,12 @@ class DistillationRecord(LossRecord):
 
     Args:
         task: distillation.
-        teacher_hidden: [B, S, E]; None if it is set before the forward pass.
+        batch: the rows; the teacher may see them until the forward pass.
     """
 
-    def __init__(self, task: Distill, teacher_hidden: Tensor | None) -> None:
+    def __init__(self, task: Distill, batch: DistillationBatch) -> None:
         self._task = task
-        self.teacher_hidden = teacher_hidden
+        self.batch = batch
         self._parts: Tensor | None = None
         self._predictions: tuple[Tensor, Tensor] | None = None
 
@@ -135,17 +89,23 @@ class DistillationRecord(LossRecord):
         if self._parts is not None:  # tokens farther ahead, which the teacher does not predict
             further: Tensor = self._task.loss.kernels.linear_cross_entropy(hidden, weight, labels)
             return further
-        head = self._task.head.weight
-        assert self.teacher_hidden is not None, "the teacher comes first"
-        assert head is not None, "the teacher comes first"
-        teacher = self.teacher_hidden.flatten(0, 1), head
-        parts = self._task.compute((hidden, weight), teacher, labels)
+        parts = self._task.compute((hidden, weight), self._teacher, labels)
         self._parts = parts.detach()
         if self._task.keeps_predictions:
             vocabulary = self._task.loss.kernels.vocabulary
             self._predictions = predict_tokens(hidden, weight, vocabulary), labels
         soft, hard = self._task.loss.weights
         return soft * parts[0] + hard * parts[1]
+
+    @property
+    def _teacher(self) -> tuple[Tensor, Tensor]:
+        """What the criterion compares the student with; see `SoftCriterion.compute`."""
+        told, head = self.batch, self._task.head.weight
+        if told.teacher_tokens is not None and told.teacher_log_probs is not None:
+            return told.teacher_tokens.flatten(0, 1), told.teacher_log_probs.flatten(0, 1)
+        assert told.teacher_hidden is not None, "the teacher comes first"
+        assert head is not None, "the teacher comes first"
+        return told.teacher_hidden.flatten(0, 1), head
 
     def sums(self, minimized: Tensor) -> Tensor:
         """Return the sum that is minimised, the divergence and the cross entropy."""
@@ -182,42 +142,49 @@ class Distill(NextToken):
         return 3
 
     def prepare(self, batches: Sequence[TokenBatch], model: ParallelModel) -> Sequence[TokenBatch]:
-        """Add the teacher's hidden states to batches that go through a pipeline.
+        """Ask the teacher about batches that go through a pipeline.
 
-        Without a pipeline `forward` does it, and one micro batch of them is held at a time.
+        Without a pipeline `forward` does it, and the answers to one micro batch are held at a time.
         """
         if model.pipeline is None:
             return batches
-        return [self._add_teacher(batch) for batch in batches]
+        # Such a batch has all samples of a step: some at a time need less memory.
+        return [self._teach(batch, self.data.micro_batch) for batch in batches]
 
-    def _add_teacher(self, batch: TokenBatch) -> TokenBatch:
-        rows = DistillationBatch.from_columns(batch.columns())
-        # A pipeline's batch has all samples of a step: some at a time need less memory.
-        pieces = [self._teach(piece) for piece in rows.split(self.data.micro_batch)]
-        hidden = [piece for piece in pieces if piece is not None]
-        return replace(rows, teacher_hidden=torch.cat(hidden)) if hidden else rows
+    def _teach(self, batch: TokenBatch, size: int) -> DistillationBatch:
+        """Return rows with what the teacher says of them, `size` samples at a time.
 
-    def _teach(self, batch: TokenBatch) -> Tensor | None:
-        """Return the teacher's hidden states, [B, S, E]; None without the last pipeline stage."""
+        It says nothing on ranks without the last pipeline stage.
+        """
+        rows = batch if isinstance(batch, DistillationBatch) else DistillationBatch(**vars(batch))
+        if rows.is_taught:
+            return rows
+        told = [self.ask_frozen(piece) for piece in rows.split(size)]
+        changes: dict[str, Any] = {name: torch.cat([x[name] for x in told]) for name in told[0]}
+        return replace(rows, **changes)
+
+    def ask_frozen(self, batch: TokenBatch) -> dict[str, Tensor]:
+        """Return what the teacher says of rows, by the fields of `DistillationBatch`."""
         assert self.frozen is not None, "a step and a validation have a teacher"
-        record = run_frozen(self.frozen, self, batch, lambda _: HiddenRecord(self.head))
-        if record is None or record.hidden is None:
-            return None
-        return record.hidden.view(*batch.tokens.shape, -1)
+        record = run_frozen(self.frozen, self, batch, lambda _: TeacherRecord(self))
+        shape = batch.tokens.shape
+        return {k: told.view(*shape, -1) for k, told in record.told.items()} if record else {}
 
     def forward(
         self, forward: Callable[..., Tensor], batch: TokenBatch, record: LossRecord
     ) -> Tensor:
         """Run the forward passes of the teacher and of the student."""
         if isinstance(record, DistillationRecord):
-            record.teacher_hidden = self._teach(batch)
+            record.batch = self._teach(batch, len(batch))
         return super().forward(forward, batch, record)
 
     def record(self, batch: TokenBatch) -> LossRecord:
         """Return the criterion for a batch."""
-        if self.frozen is None:  # the time of a stage is measured without a teacher
+        rows = batch if isinstance(batch, DistillationBatch) else DistillationBatch(**vars(batch))
+        if self.frozen is None and not rows.is_taught:
+            # The time of a stage is measured without a teacher.
             return TokenLossRecord(self.loss.kernels.linear_cross_entropy)
-        return DistillationRecord(self, getattr(batch, "teacher_hidden", None))
+        return DistillationRecord(self, rows)
 
     def mean_loss(self, sums: Tensor, counts: Tensor) -> Tensor:
         """Return the weighted mean of divergence and cross entropy over labels."""

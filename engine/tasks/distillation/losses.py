@@ -27,7 +27,7 @@ class DistillationLoss(LossConfig):
         from functools import partial
 
         from ....kernels.divergence import reference
-        from .distill import SoftCriterion
+        from .criterion import SoftCriterion
 
         divergences = {
             "forward_kl": reference.forward_kl,
