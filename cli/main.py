@@ -48,6 +48,9 @@ COMMANDS = {
     "estimate-memory": Lazy(
         "estimate_memory:estimate_memory", "Estimate the peak memory of a run's ranks."
     ),
+    "precompute": Lazy(
+        "precompute:precompute", "Write what a reference or teacher says of all samples."
+    ),
     "evaluate": Lazy("evaluate:evaluate", "Measure loss, perplexity and tasks."),
     "data": Lazy("data:app", "Tokenise a corpus, look into it, train a tokenizer."),
     "infer": Lazy("infer:infer", "Predict records with the task of a run."),

@@ -32,6 +32,7 @@ from ..train.balance import warn_of_capacity
 from ..train.parts import Parts
 from .build import build_model, build_step, load_initial_weights, may_start_fresh, select_weights
 from .frozen import open_frozen
+from .precomputed import open_outputs
 from .splits import open_splits
 
 log = logging.getLogger(__name__)
@@ -72,9 +73,11 @@ def assemble(
     share = Share(world.rank, world.world_size, world.local_rank, world.local_world_size)
     run = recipe.run
     folder = str(run.folder)
-    data = recipe.task.build_data(
-        TaskData(recipe.data, tokenizer, run.seed, folder, share, recipe.loss)
-    )
+    task_data = TaskData(recipe.data, tokenizer, run.seed, folder, share, recipe.loss)
+    data = recipe.task.build_data(task_data)
+    outputs = open_outputs(recipe, tokenizer, share)
+    if outputs:
+        outputs.require(data, recipe.data)
     # The model is split on the meta device and filled afterwards, so that no rank ever holds the
     # whole of a sharded model.
     built = build_model(recipe, tokenizer.vocab_size, device, plan)
@@ -94,6 +97,9 @@ def assemble(
     phases = PhaseTimer(device)
     labels = data.train.separate_labels
     step = build_step(recipe, built, plan, tokenizer, labels, phases, frozen)
+    if outputs:
+        fingerprint = outputs.fingerprint
+        data = outputs.attach_all(data, recipe.data, step.task.batch_class)
     take, rows = partial(plan.take, model=model), loaded_rows(recipe, plan)
     warn_of_capacity(built.config, recipe.data, plan.degrees)
     metrics = _metrics(recipe, plan, world.rank, built.config)
@@ -113,11 +119,12 @@ def assemble(
         splits=open_splits(
             recipe,
             data.validation,
-            TaskData(recipe.data, tokenizer, run.seed, "", share),
+            replace(task_data, run="", loss=None),
             plan,
             replace(step.task, keeps_predictions=metrics is not None),
             metrics,
             take,
+            outputs,
         ),
         total_steps=total_steps(recipe, data),
         steps_per_epoch=data.train.rows_per_epoch / recipe.data.global_batch,

@@ -21,6 +21,7 @@ from ..parallel.tables import Memory
 from ..precision.hardware import DTYPES
 from ..precision.tables import MX, Float8
 from ..recipe.schema import Recipe
+from ..recipe.tables import Run
 from ..tasks.frozen import FrozenModel
 from ..tokenizers.tokenizer import Tokenizer
 from .build import BuiltModel, build_model, load_initial_weights
@@ -82,12 +83,9 @@ class FrozenParts:
     @property
     def fingerprint(self) -> str:
         """What a resumed run must find unchanged."""
-        run = self.recipe.run
         if self.source is not None:
             return fingerprint_weights(self.source.path)
-        if run.init_from:
-            return fingerprint_weights(Path(run.init_from))
-        return f"seed {run.seed}"
+        return fingerprint_start(self.recipe.run)
 
 
 def open_frozen(
@@ -135,8 +133,11 @@ def build_frozen(
     place = recipe.task.frozen_model(recipe.loss)
     if place is None or (not place and recipe.lora.rank):
         return None
-    source = find_model(place, recipe.plugins.modules) if place else None
     key = f"task.{recipe.task.frozen_key}"
+    if not place and recipe.task.needs_frozen:
+        hint = "name a run, one of its checkpoints, or a Hugging Face folder"
+        raise RecipeError([Problem("is missing", key, hint=hint)])
+    source = find_model(place, recipe.plugins.modules) if place else None
     if source and source.manifest and tokenizer not in ("", source.manifest.tokenizer):
         message = f"{source.path} was trained with another tokenizer"
         raise RecipeError([Problem(message, key, hint="give it the tokenizer of this recipe")])
@@ -154,6 +155,11 @@ def build_frozen(
     plan = replace(plan, table=parallel)
     built = build_model(recipe, vocab_size, device, plan)
     return FrozenParts(recipe, built, plan, source)
+
+
+def fingerprint_start(run: Run) -> str:
+    """Return a text that changes if the weights that training starts from do."""
+    return fingerprint_weights(Path(run.init_from)) if run.init_from else f"seed {run.seed}"
 
 
 def fingerprint_weights(path: Path) -> str:

@@ -18,6 +18,7 @@ from ..tasks.tables import TaskData
 from ..tasks.task import Task
 from ..train.parts import ValidationSplit
 from ..train.tables import EvaluationSplit
+from .precomputed import FrozenOutputs, NamedSamples
 
 
 def open_splits(
@@ -28,6 +29,7 @@ def open_splits(
     task: Task[Any],
     metrics: MetricSet | None,
     take: Callable[[Batch], Batch],
+    outputs: FrozenOutputs | None = None,
 ) -> list[ValidationSplit]:
     """Return all that evaluations measure on this rank; the validation split comes first.
 
@@ -39,6 +41,7 @@ def open_splits(
         task: the task of the step, as validations call it.
         metrics: further measures, which all splits share: they are measured one by one.
         take: selects what this rank computes of a batch.
+        outputs: those of a frozen model on disk; `validation` has them already.
 
     Raises:
         DataError: a source cannot be read.
@@ -56,14 +59,18 @@ def open_splits(
     if validation is not None:
         splits.append(split(VALIDATION, validation, recipe.data, table.steps))
     for config in table.splits:
-        rows = _table_of(config, recipe.data)
-        samples = recipe.task.build_data(replace(data, table=rows)).train.each_once()
+        rows = table_of_split(config, recipe.data)
+        opened = recipe.task.build_data(replace(data, table=rows))
+        samples = opened.train.each_once()
+        if outputs:
+            named = NamedSamples(config.name, samples, rows, opened.fingerprint)
+            samples = outputs.attach(named, task.batch_class)
         steps = table.steps if config.steps is None else config.steps
         splits.append(split(config.name, samples, rows, steps))
     return splits
 
 
-def _table_of(split: EvaluationSplit, data: Data) -> Data:
+def table_of_split(split: EvaluationSplit, data: Data) -> Data:
     """Return the `[data]` table of a further split, whose sources are read whole."""
     given = {"seq_len": split.seq_len, "micro_batch": split.micro_batch}
     sources = [source.model_copy(update={"split": "train"}) for source in split.sources]

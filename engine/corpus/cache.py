@@ -88,10 +88,10 @@ def hold_lock(file: Path, patience_seconds: float) -> Iterator[None]:
     try:
         descriptor = lock_file(file, patience_seconds, inherit=True)
     except BlockingIOError as error:
-        raise RunInUse(f"{file}: another process makes these tokens") from error
+        raise RunInUse(f"{file}: another process makes this") from error
     try:
         if not (file.exists() and os.path.samefile(file, descriptor)):  # its holder removed it
-            raise RunInUse(f"{file}: another process made these tokens just now", "try again")
+            raise RunInUse(f"{file}: another process made this just now", "try again")
         yield
     finally:
         unlock(descriptor)

@@ -136,6 +136,29 @@ class TrainingOrder:
         return period * self.counts + counts
 
 
+class StorageOrder:
+    """Each row once, source after source: the number of a sample is then that of a place on disk.
+
+    Args:
+        rows: rows of each source.
+    """
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self.rows = np.asarray(rows, dtype=np.int64)
+        self.starts = np.cumsum(self.rows) - self.rows
+
+    def locate(self, samples: Indices) -> tuple[Indices, Indices]:
+        """Return the source and the row of each sample, both [N]."""
+        samples = np.minimum(samples, self.rows.sum() - 1)
+        source = np.searchsorted(self.starts, samples, side="right") - 1
+        return source, samples - self.starts[source]
+
+    def find(self, source: Indices, row: Indices) -> Indices:
+        """Return the number of the sample at each source and row, [N]; the inverse of `locate`."""
+        found: Indices = self.starts[source] + row
+        return found
+
+
 class ValidationOrder:
     """Mixes sources by weight, each row once, in the order of its source.
 
@@ -159,3 +182,6 @@ class ValidationOrder:
         needed = int(samples.max()) + 1
         source, row = interleave([min(count, needed) for count in self.rows], self.weights)
         return source[samples], row[samples]
+
+
+Order = TrainingOrder | ValidationOrder | StorageOrder

@@ -14,7 +14,7 @@ from ..core.errors import DataError, TrainerError
 from ..sources.configs import MapDataset
 from .batch import IGNORED, Batch
 from .collate import Arrays, Collation, Sample
-from .order import Indices, TrainingOrder, ValidationOrder
+from .order import Indices, Order
 from .samples import NumberedSamples, RowSource
 from .tables import Data
 
@@ -128,7 +128,7 @@ class RecordSamples(NumberedSamples):
     def __init__(
         self,
         sources: Sequence[SampleSource],
-        order: TrainingOrder | ValidationOrder,
+        order: Order,
         labels: Sequence[str],
         collation: Collation,
         table: Data,
@@ -142,7 +142,7 @@ class RecordSamples(NumberedSamples):
         """Return the samples of these numbers, [B], ascending."""
         add_partner, partners = self.collation.add_partner, samples ^ 1
         numbers = samples if add_partner is None else np.union1d(samples, partners)
-        source, row = self._locate(numbers)
+        source, row = self.locate(numbers)
         found = self._read(source, row)
         if add_partner is not None:
             mine, others = (np.searchsorted(numbers, each) for each in (samples, partners))

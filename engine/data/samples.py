@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..core.errors import DataError
 from .batch import Batch, TokenBatch
-from .order import Indices, TrainingOrder, ValidationOrder
+from .order import Indices, Order, StorageOrder, TrainingOrder, ValidationOrder
 from .packing import Packed, PackedRows
 from .stream import Stream
 
@@ -55,7 +55,7 @@ class NumberedSamples:
     def __init__(
         self,
         sources: Sequence[RowSource],
-        order: TrainingOrder | ValidationOrder,
+        order: Order,
         labels: Sequence[str] = (),
     ) -> None:
         self.order = order
@@ -71,11 +71,20 @@ class NumberedSamples:
 
     def each_once(self) -> Self:
         """Return the same samples, each once and in the order of its source, for a validation."""
-        ordered = copy(self)
+        assert not isinstance(self.order, StorageOrder), "no samples start with it"
         weights = self.order.counts if isinstance(self.order, TrainingOrder) else self.order.weights
-        ordered.order = ValidationOrder([int(count) for count in self.order.rows], list(weights))
-        ordered._located = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
-        return ordered
+        rows = [int(count) for count in self.order.rows]
+        return self._arrange(ValidationOrder(rows, list(weights)))
+
+    def in_storage_order(self) -> Self:
+        """Return the same samples, each once, source after source."""
+        return self._arrange(StorageOrder([int(count) for count in self.order.rows]))
+
+    def _arrange(self, order: ValidationOrder | StorageOrder) -> Self:
+        arranged = copy(self)
+        arranged.order = order
+        arranged._located = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+        return arranged
 
     def ensure(self, first: int, stop: int) -> None:
         """Make samples `first` to `stop - 1` ready; those before are not needed any more."""
@@ -117,8 +126,8 @@ class NumberedSamples:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resume where `state` was taken."""
 
-    def _locate(self, samples: Indices) -> tuple[Indices, Indices]:
-        """Return the source and row of each sample; some thousands are computed at a time."""
+    def locate(self, samples: Indices) -> tuple[Indices, Indices]:
+        """Return the source and row of each sample, ascending; thousands are computed at a time."""
         first, last = int(samples[0]), int(samples[-1])
         known = self._located_from
         if not (known <= first and last < known + len(self._located[0])):
@@ -141,7 +150,7 @@ class Samples(NumberedSamples):
     def __init__(
         self,
         sources: Sequence[Packed],
-        order: TrainingOrder | ValidationOrder,
+        order: Order,
         vocab_size: int,
         labels: Sequence[str] = (),
     ) -> None:
@@ -160,7 +169,7 @@ class Samples(NumberedSamples):
         Raises:
             DataError: a token is outside the vocabulary: the stored tokens are damaged.
         """
-        source, row = self._locate(samples)
+        source, row = self.locate(samples)
         alone = len(self.sources) == 1
         rows = self.sources[0].gather(row) if alone else self._merge(source, row)
         self._check_vocabulary(rows, source)

@@ -47,6 +47,11 @@ class Data(Table):
     """where the documents come from; more than one: a mixture by weight"""
 
     @property
+    def padded(self) -> Data:
+        """The table for the same rows, each padded to one length where they are ragged."""
+        return self.model_copy(update={"packing": "none"}) if self.packing == "ragged" else self
+
+    @property
     def labels(self) -> list[str]:
         """What metrics call each source."""
         return [

@@ -177,9 +177,7 @@ def measure_validation(opened: OpenedModel, *, batch_size: int = 8, limit: int =
             "name texts with --data or --source, or --tasks",
         )
     recipe = opened.recipe
-    table = recipe.data
-    if table.packing == "ragged":  # the same rows, each with a place of its own for its scores
-        table = table.model_copy(update={"packing": "none"})
+    table = recipe.data.padded  # each row with a place of its own for its scores
     split = open_data(table, opened.tokenizer, recipe.run.seed).validation
     if split is None:
         raise DataError(

@@ -13,6 +13,7 @@ from ...model_zoo.language_model import KVCache, LanguageModel
 from ..assemble.build import BuiltModel, build_model, build_task
 from ..assemble.found_model import FoundModel, find_model
 from ..assemble.frozen import open_frozen
+from ..assemble.precomputed import without_outputs
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.reader import load_state
 from ..checkpoint.state import model_state
@@ -77,8 +78,7 @@ class OpenedModel:
     @property
     def data(self) -> Data:
         """The recipe's `[data]`, with rows that are padded instead of ragged."""
-        table = self.recipe.data
-        return table.model_copy(update={"packing": "none"}) if table.packing == "ragged" else table
+        return self.recipe.data.padded
 
     def build_task(self, *, with_frozen: bool = True) -> tuple[OpenedParts, Task[Any]]:
         """Return the parts of the model, and the task of the recipe for it.
@@ -146,7 +146,7 @@ def open_found(
             its own; otherwise blocks are divided.
     """
     world, manifest = world or World(), found.manifest
-    recipe = found.recipe
+    recipe = without_outputs(found.recipe)  # other samples have none
     if dtype is not None:
         precision = recipe.precision.model_copy(update={"compute": Dtype(dtype).value})
         recipe = recipe.model_copy(update={"precision": precision})

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from ..core.errors import EnvironmentFault, RecipeError
 from ..core.files import atomic_write, open_regular, read_regular
-from ..core.text.display import format_value
+from ..core.text.display import describe_changes
 
 FORCE = "give another --output, or --force to begin it again"
 BLOCK_BYTES = 2**20
@@ -85,11 +85,7 @@ class PredictionFile:
             message = f"{self.path} is there already, and {sidecar.name} does not say of what"
             raise RecipeError(message, FORCE)
         wanted = json.loads(json.dumps(dict(origin), default=str))
-        if other := [key for key in wanted if known.get(key) != wanted[key]]:
-            changes = "; ".join(
-                f"{key} was {format_value(known.get(key))} and is {format_value(wanted[key])}"
-                for key in other
-            )
+        if changes := describe_changes(known, wanted):
             raise RecipeError(f"{self.path} holds predictions of another origin: {changes}", FORCE)
 
     def write(self, row: Mapping[str, Any]) -> None:

@@ -52,7 +52,7 @@ LABEL = re.compile(r"data\.sources\.\d+\.label")
 """What metrics call a source is free as well."""
 
 CHECKED_BY_CONTENT = re.compile(
-    r"(tokenizer|data\.sources\.\d+)\.path|task\.teacher|task\.reference"
+    r"(tokenizer|data\.sources\.\d+)\.path|task\.(teacher|reference|precomputed)"
 )
 """Where files are may change; that they hold the same is checked when they are opened."""
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..tokenizers.tokenizer import Tokenizer
     from .criteria import ClassCrossEntropy, Criterion
     from .frozen import FrozenModel
+    from .precomputed import PrecomputedOutputs
     from .task import Task
 
 
@@ -180,6 +181,8 @@ class TaskConfig(Component):
     """numbers of an evaluation that `evaluate.metric` can name; whether higher ones are better"""
     frozen_key: ClassVar[str] = ""
     """the key of the table that names a frozen model"""
+    needs_frozen: ClassVar[bool] = False
+    """whether that key has to name one; else training's own start is the default"""
     scores_texts: ClassVar[bool] = False
     """whether the model gives each token of any text a probability, so that texts are scored"""
 
@@ -206,6 +209,10 @@ class TaskConfig(Component):
         An empty text stands for the weights that training starts from, or, of a model with
         adapters, for the model without them.
         """
+        return None
+
+    def find_outputs(self, loss: LossConfig) -> PrecomputedOutputs | None:
+        """Return the outputs on disk that take the place of the frozen model; None: none do."""
         return None
 
     @property

@@ -190,6 +190,14 @@ class Task(ABC, Generic[B]):
         """
         return self
 
+    def ask_frozen(self, batch: B) -> Mapping[str, Tensor]:
+        """Return what the frozen model says of a micro batch, by field of the batch.
+
+        A field has a value a row, or [B, S, ...] values of each position. All ranks that share the
+        model call it; those without the last pipeline stage get nothing.
+        """
+        raise NotImplementedError
+
     def output_record(self, batch: B) -> LossRecord:
         """Return what keeps the outputs of one forward pass, for `predict`.
 

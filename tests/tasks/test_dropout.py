@@ -32,7 +32,7 @@ def keys_of(samples, seed=3):
     table = Data(seq_len=8, global_batch=8)
     collation = make_collation(TASK.name, 0, seed)
     rows = RecordSamples([Source()], Order(), ["x"], collation, table)
-    rows._locate = Order().locate
+    rows.locate = Order().locate
     batch = rows.gather(np.array(samples)).to_batch()
     task = TextTask(loss=None, data=table, head=TASK.head())
     return task.arguments(batch).get("dropout_keys")
@@ -53,7 +53,7 @@ def test_without_dropout_batches_have_no_keys():
 def test_ranks_that_share_a_text_have_the_keys_of_their_positions():
     table = Data(seq_len=8, global_batch=8)
     rows = RecordSamples([Source()], Order(), ["x"], make_collation(TASK.name, 0, 3), table)
-    rows._locate = Order().locate
+    rows.locate = Order().locate
     batch = rows.gather(np.arange(4)).to_batch()
     task = TextTask(loss=None, data=table, head=TASK.head())
     part = batch.split_sequence(lambda x: x[:, 2:5])

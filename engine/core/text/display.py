@@ -107,6 +107,20 @@ _SIGNED = re.compile(
 )
 
 
+def describe_changes(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """Return each value that differs from a known one, such as `seq_len was 64 and is 32`.
+
+    Args:
+        known: the values that were recorded.
+        wanted: the values of now, as JSON has them; keys that it lacks are not compared.
+    """
+    return "; ".join(
+        f"{key} was {format_value(known.get(key))} and is {format_value(value)}"
+        for key, value in wanted.items()
+        if known.get(key) != value
+    )
+
+
 def redact(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
     """Return plain data without secrets.
 

@@ -50,11 +50,32 @@ def check_task(recipe: Recipe) -> Iterator[Finding]:
             f'the task "{task.name}" does not support "{recipe.data.packing}"',
             f"it supports {', '.join(task.packings)}",
         )
+    yield from _frozen(recipe)
     if task.fields:
         yield from _records(recipe)
     for axis, degree in recipe.parallel.degrees.by_axis.items():
         if degree not in (0, 1) and axis not in (*DATA_AXES, *task.axes):
             yield ("parallel", axis), f'the task "{task.name}" does not support this axis', "keep 1"
+
+
+def _frozen(recipe: Recipe) -> Iterator[Finding]:
+    """Yield what is wrong with the model that the task learns from, or its outputs on disk."""
+    task, loss = recipe.task, recipe.loss
+    if task.needs_frozen and task.frozen_model(loss) == "":
+        hint = "name a run, one of its checkpoints, or a Hugging Face folder"
+        yield ("task", task.frozen_key), "is missing", hint
+    if task.find_outputs(loss) is None:
+        return
+    path = ("task", "precomputed")
+    if not getattr(loss, "uses_reference", True):
+        yield path, f'the loss "{loss.name}" compares with no reference', "leave it out"
+    if getattr(loss, "uses_mismatches", False):
+        message = f'"{loss.name}" mismatches answers within each batch, whose samples change'
+        yield path, message, "leave it out: the reference computes these while training"
+    for index, source in enumerate(recipe.data.sources):
+        if getattr(source, "streaming", False):
+            message = "samples of a stream have no places, by which outputs are found"
+            yield ("data", "sources", index, "streaming"), message, "leave it out"
 
 
 def _records(recipe: Recipe) -> Iterator[Finding]:

@@ -128,11 +128,13 @@ class Distill(NextToken):
         compute: what computes the losses; see `SoftCriterion.compute`.
         frozen: the teacher; None where the model only computes.
         head: what the teacher's forward pass shows of its head.
+        is_precomputed: whether batches come with what the teacher says of them.
     """
 
     loss: SoftCriterion
     compute: Callable[..., Tensor]
     head: TeacherHead = field(default_factory=TeacherHead)
+    is_precomputed: bool = False
 
     batch_class: ClassVar[type[Batch]] = DistillationBatch
 
@@ -185,6 +187,15 @@ class Distill(NextToken):
             # The time of a stage is measured without a teacher.
             return TokenLossRecord(self.loss.kernels.linear_cross_entropy)
         return DistillationRecord(self, rows)
+
+    def example(self, rows: int) -> TokenBatch:
+        """Return rows of token 0, with what batches from disk have of the teacher."""
+        batch = super().example(rows)
+        if not self.is_precomputed:
+            return batch
+        shape = *batch.tokens.shape, self.loss.top_k
+        told = torch.zeros(shape, dtype=torch.int32), torch.zeros(shape)
+        return DistillationBatch(**vars(batch), teacher_tokens=told[0], teacher_log_probs=told[1])
 
     def mean_loss(self, sums: Tensor, counts: Tensor) -> Tensor:
         """Return the weighted mean of divergence and cross entropy over labels."""

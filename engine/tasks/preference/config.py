@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ....model_zoo.heads import HeadSettings
+from ...core.config import LocalPath
 from ..classification.config import HeadTask
+from ..precomputed import PrecomputedOutputs
 from ..tables import LossConfig, TaskConfig, TaskData, TaskSettings
 from .losses import PreferenceLoss
 
@@ -33,10 +35,18 @@ class Preference(TaskConfig):
     """a run, one of its checkpoints, or a Hugging Face folder, which answers are compared with;
     empty: the weights that training starts from, or with LoRA the model without adapters"""
 
+    precomputed: LocalPath = ""
+    """folder of the reference's log-probabilities, which `trainer precompute` writes: the reference
+    itself is then not opened"""
+
     def frozen_model(self, loss: LossConfig) -> str | None:
-        """Return the place of the reference; None for a loss without one."""
+        """Return the place of the reference; None for a loss without one, or with `precomputed`."""
         needs = isinstance(loss, PreferenceLoss) and loss.uses_reference
-        return self.reference if needs else None
+        return self.reference if needs and not self.precomputed else None
+
+    def find_outputs(self, loss: LossConfig) -> PrecomputedOutputs | None:
+        """Return the reference's log-probabilities on disk."""
+        return PrecomputedOutputs(self.precomputed, {}) if self.precomputed else None
 
     def build_data(self, data: TaskData) -> OpenedData:
         """Open, or encode once, every source, and hold records out for validation."""

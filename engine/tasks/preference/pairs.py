@@ -169,7 +169,7 @@ class Pairs(Task[PairBatch]):
 
     def prepare(self, batches: Sequence[PairBatch], model: ParallelModel) -> Sequence[PairBatch]:
         """Add the reference's log-probabilities, and the reference point of the global batch."""
-        if self.frozen is None:
+        if self.frozen is None or batches[0].reference is not None:
             return batches
         if self.loss.uses_mismatches:
             point = self.reference_point
@@ -178,7 +178,13 @@ class Pairs(Task[PairBatch]):
             batches = [
                 replace(batch, reference_point=point.expand(len(batch.tokens))) for batch in batches
             ]
-        return [replace(batch, reference=self._log_probs(self.frozen, batch)) for batch in batches]
+        return [replace(batch, **self.ask_frozen(batch)) for batch in batches]
+
+    def ask_frozen(self, batch: PairBatch) -> dict[str, Any]:
+        """Return the reference's log-probability of each answer, by the field of `PairBatch`."""
+        assert self.frozen is not None, "the criterion has a reference"
+        found = self._log_probs(self.frozen, batch)
+        return {} if found is None else {"reference": found}
 
     def prepare_validation(self, batches: Iterable[PairBatch], model: ParallelModel) -> Self:
         """Return the task with the reference point of all samples of the validation."""
