@@ -193,6 +193,8 @@ def precompute(
             stack.enter_context(hold_lock(outputs.folder / ".lock", 0))
         for split in _list_splits(recipe, TaskData(table, tokenizer, recipe.run.seed, "", share)):
             notes.append(_write(job, outputs, split, watch, replace_others=replace_others))
+    if group is not None:
+        dist.barrier(group)  # rank 0 may still write the last index
     return notes
 
 
