@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -41,6 +41,8 @@ def precompute(
 
         given.append(f"task.precomputed={toml_value(str(out))}")
     loaded = load_recipe(recipe, given, world.world_size).recipe
+    if not loaded.task.frozen_key:
+        raise RecipeError(f'the task "{loaded.task.name}" learns from no frozen model')
     if loaded.task.find_outputs(loaded.loss) is None:
         raise RecipeError("no folder is named", "give --out DIR, or task.precomputed in the recipe")
     from ..engine.inference.precompute import precompute as write_outputs
@@ -59,34 +61,22 @@ NOTE_SECONDS = 10.0
 @contextmanager
 def _show_samples() -> Iterator[Callable[[str, int, int], None]]:
     """Provide what draws a bar if stderr is a terminal, and else prints a line there at times."""
+    bar = ProgressBar(sys.stderr) if is_terminal(sys.stderr) else None
     started: dict[str, tuple[float, int]] = {}
-
-    def estimate(split: str, done: int, total: int) -> float | None:
-        """Return the seconds left, from the samples of this split since its first block."""
-        since, first = started.setdefault(split, (time.monotonic(), done))
-        speed = (done - first) / max(time.monotonic() - since, 1e-6)
-        return (total - done) / speed if speed else None
-
-    if is_terminal(sys.stderr):
-        with closing(ProgressBar(sys.stderr)) as bar:
-            bar.start()
-            yield lambda split, done, total: bar.update(
-                split,
-                done,
-                total,
-                estimate(split, done, total),
-                f"{done:,} of {total:,} samples",
-                force=done == total,
-            )
-        return
     shown_at = time.monotonic()
 
     def show(split: str, done: int, total: int) -> None:
         nonlocal shown_at
-        left = estimate(split, done, total)
-        if time.monotonic() - shown_at > NOTE_SECONDS:
-            shown_at = time.monotonic()
-            eta = "" if left is None else f" · eta {format_clock(left)}"
-            print(f"{split}: {done:,} of {total:,} samples{eta}", file=sys.stderr, flush=True)
+        now, text = time.monotonic(), f"{done:,} of {total:,} samples"
+        since, first = started.setdefault(split, (now, done))
+        left = (now - since) / max(done - first, 1) * (total - done)
+        if bar:
+            bar.update(split, done, total, left, text, force=done == total)
+        elif now - shown_at > NOTE_SECONDS:
+            shown_at = now
+            print(f"{split}: {text} · eta {format_clock(left)}", file=sys.stderr, flush=True)
 
-    yield show
+    with closing(bar) if bar else nullcontext():
+        if bar:
+            bar.start()
+        yield show

@@ -1,33 +1,33 @@
 """Outputs of a frozen model on disk: an array a column, with a row for each sample of a split.
 
-The arrays lie in files of at most some hundred MiB, one after the other, and are memory-mapped. The
-index is written last. A writer that was interrupted continues where it last synced.
+The arrays lie in files of whole pages, one after the other, and are memory-mapped. The index lists
+the files that are complete: a writer that was interrupted continues after them.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import time
+import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
+from xxhash import xxh3_128_hexdigest
 
-from ..core.config import Count, CountOrZero, Table
+from ..core.config import Count, Table
 from ..core.errors import DataError
-from ..core.files import atomic_write, publish, read_regular, sync_folder
-from .cache import discard_other_inputs, unfinished_folder
+from ..core.files import atomic_write, publish
+from .cache import unfinished_folder
 from .checksums import Share, require_intact
 from .columns import map_files, sync
 from .manifest import (
     PAGE_TOKENS,
     TokenFileEntry,
-    hash_file,
     read_index,
     require_files,
     serialize_manifest,
@@ -36,9 +36,10 @@ from .manifest import (
 )
 
 INDEX: Final = "outputs.json"
-PROGRESS: Final = "progress.json"
 FILE_BYTES = 2**28
-SYNC_SECONDS = 10.0
+FILE_SAMPLES = 2**13
+"""an interrupted writer computes at most so many samples again, if they fill whole pages"""
+MAX_FILES = 2**20
 ITEM_BYTES = 4
 AGAIN = "make the outputs again: `trainer precompute RECIPE --force`"
 
@@ -59,12 +60,6 @@ class OutputColumn(Table):
         return ITEM_BYTES * math.prod(self.shape)
 
 
-Columns = Annotated[
-    dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")], OutputColumn],
-    Field(min_length=1, max_length=16),
-]
-
-
 class OutputManifest(Table):
     """`outputs.json`."""
 
@@ -74,34 +69,43 @@ class OutputManifest(Table):
     num_samples: Count
     file_samples: Count
     """samples a file; the last one of a column has fewer"""
-    columns: Columns
-    files: Annotated[dict[str, TokenFileEntry], Field(max_length=2**20)]
+    columns: Annotated[
+        dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")], OutputColumn],
+        Field(min_length=1, max_length=16),
+    ]
+    files: dict[str, TokenFileEntry]
+    """those that are complete"""
 
     @model_validator(mode="after")
     def _names_its_own_files(self) -> OutputManifest:
         """Refuse files that the counts do not imply, so that no other file is ever opened."""
-        count = -(-self.num_samples // self.file_samples)
-        if len(self.files) != count * len(self.columns):
-            raise ValueError(f"files: not those of {self.num_samples} samples")
+        if self.num_files * len(self.columns) > MAX_FILES:
+            raise ValueError(f"file_samples: more than {MAX_FILES} files")
+        sizes = {}
         for name, column in self.columns.items():
             # Files are mapped end to end, which whole pages alone allow.
-            if count > 1 and self.file_samples * column.row_bytes % PAGE_TOKENS:
+            if self.num_files > 1 and self.file_samples * column.row_bytes % PAGE_TOKENS:
                 raise ValueError(f"file_samples: files of {name} are no whole pages")
-            for number in range(count):
+            for number, file in enumerate(self.list_files(name)):
                 rows = min(self.num_samples - number * self.file_samples, self.file_samples)
-                entry = self.files.get(shard_name(name, number))
-                if entry is None or entry.bytes != rows * column.row_bytes:
-                    raise ValueError(f"files: not those of {self.num_samples} samples")
+                sizes[file] = rows * column.row_bytes
+        if any(sizes.get(name) != entry.bytes for name, entry in self.files.items()):
+            raise ValueError(f"files: not those of {self.num_samples} samples")
         return self
 
+    @property
+    def num_files(self) -> int:
+        """The number of files of a column."""
+        return -(-self.num_samples // self.file_samples)
 
-class OutputProgress(Table):
-    """`progress.json`: what an unfinished store holds for good."""
+    @property
+    def num_done(self) -> int:
+        """The number of samples in complete files."""
+        return min(len(self.files) // len(self.columns) * self.file_samples, self.num_samples)
 
-    num_samples: CountOrZero
-    file_samples: Count
-    columns: Columns
-    files: dict[str, TokenFileEntry]
+    def list_files(self, column: str) -> list[str]:
+        """Return the names of the files of a column, in order."""
+        return [shard_name(column, number) for number in range(self.num_files)]
 
 
 @dataclass(frozen=True)
@@ -131,14 +135,17 @@ class OutputStore:
         """
         try:
             manifest = read_output_manifest(folder)
+            if manifest.num_done < manifest.num_samples:
+                raise DataError(
+                    f"{folder}: holds {manifest.num_done} samples of {manifest.num_samples}"
+                )
             require_files(folder, INDEX, manifest.files)
             require_intact(folder, cache, share, manifest.files)
         except DataError as error:
             raise DataError(error.message, AGAIN) from error
         columns = {}
         for name, column in manifest.columns.items():
-            count = -(-manifest.num_samples // manifest.file_samples)
-            files = [folder / shard_name(name, number) for number in range(count)]
+            files = [folder / file for file in manifest.list_files(name)]
             values = map_files(files, np.dtype(column.dtype))
             columns[name] = values.reshape(manifest.num_samples, *column.shape)
         return OutputStore(manifest, columns)
@@ -167,23 +174,24 @@ class OutputWriter:
 
     Args:
         folder: the folder of the store, which does not exist; work is done beside it.
-        origin: what the outputs are made from; unfinished work of another origin is deleted.
+        origin: what the outputs are made from, as JSON has it; unfinished work of another origin is
+            deleted.
         num_samples: how many samples there are.
     """
 
     def __init__(self, folder: Path, origin: Mapping[str, Any], num_samples: int) -> None:
         self._folder, self._work = folder, unfinished_folder(folder)
         self._origin, self._num_samples = dict(origin), num_samples
-        inputs = json.dumps([self._origin, num_samples], sort_keys=True)
-        discard_other_inputs(self._work, inputs)
-        known = _read_progress(self._work)
-        self.num_done = known.num_samples if known else 0
-        """samples that are written"""
-        self._file_samples = known.file_samples if known else 0
-        self._columns = dict(known.columns) if known else {}
-        self._entries = dict(known.files) if known else {}
-        self._files: dict[str, IO[bytes]] = {}
-        self._synced = time.monotonic()
+        self._manifest: OutputManifest | None = None
+        with suppress(DataError):
+            self._manifest = read_output_manifest(self._work)
+        if self._manifest is None or self._manifest.origin != self._origin:
+            self._manifest = None
+            shutil.rmtree(self._work, ignore_errors=True)
+        self._work.mkdir(parents=True, exist_ok=True)
+        self.num_done = self._manifest.num_done if self._manifest else 0
+        """samples that `write` got"""
+        self._waiting: list[Arrays] = []
 
     def write(self, arrays: Arrays) -> None:
         """Append the rows of the next samples.
@@ -191,96 +199,55 @@ class OutputWriter:
         Raises:
             OSError: the disk is full, or cannot be written.
         """
-        if not self._columns:
-            self._begin(arrays)
-        left = len(next(iter(arrays.values())))
-        start = 0
-        while left:
-            self._files = self._files or self._open_files()
-            count = min(left, self._file_samples - self.num_done % self._file_samples)
-            for name, array in arrays.items():
-                rows = array[start : start + count].astype(self._columns[name].dtype)
-                self._files[name].write(np.ascontiguousarray(rows).data)
-            self.num_done, start, left = self.num_done + count, start + count, left - count
-            if not self.num_done % self._file_samples:
-                self._end_files()
-        if time.monotonic() - self._synced > SYNC_SECONDS:
-            self.sync()
-
-    def _begin(self, arrays: Arrays) -> None:
-        """Settle the columns, and how many samples make a file of whole pages."""
-        for name, array in arrays.items():
-            dtype: Any = "int32" if array.dtype.kind == "i" else "float32"
-            self._columns[name] = OutputColumn(dtype=dtype, shape=list(array.shape[1:]))
-        sizes = [column.row_bytes for column in self._columns.values()]
-        unit = math.lcm(*(PAGE_TOKENS // math.gcd(PAGE_TOKENS, size) for size in sizes))
-        self._file_samples = max(FILE_BYTES // (unit * max(sizes)), 1) * unit
-
-    def _open_files(self) -> dict[str, IO[bytes]]:
-        """Open the files of the next sample, and drop what was not synced."""
-        number, row = divmod(self.num_done, self._file_samples)
-        files: dict[str, IO[bytes]] = {}
-        for name, column in self._columns.items():
-            path = self._work / shard_name(name, number)
-            files[name] = open(path, "ab")  # noqa: SIM115 # closed by `_end_files`
-            files[name].truncate(row * column.row_bytes)
-        return files
-
-    def _end_files(self) -> None:
-        for file in self._files.values():
-            sync(file)
-            file.close()
-            path = Path(file.name)
-            self._entries[path.name] = hash_file(path)
-        self._files = {}
-
-    def sync(self) -> None:
-        """Make what is written durable, so that another writer can continue after it.
-
-        Raises:
-            OSError: the disk is full, or cannot be written.
-        """
-        for file in self._files.values():
-            sync(file)
-        if self._columns:
-            progress = OutputProgress(
-                num_samples=self.num_done,
-                file_samples=self._file_samples,
-                columns=self._columns,
-                files=self._entries,
-            )
-            atomic_write(self._work / PROGRESS, progress.model_dump_json())
-        self._synced = time.monotonic()
+        manifest = self._manifest = self._manifest or self._begin(arrays)
+        self._waiting.append(arrays)
+        self.num_done += len(next(iter(arrays.values())))
+        is_last = self.num_done == manifest.num_samples
+        while (is_last and manifest.num_done < self.num_done) or (
+            self.num_done - manifest.num_done >= manifest.file_samples
+        ):
+            manifest = self._manifest = self._write_files(manifest)
 
     def finish(self) -> None:
-        """Write the index, and give the folder its name.
+        """Give the folder its name, after the last sample.
 
         Raises:
-            OSError: the disk is full, or cannot be written.
+            OSError: it cannot be renamed.
         """
-        if self.num_done % self._file_samples:
-            self._files = self._files or self._open_files()  # another writer wrote the last ones
-            self._end_files()
-        manifest = OutputManifest(
+        publish(self._work, self._folder)
+
+    def _begin(self, arrays: Arrays) -> OutputManifest:
+        """Settle the columns, and how many samples make a file of whole pages."""
+        columns = {}
+        for name, array in arrays.items():
+            dtype: Any = "int32" if array.dtype.kind == "i" else "float32"
+            columns[name] = OutputColumn(dtype=dtype, shape=list(array.shape[1:]))
+        sizes = [column.row_bytes for column in columns.values()]
+        unit = math.lcm(*(PAGE_TOKENS // math.gcd(PAGE_TOKENS, size) for size in sizes))
+        count = min(FILE_BYTES // max(sizes), FILE_SAMPLES)
+        return OutputManifest(
             format=1,
             origin=self._origin,
             num_samples=self._num_samples,
-            file_samples=self._file_samples,
-            columns=self._columns,
-            files=self._entries,
+            file_samples=max(count // unit, 1) * unit,
+            columns=columns,
+            files={},
         )
-        with open(self._work / INDEX, "wb") as file:
-            file.write(serialize_manifest(manifest))
-            sync(file)
-        for name in (PROGRESS, "inputs"):
-            (self._work / name).unlink(missing_ok=True)
-        sync_folder(self._work)
-        publish(self._work, self._folder)
 
-
-def _read_progress(work: Path) -> OutputProgress | None:
-    """Return what an interrupted writer has synced; None: nothing."""
-    try:
-        return OutputProgress.model_validate_json(read_regular(work / PROGRESS))
-    except (OSError, ValidationError):
-        return None
+    def _write_files(self, manifest: OutputManifest) -> OutputManifest:
+        """Write the next file of each column, and then the index."""
+        count, number = manifest.file_samples, manifest.num_done // manifest.file_samples
+        files, rest = dict(manifest.files), {}
+        for name, column in manifest.columns.items():
+            rows = np.concatenate([arrays[name] for arrays in self._waiting])
+            data = rows[:count].astype(column.dtype, order="C").data
+            rest[name] = rows[count:]
+            path = self._work / shard_name(name, number)
+            with open(path, "wb") as file:
+                file.write(data)
+                sync(file)
+            files[path.name] = TokenFileEntry(bytes=data.nbytes, xxh3=xxh3_128_hexdigest(data))
+        self._waiting = [rest]
+        manifest = manifest.model_copy(update={"files": files})
+        atomic_write(self._work / INDEX, serialize_manifest(manifest).decode())
+        return manifest

@@ -29,6 +29,7 @@ SEE_A_WHOLE_RECIPE = {
     "engine/estimate/simulate/sizes.py",
     "engine/inference/inputs.py",
     "engine/inference/open.py",
+    "engine/inference/precompute.py",
 }
 
 

@@ -21,11 +21,11 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.engine.corpus.output_store.FILE_BYTES", 2**18)
     writer = OutputWriter(tmp_path / "train", ORIGIN, 10)
     writer.write(rows(0, 3))
-    writer.sync()
-    writer.write(rows(3, 5))  # not synced: as if killed here
+    writer.write(rows(3, 6))  # as if killed here, with one file complete
     writer = OutputWriter(tmp_path / "train", ORIGIN, 10)
-    assert writer.num_done == 3
-    writer.write(rows(3, 7))
+    assert writer.num_done == 4
+    writer.write(rows(4, 7))
+    assert not (tmp_path / "train").exists()
     writer.write(rows(7, 10))
     writer.finish()
     return tmp_path / "train"
@@ -44,10 +44,10 @@ def test_files_of_an_interrupted_writer_are_whole(folder):
         assert np.array_equal(array, wanted[name][[9, 0, 4]])
 
 
-def test_unfinished_work_of_another_origin_is_not_continued(tmp_path):
-    writer = OutputWriter(tmp_path / "train", ORIGIN, 10)
-    writer.write(rows(0, 3))
-    writer.sync()
+def test_unfinished_work_of_another_origin_is_not_continued(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.engine.corpus.output_store.FILE_BYTES", 2**18)
+    OutputWriter(tmp_path / "train", ORIGIN, 10).write(rows(0, 5))
+    assert OutputWriter(tmp_path / "train", ORIGIN, 10).num_done == 4
     assert OutputWriter(tmp_path / "train", {"data.seq_len": 8}, 10).num_done == 0
 
 

@@ -166,10 +166,8 @@ def test_outputs_of_something_else_are_refused_with_what_differs(frozen, sources
         assemble(distilling(frozen, tmp_path / "nowhere"), World(), CPU)
 
 
-def test_an_interrupted_call_continues_and_a_run_resumes_bit_for_bit(
-    frozen, sources, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("trainer.engine.corpus.output_store.SYNC_SECONDS", 0)
+def test_an_interrupted_call_continues_and_a_run_resumes_bit_for_bit(frozen, tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.engine.corpus.output_store.FILE_BYTES", 2**16)
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
         f"""
@@ -177,8 +175,8 @@ def test_an_interrupted_call_continues_and_a_run_resumes_bit_for_bit(
         dir = "{tmp_path}"
         steps = 4
         [task]
-        name = "preference"
-        reference = "{frozen}"
+        name = "distillation"
+        teacher = "{frozen}"
         precomputed = "{tmp_path / "outputs"}"
         [model]
         flavor = "debug"
@@ -188,10 +186,11 @@ def test_an_interrupted_call_continues_and_a_run_resumes_bit_for_bit(
         global_batch = 4
         micro_batch = 2
         workers = 1
-        cache_dir = "{tmp_path / "cache"}"
+        validation_fraction = 0.1
         [[data.sources]]
-        name = "jsonl"
-        path = "{sources[1]["path"]}"
+        name = "synthetic"
+        num_documents = 20
+        document_tokens = 40
         [schedule]
         name = "constant"
         [metrics]
@@ -202,16 +201,17 @@ def test_an_interrupted_call_continues_and_a_run_resumes_bit_for_bit(
     )
 
     def stop(split, done, total):
-        if done >= 4:
+        if done >= 12:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         write(load_recipe(recipe), watch=stop)
     done = []
     notes = write(load_recipe(recipe), watch=lambda *progress: done.append(progress))
-    assert done[0] == ("train", 6, 11)
-    assert [note.rpartition(": ")[2] for note in notes] == ["11 samples", "1 samples"]
-    train(load_recipe(recipe, {"run.name": "live", "task.precomputed": ""}))
+    assert done[0][1] == 10  # after a file of 8 samples
+    assert [note.split()[1] for note in notes] == [str(done[-2][2]), str(done[-1][2])]
+    live = {"run.name": "live", "task.precomputed": "", "task.top_k": 64}
+    train(load_recipe(recipe, live))
     train(load_recipe(recipe, {"run.name": "whole"}))
     train(load_recipe(recipe, {"run.name": "parts", "run.steps": 2}))
     train(load_recipe(recipe, {"run.name": "parts"}))

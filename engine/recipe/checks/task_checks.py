@@ -70,8 +70,8 @@ def _frozen(recipe: Recipe) -> Iterator[Finding]:
     if not getattr(loss, "uses_reference", True):
         yield path, f'the loss "{loss.name}" compares with no reference', "leave it out"
     if getattr(loss, "uses_mismatches", False):
-        message = f'"{loss.name}" mismatches answers within each batch, whose samples change'
-        yield path, message, "leave it out: the reference computes these while training"
+        message = f'"{loss.name}" mismatches neighbouring samples, and each epoch has other ones'
+        yield path, message, "leave it out: the reference then computes while training"
     for index, source in enumerate(recipe.data.sources):
         if getattr(source, "streaming", False):
             message = "samples of a stream have no places, by which outputs are found"
