@@ -169,7 +169,7 @@ class Pairs(Task[PairBatch]):
 
     def prepare(self, batches: Sequence[PairBatch], model: ParallelModel) -> Sequence[PairBatch]:
         """Add the reference's log-probabilities, and the reference point of the global batch."""
-        if self.frozen is None or batches[0].reference is not None:
+        if self.frozen is None:
             return batches
         if self.loss.uses_mismatches:
             point = self.reference_point
