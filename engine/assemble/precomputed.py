@@ -87,7 +87,7 @@ class FrozenOutputs:
         rows = [int(count) for count in split.samples.order.rows]
         return {**self.origin, **sources, **own, "samples": rows}
 
-    def open(self, split: NamedSamples) -> OutputStore:
+    def open_store(self, split: NamedSamples) -> OutputStore:
         """Return the outputs for a split.
 
         Raises:
@@ -107,13 +107,13 @@ class FrozenOutputs:
         return store
 
     def require(self, data: OpenedData, table: Data) -> None:
-        """Open the outputs for the samples of a run; see `open`."""
+        """Open the outputs for the samples of a run; see `open_store`."""
         for split in name_samples(data, table):
-            self.open(split)
+            self.open_store(split)
 
     def attach(self, split: NamedSamples, batch_class: type[Batch]) -> PrecomputedSamples:
         """Return the samples of a split with their outputs, as fields of the batches."""
-        return PrecomputedSamples(split.samples, self.open(split), batch_class)
+        return PrecomputedSamples(split.samples, self.open_store(split), batch_class)
 
     def attach_all(self, data: OpenedData, table: Data, batch_class: type[Batch]) -> OpenedData:
         """Return the samples of a run with their outputs."""
