@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.commands import run_trainer
 from tests.conversion.models import hf_folder
 from tests.limits import limited
 from trainer.cli.main import main
@@ -99,8 +100,7 @@ def test_processes_that_share_the_blocks_say_what_one_says(folder, capfd):
     assert printed[0] == printed[1]
 
 
-def test_more_processes_than_blocks_are_refused(folder, capfd):
-    with pytest.raises(SystemExit) as stop:
-        main(["generate", folder, "--nproc", "3"])
-    assert stop.value.code == 2
-    assert "3 ranks cannot share the" in capfd.readouterr().err
+def test_more_processes_than_blocks_are_refused(folder, tmp_path):
+    done = run_trainer("generate", folder, folder=tmp_path, ranks=3)
+    assert done.returncode == 2
+    assert "3 ranks cannot share the" in done.stderr

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 import trainer
+from tests.commands import run_trainer
 from tests.corpus.stores import EOS
 from trainer.cli.data import app
 from trainer.engine.core.errors import DataError, RecipeError, TrainerError
@@ -215,11 +214,6 @@ def test_a_recipe_whose_task_reads_no_documents_is_refused(
 ) -> None:
     # In a process of its own: what a recipe's plugin registers stays in the process.
     path = Path(trainer.__file__).parent.absolute() / "recipes" / f"{recipe}.toml"
-    done = subprocess.run(
-        [sys.executable, "-m", "trainer", "data", *command.split(), path],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    done = run_trainer("data", *command.split(), path, folder=tmp_path)
     assert done.returncode == 2
     assert f"reads {reads}, and no documents" in done.stderr

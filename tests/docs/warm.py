@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 
+from tests.commands import run_here
 from tests.distributed import CONTEXT
 
 PROGRAM = """#!{python} -SE
@@ -64,7 +65,7 @@ def answer(client):
         client.close()
         code = 1
         try:
-            code = run(*pickle.loads(message), files)
+            code = run_here(*pickle.loads(message), files)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -73,25 +74,4 @@ def answer(client):
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
     client.send(bytes([code if code >= 0 else 128 - code]))
-    return 0
-
-
-def run(words, folder, environment, files):
-    """Run `trainer` with the program's arguments, folder, environment and open files."""
-    for number, file in enumerate(files):
-        os.dup2(file, number)
-        os.close(file)
-    # The server's own streams were made for other kinds of files.
-    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", 1)
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)
-    sys.argv = words
-    from trainer.cli.main import main
-
-    try:
-        main(words[1:])
-    except SystemExit as end:
-        return end.code or 0
     return 0

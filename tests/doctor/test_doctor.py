@@ -1,29 +1,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.commands import run_trainer
 from trainer.engine.doctor.machine import write_speed
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def doctor(*arguments: str, cwd: Path, **env: str) -> tuple[int, str]:
-    path = os.pathsep.join((str(ROOT / ".dev"), str(cwd)))
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "trainer", "doctor", *arguments],
-        env={**os.environ, "PYTHONPATH": path, **env},
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-    )
+    done = run_trainer("doctor", *arguments, folder=cwd, path=[cwd], **env)
     assert done.stderr == ""
     return done.returncode, done.stdout
 

@@ -29,10 +29,11 @@ EXPERTS = {
     **{key: value for key, value in BASE["model"].items() if key != "ffn_dim"},
     "moe": {"num_experts": 8, "expert_ffn_dim": 128, "force_balanced": True, "aux_weight": 0.01},
 }
+SHORTER = BASE["data"] | {"global_batch": 4}  # two micro batches on a rank
 PLANS = {
-    "alone": (1, {}, {}),
+    "alone": (1, {}, {"data": SHORTER}),
     "shard": (2, {"shard": 2}, {}),
-    "tensor": (2, {"tensor": 2}, {}),
+    "tensor": (2, {"tensor": 2}, {"data": SHORTER}),
     "context": (2, {"context": 2}, {}),
     "ring": (4, {"context": 4, "context_exchange": "ring"}, {}),
     "pipeline": (2, {"pipeline": 2}, {}),
@@ -47,7 +48,7 @@ PLANS = {
     "1F1B": (4, {"pipeline": 4}, {}),
     "offload": (2, {"shard": 2, "fsdp": {"offload": True}}, {"ema": {"decay": 0.9}}),
     "adapters": (2, {"shard": 2}, {"lora": {"rank": 4}}),
-    "expert": (2, {"expert": 2}, {"model": EXPERTS}),
+    "expert": (2, {"expert": 2}, {"model": EXPERTS | {"n_layers": 2}}),
     "expert-shard": (4, {"expert": 2}, {"model": EXPERTS, "memory": {"recompute": "full"}}),
     "expert-divided": (
         4,

@@ -49,7 +49,10 @@ PLANS = {
     ),
     "expert-shard": ({"expert": 2}, {"model": EXPERTS, "memory": FULL}),
     "expert-tensor": ({"expert": 4, "tensor": 2}, {"model": EXPERTS}),
-    "expert-divided": ({"expert": 2, "expert_tensor": 2, "tensor": 2}, {"model": EXPERTS}),
+    "expert-divided": (
+        {"expert": 2, "expert_tensor": 2, "tensor": 2},
+        {"model": EXPERTS, "data": BASE["data"] | {"micro_batch": 2}},
+    ),
     "expert-pipeline": ({"expert": 2, "pipeline": 2}, {"model": EXPERTS}),
 }
 CASES = quick(PLANS, "replicate-shard", "pipeline-shard", "expert-divided")
@@ -136,7 +139,7 @@ def counted_by_formula(recompute):
         {
             **BASE,
             "model": EXPERTS,
-            "data": {**BASE["data"], "packing": "concat"},
+            "data": {**BASE["data"], "packing": "concat", "micro_batch": 4},
             "memory": {"recompute": recompute},
         }
     )

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 
+from tests.commands import run_trainer
 from trainer import infer as infer_records
 from trainer import open_model
 from trainer.cli.main import main
@@ -222,7 +223,7 @@ def test_a_preference_run_gives_the_log_probability_of_each_answer(tmp_path, com
             assert found[side] == pytest.approx(own.item(), rel=1e-5)
 
 
-def test_a_language_model_scores_texts(tmp_path, command_line, capfd):
+def test_a_language_model_scores_texts(tmp_path, command_line):
     rows = [{"text": text * 9} for text in TEXTS]
     run = train(command_line, tmp_path, "language_modeling", rows)
     opened = open_model(run)
@@ -235,12 +236,10 @@ def test_a_language_model_scores_texts(tmp_path, command_line, capfd):
         assert row["loss"] == pytest.approx(loss, rel=1e-5)
         assert row["tokens"] == len(text)
         assert row["perplexity"] == pytest.approx(torch.tensor(loss).exp().item(), rel=1e-5)
-    capfd.readouterr()
-    printed = []
-    for ranks in (1, 2):
-        assert command_line("evaluate", run, "--batch", 2, "--json", "--nproc", ranks) == 0
-        printed.append(capfd.readouterr().out)
-    assert printed[0] == printed[1]
+    words = ["evaluate", run, "--batch", 2, "--json"]
+    one, two = (run_trainer(*words, folder=tmp_path, ranks=ranks) for ranks in (1, 2))
+    assert one.returncode == 0, one.stderr
+    assert one.stdout == two.stdout
 
 
 def test_the_best_span_is_the_likeliest_of_all_legal_ones():

@@ -1,11 +1,13 @@
-"""Small models of ours, and the same weights in transformers."""
+"""Small models of ours, and the same weights in transformers.
+
+Modules that ranks import as well import transformers in functions: it takes two seconds of each.
+"""
 
 from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from trainer.engine.core.registry import models
 from trainer.engine.parallel.materialize import materialize, without_storage
@@ -68,6 +70,8 @@ def built(config, attention="auto"):
 
 def their_model(ours):
     """Return transformers' model with the weights of ours."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = ours.config
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     if (scaling := config.rope_scaling) is not None:
@@ -99,6 +103,8 @@ def their_model(ours):
 
 def twin(ours):
     """Return the model that transformers makes of our config.json, with the weights of ours."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     settings = ours.config.hf_config()
     config = AutoConfig.for_model(**settings, attn_implementation="eager")
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager")

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from pydantic import ValidationError
-from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.distributed import run_ranks
 from tests.model_zoo.peers import built, documents, in_their_words, tokens
@@ -64,6 +63,8 @@ def test_logits_and_gradients_equal_those_of_transformers_without_causality(atte
     ours = built(config_of("qwen3").with_head(HeadSettings(outputs=3)), attention)
     settings = ours.config.hf_config()
     assert settings["is_causal"] is False
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
     config = AutoConfig.for_model(**settings, attn_implementation="eager")
     theirs = AutoModelForSequenceClassification.from_config(config)
     theirs.load_state_dict(in_their_words(ours.config, ours.state_dict()))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.commands import run_trainer
+
+SAMPLE_PLUGIN = Path(__file__).resolve().parents[1] / "plugin"
 RECIPE = """\
 [run]
 steps = 4
@@ -38,12 +37,9 @@ modules = ["trainer_sample"]
 
 
 def run(folder: Path, *options: str) -> None:
-    path = os.pathsep.join([str(ROOT / ".dev"), str(ROOT / "tests" / "plugin")])
-    environ = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(folder / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "trainer", "run", "r.toml", *options],
-        cwd=folder, env=environ, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    cache = str(folder / "cache")
+    words = "run", "r.toml", *options
+    done = run_trainer(*words, folder=folder, path=[SAMPLE_PLUGIN], XDG_CACHE_HOME=cache)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,17 +1,13 @@
 """Recipes written to a temporary folder, and what is wrong with them."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import trainer
+from tests.commands import run_trainer
 from trainer.engine.core.errors import RecipeError
 from trainer.engine.recipe.load import load_recipe
 
-ROOT = Path(trainer.__file__).absolute().parents[1]
 SAMPLE_PLUGIN = Path(__file__).parents[1] / "plugin"
 
 
@@ -56,16 +52,11 @@ def load(write, tmp_path, monkeypatch):
 
 @pytest.fixture
 def command(tmp_path):
-    """Run a command line in a fresh process that can import the sample package."""
+    """Run a command line in a process of its own that can import the sample package."""
 
     def command(*arguments, recipe=None):
         if recipe is not None:
             (tmp_path / "recipe.toml").write_text(recipe)
-        path = os.pathsep.join(map(str, [ROOT, SAMPLE_PLUGIN, tmp_path / "site"]))
-        return subprocess.run(
-            [sys.executable, "-P", "-m", "trainer", *arguments],
-            capture_output=True, text=True, timeout=60, cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": path},
-        )  # fmt: skip
+        return run_trainer(*arguments, folder=tmp_path, path=[SAMPLE_PLUGIN, tmp_path / "site"])
 
     return command

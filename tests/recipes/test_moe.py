@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import trainer
+from tests.commands import run_trainer
 from trainer.engine.recipe.load import load_recipe
 
 RECIPES = Path(trainer.__file__).parent.resolve() / "recipes"
@@ -27,10 +28,8 @@ def command(folder, *arguments):
     return {"args": line, "cwd": folder, "env": environment, "text": True}
 
 
-def output(folder, *arguments):
-    done = subprocess.run(
-        **command(folder, *arguments), capture_output=True, check=False, timeout=280
-    )
+def output(folder, *arguments, ranks=1):
+    done = run_trainer(*arguments, folder=folder, ranks=ranks, XDG_CACHE_HOME=str(folder))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -68,7 +67,7 @@ def test_it_trains_goes_on_after_a_signal_and_shares_its_experts(tmp_path):
     output(tmp_path, "run", recipe, *settings("parts"))
     assert [row["loss"] for row in rows(tmp_path, "parts")] == whole
 
-    output(tmp_path, "run", recipe, "--nproc", 2, *settings("shared", "parallel.expert=2"))
+    output(tmp_path, "run", recipe, *settings("shared", "parallel.expert=2"), ranks=2)
     assert [row["loss"] for row in rows(tmp_path, "shared")] == pytest.approx(whole, abs=1e-3)
 
 
@@ -89,6 +88,8 @@ def parameters_of(recipe):
 def test_the_large_one_is_planned(world, expert, tmp_path):
     recipe = RECIPES / "moe_1b.toml"
     changes = ["--world", world, "--set", f"parallel.expert={expert}"]
+    # One micro batch on each rank: others are simulated once more.
+    changes += ["--set", f"data.global_batch={4 * world}"]
     plan = json.loads(output(tmp_path, "plan", recipe, *changes, "--json"))
     total = parameters_of(recipe)
     assert 3.9e9 < total < 4.1e9

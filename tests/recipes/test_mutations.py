@@ -5,15 +5,13 @@ import io
 import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tomli
 
-import trainer
 from tests.cases import also
+from tests.commands import run_trainer
 from trainer.cli.main import main
 
 MAIN = """\
@@ -202,11 +200,7 @@ def test_a_damaged_recipe_is_refused_at_a_place_or_still_valid(folder, part):
 @pytest.mark.parametrize("seed", [5000, 5001, *also(*range(5002, 5010))])
 def test_the_command_itself_refuses_damaged_recipes(folder, seed):
     arguments = write_case(folder, seed)
-    root = Path(trainer.__file__).absolute().parents[1]
-    done = subprocess.run(
-        [sys.executable, "-m", "trainer", *arguments],
-        capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(root)},
-    )  # fmt: skip
+    done = run_trainer(*arguments, folder=Path.cwd())
     check(arguments, done.returncode, done.stdout, done.stderr, folder)
 
 

@@ -6,7 +6,6 @@ import random
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from tests.distributed import run_ranks
 from tests.model_zoo.peers import our_model, their_model
@@ -227,6 +226,8 @@ def test_rewards_are_those_of_transformers_models_with_one_output(pairs):
     sizes = their_model(our_model(vocab_size=320, ffn_dim=64)).config.to_dict()
     for key in ("id2label", "label2id"):
         del sizes[key]
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
     model = LlamaForSequenceClassification(LlamaConfig(**sizes, num_labels=1))
     to_hf = parts.model_config.layout.to_hf
     theirs = dict(model.named_parameters())

@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import trainer
 from tests.cases import quick
+from tests.commands import run_trainer
 from trainer.engine.recipe.layers import read_layers
 
 RECIPES = Path(trainer.__file__).parent.resolve() / "recipes"
@@ -37,10 +36,8 @@ SHORT = [
 
 def run(folder, name, ranks, *settings):
     """Train a recipe, and return the rows of metrics.jsonl by kind and step."""
-    words = [word for setting in (*SHORT, *settings) for word in ("--set", setting)]
-    command = [sys.executable, "-P", "-m", "trainer", "run", RECIPES / f"{name}.toml", *words]
-    options = {"cwd": folder, "capture_output": True, "text": True, "timeout": 280}
-    done = subprocess.run([*command, "--nproc", str(ranks)], **options)
+    words = [f"--set={setting}" for setting in (*SHORT, *settings)]
+    done = run_trainer("run", RECIPES / f"{name}.toml", *words, folder=folder, ranks=ranks)
     assert done.returncode == 0, done.stderr
     (path,) = (folder / "runs").glob(f"**/{name}/metrics.jsonl")
     rows = map(json.loads, path.read_text().splitlines())
@@ -51,7 +48,7 @@ def numbers(rows, *keys):
     return {place: [row.get(key) for key in keys] for place, row in rows.items()}
 
 
-@pytest.mark.parametrize("name", quick(NAMES, "sequence_classification_debug"))
+@pytest.mark.parametrize("name", quick(NAMES, "reward_debug"))
 def test_a_recipe_trains_on_one_and_two_ranks_alike_and_resumes(name, tmp_path):
     if name == "distillation_debug":  # its first comment names the recipe of the teacher
         run(tmp_path, "llama3_debug", 1, "run.name=llama3_debug", "data.seq_len=64")

@@ -7,7 +7,7 @@ from tests.distributed import run_ranks
 from tests.train.plans import assembled, recipe_with, whole
 from trainer.engine.train.evaluate import validate
 
-STEPS = 3
+STEPS = 2
 
 
 def few_steps(changes):

@@ -11,7 +11,7 @@ from trainer.engine.launch.environment import World
 from trainer.engine.recipe.schema import Recipe
 from trainer.engine.train.evaluate import validate
 
-STEPS = 3
+STEPS = 2
 BASE = {
     "run": {"steps": STEPS, "seed": 3},
     "model": {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 64},

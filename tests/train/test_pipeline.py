@@ -27,7 +27,7 @@ NAME = "embed.weight"
 def curves_and_weights(recipe):
     """Return losses, gradient norms, the final validation loss and the weights of this rank."""
     parts = assembled(recipe)
-    return *train(parts, steps=6), validate(parts)["loss"], whole(parts.model)
+    return *train(parts, steps=3), validate(parts)["loss"], whole(parts.model)
 
 
 @pytest.fixture(scope="module")

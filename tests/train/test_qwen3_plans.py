@@ -21,7 +21,7 @@ def alone():
     ],
 )
 def test_every_weight_is_that_of_one_process(parallel, alone):
-    data = BASE["data"] | {"packing": "documents"}
+    data = BASE["data"] | {"packing": "documents", "micro_batch": 4}
     assert_same_weights(4, alone, parallel=parallel, model=MODEL, data=data)
 
 
