@@ -53,6 +53,14 @@ from .model_zoo.layout import Layout
 
 if TYPE_CHECKING:
     from .engine.tasks.criteria import Criterion, Elementwise
+    from .kernels.ragged.lengths import SampleLengths
+    from .kernels.ragged.samples import (
+        last_of_sample,
+        pad_samples,
+        positions_in_samples,
+        repeat_for_positions,
+        sum_by_sample,
+    )
     from .model_zoo.base import Constant, Model, Normal
     from .model_zoo.language_model import LanguageModel
 
@@ -95,6 +103,7 @@ __all__ = [
     "Record",
     "RecordSource",
     "Registry",
+    "SampleLengths",
     "ScheduleConfig",
     "SourceConfig",
     "Strategy",
@@ -108,15 +117,20 @@ __all__ = [
     "TrainerError",
     "checkpoint_modes",
     "kernels",
+    "last_of_sample",
     "losses",
     "metrics",
     "models",
     "monitors",
     "optimizers",
+    "pad_samples",
+    "positions_in_samples",
     "register_table",
+    "repeat_for_positions",
     "schedules",
     "sources",
     "strategies",
+    "sum_by_sample",
     "tasks",
     "tokenizers",
     "trackers",
@@ -125,6 +139,17 @@ _OF_TORCH = {
     **dict.fromkeys(("Constant", "Model", "Normal"), ".model_zoo.base"),
     "LanguageModel": ".model_zoo.language_model",
     **dict.fromkeys(("Criterion", "Elementwise"), ".engine.tasks.criteria"),
+    "SampleLengths": ".kernels.ragged.lengths",
+    **dict.fromkeys(
+        (
+            "last_of_sample",
+            "pad_samples",
+            "positions_in_samples",
+            "repeat_for_positions",
+            "sum_by_sample",
+        ),
+        ".kernels.ragged.samples",
+    ),
 }
 
 

@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import results
@@ -21,11 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.engine.data.batch import IGNORED, TokenBatch
-from trainer.kernels.choose import choose
+from trainer.engine.tasks.encode_answers import count_answer_tokens
+from trainer.engine.tasks.preference.batch import PairBatch, make_collation
+from trainer.engine.tasks.preference.losses import DPO
+from trainer.engine.tasks.preference.pairs import AnswerRecord, PairRecord
+from trainer.kernels.choose import Kernels, choose
 from trainer.kernels.ragged.lengths import SampleLengths
+from trainer.model_zoo.language_model import LanguageModel
 from trainer.model_zoo.llama3.config import Llama3Config
 
-SIGMA, SAMPLES = 0.8, 16
+SIGMA, SAMPLES, VOCAB = 0.8, 16, 2048
 PROMISED, IDEAL = 1.6, 3.3
 MODELS = {
     "small": {"dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 192},
@@ -45,6 +51,8 @@ def main() -> None:
         rows.append(measure("attention alone", attention_step(median), median, options.rounds))
         for name in MODELS:
             rows.append(measure(name, model_step(name, median), median, options.rounds))
+        step = preference_step("small", median)
+        rows.append(measure("preferences", step, median, options.rounds, draw_pairs))
     heads = ["step, median length", "padded ms", "ragged ms", "times as fast", "positions"]
     lines = [
         [
@@ -63,8 +71,10 @@ def main() -> None:
         print(f"written to {results.append('ragged', measured).name}")
 
 
-Step = Callable[[TokenBatch], Callable[[], None]]
+Step = Callable[[Any], Callable[[], None]]
 """what to run for a batch; what is made before is not timed"""
+Draw = Callable[[int], dict[str, Any]]
+"""the same samples padded and ragged, of a median length"""
 
 
 def attention_step(median: int) -> Step:
@@ -80,13 +90,39 @@ def attention_step(median: int) -> Step:
     return prepare
 
 
-def model_step(name: str, median: int) -> Step:
-    """Return forward and backward of a model from host tensors."""
+def build_model(name: str, median: int) -> tuple[LanguageModel, Kernels]:
+    """Return a model of random weights, and the kernels it computes with."""
     kernels = choose({}, "cpu", 16 * median)
-    model = Llama3Config(**MODELS[name], vocab_size=2048).build(kernels)
+    model = Llama3Config(**MODELS[name], vocab_size=VOCAB).build(kernels)
     model.init_buffers(torch.device("cpu"))
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.02)
+    return model, kernels
+
+
+def preference_step(name: str, median: int) -> Step:
+    """Return a step of DPO: a reference's forward pass, and forward and backward of a model."""
+    (model, kernels), (reference, _) = build_model(name, median), build_model(name, median)
+    task = DPO().build(kernels)
+
+    def run(model: LanguageModel, batch: PairBatch, record: AnswerRecord) -> Tensor:
+        rows = {"lengths": batch.ragged} if batch.ragged else {}
+        return model(batch.tokens, labels=batch.labels, loss=record, **rows)
+
+    def step(batch: PairBatch) -> None:
+        model.zero_grad()
+        batch = batch.to(torch.device("cpu"))
+        with torch.no_grad():
+            run(reference, batch, known := AnswerRecord(batch, kernels))
+        batch = replace(batch, reference=known.log_probs)
+        run(model, batch, PairRecord(batch, kernels, task.score)).backward()
+
+    return lambda batch: lambda: step(batch)
+
+
+def model_step(name: str, median: int) -> Step:
+    """Return forward and backward of a model from host tensors."""
+    model, kernels = build_model(name, median)
 
     def step(batch: TokenBatch) -> None:
         model.zero_grad()
@@ -103,13 +139,15 @@ def model_step(name: str, median: int) -> Step:
     return lambda batch: lambda: step(batch)
 
 
-def measure(name: str, prepare: Step, median: int, rounds: int) -> dict[str, Any]:
+def measure(
+    name: str, prepare: Step, median: int, rounds: int, draw_batches: Draw | None = None
+) -> dict[str, Any]:
     """Return the times of both, and the ratio of their sums over all rounds."""
     torch.manual_seed(0)
     seconds: dict[str, list[float]] = {"padded": [], "ragged": []}
     positions = {"padded": 0, "ragged": 0}
     for turn in range(rounds + 1):
-        batches = draw(median)
+        batches = (draw_batches or draw)(median)
         for kind in batches if turn % 2 else reversed(batches):
             step = prepare(batches[kind])
             started = time.process_time()
@@ -127,10 +165,29 @@ def measure(name: str, prepare: Step, median: int, rounds: int) -> dict[str, Any
     }
 
 
+def draw_lengths(count: int, median: int) -> list[int]:
+    """Return log-normal lengths, 1 at least."""
+    return (torch.randn(count) * SIGMA).exp().mul(median).round().clamp(min=1).int().tolist()
+
+
+def draw_pairs(median: int) -> dict[str, PairBatch]:
+    """Return the same pairs of answers, each as long as its prompt in the median, in both ways."""
+    drawn = [torch.randint(VOCAB, (n,)).numpy() for n in draw_lengths(3 * SAMPLES, median // 2)]
+    thirds = zip(drawn[::3], drawn[1::3], drawn[2::3], strict=True)
+    samples = [dict(zip(("prompt", "chosen", "rejected"), each, strict=True)) for each in thirds]
+    batches = {}
+    for kind in ("padded", "ragged"):
+        collation = make_collation(0, with_mismatches=False, ragged=kind == "ragged")
+        arrays = collation.collate(samples, max(map(count_answer_tokens, samples)))
+        columns = {key: torch.from_numpy(array) for key, array in arrays.items()}
+        batches[kind] = collation.batch_class.from_columns(columns)
+    return batches
+
+
 def draw(median: int) -> dict[str, TokenBatch]:
     """Return the same samples in padded rows, and in a flat row."""
-    lengths = (torch.randn(SAMPLES) * SIGMA).exp().mul(median).round().clamp(min=1).int().tolist()
-    samples = [torch.randint(2048, (length + 1,)) for length in lengths]
+    lengths = draw_lengths(SAMPLES, median)
+    samples = [torch.randint(VOCAB, (length + 1,)) for length in lengths]
 
     def pad(columns: list[Tensor], fill: int) -> Tensor:
         return torch.stack([F.pad(x, (0, max(lengths) - len(x)), value=fill) for x in columns])

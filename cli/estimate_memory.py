@@ -46,7 +46,7 @@ def estimate_memory(
     not fit a GPU, it also says which changes would save most.
     """
     from ..engine.estimate.devices import GPU_MIB
-    from ..engine.estimate.memory import estimate_memory
+    from ..engine.estimate.memory import describe_row_lengths, estimate_memory
     from ..engine.recipe.load import load_recipe
 
     if gpu and gpu not in GPU_MIB:
@@ -68,10 +68,14 @@ def estimate_memory(
             return load_recipe(recipe, [*given, *changes], ranks).recipe
 
         best = suggest(loaded, estimates, world, load)
+    row_lengths = describe_row_lengths(loaded)
     if as_json:
-        print(json.dumps(_as_json(estimates, gpu, left, best), indent=1))
+        content = {**_as_json(estimates, gpu, left, best), "row_lengths": row_lengths}
+        print(json.dumps(content, indent=1))
         return
     _print(estimates)
+    if row_lengths:
+        print(row_lengths)
     if memory is not None and left is not None:
         print(_verdict(gpu, memory, left))
     if best is not None:

@@ -88,6 +88,8 @@ def _print(plan: RunPlan) -> None:
     print("\nA step, of the first rank at each place of the pipeline")
     print_table(list(plan_tables.cost_rows(plan)))
     print(plan_tables.describe_flops(plan))
+    if plan.row_lengths:
+        print(plan.row_lengths)
     print("\nSent by a rank in a step")
     print_table(list(plan_tables.flow_rows(plan)))
     print("MESSAGE: what the rank puts in. LINK BYTES: what a ring makes it send to its neighbour.")
@@ -110,6 +112,7 @@ def _search(
         hint = nearest(gpu, DEVICES) or f"known: {', '.join(DEVICES)}"
         raise RecipeError(f"--gpu {gpu}: not known" if gpu else "--search needs --gpu", hint)
     loaded = load_recipe(recipe, overrides).recipe
+    from ..engine.estimate.memory import describe_row_lengths
     from ..engine.estimate.search import search
 
     memory = GPU_MIB[gpu] * 2**20
@@ -120,6 +123,8 @@ def _search(
         return
     print(f"Plans of {world} ranks that fit {gpu}, by ESTIMATED seconds of a step: a roofline, no")
     print("measurement. Peaks of the first ones are simulated, those of the others by formula.")
+    if row_lengths := describe_row_lengths(loaded):
+        print(row_lengths)
     print_table(list(_candidate_rows(candidates)))
     best = candidates[0]
     shares = sorted(best.parts().items(), key=lambda part: -part[1])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from operator import itemgetter
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from ...kernels.ragged.lengths import SampleLengths
+from ...kernels.ragged.samples import sum_by_sample
 
 IGNORED = -100
 """the label of a position that does not count in the loss"""
@@ -21,7 +21,8 @@ class Batch:
     """A micro batch; a task derives its own, whose fields are tensors with rows along dimension 0.
 
     A field that a batch does not need is None. Where rows have unequal lengths and no padding, a
-    field `row_lengths` tells them, and a field with a value for each position is a flat row [1, T].
+    field `row_lengths` tells them, and a field with a value for each position is flat: [1, T], or
+    [T, ...] in samples of a plugin.
     """
 
     rows_per_sample: ClassVar[int] = 1
@@ -36,6 +37,16 @@ class Batch:
     def ragged(self) -> SampleLengths | None:
         """The lengths of rows that stand one after the other; None where rows have one length."""
         return getattr(self, "row_lengths", None)
+
+    def lengths_of(self, name: str) -> SampleLengths | None:
+        """Return the lengths that a field with a value for each position has; see `ragged`."""
+        return self.ragged
+
+    def sum_rows(self, values: Tensor) -> Tensor:
+        """Return the sum of each row, of a value for each position."""
+        if self.ragged:
+            return sum_by_sample(values.flatten(), self.ragged)
+        return values.view(len(self) * self.rows_per_sample, -1).sum(1)
 
     @property
     def padding(self) -> Tensor | None:
@@ -57,10 +68,10 @@ class Batch:
         if device.type == "cuda":
             # From pageable memory the host would wait for the copy. torch keeps the pinned memory
             # until the copy has ended.
-            moved = self._each(lambda column: column.pin_memory().to(device, non_blocking=True))
+            moved = self._each(lambda _, x: x.pin_memory().to(device, non_blocking=True))
         else:
-            moved = self._each(lambda column: column.to(device))
-        return moved._replace_lengths(self.ragged.to(device)) if self.ragged else moved
+            moved = self._each(lambda _, x: x.to(device))
+        return moved._each_length(lambda lengths: lengths.to(device))
 
     def split(self, size: int) -> Iterator[Self]:
         """Yield views of `size` samples each; the last may have fewer."""
@@ -69,10 +80,7 @@ class Batch:
             return
         rows = size * self.rows_per_sample
         for first in range(0, len(self) * self.rows_per_sample, rows):
-            if self.ragged:
-                yield self._slice_ragged(self.ragged, first, rows)
-                continue
-            yield self._each(itemgetter(slice(first, first + rows)))
+            yield self._slice(first, first + rows)
 
     def split_sequence(self, take: Callable[[Tensor], Tensor]) -> Self:
         """Return the part of each sequence that a rank of the context axis computes.
@@ -86,25 +94,27 @@ class Batch:
         """Return the batch without what only a model with experts reads."""
         return self
 
-    def _slice_ragged(self, lengths: SampleLengths, first: int, rows: int) -> Self:
-        """Return some of the rows that stand one after the other."""
-        part = lengths.select(first, first + rows)
-        start = lengths.starts[first]
+    def _slice(self, first: int, stop: int) -> Self:
+        """Return some of the rows."""
 
-        def take(column: Tensor) -> Tensor:
-            is_flat = column.shape[:2] == (1, lengths.total)
-            return column[:, start : start + part.total] if is_flat else column[first:][:rows]
+        def take(name: str, column: Tensor) -> Tensor:
+            lengths, dim = self.lengths_of(name), int(len(column) == 1)
+            # If all lengths are 1, positions and rows are the same.
+            if lengths is None or column.shape[dim] != lengths.total:
+                return column[first:stop]
+            return column.narrow(dim, lengths.starts[first], lengths.select(first, stop).total)
 
-        return self._each(take)._replace_lengths(part)
+        return self._each(take)._each_length(lambda lengths: lengths.select(first, stop))
 
-    def _replace_lengths(self, lengths: SampleLengths) -> Self:
-        changes: dict[str, Any] = {"row_lengths": lengths}
-        return replace(self, **changes)
+    def _each_length(self, change: Callable[[SampleLengths], SampleLengths]) -> Self:
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        changes: dict[str, Any] = {
+            name: change(x) for name, x in columns.items() if isinstance(x, SampleLengths)
+        }
+        return replace(self, **changes) if changes else self
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        columns: list[Any] = [getattr(self, column.name) for column in fields(self)]
-        changed: Any = [change(x) if isinstance(x, Tensor) else x for x in columns]
-        return type(self)(*changed)
+    def _each(self, change: Callable[[str, Tensor], Tensor]) -> Self:
+        return replace(self, **{name: change(name, x) for name, x in self.columns().items()})
 
 
 @dataclass(frozen=True)
@@ -181,5 +191,26 @@ class SampleBatch(Batch):
         is_valid, sources = fields.pop("is_valid", None), fields.pop("sources", None)
         return cls(fields, is_valid, sources)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        return self.from_columns({name: change(value) for name, value in self.columns().items()})
+    def _each(self, change: Callable[[str, Tensor], Tensor]) -> Self:
+        columns = {name: change(name, value) for name, value in self.columns().items()}
+        is_valid, sources = columns.pop("is_valid", None), columns.pop("sources", None)
+        return replace(self, fields=columns, is_valid=is_valid, sources=sources)
+
+
+@dataclass(frozen=True)
+class RaggedSamples(SampleBatch):
+    """Samples some of whose fields have a number of positions of their own, without padding.
+
+    Such fields are flat, [T, ...]: the positions of all samples, one after the other.
+
+    Attributes:
+        row_lengths: the positions of each sample.
+    """
+
+    row_lengths: SampleLengths | None = None
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Tensor]) -> Self:
+        """Return the batch of some fields that lie on the host; `lengths` [B] is no field."""
+        batch = super().from_columns({k: x for k, x in columns.items() if k != "lengths"})
+        return replace(batch, row_lengths=SampleLengths(columns["lengths"].tolist()))

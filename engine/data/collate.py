@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +106,38 @@ def stack_samples(samples: Sequence[Sample], filler: Mapping[str, float]) -> Arr
     }
 
 
+def concatenate_samples(samples: Sequence[Sample], names: Sequence[str]) -> Arrays:
+    """Return fields whose samples have a number of positions of their own as flat arrays.
+
+    Args:
+        samples: the samples.
+        names: the fields, [L, ...] with the same L in a sample.
+
+    Returns:
+        each field, [T, ...]: the positions of all samples, one after the other; and `lengths` [B].
+
+    Raises:
+        DataError: a sample lacks a field, or its fields do not have the same number of positions.
+    """
+    hint = "fields of task.ragged have the same number of positions in a sample, 1 at least"
+    for sample in samples:
+        shapes = {name: np.shape(sample[name]) if name in sample else None for name in names}
+        sizes = {shape[0] if shape else 0 for shape in shapes.values()}
+        if len(sizes) > 1 or 0 in sizes:
+            listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+            raise DataError(f"a sample of a data set has fields of shapes {listed}", hint)
+        if "lengths" in sample:
+            raise DataError(
+                'a data set has a field "lengths", which is the name of the lengths of samples',
+                "give the field another name, or leave out task.ragged",
+            )
+    flat = {name: [np.asarray(sample[name]) for sample in samples] for name in names}
+    for name, pieces in flat.items():
+        _require_one_shape({piece.shape[1:] for piece in pieces}, name, "positions have one shape")
+    lengths = np.array([len(piece) for piece in flat[names[0]]], dtype=np.int64)
+    return {**{name: np.concatenate(pieces) for name, pieces in flat.items()}, "lengths": lengths}
+
+
 def _stack(arrays: list[NDArray[Any]], name: str, filler: Mapping[str, float]) -> NDArray[Any]:
     shapes = {array.shape for array in arrays}
     if len(shapes) > 1 and name in filler and len({shape[1:] for shape in shapes}) == 1:
@@ -115,11 +147,12 @@ def _stack(arrays: list[NDArray[Any]], name: str, filler: Mapping[str, float]) -
         for row, array in zip(stacked, arrays, strict=True):
             row[: len(array)] = array
         return stacked
+    hint = "the samples of a batch are stacked: give them one shape, or name a filler for the field"
+    _require_one_shape(shapes, name, f"{hint} in task.padding, or name the field in task.ragged")
+    return np.stack(arrays)
+
+
+def _require_one_shape(shapes: Collection[tuple[int, ...]], name: str, hint: str) -> None:
     if len(shapes) > 1:
         listed = " and ".join(map(str, sorted(shapes)[:2]))
-        raise DataError(
-            f'the field "{name}" of a data set has samples of shapes {listed}',
-            "the samples of a batch are stacked: give them one shape, or name a filler for the "
-            "field in `padding` of the source",
-        )
-    return np.stack(arrays)
+        raise DataError(f'the field "{name}" of a data set has samples of shapes {listed}', hint)

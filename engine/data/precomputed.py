@@ -35,11 +35,13 @@ class PrecomputedRows:
         columns = {field.name: getattr(batch, field.name) for field in fields(batch)}
         for name, array in self.outputs.items():
             flat = array.reshape(-1, *array.shape[2:])
-            if batch.ragged:
+            if batch.ragged and flat.ndim > 1:  # a value for each position, and not for each row
                 lengths = np.array(batch.ragged.lengths)
                 flat = flat[np.arange(flat.shape[1]) < lengths[:, None]][None]
             columns[name] = torch.from_numpy(flat)
-        return self.batch_class(**columns)
+        # A ragged batch has a class of its own.
+        batch_class = type(batch) if isinstance(batch, self.batch_class) else self.batch_class
+        return batch_class(**columns)
 
     def ignore(self, where: NDArray[np.bool_]) -> None:
         """Leave samples out of every count; see `Rows.ignore`."""

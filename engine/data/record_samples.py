@@ -109,8 +109,9 @@ class CollatedRows:
         self.arrays["is_valid"] = ~rows
         labels = self.arrays.get("labels")
         if labels is not None and labels.dtype.kind in "if":
-            if len(labels) != len(rows):  # one flat row of the labels of all positions
-                labels, rows = labels[0], np.repeat(rows, self.arrays["lengths"])
+            if len(labels) != len(rows):  # the labels of all positions, [1, T] or [T, ...]
+                labels = labels[0] if len(labels) == 1 else labels
+                rows = np.repeat(rows, self.arrays["lengths"])
             labels[rows] = IGNORED if labels.dtype.kind == "i" else np.nan
 
 

@@ -106,6 +106,15 @@ def estimate_memory(
     ]
 
 
+def describe_row_lengths(recipe: Recipe) -> str:
+    """Return how rows of unequal lengths are counted; empty if rows have one length."""
+    if recipe.data.packing != "ragged":
+        return ""
+    if not recipe.task.needs_language_model:
+        return "samples are ragged: each is counted as long as the first one"
+    return f"rows are ragged: each is counted as {recipe.data.seq_len} tokens, an upper bound"
+
+
 def _simulate_pipeline(job: RankJob, degrees: Degrees) -> list[Simulation]:
     """Simulate the first rank of each pipeline coordinate, and interpolate where that is exact.
 

@@ -23,6 +23,7 @@ from ..parallel.tables import Pipelining
 from ..recipe.placements import placements
 from ..recipe.schema import Recipe
 from .groups import Group, link_among, link_of, mesh_groups, ring_bytes, shown_ranks
+from .memory import describe_row_lengths
 from .simulate.count import StepCounts
 from .simulate.extrapolate import count_ranks
 
@@ -143,6 +144,7 @@ class RunPlan:
         pipeline: the pipeline, or None if there is one stage.
         formula_flops: FLOPs of a step on all ranks, by the model's formula.
         needs: the cost of a rank at each pipeline coordinate.
+        row_lengths: how rows of unequal lengths are counted; empty: rows have one length.
     """
 
     degrees: Degrees
@@ -153,6 +155,7 @@ class RunPlan:
     pipeline: PipelinePlan | None
     formula_flops: float
     needs: list[RankCost]
+    row_lengths: str = ""
 
 
 def make_run_plan(
@@ -192,6 +195,7 @@ def make_run_plan(
         needs=[
             rank_cost(counts, place, degrees, gpus_per_node) for place, counts in enumerate(costs)
         ],
+        row_lengths=describe_row_lengths(recipe),
     )
 
 

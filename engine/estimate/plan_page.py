@@ -41,6 +41,8 @@ def draw_plan(plan: RunPlan, name: str) -> str:
 
 def _sections(plan: RunPlan) -> Iterator[str]:
     yield f"<p>{plan_tables.describe_mesh(plan)}</p>"
+    if plan.row_lengths:
+        yield f"<p>{plan.row_lengths}</p>"
     for axis in (axis for axis, degree in plan.degrees.by_axis.items() if degree > 1):
         yield section(f"Ranks by place along {axis}, a row a node", _mesh(plan, axis))
     if plan.groups:

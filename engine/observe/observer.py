@@ -40,6 +40,7 @@ class Observer:
         phases: times the phases of a step.
         profiler: the profiler of this rank, if its steps are profiled.
         compare_ranks: returns more columns for the row of a step; all ranks call it together.
+        on_batches: gets this rank's batches of each step before it begins.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Observer:
         phases: Phase = no_phase,
         profiler: Profiler | None = None,
         compare_ranks: Callable[[int], Mapping[str, float]] = lambda step: {},
+        on_batches: Callable[[Any], None] = lambda batches: None,
     ) -> None:
         self._table = table
         self._directory = directory
@@ -65,6 +67,7 @@ class Observer:
         self._memory = memory
         self._profiler = profiler
         self._compare_ranks = compare_ranks
+        self._on_batches = on_batches
         self._phases = phases
         self._log: MetricsLog | None = None
         self._results: Results | None = None
@@ -184,6 +187,7 @@ class Observer:
                 item = next(items, None)
             if item is None:
                 return
+            self._on_batches(item)
             yield item
 
     def sync(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ class Profiler:
         rank: this process's rank.
         is_main: whether this rank writes `summary.json`; others write `summary.rank-R.json`.
         device: the device on which steps compute.
-        flops_per_step: this rank's share of the operations of a step.
+        flops_per_step: returns this rank's share of the operations of a step.
 
     Attributes:
         summary: what was profiled; None before it is written.
@@ -110,7 +110,7 @@ class Profiler:
     rank: int
     is_main: bool
     device: torch.device
-    flops_per_step: float
+    flops_per_step: Callable[[], float]
     summary: Summary | None = field(default=None, init=False)
     _profile: profile | None = field(default=None, init=False)
     _first_step: int = field(default=0, init=False)
@@ -185,7 +185,7 @@ class Profiler:
             phase_seconds=times.phase_seconds,
             peak_bytes=measure_peaks(trace, self.device.type, memory_phases),
             operators=summarize_operators(trace, self.device.type, times.steps),
-            flops_per_step=self.flops_per_step,
+            flops_per_step=self.flops_per_step(),
             files=self._write_traces(trace),
         )
         name = "summary.json" if self.is_main else f"summary.rank-{self.rank}.json"

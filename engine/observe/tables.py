@@ -5,7 +5,7 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
@@ -131,7 +131,7 @@ class Profile(Table):
         rank: int,
         is_main: bool,
         device: torch.device,
-        flops_per_step: float,
+        flops_per_step: Callable[[], float],
     ) -> Profiler:
         """Build the profiler of a rank; `Profiler` describes the arguments."""
         from .profiler import Profiler

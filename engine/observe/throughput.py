@@ -127,6 +127,8 @@ class Throughput:
         flops_per_unit: operations of a training step for each unit.
         peak_flops: dense peak of all devices of the run together, None if unknown.
         clock: returns the time in seconds.
+        row_flops: returns the operations since the last reading, where rows have unequal lengths;
+            None: units tell them.
     """
 
     def __init__(
@@ -136,12 +138,14 @@ class Throughput:
         flops_per_unit: float,
         peak_flops: float | None,
         clock: Callable[[], float] = time.perf_counter,
+        row_flops: Callable[[], float] | None = None,
     ) -> None:
         self._unit = unit
         self._global_batch = global_batch
         self._flops_per_unit = flops_per_unit
         self._peak_flops = peak_flops
         self._clock = clock
+        self._row_flops = row_flops
         self.start(0, 0)
 
     def start(self, step: int, count: int) -> None:
@@ -176,13 +180,14 @@ class Throughput:
         seconds = max(self._clock() - self._started, 1e-9)
         steps = max(step - self._step, 1)
         per_second = (count - self._count) / seconds
+        flops = self._flops_per_unit * per_second
+        if self._row_flops:
+            flops = self._row_flops() / seconds
         rates = {
             f"{self._unit}_per_second": per_second,
             "step_seconds": seconds / steps,
             "data_seconds": self._waited / steps,
-            "mfu": self._flops_per_unit * per_second / self._peak_flops
-            if self._peak_flops
-            else None,
+            "mfu": flops / self._peak_flops if self._peak_flops else None,
         }
         self.start(step, count)
         return rates

@@ -22,6 +22,7 @@ from ..observe.observer import Observer
 from ..observe.progress import Progress
 from ..observe.throughput import SlowRanks, Throughput, device_peak_flops, peak_memory_bytes
 from ..precision.hardware import dtype_name
+from .row_flops import RowFlops
 
 if TYPE_CHECKING:
     from ..observe.profiler import Profiler
@@ -75,24 +76,44 @@ def open_observer(
     per_token = flops_per_token(parts.model, parts.model_config, parts.recipe.data.seq_len)
     task = parts.step.task
     flops = task.flops_per_unit(per_token)
+    recipe, row_flops = parts.recipe, None
+    if recipe.data.packing == "ragged" and recipe.task.needs_language_model:
+        row_flops = RowFlops(parts, group)
     copies_alone = parts.degrees.world == parts.degrees.replicate
     ranks = SlowRanks(group, progress.warn, local_forward=copies_alone)
+
+    def compare_ranks(step: int) -> dict[str, float]:
+        if row_flops:
+            row_flops.sum_over_ranks()
+        return ranks.compare(step)
+
     return Observer(
         parts.recipe.metrics,
         directory,
         world.rank,
         parts.total_steps,
         progress,
-        Throughput(task.unit, parts.global_batch, flops, peak and peak * world.world_size),
+        Throughput(
+            task.unit,
+            parts.global_batch,
+            flops,
+            peak and peak * world.world_size,
+            row_flops=(lambda: row_flops.total) if row_flops else None,
+        ),
         lambda: peak_memory_bytes(device),
         parts.phases,
-        _profiler(parts, directory, progress, per_token),
-        ranks.compare,
+        _profiler(parts, directory, progress, per_token, row_flops),
+        compare_ranks,
+        row_flops.add if row_flops else lambda batches: None,
     )
 
 
 def _profiler(
-    parts: Assembled, directory: RunDirectory, progress: Progress, flops_per_token: float
+    parts: Assembled,
+    directory: RunDirectory,
+    progress: Progress,
+    flops_per_token: float,
+    row_flops: RowFlops | None,
 ) -> Profiler | None:
     """Return this rank's profiler, if the recipe wants one."""
     table, data, world = parts.recipe.profile, parts.recipe.data, parts.world
@@ -102,11 +123,12 @@ def _profiler(
         progress.warn("profile.ranks names no rank of this run: nothing is profiled")
     if not table.steps or world.rank not in ranks:
         return None
+    flops = flops_per_token * rows * data.seq_len / world.world_size
     return table.build(
         parts.phases,
         directory.path / "profiles",
         rank=world.rank,
         is_main=world.rank == min(ranks),
         device=parts.device,
-        flops_per_step=flops_per_token * rows * data.seq_len / world.world_size,
+        flops_per_step=lambda: row_flops.mean_step if row_flops else flops,
     )

@@ -161,6 +161,11 @@ class Task(ABC, Generic[B]):
     def example(self, rows: int) -> B:
         """Return a batch of zeros with the shapes of a step's batch of so many samples."""
 
+    @property
+    def passes(self) -> float:
+        """The FLOPs of a step over those of the model's own forward and backward pass."""
+        return 1.0
+
     def flops_per_unit(self, flops_per_token: float) -> float:
         """Return the FLOPs of a training step for each unit that is counted.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import NamedTuple
 
 import torch
@@ -120,6 +120,10 @@ class SampleLengths:
     def select(self, first: int, stop: int) -> SampleLengths:
         """Return the lengths of samples `first` to `stop - 1`."""
         return SampleLengths(self.lengths[first:stop], self.device)
+
+    def mask(self, chosen: Sequence[bool]) -> SampleLengths:
+        """Return the lengths of the samples that are chosen."""
+        return SampleLengths([*compress(self.lengths, chosen)], self.device)
 
     def to(self, device: torch.device) -> SampleLengths:
         """Return the lengths with all tensors on a device; the host does not wait for the copies.

@@ -50,6 +50,16 @@ def test_json_adds_up(command):
     assert "knobs" not in found  # it fits
 
 
+def test_ragged_rows_are_counted_in_full_and_the_output_says_so(command):
+    _, padded, _ = command("--json", "--set", "data.packing=none")
+    code, out, _ = command("--json", "--set", "data.packing=ragged")
+    found, rows = json.loads(out), "rows are ragged: each is counted as 64 tokens, an upper bound"
+    assert (code, found["row_lengths"], json.loads(padded)["row_lengths"]) == (0, rows, "")
+    peaks = [each["ranks"][0]["peak_bytes"] for each in (found, json.loads(padded))]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.05)
+    assert command("--set", "data.packing=ragged")[1].splitlines()[-1] == rows
+
+
 @pytest.mark.matrix
 def test_knobs_are_simulated_and_sorted(command):
     code, out, _ = command("--json", "--knobs", "--set", "memory.recompute=selective")

@@ -124,11 +124,19 @@ def test_records_with_the_fields_of_the_task_fit(tmp_path):
             "precision.mx.enabled",
             "blocks of 32 tokens",
         ),
+        ('[task]\nname = "supervised"', "task.ragged", "names the fields of unequal lengths"),
     ],
 )
 def test_what_needs_rows_of_one_length_refuses_ragged_ones(tmp_path, text, key, part):
     found = problems(tmp_path, f'{text}\n[data]\npacking = "ragged"\n')
     assert [problem for problem in found if problem[0] == key and part in problem[1]], found
+
+
+def test_fields_of_unequal_lengths_go_with_ragged_data(tmp_path):
+    found = problems(tmp_path, '[task]\nname = "supervised"\nragged = ["points"]\n')
+    assert [message for key, message in found if key == "task.ragged"] == [
+        'names the fields of unequal lengths, and goes with data.packing = "ragged"'
+    ]
 
 
 def test_ragged_rows_suit_plans_that_divide_samples_and_experts(tmp_path):

@@ -12,9 +12,10 @@ from trainer.engine.train.evaluate import validate
 CPU = torch.device("cpu")
 
 
-def preferring(frozen, sources, folder="", **changes):
+def preferring(frozen, sources, folder="", packing="none", **changes):
     """Two epochs of pairs in a random order."""
     data = BASE["data"] | {"sources": sources, "global_batch": 4, "micro_batch": 2}
+    data["packing"] = packing
     data |= {"cache_dir": str(frozen.parent / "cache"), "validation_fraction": 0.2}
     task = {"name": "preference", "reference": str(frozen), "precomputed": str(folder or "")}
     given = {"task": task, "loss": {"name": "dpo", "beta": 0.3}, "data": data}

@@ -103,11 +103,13 @@ def test_rows_come_with_the_likeliest_tokens_of_transformers_model(frozen, packi
 
 def test_training_is_the_same_as_with_the_model_itself(frozen, sources, tmp_path):
     write(preferring(frozen, sources, tmp_path / "pairs"))
+    write(preferring(frozen, sources, tmp_path / "ragged", "ragged"))
     write(distilling(frozen, tmp_path / "few"))
     write(distilling(frozen, tmp_path / "all", task={"top_k": VOCAB}))
     found = {
         "pairs": preferring(frozen, sources, tmp_path / "pairs"),
         "live pairs": preferring(frozen, sources),
+        "ragged": preferring(frozen, sources, tmp_path / "ragged", "ragged"),
         "few": distilling("", tmp_path / "few"),
         "live few": distilling(frozen, task={"top_k": 64}),
         "all": distilling("", tmp_path / "all", task={"top_k": VOCAB}),
@@ -116,6 +118,8 @@ def test_training_is_the_same_as_with_the_model_itself(frozen, sources, tmp_path
     found = {name: curves_of(recipe) for name, recipe in found.items()}
     assert found["pairs"] == found["live pairs"]
     assert found["few"] == found["live few"]
+    for got, wanted in zip(found["ragged"], found["pairs"], strict=True):
+        assert got == pytest.approx(wanted, rel=1e-5)
     # Of all tokens together nothing is left but rounding, 1e-7, times a large logarithm.
     for got, wanted in zip(found["all"], found["live all"], strict=True):
         assert got == pytest.approx(wanted, rel=3e-5)

@@ -240,7 +240,7 @@ def test_rewards_are_those_of_transformers_models_with_one_output(pairs):
     for batch in batches:
         hidden = model.model(batch.tokens).last_hidden_state
         # Each row's own last token, which their head finds by the token of padding.
-        last = hidden[torch.arange(len(batch.tokens)), batch.ends - 1]
+        last = hidden[torch.arange(len(batch.tokens)), batch.lengths - 1]
         rewards = model.score(last).squeeze(1)
         losses.append(-(rewards[::2] - rewards[1::2]).sigmoid().log())
     expected = torch.cat(losses).mean()

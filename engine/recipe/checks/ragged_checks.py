@@ -19,13 +19,20 @@ HINT = 'take data.packing = "none"'
 
 def check_ragged(recipe: Recipe) -> Iterator[Finding]:
     """Yield what needs rows of one length."""
-    if recipe.data.packing != "ragged":
+    is_ragged = recipe.data.packing == "ragged"
+    # A plugin's samples: the task says which of their fields differ in length.
+    if is_ragged != bool(getattr(recipe.task, "ragged", is_ragged)):
+        message = "names the fields of unequal lengths, and goes with data.packing"
+        hint = 'name one, or take data.packing = "none"' if is_ragged else 'set it to "ragged"'
+        yield ("task", "ragged"), f'{message} = "ragged"', hint
+    if not is_ragged:
         return
     if not recipe.model.takes_lengths:
+        hint = "" if recipe.task.needs_language_model else ", or give its config takes_lengths"
         yield (
             ("data", "packing"),
             f'the model "{recipe.model.name}" takes rows of one length only, not "ragged"',
-            HINT,
+            f"{HINT}{hint}",
         )
     for axis, why in WHY_NOT_AXES.items():
         if recipe.parallel.degrees.by_axis[axis] not in (0, 1):

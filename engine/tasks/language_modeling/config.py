@@ -71,7 +71,6 @@ class MaskedLanguageModeling(LanguageModeling):
     Source: Devlin et al. 2019, arXiv:1810.04805, section 3.1.
     """
 
-    packings: ClassVar[tuple[str, ...]] = ("concat", "documents", "none")
     attention: ClassVar[tuple[str, ...]] = ("bidirectional",)
     scores_texts: ClassVar[bool] = False
 

@@ -48,10 +48,14 @@ class Masking:
             rows: rows of tokens.
             samples: the number of each row, [B].
         """
-        positions = np.arange(rows.tokens.shape[1], dtype=np.uint64)
         key = mix(np.array([self.seed], dtype=np.uint64) + GOLDEN)
-        words = mix(samples.astype(np.uint64) * GOLDEN + key)[:, None]
-        words = mix(words + positions * GOLDEN)
+        words = mix(samples.astype(np.uint64) * GOLDEN + key)
+        if rows.lengths is None:
+            positions, words = np.arange(rows.tokens.shape[1]), words[:, None]
+        else:
+            assert rows.positions is not None, "flat rows have them"
+            positions, words = rows.positions, np.repeat(words, rows.lengths)
+        words = mix(words + positions.astype(np.uint64) * GOLDEN)
         chosen = _fractions(words) < self.rate
         if rows.padding_mask is not None:
             chosen &= ~rows.padding_mask

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ....kernels.ragged.lengths import SampleLengths
 from ...data.batch import Batch
 from ...data.collate import Arrays, Collation, Sample
-from ..collate_texts import collate_answers
+from ..collate_texts import collate_answers, drop_padding
 from ..encode_answers import count_answer_tokens, truncate_preference
 
 
@@ -34,7 +35,7 @@ class PairBatch(Batch):
         other_tokens: [2 B, S] int64; each prompt with an answer to the prompt of another sample.
             None: the criterion does not ask.
         other_labels: [2 B, S] int64; the labels of `other_tokens`.
-        ends: [2 B] int64; how many tokens each row has. None: the task does not ask.
+        lengths: [2 B] int64; how many tokens each row has. None: the task does not ask.
         reference: [2 B] log-probability of each answer under the reference model. None: there is
             none, or it is not computed yet.
         reference_point: [2 B]; the same number in each row, what rewards are compared with; see
@@ -51,7 +52,7 @@ class PairBatch(Batch):
     sources: Tensor | None = None
     other_tokens: Tensor | None = None
     other_labels: Tensor | None = None
-    ends: Tensor | None = None
+    lengths: Tensor | None = None
     reference: Tensor | None = None
     reference_point: Tensor | None = None
 
@@ -70,11 +71,11 @@ class PairBatch(Batch):
     @property
     def is_last(self) -> Tensor:
         """Where each row has its last token, [2 B, S]; nowhere if another rank has it."""
-        assert self.ends is not None, "the task asked for them"
+        assert self.lengths is not None, "the task asked for them"
         positions = self.positions
         if positions is None:
             positions = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        return positions == self.ends.unsqueeze(1) - 1
+        return positions == self.lengths.unsqueeze(1) - 1
 
     @property
     def mismatched(self) -> Self:
@@ -97,25 +98,68 @@ class PairBatch(Batch):
         return replace(self, padding_mask=None)
 
 
-def make_collation(eos_id: int, *, with_mismatches: bool) -> Collation:
+@dataclass(frozen=True)
+class RaggedPairs(PairBatch):
+    """Pairs without padding, the rows one after the other: fields of all positions are [1, T].
+
+    Attributes:
+        row_lengths: `lengths`, as the model takes them.
+        other_lengths: those of the rows of `other_tokens`.
+    """
+
+    row_lengths: SampleLengths | None = None
+    other_lengths: SampleLengths | None = None
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, Tensor]) -> Self:
+        """Return the batch of some fields that lie on the host."""
+        fields: dict[str, Any] = dict(columns)
+        if (others := fields.pop("other_lengths", None)) is not None:
+            fields["other_lengths"] = SampleLengths(others.tolist())
+        return cls(**fields, row_lengths=SampleLengths(columns["lengths"].tolist()))
+
+    def lengths_of(self, name: str) -> SampleLengths | None:
+        """Return the lengths of the rows of a field."""
+        return self.other_lengths if name.startswith("other_") else self.row_lengths
+
+    @property
+    def mismatched(self) -> Self:
+        """The prompts with answers to other prompts."""
+        # Positions follow from the lengths.
+        return replace(super().mismatched, positions=None, row_lengths=self.other_lengths)
+
+
+def make_example(pairs: int, size: int, *, with_mismatches: bool, ragged: bool) -> PairBatch:
+    """Return pairs of token 0, each row of `size` positions; see `make_collation`."""
+    names = ["tokens", "labels"]
+    names += ["other_tokens", "other_labels"] if with_mismatches else []
+    shape = (1, 2 * pairs * size) if ragged else (2 * pairs, size)
+    columns: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.int64) for name in names}
+    columns["lengths"] = torch.full((2 * pairs,), size)
+    if not ragged:
+        return PairBatch(**columns, padding_mask=torch.zeros(shape, dtype=torch.bool))
+    # From numbers of the host: a simulation has no values in tensors.
+    lengths = SampleLengths([size] * 2 * pairs)
+    others = lengths if with_mismatches else None
+    return RaggedPairs(**columns, row_lengths=lengths, other_lengths=others)
+
+
+def make_collation(eos_id: int, *, with_mismatches: bool, ragged: bool = False) -> Collation:
     """Return how encoded pairs become batches.
 
     Args:
         eos_id: the token of padding.
         with_mismatches: add each prompt with the answers to its partner's prompt.
+        ragged: whether rows stand one after the other, without padding.
     """
+    batch_class = RaggedPairs if ragged else PairBatch
+    collate = partial(collate_answers, eos_id=eos_id)
+    if ragged:
+        collate = partial(drop_padding, collate=collate, fields=("tokens", "labels"))
     if with_mismatches:
-        collate = partial(collate_with_mismatches, eos_id=eos_id)
-        return Collation(collate, PairBatch, count_longer, add_partner=add_other_answers)
-    return Collation(partial(collate_pairs, eos_id=eos_id), PairBatch, count_answer_tokens)
-
-
-def collate_pairs(samples: Sequence[Sample], length: int, eos_id: int) -> Arrays:
-    """Return the arrays of pairs; see `collate_answers`."""
-    arrays = collate_answers(samples, length, eos_id)
-    # A field of this name would be that of rows without padding.
-    arrays["ends"] = arrays.pop("lengths")
-    return arrays
+        collate = partial(collate_with_mismatches, collate=collate)
+        return Collation(collate, batch_class, count_longer, add_partner=add_other_answers)
+    return Collation(collate, batch_class, count_answer_tokens)
 
 
 def add_other_answers(sample: Sample, partner: Sample) -> Sample:
@@ -123,18 +167,25 @@ def add_other_answers(sample: Sample, partner: Sample) -> Sample:
     return {**sample, "other_chosen": partner["chosen"], "other_rejected": partner["rejected"]}
 
 
-def collate_with_mismatches(samples: Sequence[Sample], length: int, eos_id: int) -> Arrays:
-    """Return the arrays of pairs, and of prompts with answers to their partners' prompts."""
+def collate_with_mismatches(
+    samples: Sequence[Sample], length: int, collate: Callable[[Sequence[Sample], int], Arrays]
+) -> Arrays:
+    """Return the arrays of pairs, and of prompts with answers to their partners' prompts.
+
+    Args:
+        samples: the samples.
+        length: the number of positions of a row.
+        collate: makes the arrays of pairs; see `collate_answers`.
+    """
     others = []
     for sample in samples:
         mixed = _mismatch(sample)
         is_long = count_answer_tokens(mixed) > length
         others.append(truncate_preference(mixed, length) if is_long else mixed)
-    mismatched = collate_pairs(others, length, eos_id)
-    return collate_pairs(samples, length, eos_id) | {
-        "other_tokens": mismatched["tokens"],
-        "other_labels": mismatched["labels"],
-    }
+    mismatched = collate(others, length)
+    is_ragged = "padding_mask" not in mismatched
+    names = ["tokens", "labels", *["lengths"] * is_ragged]
+    return collate(samples, length) | {f"other_{name}": mismatched[name] for name in names}
 
 
 def count_longer(sample: Sample) -> int:

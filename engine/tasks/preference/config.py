@@ -24,6 +24,7 @@ class Preference(TaskConfig):
     """Prefer the better of two answers to a prompt; fields prompt, chosen and rejected."""
 
     losses: ClassVar[tuple[str, ...]] = ("dpo", "ipo", "orpo", "simpo", "kto")
+    packings: ClassVar[tuple[str, ...]] = ("none", "ragged")
     attention: ClassVar[tuple[str, ...]] = ("causal",)
     fields: ClassVar[tuple[str, ...]] = ("prompt", "chosen", "rejected")
     rows_per_sample: ClassVar[int] = 2
@@ -52,7 +53,7 @@ class Preference(TaskConfig):
         """Open, or encode once, every source, and hold records out for validation."""
         from ...data.records import RecordOpener
 
-        collation = self.build_collation(data.tokenizer, data.loss)
+        collation = self.build_collation(data.tokenizer, data.loss, data.table.packing == "ragged")
         encoding = self.build_encoding(data.tokenizer)
         opener = RecordOpener(data.table, data.tokenizer, collation, encoding, data.share)
         return opener.open_data(data.seed)
@@ -63,12 +64,14 @@ class Preference(TaskConfig):
 
         return make_preference_encoding(tokenizer)
 
-    def build_collation(self, tokenizer: Tokenizer, loss: LossConfig | None) -> Collation:
+    def build_collation(
+        self, tokenizer: Tokenizer, loss: LossConfig | None, ragged: bool = False
+    ) -> Collation:
         """Return how pairs become batches."""
         from .batch import make_collation
 
         mismatches = isinstance(loss, PreferenceLoss) and loss.uses_mismatches
-        return make_collation(tokenizer.eos_id, with_mismatches=mismatches)
+        return make_collation(tokenizer.eos_id, with_mismatches=mismatches, ragged=ragged)
 
     def build(self, settings: TaskSettings) -> Task[Any]:
         """Return preferences."""

@@ -20,7 +20,7 @@ from ..metrics.tables import Outputs
 from ..outputs import OutputRecord, run_frozen
 from ..task import LossRecord, Task
 from . import criteria
-from .batch import PairBatch
+from .batch import PairBatch, make_example
 from .criteria import Answers, Scores
 from .pair_numbers import PairNumbers, name_scores
 
@@ -78,9 +78,8 @@ class AnswerRecord(OutputRecord):
         if self.log_probs is None:  # later calls are for tokens farther ahead
             vocabulary = self._kernels.vocabulary
             tokens = linear_log_probs(hidden, weight, labels, shard=vocabulary)
-            rows = tokens.view(len(self._batch.tokens), -1).sum(1)
             # Ranks of the context axis hold parts of each answer.
-            self.log_probs = self._kernels.sequence.total(rows)
+            self.log_probs = self._kernels.sequence.total(self._batch.sum_rows(tokens))
         return torch.zeros((), device=hidden.device)
 
 
@@ -106,7 +105,7 @@ class PairRecord(AnswerRecord):
             return nothing
         assert self.log_probs is not None, "the call above keeps them"
         batch = self._batch
-        counts = (batch.labels != IGNORED).sum(1).to(self.log_probs.dtype)
+        counts = batch.sum_rows(batch.labels != IGNORED).to(self.log_probs.dtype)
         tokens = self._kernels.sequence.total(counts)
         # Zeros where nothing is trained, and where the criterion does not ask.
         nothing_known = torch.zeros_like(counts)
@@ -159,9 +158,10 @@ class Pairs(Task[PairBatch]):
         return batch.tokens
 
     def arguments(self, batch: PairBatch) -> dict[str, Any]:
-        """Return positions and, if there is one, the padding mask."""
-        padding = {} if batch.padding_mask is None else {"padding_mask": batch.padding_mask}
-        return {"positions": batch.positions, **padding}
+        """Return positions and, if there are such, the padding mask or lengths."""
+        others = {"padding_mask": batch.padding_mask, "lengths": batch.ragged}
+        given = {name: value for name, value in others.items() if value is not None}
+        return {"positions": batch.positions, **given}
 
     def loss_arguments(self, batch: PairBatch, record: LossRecord) -> dict[str, Any]:
         """Return the labels, which the head passes on."""
@@ -175,9 +175,7 @@ class Pairs(Task[PairBatch]):
             point = self.reference_point
             if point is None:
                 point = self._find_reference_point(batches, model, self.frozen)
-            batches = [
-                replace(batch, reference_point=point.expand(len(batch.tokens))) for batch in batches
-            ]
+            batches = [replace(x, reference_point=point.expand(2 * len(x))) for x in batches]
         return [replace(batch, **self.ask_frozen(batch)) for batch in batches]
 
     def ask_frozen(self, batch: PairBatch) -> dict[str, Any]:
@@ -271,18 +269,18 @@ class Pairs(Task[PairBatch]):
 
     def example(self, rows: int) -> PairBatch:
         """Return pairs of token 0, as long as a row."""
-        shape = 2 * rows, self.data.seq_len
-        tokens, labels = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
-        padding = torch.zeros(shape, dtype=torch.bool)
-        if not self.loss.uses_mismatches:
-            return PairBatch(tokens, labels, padding)
-        others = [torch.zeros(shape, dtype=torch.int64) for _ in range(2)]
-        return PairBatch(tokens, labels, padding, other_tokens=others[0], other_labels=others[1])
+        is_ragged = self.data.packing == "ragged"
+        mismatches = self.loss.uses_mismatches
+        return make_example(rows, self.data.seq_len, with_mismatches=mismatches, ragged=is_ragged)
+
+    @property
+    def passes(self) -> float:
+        """A step, and a third of one for the reference's forward pass."""
+        return 1.0 if self.frozen is None else 4 / 3
 
     def flops_per_unit(self, flops_per_token: float) -> float:
-        """Return the FLOPs of a pair: two rows, and a third of a step for the reference's."""
-        passes = 1 + (0 if self.frozen is None else 1 / 3)
-        return 2 * self.data.seq_len * flops_per_token * passes
+        """Return the FLOPs of a pair: two rows."""
+        return 2 * self.data.seq_len * flops_per_token * self.passes
 
     def wrap_loss(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Self:
         """Return the task with a wrapper around the function that computes the loss."""

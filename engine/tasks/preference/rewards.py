@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ....kernels.choose import Kernels
+from ....kernels.ragged.samples import last_of_sample
 from ..metrics.tables import Outputs
 from ..outputs import KeptOutputs
 from ..task import LossRecord
@@ -35,7 +35,7 @@ class RewardRecord(LossRecord):
         self._numbers = PairNumbers(batch, kernels)
 
     def __call__(self, *outputs: Any) -> Tensor:
-        """Return the sum of the losses, from one output for each position, [2 B, S, 1]."""
+        """Return the sum of the losses, from one output for each position."""
         (scores,) = outputs
         own = score_rows(scores, self._batch)
         # Of the ranks that share a row, one has the last token.
@@ -48,7 +48,9 @@ class RewardRecord(LossRecord):
 
 
 def score_rows(scores: Tensor, batch: PairBatch) -> Tensor:
-    """Return the output at the last token of each row, [2 B], of [2 B, S, 1]."""
+    """Return the output at the last token of each row, [2 B], of [2 B, S, 1] or [1, T, 1]."""
+    if batch.ragged:
+        return last_of_sample(scores[0, :, 0], batch.ragged)
     return scores.squeeze(-1).where(batch.is_last, 0).sum(1)
 
 
@@ -74,10 +76,3 @@ class Rewards(Pairs):
         """Return the scores of both answers of each pair."""
         assert isinstance(record, KeptOutputs), "output_record returns one"
         return name_scores(score_rows(record.outputs, batch))
-
-    def example(self, rows: int) -> PairBatch:
-        """Return pairs of token 0, as long as a row."""
-        shape = 2 * rows, self.data.seq_len
-        tokens, labels = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
-        ends = torch.full((2 * rows,), self.data.seq_len)
-        return PairBatch(tokens, labels, torch.zeros(shape, dtype=torch.bool), ends=ends)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import model_validator
 
 from ..metrics.tables import Outputs
 from ..tables import LossConfig, TaskConfig, TaskData, TaskSettings
@@ -18,6 +20,7 @@ class Supervised(TaskConfig):
     """Train a module of a plugin on a data set of a plugin, by a criterion."""
 
     losses: ClassVar[tuple[str, ...]] = ("cross_entropy", "bce", "mse", "l1", "huber", "ctc")
+    packings: ClassVar[tuple[str, ...]] = ("none", "ragged")
     axes: ClassVar[tuple[str, ...]] = ()
     needs_language_model: ClassVar[bool] = False
 
@@ -27,6 +30,15 @@ class Supervised(TaskConfig):
     padding: dict[str, float] = {}
     """of a field whose samples differ in length: what fills the shorter ones up to the longest of a
     batch"""
+    ragged: list[str] = []
+    """with data.packing = "ragged", fields whose first dimension has a size of its own in each
+    sample: a batch has them flat, one sample after the other, and the module also gets `lengths`"""
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> Self:
+        if both := sorted({*self.padding} & {*self.ragged}):
+            raise ValueError(f"ragged and padding both name {both[0]!r}")
+        return self
 
     def outputs(self, loss: LossConfig) -> Outputs | None:
         """Return what the outputs of the module are to the loss; it says how many classes."""
@@ -44,7 +56,7 @@ class Supervised(TaskConfig):
         """Return how samples are stacked."""
         from .task import make_collation
 
-        return make_collation(self.padding)
+        return make_collation(self.padding, self.ragged)
 
     def build(self, settings: TaskSettings) -> Task[Any]:
         """Return supervised training."""
@@ -54,5 +66,5 @@ class Supervised(TaskConfig):
             loss=settings.loss.build_criterion(),
             data=settings.data,
             targets=frozenset(self.targets),
-            collation=make_collation(self.padding),
+            collation=make_collation(self.padding, self.ragged),
         )

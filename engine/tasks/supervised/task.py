@@ -5,28 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ....kernels.ragged.lengths import SampleLengths
+from ....kernels.ragged.samples import repeat_for_positions
 from ...core.errors import DataError
-from ...data.batch import Batch, SampleBatch
-from ...data.collate import Arrays, Collation, Sample, stack_samples
+from ...data.batch import Batch, RaggedSamples, SampleBatch
+from ...data.collate import Arrays, Collation, Sample, concatenate_samples, stack_samples
 from ...sources.configs import DatasetSource
 from ..criteria import Fields
+from ..metrics.tables import Outputs
 from ..sample_task import CriterionRecord, CriterionTask
 from ..task import LossRecord
 
 
-def make_collation(padding: Mapping[str, float]) -> Collation:
-    """Return how samples of a data set become batches; see `Supervised.padding`."""
-    return Collation(partial(_collate, padding=padding), SampleBatch)
+def make_collation(padding: Mapping[str, float], ragged: Sequence[str] = ()) -> Collation:
+    """Return how samples of a data set become batches; see the fields of `Supervised`."""
+    collate = partial(_collate, padding=padding, ragged=ragged)
+    return Collation(collate, RaggedSamples if ragged else SampleBatch)
 
 
-def _collate(samples: Sequence[Sample], _length: int, padding: Mapping[str, float]) -> Arrays:
-    arrays = stack_samples(samples, padding)
+def _collate(
+    samples: Sequence[Sample], _length: int, padding: Mapping[str, float], ragged: Sequence[str]
+) -> Arrays:
+    flat = concatenate_samples(samples, ragged) if ragged else {}
+    others = [{name: x for name, x in each.items() if name not in ragged} for each in samples]
+    arrays = {**flat, **stack_samples(others, padding)}
     # Python's floats are in double precision, and modules are in single precision.
     return {
         name: array.astype(np.float32) if array.dtype == np.float64 else array
@@ -50,7 +59,9 @@ class SupervisedTask(CriterionTask[SampleBatch]):
 
     def fields(self, batch: SampleBatch) -> Fields:
         """Return the fields of the samples that are not there to fill up a batch."""
-        return {name: _select(value, batch.is_valid) for name, value in batch.fields.items()}
+        # The lengths first: criteria count the samples of the first field.
+        fields = {**_lengths(batch), **batch.fields}
+        return {name: _select(value, batch) for name, value in fields.items()}
 
     def num_samples(self, batch: SampleBatch) -> int | Tensor:
         """Return how many samples are not there to fill up a batch."""
@@ -62,13 +73,25 @@ class SupervisedTask(CriterionTask[SampleBatch]):
         return first
 
     def arguments(self, batch: SampleBatch) -> dict[str, Any]:
-        """Return the fields that the module takes."""
-        return {name: x for name, x in batch.fields.items() if name not in self.targets}
+        """Return the fields that the module takes, and the lengths of samples, if they differ."""
+        fields = {name: x for name, x in batch.fields.items() if name not in self.targets}
+        return fields | _lengths(batch)
 
     def record(self, batch: SampleBatch) -> CriterionRecord:
         """Return the criterion of the samples that are not there to fill up a batch."""
-        select = partial(_select, is_valid=batch.is_valid)
-        return CriterionRecord(self.loss, self.fields(batch), select)
+        return CriterionRecord(self.loss, self.fields(batch), partial(_select, batch=batch))
+
+    def predict(
+        self, batch: SampleBatch, record: LossRecord, meaning: Outputs | None
+    ) -> list[dict[str, Any]]:
+        """Return the outputs of each sample as lists, also where each position has outputs."""
+        rows = super().predict(batch, record, meaning)
+        if batch.ragged is None or len(rows) == len(batch):
+            return rows
+        return [
+            {name: [row[name] for row in rows[start:stop]] for name in rows[0]}
+            for start, stop in pairwise(batch.ragged.starts)
+        ]
 
     def forward(
         self, forward: Callable[..., Any], batch: SampleBatch, record: LossRecord
@@ -90,15 +113,27 @@ class SupervisedTask(CriterionTask[SampleBatch]):
             raise DataError("no data set tells the shapes of samples", "data.sources needs one")
         sample = {name: np.asarray(value) for name, value in dataset[0].items()}
         arrays = self.collation.collate([sample] * rows, 0)
-        columns = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        return SampleBatch.from_columns(columns)
+        columns: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        if "lengths" in columns and self.collation.batch_class is RaggedSamples:
+            columns["lengths"] = arrays["lengths"]  # a simulation has no values in tensors
+        batch: SampleBatch = self.collation.batch_class.from_columns(columns)  # type: ignore[assignment] # its own class
+        return batch
 
 
-def _select(value: Any, is_valid: Tensor | None) -> Any:
+def _lengths(batch: SampleBatch) -> dict[str, Any]:
+    return {"lengths": batch.ragged} if batch.ragged else {}
+
+
+def _select(value: Any, batch: SampleBatch) -> Any:
     """Return the rows of a tensor, or of each of a tuple's, that are valid."""
+    is_valid, lengths = batch.is_valid, batch.ragged
     if is_valid is None:
         return value
-    if isinstance(value, Tensor):
-        # Which rows these are is known on the device alone: the host waits, in validation only.
-        return value[is_valid]
-    return tuple(_select(each, is_valid) for each in value)
+    # Which rows these are is known on the device alone: the host waits, in validation only.
+    if isinstance(value, SampleLengths):
+        return value.mask(is_valid.tolist())
+    if not isinstance(value, Tensor):
+        return tuple(_select(each, batch) for each in value)
+    if lengths and len(value) == lengths.total:
+        is_valid = repeat_for_positions(is_valid, lengths)
+    return value[is_valid]

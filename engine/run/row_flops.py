@@ -1,0 +1,52 @@
+"""The FLOPs of rows of unequal lengths, over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ..assemble.assemble import Assembled
+from ..data.batch import Batch
+from ..lora.sizes import flops_per_token
+
+
+class RowFlops:
+    """Counts the FLOPs of training on rows of unequal lengths, whose number does not tell them.
+
+    Args:
+        parts: the parts of the run.
+        group: a gloo group of all ranks; None for one process.
+    """
+
+    def __init__(self, parts: Assembled, group: ProcessGroup | None) -> None:
+        passes, model, config = parts.step.task.passes, parts.model, parts.model_config
+        self._count_row = lru_cache(maxsize=None)(
+            lambda length: passes * length * flops_per_token(model, config, length)
+        )
+        self._group = group
+        self._new, self._all, self._steps = 0.0, 0.0, 0
+        self.total = 0.0
+        """operations of all ranks between the last two calls of `sum_over_ranks`"""
+
+    @property
+    def mean_step(self) -> float:
+        """Operations of this rank in a step, a mean over all steps so far."""
+        return self._all / max(self._steps, 1)
+
+    def add(self, batches: Sequence[Batch]) -> None:
+        """Count this rank's batches of a step."""
+        rows = (batch.ragged.lengths for batch in batches if batch.ragged)
+        flops = sum(map(self._count_row, chain.from_iterable(rows)))
+        self._new, self._all, self._steps = self._new + flops, self._all + flops, self._steps + 1
+
+    def sum_over_ranks(self) -> None:
+        """Set `total`; all ranks call it together, without waiting for the device."""
+        total = torch.tensor(self._new, dtype=torch.float64)
+        if self._group is not None:
+            dist.all_reduce(total, group=self._group)
+        self.total, self._new = total.item(), 0.0
