@@ -35,6 +35,15 @@ class DType(StrEnum):
     FP16 = "fp16"
 
 
+class GgufType(StrEnum):
+    """What the matrices of a GGUF file are; vectors are fp32."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    Q8_0 = "q8_0"
+
+
 class WeightsOption(StrEnum):
     """Which weights of a checkpoint of ours."""
 
@@ -45,6 +54,7 @@ class WeightsOption(StrEnum):
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="a file, a folder or a run")]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="must not exist")]
 Dtype = Annotated[DType | None, typer.Option(help="cast to this; default: kept")]
+GgufDtype = Annotated[GgufType | None, typer.Option(help="type of the matrices; default: kept")]
 RecipeFile = Annotated[
     Path | None, typer.Option("--recipe", help="TOML file that describes model and tokenizer")
 ]
@@ -140,7 +150,7 @@ def dcp2torch(
 ) -> None:
     """Checkpoint of ours (or a run: its newest) to a state dict of torch.save."""
     _convert(
-        "dcp2torch", source, target, dtype, recipe, None, verify, plugin, as_json, "5GB", weights
+        "dcp2torch", source, target, dtype, recipe, None, verify, plugin, as_json, weights=weights
     )
 
 
@@ -156,6 +166,37 @@ def hf2hf(
 ) -> None:
     """Hugging Face folder to another, cast or split into files of another size."""
     _convert("hf2hf", source, target, dtype, None, None, verify, plugin, as_json, shard_size)
+
+
+@app.command()
+def gguf2dcp(
+    source: Source,
+    target: Destination,
+    dtype: Dtype = None,
+    recipe: RecipeFile = None,
+    tokenizer: TokenizerPath = None,
+    verify: Verify = False,
+    as_json: AsJson = False,
+) -> None:
+    """GGUF file (f32, f16, bf16, q8_0) to a checkpoint of ours."""
+    _convert("gguf2dcp", source, target, dtype, recipe, tokenizer, verify, None, as_json)
+
+
+@app.command()
+def dcp2gguf(
+    source: Source,
+    target: Destination,
+    dtype: GgufDtype = None,
+    weights: Which = WeightsOption.MODEL,
+    recipe: RecipeFile = None,
+    tokenizer: TokenizerPath = None,
+    verify: Verify = False,
+    as_json: AsJson = False,
+) -> None:
+    """Checkpoint of ours (or a run: its newest) to a GGUF file, with its tokenizer."""
+    _convert(
+        "dcp2gguf", source, target, dtype, recipe, tokenizer, verify, None, as_json, weights=weights
+    )
 
 
 @app.command()
@@ -182,7 +223,7 @@ def _convert(
     conversion: str,
     source: Path,
     target: Path,
-    dtype: DType | None,
+    dtype: DType | GgufType | None,
     recipe: Path | None,
     tokenizer: str | None,
     verify: bool,

@@ -77,7 +77,8 @@ def read_blocks(
         CheckpointError: a number is too large for the dtype; it says which tensor, by its name.
     """
     # A cast turns large numbers into infinities silently; a source's own infinities may stay.
-    is_narrower = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
+    is_packed = not dtype.is_floating_point  # bytes that encode numbers
+    is_narrower = not is_packed and torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
     for start, end in _steps(tensor, first, last):
         rows = tensor.read(start, end)
         written = rows.to(dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from ..recipe.schema import Recipe
 from ..tasks.classification.config import table_of_head
 from ..tokenizers.configs import BytesTokenizer, HFTokenizer, TiktokenTokenizer, TokenizerConfig
 from ..tokenizers.tokenizer import Tokenizer
-from . import targets
+from . import gguf, targets
 from .meta import open_meta
 from .source_weights import SourceWeights
 from .sources import open_huggingface, open_native, open_torch
@@ -49,6 +49,8 @@ class Target:
 NATIVE = Target(targets.write_checkpoint, targets.read_checkpoint)
 HUGGINGFACE = Target(targets.write_huggingface, targets.read_huggingface)
 TORCH = Target(targets.write_torch, targets.read_torch)
+GGUF = Target(gguf.write_gguf, gguf.read_gguf)
+Q8_0 = "q8_0"
 CONVERSIONS: dict[str, tuple[Open, Target]] = {
     "hf2dcp": (open_huggingface, NATIVE),
     "dcp2hf": (open_native, HUGGINGFACE),
@@ -56,6 +58,8 @@ CONVERSIONS: dict[str, tuple[Open, Target]] = {
     "torch2dcp": (open_torch, NATIVE),
     "dcp2torch": (open_native, TORCH),
     "hf2hf": (open_huggingface, HUGGINGFACE),
+    "gguf2dcp": (gguf.open_gguf, NATIVE),
+    "dcp2gguf": (open_native, GGUF),
 }
 
 
@@ -64,7 +68,8 @@ class Options:
     """The options of a conversion.
 
     Args:
-        dtype: a key of `TARGET_DTYPES`; None keeps the dtype of each tensor.
+        dtype: a key of `TARGET_DTYPES`, or of a GGUF file "q8_0"; None keeps the dtype of each
+            tensor.
         shard_bytes: largest size in bytes of a Hugging Face file, unless one tensor is larger.
         recipe: a recipe that describes the model; None takes the description in the source.
         tokenizer: "bytes", a tokenizer.json or its folder; None takes the tokenizer of the source.
@@ -127,11 +132,16 @@ def convert(
     opened = opener(source, recipe)
     if format_ is HUGGINGFACE:
         opened.tensors = {name: t for name, t in opened.tensors.items() if not is_load(name)}
+    if format_ is GGUF and options.dtype == Q8_0:
+        opened.tensors = gguf.round_to_q8(opened.tensors)
+        options = replace(options, dtype="fp32")
     # A Hugging Face folder's own files say what transformers needs.
     has_own = format_ is HUGGINGFACE and opened.settings is not None
     job = _prepare_job(
         opened, target, options, wants_tokenizer=not has_own and format_ is not TORCH
     )
+    if format_ is GGUF:
+        job.forms = gguf.choose_forms(job.forms)
     rounds = 2 if options.verify else 1
     with publish_when_complete(target, job.bytes) as temporary:
         job.advance = Counter(started(job.bytes * rounds))

@@ -191,16 +191,21 @@ class Interleaved(DerivedTensor):
         source: Meta's weight, shape [heads * K, D].
         shape: the same shape.
         head_width: the head width K.
+        inverse: the source is in our layout, and is read in Meta's.
     """
 
     head_width: int
+    inverse: bool = False
 
     def read(self, first: int, last: int) -> Tensor:
-        """Return rows `first` to `last`, exclusive, in our order."""
+        """Return rows `first` to `last`, exclusive, in the other order."""
         width = self.head_width
         # Rows are permuted within a head only, so the whole heads around the range are read.
         low, high = first // width * width, -(-last // width) * width
         row = torch.arange(first, last)
-        half, pair = (row % width) // (width // 2), row % (width // 2)
-        theirs = row // width * width + 2 * pair + half
-        return self.source.read(low, high)[theirs - low]
+        inside, head = row % width, row // width * width
+        if self.inverse:
+            source = head + inside % 2 * (width // 2) + inside // 2
+        else:
+            source = head + 2 * (inside % (width // 2)) + inside // (width // 2)
+        return self.source.read(low, high)[source - low]

@@ -16,6 +16,7 @@ MOST_DEFERRED = (
 # In these, only entry points; all of assemble and run may.
 SEE_A_WHOLE_RECIPE = {
     "engine/conversion/convert.py",
+    "engine/conversion/gguf.py",
     "engine/conversion/meta.py",
     "engine/conversion/source_weights.py",
     "engine/conversion/sources.py",

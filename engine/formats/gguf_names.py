@@ -1,0 +1,131 @@
+"""Names and keys of GGUF for the families that are read and written. Torch-free.
+
+Sources: `gguf-py/gguf/tensor_mapping.py` and `constants.py` in https://github.com/ggml-org/llama.cpp
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...model_zoo.config import ModelConfig
+from ...model_zoo.layout import translate
+from ...model_zoo.sizes import SettingsError, quote
+
+FAMILIES = {"llama": "llama3", "qwen3": "qwen3"}
+"""`general.architecture` -> our family"""
+INTERLEAVED = {"llama": ("attention.q.weight", "attention.k.weight")}
+"""weights of queries and keys that an architecture has in interleaved pairs, as Meta has them"""
+ROPE_FACTORS = "rope_freqs.weight"
+"""what rotary frequencies are divided by, where they are scaled"""
+NAMES = {
+    "embed.weight": "token_embd.weight",
+    "head.norm.weight": "output_norm.weight",
+    "head.proj.weight": "output.weight",
+    "layers.{i}.attention.norm.weight": "blk.{i}.attn_norm.weight",
+    "layers.{i}.attention.q.weight": "blk.{i}.attn_q.weight",
+    "layers.{i}.attention.k.weight": "blk.{i}.attn_k.weight",
+    "layers.{i}.attention.v.weight": "blk.{i}.attn_v.weight",
+    "layers.{i}.attention.o.weight": "blk.{i}.attn_output.weight",
+    "layers.{i}.attention.q_norm.weight": "blk.{i}.attn_q_norm.weight",
+    "layers.{i}.attention.k_norm.weight": "blk.{i}.attn_k_norm.weight",
+    "layers.{i}.mlp.norm.weight": "blk.{i}.ffn_norm.weight",
+    "layers.{i}.mlp.gate.weight": "blk.{i}.ffn_gate.weight",
+    "layers.{i}.mlp.up.weight": "blk.{i}.ffn_up.weight",
+    "layers.{i}.mlp.down.weight": "blk.{i}.ffn_down.weight",
+}
+KEYS = {
+    "block_count": "n_layers",
+    "context_length": "max_seq_len",
+    "embedding_length": "dim",
+    "feed_forward_length": "ffn_dim",
+    "attention.head_count": "n_heads",
+    "attention.head_count_kv": "n_kv_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+OPTIONAL = {"attention.head_count_kv": "attention.head_count", "attention.key_length": None}
+"""keys that may be left out, and the key whose value they have then"""
+ORIGINAL = "rope.scaling.original_context_length"
+HARMLESS = ("vocab_size", ORIGINAL)
+
+
+def gguf_name(name: str) -> str:
+    """Return GGUF's name of our parameter; ours where there is none."""
+    return translate(name, NAMES) or name
+
+
+def is_interleaved(name: str, architecture: str) -> bool:
+    """Return whether GGUF has the pairs of our parameter's rows in another order."""
+    return name.endswith(INTERLEAVED.get(architecture, ()) or "\0")
+
+
+def read_sizes(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of `[model]` that the keys of a GGUF file say.
+
+    Raises:
+        SettingsError: a size is missing, or a key changes numbers in a way that is not done here.
+    """
+    architecture = metadata.get("general.architecture")
+    if architecture not in FAMILIES:
+        known = " and ".join(FAMILIES)
+        raise SettingsError([f"the architecture is {quote(architecture)}; {known} are read"])
+    prefix = f"{architecture}."
+    own = {
+        key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)
+    }
+    sizes: dict[str, Any] = {"name": FAMILIES[architecture]}
+    problems = []
+    for key, ours in KEYS.items():
+        value = own.get(key, own.get(OPTIONAL.get(key) or ""))
+        if value is not None:
+            # Stored in fp32: seven digits are what was meant.
+            sizes[ours] = float(f"{value:.7g}") if isinstance(value, float) else value
+        elif key not in OPTIONAL:
+            problems.append(f"the file does not say {prefix}{key}")
+    width = own.get("attention.key_length") or (
+        own.get("embedding_length", 0) // max(1, own.get("attention.head_count", 1))
+    )
+    possible = {
+        "rope.dimension_count": width,
+        "attention.value_length": width,
+        "rope.scaling.type": "none",
+        "expert_count": 0,
+        "expert_used_count": 0,
+        "attention.causal": True,
+    }
+    for key, value in own.items():
+        if key not in (*KEYS, *HARMLESS) and (key not in possible or value != possible[key]):
+            problems.append(f"the file says {prefix}{key} = {quote(value)}, which is not done here")
+    if problems:
+        raise SettingsError(problems)
+    return sizes
+
+
+def write_sizes(config: ModelConfig) -> dict[str, Any]:
+    """Return the keys of a GGUF file that describe a model.
+
+    Raises:
+        ValueError: GGUF's architectures that are written are not this model.
+    """
+    architecture = next((name for name, ours in FAMILIES.items() if ours == config.name), None)
+    if architecture is None:
+        raise ValueError(f"{' and '.join(FAMILIES.values())} are written")
+    if config.task_head or getattr(config, "is_bidirectional", False):
+        raise ValueError("causal language models are written")
+    if getattr(config, "moe", None) is not None:
+        raise ValueError("models with experts are not written")
+    found: dict[str, Any] = {"general.architecture": architecture}
+    width = getattr(config, "head_width", 0)
+    for key, ours in KEYS.items():
+        found[f"{architecture}.{key}"] = width if ours == "head_dim" else getattr(config, ours)
+    found |= {
+        f"{architecture}.attention.value_length": width,
+        f"{architecture}.rope.dimension_count": width,
+        f"{architecture}.vocab_size": config.vocab,
+    }
+    scaling = getattr(config, "rope_scaling", None)
+    if scaling is not None:
+        found[f"{architecture}.{ORIGINAL}"] = scaling.original_max_seq_len
+    return found
