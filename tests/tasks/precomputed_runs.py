@@ -1,5 +1,7 @@
 """Runs that learn from a frozen model or from outputs of it on disk; imports no transformers."""
 
+from pathlib import Path
+
 import torch
 
 from tests.train.plans import BASE, curves, recipe_with
@@ -16,7 +18,10 @@ def preferring(frozen, sources, folder="", packing="none", **changes):
     """Two epochs of pairs in a random order."""
     data = BASE["data"] | {"sources": sources, "global_batch": 4, "micro_batch": 2}
     data["packing"] = packing
-    data |= {"cache_dir": str(frozen.parent / "cache"), "validation_fraction": 0.2}
+    data |= {
+        "cache_dir": str(Path(sources[0]["path"]).parent / "cache"),
+        "validation_fraction": 0.2,
+    }
     task = {"name": "preference", "reference": str(frozen), "precomputed": str(folder or "")}
     given = {"task": task, "loss": {"name": "dpo", "beta": 0.3}, "data": data}
     return recipe_with(**given | changes)

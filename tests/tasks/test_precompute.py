@@ -104,12 +104,15 @@ def test_rows_come_with_the_likeliest_tokens_of_transformers_model(frozen, packi
 def test_training_is_the_same_as_with_the_model_itself(frozen, sources, tmp_path):
     write(preferring(frozen, sources, tmp_path / "pairs"))
     write(preferring(frozen, sources, tmp_path / "ragged", "ragged"))
+    write(preferring("", sources, tmp_path / "base"))  # of the weights that training starts from
     write(distilling(frozen, tmp_path / "few"))
     write(distilling(frozen, tmp_path / "all", task={"top_k": VOCAB}))
     found = {
         "pairs": preferring(frozen, sources, tmp_path / "pairs"),
         "live pairs": preferring(frozen, sources),
         "ragged": preferring(frozen, sources, tmp_path / "ragged", "ragged"),
+        "adapted": preferring("", sources, tmp_path / "base", lora={"rank": 2}),
+        "live adapted": preferring("", sources, lora={"rank": 2}),
         "few": distilling("", tmp_path / "few"),
         "live few": distilling(frozen, task={"top_k": 64}),
         "all": distilling("", tmp_path / "all", task={"top_k": VOCAB}),
@@ -117,6 +120,7 @@ def test_training_is_the_same_as_with_the_model_itself(frozen, sources, tmp_path
     }
     found = {name: curves_of(recipe) for name, recipe in found.items()}
     assert found["pairs"] == found["live pairs"]
+    assert found["adapted"] == found["live adapted"]
     assert found["few"] == found["live few"]
     for got, wanted in zip(found["ragged"], found["pairs"], strict=True):
         assert got == pytest.approx(wanted, rel=1e-5)
@@ -201,6 +205,10 @@ def test_an_interrupted_call_continues_and_a_run_resumes_bit_for_bit(frozen, tmp
         interval = 1
         [evaluate]
         interval = 2
+        [[evaluate.splits]]
+        name = "other"
+        seq_len = 48
+        sources = [{{ name = "synthetic", num_documents = 5, seed = 1 }}]
         """
     )
 
@@ -213,7 +221,8 @@ def test_an_interrupted_call_continues_and_a_run_resumes_bit_for_bit(frozen, tmp
     done = []
     notes = write(load_recipe(recipe), watch=lambda *progress: done.append(progress))
     assert done[0][1] == 10  # after a file of 8 samples
-    assert [note.split()[1] for note in notes] == [str(done[-2][2]), str(done[-1][2])]
+    totals = list({split: total for split, _, total in done}.values())
+    assert [int(note.split()[1]) for note in notes] == totals
     live = {"run.name": "live", "task.precomputed": "", "task.top_k": 64}
     train(load_recipe(recipe, live))
     train(load_recipe(recipe, {"run.name": "whole"}))
@@ -223,9 +232,9 @@ def test_an_interrupted_call_continues_and_a_run_resumes_bit_for_bit(frozen, tmp
     for name in ("live", "whole", "parts"):
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         found = [row for row in map(json.loads, lines) if row["kind"] in ("train", "eval")]
-        rows.append([(row["kind"], row["step"], row["loss"]) for row in found])
+        rows.append([(row.get("split"), row["step"], row["loss"]) for row in found])
     assert rows[0] == rows[1] == rows[2]
-    assert len(rows[0]) == 6
+    assert len(rows[0]) == 8
 
 
 def test_what_cannot_be_precomputed_is_refused_by_name(frozen, sources, tmp_path):
@@ -233,6 +242,7 @@ def test_what_cannot_be_precomputed_is_refused_by_name(frozen, sources, tmp_path
         (preferring(frozen, sources, "x", loss={"name": "kto"}), "kto"),
         (preferring(frozen, sources, "x", loss={"name": "orpo"}), "orpo"),
         (distilling(""), "teacher"),
+        (distilling(frozen, "x", task={"top_k": 0}), "top_k"),
     ):
         assert [finding for finding in check_task(recipe) if named in str(finding)]
     with pytest.raises(RecipeError, match="320 tokens"):

@@ -64,8 +64,15 @@ def _frozen(recipe: Recipe) -> Iterator[Finding]:
     if task.needs_frozen and task.frozen_model(loss) == "":
         hint = "name a run, one of its checkpoints, or a Hugging Face folder"
         yield ("task", task.frozen_key), "is missing", hint
-    if task.find_outputs(loss) is None:
+    outputs = task.find_outputs(loss)
+    if outputs is None:
         return
+    if outputs.settings.get("task.top_k") == 0:
+        yield (
+            ("task", "top_k"),
+            "is 0: all tokens of each position are too many for a disk",
+            "try 64",
+        )
     path = ("task", "precomputed")
     if not getattr(loss, "uses_reference", True):
         yield path, f'the loss "{loss.name}" compares with no reference', "leave it out"
