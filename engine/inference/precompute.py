@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -187,12 +187,17 @@ def precompute(
     table, degrees = recipe.data, plan.degrees
     size = max(min(table.micro_batch, table.global_batch // degrees.data), 1)
     job = _Job(task, frozen, plan, group, size)
-    notes = []
-    with ExitStack() as stack:
-        if world.rank == 0:
-            stack.enter_context(hold_lock(outputs.folder / ".lock", 0))
-        for split in _list_splits(recipe, TaskData(table, tokenizer, recipe.run.seed, "", share)):
-            notes.append(_write(job, outputs, split, watch, replace_others=replace_others))
+    splits = _list_splits(recipe, TaskData(table, tokenizer, recipe.run.seed, "", share))
+    lock = hold_lock(outputs.folder / ".lock", 0) if world.rank == 0 else nullcontext()
+    try:
+        with lock:
+            notes = [
+                _write(job, outputs, split, watch, replace_others=replace_others)
+                for split in splits
+            ]
+    except OSError as error:
+        message = f"{outputs.folder} cannot be written: {error.strerror or error}"
+        raise EnvironmentFault(message, "give another --out") from error
     if group is not None:
         dist.barrier(group)  # rank 0 may still write the last index
     return notes
@@ -223,15 +228,12 @@ def _write(
         dist.broadcast_object_list(done, group=job.group)
     if is_there:
         return f"{folder}: {total:,} samples, complete before"
-    try:
-        for block in job.compute(split, done[0]):
-            if writer:
-                writer.write(block)
-                watch(split.name, writer.num_done, total)
+    for block in job.compute(split, done[0]):
         if writer:
-            writer.finish()
-    except OSError as error:
-        raise EnvironmentFault(f"{folder} cannot be written: {error.strerror}") from error
+            writer.write(block)
+            watch(split.name, writer.num_done, total)
+    if writer:
+        writer.finish()
     return f"{folder}: {total:,} samples"
 
 
