@@ -70,6 +70,11 @@ class MoESettings(Sizes):
                 f"experts_per_token ({self.experts_per_token}) must not exceed the {reach} experts "
                 "that a token can choose from"
             )
+        if self.experts_per_token == 1 < self.num_experts and self.normalize:
+            raise ValueError(
+                "experts_per_token = 1 needs normalize = false: divided by itself, the score of a "
+                "token's only expert is always 1, and the router learns nothing from the loss"
+            )
         return self
 
     def require(self, **fixed: object) -> None:

@@ -31,6 +31,9 @@ SUBJECTS = {
     "data_order": "The order of data",
     "inputs": "Packing, masks, random numbers",
     "chats": "Conversations",
+    "weights": "Adapters, conversions, positions",
+    "tasks": "Classification, distillation",
+    "preferences": "Preferences and rewards",
 }
 """module of this folder -> its heading in the documentation"""
 

@@ -37,6 +37,12 @@ SETTINGS = {
 }
 
 
+def test_the_score_of_an_only_expert_is_not_divided_by_itself():
+    with pytest.raises(ValueError, match="needs normalize = false"):
+        MoESettings(experts_per_token=1)
+    assert MoESettings(num_experts=1, experts_per_token=1).normalize
+
+
 def gradients(out, moe, x):
     torch.manual_seed(2)
     return torch.autograd.grad((out * torch.randn_like(out)).sum(), [x, *moe.parameters()])

@@ -267,3 +267,24 @@ def the_router_computes_in_fp32_under_bf16():
     moe, x = layer(torch.float32, num_experts=8), tokens(dtype=torch.bfloat16)
     exact = torch.nn.functional.linear(x.flatten(0, 1).double(), moe.router.weight.double())
     assert_equal(moe.router.logits(x.flatten(0, 1)).detach(), exact.detach())
+
+
+def divide_the_score_by_itself(patch):
+    original = Router.__init__
+
+    def init(self, dim, settings):
+        original(self, dim, settings.model_copy(update={"normalize": True}))
+
+    patch.setattr(Router, "__init__", init)
+
+
+@known_bug(
+    "NVIDIA/Megatron-LM#894",
+    "With one expert a token its weight was a softmax over one score, which is always one, and the"
+    " router learned nothing from the loss.",
+    divide_the_score_by_itself,
+)
+def the_router_of_one_expert_a_token_learns():
+    moe = layer(experts_per_token=1, normalize=False)
+    moe(tokens()).square().sum().backward()
+    assert moe.router.weight.grad.abs().max() > 1e-6

@@ -15,6 +15,8 @@ from trainer.engine.data import packing
 from trainer.engine.data.batch import IGNORED, TokenBatch
 from trainer.engine.data.collate import Collation
 from trainer.engine.data.packing import ConcatRows, DocumentRows, PaddedRows
+from trainer.engine.parallel import blocks
+from trainer.engine.parallel.tables import Memory
 from trainer.engine.tasks.classification.task import TextTask
 from trainer.engine.tasks.language_modeling.next_token import NextToken
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
@@ -241,3 +243,27 @@ def ranks_that_share_samples_drop_the_same_hidden_states():
         for found in on_ranks(2, first_step, {**changes, "parallel": parallel}):
             assert_equal(found["loss"], expected["loss"], "loss")
             assert_equal(found["norm"], expected["norm"], "norm")
+
+
+def draw_anew(patch):
+    original = blocks.checkpoint
+
+    def checkpoint(*args, **options):
+        return original(*args, **options, preserve_rng_state=False)
+
+    patch.setattr(blocks, "checkpoint", checkpoint)
+
+
+@known_bug(
+    "allenai/OLMo-core#828",
+    "Blocks were recomputed without the random numbers of their forward pass, and gradients were"
+    " those of another dropout than the loss.",
+    draw_anew,
+)
+def recomputed_blocks_drop_what_their_forward_pass_dropped():
+    block = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Tanh())
+    blocks.recompute(block, 0, Memory(recompute="full"), None)
+    x = torch.rand(64, requires_grad=True)
+    out = block(x)
+    out.sum().backward()
+    assert ((x.grad != 0) == (out != 0)).all()

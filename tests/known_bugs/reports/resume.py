@@ -9,6 +9,7 @@ import torch
 
 from tests.known_bugs.catalogue import known_bug
 from tests.known_bugs.ranks import on_ranks
+from tests.known_bugs.reports.experts import BALANCED
 from tests.known_bugs.runs import assembled, assert_equal, whole
 from trainer.engine.checkpoint import state
 from trainer.engine.data.loader import Loader
@@ -18,6 +19,7 @@ from trainer.engine.run.own_loop import open_saver
 from trainer.engine.train.parts import Best
 from trainer.engine.train.saving import Saver
 from trainer.engine.train.tables import Evaluate
+from trainer.model_zoo.layers.moe import moe_layers
 
 STEPS, INTERRUPTED = 6, 4
 RUN = {
@@ -81,6 +83,32 @@ def forget_moments(patch):
 )
 def moments_of_the_optimizer_are_restored():
     assert_resumes_as_if_never_interrupted()
+
+
+def forget_biases(patch):
+    original = Saver.restore
+
+    def restore(self, *args, **options):
+        original(self, *args, **options)
+        for moe in moe_layers(self._parts.model).values():
+            moe.router.bias.zero_()
+
+    patch.setattr(Saver, "restore", restore)
+
+
+@known_bug(
+    "flagos-ai/FlagScale#411",
+    "The biases that balance experts are no parameters, and were neither saved nor restored.",
+    forget_biases,
+)
+def biases_of_experts_are_restored():
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [train_until(Path(folder), INTERRUPTED, model=BALANCED)[2] for _ in range(2)]
+    saved, restored = (
+        torch.stack([moe.router.bias for moe in moe_layers(parts.model).values()]) for parts in runs
+    )
+    assert saved.any()
+    assert_equal(restored, saved)
 
 
 def count_the_step_twice(patch):
