@@ -223,7 +223,7 @@ def the_reward_of_an_answer_is_that_of_its_last_token():
     scores = []
     with torch.no_grad():
         for batch in batches:
-            rows = zip(batch.tokens, batch.ends.tolist(), strict=True)
+            rows = zip(batch.tokens, batch.lengths.tolist(), strict=True)
             scores += [parts.model(row[:end].unsqueeze(0))[0, -1].double() for row, end in rows]
     margins = [chosen - rejected for chosen, rejected in list(pairwise(scores))[::2]]
     expected = -torch.nn.functional.logsigmoid(torch.cat(margins)).mean()
