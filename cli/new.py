@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..engine.assemble.found_model import describe_start
 from ..engine.core.files import write_asked
 from ..engine.recipe.documents.starter import shipped_recipes, starter
 from .options import Force
@@ -24,8 +25,16 @@ def new(
             help="the shipped recipe to start from; `trainer list recipe` shows them",
         ),
     ] = "quickstart",
+    from_hf: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Hugging Face folder whose model, sizes and tokenizer it takes, to train further",
+        ),
+    ] = None,
     force: Force = False,
 ) -> None:
     """Write a commented starter recipe."""
-    write_asked(path, starter(source), replace=force)
+    replaced = describe_start(from_hf) if from_hf else None
+    write_asked(path, starter(source, replaced), replace=force)
     echo(f"{path} written; now: trainer validate {path}")

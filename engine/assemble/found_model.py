@@ -23,6 +23,8 @@ from ..tasks.classification.config import table_of_head
 
 FOREIGN_SEQ_LEN = 2048
 """tokens a row for a Hugging Face folder, which does not say how long its training rows were"""
+FURTHER_LR = 2e-5
+"""learning rate of a recipe that trains a published model further"""
 
 
 @dataclass(frozen=True)
@@ -94,3 +96,30 @@ def _recipe_for_settings(folder: Path, settings: dict[str, Any]) -> Recipe:
     longest = getattr(recipe.model, "max_seq_len", FOREIGN_SEQ_LEN)
     data = recipe.data.model_copy(update={"seq_len": min(longest, FOREIGN_SEQ_LEN)})
     return recipe.model_copy(update={"data": data})
+
+
+def describe_start(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the tables of a recipe that trains a Hugging Face folder's language model further.
+
+    Raises:
+        CheckpointError: the folder holds no language model that can be read, or no tokenizer.
+    """
+    settings = read_config(folder) if folder.is_dir() else None
+    if settings is None:
+        raise CheckpointError(f"{folder} has no config.json", "name a Hugging Face folder")
+    recipe, place = _recipe_for_settings(folder, settings), str(folder.absolute())
+    if recipe.task.name != "language_modeling":
+        raise CheckpointError(
+            f"{folder} holds a model for {recipe.task.name}, no language model",
+            f"start from a recipe of that task, and set run.init_from = {place!r}",
+        )
+    if not (folder / "tokenizer.json").is_file():
+        raise CheckpointError(f"{folder} has no tokenizer.json", "save the tokenizer there")
+    return {
+        "run": {"init_from": place},
+        "model": recipe.model.model_dump(mode="json", exclude_none=True),
+        "tokenizer": {"name": "hf", "path": place},
+        "data": {"seq_len": recipe.data.seq_len},
+        # Pretrained weights bear a hundredth of the rate that starts a model.
+        "optimizer": {"lr": FURTHER_LR},
+    }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ...core.errors import RecipeError, nearest
 from ...core.text.positions import KeyPath
@@ -23,8 +25,13 @@ def shipped_recipes() -> dict[str, str]:
     }
 
 
-def starter(name: str) -> str:
+def starter(name: str, replaced: Mapping[str, Mapping[str, Any]] | None = None) -> str:
     """Return a shipped recipe merged with what it extends, with a comment at every key.
+
+    Args:
+        name: the shipped recipe.
+        replaced: values in place of the recipe's by table: `model` and `tokenizer` are replaced as
+            a whole, other tables by key.
 
     Raises:
         RecipeError: no recipe of that name is shipped.
@@ -36,6 +43,9 @@ def starter(name: str) -> str:
     written = read_layers(RECIPES / f"{name}.toml").values
     # Without a name the run is called after the user's own file.
     written["run"].pop("name", None)
+    for key, keys in (replaced or {}).items():
+        kept = {} if key in ("model", "tokenizer") else written.get(key, {})
+        written[key] = {**kept, **keys}
     values = {key: written[key] for key in Recipe.model_fields if key in written}
     comments: dict[KeyPath, str] = {}
     for table in given_tables(values):
