@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..core.errors import DataError, RecipeError
-from ..corpus.records.encode_records import RecordEncoder, RecordPreparation
+from ..corpus.records.encode_records import RecordEncoder, RecordEncoding, RecordPreparation
 from ..corpus.records.record_store import Sample
 from ..corpus.records.record_writer import RecordTally
 from ..data.batch import Batch
@@ -111,10 +111,18 @@ class RecordBatches:
                 what = "--echo needs" if self.echo else f'the task "{self.task.name}" reads'
                 raise RecipeError(f'{what} records, and "{source.name}" is a data set')
             return source
-        encoding = self.task.build_encoding(self.tokenizer, is_labelled=self.is_labelled)
+        encoding = self._choose_encoding(source)
         fields = [*encoding.fields, *(name for name in self.echo if name not in encoding.fields)]
         documents: DocumentSource = source.for_fields(fields).for_tokenizer(self.tokenizer)
         return RecordPreparation(documents, self.tokenizer, encoding, self.seq_len, self.on_long)
+
+    def _choose_encoding(self, source: SourceConfig) -> RecordEncoding:
+        """Return the encoding whose fields the first record of a source has."""
+        encoding = self.task.build_encoding(self.tokenizer, is_labelled=self.is_labelled)
+        single = None if self.is_labelled else self.task.build_single_encoding(self.tokenizer)
+        if single is None or _has_fields(source, encoding) or not _has_fields(source, single):
+            return encoding
+        return single
 
     def fingerprint(self) -> str:
         """Return a text that changes whenever the records may have changed.
@@ -223,6 +231,15 @@ class RecordBatches:
             hint = 'repair it, or write its fault as a line with --set on_error="skip"'
             raise DataError(str(fault), hint)
         return ReadRecord({}, {}, None, str(fault))
+
+
+def _has_fields(source: SourceConfig, encoding: RecordEncoding) -> bool:
+    documents = source.for_fields(encoding.fields)
+    with suppress(DataError):
+        for part in documents.parts():
+            for record in documents.read_records(part):
+                return isinstance(record, Record)
+    return False
 
 
 def _fit(encoder: RecordEncoder, sample: Sample, record: Record) -> Sample | None:

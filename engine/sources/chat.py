@@ -172,22 +172,31 @@ def _find_role(name: Any) -> str:
     return role
 
 
+PAIR = ("chosen", "rejected")
+"""the fields of two answers; a single one is `answer`"""
+
+
+def answer_names(values: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a record or sample that are answers to its prompt."""
+    return [name for name in (*PAIR, "answer") if name in values]
+
+
 def holds_messages(values: Mapping[str, Any]) -> bool:
     """Return whether the answers of a record are lists of messages."""
-    return any(isinstance(values.get(name), list) for name in ("chosen", "rejected"))
+    return any(isinstance(values[name], list) for name in answer_names(values))
 
 
 def render_answers(
     renderer: ChatRenderer, values: Mapping[str, Any], role_key: str, content_key: str
 ) -> dict[str, Any]:
-    """Return a record of two answers with text in place of messages.
+    """Return a record of answers with text in place of messages.
 
     The prompt is a list of messages as well. If it is not, it is the messages with which both
-    answers begin, or else a message of the user.
+    answers begin, or all but the last one of a single answer, or else a message of the user.
 
     Args:
         renderer: renders the chat template.
-        values: the fields chosen and rejected, and perhaps prompt.
+        values: the fields chosen and rejected, or answer, and perhaps prompt.
         role_key: the key of a message that says whose it is.
         content_key: the key of a message that holds its text.
 
@@ -195,20 +204,21 @@ def render_answers(
         ValueError: the messages are not as expected, or the template rejects them.
     """
     prompt = values.get("prompt", "")
-    pair = {name: values[name] for name in ("chosen", "rejected")}
+    given = {name: values[name] for name in answer_names(values)}
+    first, last = next(iter(given)), list(given)[-1]
     messages: list[dict[str, Any]] = []
     if isinstance(prompt, list):
         messages = parse_messages(prompt, "prompt", role_key, content_key)
         before = messages[-1]["role"] if messages else ""
     else:
-        before = "user" if _begins_with_answer(pair["chosen"], role_key) else ""
+        before = "user" if _begins_with_answer(given[first], role_key) else ""
     answers = {
         name: parse_messages(answer, name, role_key, content_key, before)
-        for name, answer in pair.items()
+        for name, answer in given.items()
     }
     if not isinstance(prompt, list):
-        shared = _count_shared(*answers.values())
-        messages = answers["chosen"][:shared]
+        shared = _count_shared(answers[first], answers[last])
+        messages = answers[first][:shared]
         answers = {name: answer[shared:] for name, answer in answers.items()}
         if prompt and not messages:
             messages = [{"role": "user", "content": prompt}]

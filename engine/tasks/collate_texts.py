@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ..data.batch import IGNORED
 from ..data.collate import Arrays, Sample, pad_arrays
+from ..sources.chat import answer_names
 
 
 def collate_texts(samples: Sequence[Sample], length: int, eos_id: int) -> Arrays:
@@ -64,27 +65,30 @@ def drop_padding(
 
 
 def collate_answers(samples: Sequence[Sample], length: int, eos_id: int) -> Arrays:
-    """Return the arrays of pairs of answers, each pair two rows: the chosen and the rejected.
+    """Return the arrays of answers, a row each: of a pair the chosen and then the rejected one.
 
     Args:
-        samples: `prompt`, `chosen` and `rejected`, each [T].
+        samples: `prompt`, and `chosen` and `rejected` or a single `answer`, each [T].
         length: the number of positions of a row.
         eos_id: the token of padding.
 
     Returns:
-        `tokens` [2 B, S] int64, each row a prompt and an answer; `labels` [2 B, S] int64, the token
-        after each position if it is the answer's, else -100; `lengths` [2 B] and `padding_mask`.
+        `tokens` [R, S] int64, each row a prompt and an answer; `labels` [R, S] int64, the token
+        after each position if it is the answer's, else -100; `lengths` [R] and `padding_mask`; and
+        `is_single` [R] if some rows are single answers.
     """
-    rows, labels = [], []
+    rows, labels, singles = [], [], []
     for sample in samples:
         prompt = sample["prompt"]
-        for name in ("chosen", "rejected"):
+        for name in answer_names(sample):
+            singles.append(name == "answer")
             row = np.concatenate([prompt, sample[name]])
             following = np.append(row[1:], IGNORED).astype(np.int64)
             following[: max(len(prompt) - 1, 0)] = IGNORED
             rows.append(row)
             labels.append(following)
-    return {**pad_texts(rows, length, eos_id), "labels": pad_arrays(labels, length, IGNORED)}
+    arrays = {**pad_texts(rows, length, eos_id), "labels": pad_arrays(labels, length, IGNORED)}
+    return arrays | ({"is_single": np.array(singles)} if any(singles) else {})
 
 
 def pad_texts(texts: Sequence[NDArray[Any]], length: int, eos_id: int) -> Arrays:

@@ -7,6 +7,7 @@ expected; their callers add the place of the record.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..corpus.records.encode_records import RecordEncoding
+from ..sources.chat import PAIR, answer_names
 from ..sources.files import json_kind, require_field, require_text
 from ..tokenizers.byte_tokenizer import begin_text
 from ..tokenizers.tokenizer import Tokenizer
@@ -55,6 +57,12 @@ def make_preference_encoding(tokenizer: Tokenizer) -> RecordEncoding:
         truncate_preference,
         holds_answers=True,
     )
+
+
+def make_answer_encoding(tokenizer: Tokenizer) -> RecordEncoding:
+    """Return the encoding of single answers, which are scored; see `encode_preference`."""
+    encoding = make_preference_encoding(tokenizer)
+    return replace(encoding, fields=("prompt", "answer"), settings="answer")
 
 
 def encode_question(values: Values, tokenizer: Tokenizer) -> Arrays:
@@ -162,21 +170,20 @@ def _first_answer(answers: Any) -> tuple[str, int] | None:
 
 
 def encode_preference(values: Values, tokenizer: Tokenizer) -> Arrays:
-    """Encode a prompt and two answers apart, as a model that generates gets the prompt.
+    """Encode a prompt and its answers apart, as a model that generates gets the prompt.
 
     Args:
-        values: `chosen` and `rejected`, and `prompt`, which may be missing.
+        values: `chosen` and `rejected`, or a single `answer`, and `prompt`, which may be missing.
         tokenizer: the tokenizer.
 
     Returns:
-        `prompt`, `chosen` and `rejected`, each [T] int32; the end-of-document token ends both
-        answers.
+        `prompt` and the answers, each [T] int32; the end-of-document token ends each answer.
     """
     prompt = require_text(values, "prompt") if "prompt" in values else ""
+    names = answer_names(values) or PAIR
     return {
         "prompt": begin_text(tokenizer, tokenizer.encode(prompt)).astype(np.int32),
-        "chosen": encode_text(tokenizer, require_text(values, "chosen")),
-        "rejected": encode_text(tokenizer, require_text(values, "rejected")),
+        **{name: encode_text(tokenizer, require_text(values, name)) for name in names},
     }
 
 
@@ -190,14 +197,14 @@ def truncate_question(sample: Arrays, length: int) -> Arrays:
 
 
 def count_answer_tokens(sample: Mapping[str, Any]) -> int:
-    """Return the length of the prompt with the longer answer."""
-    return len(sample["prompt"]) + max(len(sample["chosen"]), len(sample["rejected"]))
+    """Return the length of the prompt with the longest answer."""
+    return len(sample["prompt"]) + max(len(sample[name]) for name in answer_names(sample))
 
 
 def truncate_preference(sample: Arrays, length: int) -> Arrays:
     """Cut the beginning of the prompt, to half of the length at most, then the answers' ends."""
-    longest = max(len(sample["chosen"]), len(sample["rejected"]))
+    longest = count_answer_tokens(sample) - len(sample["prompt"])
     kept = min(len(sample["prompt"]), max(length - longest, length // 2))
     prompt = sample["prompt"][len(sample["prompt"]) - kept :]
-    answers = {name: sample[name][: length - kept] for name in ("chosen", "rejected")}
+    answers = {name: sample[name][: length - kept] for name in answer_names(sample)}
     return {"prompt": prompt, **answers}

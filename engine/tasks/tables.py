@@ -251,6 +251,13 @@ class TaskConfig(Component):
             "name a data set of a plugin with --source" if not self.needs_language_model else "",
         )
 
+    def build_single_encoding(self, tokenizer: Tokenizer) -> RecordEncoding | None:
+        """Return how records become arrays that hold one thing to score instead of several.
+
+        None: the task has no such records.
+        """
+        return None
+
     def build_collation(self, tokenizer: Tokenizer, loss: LossConfig | None) -> Collation:
         """Return how samples become batches, outside of training.
 

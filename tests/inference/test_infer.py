@@ -221,6 +221,31 @@ def test_a_preference_run_gives_the_log_probability_of_each_answer(tmp_path, com
             log_probs = opened.model(tokens[:-1].unsqueeze(0))[0].log_softmax(-1)
             own = log_probs.gather(1, tokens[1:].unsqueeze(1))[len(prompt) - 1 :].sum()
             assert found[side] == pytest.approx(own.item(), rel=1e-5)
+    # Files of single answers beside files of pairs, in one batch and with messages.
+    pairs = list(infer_records(opened, data))
+    texts = [{"prompt": row["prompt"], "answer": row["rejected"]} for row in rows[:3]]
+    single = write_rows(tmp_path / "single.jsonl", texts)
+    mixed = list(infer_records(opened, [data, single], batch_size=4))
+    assert mixed[:3] == [pytest.approx(pair, rel=1e-5) for pair in pairs]
+    for row, pair, text in zip(mixed[3:], pairs, texts, strict=True):
+        expected = {"log_prob": pair["rejected"], "tokens": len(text["answer"]) + 1}
+        assert row == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_reward_run_scores_single_answers_as_it_scores_pairs(tmp_path, command_line):
+    talk = [{"role": "user", "content": "a"}]
+
+    def say(text):
+        return [*talk, {"role": "assistant", "content": text}]
+
+    rows = [{"chosen": say("y"), "rejected": say(f"{number}")} for number in range(8)]
+    fields = '{ prompt = "" }\ntemplate = "chatml"'
+    run = train(command_line, tmp_path, "reward", rows, fields=fields)
+    opened = open_model(run)
+    pairs = list(infer_records(opened, write_rows(tmp_path / "new.jsonl", rows[:3])))
+    texts = [{"answer": row["rejected"]} for row in rows[:3]]
+    found = list(infer_records(opened, write_rows(tmp_path / "single.jsonl", texts)))
+    assert found == [{"score": pytest.approx(pair["rejected"], rel=1e-5)} for pair in pairs]
 
 
 def test_a_language_model_scores_texts(tmp_path, command_line):

@@ -40,6 +40,8 @@ class PairBatch(Batch):
             none, or it is not computed yet.
         reference_point: [2 B]; the same number in each row, what rewards are compared with; see
             `kto_reference_point`.
+        is_single: [rows] bool; where records to predict have one answer, which rows are such ones
+            and no part of a pair. None: all rows are of pairs.
     """
 
     rows_per_sample: ClassVar[int] = 2
@@ -55,6 +57,7 @@ class PairBatch(Batch):
     lengths: Tensor | None = None
     reference: Tensor | None = None
     reference_point: Tensor | None = None
+    is_single: Tensor | None = None
 
     @property
     def padding(self) -> Tensor | None:

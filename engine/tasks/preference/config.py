@@ -64,6 +64,12 @@ class Preference(TaskConfig):
 
         return make_preference_encoding(tokenizer)
 
+    def build_single_encoding(self, tokenizer: Tokenizer) -> RecordEncoding:
+        """Return the encoding of records with one answer."""
+        from ..encode_answers import make_answer_encoding
+
+        return make_answer_encoding(tokenizer)
+
     def build_collation(
         self, tokenizer: Tokenizer, loss: LossConfig | None, ragged: bool = False
     ) -> Collation:
@@ -104,6 +110,10 @@ class Reward(HeadTask):
     def build_encoding(self, tokenizer: Tokenizer, *, is_labelled: bool = True) -> RecordEncoding:
         """Return the encoding of pairs of answers."""
         return Preference().build_encoding(tokenizer)
+
+    def build_single_encoding(self, tokenizer: Tokenizer) -> RecordEncoding:
+        """Return the encoding of records with one answer."""
+        return Preference().build_single_encoding(tokenizer)
 
     def build_collation(self, tokenizer: Tokenizer, loss: LossConfig | None) -> Collation:
         """Return how pairs become batches."""

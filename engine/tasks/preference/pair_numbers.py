@@ -47,7 +47,22 @@ class PairNumbers:
         return torch.cat([self._told[:1], self._told]) * self._kernels.sequence.is_first
 
 
-def name_scores(scores: Tensor) -> list[dict[str, Any]]:
-    """Return the scores of both answers of each pair, of [2 B]."""
-    pairs = scores.double().view(-1, 2).tolist()
-    return [{"chosen": chosen, "rejected": rejected} for chosen, rejected in pairs]
+def name_scores(
+    scores: Tensor, batch: PairBatch, key: str, tokens: Tensor | None = None
+) -> list[dict[str, Any]]:
+    """Return the scores of both answers of each pair, and of single answers.
+
+    Args:
+        scores: of each row.
+        batch: the rows.
+        key: what the score of a single answer is called.
+        tokens: of each row how many tokens the answer has; None: they are not told.
+    """
+    singles = [False] * len(scores) if batch.is_single is None else batch.is_single.tolist()
+    counts = [{}] * len(scores) if tokens is None else [{"tokens": n} for n in tokens.tolist()]
+    rows = zip(scores.double().tolist(), singles, counts, strict=True)
+    # A row that is not single is chosen, and the next one is the rejected answer.
+    return [
+        {key: score, **count} if single else {"chosen": score, "rejected": next(rows)[0]}
+        for score, single, count in rows
+    ]

@@ -230,10 +230,11 @@ class Pairs(Task[PairBatch]):
     def predict(
         self, batch: PairBatch, record: LossRecord, meaning: Outputs | None
     ) -> list[dict[str, Any]]:
-        """Return the log-probabilities of both answers of each pair."""
+        """Return the log-probabilities of both answers of each pair, and of single answers."""
         assert isinstance(record, AnswerRecord), "output_record returns one"
         assert record.log_probs is not None, "the forward pass came before"
-        return name_scores(record.log_probs)
+        tokens = (batch.labels != IGNORED).sum(1)
+        return name_scores(record.log_probs, batch, "log_prob", tokens)
 
     def mean_loss(self, sums: Tensor, counts: Tensor) -> Tensor:
         """Return the mean loss of a pair."""

@@ -73,6 +73,6 @@ class Rewards(Pairs):
     def predict(
         self, batch: PairBatch, record: LossRecord, meaning: Outputs | None
     ) -> list[dict[str, Any]]:
-        """Return the scores of both answers of each pair."""
+        """Return the scores of both answers of each pair, and of single answers."""
         assert isinstance(record, KeptOutputs), "output_record returns one"
-        return name_scores(score_rows(record.outputs, batch))
+        return name_scores(score_rows(record.outputs, batch), batch, "score")
