@@ -160,6 +160,13 @@ class ModelConfig(Sizes):
         """Where the Hugging Face model has the layers below its head."""
         return "model"
 
+    def hf_name(self, name: str) -> str | None:
+        """Return Hugging Face's name of a parameter, with the layers below `hf_body`."""
+        theirs = self.layout.to_hf(name)
+        if theirs is None or not theirs.startswith("model."):
+            return theirs
+        return f"{self.hf_body}.{theirs.removeprefix('model.')}"
+
     def hf_further_blocks(self, settings: Mapping[str, Any]) -> tuple[str, ...]:
         """Return what names in a folder begin with of blocks that this model does without."""
         return ()

@@ -5,6 +5,7 @@ Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,26 @@ from torch.distributed import ProcessGroup
 
 from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
+from ...model_zoo.heads import is_head_layer
 from ...model_zoo.layers.dense import AdaptedLinear
-from ...model_zoo.layout import DOWN, Layout, is_adapter
+from ...model_zoo.layout import DOWN, is_adapter
 from ..checkpoint.find import find_checkpoint
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.tensors import row_count
 from ..core.errors import CheckpointError
-from ..lora.adapter_weights import CONFIG, THEIRS, WEIGHTS
+from ..lora.adapter_weights import CONFIG, PREFIX, WEIGHTS, name_in_peft
 from ..recipe.changes import load_saved_recipe
 from .hf_files import write_json
 from .native import read_section
 from .source_weights import merge_tensors
 from .writing import publish_when_complete, sync
+
+TASK_TYPES = {
+    "sequence_classification": "SEQ_CLS",
+    "token_classification": "TOKEN_CLS",
+    "question_answering": "QUESTION_ANS",
+}
+"""PEFT's names of the kinds of heads"""
 
 
 def save_adapter(
@@ -58,16 +67,31 @@ def save_adapter(
     """
     adapters = {}
     for name, value in model.named_parameters():
-        if is_adapter(name):
+        if is_adapter(name) or is_head_layer(name):
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value
             adapters[name] = whole.detach().to("cpu", dtype)
     alphas = [each.alpha for each in model.modules() if isinstance(each, AdaptedLinear)]
     if not alphas:
         raise CheckpointError("the model has no adapters", "set lora.rank")
-    names = [name for name, _ in model.named_parameters()]
-    Ranks(group).reduce(
-        lambda: None, lambda _: _write(folder, adapters, names, config.layout, alphas[0], base)
-    )
+    names = [*model.remote_parameters, *(name for name, _ in model.named_parameters())]
+
+    def write(parts: list[dict[str, Tensor]]) -> None:
+        _write(folder, dict(ChainMap(*parts)), names, config, alphas[0], base)
+
+    # Stages of a pipeline hold different adapters; what several ranks hold is sent once.
+    ranks = Ranks(group)
+    mine = ranks.scatter(lambda: list(adapters), _divide_names)
+    ranks.reduce(lambda: {name: adapters[name] for name in mine}, write)
+
+
+def _divide_names(holders: list[list[str]]) -> list[list[str]]:
+    """Return for each rank the names that no rank before it holds."""
+    known: set[str] = set()
+    divided = []
+    for names in holders:
+        divided.append([name for name in names if name not in known])
+        known.update(names)
+    return divided
 
 
 def export_adapter(checkpoint: Path, folder: Path, *, base: str | None = None) -> int:
@@ -81,7 +105,7 @@ def export_adapter(checkpoint: Path, folder: Path, *, base: str | None = None) -
         base: name or folder of the base model; None takes the run's `run.init_from`.
 
     Returns:
-        The number of adapter tensors that were written.
+        The number of tensors that were written.
 
     Raises:
         RecipeError: the folder exists.
@@ -94,12 +118,12 @@ def export_adapter(checkpoint: Path, folder: Path, *, base: str | None = None) -
     adapters = {
         name: rows.read(0, row_count(rows.shape))
         for name, rows in saved.items()
-        if is_adapter(name)
+        if is_adapter(name) or is_head_layer(name)
     }
-    if not adapters:
+    if not any(map(is_adapter, adapters)):
         raise CheckpointError(f"{found.path} has no adapters", "it was trained without [lora]")
     base = recipe.run.init_from if base is None else base
-    _write(folder, adapters, saved, recipe.model.layout, recipe.lora.alpha, base)
+    _write(folder, adapters, saved, recipe.model, recipe.lora.alpha, base)
     return len(adapters)
 
 
@@ -107,7 +131,7 @@ def _write(
     folder: Path,
     adapters: Mapping[str, Tensor],
     names: Collection[str],
-    layout: Layout,
+    config: ModelConfig,
     alpha: float,
     base: str,
 ) -> None:
@@ -115,26 +139,31 @@ def _write(
 
     Args:
         folder: path of the folder, which must not exist yet.
-        adapters: the adapter weights by our names.
+        adapters: the weights of adapters and of a task's head by our names.
         names: the names of all parameters of the model.
-        layout: the model's table of Hugging Face names.
+        config: the model's config, with its table of Hugging Face names and its head.
         alpha: the numerator of LoRA's scale, alpha / rank.
         base: name or folder of the base model; empty if unknown.
     """
     from safetensors.torch import save_file
 
-    tensors, modules = {}, set()
+    tensors, modules, heads = {}, set(), set()
     for name, value in adapters.items():
-        path, _, leaf = name.rpartition(".")
-        theirs = layout.to_hf(f"{path}.weight")
+        theirs = name_in_peft(name, config)
         if theirs is None:
-            raise CheckpointError(f"Hugging Face has no name for {path}.weight")
-        module = theirs.removesuffix(".weight")
-        modules.add(module)
-        tensors[f"base_model.model.{module}.{THEIRS[leaf]}.weight"] = value.contiguous()
-    every = {layout.to_hf(name) for name in names} - {None}
+            raise CheckpointError(f"Hugging Face has no name for {name}")
+        module = theirs.removeprefix(PREFIX).rpartition(".")[0]
+        if is_adapter(name):
+            modules.add(module.rpartition(".")[0])
+        else:
+            heads.add(module)
+        tensors[theirs] = value.contiguous()
+    every = {config.hf_name(name) for name in names} - {None}
     rank = max(len(value) for name, value in adapters.items() if name.endswith(DOWN))
     settings = _settings(rank, alpha, _targets(modules, every), base)
+    if config.task_head and heads:
+        kind = TASK_TYPES[config.task_head.kind]
+        settings |= {"task_type": kind, "modules_to_save": sorted(heads)}
     with publish_when_complete(
         folder, sum(value.nbytes for value in tensors.values())
     ) as temporary:

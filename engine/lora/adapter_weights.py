@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
+from ...model_zoo.heads import is_head_layer
 from ...model_zoo.layers.dense import AdaptedLinear, Linear
 from ...model_zoo.layout import DOWN, UP, is_adapter
 from ..checkpoint.tensors import InMemoryTensor
@@ -102,6 +103,7 @@ def merge_adapters(model: nn.Module) -> None:
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
 THEIRS = {DOWN: "lora_A", UP: "lora_B"}
 
 
@@ -113,7 +115,6 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
     "fan_in_fan_out": (False, None),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
-    "modules_to_save": ([], None),
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
     "alora_invocation_tokens": (None,),
 }
@@ -135,11 +136,22 @@ def load_adapter(folder: Path, model: Model, config: ModelConfig, table: LoRA) -
         CheckpointError: the folder cannot be read, or its adapters differ from the model's. The
             message lists all mismatches, and no tensor has been changed.
     """
-    problems = _compare_settings(read_json(folder / CONFIG, MAX_CONFIG_BYTES), table)
-    adapters = {name: value for name, value in model.named_parameters() if is_adapter(name)}
-    names = {name: _their_name(name, config) for name in adapters}
+    settings = read_json(folder / CONFIG, MAX_CONFIG_BYTES)
+    problems = _compare_settings(settings, table)
+    # PEFT lists what such layers are called in any model; names that this one lacks do nothing.
+    layers = settings.get("modules_to_save") or []
+    has_head = config.task_head is not None and config.task_head.layer in layers
+    if layers and not has_head:
+        problems.append(f"{CONFIG} says modules_to_save = {quote_name(str(layers))}, not read here")
+
+    def is_read(name: str) -> bool:
+        return is_adapter(name) or (has_head and is_head_layer(name))
+
+    adapters = {name: value for name, value in model.named_parameters() if is_read(name)}
+    names = {name: name_in_peft(name, config) or name for name in adapters}
     # The folder has the adapters of all pipeline stages: those of other ranks are no mismatch.
-    elsewhere = {_their_name(name, config) for name in model.remote_parameters if is_adapter(name)}
+    remote = filter(is_read, model.remote_parameters)
+    elsewhere = {name_in_peft(name, config) for name in remote}
     with open_tensors(folder / WEIGHTS) as file, torch.no_grad():
         found = set(file.keys())
         for ours, theirs in names.items():
@@ -160,10 +172,13 @@ def load_adapter(folder: Path, model: Model, config: ModelConfig, table: LoRA) -
     return f"adapters from {folder}"
 
 
-def _their_name(name: str, config: ModelConfig) -> str:
+def name_in_peft(name: str, config: ModelConfig) -> str | None:
+    """Return PEFT's name of a weight of an adapter or a head; None: Hugging Face has none."""
     path, _, leaf = name.rpartition(".")
-    theirs = (config.layout.to_hf(f"{path}.weight") or path).removesuffix(".weight")
-    return f"base_model.model.{theirs}.{THEIRS[leaf]}.weight"
+    theirs = config.hf_name(f"{path}.weight" if is_adapter(name) else name)
+    if theirs is None or not is_adapter(name):
+        return theirs and PREFIX + theirs
+    return f"{PREFIX}{theirs.removesuffix('.weight')}.{THEIRS[leaf]}.weight"
 
 
 def _compare_settings(settings: Mapping[str, Any], table: LoRA) -> list[str]:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -16,9 +17,11 @@ from tests.formats.hf_folders import config_of, empty_model
 from trainer.engine.assemble.build import load_initial_weights
 from trainer.engine.conversion.convert import Options, convert
 from trainer.engine.conversion.export import export_huggingface
+from trainer.engine.conversion.peft import save_adapter
 from trainer.engine.core.errors import CheckpointError
 from trainer.engine.formats.hf_load import load_huggingface
 from trainer.engine.inference.open import open_model
+from trainer.engine.lora.adapter_weights import load_adapter
 from trainer.engine.lora.apply import add_adapters
 from trainer.engine.lora.tables import LoRA
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
@@ -206,6 +209,40 @@ def test_adapters_leave_the_layer_of_a_head_trainable() -> None:
     adapters = {f"layers.{i}.attention.q.lora_{x}" for i in (0, 1) for x in "ab"}
     assert trained == {"head.score.weight", "head.score.bias", *adapters}
     assert f"{2 * 2 * (32 + 32) + 3 * 33:,} parameters are trained" in line
+
+
+@pytest.mark.parametrize("kind", ["sequence", "token", "answers"])
+def test_peft_loads_adapters_with_the_layer_of_the_head_and_back(tmp_path: Path, kind: str) -> None:
+    model, config = random_model(HEADS[kind], **VARIANTS["tied"])
+    base = export(tmp_path / "base", model, config)
+    table = LoRA(rank=2, alpha=4.0, targets=["*.q.weight"])
+    add_adapters(model, config.layout, table)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    with torch.no_grad():
+        for number, weight in enumerate(trained):
+            generator = torch.Generator().manual_seed(number)
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+    save_adapter(tmp_path / "adapter", model, config, base=str(base))
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert settings["modules_to_save"] == [config.task_head.layer]
+    name = json.loads((base / "config.json").read_text())["architectures"][0]
+    theirs = getattr(transformers, name).from_pretrained(base)
+    adapted = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
+    tokens = torch.randint(config.vocab, (1, 9), generator=torch.Generator().manual_seed(1))
+    other = logits_of(adapted, tokens)
+    ours = model(tokens)
+    torch.testing.assert_close(ours[:, -1] if other.dim() == 2 else ours, other)
+    adapted.save_pretrained(tmp_path / "theirs")
+    for folder in ("adapter", "theirs"):
+        again, _ = random_model(HEADS[kind], **VARIANTS["tied"])
+        add_adapters(again, config.layout, table)
+        load_adapter(tmp_path / folder, again, config, table)
+        found = [weight for weight in again.parameters() if weight.requires_grad]
+        assert all(map(torch.equal, found, trained))
+    plain, config = random_model(None, **VARIANTS["tied"])
+    add_adapters(plain, config.layout, table)
+    with pytest.raises(CheckpointError, match="modules_to_save"):
+        load_adapter(tmp_path / "adapter", plain, config, table)
 
 
 @pytest.mark.parametrize(("variant", "kind"), [*CASES[:1], ("tied", "answers"), CASES[-1]])

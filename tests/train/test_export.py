@@ -77,8 +77,9 @@ def test_adapters_are_exported_merged_and_apart(tmp_path):
     base = write_recipe(tmp_path / "base", steps=6)
     assert finish(start(base)) == [0]
     recipe = write_recipe(tmp_path / "run", steps=6)
-    tuned = ["lora.rank=2", f"run.init_from={tmp_path / 'base' / 'run'}"]
-    assert finish(start(recipe, overrides=[*EXPORT, *tuned])) == [0]
+    # Each stage of the pipeline holds adapters that the other one lacks.
+    tuned = ["lora.rank=2", f"run.init_from={tmp_path / 'base' / 'run'}", "parallel.pipeline=2"]
+    assert finish(start(recipe, 2, overrides=[*EXPORT, *tuned])) == [0, 0]
     run = tmp_path / "run" / "run"
     merged = logits_of(run)
     torch.testing.assert_close(their_logits(run / "hf"), merged, atol=1e-5, rtol=1e-5)
