@@ -26,7 +26,7 @@ from ..observe.monitors.monitors import Monitors
 from ..observe.phases import Phase, no_phase
 from ..optim.parameters import avoid_dynamo_import, parameter_groups
 from ..parallel.axis import LocalParts, ParallelModel
-from ..parallel.blocks import transform_blocks
+from ..parallel.blocks import open_compiler, transform_blocks
 from ..parallel.materialize import without_storage
 from ..parallel.pipeline.cut import num_micro_batches
 from ..parallel.pipeline.measure import measure_costs
@@ -76,6 +76,11 @@ def build_model(
     """
     config = _settle_vocab(recipe.model, vocab_size + recipe.task.extra_tokens)
     kernels = choose_kernels(recipe, device.type, trains=plan is not None)
+    # Before the cut of a pipeline is measured, which computes losses.
+    compiled = kernels.reasons["linear_cross_entropy"].startswith("compiled:")
+    compiler = (
+        open_compiler(recipe.compile, recipe.memory, compiles_loss=compiled) if plan else None
+    )
     dtype, why = compute_dtype(recipe.precision, device)
     notes, costs = [f"compute in {dtype_name(dtype)}: {why}"], None
     if plan and plan.measures_cut:
@@ -96,7 +101,7 @@ def build_model(
     pieces = LocalParts()
     if plan:
         is_split = plan.degrees.tensor > 1
-        transform_blocks(model, config.layout, recipe.memory, recipe.compile, is_split=is_split)
+        transform_blocks(model, config.layout, recipe.memory, compiler, is_split=is_split)
         pieces = plan.split(model, config, dtype, DTYPES[recipe.precision.reduce], costs)
         if pieces.cut and recipe.lora.rank:
             require_adapters(model, config.layout, pieces.cut)
@@ -259,12 +264,14 @@ def choose_kernels(recipe: Recipe, device_type: str, *, trains: bool = True) -> 
     Raises:
         RecipeError: an implementation that the recipe names cannot run on this device or machine.
     """
-    compiling = recipe.compile.enabled and recipe.compile.backend == "inductor"
+    compiling = trains and recipe.compile.enabled and recipe.compile.backend == "inductor"
     wanted = {
         operation: name
         for operation, name in recipe.kernels.model_dump().items()
         if trains or name == "auto" or not registered_kernels[operation][name].obstacle(device_type)
     }
+    if not trains and wanted.get("linear_cross_entropy") == "compiled":
+        del wanted["linear_cross_entropy"]  # compiling takes longer than a few losses
     try:
         return choose(wanted, device_type, recipe.data.seq_len, compiling=compiling)
     except UnavailableKernelsError as error:

@@ -27,13 +27,14 @@ from ..core.errors import Problem, RecipeError, nearest
 from .tables import GROUPS, HALF, Compile, Memory, operation_names
 
 Forward = Callable[..., Any]
+Compiler = Callable[[Forward], Forward]
 
 
 def transform_blocks(
     model: Model,
     layout: Layout,
     memory: Memory,
-    compile_: Compile,
+    compiler: Compiler | None,
     *,
     is_split: bool = False,
 ) -> None:
@@ -45,14 +46,12 @@ def transform_blocks(
         model: the model, before it is split over ranks.
         layout: where its blocks are.
         memory: the recipe's `[memory]`.
-        compile_: the recipe's `[compile]`.
+        compiler: compiles a block's forward pass; None: blocks are not compiled.
         is_split: whether tensor parallelism will split the blocks' weights.
 
     Raises:
-        RecipeError: torch.compile has no such backend or option, or torch no such operation.
-        EnvironmentFault: others could write in the folder of torch.compile's cache.
+        RecipeError: torch has no such operation.
     """
-    compiler = _open_compiler(compile_, memory) if compile_.enabled else None
     contexts = None
     if memory.recompute == "selective":
         contexts = selective_contexts(memory.recompute_keep)
@@ -71,16 +70,35 @@ def transform_blocks(
             block.forward = compiler(block.forward)
 
 
-def _open_compiler(compile_: Compile, memory: Memory) -> Callable[[Forward], Forward]:
-    """Import torch's compiler, and return what compiles a forward pass as the recipe says."""
+def open_compiler(
+    compile_: Compile, memory: Memory, *, compiles_loss: bool = False
+) -> Compiler | None:
+    """Import torch's compiler if it is needed, and return what compiles a block's forward pass.
+
+    Args:
+        compile_: the recipe's `[compile]`.
+        memory: the recipe's `[memory]`.
+        compiles_loss: whether the loss is compiled, with blocks or without them.
+
+    Returns:
+        the function, or None where blocks are not compiled.
+
+    Raises:
+        RecipeError: torch.compile has no such backend or option.
+        EnvironmentFault: others could write in the folder of torch.compile's cache.
+    """
+    if not (compile_.enabled or compiles_loss):
+        return None
     # Modules live as long as the process: a collector that goes through them again and again takes
     # a third of the time of this import.
     is_collecting = gc.isenabled()
     gc.disable()
     try:
-        from .compiler import make_compiler
+        from .compiler import make_compiler, open_cache
 
-        return make_compiler(compile_, memory)
+        if compiles_loss:  # by inductor, whatever the backend of blocks is
+            open_cache(compile_.cache_dir)
+        return make_compiler(compile_, memory) if compile_.enabled else None
     finally:
         if is_collecting:
             gc.enable()

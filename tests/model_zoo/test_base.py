@@ -12,7 +12,7 @@ from trainer.engine.estimate.simulate.torch_internals import fake_process_group
 from trainer.engine.parallel.blocks import transform_blocks
 from trainer.engine.parallel.materialize import materialize, without_storage
 from trainer.engine.parallel.plan import make_plan
-from trainer.engine.parallel.tables import Compile, Memory, Parallel
+from trainer.engine.parallel.tables import Memory, Parallel
 from trainer.plugins import Model, ModelConfig
 
 
@@ -108,7 +108,7 @@ def shard(model):
 def test_a_model_without_blocks_is_one_unit_of_fsdp_and_of_recomputation():
     with without_storage():
         model = PictureConfig().build(None)
-    transform_blocks(model, PictureConfig.layout, Memory(recompute="full"), Compile())
+    transform_blocks(model, PictureConfig.layout, Memory(recompute="full"), None)
     shard(model)
     assert [name for name, module in model.named_modules() if hasattr(module, "unshard")] == [""]
     assert model.conv.weight.to_local().shape[0] == 32

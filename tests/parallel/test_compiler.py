@@ -8,11 +8,14 @@ import sys
 import pytest
 import torch._inductor.config
 
+from trainer.engine.assemble.build import build_model
 from trainer.engine.core.errors import EnvironmentFault, RecipeError
 from trainer.engine.core.files import make_private
 from trainer.engine.parallel.compiler import make_compiler, open_cache
+from trainer.engine.parallel.plan import make_plan
 from trainer.engine.parallel.tables import Compile, Memory
 from trainer.engine.recipe.load import load_recipe
+from trainer.engine.recipe.schema import Recipe
 
 KEY = "compile.cache_dir"
 
@@ -170,6 +173,29 @@ def test_a_folder_of_another_user_is_refused(tmp_path):
     os.chown(tmp_path / "cache", 12345, 12345)
     with pytest.raises(EnvironmentFault, match="belongs to another user"):
         make_private(tmp_path / "cache", KEY)
+
+
+@pytest.mark.parametrize("backend", ["inductor", "eager"])
+def test_a_compiled_loss_uses_the_private_folder_without_compiled_blocks(tmp_path, backend):
+    folder = tmp_path / "cache"
+    recipe = Recipe.model_validate(
+        {
+            "run": {"steps": 1},
+            "model": {"dim": 32, "n_layers": 1, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 32},
+            "kernels": {"linear_cross_entropy": "compiled"},
+            "compile": {
+                "cache_dir": str(folder),
+                "enabled": backend == "eager",
+                "backend": backend,
+            },
+        }
+    )
+    device = torch.device("cpu")
+    build_model(recipe, 64, device)
+    assert not folder.exists(), "what is not trained compiles no loss"
+    build_model(recipe, 64, device, make_plan(recipe.parallel, 0, 1, device))
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
 
 
 @pytest.mark.parametrize("inside", ["run/cache", "run/checkpoints/step-00000002/cache"])

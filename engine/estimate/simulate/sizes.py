@@ -18,7 +18,7 @@ from ...parallel.blocks import transform_blocks
 from ...parallel.mesh import Degrees
 from ...parallel.pipeline.cut import assign_stages, cut_blocks, num_micro_batches
 from ...parallel.pipeline.grid import parse, schedule_grid
-from ...parallel.tables import Compile, Pipelining
+from ...parallel.tables import Pipelining
 from ...recipe.placements import placements
 from ...recipe.schema import Recipe
 
@@ -113,7 +113,7 @@ def have_identical_blocks(recipes: Sequence[Recipe], degrees: Degrees, vocab_siz
     for recipe in recipes:
         built = build_model(recipe, vocab_size, torch.device("cpu"))
         layout = built.config.layout
-        transform_blocks(built.model, layout, recipe.memory, Compile())
+        transform_blocks(built.model, layout, recipe.memory, None)
         groups = [match_names(group.match) for group in recipe.optimizer.groups]
         places = {each.name: each.place for each in placements(recipe, degrees, vocab_size)}
         for number, block in built.model.get_submodule(layout.blocks).named_children():
