@@ -46,7 +46,7 @@ class Batch:
         """Return the sum of each row, of a value for each position."""
         if self.ragged:
             return sum_by_sample(values.flatten(), self.ragged)
-        return values.view(len(self) * self.rows_per_sample, -1).sum(1)
+        return values.view(len(next(iter(self.columns().values()))), -1).sum(1)
 
     @property
     def padding(self) -> Tensor | None:
