@@ -240,15 +240,9 @@ def may_start_fresh(name: str) -> bool:
 def _settle_vocab(config: ModelConfig, vocab_size: int) -> ModelConfig:
     config = config.with_vocab(vocab_size)
     if 0 < config.vocab < vocab_size:  # 0: the model embeds no tokens
-        raise RecipeError(
-            [
-                Problem(
-                    f"{config.vocab} rows cannot embed the tokenizer's {vocab_size} tokens",
-                    key="model.vocab_size",
-                    hint="leave it out to take the tokenizer's",
-                )
-            ]
-        )
+        message = f"{config.vocab} rows cannot embed the tokenizer's {vocab_size} tokens"
+        hint = "leave it out to take the tokenizer's"
+        raise RecipeError([Problem(message, key="model.vocab_size", hint=hint)])
     return config
 
 

@@ -252,10 +252,7 @@ class TaskConfig(Component):
         )
 
     def build_single_encoding(self, tokenizer: Tokenizer) -> RecordEncoding | None:
-        """Return how records become arrays that hold one thing to score instead of several.
-
-        None: the task has no such records.
-        """
+        """Return how records with one thing to score become arrays; None: there are no such."""
         return None
 
     def build_collation(self, tokenizer: Tokenizer, loss: LossConfig | None) -> Collation:
