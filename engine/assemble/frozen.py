@@ -127,7 +127,7 @@ def build_frozen(
         the model; None where the task needs none, or adapters are switched off instead.
 
     Raises:
-        RecipeError: the frozen model has another tokenizer or vocabulary.
+        RecipeError: the frozen model has another tokenizer or vocabulary, or takes no ragged rows.
         CheckpointError: there is no model at the place that the task names.
     """
     place = recipe.task.frozen_model(recipe.loss)
@@ -147,6 +147,9 @@ def build_frozen(
         message = f"{place} has {vocabs[1]} tokens, and the model that is trained {vocabs[0]}"
         hint = f"set model.vocab_size = {vocabs[1]}" if vocabs[1] > vocabs[0] else ""
         raise RecipeError([Problem(message, key, hint=hint)])
+    if recipe.data.packing == "ragged" and not model.takes_lengths:
+        message = f'{place} is a "{model.name}", which takes rows of one length only'
+        raise RecipeError([Problem(message, key, hint='take data.packing = "none"')])
     precision = recipe.precision.model_copy(update={"float8": Float8(), "mx": MX()})
     pipelining = recipe.parallel.pipelining.model_copy(update={"cost": "estimated"})
     parallel = recipe.parallel.model_copy(update={"pipelining": pipelining})

@@ -154,6 +154,8 @@ class Throughput:
         self._count = count
         self._waited = 0.0
         self._started = self._clock()
+        if self._row_flops:
+            self._row_flops()  # those of steps that a rollback undid are forgotten
 
     def name_counts(self, count: int, batches: int) -> dict[str, int]:
         """Return how much was trained on, by the name that rows have for it.

@@ -30,8 +30,7 @@ class RowFlops:
         )
         self._group = group
         self._new, self._all, self._steps = 0.0, 0.0, 0
-        self.total = 0.0
-        """operations of all ranks between the last two calls of `sum_over_ranks`"""
+        self._total = 0.0
 
     @property
     def mean_step(self) -> float:
@@ -45,8 +44,13 @@ class RowFlops:
         self._new, self._all, self._steps = self._new + flops, self._all + flops, self._steps + 1
 
     def sum_over_ranks(self) -> None:
-        """Set `total`; all ranks call it together, without waiting for the device."""
+        """Add up what ranks have counted; all call it together, without waiting for the device."""
         total = torch.tensor(self._new, dtype=torch.float64)
         if self._group is not None:
             dist.all_reduce(total, group=self._group)
-        self.total, self._new = total.item(), 0.0
+        self._total, self._new = total.item(), 0.0
+
+    def take(self) -> float:
+        """Return the operations that `sum_over_ranks` found, and forget all that was counted."""
+        total, self._total, self._new = self._total, 0.0, 0.0
+        return total

@@ -98,7 +98,7 @@ def open_observer(
             parts.global_batch,
             flops,
             peak and peak * world.world_size,
-            row_flops=(lambda: row_flops.total) if row_flops else None,
+            row_flops=row_flops.take if row_flops else None,
         ),
         lambda: peak_memory_bytes(device),
         parts.phases,

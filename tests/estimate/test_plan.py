@@ -2,6 +2,7 @@
 
 import json
 from math import prod
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from trainer.engine.parallel.mesh import Degrees
 from trainer.engine.recipe.checks.checks import check
 from trainer.engine.recipe.load import load_recipe
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE = """
 [run]
 steps = 20
@@ -48,6 +50,15 @@ def command(capsys):
         return int(stop.value.code), out, err
 
     return command
+
+
+def test_a_plan_counts_both_answers_of_a_pair_and_ragged_rows_in_full(command):
+    pairs = RECIPES / "reward_debug.toml"
+    code, out, err = command("plan", pairs, "--json", "--set", "data.packing=ragged")
+    assert (code, err) == (0, "")
+    plan = json.loads(out)
+    assert plan["needs"][0]["model_flops"] == plan["formula_flops"]
+    assert plan["row_lengths"] == "rows are ragged: each is counted as 96 tokens, an upper bound"
 
 
 def test_a_plan_says_who_holds_computes_and_sends_what(command, recipe, tmp_path):

@@ -15,6 +15,7 @@ from trainer.engine.checkpoint.find import find_checkpoint
 from trainer.engine.core.errors import RecipeError
 from trainer.engine.launch.environment import World
 from trainer.engine.train.evaluate import validate
+from trainer.model_zoo.llama3.config import Llama3Config
 
 PLANS = [
     pytest.param([{"pipeline": 2}], id="pipeline"),
@@ -156,4 +157,12 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path):
     their_model(our_model(vocab_size=400)).save_pretrained(tmp_path)
     with pytest.raises(RecipeError, match="400") as error:
         assemble(recipe_with(**distilling(tmp_path)), World(), torch.device("cpu"))
+    assert [problem.key for problem in error.value.problems] == ["task.teacher"]
+
+
+def test_a_teacher_of_rows_of_one_length_is_refused_with_ragged_ones(teacher, monkeypatch):
+    monkeypatch.setattr(Llama3Config, "takes_lengths", False)
+    given = distilling(teacher, model={"name": "qwen3"}, data=BASE["data"] | {"packing": "ragged"})
+    with pytest.raises(RecipeError, match="rows of one length") as error:
+        assemble(recipe_with(**given), World(), torch.device("cpu"))
     assert [problem.key for problem in error.value.problems] == ["task.teacher"]

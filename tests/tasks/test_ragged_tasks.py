@@ -30,6 +30,7 @@ PREFERENCES = {
 DATA = {"seq_len": 128, "global_batch": 8, "micro_batch": 3, "validation_fraction": 0.2}
 EXPERTS = {"name": "mixtral", "n_layers": 2}
 RECORDS = 30
+PACKINGS = ("none", "ragged")
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,27 @@ def of_hidden_tokens(packing):
     )
 
 
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    from tests.model_zoo.peers import our_model, their_model
+
+    folder = tmp_path_factory.mktemp("teacher")
+    their_model(our_model(vocab_size=320, dim=48, init_std=0.1)).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_students_learn_as_from_padded_rows(top_k, teacher):
+    task = {"name": "distillation", "teacher": teacher, "top_k": top_k}
+    loss = {"name": "forward_kl", "temperature": 2.0, "hard_weight": 0.3}
+    recipes = [
+        recipe_with(task=task, loss=loss, data=DATA | {"sources": SOURCES, "packing": packing})
+        for packing in PACKINGS
+    ]
+    assert_equal(run_ranks(1, third_steps, recipes)[0], 1e-10)
+
+
 def third_step(recipe):
     """Return the numbers and gradients of a step after two updates, and of a validation."""
     with in_float64():
@@ -82,8 +104,8 @@ def third_steps(recipes):
     return [third_step(recipe) for recipe in recipes]
 
 
-def assert_equal(packings, rel, absolute=1e-12):
-    for ragged, padded in zip(packings["ragged"], packings["none"], strict=True):
+def assert_equal(found, rel, absolute=1e-12):
+    for padded, ragged in zip(*found, strict=True):
         assert ragged.keys() == padded.keys()
         for name, value in padded.items():
             assert ragged[name] == pytest.approx(value, rel=rel, abs=absolute), name
@@ -91,18 +113,17 @@ def assert_equal(packings, rel, absolute=1e-12):
 
 @pytest.mark.parametrize("name", quick([*PREFERENCES, "reward", "masked"], "kto", "masked"))
 def test_values_and_gradients_are_those_of_padded_rows(name, pairs):
-    packings = ("none", "ragged")
     if name == "masked":
-        recipes = [of_hidden_tokens(packing) for packing in packings]
+        recipes = [of_hidden_tokens(packing) for packing in PACKINGS]
     elif name == "reward":
-        recipes = [of_pairs(pairs, packing, name, "bradley_terry") for packing in packings]
+        recipes = [of_pairs(pairs, packing, name, "bradley_terry") for packing in PACKINGS]
     else:  # the reference is frozen, and ragged too; routers count no padding
         experts = {"model": EXPERTS} if name == "kto" else {}
-        recipes = [of_pairs(pairs, packing, loss=name, **experts) for packing in packings]
+        recipes = [of_pairs(pairs, packing, loss=name, **experts) for packing in PACKINGS]
     found = run_ranks(1, third_steps, recipes)[0]
     # Heads of tasks round to fp32.
     rel, absolute = (1e-5, 1e-8) if name == "reward" else (1e-10, 1e-12)
-    assert_equal(dict(zip(packings, found, strict=True)), rel, absolute)
+    assert_equal(found, rel, absolute)
 
 
 def curves_and_validations(recipes):
