@@ -12,7 +12,7 @@ import torch
 from tests.train.processes import finish, rows, start, tensors, wait_for_lines, write_recipe
 
 KILLS = 23
-QUICK_KILLS = 5
+QUICK_KILLS = 3
 MODES = ("sync", "async", "async_pinned")
 
 
@@ -65,7 +65,7 @@ def storm(tmp_path, world, mode, kills, steps):
 
 
 def test_kills_at_random_moments_leave_the_run_bit_for_bit(tmp_path):
-    storm(tmp_path, 1, "async", QUICK_KILLS, steps=60)
+    storm(tmp_path, 1, "async", QUICK_KILLS, steps=40)
 
 
 @pytest.mark.matrix

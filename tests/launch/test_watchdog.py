@@ -74,27 +74,31 @@ def test_a_single_process_is_warned_about_and_goes_on(tmp_path: Path) -> None:
     assert "in sleep_in_forward" in log(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "work",
-    [
-        "time.sleep(2)",  # before the first step: assembling, tokenising, compiling
-        "steps()\nheartbeat.enter('export')\ntime.sleep(2)",
-        "steps()\nfor _ in range(20):\n    heartbeat.touch()\n    time.sleep(0.1)",
-        "steps()\nheartbeat.enter('checkpoint')\nsaver.start()\nsaver.join()",
-    ],
-)
-def test_progress_and_what_may_take_long_is_no_hang(tmp_path: Path, work: str) -> None:
-    saves = """
+SAVES = """
 def saves():
     for _ in range(20):
         heartbeat.touch()
         time.sleep(0.1)
 saver = threading.Thread(target=saves)
 """
-    body = "\n".join(f"    {line}" for line in work.splitlines())
-    code, _, err = finish(start(f"{saves}\ndef work():\n{body}\nrun(0, 2, 1.0, work)", tmp_path))
-    assert (code, err) == (0, "")
-    assert "no progress" not in log(tmp_path)
+LONG = [
+    "time.sleep(2)",  # before the first step: assembling, tokenising, compiling
+    "steps()\nheartbeat.enter('export')\ntime.sleep(2)",
+    "steps()\nfor _ in range(20):\n    heartbeat.touch()\n    time.sleep(0.1)",
+    "steps()\nheartbeat.enter('checkpoint')\nsaver.start()\nsaver.join()",
+]
+
+
+def test_progress_and_what_may_take_long_is_no_hang(tmp_path: Path) -> None:
+    folders, processes = [tmp_path / str(index) for index in range(len(LONG))], []
+    for work, folder in zip(LONG, folders, strict=True):
+        folder.mkdir()
+        body = "\n".join(f"    {line}" for line in work.splitlines())
+        processes.append(start(f"{SAVES}\ndef work():\n{body}\nrun(0, 2, 1.0, work)", folder))
+    for work, folder, process in zip(LONG, folders, processes, strict=True):
+        code, _, err = finish(process)
+        assert (code, err) == (0, ""), work
+        assert "no progress" not in log(folder), work
 
 
 def test_a_process_that_was_suspended_does_not_hang(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from trainer.engine.launch.environment import World
 from trainer.engine.lora.adapter_weights import merged_weights
 from trainer.engine.recipe.schema import Recipe
 
-STEPS = 6
+STEPS = 3
 BASE = {
     "run": {"steps": STEPS, "seed": 3},
     "model": {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 64}

@@ -17,7 +17,7 @@ from trainer.engine.checkpoint.state import model_state
 from trainer.engine.launch.environment import World
 from trainer.engine.train.evaluate import evaluate, validate
 
-STEPS, DECAY, INTERVAL = 12, 0.8, 2
+STEPS, DECAY, INTERVAL = 6, 0.8, 2
 
 
 def full(tensor):

@@ -22,6 +22,7 @@ MODES = {
     "every-second": {"recompute": "selective", "recompute_keep": ["half_mm", "attention"]},
     "nothing-kept": {"recompute": "selective", "recompute_keep": []},
 }
+ONE_BLOCK = BASE["model"] | {"n_layers": 1}
 COMPILED = {"enabled": True, "backend": "aot_eager"}
 DATA = BASE["data"] | {"packing": "documents"}
 
@@ -46,7 +47,7 @@ def test_recomputation_changes_no_bit(attention):
     ],
 )
 def test_recomputation_under_plans(mode, plan):
-    like = {"data": DATA, "model": BASE["model"] | {"n_layers": 4}}
+    like = {"data": DATA | {"micro_batch": 2}, "model": BASE["model"] | {"n_layers": 4}}
     assert_equal(2, [like | {"memory": MODES[mode], "parallel": plan}], like)
 
 
@@ -112,7 +113,7 @@ def kept_within(budgets):
     found = []
     for budget in budgets:
         memory = {} if budget is None else {"recompute": "budget", "recompute_budget": budget}
-        parts = assembled(recipe_with(memory=memory, compile=COMPILED))
+        parts = assembled(recipe_with(memory=memory, compile=COMPILED, model=ONE_BLOCK))
         sizes = {}
 
         def note(tensor, sizes=sizes):
@@ -128,7 +129,7 @@ def kept_within(budgets):
 
 def test_names_of_a_compiled_run_are_plain(tmp_path):
     recipe = write_recipe(tmp_path / "run", steps=2)
-    compiled = ["compile.enabled=true", "compile.backend=aot_eager", "memory.recompute=full"]
+    compiled = ["compile.enabled=true", "compile.backend=eager", "memory.recompute=full"]
     compiled.append("schedule.warmup_steps=0")
     assert finish(start(recipe, overrides=compiled), timeout=120) == [0], complaints(recipe)
     _, names = tensors(tmp_path / "run")

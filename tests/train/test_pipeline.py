@@ -80,7 +80,7 @@ SETTINGS = [
     "model.tie_embeddings=true",
     "checkpoint.export=hf",
     "ema.decay=0.5",
-    "evaluate.interval=2",
+    "evaluate.interval=1",
 ]
 
 
@@ -113,12 +113,12 @@ def test_a_pipeline_resumes_as_one_process_does_and_exports(world, plan, tmp_pat
     """With one weight at both ends and an average; the folders are those of a conversion, and the
     text that one process samples from them is that of two."""
     model = [each for each in plan if each.startswith("model")]
-    alone = write_recipe(tmp_path / "alone", steps=6)
+    alone = write_recipe(tmp_path / "alone", steps=3)
     run(alone, 1, 0, *model)
-    split = write_recipe(tmp_path / "split", steps=6)
+    split = write_recipe(tmp_path / "split", steps=3)
     pipeline = ["parallel.pipeline=2", *plan]
-    run(split, world, 0, *pipeline, "run.steps=2")
-    run(split, 1, 1, *model, "run.steps=4")
+    run(split, world, 0, *pipeline, "run.steps=1")
+    run(split, 1, 1, *model, "run.steps=2")
     run(split, world, 2, *pipeline)
     for kind in ("train", "eval"):
         losses = [row["loss"] for row in rows(tmp_path / "split", kind)]
@@ -126,7 +126,7 @@ def test_a_pipeline_resumes_as_one_process_does_and_exports(world, plan, tmp_pat
             [r["loss"] for r in rows(tmp_path / "alone", kind)], abs=1e-5
         )
     (step, found), (_, expected) = tensors(tmp_path / "split"), tensors(tmp_path / "alone")
-    assert step == 6
+    assert step == 3
     assert {n for n in found if n.startswith(("model.", "ema.", "optimizer."))} == {
         n for n in expected if not n.startswith("rng.")
     }

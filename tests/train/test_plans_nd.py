@@ -18,6 +18,9 @@ from tests.train.plans import (
 )
 from trainer.engine.conversion.export import export_huggingface
 
+# The time of these tests is that of collectives, as many in a micro batch of two rows as of one.
+DATA = BASE["data"] | {"micro_batch": 2}
+DOCUMENTS = DATA | {"packing": "documents"}
 RING = {"context": 2, "context_exchange": "ring"}
 QUICK = {
     "tensor-4-shared-kv": (4, {"tensor": 4}),
@@ -57,7 +60,7 @@ PLANS = QUICK | MORE
 @pytest.mark.parametrize("plan", [*QUICK, *also(*MORE)])
 def test_plan_gives_the_curves_of_one_process(plan, alone):
     world, parallel = PLANS[plan]
-    assert_same(world, alone, parallel=parallel, data=BASE["data"] | {"packing": "documents"})
+    assert_same(world, alone, parallel=parallel, data=DOCUMENTS)
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", *also("ZBVZeroBubble")])
@@ -80,25 +83,25 @@ def test_every_packing_mode(parallel, packing, alone):
 @pytest.mark.parametrize("attention", ["sdpa", *also("matmul")])
 def test_either_kernel_in_a_ring(attention, alone):
     kernels = {"attention": attention}
-    data = BASE["data"] | {"packing": "documents"}
-    assert_same(2, alone, parallel=RING, data=data, kernels=kernels)
+    assert_same(2, alone, parallel=RING, data=DOCUMENTS, kernels=kernels)
 
 
 @pytest.mark.parametrize(
     "parallel", [{"tensor": 2, "shard": 2}, *also({"pipeline": 2, "context": 2})]
 )
 def test_adamw(parallel, alone):
-    assert_same(4, alone, parallel=parallel, optimizer={"name": "adamw", "lr": 3e-3})
+    assert_same(4, alone, parallel=parallel, data=DATA, optimizer={"name": "adamw", "lr": 3e-3})
 
 
 def test_tied_embeddings_and_an_uneven_vocabulary(alone):
     """257 rows on two ranks."""
     model = BASE["model"] | {"tie_embeddings": True, "vocab_size": 257}
-    assert_same(2, alone, parallel={"tensor": 2}, model=model)
+    assert_same(2, alone, parallel={"tensor": 2}, data=DATA, model=model)
 
 
 def test_a_loss_that_needs_the_whole_vocabulary(alone):
-    assert_same(2, alone, parallel={"tensor": 2}, loss={"name": "cross_entropy", "z_loss": 1e-2})
+    loss = {"name": "cross_entropy", "z_loss": 1e-2}
+    assert_same(2, alone, parallel={"tensor": 2}, data=DATA, loss=loss)
 
 
 @pytest.mark.matrix
@@ -122,7 +125,7 @@ def test_compiled_blocks_change_no_weight(others):
 
 def test_offloaded_weights_and_split_ones(alone):
     parallel = {"tensor": 2, "shard": 2, "fsdp": {"offload": True}}
-    assert_same(4, alone, parallel=parallel)
+    assert_same(4, alone, parallel=parallel, data=DATA)
 
 
 @pytest.mark.parametrize("vocab_size", [257, *also(320)])
