@@ -72,7 +72,7 @@ def generate(
 ) -> None:
     """Sample from a checkpoint."""
     prompts = prompt or [""]
-    if any(not _is_unicode(text) for text in prompts):
+    if any("\ud800" <= char <= "\udfff" for text in prompts for char in text):
         raise RecipeError("--prompt: not UTF-8")
     run_on_ranks(context, nproc)
     found = find_model(checkpoint, plugin or [])  # errors come before torch is imported
@@ -110,10 +110,6 @@ def _print(prompts: Sequence[str], texts: Sequence[str], *, chat: bool, as_json:
             text = ("\n" if number else "") + ("" if chat else start) + text
             # A file gets what the model said; a terminal would act upon some of it.
             print(make_lines_printable(text) if sys.stdout.isatty() else text)
-
-
-def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _apply_template(

@@ -6,8 +6,9 @@ import ctypes
 import mmap
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +69,28 @@ class Column:
         if self._file:
             self._file.close()
             self._file, self._room = None, 0
+
+
+class FolderWriter:
+    """Creates a folder, and closes the files that are written there however writing ends.
+
+    Args:
+        folder: the folder to create.
+
+    Attributes:
+        to_close: what closes the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.to_close = ExitStack()
+
+    def __enter__(self) -> Self:
+        self.folder.mkdir(parents=True)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.to_close.close()
 
 
 def sync(file: IO[bytes]) -> None:

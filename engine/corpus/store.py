@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from ..core.errors import DataError, EnvironmentFault
 from ..core.files import require_regular, sync_folder
 from ..sources.documents import DocumentFault
 from ..tokenizers.tokenizer import Tokenizer
-from .columns import Column, map_files, sync
+from .columns import Column, FolderWriter, map_files, sync
 from .manifest import (
     AGAIN,
     FORMAT,
@@ -128,7 +127,7 @@ def _read_offsets(file: Path, manifest: CorpusManifest) -> NDArray[np.int64]:
     return offsets
 
 
-class StoreWriter:
+class StoreWriter(FolderWriter):
     """Writes a token store into a new folder; complete once `finish` has returned.
 
     Args:
@@ -140,7 +139,7 @@ class StoreWriter:
     def __init__(
         self, folder: Path, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS
     ) -> None:
-        self.folder = folder
+        super().__init__(folder)
         self.tokenizer = tokenizer
         self.shard_tokens = shard_tokens
         self.tally = Tally()
@@ -148,21 +147,8 @@ class StoreWriter:
         self.num_documents = 0
         self._lengths: list[NDArray[np.int64]] = []
         self._tokens = Column(folder, TOKENS, shard_tokens)
+        self.to_close.callback(self._tokens.close)
         self._loss_mask: Column | None = None
-
-    def __enter__(self) -> StoreWriter:
-        self.folder.mkdir(parents=True)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for column in (self._tokens, self._loss_mask):
-            if column:
-                column.close()
 
     def write(self, chunk: Chunk) -> None:
         """Append documents and add their tally to the counts."""
@@ -170,6 +156,7 @@ class StoreWriter:
         if chunk.loss_mask is not None and self._loss_mask is None:
             # The first masked document comes late: all tokens before it count in the loss.
             self._loss_mask = Column(self.folder, LEARNED, self.shard_tokens)
+            self.to_close.callback(self._loss_mask.close)
             for start in range(0, self.num_tokens, 2**20):
                 count = min(2**20, self.num_tokens - start)
                 self._loss_mask.write(np.ones(count, dtype=bool))

@@ -118,15 +118,18 @@ def examine(path: Path, now: float | None = None) -> RunStatus:
     evals = [row for row in rows if row.get("kind") == "eval"]
     # The validation split stands for the run where there are several.
     evals = [row for row in evals if row.get("split", VALIDATION) == VALIDATION] or evals
-    checkpoints = [each for each in list_checkpoints(path / "checkpoints") if _is_complete(each)]
+    checkpoints = [
+        each for each in list_checkpoints(path / "checkpoints") if (each / MANIFEST).is_file()
+    ]
     saved = parse_step(checkpoints[-1]) if checkpoints else None
     last: Mapping[str, Any] = train[-1] if train else {}
     total = record.total_steps or None if record else _steps_of(read_recipe(path))
     state = _state(holder, record, int(last.get("step", 0)), total, saved)
     step = max(int(last.get("step", 0)), 0 if state == "running" else saved or 0)
     seconds = number(last.get("step_seconds"))
-    signs = [_age(each, now) for each in (*_signs(path), *checkpoints[-1:])]
-    quiet = min((age for age in signs if age is not None), default=None)
+    signs = [path / name for name in ("metrics.jsonl", "state.json", ".lock")]
+    ages = [_age(each, now) for each in (*signs, *checkpoints[-1:])]
+    quiet = min((age for age in ages if age is not None), default=None)
     left = total - step if total is not None else None
     eta = left * seconds if state == "running" and left is not None and seconds else None
     status = RunStatus(
@@ -240,19 +243,11 @@ def _steps_of(recipe: Mapping[str, Any]) -> int | None:
     return steps if isinstance(steps, int) and 0 <= steps < LARGEST_STEP else None
 
 
-def _signs(path: Path) -> list[Path]:
-    return [path / name for name in ("metrics.jsonl", "state.json", ".lock")]
-
-
 def _age(path: Path, now: float) -> float | None:
     try:
         return max(0.0, now - path.stat().st_mtime)
     except OSError:
         return None
-
-
-def _is_complete(checkpoint: Path) -> bool:
-    return (checkpoint / MANIFEST).is_file()
 
 
 def _folders(path: Path) -> list[Path]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from xxhash import xxh3_128
 
 from ...core.files import sync_folder
 from ...sources.documents import DocumentFault
-from ..columns import sync
+from ..columns import FolderWriter, sync
 from ..manifest import hash_file, serialize_manifest
 from .record_manifest import INDEX, ColumnEntry, RecordManifest, list_files
 from .record_store import RecordColumn, RecordStore, Sample
@@ -153,7 +152,7 @@ class RecordTally:
         self.faults += faults[: max(MAX_FAULTS - len(self.faults), 0)]
 
 
-class RecordWriter:
+class RecordWriter(FolderWriter):
     """Writes a record store into a new folder; complete once `finish` has returned.
 
     Args:
@@ -161,23 +160,10 @@ class RecordWriter:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        super().__init__(folder)
         self.tally = RecordTally()
         self.num_records = 0
         self._columns: dict[str, _Column] = {}
-
-    def __enter__(self) -> RecordWriter:
-        self.folder.mkdir(parents=True)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for column in self._columns.values():
-            column.values.close()
 
     def add(self, sample: Sample) -> None:
         """Append a sample.
@@ -204,6 +190,8 @@ class RecordWriter:
             self._columns = {
                 name: _Column(self.folder, name, array) for name, array in arrays.items()
             }
+            for column in self._columns.values():
+                self.to_close.callback(column.values.close)
         if arrays.keys() != self._columns.keys():
             other = ", ".join(sorted(arrays.keys() ^ self._columns.keys()))
             raise ValueError(f"it differs from the first record in what it has: {other}")

@@ -20,7 +20,7 @@ RECIPES = Path(__file__).parents[3] / "recipes"
 def shipped_recipes() -> dict[str, str]:
     """Return the names of the shipped recipes, each with its first comment."""
     return {
-        path.stem: _first_comment(path.read_text("utf-8"))
+        path.stem: path.read_text("utf-8").partition("\n")[0].lstrip("# ")
         for path in sorted(RECIPES.glob("*.toml"))
     }
 
@@ -55,10 +55,6 @@ def starter(name: str, replaced: Mapping[str, Mapping[str, Any]] | None = None) 
             comments.setdefault((*_without_index(table.path), key), text)
     text = format_toml(values, lambda path: comments.get(path, ""))
     return f"# {known[name]}\n#:schema {RECIPES / 'schema.json'}\n\n{text}"
-
-
-def _first_comment(text: str) -> str:
-    return text.partition("\n")[0].lstrip("# ")
 
 
 def _without_index(path: KeyPath) -> KeyPath:
