@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -245,12 +245,11 @@ def _find_complete(folder: Path, origin: Mapping[str, Any], *, replace_others: b
     """
     if not folder.exists():
         return False
-    try:
+    known: Mapping[str, Any] = {}
+    with suppress(DataError):
         known = read_output_manifest(folder).origin
-        if not (changes := describe_changes(known, origin)):
-            return True
-    except DataError as error:
-        changes = error.message
+    if not (changes := describe_changes(known, origin)):
+        return True
     if not replace_others:
         message = f"{folder} holds outputs of something else: {changes}"
         raise RecipeError(message, "give another --out, or --force to replace them")

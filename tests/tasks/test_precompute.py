@@ -181,7 +181,7 @@ def test_an_interrupted_call_continues_and_a_run_resumes_bit_for_bit(frozen, tmp
         f"""
         [run]
         dir = "{tmp_path}"
-        steps = 4
+        steps = 2
         [task]
         name = "distillation"
         teacher = "{frozen}"
@@ -226,7 +226,7 @@ def test_an_interrupted_call_continues_and_a_run_resumes_bit_for_bit(frozen, tmp
     live = {"run.name": "live", "task.precomputed": "", "task.top_k": 64}
     train(load_recipe(recipe, live))
     train(load_recipe(recipe, {"run.name": "whole"}))
-    train(load_recipe(recipe, {"run.name": "parts", "run.steps": 2}))
+    train(load_recipe(recipe, {"run.name": "parts", "run.steps": 1, "evaluate.interval": 0}))
     train(load_recipe(recipe, {"run.name": "parts"}))
     rows = []
     for name in ("live", "whole", "parts"):
@@ -234,7 +234,7 @@ def test_an_interrupted_call_continues_and_a_run_resumes_bit_for_bit(frozen, tmp
         found = [row for row in map(json.loads, lines) if row["kind"] in ("train", "eval")]
         rows.append([(row.get("split"), row["step"], row["loss"]) for row in found])
     assert rows[0] == rows[1] == rows[2]
-    assert len(rows[0]) == 8
+    assert len(rows[0]) == 4
 
 
 def test_what_cannot_be_precomputed_is_refused_by_name(frozen, sources, tmp_path):
