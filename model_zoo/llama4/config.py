@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import NonNegativeFloat, model_validator
@@ -176,6 +177,14 @@ class Llama4Config(GroupedQueryConfig):
             "num_experts_per_tok": self.moe.experts_per_token,
             "intermediate_size": self.moe.expert_ffn_dim,
         }
+
+    @classmethod
+    def flatten_hf(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return config.json as transformers' model of this family understands it."""
+        flat = super().flatten_hf(settings)
+        if not flat.get("no_rope_layers"):  # published as []: made of no_rope_layer_interval
+            flat.pop("no_rope_layers", None)
+        return flat
 
     def build(self, kernels: Kernels) -> Llama4:
         """Return the module."""
