@@ -7,10 +7,19 @@ import torch
 import torch.nn.functional as F
 
 from tests.known_bugs.catalogue import known_bug
-from tests.known_bugs.runs import assembled, assert_equal, assert_same_gradients, gradients_of
+from tests.known_bugs.runs import (
+    MOE,
+    assembled,
+    assert_equal,
+    assert_same_gradients,
+    first_step,
+    gradients_of,
+)
 from trainer.engine.data.batch import IGNORED
 from trainer.engine.tasks.language_modeling.next_token import NextToken
+from trainer.engine.tasks.tables import CrossEntropy
 from trainer.engine.train.step import TrainStep
+from trainer.model_zoo.layers.router import Router
 
 
 def mean_over_all_rows(parts, batches):
@@ -143,3 +152,68 @@ def count_the_first_token_of_a_row(patch):
 )
 def a_step_is_divided_by_the_labels_that_it_learns():
     assert_a_step_has_the_mean(data={"micro_batch": 2})
+
+
+def scale_router_losses(factor):
+    """Return what multiplies a micro batch's balancing loss by a function of its rows."""
+
+    def put_in(patch):
+        original = Router._balance_loss
+
+        def balance_loss(self, shares, chosen, sequences, tokens):
+            return original(self, shares, chosen, sequences, tokens) * factor(sequences)
+
+        patch.setattr(Router, "_balance_loss", balance_loss)
+
+    return put_in
+
+
+def assert_router_losses_do_not_depend_on_micro_batches():
+    first, *others = [first_step({"model": MOE, "data": {"micro_batch": n}}) for n in (1, 2, 4)]
+    for found in others:
+        assert_equal(found["total_loss"], first["total_loss"])
+        assert_same_gradients(found["gradients"], first["gradients"])
+
+
+@known_bug(
+    "NVIDIA-NeMo/Automodel#3359",
+    "The balancing loss of experts entered each micro batch in full, and weighed more the more"
+    " gradients were accumulated.",
+    scale_router_losses(lambda rows: 4 / rows),
+)
+def router_losses_do_not_grow_with_accumulation():
+    assert_router_losses_do_not_depend_on_micro_batches()
+
+
+@known_bug(
+    "NVIDIA/Megatron-LM#5798",
+    "The balancing loss of sequences was divided by the rows of a micro batch once too often.",
+    scale_router_losses(lambda rows: 1 / rows),
+)
+def router_losses_do_not_shrink_with_the_rows_of_a_micro_batch():
+    assert_router_losses_do_not_depend_on_micro_batches()
+
+
+def average_the_z_loss_over_rows(patch):
+    original = CrossEntropy.build
+
+    def build(self, kernels):
+        return original(self.model_copy(update={"z_loss": self.z_loss * 16}), kernels)
+
+    patch.setattr(CrossEntropy, "build", build)
+
+
+@known_bug(
+    "allenai/OLMo#634",
+    "The z-loss was a mean over rows and not over tokens, too large by the tokens of a row.",
+    average_the_z_loss_over_rows,
+)
+def the_z_loss_is_a_mean_over_tokens():
+    parts = assembled(loss={"z_loss": 0.1})
+    batches = next(parts.loader.steps(0))
+    with torch.no_grad():
+        kept = torch.cat([batch.labels for batch in batches]) != IGNORED
+        logits = parts.model(torch.cat([batch.tokens for batch in batches])).double()
+        expected = 0.1 * logits.logsumexp(-1)[kept].square().mean()
+    found = parts.step.accumulate(batches)
+    assert_equal(found.total_loss - found.loss, expected)

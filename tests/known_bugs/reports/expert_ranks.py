@@ -1,5 +1,7 @@
 """Expert parallel: two ranks that divide the experts find what one process finds."""
 
+import torch
+
 from tests.known_bugs.catalogue import known_bug
 from tests.known_bugs.runs import (
     LATENT,
@@ -14,6 +16,7 @@ from trainer.engine.train import update
 from trainer.engine.train.balance import Balance
 from trainer.model_zoo.deepseek_v3 import model as deepseek_model
 from trainer.model_zoo.deepseek_v3.model import DeepSeekV3
+from trainer.model_zoo.layers.router import Router
 
 EXPERT = {"expert": 2, "shard": 2}
 GPT_OSS = {
@@ -218,3 +221,24 @@ def nothing_is_predicted_past_the_end_of_a_row():
     assert (nearest == batch.labels).all()
     assert (further[:, :-1] == batch.labels[:, 1:]).all()
     assert (further[:, -1] == IGNORED).all()
+
+
+def multiply_by_data_ranks(patch):
+    original = Router._balance_loss
+
+    def balance_loss(self, *args):
+        world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        return original(self, *args) * world
+
+    patch.setattr(Router, "_balance_loss", balance_loss)
+
+
+@known_bug(
+    "huggingface/transformers#48706",
+    "A loss over the labels of all ranks was multiplied by their number against DDP's average, and"
+    " the balancing loss, which was a mean already, with it.",
+    multiply_by_data_ranks,
+    world=2,
+)
+def router_losses_weigh_the_same_on_data_ranks():
+    assert_first_step_as_alone(2, {"replicate": 2, "shard": 1}, model=AUX)

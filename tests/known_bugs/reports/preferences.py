@@ -9,7 +9,7 @@ from tests.known_bugs.runs import assembled, assert_equal, data_of, enlarge
 from trainer.engine.data.batch import IGNORED
 from trainer.engine.tasks.preference import batch as pair_batches
 from trainer.engine.tasks.preference import criteria, rewards
-from trainer.engine.tasks.preference.pairs import Pairs
+from trainer.engine.tasks.preference.pairs import LOSS, Pairs
 
 WORDS = ["a", "bcd", "ef", "ghijkl", "mn", "opqr"]
 PAIRS = [
@@ -228,3 +228,20 @@ def the_reward_of_an_answer_is_that_of_its_last_token():
     margins = [chosen - rejected for chosen, rejected in list(pairwise(scores))[::2]]
     expected = -torch.nn.functional.logsigmoid(torch.cat(margins)).mean()
     assert_equal(parts.step.accumulate(batches).loss, expected)
+
+
+def report_the_sum(patch):
+    patch.setattr(Pairs, "mean_loss", lambda self, sums, counts: sums[LOSS])
+
+
+@known_bug(
+    "unslothai/unsloth#1619",
+    "The loss of preferences in the log was not divided by the pairs of a step.",
+    report_the_sum,
+)
+def the_loss_of_preferences_in_the_log_is_a_mean():
+    parts = comparing({"name": "dpo"})
+    parts.step.task.frozen.model.load_state_dict(parts.model.state_dict())
+    found = parts.step.accumulate(next(parts.loader.steps(0)))
+    # Of equal models every pair has the loss of a coin.
+    assert_equal(found.loss, torch.tensor(2.0).log())

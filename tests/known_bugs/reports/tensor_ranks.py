@@ -183,3 +183,18 @@ def outputs_that_all_tensor_ranks_compute_count_once():
     rows = [{"text": "ab" * (1 + n % 5), "label": "yes" if n % 3 else "no"} for n in range(12)]
     task = {"name": "sequence_classification", "labels": ["no", "yes"]}
     assert_first_step_as_alone(2, TENSOR, task=task, data=data_of("answers", rows))
+
+
+def leave_out_the_remainder(patch):
+    patch.setattr(tensor_parallel, "rows_per_rank", lambda rows, ranks: rows // ranks)
+
+
+@known_bug(
+    "huggingface/transformers#37051",
+    "A vocabulary that the tensor degree does not divide was cut into equal parts, and rows of the"
+    " head were lost.",
+    leave_out_the_remainder,
+    world=2,
+)
+def a_vocabulary_of_odd_size_is_whole_on_tensor_ranks():
+    assert_first_step_as_alone(2, TENSOR, model={"vocab_size": 323})
