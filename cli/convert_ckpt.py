@@ -16,7 +16,8 @@ import typer
 
 from ..engine.core.errors import RecipeError
 from ..engine.core.terminal import ProgressBar, is_terminal
-from .options import AsJson
+from ..engine.inference import inputs
+from .options import AsJson, Plugins
 from .table import echo
 
 if TYPE_CHECKING:
@@ -25,14 +26,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True, help="Convert checkpoints; the target appears when it is complete."
 )
-
-
-class DType(StrEnum):
-    """What the target's weights are cast to."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
-    FP16 = "fp16"
 
 
 class GgufType(StrEnum):
@@ -44,16 +37,9 @@ class GgufType(StrEnum):
     Q8_0 = "q8_0"
 
 
-class WeightsOption(StrEnum):
-    """Which weights of a checkpoint of ours."""
-
-    MODEL = "model"
-    EMA = "ema"
-
-
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="a file, a folder or a run")]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="must not exist")]
-Dtype = Annotated[DType | None, typer.Option(help="cast to this; default: kept")]
+Dtype = Annotated[inputs.Dtype | None, typer.Option(help="cast to this; default: kept")]
 GgufDtype = Annotated[GgufType | None, typer.Option(help="type of the matrices; default: kept")]
 RecipeFile = Annotated[
     Path | None, typer.Option("--recipe", help="TOML file that describes model and tokenizer")
@@ -66,10 +52,7 @@ Verify = Annotated[
 ]
 ShardSize = Annotated[str, typer.Option(help="largest file, such as 5GB or 500MB")]
 Which = Annotated[
-    WeightsOption, typer.Option("--weights", help="trained weights, or their average")
-]
-Plugin = Annotated[
-    list[str] | None, typer.Option(help="Python module that registers the model or tokenizer")
+    inputs.Weights, typer.Option("--weights", help="trained weights, or their average")
 ]
 
 
@@ -81,7 +64,7 @@ def hf2dcp(
     recipe: RecipeFile = None,
     tokenizer: TokenizerPath = None,
     verify: Verify = False,
-    plugin: Plugin = None,
+    plugin: Plugins = None,
     as_json: AsJson = False,
 ) -> None:
     """Hugging Face folder to a checkpoint of ours."""
@@ -94,11 +77,11 @@ def dcp2hf(
     target: Destination,
     dtype: Dtype = None,
     shard_size: ShardSize = "5GB",
-    weights: Which = WeightsOption.MODEL,
+    weights: Which = inputs.Weights.MODEL,
     recipe: RecipeFile = None,
     tokenizer: TokenizerPath = None,
     verify: Verify = False,
-    plugin: Plugin = None,
+    plugin: Plugins = None,
     as_json: AsJson = False,
 ) -> None:
     """Checkpoint of ours (or a run: its newest) to a Hugging Face folder."""
@@ -130,7 +113,7 @@ def torch2dcp(
     recipe: RecipeFile = None,
     tokenizer: TokenizerPath = None,
     verify: Verify = False,
-    plugin: Plugin = None,
+    plugin: Plugins = None,
     as_json: AsJson = False,
 ) -> None:
     """State dict of torch.save (our names, or Hugging Face's) to a checkpoint of ours."""
@@ -142,10 +125,10 @@ def dcp2torch(
     source: Source,
     target: Destination,
     dtype: Dtype = None,
-    weights: Which = WeightsOption.MODEL,
+    weights: Which = inputs.Weights.MODEL,
     recipe: RecipeFile = None,
     verify: Verify = False,
-    plugin: Plugin = None,
+    plugin: Plugins = None,
     as_json: AsJson = False,
 ) -> None:
     """Checkpoint of ours (or a run: its newest) to a state dict of torch.save."""
@@ -161,7 +144,7 @@ def hf2hf(
     dtype: Dtype = None,
     shard_size: ShardSize = "5GB",
     verify: Verify = False,
-    plugin: Plugin = None,
+    plugin: Plugins = None,
     as_json: AsJson = False,
 ) -> None:
     """Hugging Face folder to another, cast or split into files of another size."""
@@ -187,7 +170,7 @@ def dcp2gguf(
     source: Source,
     target: Destination,
     dtype: GgufDtype = None,
-    weights: Which = WeightsOption.MODEL,
+    weights: Which = inputs.Weights.MODEL,
     recipe: RecipeFile = None,
     tokenizer: TokenizerPath = None,
     verify: Verify = False,
@@ -206,7 +189,7 @@ def dcp2peft(
     base: Annotated[
         str | None, typer.Option(help="name or folder of the base model; default: run.init_from")
     ] = None,
-    plugin: Plugin = None,
+    plugin: Plugins = None,
     as_json: AsJson = False,
 ) -> None:
     """Adapters of a checkpoint of ours (or of a run: its newest) to a folder that PEFT loads."""
@@ -223,14 +206,14 @@ def _convert(
     conversion: str,
     source: Path,
     target: Path,
-    dtype: DType | GgufType | None,
+    dtype: inputs.Dtype | GgufType | None,
     recipe: Path | None,
     tokenizer: str | None,
     verify: bool,
     plugin: list[str] | None,
     as_json: bool,
     shard_size: str = "5GB",
-    weights: WeightsOption = WeightsOption.MODEL,
+    weights: inputs.Weights = inputs.Weights.MODEL,
 ) -> None:
     shard_bytes = _bytes(shard_size)
     from ..engine.conversion.convert import Options, convert

@@ -9,12 +9,23 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from ..engine.assemble.found_model import find_model
+from ..engine.assemble.found_model import FoundModel, find_model
 from ..engine.checkpoint.find import candidates
-from ..engine.core.errors import CheckpointError, EnvironmentFault, RecipeError
-from ..engine.inference.inputs import Dtype, Weights, find_data
+from ..engine.core.errors import CheckpointError, RecipeError
+from ..engine.inference import inputs
+from ..engine.inference.find_harness import import_harness, name_scores
 from ..engine.observe.metrics import replace_non_finite
-from .options import AsJson
+from .model_options import (
+    BatchSize,
+    DataPaths,
+    Dtype,
+    SeqLen,
+    SourceName,
+    SourceSettings,
+    TrainedModel,
+    Weights,
+)
+from .options import AsJson, Plugins
 from .ranks import NumProcesses, run_on_ranks
 from .table import echo, print_table
 
@@ -25,21 +36,13 @@ if TYPE_CHECKING:
 
 def evaluate(
     context: typer.Context,
-    checkpoint: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CHECKPOINT",
-            help="a checkpoint, a run directory (its newest), or a Hugging Face folder",
-        ),
-    ],
-    data: Annotated[
-        list[str] | None,
-        typer.Option(help="a file, folder or glob of text, .jsonl or .parquet; again for more"),
-    ] = None,
-    source: Annotated[str, typer.Option(help="a source by its name in recipes")] = "",
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a key of the source")
-    ] = None,
+    checkpoint: TrainedModel,
+    data: DataPaths = None,
+    source: SourceName = "",
+    settings: SourceSettings = None,
+    split: Annotated[
+        str, typer.Option(help="a split of the recipe; default: validation and all others")
+    ] = "",
     tasks: Annotated[
         str, typer.Option(help="tasks of lm-evaluation-harness, by commas (extra [eval])")
     ] = "",
@@ -51,66 +54,47 @@ def evaluate(
         int,
         typer.Option(min=0, max=2**53, help="only so many documents, rows or examples of a task"),
     ] = 0,
-    seq_len: Annotated[
-        int | None, typer.Option(min=1, max=2**24, help="tokens a row; default: as in training")
-    ] = None,
+    seq_len: SeqLen = None,
     stride: Annotated[
         int | None,
         typer.Option(
             min=1, max=2**24, help="tokens scored by each row of a long document; default: all"
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, max=2**16, help="rows computed together")] = 8,
-    weights: Annotated[
-        Weights, typer.Option(help='"ema": the averaged weights that [ema] keeps')
-    ] = Weights.MODEL,
-    dtype: Annotated[
-        Dtype | None, typer.Option(help="what to compute in; default: as in training")
-    ] = None,
-    plugin: Annotated[
-        list[str] | None, typer.Option(help="Python module that registers the model or tokenizer")
-    ] = None,
+    batch_size: BatchSize = 8,
+    weights: Weights = inputs.Weights.MODEL,
+    dtype: Dtype = None,
+    plugin: Plugins = None,
     every_checkpoint: Annotated[
         bool, typer.Option("--every-checkpoint", help="each checkpoint of a run, a row each")
     ] = False,
     nproc: NumProcesses = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a model on the validation split or on other data, and run tasks."""
-    request = _Request(find_data(data or [], source, settings or []), batch, limit, seq_len, stride)
-    if not tasks and (include_path is not None or num_fewshot is not None):
-        raise RecipeError("--include-path and --num-fewshot are for --tasks", "name tasks")
-    if not request.sources and not tasks and (seq_len is not None or stride is not None):
-        raise RecipeError(
-            "--seq-len and --stride do not change the rows of the validation split",
-            "name texts with --data or --source",
-        )
-    if tasks and (every_checkpoint or nproc > 1):
-        raise RecipeError("--tasks runs in one process, on one checkpoint", "leave the other out")
+    """Measure a model on the splits of the recipe or on other data, and run tasks."""
+    sources = inputs.find_data(data or [], source, settings or [])
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    request = _Request(
+        sources, split, batch_size, limit, seq_len, stride, names, include_path, num_fewshot
+    )
+    request.check(asks_tasks=bool(tasks))
     run_on_ranks(context, nproc)
-    paths = _list_checkpoints(checkpoint) if every_checkpoint else [checkpoint]
+    paths = candidates(checkpoint)[::-1] if every_checkpoint else [checkpoint]  # oldest first
+    if not paths:
+        raise CheckpointError(f"no checkpoint in {checkpoint}")
     # Errors come before torch is imported.
     found = [find_model(path, plugin or []) for path in paths]
-    from ..engine.inference.open import TIMEOUT_SECONDS, open_found
-    from ..engine.launch.environment import find_world
-    from ..engine.launch.group import pick_device, process_group
+    from ..engine.inference.open import join_ranks, open_found
 
-    world, reports = find_world(), list[dict[str, Any]]()
-    with process_group(world, pick_device(world), TIMEOUT_SECONDS):
+    reports = list[dict[str, Any]]()
+    with join_ranks() as world:
+        loaded = _load_tasks(request, found)
         for each in found:
             opened = open_found(each, weights=weights, dtype=dtype, world=world, is_sharded=True)
-            measured = [] if tasks and not request.sources else _measure(opened, request)
-            reports.append({**_about(opened, weights), "texts": measured, "tasks": {}})
-        if tasks:
-            reports[0]["tasks"] = _harness()(
-                opened,
-                [name.strip() for name in tasks.split(",") if name.strip()],
-                include_path=include_path,
-                num_fewshot=num_fewshot,
-                seq_len=seq_len or opened.recipe.data.seq_len,
-                batch_size=batch,
-                limit=limit,
-            )
+            only_tasks = names and not sources and not split
+            measured = [] if only_tasks else _measure(opened, request)
+            scores = _run_tasks(opened, loaded, request)
+            reports.append({**_about(opened, weights), "texts": measured, "tasks": scores})
     if world.rank == 0:
         _print_reports(reports, as_json=as_json, is_list=every_checkpoint)
 
@@ -119,51 +103,75 @@ class _Request(NamedTuple):
     """What is measured of each model."""
 
     sources: list[tuple[str, SourceConfig]]
+    split: str
     batch_size: int
     limit: int
     seq_len: int | None
     stride: int | None
+    tasks: list[str]
+    include_path: Path | None
+    num_fewshot: int | None
+
+    def check(self, *, asks_tasks: bool) -> None:
+        """Refuse options that do not go together."""
+        if asks_tasks and not self.tasks:
+            raise RecipeError("--tasks names no task")
+        if not self.tasks and (self.include_path is not None or self.num_fewshot is not None):
+            raise RecipeError("--include-path and --num-fewshot are for --tasks", "name tasks")
+        if self.sources and self.split:
+            raise RecipeError("--split names what the recipe holds out", "leave out --data")
+        has_length = self.seq_len is not None or self.stride is not None
+        if not self.sources and not self.tasks and has_length:
+            raise RecipeError(
+                "--seq-len and --stride do not change the rows of the validation split",
+                "name texts with --data or --source",
+            )
 
 
-def _list_checkpoints(path: Path) -> list[Path]:
-    """Return the checkpoints of a run, oldest first.
+def _load_tasks(request: _Request, models: Sequence[FoundModel]) -> dict[str, Any]:
+    """Load tasks with their data; empty: none are named.
 
     Raises:
-        CheckpointError: there are none.
+        RecipeError: a task does not exist, or a model predicts no texts.
+        EnvironmentFault: the harness is not installed, or data of a task cannot be read.
     """
-    if not (found := candidates(path)):
-        raise CheckpointError(f"no checkpoint in {path}")
-    return found[::-1]
+    if not request.tasks:
+        return {}
+    for each in models:
+        inputs.require_generation(each.recipe.model, each.recipe.task)
+    load, folder = import_harness().load_tasks, request.include_path
+    return load(request.tasks, folder, request.num_fewshot)  # type: ignore[no-any-return] # a module
+
+
+def _run_tasks(opened: OpenedModel, loaded: dict[str, Any], request: _Request) -> dict[str, Any]:
+    """Return the harness's results by task; empty: there are no tasks."""
+    if not loaded:
+        return {}
+    harness, seq_len = import_harness(), request.seq_len or opened.recipe.data.seq_len
+    model = harness.HarnessModel(opened.scorer, opened.tokenizer, seq_len, request.batch_size)
+    return harness.run_tasks(model, loaded, request.limit)  # type: ignore[no-any-return] # a module
 
 
 def _measure(opened: OpenedModel, request: _Request) -> list[dict[str, Any]]:
-    """Return the numbers of a model on the data, or on the validation split."""
-    from ..engine.inference.evaluate import measure_records, measure_task
-    from ..engine.inference.measure import measure_source, measure_validation
+    """Return the numbers of a model on the data, or on the splits of the recipe."""
+    from ..engine.inference.evaluate import measure_records, summarize_split
+    from ..engine.inference.measure import measure_source, open_splits
 
-    sources, batch_size, limit, seq_len, stride = request
-    if not opened.recipe.task.scores_texts:
-        if stride is not None:
-            raise RecipeError(
-                f'--stride has no meaning for the task "{opened.recipe.task.name}"', "leave it out"
-            )
-        if not sources:
-            return [measure_task(opened, batch_size=batch_size, limit=limit)]
-        sizes: Any = {"seq_len": seq_len, "batch_size": batch_size, "limit": limit}
-        return [measure_records(opened, each, name=name, **sizes) for name, each in sources]
+    sources, seq_len, stride = request.sources, request.seq_len, request.stride
+    sizes: Any = {"batch_size": request.batch_size, "limit": request.limit}
+    scores_texts = opened.recipe.task.scores_texts
+    if stride is not None and not scores_texts:
+        raise RecipeError(
+            f'--stride has no meaning for the task "{opened.recipe.task.name}"', "leave it out"
+        )
     if not sources:
-        whole = measure_validation(opened, batch_size=batch_size, limit=limit)
-        return [each.summary() for each in (whole, *whole.sources)]
+        splits = open_splits(opened, request.split)
+        return [row for each in splits for row in summarize_split(opened, each, **sizes)]
+    sizes["seq_len"] = seq_len
+    if not scores_texts:
+        return [measure_records(opened, each, name=name, **sizes) for name, each in sources]
     return [
-        measure_source(
-            opened,
-            each,
-            name=name,
-            seq_len=seq_len,
-            stride=stride,
-            batch_size=batch_size,
-            limit=limit,
-        ).summary()
+        measure_source(opened, each, name=name, stride=stride, **sizes).summary()
         for name, each in sources
     ]
 
@@ -182,7 +190,12 @@ def _print_reports(reports: Sequence[Mapping[str, Any]], *, as_json: bool, is_li
 
 def _print_checkpoints(reports: Sequence[Mapping[str, Any]]) -> None:
     """Print a row for each checkpoint and text."""
-    found = [(report["step"], each) for report in reports for each in report["texts"]]
+    found = [
+        (report["step"], each)
+        for report in reports
+        for each in (*report["texts"], {"name": "tasks", **name_scores(report["tasks"])})
+        if len(each) > 1  # there are tasks
+    ]
     rows = [(step, each["name"], _flatten(each)) for step, each in found]
     keys = list(dict.fromkeys(key for _, _, numbers in rows for key in numbers))
     table = [["STEP", "DATA", *(key.upper() for key in keys)]]
@@ -204,24 +217,7 @@ def _show(value: float | None) -> str:
     return "" if value is None else f"{value:.5g}"
 
 
-def _harness() -> Any:
-    """Return what runs tasks.
-
-    Raises:
-        EnvironmentFault: the harness is not installed.
-    """
-    try:
-        import lm_eval  # noqa: F401
-    except ImportError as error:
-        raise EnvironmentFault(
-            "--tasks needs lm-evaluation-harness", 'pip install "trainer[eval]"'
-        ) from error
-    from ..engine.inference.harness import run_tasks
-
-    return run_tasks
-
-
-def _about(opened: OpenedModel, weights: Weights) -> dict[str, Any]:
+def _about(opened: OpenedModel, weights: inputs.Weights) -> dict[str, Any]:
     from ..engine.precision.hardware import dtype_name
 
     return {

@@ -13,20 +13,16 @@ import typer
 from ..engine.assemble.found_model import find_model
 from ..engine.core.errors import RecipeError
 from ..engine.core.text.display import make_lines_printable
-from ..engine.inference.inputs import Weights, require_generation
+from ..engine.inference import inputs
 from ..engine.tokenizers.tokenizer import Tokenizer
+from .model_options import TrainedModel, Weights
+from .options import Plugins
 from .ranks import run_on_ranks
 
 
 def generate(
     context: typer.Context,
-    checkpoint: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CHECKPOINT",
-            help="a checkpoint, a run directory (its newest), or a Hugging Face folder",
-        ),
-    ],
+    checkpoint: TrainedModel,
     prompt: Annotated[
         list[str] | None, typer.Option(help="text to continue; give it again for several")
     ] = None,
@@ -56,12 +52,8 @@ def generate(
     truncate: Annotated[
         bool, typer.Option("--truncate", help="keep the end of a prompt that the model cannot read")
     ] = False,
-    plugin: Annotated[
-        list[str] | None, typer.Option(help="Python module that registers the model or tokenizer")
-    ] = None,
-    weights: Annotated[
-        Weights, typer.Option(help='"ema": the averaged weights that [ema] keeps')
-    ] = Weights.MODEL,
+    plugin: Plugins = None,
+    weights: Weights = inputs.Weights.MODEL,
     nproc: Annotated[
         int,
         typer.Option(
@@ -76,15 +68,11 @@ def generate(
         raise RecipeError("--prompt: not UTF-8")
     run_on_ranks(context, nproc)
     found = find_model(checkpoint, plugin or [])  # errors come before torch is imported
-    require_generation(found.recipe.model, found.recipe.task)
+    inputs.require_generation(found.recipe.model, found.recipe.task)
     from ..engine.inference.generate import generate as generate_texts
-    from ..engine.inference.open import TIMEOUT_SECONDS, open_found
-    from ..engine.launch.environment import find_world
-    from ..engine.launch.group import pick_device, process_group
+    from ..engine.inference.open import join_ranks, open_found
 
-    world = find_world()
-
-    with process_group(world, pick_device(world), TIMEOUT_SECONDS):
+    with join_ranks() as world:
         opened = open_found(found, weights=weights, world=world)
         starts, until = _apply_template(prompts, chat, opened.tokenizer) if chat else (prompts, [])
         texts = generate_texts(

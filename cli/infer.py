@@ -12,8 +12,19 @@ import typer
 
 from ..engine.assemble.found_model import FoundModel, find_model
 from ..engine.core.errors import RecipeError
-from ..engine.inference.inputs import Dtype, OnLong, Weights, find_data
-from .options import Force
+from ..engine.inference import inputs
+from ..engine.inference.prediction_file import PredictionFile, encode_line
+from .model_options import (
+    BatchSize,
+    DataPaths,
+    Dtype,
+    SeqLen,
+    SourceName,
+    SourceSettings,
+    TrainedModel,
+    Weights,
+)
+from .options import Force, Plugins
 from .ranks import NumProcesses, run_on_ranks
 
 if TYPE_CHECKING:
@@ -22,22 +33,10 @@ if TYPE_CHECKING:
 
 def infer(
     context: typer.Context,
-    run: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN",
-            help="a run directory (its newest checkpoint), a checkpoint, or a Hugging Face folder",
-        ),
-    ],
-    data: Annotated[
-        list[str] | None,
-        typer.Option(help="a file, folder or glob of .jsonl, .parquet or text; again for more"),
-    ] = None,
-    source: Annotated[str, typer.Option(help="a source by its name in recipes")] = "",
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="a key of the sources of the data"),
-    ] = None,
+    checkpoint: TrainedModel,
+    data: DataPaths = None,
+    source: SourceName = "",
+    settings: SourceSettings = None,
     output: Annotated[
         Path | None, typer.Option(help="a file, continued if it is there; default: standard output")
     ] = None,
@@ -45,51 +44,40 @@ def infer(
     echo: Annotated[
         list[str] | None, typer.Option(help="a field of the record to repeat; again for more")
     ] = None,
-    batch_size: Annotated[
-        int, typer.Option(min=1, max=2**16, help="records computed together on a rank")
-    ] = 8,
-    seq_len: Annotated[
-        int | None,
-        typer.Option(min=1, max=2**24, help="tokens of a record; default: as in training"),
-    ] = None,
+    batch_size: BatchSize = 8,
+    seq_len: SeqLen = None,
     on_long: Annotated[
-        OnLong | None, typer.Option(help="a longer record; default: as in training")
+        inputs.OnLong | None, typer.Option(help="a longer record; default: as in training")
     ] = None,
-    weights: Annotated[
-        Weights, typer.Option(help='"ema": the averaged weights that [ema] keeps')
-    ] = Weights.MODEL,
-    dtype: Annotated[
-        Dtype | None, typer.Option(help="what to compute in; default: as in training")
-    ] = None,
-    plugin: Annotated[
-        list[str] | None, typer.Option(help="Python module that registers what the run names")
-    ] = None,
+    weights: Weights = inputs.Weights.MODEL,
+    dtype: Dtype = None,
+    plugin: Plugins = None,
     nproc: NumProcesses = 1,
 ) -> None:
     """Predict records with the task of a run; lines have the order of the records."""
     if force and output is None:
         raise RecipeError("--force without --output", "name the file to begin again")
     run_on_ranks(context, nproc)
-    found = find_model(run, plugin or [])  # errors come before torch is imported
-    sources = find_data(data or [], source, settings or [])
+    found = find_model(checkpoint, plugin or [])  # errors come before torch is imported
+    sources = inputs.find_data(data or [], source, settings or [])
     if not sources:
         raise RecipeError("nothing to predict", "name records with --data or --source")
     from ..engine.inference.infer import InferOptions, open_records, predict
-    from ..engine.inference.open import TIMEOUT_SECONDS, open_found
-    from ..engine.launch.environment import find_world
-    from ..engine.launch.group import pick_device, process_group
+    from ..engine.inference.open import join_ranks, open_found
+    from ..engine.inference.score import gather_objects
 
-    world, recipe = find_world(), found.recipe
+    recipe = found.recipe
     options = InferOptions(
         batch_size, seq_len, on_long.value if on_long else None, tuple(echo or ())
     )
-    with process_group(world, pick_device(world), TIMEOUT_SECONDS):
+    with join_ranks() as world:
         tokenizer = recipe.tokenizer.build()
         records = [each for _, each in sources]
         batches = open_records((recipe.task, recipe.loss), recipe.data, tokenizer, records, options)
         origin = _describe_origin(found, batches, weights, dtype)
         with closing(_Target(output if world.rank == 0 else None, origin, replace=force)) as target:
-            num_done = _agree(target.num_lines) if world.world_size > 1 else target.num_lines
+            # Rank 0 alone has the file.
+            num_done = gather_objects(target.num_lines)[0]
             opened = open_found(found, weights=weights, dtype=dtype, world=world, is_sharded=True)
             target.write_all(predict(opened, batches, num_done), prints=world.rank == 0)
 
@@ -104,15 +92,11 @@ class _Target:
     """
 
     def __init__(self, path: Path | None, origin: dict[str, Any], *, replace: bool) -> None:
-        from ..engine.inference.prediction_file import PredictionFile
-
         self._file = None if path is None else PredictionFile(path, origin, replace=replace)
         self.num_lines = self._file.num_lines if self._file else 0
 
     def write_all(self, rows: Iterator[dict[str, Any]], *, prints: bool) -> None:
         """Write lines as they come."""
-        from ..engine.inference.prediction_file import encode_line
-
         for row in rows:
             if self._file:
                 self._file.write(row)
@@ -126,7 +110,7 @@ class _Target:
 
 
 def _describe_origin(
-    found: FoundModel, batches: RecordBatches, weights: Weights, dtype: Dtype | None
+    found: FoundModel, batches: RecordBatches, weights: inputs.Weights, dtype: inputs.Dtype | None
 ) -> dict[str, Any]:
     """Return what the lines of a file depend on."""
     from ..engine.assemble.frozen import fingerprint_folder, fingerprint_manifest
@@ -144,10 +128,3 @@ def _describe_origin(
         "on_long": batches.on_long,
         "echo": list(batches.echo),
     }
-
-
-def _agree(number: int) -> int:
-    """Return the number of rank 0, which alone has the file."""
-    from ..engine.inference.score import gather_objects
-
-    return gather_objects(number)[0]

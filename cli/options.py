@@ -19,6 +19,10 @@ Overrides = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="change one value, such as optimizer.lr=1e-4"),
 ]
 Force = Annotated[bool, typer.Option("--force", help="replace a file that is there")]
+Plugins = Annotated[
+    list[str] | None,
+    typer.Option("--plugin", help="Python module that registers the model or tokenizer"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,28 +49,43 @@ def open_splits(
     table = recipe.evaluate
     if not table.is_enabled:
         return []
-
-    def split(name: str, samples: NumberedSamples, rows: Data, steps: int) -> ValidationSplit:
-        batches = iterate_validation(samples, rows, steps, plan.data_rank, plan.degrees.data)
-        own = task.with_sources(samples.separate_labels)
-        return ValidationSplit(name, [take(batch) for batch in batches], own, metrics)
-
-    splits = []
+    found = []
     if validation is not None:
-        splits.append(split(VALIDATION, validation, recipe.data, table.steps))
-    for config in table.splits:
-        rows = table_of_split(config, recipe.data)
-        opened = recipe.task.build_data(replace(data, table=rows))
-        samples = opened.train.each_once()
-        if outputs:
-            named = NamedSamples(config.name, samples, rows, opened.fingerprint)
-            samples = outputs.attach(named, task.batch_class)
-        steps = table.steps if config.steps is None else config.steps
-        splits.append(split(config.name, samples, rows, steps))
+        found.append(NamedSamples(VALIDATION, validation, recipe.data, {}))
+    for named in open_further_splits(recipe, data):
+        samples = outputs.attach(named, task.batch_class) if outputs else named.samples
+        found.append(named._replace(samples=samples))
+    steps = {config.name: config.steps for config in table.splits if config.steps is not None}
+    splits = []
+    for name, samples, rows, _ in found:
+        most = steps.get(name, table.steps)
+        batches = iterate_validation(samples, rows, most, plan.data_rank, plan.degrees.data)
+        own = task.with_sources(samples.separate_labels)
+        splits.append(ValidationSplit(name, [take(batch) for batch in batches], own, metrics))
     return splits
 
 
-def table_of_split(split: EvaluationSplit, data: Data) -> Data:
+def open_further_splits(
+    recipe: Recipe, data: TaskData, names: Sequence[str] = ()
+) -> Iterator[NamedSamples]:
+    """Yield `[[evaluate.splits]]`, whose samples come once each.
+
+    Args:
+        recipe: the validated recipe.
+        data: what tasks open data with, for no run.
+        names: those that are opened; empty: all.
+
+    Raises:
+        DataError: a source cannot be read.
+    """
+    for config in recipe.evaluate.splits:
+        if not names or config.name in names:
+            rows = _table_of(config, recipe.data)
+            opened = recipe.task.build_data(replace(data, table=rows))
+            yield NamedSamples(config.name, opened.train.each_once(), rows, opened.fingerprint)
+
+
+def _table_of(split: EvaluationSplit, data: Data) -> Data:
     """Return the `[data]` table of a further split, whose sources are read whole."""
     given = {"seq_len": split.seq_len, "micro_batch": split.micro_batch}
     sources = [source.model_copy(update={"split": "train"}) for source in split.sources]

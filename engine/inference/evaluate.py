@@ -8,19 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from ..core.errors import DataError, RecipeError
-from ..corpus.checksums import ALONE
+from ..assemble.precomputed import NamedSamples
 from ..data.batch import Batch
 from ..data.loader import iterate_validation
+from ..observe.metrics import VALIDATION
 from ..sources.configs import SourceConfig
 from ..tasks.metrics.metric_set import MetricSet
-from ..tasks.tables import TaskData
 from ..train.evaluate import evaluate as run_evaluation
 from .infer import InferOptions, open_records
 from .inputs import find_texts
-from .measure import measure_source, measure_validation
+from .measure import measure_source, measure_split, open_splits
 from .open import OpenedModel
 
 
@@ -28,6 +25,7 @@ def evaluate(
     opened: OpenedModel,
     data: str | Path | None = None,
     *,
+    split: str = VALIDATION,
     seq_len: int | None = None,
     stride: int | None = None,
     batch_size: int = 8,
@@ -40,25 +38,25 @@ def evaluate(
 
     Args:
         opened: the result of `open_model`.
-        data: a file, folder or glob of text, .jsonl or .parquet; None is the validation split.
+        data: a file, folder or glob of text, .jsonl or .parquet; None is a split of the recipe.
+        split: the name of the split.
         seq_len: tokens a row of `data`; None takes that of training.
         stride: tokens scored by each row of a long document; None is all of them.
         batch_size: rows computed together.
         limit: the number of documents or rows to score; 0 is all.
 
     Raises:
-        RecipeError: there is no validation split, or the stride is longer than a row.
+        RecipeError: there is no such split, or the stride is longer than a row.
         DataError: the data cannot be read.
     """
+    if data is None:
+        (found,) = open_splits(opened, split)
+        return summarize_split(opened, found, batch_size=batch_size, limit=limit)[0]
     if not opened.recipe.task.scores_texts:
-        if data is None:
-            return measure_task(opened, batch_size=batch_size, limit=limit)
         source = find_texts(str(data))
         return measure_records(
             opened, source, name=str(data), seq_len=seq_len, batch_size=batch_size, limit=limit
         )
-    if data is None:
-        return measure_validation(opened, batch_size=batch_size, limit=limit).summary()
     return measure_source(
         opened,
         find_texts(str(data)),
@@ -70,37 +68,30 @@ def evaluate(
     ).summary()
 
 
-def measure_task(opened: OpenedModel, *, batch_size: int = 8, limit: int = 0) -> dict[str, Any]:
-    """Measure a task on the validation split of its recipe, as the evaluations of the run do.
+def summarize_split(
+    opened: OpenedModel, split: NamedSamples, *, batch_size: int = 8, limit: int = 0
+) -> list[dict[str, Any]]:
+    """Measure a split of the recipe as the evaluations of the run do; see `measure_split`.
 
-    Args:
-        opened: the model of a checkpoint.
-        batch_size: samples computed together on a rank.
-        limit: the number of samples to measure; 0 is all.
+    A split with a smaller micro batch than training's is computed with that at most.
 
     Returns:
-        `name`, `samples`, and the numbers of the task and of the metrics.
-
-    Raises:
-        RecipeError: the model is of a Hugging Face folder.
-        DataError: the recipe holds nothing out.
+        for a language model what `Measured.summary` returns of the split, and of each of several
+        sources; for another task `name`, `samples`, and the numbers of the task and its metrics.
     """
-    recipe, hint = opened.recipe, "name records with --data or --source"
-    if opened.step is None:
-        folder = f"{opened.path} is a Hugging Face folder, without a recipe that holds records out"
-        raise RecipeError(folder, hint)
-    rank, ranks = _rank(), _ranks()
-    settings = opened.data, opened.tokenizer, recipe.run.seed, ""
-    data = TaskData(*settings, ALONE, loss=recipe.loss)
-    split = recipe.task.build_data(data).validation
-    if split is None:
-        raise DataError("the recipe holds nothing out for validation", hint)
-    count = min(limit or split.rows_per_epoch, split.rows_per_epoch)
-    sizes = {"micro_batch": batch_size, "global_batch": max(count, ranks)}
-    table = opened.data.model_copy(update=sizes)
-    read = partial(iterate_validation, split, table, 1, rank, ranks)
-    numbers = _measure(opened, read, split.separate_labels)
-    return {"name": "validation split", "samples": count, **numbers}
+    if split.table.micro_batch < opened.data.micro_batch:  # its rows are too long for more
+        batch_size = min(batch_size, split.table.micro_batch)
+    if opened.recipe.task.scores_texts:
+        whole = measure_split(opened, split, batch_size=batch_size, limit=limit)
+        return [each.summary() for each in (whole, *whole.sources)]
+    assert opened.parts is not None, "stages share the model"
+    samples, plan = split.samples, opened.parts.plan
+    count = min(limit or samples.rows_per_epoch, samples.rows_per_epoch)
+    sizes = {"micro_batch": batch_size, "global_batch": max(count, plan.degrees.data)}
+    table = split.table.model_copy(update=sizes)
+    read = partial(iterate_validation, samples, table, 1, plan.data_rank, plan.degrees.data)
+    numbers = _measure(opened, read, samples.separate_labels)
+    return [{"name": f"{split.name} split", "samples": count, **numbers}]
 
 
 def measure_records(
@@ -112,7 +103,7 @@ def measure_records(
     batch_size: int = 8,
     limit: int = 0,
 ) -> dict[str, Any]:
-    """Measure a task on the labelled records of a source; see `measure_task`.
+    """Measure a task on the labelled records of a source; see `summarize_split`.
 
     Raises:
         RecipeError: the source has no records of the task.
@@ -152,11 +143,3 @@ def _measure(
     )
     model.eval()
     return numbers
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1

@@ -79,7 +79,7 @@ def generate(
     )
 
 
-@torch.inference_mode()
+@torch.no_grad()  # what FSDP gathers in inference mode could not be trained with later
 def continue_rows(
     model: LanguageModel,
     tokenizer: Tokenizer,

@@ -128,7 +128,7 @@ def predict(
     for dealt in batches.deal(first):
         found = _predict_batch(opened, parts, task, dealt.batch)
         rows = [_describe(record, found, opened) for record in dealt.records]
-        for rank_rows in gather_objects(rows) if batches.ranks > 1 else [rows]:
+        for rank_rows in gather_objects(rows):
             yield from rank_rows[left_out:]
             left_out = max(left_out - len(rank_rows), 0)
 

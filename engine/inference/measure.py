@@ -11,19 +11,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.errors import DataError, RecipeError
+from ..assemble.precomputed import NamedSamples
+from ..assemble.splits import open_further_splits
+from ..core.errors import DataError, RecipeError, nearest
 from ..corpus.cache import default_cache
+from ..corpus.checksums import ALONE
 from ..corpus.prepare import open_source
 from ..data.batch import IGNORED, Batch, TokenBatch
-from ..data.dataset import open_data
 from ..data.loader import iterate_validation
+from ..observe.metrics import VALIDATION
 from ..sources.configs import DocumentSource, SourceConfig
 from ..sources.documents import DocumentFault
 from ..tasks.language_modeling.next_token import perplexity
+from ..tasks.tables import TaskData
 from ..tokenizers.byte_tokenizer import begin_id, context_id, count_text_bytes
 from ..tokenizers.tokenizer import MaskedDocument, Tokenizer
 from .open import OpenedModel
-from .score import ScoredWindow, score_batches, score_windows, windows
+from .score import ScoredWindow, windows
 
 
 @dataclass
@@ -151,7 +155,7 @@ def measure_source(
             measured.count_text(document.text, document.num_bytes)
             yield from windows(document.tokens, seq_len, stride, counted=document.counted)
 
-    for _, score in score_windows(opened.model, rows(), batch_size):
+    for _, score in opened.scorer.score_windows(rows(), batch_size):
         measured.nll += score.nll
         measured.tokens += score.num_tokens
     if not measured.tokens:
@@ -159,38 +163,55 @@ def measure_source(
     return measured
 
 
-def measure_validation(opened: OpenedModel, *, batch_size: int = 8, limit: int = 0) -> Measured:
-    """Score the rows of the recipe's validation split, as the evaluations of the run do.
+def open_splits(opened: OpenedModel, name: str = "") -> list[NamedSamples]:
+    """Return what the recipe holds out, and its further splits.
 
     Args:
         opened: the model of a checkpoint.
-        batch_size: rows computed together.
-        limit: the number of rows to score; 0 is all.
+        name: the split alone that is returned; empty: all.
 
     Raises:
-        RecipeError: the model is of a Hugging Face folder.
+        RecipeError: the model is of a Hugging Face folder, or the recipe has no such split.
         DataError: the recipe holds nothing out.
     """
+    recipe, hint = opened.recipe, "name texts or records with --data or --source"
     if opened.step is None:
-        raise RecipeError(
-            f"{opened.path} is a Hugging Face folder, without a recipe that holds texts out",
-            "name texts with --data or --source, or --tasks",
-        )
-    recipe = opened.recipe
-    table = recipe.data.padded  # each row with a place of its own for its scores
-    split = open_data(table, opened.tokenizer, recipe.run.seed).validation
-    if split is None:
-        raise DataError(
-            "the recipe holds nothing out for validation", "name texts with --data or --source"
-        )
-    count = min(limit or split.rows_per_epoch, split.rows_per_epoch)
+        folder = f"{opened.path} is a Hugging Face folder, without a recipe that holds data out"
+        raise RecipeError(folder, hint)
+    known = [VALIDATION, *(each.name for each in recipe.evaluate.splits)]
+    if name and name not in known:
+        hint = nearest(name, known) or f"known: {', '.join(known)}"
+        raise RecipeError(f'the recipe has no split "{name}"', hint)
+    data = TaskData(opened.data, opened.tokenizer, recipe.run.seed, "", ALONE, loss=recipe.loss)
+    recipe = recipe.model_copy(update={"data": opened.data})
+    held_out = recipe.task.build_data(data).validation if name in ("", VALIDATION) else None
+    splits = [NamedSamples(VALIDATION, held_out, opened.data, {})] if held_out is not None else []
+    splits += open_further_splits(recipe, data, [name] * bool(name))
+    if not splits:
+        raise DataError("the recipe holds nothing out for validation", hint)
+    return splits
+
+
+def measure_split(
+    opened: OpenedModel, split: NamedSamples, *, batch_size: int = 8, limit: int = 0
+) -> Measured:
+    """Score the rows of a split of the recipe, as the evaluations of the run do.
+
+    Args:
+        opened: the model of a checkpoint.
+        split: one of `open_splits`.
+        batch_size: rows computed together.
+        limit: the number of rows to score; 0 is all.
+    """
+    samples, title = split.samples, f"{split.name} split"
+    count = min(limit or samples.rows_per_epoch, samples.rows_per_epoch)
     batch_size = min(batch_size, count)
-    table = table.model_copy(update={"micro_batch": batch_size, "global_batch": batch_size})
-    names = split.separate_labels or ("",)
-    sources = [Measured(f"validation split, {name}") for name in names]
+    table = split.table.model_copy(update={"micro_batch": batch_size, "global_batch": batch_size})
+    names = samples.separate_labels or ("",)
+    sources = [Measured(f"{title}, {name}") for name in names]
     left, ids = count, [np.empty(0, np.int64)] * len(sources)
-    batches = iterate_validation(split, table, -(-count // batch_size), 0, 1)
-    scored = score_batches(opened.model, _leave_out(batches, count))
+    batches = iterate_validation(samples, table, -(-count // batch_size), 0, 1)
+    scored = opened.scorer.score_batches(_leave_out(batches, count))
     for batch, scores in scored:
         which = [0] * len(batch.labels) if batch.sources is None else batch.sources.tolist()
         rows = zip(which, batch.labels, scores, strict=True)
@@ -207,7 +228,7 @@ def measure_validation(opened: OpenedModel, *, batch_size: int = 8, limit: int =
         left = max(0, left - len(batch.labels))
     for source, rest in enumerate(ids):
         sources[source].count_tokens(opened.tokenizer, rest.tolist())
-    return _add_sources("validation split", sources)
+    return _add_sources(title, sources)
 
 
 def _leave_out(batches: Iterable[Batch], count: int) -> Iterator[tuple[TokenBatch, TokenBatch]]:

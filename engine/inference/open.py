@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -20,8 +21,8 @@ from ..checkpoint.state import model_state
 from ..core.errors import CheckpointError, RecipeError
 from ..data.tables import Data
 from ..formats.hf_load import load_huggingface
-from ..launch.environment import World
-from ..launch.group import pick_device
+from ..launch.environment import World, find_world
+from ..launch.group import pick_device, process_group
 from ..lora.adapter_weights import merge_adapters
 from ..parallel.axis import ParallelModel
 from ..parallel.materialize import materialize
@@ -34,6 +35,7 @@ from ..tasks.frozen import FrozenModel, base_alone
 from ..tasks.task import Task
 from ..tokenizers.tokenizer import Tokenizer
 from .inputs import Dtype, Weights
+from .score import TextScorer
 
 TIMEOUT_SECONDS = 600.0
 """process-group timeout of ranks that generate together"""
@@ -79,6 +81,12 @@ class OpenedModel:
     def data(self) -> Data:
         """The recipe's `[data]`, with rows that are padded instead of ragged."""
         return self.recipe.data.padded
+
+    @property
+    def scorer(self) -> TextScorer:
+        """What scores texts with the model, on all ranks together."""
+        assert self.parts is not None, "stages share the model"
+        return TextScorer(self.model, self.parts.plan, self.parts.built.kernels.vocabulary)
 
     def build_task(self, *, with_frozen: bool = True) -> tuple[OpenedParts, Task[Any]]:
         """Return the parts of the model, and the task of the recipe for it.
@@ -192,6 +200,14 @@ def open_found(
         return OpenedModel(pipelined, tokenizer, found.path, step, recipe)
     parts = OpenedParts(built, ready, plan)
     return OpenedModel(model, tokenizer, found.path, step, recipe, parts)
+
+
+@contextmanager
+def join_ranks() -> Iterator[World]:
+    """Join the ranks that compute with a model together, and give this process's place."""
+    world = find_world()
+    with process_group(world, pick_device(world), TIMEOUT_SECONDS):
+        yield world
 
 
 def learns_from_base(recipe: Recipe) -> bool:

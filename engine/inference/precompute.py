@@ -25,7 +25,7 @@ from ..assemble.precomputed import (
     open_outputs,
     without_outputs,
 )
-from ..assemble.splits import table_of_split
+from ..assemble.splits import open_further_splits
 from ..core.errors import DataError, EnvironmentFault, RecipeError
 from ..core.files import delete_folder
 from ..core.text.display import describe_changes
@@ -207,10 +207,8 @@ def _list_splits(recipe: Recipe, data: TaskData) -> Iterator[NamedSamples]:
     """Yield all samples that a run reads."""
     given = replace(data, loss=recipe.loss)
     yield from name_samples(recipe.task.build_data(given), recipe.data)
-    for config in recipe.evaluate.splits if recipe.evaluate.is_enabled else ():
-        table = table_of_split(config, recipe.data)
-        opened = recipe.task.build_data(replace(given, table=table))
-        yield NamedSamples(config.name, opened.train, table, opened.fingerprint)
+    if recipe.evaluate.is_enabled:
+        yield from open_further_splits(recipe, given)
 
 
 def _write(

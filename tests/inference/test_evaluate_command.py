@@ -13,6 +13,10 @@ from trainer.engine.inference.inputs import Weights
 from trainer.engine.inference.open import open_model
 
 TEXT = "def naïve(x):\n    return [x * i for i in range(10)]  # ü\n"
+SPLIT = (
+    'evaluate.splits=[{name="short",seq_len=16,micro_batch=1,'
+    'sources=[{name="synthetic",num_documents=20}]}]'
+)
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +26,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run with an average, whose every evaluation reads the whole validation split."""
+    """A run with an average and a further split, whose every evaluation reads both whole."""
     folder = tmp_path_factory.mktemp("run") / "run"
     recipe = write_recipe(folder, steps=6)
-    settings = ["ema.decay=0.8", "evaluate.steps=1000", "precision.compute=fp32"]
+    settings = ["ema.decay=0.8", "evaluate.steps=1000", "precision.compute=fp32", SPLIT]
     assert finish(start(recipe, overrides=settings)) == [0]
     return folder
 
@@ -42,21 +46,35 @@ def command(capsys):
     return command
 
 
-def test_validation_split_has_the_loss_of_the_runs_own_evaluation(run, command):
+def test_splits_have_the_losses_of_the_runs_own_evaluation(run, command):
     code, out, _ = command("evaluate", run / "run", "--weights", "ema", "--json", "--batch", 3)
     assert code == 0
     found = json.loads(out)
-    (split,) = found["texts"]
-    (row,) = rows(run, "eval")
-    assert split["token"]["loss"] == pytest.approx(row["loss"], rel=1e-6)
-    assert split["token"]["perplexity"] == pytest.approx(row["perplexity"], rel=1e-5)
+    assert [each["name"] for each in found["texts"]] == ["validation split", "short split"]
+    evaluated = rows(run, "eval")
+    for split, row in zip(found["texts"], evaluated, strict=True):
+        assert split["token"]["loss"] == pytest.approx(row["loss"], rel=1e-6)
+        assert split["token"]["perplexity"] == pytest.approx(row["perplexity"], rel=1e-5)
     assert (found["step"], found["weights"], found["dtype"]) == (6, "ema", "fp32")
-    _, out, _ = command("evaluate", run / "run", "--json")
+    _, out, _ = command("evaluate", run / "run", "--split", "validation", "--json")
     (other,) = json.loads(out)["texts"]
-    assert other["token"]["count"] == split["token"]["count"]
-    assert abs(other["token"]["loss"] - row["loss"]) > 1e-4, "the last weights are others"
-    _, out, _ = command("evaluate", run / "run", "--limit", 2)
-    assert out.startswith("validation split: 2 texts")
+    assert other["token"]["count"] == found["texts"][0]["token"]["count"]
+    assert abs(other["token"]["loss"] - evaluated[0]["loss"]) > 1e-4, "the last weights are others"
+    _, out, _ = command("evaluate", run / "run", "--limit", 2, "--split", "short")
+    assert out.startswith("short split: 2 texts")
+
+
+@pytest.mark.matrix
+def test_splits_of_every_checkpoint_are_measured_on_several_ranks(run, capfd):
+    for ranks in (1, 2):
+        words = ["evaluate", str(run / "run"), "--every-checkpoint", "--json", f"--nproc={ranks}"]
+        with pytest.raises(SystemExit) as stop:
+            main([*words, "--weights", "ema"])
+        assert not stop.value.code
+        (*_, last) = json.loads(capfd.readouterr().out)["checkpoints"]
+        losses = [each["token"]["loss"] for each in last["texts"]]
+        expected = [row["loss"] for row in rows(run, "eval")]
+        assert losses == pytest.approx(expected, rel=1e-6)
 
 
 def test_averaged_weights_are_what_the_checkpoint_holds(run):
@@ -78,6 +96,8 @@ def test_bad_input_is_refused_with_what_to_do(run, folder, command, tmp_path):
         ("--limit", 10**30): (2, "--limit"),
         ("--seq-len", 8): (2, "the validation split"),
         ("--num-fewshot", 1): (2, "are for --tasks"),
+        ("--split", "shrt"): (2, 'did you mean "short"?'),
+        ("--split", "short", "--data", text): (2, "--split names"),
         ("--data", text, "--stride", 99, "--seq-len", 8): (2, "--stride 99"),
         ("--source", "jsonl", "--set", f"path={text}"): (4, "a.txt:1"),
     }

@@ -17,7 +17,7 @@ from lm_eval.tasks import TaskManager
 from tests.conversion.models import hf_folder
 from trainer.cli.main import main
 from trainer.engine.core.errors import RecipeError
-from trainer.engine.inference.harness import HarnessModel, run_tasks
+from trainer.engine.inference.harness import HarnessModel, load_tasks, run_tasks
 from trainer.engine.inference.inputs import Dtype
 from trainer.engine.inference.open import open_model
 
@@ -65,7 +65,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ours(folder):
-    return HarnessModel(open_model(folder, dtype=Dtype.FP32), SEQ_LEN, 4)
+    opened = open_model(folder, dtype=Dtype.FP32)
+    return HarnessModel(opened.scorer, opened.tokenizer, SEQ_LEN, 4)
 
 
 @pytest.fixture(scope="module")
@@ -144,15 +145,7 @@ def test_tasks_have_the_results_of_the_harness_own_model(ours, theirs, tasks, fo
         bootstrap_iters=0,
         log_samples=False,
     )["results"]
-    found = run_tasks(
-        open_model(folder, dtype=Dtype.FP32),
-        list(TASKS),
-        include_path=tasks,
-        num_fewshot=None,
-        seq_len=SEQ_LEN,
-        batch_size=4,
-        limit=0,
-    )
+    found = run_tasks(ours, load_tasks(list(TASKS), tasks, None), 0)
     compared = 0
     for task, metrics in expected.items():
         for name, value in metrics.items():
@@ -178,10 +171,7 @@ def test_command_prints_the_results(folder, tasks, capfd):
 @pytest.mark.matrix  # the harness looks through all of its thousands of tasks
 def test_an_unknown_task_is_refused_with_the_nearest_name(tasks):
     with pytest.raises(RecipeError) as error:
-        run_tasks(
-            None, ["chose"], include_path=tasks,
-            num_fewshot=None, seq_len=8, batch_size=1, limit=0,
-        )  # fmt: skip
+        load_tasks(["chose"], tasks, None)
     assert 'did you mean "choose"?' in error.value.render()
 
 
@@ -201,7 +191,7 @@ def test_a_faulty_task_and_a_missing_folder_are_told(folder, tasks, tmp_path, ca
     bad = {
         ("faulty", tmp_path): "the tasks cannot be run: UndefinedError: 'nothing' is undefined",
         (",", tmp_path): "--tasks names no task",
-        ("faulty", tmp_path / "nix"): f"--include-path {tmp_path / 'nix'}: no such folder",
+        ("faulty", tmp_path / "nix"): f"{tmp_path / 'nix'}: no such folder of tasks",
     }
     for (names, place), message in bad.items():
         with pytest.raises(SystemExit) as stop:

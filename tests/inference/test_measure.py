@@ -14,7 +14,7 @@ from trainer.engine.corpus.configs import TokensSource
 from trainer.engine.corpus.store import StoreWriter
 from trainer.engine.corpus.tokenise import make_chunk
 from trainer.engine.inference.inputs import Dtype
-from trainer.engine.inference.measure import measure_source, measure_validation
+from trainer.engine.inference.measure import measure_source, measure_split, open_splits
 from trainer.engine.inference.open import open_model
 from trainer.engine.inference.score import windows
 from trainer.engine.recipe.schema import Recipe
@@ -212,7 +212,7 @@ def test_rows_of_the_validation_split_cut_no_word_and_no_character(
     data = {"seq_len": 5, "packing": "concat", "sources": sources}
     recipe = Recipe.model_validate({"data": data})
     of_bytes = replace(opened, step=1, recipe=recipe, tokenizer=ByteTokenizer())
-    found = measure_validation(of_bytes, batch_size=batch_size)
+    found = measure_split(of_bytes, open_splits(of_bytes)[0], batch_size=batch_size)
     stream = [token for text in texts for token in (*text.encode(), None)]
     scored = stream[1 : 1 + (len(stream) - 1) // 5 * 5]
     assert found.tokens == len(scored)

@@ -9,7 +9,7 @@ from tests.train.moe_family import layers_of, moe_recipe
 from tests.train.plans import BASE, assembled, recipe_with
 from trainer import train
 from trainer.engine.data.batch import IGNORED
-from trainer.engine.inference.measure import measure_validation
+from trainer.engine.inference.measure import measure_split, open_splits
 from trainer.engine.inference.open import open_model
 from trainer.engine.train.evaluate import validate
 
@@ -100,5 +100,6 @@ def test_rows_of_a_run_and_an_evaluation_of_its_checkpoint_agree(tmp_path):
     assert all(row["total_loss"] > row["loss"] + 1 for row in rows)
     assert rows[0]["loss"] == plain.rows[0]["loss"] == plain.rows[0]["total_loss"]
     validation = [row["loss"] for row in regularised.rows if row["kind"] == "eval"][-1]
-    measured = measure_validation(open_model(regularised.directory), batch_size=4)
+    opened = open_model(regularised.directory)
+    measured = measure_split(opened, open_splits(opened)[0], batch_size=4)
     assert validation == pytest.approx(measured.per("token")["loss"], rel=1e-5)

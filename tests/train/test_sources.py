@@ -12,7 +12,7 @@ from tests.distributed import run_ranks
 from tests.train.plans import BASE, assembled, recipe_with
 from trainer import train
 from trainer.engine.data.batch import IGNORED
-from trainer.engine.inference.measure import measure_validation
+from trainer.engine.inference.measure import measure_split, open_splits
 from trainer.engine.inference.open import open_model
 from trainer.engine.observe.numbers import to_floats
 from trainer.engine.recipe.changes import resume_policy
@@ -118,7 +118,8 @@ def test_rows_have_each_source_and_a_step_without_one_leaves_it_out(folder, tmp_
     (row,) = [row for row in rows if row["kind"] == "eval"]
     low, high = sorted([row["loss/small"], row["loss/1.jsonl"]])
     assert low < row["loss"] < high
-    measured = measure_validation(open_model(tmp_path / "run"), batch_size=3)
+    opened = open_model(tmp_path / "run")
+    measured = measure_split(opened, open_splits(opened)[0], batch_size=3)
     assert measured.per("token")["loss"] == pytest.approx(row["loss"], rel=1e-5)
     for source, label in zip(measured.sources, ("small", "1.jsonl"), strict=True):
         assert source.name == f"validation split, {label}"

@@ -107,11 +107,14 @@ def keys_called(word: str) -> list[Key]:
     if word == EXTENDS.key:
         return [EXTENDS]
     word = ".".join(part for part in word.split(".") if not part.isdigit())
+    owner, _, key = word.rpartition(".")
+    # The owner first: to describe the keys of all tables takes long.
     return [
         _key(section, field)
         for section in sections()
+        if owner in _owner_names(section)
         for field in section.fields()
-        if word in (f"{name}.{field.key}" for name in _owner_names(section))
+        if field.key == key
     ]
 
 
