@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -21,9 +22,7 @@ def import_harness() -> ModuleType:
         raise EnvironmentFault(
             "tasks need lm-evaluation-harness", 'pip install "trainer[eval]"'
         ) from error
-    from . import harness
-
-    return harness
+    return import_module(".harness", __package__)
 
 
 def name_scores(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
