@@ -1,5 +1,6 @@
 """`from trainer import ...` does what the command line does."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,9 +12,21 @@ import pytest
 import torch
 
 import trainer
+from tests.distributed import CONTEXT
 from tests.docs.blocks import blocks
-from trainer import assemble, convert, evaluate, generate, load_recipe, open_model, train
+from tests.train.processes import finish
+from trainer import (
+    assemble,
+    convert,
+    evaluate,
+    generate,
+    joined_ranks,
+    load_recipe,
+    open_model,
+    train,
+)
 from trainer.engine.core.errors import DataError, RecipeError, TrainerError
+from trainer.engine.launch.child import rank_environment
 from trainer.engine.launch.environment import ATTEMPT, STORE
 from trainer.engine.observe.metrics import read
 
@@ -155,42 +168,38 @@ def test_importing_loads_no_torch_until_it_is_needed(recipe_file):
     assert done.stdout.split() == ["0", "False", "False"], done.stderr
 
 
-RANKS = """
-import sys
-from trainer import assemble, joined_ranks, load_recipe, train
-from trainer.engine.core.errors import TrainerError
-
-recipe = load_recipe("small.toml", {"run.name": "two", "run.steps": 6})
-try:
-    assemble(recipe)
-except TrainerError as error:
-    assert "joined_ranks" in error.hint
-with joined_ranks(recipe) as world:
-    parts = assemble(recipe)
-    batches = parts.loader.steps(0)
-    for number in range(6):
-        gradients = parts.step.accumulate(next(batches))
-        parts.step.update(recipe.schedule.factor(number, 6))
-        parts.step.clear()
-        print(gradients.loss.item())
-    train(recipe)
-"""
+def train_as_a_rank(environment, folder):
+    """Train on a rank by a loop of its own and by `train`; write the losses of the former."""
+    os.environ.update(environment)
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    recipe = load_recipe("small.toml", {"run.name": "two", "run.steps": 6})
+    with pytest.raises(TrainerError) as caught:
+        assemble(recipe)
+    assert "joined_ranks" in caught.value.hint
+    losses = []
+    with joined_ranks(recipe):
+        parts = assemble(recipe)
+        batches = parts.loader.steps(0)
+        for number in range(6):
+            gradients = parts.step.accumulate(next(batches))
+            parts.step.update(recipe.schedule.factor(number, 6))
+            parts.step.clear()
+            losses.append(gradients.loss.item())
+        train(recipe)
+    Path(f"losses-{environment['RANK']}.json").write_text(json.dumps(losses))
 
 
 def test_two_ranks_are_joined_once_for_assembling_and_training(recipe_file):
-    processes = []
+    folder, processes = recipe_file.parent, []
     for rank in range(2):
-        ranks = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
-        environment = os.environ | {name: str(value) for name, value in ranks.items()}
-        environment |= {STORE: str(recipe_file.parent / "store"), ATTEMPT: "0"}
-        environment |= {"PYTHONPATH": str(ROOT / ".dev"), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-P", "-c", RANKS]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        processes.append(subprocess.Popen(command, env=environment, **pipes))
-    texts = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], texts
-    own = [float(line) for line in texts[1][0].split()]
-    rows = read(recipe_file.parent / "runs/two/metrics.jsonl")
+        environment = rank_environment(os.environ, rank, 2)
+        environment |= {STORE: str(folder / "store"), ATTEMPT: "0"}
+        processes.append(CONTEXT.Process(target=train_as_a_rank, args=(environment, folder)))
+        processes[-1].start()
+    assert finish(processes, 120) == [0, 0]
+    own = json.loads((folder / "losses-1.json").read_text())
+    rows = read(folder / "runs/two/metrics.jsonl")
     assert own == [row["loss"] for row in rows if row["kind"] == "train"]
     assert len(own) == 6
 
