@@ -176,7 +176,11 @@ def _compare_settings(settings: Mapping[str, Any], config: ModelConfig) -> tuple
     The hint is empty where neither keys of `[model]` nor another library would help.
     """
     layout = config.layout
-    there, here = config.flatten_hf(settings), config.flatten_hf(config.hf_config())
+    expected = config.hf_config()
+    if not settings.get("model_type") and "model_type" in expected:
+        # Without a type, keys mean what they mean for the one that is expected.
+        settings = {**settings, "model_type": expected["model_type"]}
+    there, here = config.flatten_hf(settings), config.flatten_hf(expected)
     not_done = find_unsupported(there, config.name, layout)
     differing = [
         (ours, here.get(key), there[key], "says" if key.split(".")[0] in settings else "means")

@@ -102,6 +102,7 @@ def test_both_spellings_of_rotary_settings_are_understood(tmp_path: Path) -> Non
             "another library",
         ),
         ({"hidden_act": "gelu"}, 'hidden_act = "gelu"', "another library"),
+        ({"model_type": None, "mlp_bias": True}, "mlp_bias = true (biases in", "another library"),
         (
             {"rope_scaling": {"type": "yarn", "factor": 2}},
             'rope_type = "yarn" (how rotary frequencies are scaled), model "llama3" does "def',
