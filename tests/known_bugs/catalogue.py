@@ -31,7 +31,7 @@ SUBJECTS = {
     "data_order": "The order of data",
     "inputs": "Packing, masks, random numbers",
     "chats": "Conversations",
-    "weights": "Adapters, conversions, positions",
+    "weights": "Saved, converted and merged weights, positions",
     "tasks": "Classification, distillation",
     "preferences": "Preferences and rewards",
 }

@@ -12,6 +12,7 @@ from trainer.engine.parallel.context import ring
 from trainer.engine.parallel.context.context import ContextParallel
 from trainer.engine.parallel.plan import Plan
 from trainer.engine.tasks.language_modeling.next_token import NextToken
+from trainer.model_zoo.layers.attention import GroupedQueryAttention
 
 CONTEXT = {"context": 2, "shard": 1}
 RING = {**CONTEXT, "context_exchange": "ring"}
@@ -173,3 +174,57 @@ def keep_the_first_sums(patch):
 )
 def gradients_of_the_ring_divide_by_the_sums_over_all_keys():
     assert_first_step_as_alone(2, RING)
+
+
+def see_all_documents(patch):
+    original = NextToken.arguments
+
+    def arguments(self, batch):
+        found = original(self, batch)
+        is_shared = torch.distributed.is_initialized()
+        return {**found, "document_ids": None} if is_shared else found
+
+    patch.setattr(NextToken, "arguments", arguments)
+
+
+@known_bug(
+    "huggingface/trl#6843",
+    "Context parallelism took every mask for a causal one, and packed documents attended to those"
+    " before them.",
+    see_all_documents,
+    world=2,
+)
+def packed_documents_stay_apart_on_context_ranks():
+    assert_first_step_as_alone(2, CONTEXT, data={"packing": "documents"})
+
+
+WINDOWS = {
+    "name": "gpt_oss",
+    "dim": 16,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "head_dim": 4,
+    "window": 3,
+    "moe": {"num_experts": 2, "experts_per_token": 2, "expert_ffn_dim": 8},
+}
+
+
+def see_the_whole_row(patch):
+    original = GroupedQueryAttention.__init__
+
+    def init(self, *args, window=None, **options):
+        is_shared = torch.distributed.is_initialized()
+        original(self, *args, window=None if is_shared else window, **options)
+
+    patch.setattr(GroupedQueryAttention, "__init__", init)
+
+
+@known_bug(
+    "huggingface/accelerate#4177",
+    "Layers that see a window of the row saw all of it once ranks shared sequences.",
+    see_the_whole_row,
+    world=2,
+)
+def windows_stay_narrow_on_context_ranks():
+    assert_first_step_as_alone(2, CONTEXT, model=WINDOWS)

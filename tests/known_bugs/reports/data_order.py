@@ -2,10 +2,12 @@
 
 import numpy as np
 
+from tests.known_bugs import runs
 from tests.known_bugs.catalogue import known_bug
 from tests.known_bugs.ranks import on_ranks
 from tests.known_bugs.reports.resume import RUN
 from tests.known_bugs.runs import assembled
+from trainer.engine.assemble import assemble as assembling
 from trainer.engine.data.loader import Loader
 from trainer.engine.parallel.plan import Plan
 
@@ -88,3 +90,26 @@ def ranks_together_read_the_rows_of_one():
         expected = sorted(tuple(row) for each in next(alone) for row in each.tokens.tolist())
         found = [tuple(r) for rank in ranks for each in next(rank) for r in each.tokens.tolist()]
         assert sorted(found) == expected
+
+
+def shuffle_with_a_seed_of_the_rank(patch):
+    original = assembling.assemble
+
+    def assemble(recipe, world, device):
+        run = recipe.run.model_copy(update={"seed": recipe.run.seed + world.rank})
+        return original(recipe.model_copy(update={"run": run}), world, device)
+
+    patch.setattr(runs, "assemble", assemble)
+
+
+@known_bug(
+    "NVlabs/LongLive#71",
+    "Each rank shuffled with a seed of its own, so that ranks read some samples together and others"
+    " not at all.",
+    shuffle_with_a_seed_of_the_rank,
+    world=2,
+)
+def ranks_divide_one_order():
+    found = on_ranks(2, rows_of_ranks, {"parallel": {"replicate": 2, "shard": 1}})
+    (expected,) = on_ranks(1, rows_of_ranks, {})
+    assert sorted(found[0] + found[1]) == sorted(expected)

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from tests.corpus.stores import store_of
 from tests.known_bugs.catalogue import known_bug
 from tests.known_bugs.ranks import alone, on_ranks
-from tests.known_bugs.runs import assembled, assert_equal, data_of, first_step
+from tests.known_bugs.reports.context_ranks import WINDOWS
+from tests.known_bugs.runs import assembled, assert_equal, data_of, enlarge, first_step
 from trainer.engine.corpus import tokenise
 from trainer.engine.data import packing
 from trainer.engine.data.batch import IGNORED, TokenBatch
@@ -20,6 +21,7 @@ from trainer.engine.parallel.tables import Memory
 from trainer.engine.tasks.classification.task import TextTask
 from trainer.engine.tasks.language_modeling.next_token import NextToken
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
+from trainer.model_zoo.layers.attention import GroupedQueryAttention
 from trainer.model_zoo.layers.head import drop
 
 LENGTHS = [5, 9, 3, 7, 4]
@@ -267,3 +269,30 @@ def recomputed_blocks_drop_what_their_forward_pass_dropped():
     out = block(x)
     out.sum().backward()
     assert ((x.grad != 0) == (out != 0)).all()
+
+
+def give_attention_no_window(patch):
+    original = GroupedQueryAttention.__init__
+
+    def init(self, *args, window=None, **options):
+        original(self, *args, **options)
+
+    patch.setattr(GroupedQueryAttention, "__init__", init)
+
+
+@known_bug(
+    "unslothai/unsloth#8253",
+    "The window of a model did not reach one of the attention kernels, which saw all of each row.",
+    give_attention_no_window,
+)
+def tokens_see_no_farther_than_their_windows():
+    model = {**WINDOWS, "full_every": 3}  # neither of the two blocks sees a whole row
+    parts = assembled(model=model)
+    enlarge(parts.model)
+    tokens = torch.arange(16).unsqueeze(0)
+    changed = tokens.clone()
+    changed[0, 0] = 99
+    with torch.no_grad():
+        difference = (parts.model(tokens) - parts.model(changed)).abs().amax(-1)[0]
+    # Each of two blocks looks two positions back.
+    assert (difference > 0).tolist() == [place <= 4 for place in range(16)]

@@ -1,12 +1,18 @@
-"""Adapters, conversions of weights, and rotary positions."""
+"""Weights in files: what is saved, converted and merged; and rotary positions."""
+
+import tempfile
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 from tests.known_bugs.catalogue import known_bug
 from tests.known_bugs.ranks import alone, on_ranks
 from tests.known_bugs.runs import assembled, assert_equal, enlarge, whole
+from trainer.engine.checkpoint.ranks import Ranks
 from trainer.engine.checkpoint.tensors import InMemoryTensor
+from trainer.engine.checkpoint.writer import Writer
 from trainer.engine.conversion import meta
 from trainer.engine.lora import adapter_weights
 from trainer.kernels.rotary.reference import rotary
@@ -162,3 +168,62 @@ def far_positions_are_turned_by_exact_angles():
     found = rotary(x.unsqueeze(0), cos, sin)[0][..., order]
     expected = turned_as_complex_numbers(x[..., order], places, 1e4)
     assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
+
+
+def written_after_an_update(state, updates):
+    """Return what is written of a state that is updated in place between copying and writing."""
+    writer = Writer(Ranks(None), torch.empty_like)
+    found = []
+    for _ in range(updates):
+        writer.plan(state)
+        writer.copy(None)
+        expected = {name: tensor.clone() for name, tensor in state.items()}
+        for tensor in state.values():
+            tensor.add_(1)
+        with tempfile.TemporaryDirectory() as folder:
+            (name,) = writer.write(Path(folder))
+            found.append((load_file(Path(folder, name)), expected))
+    return found
+
+
+def assert_writes_what_was_copied(updates):
+    state = {"weight": torch.arange(6.0)}
+    for found, expected in written_after_an_update(state, updates):
+        (stored,) = found.values()
+        assert_equal(stored.flatten(), expected["weight"])
+
+
+def keep_the_tensors(patch):
+    patch.setattr(Writer, "copy", lambda self, after: None)
+
+
+@known_bug(
+    "pytorch/pytorch#144657",
+    "Asynchronous checkpoints of tensors on the CPU were written from the tensors themselves, which"
+    " the next step had changed meanwhile.",
+    keep_the_tensors,
+)
+def an_update_does_not_reach_the_checkpoint_before_it():
+    assert_writes_what_was_copied(1)
+
+
+def copy_once(patch):
+    original = Writer.copy
+
+    def copy(self, after):
+        if self._buffers:
+            self._sources = dict(self._buffers)
+            return None
+        return original(self, after)
+
+    patch.setattr(Writer, "copy", copy)
+
+
+@known_bug(
+    "NVIDIA-NeMo/RL#3312",
+    "The structure of a checkpoint was kept for the next one and its tensors with it: all later"
+    " checkpoints held what the first one had.",
+    copy_once,
+)
+def later_checkpoints_hold_later_weights():
+    assert_writes_what_was_copied(3)
