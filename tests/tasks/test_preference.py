@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.distributed import run_ranks
 from tests.model_zoo.peers import our_model, their_model
@@ -133,6 +134,30 @@ def test_plans_share_the_reference_and_train_as_one_process_does(pairs, plans):
         for curve in found:
             for got, wanted in zip(curve, alone, strict=True):
                 assert got == pytest.approx(wanted, abs=1e-5, rel=1e-5), (found, cases)
+
+
+def cold_and_warm(recipe, cache):
+    """Return the curves of a start without a cache, what it left there, and later curves."""
+    dist.barrier()  # so that both ranks want the records at once
+    cold = curves(recipe)
+    dist.barrier()
+    made = {file.name: file.stat().st_ino for file in cache.glob("*-records-*")}
+    return cold, made, curves(recipe)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("files", [1, 3])
+def test_two_ranks_that_start_without_a_cache_train_as_later_ones_do(pairs, tmp_path, files):
+    rows = pairs.read_text().splitlines(keepends=True)
+    for number in range(files):  # several files are encoded by processes of their own
+        (tmp_path / f"{number}.jsonl").write_text("".join(rows[number::files]))
+    given = preferring(tmp_path / "*.jsonl", {"name": "orpo"}, parallel={"shard": 2})
+    cache = tmp_path / "cache"
+    found = run_ranks(2, cold_and_warm, recipe_with(**given), cache, timeout=200)
+    assert found[0] == found[1]
+    cold, made, warm = found[0]
+    assert cold == warm
+    assert len([name for name in made if not name.endswith(".lock")]) == 1, "made once"
 
 
 def test_mismatched_answers_do_not_depend_on_the_size_of_batches(pairs):
