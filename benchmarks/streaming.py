@@ -64,7 +64,7 @@ def main() -> None:
         for _ in range(arguments.rounds):
             for kind, each in steps.items():
                 turns[kind].append(seconds(each, arguments.steps))
-        (stream,) = parts["streamed"].data.train.streams.values()
+        (stream,) = parts["streamed"].data.turns[0].opened.train.streams.values()
         held = sum(path.stat().st_size for path in stream.producer.folder.rglob("*.bin"))
         memory = child_memory(stream)
     cpu, wall = (

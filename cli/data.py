@@ -98,7 +98,7 @@ def prepare(
         )
         for name, group in _group_sources(loaded, is_one_corpus=bool(chosen)).items()
     }
-    _run(jobs, as_json)
+    _run(jobs, as_json, has_splits=bool(loaded.data.splits) and not chosen)
 
 
 @app.command()
@@ -182,7 +182,7 @@ def _source_overrides(
             f"--{key.replace('_', '-')} is for sources given on the command line",
             f"for those of a recipe: --set data.sources.0.{key}={value}",
         )
-    overrides = ["data.sources=[]"] if tables else []
+    overrides = ["data.splits=[]", "data.sources=[]"] if tables else []
     for number, table in enumerate(tables):
         texts = [f"{key}={json.dumps(value)}" for key, value in (table | given).items()]
         overrides += [f"data.sources.{number}.{text}" for text in [*texts, *settings]]
@@ -213,16 +213,19 @@ def _group_sources(recipe: Recipe, is_one_corpus: bool) -> dict[str, list[Docume
     """Return the sources of each folder, by the folder's name within the target."""
     from ..engine.sources.configs import DocumentSource
 
+    # Sources of training splits are in a folder of the split's name, a dot and the other's.
+    prefixes = [f"{split.name}." for split in recipe.data.splits] or [""]
     readable = {
-        f"{number}.{source.name}": source
-        for number, source in enumerate(recipe.data.sources)
+        f"{prefix}{number}.{source.name}": source
+        for prefix, table in zip(prefixes, recipe.data.tables, strict=True)
+        for number, source in enumerate(table.sources)
         if isinstance(source, DocumentSource)
     }
-    if is_one_corpus and len(readable) < len(recipe.data.sources):
+    if is_one_corpus and len(readable) < len(recipe.data.all_sources):
         raise RecipeError("this source holds no documents to tokenise")
     if not readable:
         raise RecipeError("no source of the recipe holds documents to tokenise")
-    if is_one_corpus or len(readable) == 1:
+    if is_one_corpus or (len(readable) == 1 and not recipe.data.splits):
         return {"": list(readable.values())}
     return {name: [source] for name, source in readable.items()}
 
@@ -233,7 +236,7 @@ def _check_shard_tokens(shard_tokens: int) -> int:
     return shard_tokens
 
 
-def _run(jobs: dict[Path, Preparation], as_json: bool) -> None:
+def _run(jobs: dict[Path, Preparation], as_json: bool, *, has_splits: bool = False) -> None:
     from ..engine.corpus.manifest import read_manifest
     from ..engine.corpus.prepare import prepare_folder
     from ..engine.corpus.progress import show_progress
@@ -253,7 +256,7 @@ def _run(jobs: dict[Path, Preparation], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
     else:
-        echo("\nin a recipe:\n\n" + format_recipe(jobs))
+        echo("\nin a recipe:\n\n" + format_recipe(jobs, has_splits=has_splits))
 
 
 def _inspect_recipe(path: Path, samples: int) -> list[Inspection]:
@@ -266,7 +269,7 @@ def _inspect_recipe(path: Path, samples: int) -> list[Inspection]:
     tokenizer = recipe.tokenizer.build()
     cache = cache_folder(recipe.data.cache_dir)
     inspections = []
-    for source in recipe.data.sources:
+    for source in recipe.data.all_sources:
         if isinstance(source, DocumentSource) and source.is_streamed:
             echo(f"note: the streaming source {source.name} is left out", err=True)
             continue

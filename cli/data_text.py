@@ -30,8 +30,13 @@ def format_prepared(row: Mapping[str, Any]) -> str:
     return f"{text}; {row['text_bytes'] / 1e6:,.2f} MB of text in {row['seconds']} s"
 
 
-def format_recipe(jobs: Mapping[Path, Preparation]) -> str:
-    """Return the tables with which a recipe reads the folders."""
+def format_recipe(jobs: Mapping[Path, Preparation], *, has_splits: bool = False) -> str:
+    """Return the tables with which a recipe reads the folders.
+
+    Args:
+        jobs: what was prepared, by folder.
+        has_splits: whether folders begin with the name of a training split and a dot.
+    """
     from ..engine.tokenizers.configs import tokenizers
 
     folder, job = next(iter(jobs.items()))
@@ -39,8 +44,10 @@ def format_recipe(jobs: Mapping[Path, Preparation]) -> str:
     if "path" in tokenizers[job.tokenizer_name].model_fields:
         lines.append(f"path = {_quoted(folder / 'tokenizer')}")
     for folder, job in jobs.items():
-        source = job.sources[0]
-        lines += ["", "[[data.sources]]", 'name = "tokens"', f"path = {_quoted(folder)}"]
+        source, table = job.sources[0], "data.splits.sources" if has_splits else "data.sources"
+        split = f'\n[[data.splits]]\nname = "{folder.name.split(".")[0]}"'
+        lines += [split] * (has_splits and split not in lines)
+        lines += ["", f"[[{table}]]", 'name = "tokens"', f"path = {_quoted(folder)}"]
         lines += [f"weight = {source.weight}"] * (source.weight != 1)
         lines += [f'split = "{source.split}"'] * (source.split != "train")
     return "\n".join(lines)

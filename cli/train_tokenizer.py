@@ -98,7 +98,7 @@ def _open_path(path: str, field: str) -> list[DocumentSource]:
     configs: list[SourceConfig]
     if path.endswith(".toml"):
         table = load_recipe(path).recipe.data
-        configs = [source for source in table.sources if source.split == "train"]
+        configs = [source for source in table.all_sources if source.split == "train"]
     else:
         config = sources[infer_source(path)]
         keys = {"name": infer_source(path), "path": path, "field": field}

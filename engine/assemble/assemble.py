@@ -14,9 +14,8 @@ from ...model_zoo.config import ModelConfig
 from ..core.errors import Problem, RecipeError
 from ..core.heartbeat import heartbeat
 from ..corpus.checksums import Share
-from ..data.dataset import OpenedData
-from ..data.loader import Loader
-from ..data.tables import Data
+from ..data.dataset import Turns
+from ..data.loader import TurnLoader
 from ..launch.environment import World
 from ..lora.adapter_weights import load_adapter
 from ..observe.phases import PhaseTimer
@@ -34,6 +33,7 @@ from .build import build_model, build_step, load_initial_weights, may_start_fres
 from .frozen import open_frozen
 from .precomputed import open_outputs
 from .splits import open_splits
+from .training import open_training
 
 log = logging.getLogger(__name__)
 
@@ -72,15 +72,16 @@ def assemble(
     tokenizer = recipe.tokenizer.build()
     share = Share(world.rank, world.world_size, world.local_rank, world.local_world_size)
     run = recipe.run
-    folder = str(run.folder)
-    task_data = TaskData(recipe.data, tokenizer, run.seed, folder, share, recipe.loss)
-    data = recipe.task.build_data(task_data)
+    opening = TaskData(recipe.data, tokenizer, run.seed, str(run.folder), share, recipe.loss)
+    data = open_training(recipe.task, opening)
     outputs = open_outputs(recipe, tokenizer, share)
     if outputs:
-        outputs.require(data, recipe.data)
+        outputs.require(data.turns[0].opened, recipe.data)
+    # Sizes of memory and of kernels are those of the largest micro batch.
+    sized = recipe.for_largest_split()
     # The model is split on the meta device and filled afterwards, so that no rank ever holds the
     # whole of a sharded model.
-    built = build_model(recipe, tokenizer.vocab_size, device, plan)
+    built = build_model(sized, tokenizer.vocab_size, device, plan)
     model = built.model
     home = torch.device("cpu") if recipe.parallel.fsdp.offload else device
     # The weights of `run.init_from` replace all but those of new adapters and heads, and those that
@@ -93,15 +94,16 @@ def assemble(
         notes += load_initial_weights(model, built.config, Path(run.init_from), run.init)
     if fresh and recipe.lora.rank and recipe.lora.init_from:
         notes.append(load_adapter(Path(recipe.lora.init_from), model, built.config, recipe.lora))
-    frozen, fingerprint = open_frozen(recipe, tokenizer, device, plan, notes)
+    frozen, fingerprint = open_frozen(sized, tokenizer, device, plan, notes)
     phases = PhaseTimer(device)
-    labels = data.train.separate_labels
-    step = build_step(recipe, built, plan, tokenizer, labels, phases, frozen)
+    step = build_step(sized, built, plan, tokenizer, data.separate_labels, phases, frozen)
     if outputs:
         fingerprint = outputs.fingerprint
-        data = outputs.attach_all(data, recipe.data, step.task.batch_class)
-    take, rows = partial(plan.take, model=model), loaded_rows(recipe, plan)
-    warn_of_capacity(built.config, recipe.data, plan.degrees)
+        (turn,) = data.turns  # a recipe with splits is refused
+        opened = outputs.attach_all(turn.opened, recipe.data, step.task.batch_class)
+        data = replace(data, turns=[turn._replace(opened=opened)])
+    take = partial(plan.take, model=model)
+    warn_of_capacity(built.config, sized.data, plan.degrees)
     metrics = _metrics(recipe, plan, world.rank, built.config)
     return Assembled(
         recipe=recipe,
@@ -115,11 +117,17 @@ def assemble(
         average=WeightAverage(model, recipe.ema) if recipe.ema.decay else None,
         step=step,
         phases=phases,
-        loader=Loader(data.train, rows, plan.data_rank, plan.degrees.data, take),
+        loader=TurnLoader(
+            data,
+            plan.data_rank,
+            plan.degrees.data,
+            take,
+            takes_whole_steps=plan.degrees.pipeline > 1,
+        ),
         splits=open_splits(
             recipe,
             data.validation,
-            replace(task_data, run="", loss=None),
+            replace(opening, run="", loss=None),
             plan,
             replace(step.task, keeps_predictions=metrics is not None),
             metrics,
@@ -127,12 +135,11 @@ def assemble(
             outputs,
         ),
         total_steps=total_steps(recipe, data),
-        steps_per_epoch=data.train.rows_per_epoch / recipe.data.global_batch,
+        steps_per_epoch=data.steps_per_epoch,
         device=device,
         world=world,
         schedule=_settle_schedule(recipe, data),
         peak_lr=recipe.optimizer.lr,
-        global_batch=recipe.data.global_batch,
         gc_interval=recipe.run.gc_interval,
         evaluate=recipe.evaluate.settle(recipe.task.scores),
         checkpoint=recipe.checkpoint,
@@ -141,18 +148,7 @@ def assemble(
     )
 
 
-def loaded_rows(recipe: Recipe, plan: Plan) -> Data:
-    """Return the data table as this rank's loader shall see it.
-
-    A pipeline takes a rank's rows of a step whole, and cuts them itself.
-    """
-    if plan.degrees.pipeline == 1:
-        return recipe.data
-    share = recipe.data.global_batch // plan.degrees.data
-    return recipe.data.model_copy(update={"micro_batch": share})
-
-
-def total_steps(recipe: Recipe, data: OpenedData) -> int:
+def total_steps(recipe: Recipe, turns: Turns) -> int:
     """Return how many optimizer steps the run has; an epoch's last, incomplete batch is left out.
 
     Raises:
@@ -161,22 +157,22 @@ def total_steps(recipe: Recipe, data: OpenedData) -> int:
     if recipe.run.steps is not None:
         return recipe.run.steps
     assert recipe.run.epochs is not None, "validation made sure that one of the two is given"
-    rows = int(data.train.rows_per_epoch * recipe.run.epochs)
-    steps = rows // recipe.data.global_batch
+    rows = int(turns.epoch_samples * recipe.run.epochs)
+    steps = turns.find_batch(rows)
     if steps == 0:
-        message = f"{rows} rows do not fill one batch of {recipe.data.global_batch}"
+        message = f"{rows} rows do not fill one batch of {turns.turns[0].table.global_batch}"
         raise RecipeError([Problem(message, key="run.epochs", hint="lower data.global_batch")])
     return steps
 
 
-def _settle_schedule(recipe: Recipe, data: OpenedData) -> ScheduleConfig:
+def _settle_schedule(recipe: Recipe, turns: Turns) -> ScheduleConfig:
     """Return the schedule with its warmup in steps.
 
     Raises:
         RecipeError: a warmup in epochs is longer than the run.
     """
-    schedule = recipe.schedule.settle(data.train.rows_per_epoch / recipe.data.global_batch)
-    steps = total_steps(recipe, data)
+    schedule = recipe.schedule.settle(turns.steps_per_epoch)
+    steps = total_steps(recipe, turns)
     if schedule.warmup_epochs is not None and schedule.warmup_steps > steps:
         message = f"{schedule.warmup_epochs:g} epochs are {schedule.warmup_steps} steps"
         message += f", more than the {steps} of the run"

@@ -129,7 +129,6 @@ def build_step(
         frozen: the frozen model of the task, if it has one of its own.
     """
     model, table = built.model, recipe.data
-    rows = table.global_batch * recipe.task.rows_per_sample
     share = table.global_batch // plan.degrees.data
     parallel_model = plan.parallelize(
         model,
@@ -159,7 +158,7 @@ def build_step(
         scale,
         plan.device,
         plan.degrees,
-        Balance(model, plan.degrees, rows, plan.device),
+        Balance(model, plan.degrees, plan.device),
         phase,
         Monitors(recipe.metrics.monitors, _monitored(parallel_model, plan)),
     )

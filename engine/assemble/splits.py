@@ -23,7 +23,7 @@ from .precomputed import FrozenOutputs, NamedSamples
 
 def open_splits(
     recipe: Recipe,
-    validation: NumberedSamples | None,
+    validation: Sequence[tuple[str, NumberedSamples, Data]],
     data: TaskData,
     plan: Plan,
     task: Task[Any],
@@ -35,7 +35,7 @@ def open_splits(
 
     Args:
         recipe: the validated recipe.
-        validation: what is held out; None: nothing.
+        validation: what each training split holds out; see `Turns.validation`.
         data: what tasks open data with, for no run.
         plan: how ranks share the model.
         task: the task of the step, as validations call it.
@@ -49,19 +49,22 @@ def open_splits(
     table = recipe.evaluate
     if not table.is_enabled:
         return []
-    found = []
-    if validation is not None:
-        found.append(NamedSamples(VALIDATION, validation, recipe.data, {}))
+    held_out = [NamedSamples(VALIDATION, samples, rows, {}) for _, samples, rows in validation]
+    found = {VALIDATION: held_out} if held_out else {}
     for named in open_further_splits(recipe, data):
         samples = outputs.attach(named, task.batch_class) if outputs else named.samples
-        found.append(named._replace(samples=samples))
+        found[named.name] = [named._replace(samples=samples)]
     steps = {config.name: config.steps for config in table.splits if config.steps is not None}
     splits = []
-    for name, samples, rows, _ in found:
+    for name, parts in found.items():
         most = steps.get(name, table.steps)
-        batches = iterate_validation(samples, rows, most, plan.data_rank, plan.degrees.data)
-        own = task.with_sources(samples.separate_labels)
-        splits.append(ValidationSplit(name, [take(batch) for batch in batches], own, metrics))
+        batches = [
+            take(batch)
+            for _, samples, rows, _ in parts
+            for batch in iterate_validation(samples, rows, most, plan.data_rank, plan.degrees.data)
+        ]
+        own = task.with_sources(parts[0].samples.separate_labels)
+        splits.append(ValidationSplit(name, batches, own, metrics))
     return splits
 
 
@@ -92,6 +95,7 @@ def _table_of(split: EvaluationSplit, data: Data) -> Data:
     return data.model_copy(
         update={
             "sources": sources,
+            "splits": [],
             "validation_fraction": 0.0,
             "shuffle": False,
             **{key: value for key, value in given.items() if value is not None},

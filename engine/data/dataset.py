@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +40,105 @@ class OpenedData:
     notes: list[str]
 
 
+class Turn(NamedTuple):
+    """A training split, and the steps that it has in each round over all splits.
+
+    Attributes:
+        name: what metrics call it; empty: there is one alone.
+        steps: optimizer steps.
+        table: the `[data]` table of the split, as if it were trained on alone.
+        opened: the samples; their sources are numbered among those of all splits.
+    """
+
+    name: str
+    steps: int
+    table: Data
+    opened: OpenedData
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What a run trains on: splits one after the other, and after the last one the first again.
+
+    The split of a global batch follows from the number of the batch alone.
+
+    Attributes:
+        turns: the splits in order.
+        epoch_samples: samples of an epoch: of a round over all splits, or a pass over the only one.
+    """
+
+    turns: Sequence[Turn]
+    epoch_samples: int
+
+    @cached_property
+    def round_steps(self) -> int:
+        """Optimizer steps of a round over all splits."""
+        return sum(turn.steps for turn in self.turns)
+
+    @cached_property
+    def round_samples(self) -> int:
+        """Samples of a round over all splits."""
+        return sum(turn.steps * turn.table.global_batch for turn in self.turns)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Optimizer steps of an epoch, not always a whole number."""
+        return self.epoch_samples * self.round_steps / self.round_samples
+
+    def count_steps(self, batch: int) -> list[int]:
+        """Return how many of the global batches before this one each split has."""
+        rounds, left = divmod(batch, self.round_steps)
+        counts = []
+        for turn in self.turns:
+            counts.append(rounds * turn.steps + min(left, turn.steps))
+            left = max(0, left - turn.steps)
+        return counts
+
+    def locate(self, batch: int) -> tuple[int, int]:
+        """Return the split of a global batch, and the number of the batch in it; both from 0."""
+        before, after = self.count_steps(batch), self.count_steps(batch + 1)
+        split = next(index for index, count in enumerate(after) if count > before[index])
+        return split, before[split]
+
+    def count_samples(self, batch: int) -> int:
+        """Return how many samples the global batches before this one have."""
+        counts = zip(self.count_steps(batch), self.turns, strict=True)
+        return sum(steps * turn.table.global_batch for steps, turn in counts)
+
+    def find_batch(self, samples: int) -> int:
+        """Return how many whole global batches the first samples of a run are."""
+        rounds, left = divmod(samples, self.round_samples)
+        batch = rounds * self.round_steps
+        for turn in self.turns:
+            steps = min(left // turn.table.global_batch, turn.steps)
+            # What does not fill a batch of one split is no batch of the next one either.
+            left = left - steps * turn.table.global_batch if steps == turn.steps else 0
+            batch += steps
+        return batch
+
+    @property
+    def separate_labels(self) -> Sequence[str]:
+        """The labels of the sources whose losses are logged apart."""
+        return self.turns[0].opened.train.separate_labels
+
+    @property
+    def validation(self) -> list[tuple[str, NumberedSamples, Data]]:
+        """Name, held-out samples and table of each split that holds some out."""
+        splits = [(turn.name, turn.opened.validation, turn.table) for turn in self.turns]
+        return [(name, samples, table) for name, samples, table in splits if samples is not None]
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What a resumed run must find unchanged, by split if there are splits."""
+        fingerprints = {turn.name: turn.opened.fingerprint for turn in self.turns}
+        return fingerprints.get("", fingerprints)
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the user."""
+        return [note for turn in self.turns for note in turn.opened.notes]
+
+
 class _PackedSource(NamedTuple):
     """The rows of a source, its weight, and its label in metrics."""
 
@@ -57,7 +158,12 @@ class _Opening:
 
 
 def open_data(
-    table: Data, tokenizer: Tokenizer, seed: int, run: str = "", share: Share = ALONE
+    table: Data,
+    tokenizer: Tokenizer,
+    seed: int,
+    run: str = "",
+    share: Share = ALONE,
+    longest: int = 0,
 ) -> OpenedData:
     """Open, or tokenise once, every source, and split and pack them.
 
@@ -67,6 +173,8 @@ def open_data(
         seed: the seed of the order of samples.
         run: the run's directory; streams are tokenised for it alone. Empty: nothing is trained.
         share: the processes that divide the comparison of files with their checksums.
+        longest: tokens of the longest row of all training splits, so that they hold out the same
+            of a source that they share; 0: there are no others.
 
     Raises:
         DataError: a source cannot be read, is damaged, or is too short for one row.
@@ -91,7 +199,12 @@ def open_data(
             store = open_source(source, tokenizer, cache)
             if store.folder and getattr(source, "verify", "first") == "first":
                 require_intact(store.folder, cache, share)
-            _split(opening, table, source, label, store, fraction)
+            border = store.num_tokens
+            if source.split == "validation":
+                border = 0
+            elif fraction:
+                border = split_point(store, fraction, max(table.seq_len, longest))
+            _split(opening, table, source, label, store, border)
             opening.fingerprint[name] = {"tokens": store.num_tokens, "xxh3": store.fingerprint}
             opening.notes.append(_note(label, store))
     if not opening.train:
@@ -120,19 +233,16 @@ def _split(
     source: SourceConfig,
     label: str,
     store: TokenStore,
-    fraction: float,
+    border: int,
 ) -> None:
-    """Add a source's rows to the training samples, and its held-out rows to the validation."""
-    border = end = store.num_tokens
-    if source.split == "validation":
-        border = 0
-    elif fraction:
-        border = split_point(store, fraction, table.seq_len)
+    """Add a source's rows before a token to the training samples, those after to the validation."""
+    end = store.num_tokens
     for part, start, stop in ((opening.train, 0, border), (opening.validation, border, end)):
         if start < stop:
             packed = PACKINGS[table.packing](store, start, stop, table.seq_len)
             # A held-out tail may be too short for a row, but not the source that a recipe names.
-            if not packed.num_rows and not (part is opening.validation and fraction):
+            is_tail = part is opening.validation and source.split == "train"
+            if not packed.num_rows and not is_tail:
                 needed = table.seq_len + 1 if table.packing == "concat" else 2
                 raise DataError(
                     f'the "{source.name}" source has {stop - start} tokens for {source.split}; '

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
+from typing import Any
 
 import numpy as np
 
 from ..core import faults
 from .batch import Batch
+from .dataset import Turns
 from .order import Indices
 from .samples import NumberedSamples, Rows
 from .tables import Data
@@ -27,6 +29,8 @@ class Loader:
         rank: the data-parallel rank.
         ranks: the number of data-parallel ranks; divides `global_batch`.
         take: selects what this rank needs of a micro batch that several ranks read.
+        takes_whole_steps: give the rows of a step as one micro batch, as a pipeline takes them,
+            which cuts them itself.
     """
 
     def __init__(
@@ -36,13 +40,15 @@ class Loader:
         rank: int,
         ranks: int,
         take: Callable[[Batch], Batch] = lambda batch: batch,
+        *,
+        takes_whole_steps: bool = False,
     ) -> None:
         self.samples = samples
         self.take = take
         self.table = table
         self.rank = rank
         share = table.global_batch // ranks
-        self.micro_batch = min(table.micro_batch, share)
+        self.micro_batch = share if takes_whole_steps else min(table.micro_batch, share)
         self.share = samples_of_rank(share, self.micro_batch, rank, ranks)
 
     def steps(self, first_step: int) -> Iterator[list[Batch]]:
@@ -51,14 +57,12 @@ class Loader:
         Raises:
             DataError: a token is outside the vocabulary, or a worker process failed.
         """
-        steps: Iterator[Rows]
-        if self.table.workers:
-            timeout_seconds = self.table.worker_timeout_seconds
-            steps = prefetch_steps(self.step, first_step, self.table.workers, timeout_seconds)
-        else:
-            steps = map(self.step, count(first_step))
-        for rows in steps:
-            yield [self.take(batch) for batch in rows.to_batch().split(self.micro_batch)]
+        for rows in read_steps(self.step, first_step, self.table):
+            yield self.cut(rows)
+
+    def cut(self, rows: Rows) -> list[Batch]:
+        """Return this rank's rows of a step as micro batches."""
+        return [self.take(batch) for batch in rows.to_batch().split(self.micro_batch)]
 
     def step(self, step: int) -> Rows:
         """Return this rank's rows of one optimizer step."""
@@ -69,6 +73,90 @@ class Loader:
         # need the same windows of a stream at about the same time.
         self.samples.ensure(first, first + self.table.global_batch)
         return self.samples.gather(first + self.share)
+
+
+class TurnLoader:
+    """One rank's micro batches of all training splits.
+
+    Args:
+        turns: the splits.
+        rank: the data-parallel rank.
+        ranks: the number of data-parallel ranks.
+        take: selects what this rank needs of a micro batch that several ranks read.
+        takes_whole_steps: see `Loader`.
+    """
+
+    def __init__(
+        self,
+        turns: Turns,
+        rank: int,
+        ranks: int,
+        take: Callable[[Batch], Batch] = lambda batch: batch,
+        *,
+        takes_whole_steps: bool = False,
+    ) -> None:
+        self.turns = turns
+        whole = takes_whole_steps
+        self.loaders = [
+            Loader(turn.opened.train, turn.table, rank, ranks, take, takes_whole_steps=whole)
+            for turn in turns.turns
+        ]
+
+    def steps(self, first_step: int) -> Iterator[list[Batch]]:
+        """Yield the micro batches of each optimizer step, from a global batch on, without end.
+
+        Raises:
+            DataError: a token is outside the vocabulary, or a worker process failed.
+        """
+        steps = read_steps(self.step, first_step, self.loaders[0].table)
+        for batch, rows in enumerate(steps, first_step):
+            split, _ = self.turns.locate(batch)
+            yield self.loaders[split].cut(rows)
+
+    def step(self, batch: int) -> Rows:
+        """Return this rank's rows of one global batch."""
+        split, step = self.turns.locate(batch)
+        return self.loaders[split].step(step)
+
+    def describe_position(self, batches: int) -> dict[str, Any]:
+        """Return what rows of metrics say of so many global batches: samples, and the last split's
+        name if there are several.
+        """
+        split, _ = self.turns.locate(max(batches - 1, 0))
+        name = {"split": self.turns.turns[split].name} if len(self.loaders) > 1 else {}
+        return {"samples": self.turns.count_samples(batches), **name}
+
+    def describe_samples(self, batch: int) -> dict[str, dict[str, list[int]]]:
+        """Return the origin of a global batch's samples; see `NumberedSamples.describe`."""
+        split, step = self.turns.locate(batch)
+        loader = self.loaders[split]
+        size = loader.table.global_batch
+        return loader.samples.describe(step * size, size)
+
+    def state(self, batch: int) -> dict[str, Any]:
+        """Return what is needed to resume at a global batch, beside its number; JSON."""
+        counts = zip(self.turns.turns, self.turns.count_steps(batch), strict=True)
+        states = {
+            turn.name: turn.opened.train.state(steps * turn.table.global_batch)
+            for turn, steps in counts
+        }
+        return states.get("", states)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Resume where `state` was taken."""
+        for turn in self.turns.turns:
+            turn.opened.train.restore(state.get(turn.name, {}) if turn.name else state)
+
+
+def read_steps(read: Callable[[int], Rows], first_step: int, table: Data) -> Iterator[Rows]:
+    """Yield `read(step)` for each step from `first_step` on, in workers if the table has some.
+
+    Raises:
+        DataError: a token is outside the vocabulary, or a worker process failed.
+    """
+    if not table.workers:
+        return map(read, count(first_step))
+    return prefetch_steps(read, first_step, table.workers, table.worker_timeout_seconds)
 
 
 def samples_of_rank(share: int, micro_batch: int, rank: int, ranks: int) -> Indices:

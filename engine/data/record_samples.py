@@ -153,7 +153,7 @@ class RecordSamples(NumberedSamples):
         arrays = self.collation.collate(found, length)
         batch_class = self.collation.batch_class
         if self.separate_labels:
-            arrays["sources"] = np.repeat(source, batch_class.rows_per_sample)
+            arrays["sources"] = np.repeat(self.source_ids[source], batch_class.rows_per_sample)
         if self.collation.seed is not None:
             keys = self.collation.make_keys(samples)
             arrays["sample_keys"] = np.repeat(keys, batch_class.rows_per_sample)

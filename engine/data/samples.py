@@ -50,6 +50,11 @@ class NumberedSamples:
         sources: the sources.
         order: maps the number of a sample to its source and row.
         labels: the label of each source in metrics.
+
+    Attributes:
+        separate_labels: the labels of the sources whose losses are logged apart; none if there is
+            one source.
+        source_ids: the number that batches have for each source: of its label among these.
     """
 
     def __init__(
@@ -60,14 +65,18 @@ class NumberedSamples:
     ) -> None:
         self.order = order
         self.labels = labels
+        self.separate_labels = labels if len(labels) > 1 else ()
+        self.source_ids = np.arange(len(sources))
         self.rows_per_epoch = sum(source.num_rows for source in sources)
         self._located_from = 0
         self._located = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
 
-    @property
-    def separate_labels(self) -> Sequence[str]:
-        """The labels of the sources whose losses are logged apart; none if there is one source."""
-        return self.labels if len(self.labels) > 1 else ()
+    def among(self, labels: Sequence[str]) -> Self:
+        """Return the same samples, with the sources numbered as in a longer list of labels."""
+        renumbered = copy(self)
+        renumbered.separate_labels = labels if len(labels) > 1 else ()
+        renumbered.source_ids = np.array([labels.index(label) for label in self.labels])
+        return renumbered
 
     def each_once(self) -> Self:
         """Return the same samples, each once and in the order of its source, for a validation."""
@@ -173,7 +182,7 @@ class Samples(NumberedSamples):
         alone = len(self.sources) == 1
         rows = self.sources[0].gather(row) if alone else self._merge(source, row)
         self._check_vocabulary(rows, source)
-        return rows._replace(sources=source) if self.separate_labels else rows
+        return rows._replace(sources=self.source_ids[source]) if self.separate_labels else rows
 
     def _check_vocabulary(self, rows: PackedRows, source: Indices) -> None:
         # Checked here: on a GPU a token out of range is a device-side assertion that names no file.

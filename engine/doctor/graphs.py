@@ -63,7 +63,7 @@ def trace(recipe: Recipe, ranks: int, vocab_size: int) -> list[Traced]:
         ranks: the world size.
         vocab_size: the vocabulary size of the tokenizer.
     """
-    recipe = recipe.model_copy(
+    recipe = recipe.for_largest_split().model_copy(
         update={"compile": recipe.compile.model_copy(update={"enabled": True})}
     )
     tracer = _Tracer(recipe.model.layout.blocks or "model")

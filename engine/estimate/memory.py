@@ -88,6 +88,7 @@ def estimate_memory(
         RecipeError, DataError: as when the run is assembled.
         EnvironmentFault: a process that simulates was killed.
     """
+    recipe = recipe.for_largest_split()
     degrees = recipe.parallel.degrees.resolve(ranks)
     whole = RankJob(recipe, 0, ranks, recipe.vocab_size, on_gpu)
     simulations = (
@@ -242,6 +243,7 @@ def suggest(
             changed = load(changes, ranks)
         except RecipeError:
             continue
+        changed = changed.for_largest_split()
         stages = changed.parallel.degrees.resolve(ranks).pipeline
         rank = min(place, stages - 1) * (ranks // stages)
         jobs.append(RankJob(changed, rank, ranks, changed.vocab_size, on_gpu=True))

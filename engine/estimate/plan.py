@@ -172,7 +172,7 @@ def make_run_plan(
     Raises:
         RecipeError, DataError: as when the run is assembled.
     """
-    vocab_size = recipe.vocab_size
+    vocab_size, recipe = recipe.vocab_size, recipe.for_largest_split()
     degrees = recipe.parallel.degrees.resolve(ranks)
     config = recipe.model.with_vocab(vocab_size)
     stored = [store(each, degrees) for each in placements(recipe, degrees, vocab_size)]

@@ -41,15 +41,19 @@ def search(
         gpus_per_node: the number of ranks in a node.
 
     Raises:
-        RecipeError: no plan is valid, or none fits the memory.
+        RecipeError: no plan is valid, or none fits the memory; or a split has a micro batch of its
+            own.
     """
+    if any(split.micro_batch for split in recipe.data.splits):
+        message = "a training split has a micro_batch of its own, and the search looks for one"
+        raise RecipeError(message, "leave micro_batch out of data.splits")
     sizes = StepSizes.of(recipe.model.with_vocab(recipe.vocab_size), recipe.optimizer)
     candidates = [
         estimate(
             degrees,
             variant.parallel,
             variant.memory,
-            variant.data,
+            variant.data.largest,
             sizes,
             DEVICES[gpu],
             gpus_per_node,
@@ -82,10 +86,11 @@ def search(
 
 def variants(recipe: Recipe, ranks: int, gpus_per_node: int) -> Iterator[tuple[Recipe, Degrees]]:
     """Yield the recipe under each plan that validation accepts, with the plan's degrees."""
-    rows = {min(recipe.data.micro_batch, recipe.data.global_batch), *MICRO_BATCHES}
+    data = recipe.data.largest
+    rows = {min(data.micro_batch, data.global_batch), *MICRO_BATCHES}
     for degrees in _factorings(ranks, gpus_per_node):
         if any(
-            getattr(degrees, axis.name) > max(1, recipe.data.seq_len // axis.least_positions)
+            getattr(degrees, axis.name) > max(1, data.seq_len // axis.least_positions)
             for axis in MESH
             if axis.least_positions
         ):
@@ -94,7 +99,7 @@ def variants(recipe: Recipe, ranks: int, gpus_per_node: int) -> Iterator[tuple[R
         once = apply_plan(recipe, degrees, "none", 1)
         if any(True for _ in check(once, ranks)):
             continue
-        share = recipe.data.global_batch // degrees.data
+        share = data.global_batch // degrees.data
         for recompute, micro_batch in product(("none", "full"), sorted(rows)):
             if micro_batch <= share:
                 variant = apply_plan(recipe, degrees, recompute, micro_batch)

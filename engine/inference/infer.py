@@ -98,7 +98,7 @@ def open_records(
         tokenizer,
         [share_columns(source, table.sources) for source in sources],
         options.batch_size,
-        options.seq_len or table.seq_len,
+        options.seq_len or table.largest.seq_len,
         options.on_long or ("truncate" if table.on_long == "truncate" else "error"),
         is_labelled,
         options.echo,

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ..assemble.precomputed import NamedSamples
 from ..assemble.splits import open_further_splits
+from ..assemble.training import open_training
 from ..core.errors import DataError, RecipeError, nearest
 from ..corpus.cache import default_cache
 from ..corpus.checksums import ALONE
@@ -140,7 +141,7 @@ def measure_source(
         RecipeError: the stride is longer than a row.
         DataError: a document cannot be read, or there is none.
     """
-    seq_len = seq_len or opened.recipe.data.seq_len
+    seq_len = seq_len or opened.recipe.data.largest.seq_len
     stride = stride or seq_len
     if stride > seq_len:
         raise RecipeError(
@@ -178,14 +179,19 @@ def open_splits(opened: OpenedModel, name: str = "") -> list[NamedSamples]:
     if opened.step is None:
         folder = f"{opened.path} is a Hugging Face folder, without a recipe that holds data out"
         raise RecipeError(folder, hint)
-    known = [VALIDATION, *(each.name for each in recipe.evaluate.splits)]
+    held_out = [f"{VALIDATION}.{each.name}" for each in recipe.data.splits] or [VALIDATION]
+    known = [*held_out, *(each.name for each in recipe.evaluate.splits)]
     if name and name not in known:
         hint = nearest(name, known) or f"known: {', '.join(known)}"
         raise RecipeError(f'the recipe has no split "{name}"', hint)
     data = TaskData(opened.data, opened.tokenizer, recipe.run.seed, "", ALONE, loss=recipe.loss)
     recipe = recipe.model_copy(update={"data": opened.data})
-    held_out = recipe.task.build_data(data).validation if name in ("", VALIDATION) else None
-    splits = [NamedSamples(VALIDATION, held_out, opened.data, {})] if held_out is not None else []
+    found = open_training(recipe.task, data).validation if name in ("", *held_out) else []
+    splits = [
+        NamedSamples(f"{VALIDATION}.{split}" if split else VALIDATION, samples, table, {})
+        for split, samples, table in found
+        if name in ("", VALIDATION, f"{VALIDATION}.{split}")
+    ]
     splits += open_further_splits(recipe, data, [name] * bool(name))
     if not splits:
         raise DataError("the recipe holds nothing out for validation", hint)

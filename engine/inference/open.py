@@ -96,7 +96,7 @@ class OpenedModel:
         """
         assert self.parts is not None, "stages share the model"
         parts, recipe, frozen = self.parts, self.recipe, None
-        recipe = recipe.model_copy(update={"data": self.data})
+        recipe = recipe.model_copy(update={"data": self.data.largest})
         config, device = parts.built.config, parts.plan.device
         if with_frozen:
             frozen, _ = open_frozen(recipe, self.tokenizer, device, parts.plan, [])
@@ -176,6 +176,7 @@ def open_found(
     if ranks > 1:
         parallel = Parallel(shard=ranks) if is_sharded else _divide_blocks(recipe, ranks)
         split = _replace_plan(recipe, parallel)
+    split = split.for_largest_split()
     plan = make_plan(split.parallel if ranks > 1 else Parallel(), world.rank, ranks, device)
     built = build_model(split, tokenizer.vocab_size, device, plan if ranks > 1 else None)
     model = cast("LanguageModel", built.model)

@@ -153,7 +153,7 @@ class Observer:
         numbers = to_floats({**values, "count": count})  # waits for the device, then:
         total = int(numbers.pop("count"))
         counted = self._throughput.name_counts(total, batches)
-        rates = self._throughput.read(step, total)
+        rates = self._throughput.read(step, total, batches)
         row = {"kind": "train", "step": step, **numbers, **counted, **rates, **ranks}
         self._record({**row, "memory_bytes": self._memory(), **to_histograms(values)})
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -123,8 +123,9 @@ class Throughput:
 
     Args:
         unit: what the task counts, "tokens" or "samples".
-        global_batch: samples of an optimizer step.
-        flops_per_unit: operations of a training step for each unit.
+        describe_position: returns what rows say of so many global batches, such as `samples`.
+        flops_per_unit: returns the operations of training for each unit, in the last of so many
+            global batches.
         peak_flops: dense peak of all devices of the run together, None if unknown.
         clock: returns the time in seconds.
         row_flops: returns the operations since the last reading, where rows have unequal lengths;
@@ -134,14 +135,14 @@ class Throughput:
     def __init__(
         self,
         unit: str,
-        global_batch: int,
-        flops_per_unit: float,
+        describe_position: Callable[[int], dict[str, Any]],
+        flops_per_unit: Callable[[int], float],
         peak_flops: float | None,
         clock: Callable[[], float] = time.perf_counter,
         row_flops: Callable[[], float] | None = None,
     ) -> None:
         self._unit = unit
-        self._global_batch = global_batch
+        self._describe_position = describe_position
         self._flops_per_unit = flops_per_unit
         self._peak_flops = peak_flops
         self._clock = clock
@@ -157,7 +158,7 @@ class Throughput:
         if self._row_flops:
             self._row_flops()  # those of steps that a rollback undid are forgotten
 
-    def name_counts(self, count: int, batches: int) -> dict[str, int]:
+    def name_counts(self, count: int, batches: int) -> dict[str, Any]:
         """Return how much was trained on, by the name that rows have for it.
 
         Args:
@@ -165,14 +166,15 @@ class Throughput:
             batches: global batches.
         """
         counts = {} if self._unit == "samples" else {self._unit: count}
-        return {**counts, "samples": batches * self._global_batch}
+        return {**counts, **self._describe_position(batches)}
 
-    def read(self, step: int, count: int) -> dict[str, float | None]:
+    def read(self, step: int, count: int, batches: int) -> dict[str, float | None]:
         """Return the means over the steps since the last call.
 
         Args:
             step: finished optimizer steps.
             count: units trained on so far, over all ranks.
+            batches: global batches that were read so far.
 
         Returns:
             the units per second, `step_seconds`, the part of it that was waited for data
@@ -182,9 +184,11 @@ class Throughput:
         seconds = max(self._clock() - self._started, 1e-9)
         steps = max(step - self._step, 1)
         per_second = (count - self._count) / seconds
-        flops = self._flops_per_unit * per_second
+        flops = 0.0
         if self._row_flops:
             flops = self._row_flops() / seconds
+        elif self._peak_flops:
+            flops = self._flops_per_unit(batches) * per_second
         rates = {
             f"{self._unit}_per_second": per_second,
             "step_seconds": seconds / steps,

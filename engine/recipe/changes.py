@@ -48,11 +48,14 @@ FREE = (
 )
 """Keys, with all below them, that cannot change what is trained."""
 
-LABEL = re.compile(r"data\.sources\.\d+\.label")
-"""What metrics call a source is free as well."""
+FREE_IN_LISTS = re.compile(
+    r"data\.(splits\.\d+\.)?sources\.\d+\.label|data\.splits\.\d+\.micro_batch"
+)
+"""What metrics call a source is free as well, and the micro batch of a training split."""
 
 CHECKED_BY_CONTENT = re.compile(
-    r"(tokenizer|data\.sources\.\d+)\.path|task\.(teacher|reference|precomputed)"
+    r"(tokenizer|data\.(splits\.\d+\.)?sources\.\d+)\.path"
+    r"|task\.(teacher|reference|precomputed)"
 )
 """Where files are may change; that they hold the same is checked when they are opened."""
 
@@ -84,13 +87,13 @@ def compare(
         if before.get(key) != after.get(key)
         and not _covered(key, free)
         and not CHECKED_BY_CONTENT.fullmatch(key)
-        and not LABEL.fullmatch(key)
+        and not FREE_IN_LISTS.fullmatch(key)
     ]
 
 
 def resume_policy(key: str) -> str:
     """Return in words whether a resumed run may change a key, such as `data.sources.0.weight`."""
-    if _covered(key, FREE) or LABEL.fullmatch(key):
+    if _covered(key, FREE) or FREE_IN_LISTS.fullmatch(key):
         return "may change"
     if key in ("run.steps", "run.epochs"):
         return "may change under a schedule that does not depend on it, such as constant"

@@ -87,6 +87,10 @@ class Recipe(Table):
         self.__dict__["model"] = self.task.adapt_model(self.model)
         return self
 
+    def for_largest_split(self) -> Recipe:
+        """Return the recipe with the training split alone whose micro batches are the largest."""
+        return self.model_copy(update={"data": self.data.largest}) if self.data.splits else self
+
     @property
     def vocab_size(self) -> int:
         """Tokens that the model embeds: the tokenizer is asked if the model does not say."""

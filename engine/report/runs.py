@@ -169,7 +169,9 @@ def _read_rows(path: Path) -> dict[str, list[Row]]:
             numbers = {key: value for key, value in numbers.items() if key in keys}
         if numbers.get("total_loss") == numbers.get("loss"):
             numbers.pop("total_loss", None)  # a plot that says nothing: there is no regulariser
-        kind, split = row.get("kind"), row.get("split", VALIDATION)
+        # Rows of training have the split of their step, and are one curve.
+        kind = row.get("kind")
+        split = row.get("split", VALIDATION) if kind == "eval" else VALIDATION
         if isinstance(kind, str) and len(by_kind) < MAX_KEYS:
             rows = by_kind.setdefault(kind, {})
             if split == VALIDATION:

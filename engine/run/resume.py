@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from math import prod
 from typing import TYPE_CHECKING
@@ -120,23 +120,32 @@ def ignored_settings(parts: Assembled) -> list[str]:
 
 def describe(parts: Assembled) -> list[str]:
     """Return the lines that describe the run, for `--dry-run`."""
-    recipe, data = parts.recipe, parts.recipe.data
+    recipe = parts.recipe
     remote = sum(map(prod, parts.model.remote_parameters.values()))
     parameters = remote + sum(weight.numel() for weight in parts.model.parameters())
     frozen = sum(each.numel() for each in parts.model.parameters() if not each.requires_grad)
     of_them = f", {parameters - frozen:,} of them trained" if frozen else ""
-    degrees, share = parts.degrees, data.global_batch // parts.degrees.data
-    micro = min(data.micro_batch, share)
-    counts_tokens = recipe.task.unit == "tokens"
-    tokens = f", {data.global_batch * data.seq_len:,} tokens" if counts_tokens else ""
+    degrees = parts.degrees
     return [
         *parts.notes,
         f"model: {recipe.model.name}, {parameters:,} parameters{of_them}",
         f"ranks: {parts.world.world_size} on {parts.device.type}",
         "plan: " + " x ".join(f"{axis} {degree}" for axis, degree in asdict(degrees).items()),
         f"task: {recipe.task.name}, loss {recipe.loss.name}",
-        f"steps: {parts.total_steps:,} of {data.global_batch:,} samples{tokens}",
-        f"a rank's step: {-(-share // micro)} x {micro:,} samples",
+        *_describe_steps(parts),
         f"validation: {len(parts.validation)} batches a rank",
         "dry run: nothing was trained or written",
     ]
+
+
+def _describe_steps(parts: Assembled) -> Iterator[str]:
+    """Yield the lines that describe the steps, of each training split if there are splits."""
+    yield from [f"steps: {parts.total_steps:,}"] * bool(parts.recipe.data.splits)
+    for turn in parts.data.turns:
+        size, share = turn.table.global_batch, turn.table.global_batch // parts.degrees.data
+        micro = min(turn.table.micro_batch, share)
+        is_counted = parts.recipe.task.unit == "tokens"
+        tokens = f", {size * turn.table.seq_len:,} tokens" if is_counted else ""
+        steps = f"split {turn.name}" if turn.name else f"steps: {parts.total_steps:,}"
+        yield f"{steps} of {size:,} samples{tokens}"
+        yield f"a rank's step: {-(-share // micro)} x {micro:,} samples"

@@ -189,7 +189,9 @@ class Session:
         """Train and save the last state; an export that a signal would interrupt is left out."""
         with (
             self.stop.convert_errors(),
-            closing(open_observer(parts, self.directory, self.progress, self.group)) as observer,
+            closing(
+                open_observer(parts, self.directory, self.progress, self.group, position.batch)
+            ) as observer,
             paced_garbage_collection(self.recipe.run.gc_interval),
         ):
             try:
@@ -228,8 +230,7 @@ class Session:
         """Return what examines each step, and what writes down the events that it finds."""
         folder = self.directory.path if self.world.rank == 0 else None
         recipe, warn = self.recipe, self.progress.warn
-        samples, batch = parts.data.train, recipe.data.global_batch
-        recorder = EventRecorder(folder, samples, batch, attempt, warn)
+        recorder = EventRecorder(folder, parts.loader, attempt, warn)
         scale = parts.step.scale
         return recorder, Health(recipe.resilience, self.device, scale, warn, recorder.record)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -61,7 +62,11 @@ def watch_rank(directory: RunDirectory, world: World, limit_seconds: float) -> I
 
 
 def open_observer(
-    parts: Assembled, directory: RunDirectory, progress: Progress, group: ProcessGroup | None
+    parts: Assembled,
+    directory: RunDirectory,
+    progress: Progress,
+    group: ProcessGroup | None,
+    first_batch: int,
 ) -> Observer:
     """Build the observer of the run on this rank.
 
@@ -70,12 +75,11 @@ def open_observer(
         directory: the run directory, for metrics.jsonl and profiles/.
         progress: prints lines and the progress bar.
         group: a gloo group of all ranks, which compares them; None in one process.
+        first_batch: the global batch from which training starts.
     """
     world, device = parts.world, parts.device
     peak = device_peak_flops(device, dtype_name(parts.model.compute_dtype))
-    per_token = flops_per_token(parts.model, parts.model_config, parts.recipe.data.seq_len)
     task = parts.step.task
-    flops = task.flops_per_unit(per_token)
     recipe, row_flops = parts.recipe, None
     if recipe.data.packing == "ragged" and recipe.task.needs_language_model:
         row_flops = RowFlops(parts, group)
@@ -95,35 +99,46 @@ def open_observer(
         progress,
         Throughput(
             task.unit,
-            parts.global_batch,
-            flops,
+            parts.loader.describe_position,
+            partial(_flops_per_unit, parts),
             peak and peak * world.world_size,
             row_flops=row_flops.take if row_flops else None,
         ),
         lambda: peak_memory_bytes(device),
         parts.phases,
-        _profiler(parts, directory, progress, per_token, row_flops),
+        _profiler(parts, directory, progress, row_flops, first_batch),
         compare_ranks,
         row_flops.add if row_flops else lambda batches: None,
     )
+
+
+def _flops_per_unit(parts: Assembled, batches: int) -> float:
+    """Return the FLOPs of a unit of the task, in the split of the last of these global batches."""
+    split, _ = parts.data.locate(batches - 1)
+    table, task = parts.data.turns[split].table, parts.step.task
+    per_token = flops_per_token(parts.model, parts.model_config, table.seq_len)
+    return replace(task, data=table).flops_per_unit(per_token)
 
 
 def _profiler(
     parts: Assembled,
     directory: RunDirectory,
     progress: Progress,
-    flops_per_token: float,
     row_flops: RowFlops | None,
+    first_batch: int,
 ) -> Profiler | None:
     """Return this rank's profiler, if the recipe wants one."""
-    table, data, world = parts.recipe.profile, parts.recipe.data, parts.world
+    table, world = parts.recipe.profile, parts.world
+    split, _ = parts.data.locate(first_batch + table.start)
+    data = parts.data.turns[split].table
     rows = data.global_batch * parts.recipe.task.rows_per_sample
+    per_token = flops_per_token(parts.model, parts.model_config, data.seq_len)
     ranks = [each for each in table.ranks if each < world.world_size]
     if table.steps and not ranks:
         progress.warn("profile.ranks names no rank of this run: nothing is profiled")
     if not table.steps or world.rank not in ranks:
         return None
-    flops = flops_per_token * rows * data.seq_len / world.world_size
+    flops = per_token * rows * data.seq_len / world.world_size
     return table.build(
         parts.phases,
         directory.path / "profiles",

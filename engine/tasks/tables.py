@@ -125,6 +125,7 @@ class TaskData:
         run: the run's directory; streams are tokenised for it alone. Empty: nothing is trained.
         share: the processes that divide the comparison of files with their checksums.
         loss: the recipe's `[loss]`; None: nothing is trained.
+        longest: tokens of the longest row of all training splits; 0: there are no others.
     """
 
     table: Data
@@ -133,6 +134,7 @@ class TaskData:
     run: str
     share: Share
     loss: LossConfig | None = None
+    longest: int = 0
 
 
 @dataclass(frozen=True)

@@ -47,11 +47,10 @@ class Balance:
     Args:
         model: this rank's part of the model, in memory.
         degrees: the ranks along each axis.
-        rows: sequences of a step over all ranks.
         device: the device of this rank.
     """
 
-    def __init__(self, model: Model, degrees: Degrees, rows: int, device: torch.device) -> None:
+    def __init__(self, model: Model, degrees: Degrees, device: torch.device) -> None:
         local_layers = moe_layers(model)
         shapes = {
             f"{name}{ROUTER}": tuple(layer.router.weight.shape)
@@ -68,9 +67,8 @@ class Balance:
         self._loads = torch.zeros(
             len(order), experts + NUM_OTHER_COUNTS, dtype=torch.float64, device=device
         )
-        self._rows, self._num_equal = rows, degrees.world // degrees.data
-        # Ranks that share a sequence have a mean each.
-        self._shares = rows * degrees.sequence
+        self._degrees, self._num_equal = degrees, degrees.world // degrees.data
+        self._shares = 1
 
     @property
     def exists(self) -> bool:
@@ -80,17 +78,21 @@ class Balance:
     def start(
         self,
         factor: float,
-        batches: Sequence[Batch] = (),
+        batches: Sequence[Batch],
         sum_over_ranks: Callable[[Tensor, int], None] = lambda count, same: None,
     ) -> None:
         """Prepare for the forward and backward passes of a step; all ranks call it.
 
         Args:
             factor: multiplies the losses of the step; see `TrainStep.loss_factor`.
-            batches: this rank's batches; all have padding or none.
+            batches: this rank's batches of the step; all have padding or none.
             sum_over_ranks: sums a tensor in place; the second argument is the number of ranks that
                 hold the same numbers.
         """
+        # Sequences of the step over all ranks, which share them evenly. A split may have its own.
+        rows = sum(len(each) * each.rows_per_sample for each in batches) * self._degrees.data
+        # Ranks that share a sequence have a mean each.
+        self._shares = rows * self._degrees.sequence
         padding = [batch.padding for batch in batches if batch.padding is not None]
         lengths = [batch.ragged for batch in batches if batch.ragged]
         if self.exists and padding:
@@ -98,13 +100,13 @@ class Balance:
             # unequal numbers.
             tokens = torch.stack([(~mask).sum() for mask in padding]).sum()
             sum_over_ranks(tokens, self._num_equal)
-            self._set_token_factor(self._rows * padding[0].shape[1] / tokens.clamp(min=1).double())
+            self._set_token_factor(rows * padding[0].shape[1] / tokens.clamp(min=1).double())
         elif self.exists and lengths:
             # Of flat rows the factor has no row length, because they have none in common.
             total = sum(each.total for each in lengths)
             tokens = torch.full((), total, device=self._loads.device)
             sum_over_ranks(tokens, self._num_equal)
-            self._set_token_factor(self._rows / tokens.double())
+            self._set_token_factor(rows / tokens.double())
         if self._layers:
             torch._foreach_zero_([layer.load_counter for layer in self._layers])
             factors = [layer.loss_factor for layer in self._layers]

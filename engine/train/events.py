@@ -13,7 +13,7 @@ from ..observe.metrics import EVENTS_FILE, MetricsLog
 from .spikes import Spike
 
 if TYPE_CHECKING:
-    from ..data.samples import NumberedSamples
+    from ..data.loader import TurnLoader
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,13 @@ class EventRecorder:
 
     Args:
         folder: the run directory; None on all ranks but one.
-        samples: the training samples.
-        global_batch: number of samples in a step.
+        loader: knows the samples of each global batch.
         attempt: number of this attempt at the run.
         report: tells the user that an event could not be written.
     """
 
     folder: Path | None
-    samples: NumberedSamples
-    global_batch: int
+    loader: TurnLoader
     attempt: int
     report: Callable[[str], None]
     _log: MetricsLog | None = field(default=None, init=False)
@@ -93,8 +91,7 @@ class EventRecorder:
             for name, level in (("loss", event.spike.loss), ("grad_norm", event.spike.grad_norm)):
                 row |= {f"{name}_{key}": value for key, value in level._asdict().items()}
         # The samples lead to the text that may have caused the event.
-        first = (event.batch - 1) * self.global_batch
-        row["samples"] = self.samples.describe(first, self.global_batch)
+        row["samples"] = self.loader.describe_samples(event.batch - 1)
         row["time"] = round(time.time(), 3)
         try:
             self._log.write(row)

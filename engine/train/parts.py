@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
     from ..checkpoint.tables import Checkpoint
     from ..data.batch import Batch
-    from ..data.dataset import OpenedData
-    from ..data.loader import Loader
+    from ..data.dataset import Turns
+    from ..data.loader import TurnLoader
     from ..launch.environment import World
     from ..observe.phases import PhaseTimer
     from ..optim.tables import ScheduleConfig
@@ -118,7 +118,7 @@ class Parts:
     Attributes:
         model_config: the sizes and names of the model.
         tokenizer: the tokenizer of the recipe.
-        data: the training and validation samples.
+        data: the samples of each training split, and what it holds out.
         degrees: the ranks along each axis of the mesh.
         parallel_model: the model, wrapped for distributed training.
         optimizer: the optimizer of `step`.
@@ -129,12 +129,11 @@ class Parts:
         splits: what evaluations measure, the validation split first if anything is held out.
         total_steps: number of optimizer steps of the run.
         steps_per_epoch: optimizer steps in a pass over the training sources, not always a whole
-            number.
+            number; of several training splits, in a round over them.
         device: the device of this rank.
         world: the place of this rank among the processes.
         schedule: gives the learning rate's factor for a step.
         peak_lr: learning rate that the factor multiplies, for the log.
-        global_batch: number of samples in one optimizer step.
         gc_interval: optimizer steps between garbage collections; 0 leaves them to Python.
         evaluate: the recipe's `[evaluate]`.
         checkpoint: the recipe's `[checkpoint]`.
@@ -144,14 +143,14 @@ class Parts:
 
     model_config: ModelConfig
     tokenizer: Tokenizer
-    data: OpenedData
+    data: Turns
     degrees: Degrees
     parallel_model: ParallelModel
     optimizer: torch.optim.Optimizer
     average: WeightAverage | None
     step: TrainStep
     phases: PhaseTimer
-    loader: Loader
+    loader: TurnLoader
     splits: list[ValidationSplit]
     total_steps: int
     steps_per_epoch: float
@@ -159,7 +158,6 @@ class Parts:
     world: World
     schedule: ScheduleConfig
     peak_lr: float
-    global_batch: int
     gc_interval: int
     evaluate: Evaluate
     checkpoint: Checkpoint

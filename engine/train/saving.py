@@ -122,14 +122,14 @@ class Saver:
         info = replace(
             self._identity,
             step=position.step,
-            samples=position.batch * parts.global_batch,
+            samples=parts.loader.turns.count_samples(position.batch),
             contents=contents,
             extra={
                 # The copy to the host waits for the device, which a save does in any case.
                 "count": int(position.count),
                 "loss_scale": parts.step.scale.state(),
                 "optimizer_numbers": self._optimizer_numbers(),
-                "streams": parts.data.train.state(position.batch * parts.global_batch),
+                "streams": parts.loader.state(position.batch),
                 "best": asdict(position.best),
                 "health": self._health.state(),
                 "unevaluated": position.unevaluated,
@@ -240,10 +240,10 @@ class Saver:
             train_state.restore_random_state(rank, generators)
         position.step = manifest.step
         # Counted in samples, so that data.global_batch may differ from the saving run's.
-        position.batch = manifest.samples // parts.global_batch
+        position.batch = parts.loader.turns.find_batch(manifest.samples)
         # Checkpoints of version 0.1.0 call the count "tokens".
         position.count = manifest.extra.get("count", manifest.extra.get("tokens", 0))
-        parts.data.train.restore(manifest.extra.get("streams", {}))
+        parts.loader.restore(manifest.extra.get("streams", {}))
         position.best = Best.from_manifest(manifest.extra)
         self._health.restore(manifest.extra.get("health", {}), keep_counts=is_rollback)
         position.unevaluated = manifest.extra.get("unevaluated", False)

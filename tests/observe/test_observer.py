@@ -41,7 +41,7 @@ def observer(path: Path, rank: int = 0, total: int = 25, **table: Any) -> Observ
         rank,
         total,
         Screen(),
-        Throughput("tokens", 8, 6e3, 1e12),
+        Throughput("tokens", lambda batches: {"samples": 8 * batches}, lambda *_: 6e3, 1e12),
         memory=lambda: 123,
     )
 

@@ -47,16 +47,16 @@ def test_one_process_is_not_compared() -> None:
 
 
 def slow_data() -> None:
-    from trainer.engine.data.loader import Loader
+    from trainer.engine.data.loader import TurnLoader
 
-    steps = Loader.steps
+    steps = TurnLoader.steps
 
     def late_steps(self: Any, first: int) -> Any:
         for item in steps(self, first):
             time.sleep(DELAY * (os.environ["RANK"] == "1"))
             yield item
 
-    Loader.steps = late_steps  # type: ignore[method-assign]
+    TurnLoader.steps = late_steps  # type: ignore[method-assign]
 
 
 def slow_forward() -> None:

@@ -84,22 +84,26 @@ class Clock:
         return self.now
 
 
+def describe(batches: int) -> dict[str, int]:
+    return {"samples": 8 * batches}
+
+
 def test_rates_are_means_since_the_last_reading() -> None:
     clock = Clock()
-    throughput = Throughput("tokens", 8, flops_per_unit=3e9, peak_flops=1e12, clock=clock)
+    throughput = Throughput("tokens", describe, lambda *_: 3e9, peak_flops=1e12, clock=clock)
     throughput.start(10, 10_000)
     for seconds in (1.0, 3.0):
         clock.now += seconds
-    rates = throughput.read(12, 12_000)
+    rates = throughput.read(12, 12_000, 12)
     assert (rates["tokens_per_second"], rates["step_seconds"]) == (500, 2)
     assert rates["mfu"] == pytest.approx(500 * 3e9 / 1e12)
     clock.now += 1
-    assert throughput.read(13, 13_000)["tokens_per_second"] == 1000
+    assert throughput.read(13, 13_000, 13)["tokens_per_second"] == 1000
 
 
 def test_evaluations_and_the_wait_for_data_are_told_apart() -> None:
     clock = Clock()
-    throughput = Throughput("tokens", 8, 1.0, None, clock)
+    throughput = Throughput("tokens", describe, lambda *_: 1.0, None, clock)
 
     def data():
         for item in range(2):
@@ -111,7 +115,7 @@ def test_evaluations_and_the_wait_for_data_are_told_apart() -> None:
         clock.now += 1.0
     with throughput.exclude_time():
         clock.now += 30.0
-    rates = throughput.read(2, 50)
+    rates = throughput.read(2, 50, 2)
     assert rates["step_seconds"] == pytest.approx(1.25)
     assert rates["data_seconds"] == pytest.approx(0.25)
     assert rates["tokens_per_second"] == pytest.approx(20)

@@ -54,7 +54,7 @@ def test_a_warmup_in_epochs_that_is_longer_than_the_run_is_refused(texts, comman
 def test_no_steps_mean_all_of_the_validation_split_whatever_the_ranks(texts, ranks):
     recipe = load_recipe(texts / "recipe.toml", {"evaluate.steps": 0, "data.micro_batch": 2})
     parts = assemble(recipe)
-    split = parts.data.validation
+    split = parts.data.turns[0].opened.validation
     found = []
     for rank in range(ranks):
         batches = list(iterate_validation(split, recipe.data, 0, rank, ranks))

@@ -10,6 +10,7 @@ import trainer
 from tests.cases import quick
 from tests.commands import run_trainer
 from trainer.engine.recipe.layers import read_layers
+from trainer.engine.recipe.write import toml_value
 
 RECIPES = Path(trainer.__file__).parent.resolve() / "recipes"
 NAMES = [
@@ -34,14 +35,22 @@ SHORT = [
 ]
 
 
-def run(folder, name, ranks, *settings):
+def run(folder, name, ranks, *settings, recipes=RECIPES):
     """Train a recipe, and return the rows of metrics.jsonl by kind and step."""
     words = [f"--set={setting}" for setting in (*SHORT, *settings)]
-    done = run_trainer("run", RECIPES / f"{name}.toml", *words, folder=folder, ranks=ranks)
+    done = run_trainer("run", recipes / f"{name}.toml", *words, folder=folder, ranks=ranks)
     assert done.returncode == 0, done.stderr
     (path,) = (folder / "runs").glob(f"**/{name}/metrics.jsonl")
     rows = map(json.loads, path.read_text().splitlines())
     return {(row["kind"], row["step"]): row for row in rows}
+
+
+def teach(folder):
+    """Train the teacher, and return the setting that names it."""
+    # The first comment of the student's recipe names that of the teacher.
+    run(folder, "llama3_debug", 1, "run.name=llama3_debug", "data.seq_len=64")
+    (folder / "runs" / "llama3_debug").rename(folder / "teacher")
+    return ["task.teacher=teacher"]
 
 
 def numbers(rows, *keys):
@@ -50,10 +59,7 @@ def numbers(rows, *keys):
 
 @pytest.mark.parametrize("name", quick(NAMES, "reward_debug"))
 def test_a_recipe_trains_on_one_and_two_ranks_alike_and_resumes(name, tmp_path):
-    if name == "distillation_debug":  # its first comment names the recipe of the teacher
-        run(tmp_path, "llama3_debug", 1, "run.name=llama3_debug", "data.seq_len=64")
-        (tmp_path / "runs" / "llama3_debug").rename(tmp_path / "teacher")
-    settings = ["task.teacher=teacher"] if name == "distillation_debug" else []
+    settings = teach(tmp_path) if name == "distillation_debug" else []
     alone = run(tmp_path, name, 1, *settings)
     assert [step for kind, step in alone if kind == "train"] == [1, 2, 3, 4, 5, 6]
     assert all(row["samples"] % step == 0 for (kind, step), row in alone.items() if kind == "train")
@@ -67,6 +73,43 @@ def test_a_recipe_trains_on_one_and_two_ranks_alike_and_resumes(name, tmp_path):
         for key in keys:
             if key in row:
                 assert row[key] == pytest.approx(alone[place][key], rel=1e-4), (place, key)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "name",
+    [
+        "distillation_debug",
+        "masked_language_modeling_debug",
+        "preference_debug",
+        "supervised_debug",
+    ],
+)
+def test_training_splits_in_turn_work_with_every_task(name, tmp_path):
+    settings = teach(tmp_path) if name == "distillation_debug" else []
+    values = read_layers(RECIPES / f"{name}.toml").values["data"]
+    sources = values["sources"]
+    for source in sources:
+        source |= {"path": str(RECIPES / source["path"])} if "path" in source else {}
+    splits = [
+        {"name": "a", "steps": 2, "sources": sources},
+        {"name": "b", "steps": 1, "seq_len": values.get("seq_len", 256) + 32, "sources": sources},
+        {"name": "c", "global_batch": 8, "micro_batch": 2, "steps": 1, "sources": sources},
+    ]
+    changes = f'extends = ["{RECIPES / name}.toml"]\n[data]\nsources = []\nworkers = 1\n'
+    (tmp_path / f"{name}.toml").write_text(f"{changes}splits = {toml_value(splits)}\n")
+    alone = run(tmp_path, name, 1, *settings, recipes=tmp_path)
+    train = [row for (kind, _), row in alone.items() if kind == "train"]
+    assert [row["split"] for row in train] == ["a", "a", "b", "c", "a", "a"]
+    (folder,) = (tmp_path / "runs").glob(f"**/{name}")
+    shutil.rmtree(folder / "checkpoints" / "step-00000006")
+    keys = ("loss", "total_loss", "grad_norm", "split", "samples")
+    again = run(tmp_path, name, 1, *settings, recipes=tmp_path)
+    assert numbers(again, *keys) == numbers(alone, *keys)
+    shutil.rmtree(tmp_path / "runs")
+    for place, row in run(tmp_path, name, 2, *settings, recipes=tmp_path).items():
+        for key in (key for key in keys[:3] if key in row):
+            assert row[key] == pytest.approx(alone[place][key], rel=1e-4), (place, key)
 
 
 @pytest.mark.parametrize("name", NAMES)

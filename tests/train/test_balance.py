@@ -13,6 +13,7 @@ from tests.train.moe_family import BALANCED, layers_of, moe_recipe, trained
 from tests.train.plans import assembled, by_one_process
 from trainer.engine.assemble.assemble import assemble
 from trainer.engine.checkpoint.reader import load_weights
+from trainer.engine.data.batch import SampleBatch
 from trainer.engine.launch.environment import World
 from trainer.engine.observe.metrics import read
 from trainer.engine.parallel.mesh import Degrees
@@ -183,9 +184,10 @@ def test_capacity_in_parts_of_a_batch_is_warned_of(factor, micro_batch, warns, c
 def test_biases_make_loads_even():
     model, x, found = torch.nn.Module(), moe_reference.tokens(batch=16, length=64), []
     model.mlp, model.remote_parameters = moe_reference.layer(balance_bias=True, bias_rate=5e-3), {}
-    balance = Balance(model, Degrees(), rows=16, device=x.device)
+    balance = Balance(model, Degrees(), device=x.device)
+    batch = SampleBatch({"x": x})
     for _ in range(200):
-        balance.start(1.0)
+        balance.start(1.0, [batch])
         model.mlp(x).sum().backward()
         balance.collect(lambda counts: None)
         balance.update()

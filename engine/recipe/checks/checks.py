@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from math import prod
 
 from ...core.text.display import format_value, make_printable
@@ -18,6 +19,7 @@ from .compute_checks import check_memory, check_precision
 from .metric_checks import check_metrics
 from .plan_checks import check_plan
 from .ragged_checks import check_ragged
+from .split_checks import check_splits, relocate
 from .task_checks import check_task
 
 
@@ -28,13 +30,27 @@ def check(recipe: Recipe, world: int | None = None) -> list[Finding]:
         recipe: tables that are each valid alone.
         world: number of ranks; without it, what depends on it is not checked.
     """
+    if not recipe.data.splits:
+        return _check_table(recipe, world)
+    found = list(check_splits(recipe))
+    for number, (split, table) in enumerate(
+        zip(recipe.data.splits, recipe.data.tables, strict=True)
+    ):
+        alone = recipe.model_copy(update={"data": table})
+        for path, message, hint in _check_table(alone, world, is_split=True):
+            found.append((relocate(path, number, split), message, hint))
+    return list(dict.fromkeys(found))  # what is wrong with all splits is said once
+
+
+def _check_table(recipe: Recipe, world: int | None, *, is_split: bool = False) -> list[Finding]:
+    """Return what does not fit a recipe without splits, or with one split alone."""
     parts = (
         _run,
         _init,
         check_task,
         _lengths,
         _data,
-        _streams,
+        partial(_streams, has_epochs=is_split),
         _groups,
         _targets,
         _degrees,
@@ -134,14 +150,20 @@ def _data(recipe: Recipe) -> Iterator[Finding]:
             )
 
 
-def _streams(recipe: Recipe) -> Iterator[Finding]:
+def _streams(recipe: Recipe, *, has_epochs: bool) -> Iterator[Finding]:
+    """Yield what streams cannot do.
+
+    Args:
+        recipe: the recipe.
+        has_epochs: whether an epoch is a number of steps: a round over splits.
+    """
     for index, source in enumerate(recipe.data.sources):
         if not getattr(source, "streaming", False):
             continue
         path = ("data", "sources", index, "streaming")
         if source.split == "validation":
             yield path, "a validation source is read whole", "leave streaming out"
-        if recipe.run.epochs is not None:
+        if recipe.run.epochs is not None and not has_epochs:
             yield (
                 path,
                 "the number of rows in an epoch of a stream is unknown",
@@ -149,7 +171,7 @@ def _streams(recipe: Recipe) -> Iterator[Finding]:
             )
         for table in ("evaluate", "checkpoint", "schedule"):
             key = "warmup_epochs" if table == "schedule" else "interval_epochs"
-            if getattr(getattr(recipe, table), key) is not None:
+            if getattr(getattr(recipe, table), key) is not None and not has_epochs:
                 words = "the number of rows in an epoch of a stream is unknown"
                 yield (table, key), words, "give steps instead of epochs"
         if recipe.data.workers:

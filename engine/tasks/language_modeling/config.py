@@ -38,7 +38,8 @@ class LanguageModeling(TaskConfig):
         """Open, or tokenise once, every source, and split and pack them."""
         from ...data.dataset import open_data
 
-        return open_data(data.table, data.tokenizer, data.seed, data.run, data.share)
+        table, run = data.table, data.run
+        return open_data(table, data.tokenizer, data.seed, run, data.share, data.longest)
 
     def build_encoding(self, tokenizer: Tokenizer, *, is_labelled: bool = True) -> RecordEncoding:
         """Return the encoding of texts that are scored whole."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -96,6 +96,12 @@ class MaskedSamples(Samples):
     def gather(self, samples: Indices) -> PackedRows:
         """Return the samples of these numbers, [B], with tokens hidden."""
         return self._masking.apply(self._rows.gather(samples), samples)
+
+    def among(self, labels: Sequence[str]) -> Self:
+        """Return the same samples among longer labels; see `NumberedSamples.among`."""
+        renumbered = super().among(labels)
+        renumbered._rows = self._rows.among(labels)
+        return renumbered
 
     def each_once(self) -> Self:
         """Return the same samples, each once; see `NumberedSamples.each_once`."""
