@@ -41,7 +41,8 @@ class VocabularyShard:
 
     def top_k(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the k largest of all ranks' values [T, V], and the classes that have them."""
-        found = values.topk(k)
+        # Of equal values `max` documents which one it takes: the first.
+        found = values.max(-1, keepdim=True) if k == 1 else values.topk(k)
         return found.values, found.indices
 
 

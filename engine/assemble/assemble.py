@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ...kernels.vocabulary import VocabularyShard
 from ...model_zoo.config import ModelConfig
 from ..core.errors import Problem, RecipeError
 from ..core.heartbeat import heartbeat
@@ -45,6 +46,9 @@ class Assembled(Parts):
     recipe: Recipe
     frozen_fingerprint: str
     """what a resumed run must find unchanged of the frozen model; empty: there is none"""
+    plan: Plan
+    vocabulary: VocabularyShard
+    """the tokens whose logits this rank computes"""
 
 
 def assemble(
@@ -111,6 +115,8 @@ def assemble(
         tokenizer=tokenizer,
         data=data,
         frozen_fingerprint=fingerprint,
+        plan=plan,
+        vocabulary=built.kernels.vocabulary,
         degrees=plan.degrees,
         parallel_model=step.parallel_model,
         optimizer=step.optimizer,

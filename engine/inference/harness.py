@@ -20,7 +20,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.models.utils import Collator, normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
-from ..checkpoint.state import seed_everything
+from ..checkpoint.state import random_state, restore_random_state, seed_everything
 from ..core.errors import EnvironmentFault, RecipeError, TrainerError, nearest
 from ..data.batch import IGNORED
 from ..tokenizers.byte_tokenizer import context_id
@@ -30,7 +30,7 @@ from .score import ScoredWindow, TextScorer, gather_objects, windows
 
 FEWSHOT_SEED = 1234
 """what the harness draws the examples before a question with, unless it is told otherwise"""
-LENGTH_HINT = "raise --seq-len"
+LENGTH_HINT = "longer rows are needed: --seq-len, or data.seq_len of a run"
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]
@@ -152,6 +152,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         generators = [torch.Generator().manual_seed(number) for number in range(len(prompts))]
 
         def agree(logits: torch.Tensor) -> torch.Tensor:
+            self.scorer.check()
             found = probabilities(logits)
             if self.scorer.plan.degrees.world == 1:
                 return found
@@ -227,13 +228,16 @@ def run_tasks(
         bootstraps: samples from which standard errors are estimated; 0 estimates none.
 
     Raises:
-        RecipeError: a task is faulty.
+        RecipeError: a task is faulty, or plans that split a sequence or the vocabulary generate.
         EnvironmentFault: the data of a task cannot be read or downloaded.
     """
-    for task in tasks["tasks"].values():
+    degrees = model.scorer.plan.degrees
+    for name, task in tasks["tasks"].items():
+        if task.OUTPUT_TYPE == "generate_until" and degrees.world > degrees.data:
+            message = f"the task {name} generates text, which tensor and context ranks cannot"
+            raise RecipeError(message, "leave it out, and measure checkpoints: trainer evaluate")
         task.set_fewshot_seed(FEWSHOT_SEED)  # each time the same examples
-    seed_everything(0, 0)
-    with _convert_errors():
+    with _convert_errors(), _own_random_numbers():
         found = evaluate(
             lm=model,
             task_dict=tasks,
@@ -243,7 +247,7 @@ def run_tasks(
         )
     assert found is not None, "only ranks other than 0 get nothing"
     results: dict[str, Any] = found["results"]
-    return gather_objects(results)[0] if model.scorer.plan.degrees.world > 1 else results
+    return gather_objects(results)[0] if degrees.world > 1 else results
 
 
 @contextmanager
@@ -257,6 +261,19 @@ def _convert_errors() -> Iterator[None]:
     except Exception as error:  # whatever a faulty template, metric or column leads to
         message = f"the tasks cannot be run: {type(error).__name__}: {error}"
         raise RecipeError(message, "check their files; --traceback shows where") from error
+
+
+@contextmanager
+def _own_random_numbers() -> Iterator[None]:
+    """Give tasks the same random numbers each time, and put back the state of all generators."""
+    ours, arrays = random_state(0), np.random.get_state()  # the state of numpy's own
+    seed_everything(0, 0)
+    np.random.seed(FEWSHOT_SEED)
+    try:
+        yield
+    finally:
+        restore_random_state(0, ours)
+        np.random.set_state(arrays)
 
 
 def _manager(names: Sequence[str], include_path: Path | None) -> TaskManager:

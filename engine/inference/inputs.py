@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from ...model_zoo.config import ModelConfig
 from ..core.errors import RecipeError, nearest
 from ..core.text.tree import Origin, Tree
+from ..recipe.checks.task_checks import reason_for_no_text
 from ..recipe.layers import apply_override
 from ..recipe.messages import problems_of
 from ..recipe.schema import Recipe
@@ -101,14 +102,6 @@ def require_generation(model: ModelConfig, task: TaskConfig | None = None) -> No
     Raises:
         RecipeError: it generates no text; the hint names what to use instead.
     """
-    head = getattr(model, "task_head", None)
-    if task is not None and not task.needs_language_model:
-        reason = f'"{model.name}" is no language model'
-    elif head is not None:
-        reason = f"the model has a head for {head.kind}"
-    elif getattr(model, "attention", "causal") == "bidirectional":
-        reason = "the model's attention is bidirectional"
-    else:
-        return
-    hint = "`trainer infer` writes the predictions of its task"
-    raise RecipeError(f"{reason}: it generates no text", hint)
+    if reason := reason_for_no_text(model, task is None or task.needs_language_model):
+        hint = "`trainer infer` writes the predictions of its task"
+        raise RecipeError(f"{reason}: it generates no text", hint)

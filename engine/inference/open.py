@@ -86,7 +86,7 @@ class OpenedModel:
     def scorer(self) -> TextScorer:
         """What scores texts with the model, on all ranks together."""
         assert self.parts is not None, "stages share the model"
-        return TextScorer(self.model, self.parts.plan)
+        return TextScorer(self.model, self.parts.plan, self.parts.built.kernels.vocabulary)
 
     def build_task(self, *, with_frozen: bool = True) -> tuple[OpenedParts, Task[Any]]:
         """Return the parts of the model, and the task of the recipe for it.

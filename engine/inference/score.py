@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar, cast
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from ...kernels.vocabulary import WHOLE, VocabularyShard
 from ...model_zoo.language_model import LanguageModel
 from ..data.batch import IGNORED, TokenBatch
 from ..parallel.plan import Plan
@@ -97,17 +98,22 @@ class TextScorer:
     Attributes:
         model: the module without a wrapper, in evaluation mode. Stages of a pipeline have none.
         plan: how ranks share it.
+        vocabulary: the tokens whose logits this rank computes.
+        check: called before each forward pass; what it raises ends the work.
     """
 
     model: LanguageModel
     plan: Plan
+    vocabulary: VocabularyShard = WHOLE
+    check: Callable[[], None] = lambda: None
 
     @torch.no_grad()  # what FSDP gathers in inference mode could not be trained with later
     def score_batch(self, batch: TokenBatch) -> list[Score]:
         """Run the model on this rank's part of a batch and return the score of each row."""
+        self.check()
         taken = self.plan.take(batch, self.model).to(self.plan.device)
         batch = cast("TokenBatch", taken)
-        scores = TokenScores()
+        scores = TokenScores(self.vocabulary)
         self.model(
             batch.tokens,
             labels=batch.labels,
@@ -128,12 +134,17 @@ class TextScorer:
     ) -> Iterator[tuple[T, list[Score]]]:
         """Yield what comes with each batch, and the scores of its rows."""
         degrees, waiting = self.plan.degrees, iter(batches)
+        ranks = [degrees.coordinate(rank) for rank in range(degrees.world)]
+        # Ranks of the tensor axis compute the same, those of the context axis parts of each row.
+        tells = [(degrees.data_rank(n), n) for n, at in enumerate(ranks) if at.tensor == 0]
         while some := list(islice(waiting, degrees.data)):
             # A rank without a batch of its own computes too: the forward pass has collectives.
             mine = self.score_batch(some[min(self.plan.data_rank, len(some) - 1)][1])
             found = gather_objects(mine) if degrees.world > 1 else [mine]
-            for (key, _), scores in zip(some, found, strict=False):
-                yield key, scores
+            for number, (key, _) in enumerate(some):
+                parts = [found[rank] for data_rank, rank in tells if data_rank == number]
+                rows = (zip(*row, strict=True) for row in zip(*parts, strict=True))
+                yield key, [Score(sum(nll), sum(num), all(greedy)) for nll, num, greedy in rows]
 
     def score_windows(
         self, rows: Iterable[ScoredWindow], batch_size: int
@@ -142,6 +153,7 @@ class TextScorer:
 
         Rows are sorted by length within groups of `SORTED_BATCHES` batches, which saves padding.
         """
+        pieces = self.plan.degrees.sequence_pieces
 
         def batches() -> Iterator[tuple[Sequence[ScoredWindow], TokenBatch]]:
             waiting = iter(rows)
@@ -149,15 +161,21 @@ class TextScorer:
                 some.sort(key=lambda row: -len(row.inputs))
                 for first in range(0, len(some), batch_size):
                     batch = some[first : first + batch_size]
-                    yield batch, _pad_rows(batch)
+                    yield batch, _pad_rows(batch, pieces)
 
         for batch, scores in self.score_batches(batches()):
             yield from zip(batch, scores, strict=True)
 
 
-def _pad_rows(rows: Sequence[ScoredWindow]) -> TokenBatch:
-    """Pad rows at the right to a batch; causal attention keeps tokens from seeing the padding."""
-    shape = len(rows), max(len(row.inputs) for row in rows)
+def _pad_rows(rows: Sequence[ScoredWindow], pieces: int) -> TokenBatch:
+    """Pad rows at the right to a batch; causal attention keeps tokens from seeing the padding.
+
+    Args:
+        rows: the rows.
+        pieces: divides the length of the batch.
+    """
+    longest = max(len(row.inputs) for row in rows)
+    shape = len(rows), -(-longest // pieces) * pieces
     tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED)
     padding_mask = np.ones(shape, np.bool_)
     for number, row in enumerate(rows):

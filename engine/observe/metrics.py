@@ -25,6 +25,8 @@ MAX_EVENTS_BYTES = 2**26
 """bytes of events.jsonl that are read"""
 VALIDATION = "validation"
 """the `split` of evaluations of the validation split; rows of older versions have none"""
+TASKS = "tasks"
+"""the `split` of the scores of tasks of lm-evaluation-harness, whose rows have no loss"""
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 

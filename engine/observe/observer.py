@@ -158,7 +158,7 @@ class Observer:
         self._record({**row, "memory_bytes": self._memory(), **to_histograms(values)})
 
     def on_evaluation(self, step: int, values: Mapping[str, Number], split: str) -> None:
-        """Record the numbers of a split after `step` steps, which have a `loss`."""
+        """Record the numbers of a split after `step` steps; those of tasks have no `loss`."""
         if self._log is not None:
             self._record({"kind": "eval", "step": step, "split": split, **to_floats(values)})
 

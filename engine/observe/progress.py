@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from ..core.terminal import ProgressBar, format_clock, ignore_closed, is_terminal
 from ..core.text.display import make_lines_printable
-from .metrics import VALIDATION
+from .metrics import TASKS, VALIDATION
 
 MOST_METRICS = 6
 """metrics of an evaluation that its line shows"""
@@ -140,15 +140,16 @@ class LiveProgress(Progress):
 
 def _format_cells(row: Mapping[str, Any], total: int) -> list[str]:
     """Return `name value` for each number of a row that is shown, each with a fixed width."""
-    cells = [f"loss {row['loss']:<8.5g}"]
+    cells = [f"loss {row['loss']:<8.5g}"] if "loss" in row else []
     if row["kind"] == "eval":
         if row.get("split", VALIDATION) != VALIDATION:
             cells.insert(0, row["split"])
-        # A number for each class or source is in the files alone.
+        # A number for each class or source is in the files alone; tasks have no others.
+        shows_parts = row.get("split") == TASKS
         metrics = [
             key
             for key, value in row.items()
-            if isinstance(value, float) and "/" not in key and key not in _NOT_SHOWN
+            if isinstance(value, float) and shows_parts >= ("/" in key) and key not in _NOT_SHOWN
         ]
         return cells + [f"{key} {row[key]:<8.4g}" for key in metrics[:MOST_METRICS]]
     if row["kind"] != "train":

@@ -18,10 +18,13 @@ from ..core.files import require_path
 from ..core.plugin_modules import require_plugins
 from ..core.run_dir import RunDirectory
 from ..core.text.positions import KeyPath
-from ..core.text.tree import Origin, Tree
+from ..core.text.tree import Origin, Tree, leaves
 from .layers import read_layers
 from .load import Loaded, load_recipe, load_tree
 from .read import unusable_values
+
+CODE_PLACES: set[KeyPath] = {("compile", "cache_dir"), ("evaluate", "harness", "include_path")}
+"""keys that say where code lies"""
 
 
 def load_recipe_or_run(
@@ -46,10 +49,9 @@ def load_recipe_or_run(
     if not path.is_dir():
         return load_recipe(path, overrides, world)
     tree = _read_checkpoint(path) if is_checkpoint(path) else _read_run(path)
-    # What torch.compile keeps is code: the user alone says where it lies.
-    table = tree.values.get("compile")
-    if isinstance(table, dict) and "cache_dir" in table:
-        tree.remove(("compile", "cache_dir"))
+    # What torch.compile keeps is code, and tasks may name some: the user alone says where they lie.
+    for key in {path for path, _ in leaves(tree.values)} & CODE_PLACES:
+        tree.remove(key)
     return load_tree(tree, path, overrides, world, trusted=plugins)
 
 

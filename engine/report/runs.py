@@ -17,7 +17,7 @@ from ..core.files import open_regular, read_regular
 from ..core.run_dir import read_recipe
 from ..core.text.display import join_key, redact
 from ..core.text.tree import leaves
-from ..observe.metrics import VALIDATION, decode_rows
+from ..observe.metrics import TASKS, VALIDATION, decode_rows
 from .status import RunStatus, examine, number
 
 Row = dict[str, float]
@@ -177,7 +177,8 @@ def _read_rows(path: Path) -> dict[str, list[Row]]:
             if split == VALIDATION:
                 rows[numbers["step"]] = numbers
             else:  # beside the numbers of the validation split, which comes first
-                others = {f"{split}.{key}": numbers[key] for key in numbers if key not in AXES}
+                prefix = "" if split == TASKS else f"{split}."
+                others = {f"{prefix}{key}": numbers[key] for key in numbers if key not in AXES}
                 rows.setdefault(numbers["step"], {"step": numbers["step"]}).update(others)
     sorted_rows = {kind: [by[step] for step in sorted(by)] for kind, by in by_kind.items()}
     _add_axes(sorted_rows)

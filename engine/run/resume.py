@@ -16,6 +16,7 @@ from ... import __version__
 from ..checkpoint.find import IntactCheckpoint
 from ..checkpoint.manifest import Manifest, SaveInfo
 from ..core.errors import Problem, RecipeError
+from ..core.run_state import RunState
 from ..core.text.display import remove_secrets
 from ..recipe.tables import Init
 from ..train.parts import Best
@@ -81,6 +82,25 @@ def identify(
     )
 
 
+def make_state(parts: Assembled, start_step: int, info: SaveInfo) -> RunState:
+    """Return what `trainer status` reads of an attempt.
+
+    Args:
+        parts: the parts of the run.
+        start_step: the steps that were finished before.
+        info: number and id of the attempt.
+    """
+    cuda = parts.device.type == "cuda"
+    return RunState(
+        total_steps=parts.total_steps,
+        start_step=start_step,
+        attempt=info.attempt,
+        run_id=info.run_id,
+        world=parts.world.world_size,
+        device=torch.cuda.get_device_name(parts.device) if cuda else "cpu",
+    )
+
+
 def reason_to_end(saved: Manifest, parts: Assembled) -> str:
     """Return why nothing is left to do after a checkpoint; empty while there is more to train."""
     if saved.extra.get("unevaluated"):
@@ -107,7 +127,7 @@ def ignored_settings(parts: Assembled) -> list[str]:
         ignored += [f"{key} has no effect: {reads}" for key in given if given[key]]
     if recipe.run.init != Init() and not recipe.run.init_from:
         ignored.append("run.init has no effect without run.init_from")
-    if parts.validation:
+    if parts.splits or recipe.evaluate.harness.tasks:
         return ignored
     given = {
         "checkpoint.keep_best": recipe.checkpoint.keep_best,

@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
 from ..assemble.assemble import Assembled, assemble
 from ..checkpoint.find import IntactCheckpoint, code_before_training, find_checkpoint
-from ..checkpoint.manifest import SaveInfo
 from ..checkpoint.state import seed_everything
 from ..checkpoint.store import CheckpointStore
 from ..core.errors import ExitCode, LostContact, Problem, RecipeError, Stopped, TrainerError
@@ -28,6 +28,7 @@ from ..launch.signals import StopFlag
 from ..observe.progress import Progress, forward_logs, open_progress
 from ..recipe.changes import require_unchanged
 from ..recipe.schema import Recipe
+from ..train.evaluate import Tasks
 from ..train.events import EventRecorder
 from ..train.health import Health
 from ..train.loop import Outcome, paced_garbage_collection, train
@@ -35,7 +36,15 @@ from ..train.parts import Position
 from ..train.saving import Saver
 from .export import export_run, require_exportable
 from .metadata import find_checkouts, write_recipe
-from .resume import describe, identify, ignored_settings, reason_to_end, require_same_data
+from .resume import (
+    describe,
+    identify,
+    ignored_settings,
+    make_state,
+    reason_to_end,
+    require_same_data,
+)
+from .tasks import load_tasks, open_tasks
 from .watch import open_observer, watch_rank
 
 
@@ -105,12 +114,14 @@ def _run(
         progress = open_progress(world.rank)
         stack.callback(progress.close)
         stack.enter_context(forward_logs(progress))
+        # First of all: what they lack is told before a corpus is tokenised.
+        loaded = load_tasks(recipe.evaluate.harness)
         if dry_run:
             for line in describe(assemble(recipe, world, device)):
                 progress.note(line)
             stop.finish()
             return ExitCode.DONE
-        session = Session(recipe, world, device, group, directory, stop, progress)
+        session = Session(recipe, world, device, group, directory, stop, progress, loaded)
         with stop.convert_errors():
             return session.train(allow_changed, parts)
 
@@ -126,11 +137,11 @@ class Session:
     directory: RunDirectory
     stop: StopFlag
     progress: Progress
+    loaded_tasks: dict[str, Any]
 
     def train(self, allow_changed: Sequence[str], parts: Assembled | None = None) -> ExitCode:
         """Resume or start, and train to the end or to a signal."""
-        recipe = self.recipe
-        store = self._open_store()
+        recipe, store = self.recipe, self._open_store()
         found = self._find_start(store)
         if found is not None:
             require_unchanged(found.manifest.recipe, recipe.model_dump(), allow_changed)
@@ -154,12 +165,13 @@ class Session:
             self.progress.note(f"resumed from {found.path} (step {position.step})")
         if recipe.checkpoint.export != "none":
             require_exportable(parts)
-        state = self._state(parts, position.step, identity)
+        tasks = open_tasks(parts, self.loaded_tasks)
+        state = make_state(parts, position.step, identity)
         # Only now: a start that fails leaves the recipe of the run as it was.
         if self.world.rank == 0:
             write_recipe(self.directory, recipe, identity, checkouts, state.device)
         with self._record(state), recorder.open_log(position.step):
-            outcome = self._train(parts, position, saver, health)
+            outcome = self._train(parts, position, saver, health, tasks)
             state.warnings = health.conclude()
             if outcome == "stopped":
                 state.outcome = outcome
@@ -178,14 +190,16 @@ class Session:
         self, parts: Assembled, health: Health, found: IntactCheckpoint, group: ProcessGroup | None
     ) -> None:
         """Complete the end of a run whose last step was saved: its export and its state.json."""
-        state = self._state(parts, found.manifest.step, found.manifest)
+        state = make_state(parts, found.manifest.step, found.manifest)
         with self._record(state):
             state.warnings = health.conclude()
             self._export(parts, found.manifest.step, group, found)
             state.outcome = "finished"
             self.stop.finish()
 
-    def _train(self, parts: Assembled, position: Position, saver: Saver, health: Health) -> Outcome:
+    def _train(
+        self, parts: Assembled, position: Position, saver: Saver, health: Health, tasks: Tasks
+    ) -> Outcome:
         """Train and save the last state; an export that a signal would interrupt is left out."""
         with (
             self.stop.convert_errors(),
@@ -195,7 +209,7 @@ class Session:
             paced_garbage_collection(self.recipe.run.gc_interval),
         ):
             try:
-                outcome = train(parts, position, saver, health, observer, self.stop)
+                outcome = train(parts, position, saver, health, observer, self.stop, tasks)
                 # LostContact here: a rank died in its last save, and this is not the end of a run.
                 is_asked = self.stop.agree()
             except LostContact:
@@ -281,15 +295,3 @@ class Session:
         for reason in found.skipped:
             self.progress.warn(f"skipped {reason}")
         return found
-
-    def _state(self, parts: Assembled, start_step: int, info: SaveInfo) -> RunState:
-        """Return what `trainer status` reads of this attempt."""
-        cuda = self.device.type == "cuda"
-        return RunState(
-            total_steps=parts.total_steps,
-            start_step=start_step,
-            attempt=info.attempt,
-            run_id=info.run_id,
-            world=self.world.world_size,
-            device=torch.cuda.get_device_name(self.device) if cuda else "cpu",
-        )

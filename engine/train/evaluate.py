@@ -20,6 +20,9 @@ from ..tasks.metrics.metric_set import MetricSet
 from ..tasks.task import Task
 from .parts import Parts, ValidationSplit
 
+Tasks = Callable[[Callable[[], None]], dict[str, float]]
+"""measures tasks and returns their scores, the same on all ranks; see `measure_tasks`"""
+
 
 def validate(
     parts: Parts, stop: StopFlag | None = None, split: ValidationSplit | None = None
@@ -47,6 +50,32 @@ def validate(
             parts.degrees,
             split.metrics,
         )
+
+
+def measure_tasks(parts: Parts, tasks: Tasks, stop: StopFlag) -> dict[str, float]:
+    """Return the scores of tasks, on all ranks together, with the averaged weights if any.
+
+    Args:
+        parts: the parts of the run.
+        tasks: measures the model; called with what it has to call before each forward pass.
+        stop: asked before each forward pass.
+
+    Raises:
+        StopRequested: on all ranks, because a signal asked one of them to stop.
+    """
+
+    def check() -> None:
+        heartbeat.touch()
+        faults.point("train.tasks")
+        if stop.agree():
+            raise StopRequested
+
+    with (
+        parts.average.swap_in() if parts.average else nullcontext(),
+        # As in `stop_on_signal`: one process may give up anywhere, several only together.
+        stop.interruptible() if stop.is_alone else nullcontext(),
+    ):
+        return tasks(check)
 
 
 def stop_on_signal(batches: Iterable[Batch], stop: StopFlag) -> Iterator[Batch]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Literal
@@ -12,11 +12,11 @@ from ..core import faults
 from ..core.heartbeat import heartbeat
 from ..data.batch import Batch
 from ..launch.signals import StopFlag, StopRequested
-from ..observe.metrics import VALIDATION
+from ..observe.metrics import TASKS, VALIDATION
 from ..observe.observer import Observer
-from .evaluate import validate
+from .evaluate import Tasks, measure_tasks, validate
 from .health import Health
-from .parts import Parts, Position
+from .parts import Parts, Position, ValidationSplit
 
 if TYPE_CHECKING:
     from ..checkpoint.tables import Checkpoint
@@ -34,6 +34,7 @@ def train(
     health: Health,
     observer: Observer,
     stop: StopFlag,
+    tasks: Tasks,
 ) -> Outcome:
     """Train from `position` to the last step, or until evaluations or a signal say to stop.
 
@@ -47,6 +48,7 @@ def train(
         health: examines the loss and the gradient of each step.
         observer: records and shows numbers.
         stop: knows whether a signal asked this process or another rank to stop.
+        tasks: measures the tasks of lm-evaluation-harness that the recipe names.
 
     Returns:
         how training ended.
@@ -61,7 +63,7 @@ def train(
     observer.start(position.step, int(position.count), is_evaluated=not position.unevaluated)
     outcome: Outcome | None = None
     if position.unevaluated:
-        outcome = _evaluate_and_save(parts, position, saver, observer, health, stop)
+        outcome = _evaluate_and_save(parts, position, saver, observer, health, stop, tasks)
     while outcome is None and position.step < total:
         heartbeat.begin_step(position.step + 1)
         batch = _fetch(batches, stop)
@@ -94,7 +96,7 @@ def train(
             health.verify()  # the row waits for the device in any case
         metrics = step.metrics(gradients, lr) if is_due else {}
         observer.on_step(position.step, metrics, position.count, position.batch)
-        outcome = _evaluate_and_save(parts, position, saver, observer, health, stop)
+        outcome = _evaluate_and_save(parts, position, saver, observer, health, stop, tasks)
         if parts.gc_interval and position.step % parts.gc_interval == 0:
             gc.collect(1)  # on all ranks in the same step, see `paced_garbage_collection`
     return outcome or "finished"
@@ -132,6 +134,7 @@ def _evaluate_and_save(
     observer: Observer,
     health: Health,
     stop: StopFlag,
+    tasks: Tasks,
 ) -> Outcome | None:
     """Evaluate and save if that is due after a step.
 
@@ -139,10 +142,12 @@ def _evaluate_and_save(
         how training ends, or None if it continues.
     """
     step, total = position.step, parts.total_steps
-    due = _is_due(step, parts.evaluate, parts) and parts.splits
+    table, harness = parts.evaluate, parts.evaluate.harness
+    splits = parts.splits if _is_due(step, table, parts) else []
+    due_tasks = tasks if harness.tasks and _is_due(step, table, parts, harness.interval) else None
     position.unevaluated = False
     try:
-        improved = bool(due) and _evaluate(parts, position, observer, health, stop)
+        improved = _evaluate(parts, position, observer, health, stop, splits, due_tasks)
     except StopRequested:
         parts.model.train()  # the evaluation was given up before it did that
         position.unevaluated = True
@@ -162,29 +167,51 @@ def _evaluate_and_save(
 
 
 def _evaluate(
-    parts: Parts, position: Position, observer: Observer, health: Health, stop: StopFlag
+    parts: Parts,
+    position: Position,
+    observer: Observer,
+    health: Health,
+    stop: StopFlag,
+    splits: Sequence[ValidationSplit],
+    tasks: Tasks | None,
 ) -> bool:
-    """Measure all splits, and return whether the evaluation is the best so far."""
+    """Measure splits and tasks that are due, and return whether the evaluation is the best."""
     values: dict[str, float] = {}
-    for split in parts.splits:
+    for split in splits:
         with observer.exclude_time(), parts.phases("evaluation"):
             numbers = validate(parts, stop, split)
         observer.on_evaluation(position.step, numbers, split.name)
         prefix = "" if split.name == VALIDATION else f"{split.name}."
         values |= {f"{prefix}{key}": value for key, value in numbers.items()}
-    first = parts.splits[0]
-    # The validation split where there is one: its numbers have no prefix.
-    key = "loss" if first.name == VALIDATION else f"{first.name}.loss"
-    health.check_evaluation(position.step, values[key])
-    is_best = position.best.update(parts.evaluate, position.step, values)
+    if splits:
+        # The validation split comes first where there is one: its numbers have no prefix.
+        key = "loss" if splits[0].name == VALIDATION else f"{splits[0].name}.loss"
+        health.check_evaluation(position.step, values[key])
+    if tasks:
+        with observer.exclude_time(), parts.phases("tasks"):
+            scores = measure_tasks(parts, tasks, stop)
+        observer.on_evaluation(position.step, scores, TASKS)
+        values |= scores
+    if not values:
+        return False
+    # Splits and tasks may be due at different steps: only one of them has the followed number.
+    is_measured = tasks if parts.evaluate.follows_task else splits
+    is_best = bool(is_measured) and position.best.update(parts.evaluate, position.step, values)
     observer.on_best(position.step, values, asdict(position.best))
     return is_best
 
 
-def _is_due(step: int, table: Evaluate | Checkpoint, parts: Parts) -> bool:
-    """Return whether an interval of steps or epochs ends with a step, or the run does."""
-    interval: float = table.interval
-    if table.interval_epochs is not None:
+def _is_due(step: int, table: Evaluate | Checkpoint, parts: Parts, own: int | None = None) -> bool:
+    """Return whether an interval of steps or epochs ends with a step, or the run does.
+
+    Args:
+        step: finished optimizer steps.
+        table: has the interval.
+        parts: the parts of the run.
+        own: an interval in steps that takes the place of the table's.
+    """
+    interval: float = table.interval if own is None else own
+    if own is None and table.interval_epochs is not None:
         interval = table.interval_epochs * parts.steps_per_epoch
     # An epoch may end within a step, and is rarely a round number of steps in floating point.
     is_end = interval > 0 and (step + 1e-6) // interval > (step - 1 + 1e-6) // interval

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..core.config import Count, CountOrZero, Table
+from ..core.config import DEFAULTS, Count, CountOrZero, RecipePath, Table
 from ..core.registry import Named
 from ..observe.metrics import VALIDATION
 from ..sources.configs import SourceConfig, sources
@@ -32,6 +32,23 @@ class EvaluationSplit(Table):
     """tokens a row; default: data.seq_len"""
 
 
+class Harness(Table):
+    """Tasks of lm-evaluation-harness during training (extra [eval])."""
+
+    tasks: list[Annotated[str, Field(min_length=1)]] = []
+    """names of tasks, groups or tags, such as "hellaswag"; each score is a number of an evaluation,
+    such as "hellaswag/acc" """
+    interval: CountOrZero | None = None
+    """optimizer steps between runs of the tasks, which also the end of training is; 0: only there;
+    default: as evaluate.interval"""
+    num_fewshot: CountOrZero | None = None
+    """examples before each question; default: each task's own number"""
+    limit: CountOrZero = 0
+    """examples of each task; 0: all"""
+    include_path: RecipePath = ""
+    """a folder with more tasks, whose files may name Python code, which runs"""
+
+
 class Evaluate(Table):
     """Loss on the validation split."""
 
@@ -54,6 +71,8 @@ class Evaluate(Table):
     """more measures of a validation; each adds a key to the rows of evaluations"""
     splits: list[EvaluationSplit] = []
     """more splits that each evaluation measures; each has a row of its own"""
+    harness: Harness = DEFAULTS
+    """tasks of lm-evaluation-harness beside the splits"""
 
     @property
     def is_enabled(self) -> bool:
@@ -64,6 +83,11 @@ class Evaluate(Table):
     def score_key(self) -> str:
         """The key of the metric in the rows of an evaluation, those of further splits prefixed."""
         return self.metric.removeprefix(f"{VALIDATION}.")
+
+    @property
+    def follows_task(self) -> bool:
+        """Whether the metric is a score of one of the harness's tasks."""
+        return bool(self.harness.tasks) and "/" in self.score_key
 
     @property
     def number_key(self) -> str:

@@ -74,11 +74,15 @@ def test_code_that_a_runs_folder_names_is_imported_only_on_the_users_word(
     sys.modules.pop("foreign_code")
 
 
-def test_a_runs_own_recipe_does_not_say_where_compiled_code_lies(command, finished, tmp_path):
+def test_a_runs_own_recipe_does_not_say_where_code_lies(command, finished, tmp_path):
     run = shutil.copytree(finished, tmp_path / "run")
     text = (run / "recipe.toml").read_text()
-    (run / "recipe.toml").write_text(text.replace('cache_dir = ""', 'cache_dir = "/elsewhere"'))
-    assert load_recipe_or_run(run, [], 1, []).recipe.compile.cache_dir == ""
+    for key in ("cache_dir", "include_path"):
+        assert f'{key} = ""' in text
+        text = text.replace(f'{key} = ""', f'{key} = "/elsewhere"')
+    (run / "recipe.toml").write_text(text)
+    own = load_recipe_or_run(run, [], 1, []).recipe
+    assert (own.compile.cache_dir, own.evaluate.harness.include_path) == ("", "")
     chosen = load_recipe_or_run(run, ["compile.cache_dir=/mine"], 1, []).recipe
     assert chosen.compile.cache_dir == "/mine"
 

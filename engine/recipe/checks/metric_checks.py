@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from ...core.errors import nearest
 from ...core.text.display import format_value
 from ...core.text.tree import Finding
-from ...observe.metrics import VALIDATION
+from ...observe.metrics import TASKS, VALIDATION
 from ..schema import Recipe
+from .task_checks import reason_for_no_text
 
 RESERVED = ("kind", "step", "split", "time", "samples", "tokens")
 """keys that every row has"""
@@ -18,8 +19,11 @@ def check_metrics(recipe: Recipe) -> Iterator[Finding]:
     """Yield what is wrong with the metrics of a validation and with the one that is followed."""
     yield from _measures(recipe)
     yield from _splits(recipe)
+    yield from _tasks(recipe) if recipe.evaluate.harness.tasks else ()
     table, scores = recipe.evaluate, recipe.task.scores
     known = {**scores, **{each.row_key: each.higher_is_better for each in table.metrics}}
+    if table.follows_task:  # which scores a task has only the harness knows
+        known[table.score_key] = None
     if table.number_key not in known:
         message = f"no number of an evaluation is named {format_value(table.metric)}"
         hint = nearest(table.number_key, known) or f"known: {', '.join(known)}"
@@ -29,8 +33,17 @@ def check_metrics(recipe: Recipe) -> Iterator[Finding]:
         yield ("evaluate", "direction"), message, 'give "min" or "max"'
 
 
+def _tasks(recipe: Recipe) -> Iterator[Finding]:
+    path = ("evaluate", "harness", "tasks")
+    if reason := reason_for_no_text(recipe.model, recipe.task.needs_language_model):
+        yield path, f"tasks are for models that predict texts: {reason}", "leave the tasks out"
+    if recipe.parallel.pipeline != 1:
+        message = "stages of a pipeline take batches of one size, and the texts of tasks have many"
+        yield path, message, "measure checkpoints with `trainer evaluate --tasks`"
+
+
 def _splits(recipe: Recipe) -> Iterator[Finding]:
-    names = [VALIDATION, "train"]
+    names = [VALIDATION, TASKS, "train"]
     for index, split in enumerate(recipe.evaluate.splits):
         path = ("evaluate", "splits", index)
         if split.name in names:

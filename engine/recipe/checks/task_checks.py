@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ....model_zoo.config import ModelConfig
 from ...core.errors import RecipeError, nearest
 from ...core.text.positions import KeyPath
 from ...core.text.tree import Finding
@@ -131,3 +132,13 @@ def _attention(recipe: Recipe) -> Iterator[Finding]:
                 f'"{kernel}" sees earlier positions alone, and model.attention is bidirectional',
                 f"take {' or '.join(known)}",
             )
+
+
+def reason_for_no_text(model: ModelConfig, is_language_model: bool) -> str:
+    """Return why a model does not predict the next token from those before it; empty: it does."""
+    if not is_language_model:
+        return f'"{model.name}" is no language model'
+    if head := getattr(model, "task_head", None):
+        return f"the model has a head for {head.kind}"
+    is_causal = getattr(model, "attention", "causal") != "bidirectional"
+    return "" if is_causal else "the model's attention is bidirectional"

@@ -190,7 +190,7 @@ class NextToken(Task[TokenBatch]):
 
     def output_record(self, batch: TokenBatch) -> TokenScores:
         """Return what keeps the log-probability of each label."""
-        return TokenScores()
+        return TokenScores(self.vocabulary)
 
     def predict(
         self, batch: TokenBatch, record: LossRecord, meaning: Outputs | None
