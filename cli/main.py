@@ -53,6 +53,7 @@ COMMANDS = {
     ),
     "evaluate": Lazy("evaluate:evaluate", "Measure loss, perplexity and tasks."),
     "data": Lazy("data:app", "Tokenise a corpus, look into it, train a tokenizer."),
+    "cache": Lazy("cache:app", "List and prune what data was prepared into."),
     "infer": Lazy("infer:infer", "Predict records with the task of a run."),
     "generate": Lazy("generate:generate", "Sample text from a checkpoint."),
     "status": Lazy("status:status", "Show what runs are doing, or how they ended."),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import math
 import os
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +17,8 @@ from ..core.errors import DataError, EnvironmentFault, RunInUse
 from ..core.files import atomic_write, user_cache
 from ..core.processes import is_locked, lock_file, unlock
 
+SOURCE, UNFINISHED = ".source", ".unfinished"
+"""a file that says where the source is, and the ending of a working folder's name"""
 Store = TypeVar("Store")
 
 log = logging.getLogger(__name__)
@@ -34,20 +38,35 @@ def cache_folder(folder: str) -> Path:
     return user_cache(folder, "tokens", "data.cache_dir")
 
 
-def open_or_make(folder: Path, open_store: Callable[[], Store], make: Callable[[], None]) -> Store:
+def open_or_make(
+    folder: Path, open_store: Callable[[], Store], make: Callable[[], None], source: str = ""
+) -> Store:
     """Return a store of the cache, and make it first if needed.
 
     If several processes need the same store, one makes it and the others wait for the lock. An
-    incomplete folder is made again.
+    incomplete folder is made again. As long as a store is in memory, its folder has a shared lock.
 
     Args:
         folder: the folder of the store.
         open_store: opens it, or raises DataError if it is missing or incomplete.
         make: writes the folder.
+        source: where the source is, for people who look into the cache.
 
     Raises:
         EnvironmentFault: the cache cannot be written.
     """
+    store = _open_or_make(folder, open_store, make, source)
+    with suppress(OSError):  # a read-only cache is pruned by nobody
+        descriptor = os.open(folder, os.O_RDONLY)
+        weakref.finalize(store, os.close, descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        os.utime(folder)
+    return store
+
+
+def _open_or_make(
+    folder: Path, open_store: Callable[[], Store], make: Callable[[], None], source: str
+) -> Store:
     if not unfinished_folder(folder).exists():
         with suppress(DataError):
             return open_store()
@@ -63,6 +82,7 @@ def open_or_make(folder: Path, open_store: Callable[[], Store], make: Callable[[
                 return store
             shutil.rmtree(folder, ignore_errors=True)
             make()
+            atomic_write(folder / SOURCE, source)
     except OSError as error:
         raise EnvironmentFault(
             f"cannot write tokens to {cache}: {error.strerror}",
@@ -73,7 +93,7 @@ def open_or_make(folder: Path, open_store: Callable[[], Store], make: Callable[[
 
 def unfinished_folder(folder: Path) -> Path:
     """Return the working folder of a preparation until it is complete."""
-    return folder.parent / f"{folder.name}.unfinished"
+    return folder.parent / f"{folder.name}{UNFINISHED}"
 
 
 @contextmanager

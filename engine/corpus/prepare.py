@@ -93,6 +93,7 @@ def open_or_prepare(source: DocumentSource, tokenizer: Tokenizer, cache: Path) -
         folder,
         lambda: TokenStore.open(folder, tokenizer),
         lambda: prepare(Preparation([source], tokenizer), folder, watch),
+        remove_secrets(str(getattr(source, "path", ""))),
     )
 
 

@@ -18,6 +18,7 @@ from xxhash import xxh3_128_hexdigest
 
 from ...core.errors import DataError, RecipeError
 from ...core.files import publish
+from ...core.text.display import remove_secrets
 from ...sources.chat import holds_messages, render_answers
 from ...sources.chat_renderer import ChatRenderer, ChatTemplate, find_template, open_renderer
 from ...sources.configs import DocumentSource, RecordSource, SourcePart
@@ -256,7 +257,10 @@ def open_or_encode(job: RecordPreparation, cache: Path) -> RecordStore:
     """
     folder = cache / f"{job.source.name}-records-{job.inputs()}"
     return open_or_make(
-        folder, lambda: RecordStore.open_folder(folder), lambda: _write(job, folder)
+        folder,
+        lambda: RecordStore.open_folder(folder),
+        lambda: _write(job, folder),
+        remove_secrets(str(getattr(job.source, "path", ""))),
     )
 
 
