@@ -74,6 +74,38 @@ def lock_folder(path: Path, patience_seconds: float = 0.0) -> int | None:
     return descriptor
 
 
+def share_lock(path: Path) -> int:
+    """Hold a shared lock of a file or folder, and return the descriptor that holds it.
+
+    It waits for a process that has the lock alone. The lock ends when all copies of the descriptor
+    are closed, those of forked children included.
+
+    Raises:
+        OSError: the file cannot be read, or there are no locks.
+    """
+    return _lock_existing(path, fcntl.LOCK_SH)
+
+
+def lock_existing(path: Path) -> int:
+    """Lock a file or folder that exists, and return the descriptor; as `share_lock`, but alone.
+
+    Raises:
+        BlockingIOError: another process holds a lock, shared or not.
+        OSError: the file cannot be read, or there are no locks.
+    """
+    return _lock_existing(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _lock_existing(path: Path, kind: int) -> int:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(descriptor, kind)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 def is_locked(path: Path) -> bool:
     """Return whether a process holds the lock of a file or folder.
 

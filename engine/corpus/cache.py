@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import math
 import os
@@ -15,7 +14,7 @@ from typing import TypeVar
 
 from ..core.errors import DataError, EnvironmentFault, RunInUse
 from ..core.files import atomic_write, user_cache
-from ..core.processes import is_locked, lock_file, unlock
+from ..core.processes import is_locked, lock_file, share_lock, unlock
 
 SOURCE, UNFINISHED = ".source", ".unfinished"
 """a file that says where the source is, and the ending of a working folder's name"""
@@ -57,9 +56,7 @@ def open_or_make(
     """
     store = _open_or_make(folder, open_store, make, source)
     with suppress(OSError):  # a read-only cache is pruned by nobody
-        descriptor = os.open(folder, os.O_RDONLY)
-        weakref.finalize(store, os.close, descriptor)
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        weakref.finalize(store, os.close, share_lock(folder))
         os.utime(folder)
     return store
 

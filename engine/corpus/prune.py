@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..core.files import read_regular
+from ..core.processes import lock_existing
 from .cache import SOURCE, UNFINISHED
 from .manifest import INDEX as TOKENS
 from .records.record_manifest import INDEX as RECORDS
@@ -124,11 +124,10 @@ def _lock(entry: CacheEntry, stack: ExitStack) -> bool:
     """Lock what processes lock that use an entry, and return whether none does."""
     name = entry.path.name.removesuffix(UNFINISHED)
     for path in (entry.path.with_name(f"{name}.lock"), entry.path / "lock", entry.path):
-        with suppress(FileNotFoundError):
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-            stack.callback(os.close, descriptor)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                return False
+        try:
+            stack.callback(os.close, lock_existing(path))
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return False
     return True
