@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.files import atomic_write, read_regular
-from .metrics import read
+from .metrics import VALIDATION, read
 
 Row = Mapping[str, Any]
 CLOSE_SECONDS = 30.0
@@ -33,7 +33,7 @@ class SentRows:
     Attributes:
         run_id: id of the run in the service, empty before there is one.
         step: the newest step of which a row was sent, -1 before there is one.
-        kinds: kinds of the rows of that step.
+        kinds: labels of the rows of that step, see `label_row`.
     """
 
     def __init__(self, path: Path, target: str) -> None:
@@ -53,13 +53,13 @@ class SentRows:
     def is_new(self, row: Row) -> bool:
         """Return whether the service lacks a row."""
         step = row["step"]
-        return bool(step > self.step or (step == self.step and row["kind"] not in self.kinds))
+        return bool(step > self.step or (step == self.step and label_row(row) not in self.kinds))
 
     def add(self, row: Row) -> None:
         """Store that a row was sent."""
         if row["step"] > self.step:
             self.step, self.kinds = row["step"], set()
-        self.kinds.add(row["kind"])
+        self.kinds.add(label_row(row))
         self._write()
 
     def _read(self) -> dict[str, Any]:
@@ -133,10 +133,17 @@ class RowSender:
                 return
 
 
+def label_row(row: Row) -> str:
+    """Return the kind of a row, and the split of one that measures another than validation."""
+    split = row.get("split", VALIDATION)
+    is_further = row["kind"] == "eval" and split != VALIDATION
+    return f"{row['kind']}/{split}" if is_further else str(row["kind"])
+
+
 def extract_scalars(row: Row) -> dict[str, float]:
-    """Return the numbers of a row as `kind/name`."""
+    """Return the numbers of a row as `label/name`, see `label_row`."""
     return {
-        f"{row['kind']}/{name}": float(value)
+        f"{label_row(row)}/{name}": float(value)
         for name, value in row.items()
         if isinstance(value, int | float)
         and not isinstance(value, bool)
@@ -145,12 +152,12 @@ def extract_scalars(row: Row) -> dict[str, float]:
 
 
 def extract_histograms(row: Row) -> dict[str, tuple[list[int], list[float]]]:
-    """Return the histograms of a row as `kind/name`: counts, and the edges of the bins."""
+    """Return the histograms of a row as `label/name`: counts, and the edges of the bins."""
     found = {}
     for name, value in row.items():
         if isinstance(value, Mapping) and "counts" in value:
             counts, low = value["counts"], value["low"]
             width = (value["high"] - low) / len(counts)
             edges = [low + number * width for number in range(len(counts) + 1)]
-            found[f"{row['kind']}/{name}"] = counts, edges
+            found[f"{label_row(row)}/{name}"] = counts, edges
     return found

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import EnvironmentFault
-from .feed import extract_histograms
+from .feed import extract_histograms, extract_scalars
 
 FLUSH_SECONDS = 10
 
 
 class TensorBoardTracker:
-    """Writes each number of a row as a scalar `kind/name`, and each histogram as one.
+    """Writes each number of a row as a scalar, and each histogram as one.
 
     Args:
         folder: folder of the event files; each attempt adds one.
@@ -48,9 +48,8 @@ class TensorBoardTracker:
     def log(self, row: Mapping[str, Any]) -> None:
         """Write the row's numbers and histograms."""
         scalars = [
-            self._summary.Value(tag=f"{row['kind']}/{name}", simple_value=value)
-            for name, value in row.items()
-            if isinstance(value, int | float) and name not in ("step", "time")
+            self._summary.Value(tag=name, simple_value=value)
+            for name, value in extract_scalars(row).items()
         ]
         histograms = [
             self._summary.Value(tag=name, histo=self._make_histogram(counts, edges))

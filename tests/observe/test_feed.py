@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from trainer.engine.observe.feed import RowSender, SentRows, extract_scalars
+from trainer.engine.observe.feed import RowSender, SentRows, extract_scalars, label_row
 from trainer.engine.observe.metrics import MetricsLog
 
 Sent = list[tuple[str, int, float]]
+ROWS = ({"kind": "train"}, {"kind": "eval"}, {"kind": "eval", "split": "books"})
+LABELS = ("train", "eval", "eval/books")
 
 
 def attempt(folder: Path, resume_step: int, last: int, sent: Sent, loss: float) -> None:
@@ -21,11 +23,11 @@ def attempt(folder: Path, resume_step: int, last: int, sent: Sent, loss: float) 
     feed = RowSender(
         SentRows(folder / "trackers" / "service.json", "place"),
         log.path,
-        lambda row: sent.append((row["kind"], row["step"], row["loss"])),
+        lambda row: sent.append((label_row(row), row["step"], row["loss"])),
     )
     for step in range(resume_step + 1, last + 1):
-        for kind in ("train", "eval"):
-            row = {"kind": kind, "step": step, "loss": loss}
+        for each in ROWS:
+            row = {**each, "step": step, "loss": loss}
             log.write(row)
             feed.log(row)
     feed.close()
@@ -37,8 +39,8 @@ def test_each_row_is_sent_once_and_steps_only_grow_over_all_attempts(tmp_path: P
     attempt(tmp_path, 0, 5, sent, 1.0)
     attempt(tmp_path, 3, 7, sent, 2.0)
     attempt(tmp_path, 7, 8, sent, 3.0)
-    assert [(kind, step) for kind, step, _ in sent] == [
-        (kind, step) for step in range(1, 9) for kind in ("train", "eval")
+    assert [(label, step) for label, step, _ in sent] == [
+        (label, step) for step in range(1, 9) for label in LABELS
     ]
 
 
@@ -105,3 +107,5 @@ def test_the_record_belongs_to_one_place_and_survives_damage(tmp_path: Path) -> 
 def test_only_numbers_are_sent() -> None:
     row = {"kind": "eval", "step": 1, "time": 2.0, "loss": 3, "mfu": None, "note": "x", "on": True}
     assert extract_scalars(row) == {"eval/loss": 3.0}
+    assert extract_scalars({**row, "split": "validation"}) == {"eval/loss": 3.0}
+    assert extract_scalars({**row, "split": "books"}) == {"eval/books/loss": 3.0}

@@ -20,6 +20,7 @@ def log(folder: Path, resume_step: int, steps: range, loss: float) -> None:
         tracker.log(row)
         if step % 2 == 0:
             tracker.log({**row, "kind": "eval"})
+            tracker.log({**row, "kind": "eval", "split": "books", "loss": 2 * loss})
     tracker.close()
 
 
@@ -38,6 +39,9 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None
     expected = [(1, 2.0), (2, 2.0), (3, 2.0), (4, 1.0), (5, 1.0), (6, 1.0)]
     assert scalars(tmp_path, "train/loss") == expected
     assert scalars(tmp_path, "eval/loss") == expected[1::2]
+    assert scalars(tmp_path, "eval/books/loss") == [
+        (step, 2 * each) for step, each in expected[1::2]
+    ]
 
 
 def test_histograms_arrive_with_their_bins(tmp_path: Path) -> None:
