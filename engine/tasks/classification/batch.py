@@ -97,15 +97,12 @@ class RaggedTexts(TextBatch):
         return cls(**columns, row_lengths=SampleLengths(columns["lengths"].tolist()))
 
 
-def make_collation(
-    task: str, eos_id: int, seed: int | None = None, *, ragged: bool = False
-) -> Collation:
+def make_collation(task: str, eos_id: int, *, ragged: bool = False) -> Collation:
     """Return how the encoded records of a task become batches.
 
     Args:
         task: the name of the task.
         eos_id: the token of padding.
-        seed: of the keys that dropout draws from; None: there is no dropout.
         ragged: whether texts stand one after the other, without padding.
     """
     if ragged:
@@ -113,7 +110,7 @@ def make_collation(
         collate = partial(collate_tokens if of_tokens else collate_texts, eos_id=eos_id)
         fields = ("tokens", "labels") if of_tokens else ("tokens",)
         flat = partial(drop_padding, collate=collate, fields=fields)
-        return Collation(flat, RaggedTexts, count_tokens, seed)
+        return Collation(flat, RaggedTexts, count_tokens)
     if task == "token_classification":
-        return Collation(partial(collate_tokens, eos_id=eos_id), WordBatch, count_tokens, seed)
-    return Collation(partial(collate_texts, eos_id=eos_id), TextBatch, count_tokens, seed)
+        return Collation(partial(collate_tokens, eos_id=eos_id), WordBatch, count_tokens)
+    return Collation(partial(collate_texts, eos_id=eos_id), TextBatch, count_tokens)

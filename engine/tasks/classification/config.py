@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -41,21 +42,21 @@ class HeadTask(TaskConfig):
         """Return the config of the model with the task's head."""
         return config.with_head(self.head())
 
-    def build_collation(self, tokenizer: Tokenizer, loss: LossConfig | None) -> Collation:
+    def build_collation(
+        self, tokenizer: Tokenizer, loss: LossConfig | None, ragged: bool = False
+    ) -> Collation:
         """Return how texts become batches."""
         from .batch import make_collation
 
-        return make_collation(self.name, tokenizer.eos_id)
+        return make_collation(self.name, tokenizer.eos_id, ragged=ragged)
 
     def build_data(self, data: TaskData) -> OpenedData:
         """Open, or encode once, every source, and hold records out for validation."""
         from ...data.records import RecordOpener
-        from .batch import make_collation
 
         encoding = self.build_encoding(data.tokenizer)
-        seed = data.seed if self.dropout else None
-        is_ragged = data.table.packing == "ragged"
-        collation = make_collation(self.name, data.tokenizer.eos_id, seed, ragged=is_ragged)
+        collation = self.build_collation(data.tokenizer, data.loss, data.table.packing == "ragged")
+        collation = replace(collation, seed=data.seed if self.dropout else None)
         opener = RecordOpener(data.table, data.tokenizer, collation, encoding, data.share)
         return opener.open_data(data.seed)
 

@@ -9,19 +9,17 @@ import torch
 from torch import Tensor
 
 from ....kernels.ragged.lengths import SampleLengths
-from ....kernels.ragged.samples import last_of_sample, pad_samples, repeat_for_positions
+from ....kernels.ragged.samples import last_of_sample, pad_samples
 from ....model_zoo.heads import HeadSettings
 from ...data.batch import IGNORED, Batch
 from ..criteria import Fields
+from ..dropout import find_dropout_keys
 from ..metrics.tables import Outputs
 from ..outputs import KeptOutputs
 from ..predictions import find_spans, name_classes
 from ..sample_task import CriterionRecord, CriterionTask
 from ..task import LossRecord
 from .batch import RaggedTexts, TextBatch, WordBatch
-
-# An odd number that is none of those in `layers.head.drop`: positions and columns do not meet.
-POSITION_STRIDE = 0x2545F4914F6CDD1D
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +45,7 @@ class TextTask(CriterionTask[TextBatch]):
             given["padding_mask"] = batch.padding_mask
         if batch.ragged:
             given["lengths"] = batch.ragged
-        if (keys := batch.sample_keys) is not None:
-            by_row = repeat_for_positions(keys, batch.ragged).view(1, -1) if batch.ragged else None
-            # By the position in the whole text: ranks may share it.
-            places = batch.position_of_each * POSITION_STRIDE
-            given["dropout_keys"] = places + (keys.unsqueeze(1) if by_row is None else by_row)
-        return given
+        return given | find_dropout_keys(batch.sample_keys, batch.position_of_each, batch.ragged)
 
     def flops_per_unit(self, flops_per_token: float) -> float:
         """Return the FLOPs of a text as long as a row."""

@@ -40,6 +40,8 @@ class PairBatch(Batch):
             none, or it is not computed yet.
         reference_point: [2 B]; the same number in each row, what rewards are compared with; see
             `kto_reference_point`.
+        sample_keys: [2 B] int64, from which dropout draws, the same of both rows of a pair. None:
+            there is no dropout.
         is_single: [rows] bool; where records to predict have one answer, which rows are such ones
             and no part of a pair. None: all rows are of pairs.
     """
@@ -57,6 +59,7 @@ class PairBatch(Batch):
     lengths: Tensor | None = None
     reference: Tensor | None = None
     reference_point: Tensor | None = None
+    sample_keys: Tensor | None = None
     is_single: Tensor | None = None
 
     @property
@@ -72,13 +75,17 @@ class PairBatch(Batch):
         return self.is_valid[::2]
 
     @property
+    def position_of_each(self) -> Tensor:
+        """The position of each token in its row, [2 B, S]."""
+        if self.positions is not None:
+            return self.positions
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
+
+    @property
     def is_last(self) -> Tensor:
         """Where each row has its last token, [2 B, S]; nowhere if another rank has it."""
         assert self.lengths is not None, "the task asked for them"
-        positions = self.positions
-        if positions is None:
-            positions = torch.arange(self.tokens.shape[1], device=self.tokens.device)
-        return positions == self.lengths.unsqueeze(1) - 1
+        return self.position_of_each == self.lengths.unsqueeze(1) - 1
 
     @property
     def mismatched(self) -> Self:
@@ -90,11 +97,10 @@ class PairBatch(Batch):
 
     def split_sequence(self, take: Callable[[Tensor], Tensor]) -> Self:
         """Return a rank's positions; the padding of whole rows stays, which routers need."""
-        positions = torch.arange(self.tokens.shape[1]).expand_as(self.tokens)
         names = ("tokens", "labels", "other_tokens", "other_labels")
         columns = {name: getattr(self, name) for name in names}
         mine = {name: take(column) for name, column in columns.items() if column is not None}
-        return replace(self, positions=take(positions), **mine)
+        return replace(self, positions=take(self.position_of_each), **mine)
 
     def without_padding(self) -> Self:
         """Return the batch without the padding mask."""

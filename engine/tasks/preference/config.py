@@ -103,10 +103,6 @@ class Reward(HeadTask):
         """Return one output for each text, as transformers' reward models have it."""
         return HeadSettings(kind="sequence_classification", outputs=1, dropout=self.dropout)
 
-    def build_data(self, data: TaskData) -> OpenedData:
-        """Open, or encode once, every source, and hold records out for validation."""
-        return Preference().build_data(data)
-
     def build_encoding(self, tokenizer: Tokenizer, *, is_labelled: bool = True) -> RecordEncoding:
         """Return the encoding of pairs of answers."""
         return Preference().build_encoding(tokenizer)
@@ -115,9 +111,11 @@ class Reward(HeadTask):
         """Return the encoding of records with one answer."""
         return Preference().build_single_encoding(tokenizer)
 
-    def build_collation(self, tokenizer: Tokenizer, loss: LossConfig | None) -> Collation:
+    def build_collation(
+        self, tokenizer: Tokenizer, loss: LossConfig | None, ragged: bool = False
+    ) -> Collation:
         """Return how pairs become batches."""
-        return Preference().build_collation(tokenizer, loss)
+        return Preference().build_collation(tokenizer, loss, ragged)
 
     def build(self, settings: TaskSettings) -> Task[Any]:
         """Return rewards."""
