@@ -34,9 +34,11 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "dcp": root / "dcp",
         "meta": write_meta(root / "meta", weights(PARAMS), PARAMS),
         "torch": root / "hf" / "model.pt",
+        "gguf": root / "model.gguf",
     }
     torch.save(load_file(root / "hf" / "model.safetensors"), found["torch"])
     assert convert("hf2dcp", found["hf"], found["dcp"]) == 0
+    assert convert("dcp2gguf", found["dcp"], found["gguf"]) == 0
     return found
 
 

@@ -74,7 +74,7 @@ def without_padding(parts, batches):
     for batch in batches:
         for row in batch.split(1):
             kept = slice(0, int((~row.padding_mask).sum()))
-            row = row._each(lambda column, kept=kept: column[:, kept])
+            row = row._each(lambda _, column, kept=kept: column[:, kept])
             ids = {"positions": row.positions, "document_ids": row.document_ids}
             total = total + parts.model(
                 row.tokens, labels=row.labels, loss=parts.step.task.loss, **ids

@@ -29,7 +29,7 @@ def skip_in_every_epoch(patch):
 )
 def every_row_is_read_once_an_epoch():
     parts = assembled(**RUN, run={"steps": 12})
-    batches, epoch = parts.loader.steps(0), parts.data.train.rows_per_epoch
+    batches, epoch = parts.loader.steps(0), parts.data.turns[0].opened.train.rows_per_epoch
     rows = []
     while len(rows) < 3 * epoch:
         rows += [tuple(row) for each in next(batches) for row in each.tokens.tolist()]
@@ -83,7 +83,8 @@ def wrap_each_rank_alone(patch):
 )
 def ranks_together_read_the_rows_of_one():
     parts = assembled(**RUN, run={"steps": 12})
-    samples, table = parts.data.train, parts.recipe.data.model_copy(update={"global_batch": 6})
+    samples = parts.data.turns[0].opened.train
+    table = parts.recipe.data.model_copy(update={"global_batch": 6})
     alone = Loader(samples, table, 0, 1).steps(0)
     ranks = [Loader(samples, table, rank, 3).steps(0) for rank in range(3)]
     for _ in range(8):

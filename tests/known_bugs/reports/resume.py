@@ -12,7 +12,7 @@ from tests.known_bugs.ranks import on_ranks
 from tests.known_bugs.reports.experts import BALANCED
 from tests.known_bugs.runs import assembled, assert_equal, whole
 from trainer.engine.checkpoint import state
-from trainer.engine.data.loader import Loader
+from trainer.engine.data.loader import TurnLoader
 from trainer.engine.data.order import TrainingOrder
 from trainer.engine.optim.tables import ScheduleConfig
 from trainer.engine.run.own_loop import open_saver
@@ -136,12 +136,12 @@ def the_schedule_resumes_where_it_was():
 
 
 def begin_in_the_first_epoch(patch):
-    steps, locate = Loader.steps, TrainingOrder.locate_epochs
+    steps, locate = TurnLoader.steps, TrainingOrder.locate_epochs
     resumed = []
 
     def steps_from(self, first_step):
         if first_step:
-            _, epochs, _ = locate(self.samples.order, np.array([first_step * 4]))
+            _, epochs, _ = locate(self.loaders[0].samples.order, np.array([first_step * 4]))
             resumed.append(epochs[0])
         return steps(self, first_step)
 
@@ -149,7 +149,7 @@ def begin_in_the_first_epoch(patch):
         source, epoch, index = locate(self, samples)
         return source, epoch - (resumed[-1] if resumed else 0), index
 
-    patch.setattr(Loader, "steps", steps_from)
+    patch.setattr(TurnLoader, "steps", steps_from)
     patch.setattr(TrainingOrder, "locate_epochs", locate_epochs)
 
 
@@ -163,14 +163,14 @@ def a_later_epoch_resumes_in_its_own_order():
 
 
 def shuffle_anew(patch):
-    original = Loader.steps
+    original = TurnLoader.steps
 
     def steps(self, first_step):
         if first_step:
-            self.samples.order.keys = self.samples.order.keys + np.uint64(1)
+            self.loaders[0].samples.order.keys = self.loaders[0].samples.order.keys + np.uint64(1)
         return original(self, first_step)
 
-    patch.setattr(Loader, "steps", steps)
+    patch.setattr(TurnLoader, "steps", steps)
 
 
 @known_bug(
@@ -184,8 +184,8 @@ def a_resumed_run_has_the_same_order():
 
 
 def start_over(patch):
-    original = Loader.steps
-    patch.setattr(Loader, "steps", lambda self, first_step: original(self, 0))
+    original = TurnLoader.steps
+    patch.setattr(TurnLoader, "steps", lambda self, first_step: original(self, 0))
 
 
 @known_bug(
@@ -198,12 +198,12 @@ def a_resumed_run_does_not_repeat_data():
 
 
 def take_the_next_place(patch):
-    original = Loader.steps
+    original = TurnLoader.steps
 
     def steps(self, first_step):
         return original(self, first_step + (first_step > 0))
 
-    patch.setattr(Loader, "steps", steps)
+    patch.setattr(TurnLoader, "steps", steps)
 
 
 @known_bug(
