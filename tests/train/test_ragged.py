@@ -59,7 +59,7 @@ def assert_padded_and_ragged_agree(recipes, rel=1e-8, absolute=1e-12):
             assert found[name] == pytest.approx(value, abs=absolute, rel=rel), name
 
 
-@pytest.mark.parametrize("family", quick(FAMILIES, "qwen3", "llama4", "gpt_oss", "deepseek_v3"))
+@pytest.mark.parametrize("family", quick(FAMILIES, "qwen3", "llama4"))
 def test_gradients_are_those_of_padded_rows(family):
     model = {"name": family, "n_layers": 4, **FAMILIES[family]}
     recipes = [recipe_with(model=model, data=DATA | {"packing": p}) for p in ("none", "ragged")]
@@ -100,7 +100,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", quick(PLANS, "replicate", "shard", "expert"))
+@pytest.mark.parametrize("plan", quick(PLANS, "shard", "expert"))
 def test_a_plan_trains_as_one_process_does(plan, alone):
     world, parallel = PLANS[plan]
     recipe = moe_recipe(GLOBAL, data=DATA, parallel=parallel)
