@@ -50,6 +50,9 @@ Count = Annotated[int, Field(ge=1, le=2**53)]
 CountOrZero = Annotated[int, Field(ge=0, le=2**53)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+# The length apart from the pattern: repeating the many letters of Unicode up to 64 times takes 7 ms
+# to compile at each start.
+SplitName = Annotated[str, Field(pattern=r"^\w[\w-]*$", max_length=64)]
 # Not strict, because TOML has lists and a strict tuple refuses them.
 Betas = Annotated[tuple[Decay, Decay], Field(strict=False)]
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ..core.config import Count, CountOrZero, LocalPath, Table
+from ..core.config import Count, CountOrZero, LocalPath, SplitName, Table
 from ..core.registry import Named
 from ..sources import configs
 
@@ -18,7 +18,7 @@ Rows = Annotated[int, Field(ge=1, le=2**31)]
 class TrainingSplit(Table):
     """A part of the training that has sources, and if wanted sizes, of its own."""
 
-    name: Annotated[str, Field(pattern=r"^\w[\w-]{0,63}$")]
+    name: SplitName
     """what metrics and messages call it"""
     sources: Annotated[Sources, Field(min_length=1, max_length=1000)]
     """where the documents come from; more than one: a mixture by weight"""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..core.config import DEFAULTS, Count, CountOrZero, RecipePath, Table
+from ..core.config import DEFAULTS, Count, CountOrZero, RecipePath, SplitName, Table
 from ..core.registry import Named
 from ..observe.metrics import VALIDATION
 from ..sources.configs import SourceConfig, sources
@@ -20,7 +20,7 @@ AnyMetric = Annotated[MetricConfig, Named(metrics)]
 class EvaluationSplit(Table):
     """A further split that evaluations measure."""
 
-    name: Annotated[str, Field(pattern=r"^\w[\w-]{0,63}$")]
+    name: SplitName
     """what rows of metrics.jsonl and evaluate.metric call it"""
     sources: Annotated[list[Annotated[SourceConfig, Named(sources)]], Field(min_length=1)]
     """where the samples come from; all of them are measured, or the first ones"""
