@@ -1,5 +1,6 @@
 """Where the process of a command begins. It imports next to nothing, to be there at once."""
 
+import gc
 import signal
 import sys
 
@@ -13,6 +14,8 @@ def main() -> None:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     is_run = "run" in sys.argv[1:3]  # also `trainer --traceback run`
     signal.pthread_sigmask(signal.SIG_BLOCK if is_run else signal.SIG_UNBLOCK, numbers)
+    # Nearly all that is made while modules load is kept: looking for cycles in it is in vain.
+    gc.set_threshold(100_000)
     from .main import main as run_command
 
     run_command()
