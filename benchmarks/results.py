@@ -6,6 +6,8 @@ import datetime
 import json
 import os
 import platform
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,15 @@ FOLDER = Path(__file__).parent / "results"
 
 
 def append(benchmark: str, measured: dict[str, Any]) -> Path:
-    """Append one run of `benchmark` to its file and return the file."""
+    """Append one run of `benchmark` to its file, update the READMEs, and return the file."""
     file = FOLDER / f"{benchmark}.jsonl"
     FOLDER.mkdir(exist_ok=True)
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     line = {"date": date, "hardware": hardware(), "torch": version("torch"), **measured}
     with open(file, "a") as lines:
         lines.write(json.dumps(line) + "\n")
+    update = [sys.executable, FOLDER.parent / "summary.py", "--write"]
+    subprocess.run(update, check=True, stdout=subprocess.DEVNULL)
     return file
 
 

@@ -1,16 +1,21 @@
 """Print the measured numbers of benchmarks/README.md, from the newest results of each benchmark.
 
-python benchmarks/summary.py
+    python benchmarks/summary.py
+    python benchmarks/summary.py --write   # puts them into both READMEs, as each benchmark does
 """
 
 from __future__ import annotations
 
 import json
+import re
+import sys
+from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 from results import FOLDER
 
+HERE = Path(__file__).parent
 VOCABULARIES = (2048, 32000)
 BASELINES = {
     "bare fp32": "bare torch loop in fp32",
@@ -92,5 +97,20 @@ def sentences() -> str:
     return "\n".join(fill(item, 118, initial_indent="- ", subsequent_indent="  ") for item in items)
 
 
+def update_documents() -> None:
+    """Put the newest numbers in place of the older ones."""
+    table = r"\| one optimizer step \|.*?(?=\n\n)"
+    for file, pattern, text in [
+        (HERE.parent / "README.md", table, step_table()),
+        (HERE / "README.md", table + r"\n\n- From the .*", f"{step_table()}\n\n{sentences()}\n"),
+    ]:
+        old = file.read_text()
+        if not re.search(pattern, old, re.DOTALL):
+            raise SystemExit(f"{file} has no table of measured numbers")
+        file.write_text(re.sub(pattern, lambda _, text=text: text, old, count=1, flags=re.DOTALL))
+
+
 if __name__ == "__main__":
+    if "--write" in sys.argv[1:]:
+        update_documents()
     print(f"{step_table()}\n\n{sentences()}")
