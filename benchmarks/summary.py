@@ -1,7 +1,7 @@
 """Print the measured numbers of benchmarks/README.md, from the newest results of each benchmark.
 
-    python benchmarks/summary.py
-    python benchmarks/summary.py --write   # puts them into both READMEs, as each benchmark does
+python benchmarks/summary.py
+python benchmarks/summary.py --write   # puts them into both READMEs, as each benchmark does
 """
 
 from __future__ import annotations
