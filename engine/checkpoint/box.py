@@ -89,7 +89,7 @@ def local_box(tensor: Tensor) -> Box | None:
     if not is_split(tensor):
         return Box((0,) * tensor.ndim, tuple(tensor.shape))
     # Importing it takes half as long as torch itself; only sharded runs pay.
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from ...kernels.torch_private import compute_local_shape_and_global_offset
 
     mesh, placements = cast("DTensor", tensor).device_mesh, cast("DTensor", tensor).placements
     if mesh.get_coordinate() is None:  # a rank of another pipeline stage

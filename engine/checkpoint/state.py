@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...kernels.torch_private import foreach_norm
 from ..core.local import local
 
 Description = Mapping[str, Any]
@@ -42,7 +43,7 @@ def find_non_finite(state: Mapping[str, Tensor]) -> list[str]:
     # Norms of empty tensors raise, and float8 has no norm.
     parts = {name: part for name, part in parts.items() if part.numel() and part.itemsize > 1}
     # One fused call instead of a kernel and a host sync for each tensor.
-    largest = torch._foreach_norm(list(parts.values()), math.inf) if parts else []
+    largest = foreach_norm(list(parts.values()), math.inf) if parts else []
     return [name for name, norm in zip(parts, largest, strict=True) if not norm.isfinite()]
 
 

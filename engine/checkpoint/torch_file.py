@@ -64,7 +64,7 @@ def read_file_tensors(path: Path, start: int = 0, size: int | None = None) -> An
 
 def write_without_data(path: Path, forms: Mapping[str, TensorSpec]) -> dict[str, FileTensor]:
     """Write a file as `torch.save` does, without its data; return where each tensor's belongs."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from ...kernels.torch_private import FakeTensorMode
 
     with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
         state = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in forms.items()}

@@ -9,9 +9,9 @@ from typing import Any
 from warnings import catch_warnings
 
 import torch
-from torch._dynamo.utils import counters, graph_break_reasons
 
 from ...kernels.cross_entropy import op as compiled_loss
+from ...kernels.torch_private import dynamo_counters, graph_break_reasons
 from ..estimate.simulate.build import empty_batches, samples_of, simulate_rank
 from ..estimate.simulate.torch_internals import replace_attribute
 from ..recipe.schema import Recipe
@@ -67,7 +67,7 @@ def trace(recipe: Recipe, ranks: int, vocab_size: int) -> list[Traced]:
         update={"compile": recipe.compile.model_copy(update={"enabled": True})}
     )
     tracer = _Tracer(recipe.model.layout.blocks or "model")
-    counters.clear()
+    dynamo_counters.clear()
     with (
         tracer.watching(),
         simulate_rank(recipe, ranks - 1, ranks, vocab_size, compiles=True) as (_, step, plan),
@@ -127,9 +127,9 @@ class _Tracer:
                 self._made.clear()
                 self._ran.clear()
                 graph_break_reasons.clear()
-                messages = {*counters["graph_break"]}
+                messages = {*dynamo_counters["graph_break"]}
                 out = compiled(*args, **kwargs)
-                self._note(part, {*counters["graph_break"]} - messages)
+                self._note(part, {*dynamo_counters["graph_break"]} - messages)
                 return out
 
             return watched

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 
 from ...kernels.choose import choose
 from ...kernels.registry import without_triton
+from ...kernels.torch_private import FileStore
 from ..data.tables import Data
 from ..observe.throughput import device_peak_flops
 from ..precision.hardware import multiplies_bf16, multiplies_low_precision

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
+from ...kernels.torch_private import FileStore, PrefixStore, Store, TCPStore
 from ..core.errors import EnvironmentFault, ExitCode, LostContact
 from .ending import TICK_SECONDS, skip_teardown
 from .environment import World

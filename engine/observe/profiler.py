@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule
 
+from ...kernels.torch_private import dump_memory_snapshot, record_memory_history
 from ..core.files import atomic_write, sync_folder
 from .phases import PhaseTimer
 
@@ -164,7 +165,7 @@ class Profiler:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._takes_snapshot:
                 # Before the clock starts, so that its cost is not in the first step.
-                torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
+                record_memory_history(max_entries=SNAPSHOT_EVENTS)
             self.phases.start()
 
     @property
@@ -201,8 +202,8 @@ class Profiler:
         if self._takes_snapshot:
             written.append(f"{stem}.memory.pickle")
             snapshot = str(folder / f".tmp-{written[1]}")
-            torch.cuda.memory._dump_snapshot(snapshot)  # type: ignore[no-untyped-call]
-            torch.cuda.memory._record_memory_history(enabled=None)
+            dump_memory_snapshot(snapshot)
+            record_memory_history(enabled=None)
         for name in written:
             # torch writes to a path, not atomically: a reader must not find half a trace.
             (folder / f".tmp-{name}").replace(folder / name)

@@ -12,15 +12,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import (
     CheckpointPolicy,
-    _CachedTorchDispatchMode,
-    _CachingTorchDispatchMode,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
+from ...kernels.torch_private import (
+    CachedTorchDispatchMode,
+    CachingTorchDispatchMode,
+    OpOverloadPacket,
+    current_dispatch_mode,
+    dispatch_op_names,
+    pop_mode_temporarily,
+)
 from ...model_zoo.base import Model
 from ...model_zoo.layout import Layout
 from ..core.errors import Problem, RecipeError, nearest
@@ -138,9 +143,9 @@ def hide_hooks_from_checkpointing(module: nn.Module) -> None:
 
 def _without_checkpointing(hook: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        mode = _get_current_dispatch_mode()
-        is_active = isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
-        with _pop_mode_temporarily() if is_active else nullcontext():
+        mode = current_dispatch_mode()
+        is_active = isinstance(mode, (CachingTorchDispatchMode, CachedTorchDispatchMode))
+        with pop_mode_temporarily() if is_active else nullcontext():
             return hook(*args, **kwargs)
 
     return run
@@ -204,8 +209,8 @@ def _operations(word: str, optional: bool) -> list[Any]:
                 continue
             raise RecipeError([_unknown(name)]) from None
         # A name without an overload, such as "aten.mm": torch dispatches overloads, never packets.
-        if isinstance(operation, torch._ops.OpOverloadPacket):
-            overloads: list[str] = operation.overloads()  # type: ignore[no-untyped-call]
+        if isinstance(operation, OpOverloadPacket):
+            overloads: list[str] = operation.overloads()
             found += [getattr(operation, overload) for overload in overloads]
         else:
             found.append(operation)
@@ -213,7 +218,7 @@ def _operations(word: str, optional: bool) -> list[Any]:
 
 
 def _unknown(name: str) -> Problem:
-    known = [each.replace("::", ".") for each in torch._C._dispatch_get_all_op_names()]
+    known = [each.replace("::", ".") for each in dispatch_op_names()]
     known = [each if each.count(".") > 1 else f"{each}.default" for each in known]
     return Problem(
         f'torch has no operation "{name}"', "memory.recompute_keep", hint=nearest(name, known)

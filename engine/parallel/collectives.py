@@ -8,10 +8,11 @@ from warnings import catch_warnings
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ...kernels.torch_private import all_to_all_single
+from ...kernels.torch_private import functional_collectives as functional
 from ..core.errors import EnvironmentFault
 
 # torch 2.13 renamed them and warns of the old names.
@@ -62,7 +63,7 @@ def wait(x: Tensor) -> Tensor:
     # A compiled graph waits by itself, and fuses collectives only where nothing else does.
     if torch.compiler.is_compiling():
         return x
-    return cast("Tensor", functional.wait_tensor(x))  # type: ignore[no-untyped-call]
+    return cast("Tensor", functional.wait_tensor(x))
 
 
 class _AllGather(torch.autograd.Function):
@@ -107,13 +108,12 @@ def fuse_with_matmuls(group: ProcessGroup, device: torch.device) -> None:
             f"parallel.async_tensor needs GPUs, and this rank computes on {device.type}",
             "set parallel.async_tensor = false",
         )
-    from torch._inductor import config
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+    from ...kernels.torch_private import enable_symm_mem_for_group, inductor_config
 
     with catch_warnings(action="ignore", category=FutureWarning):
         # Symmetric memory no longer needs it; the pass still asks whether it was called.
         enable_symm_mem_for_group(group.group_name)
-    config._micro_pipeline_tp = True
+    inductor_config._micro_pipeline_tp = True
     _fuses_with_matmuls = True
 
 
@@ -190,8 +190,8 @@ def start_all_to_all(x: Tensor, splits: Splits, group: ProcessGroup) -> Tensor:
     """Start an all-to-all of rows and return its pending result, without a gradient."""
     # The operator itself: in eager mode the function of the same name returns a tensor subclass
     # that waits by itself when it is first used.
-    exchange = torch.ops._c10d_functional.all_to_all_single
-    return cast("Tensor", exchange(x.contiguous(), splits.received, splits.sent, group.group_name))
+    rows = x.contiguous()
+    return cast("Tensor", all_to_all_single(rows, splits.received, splits.sent, group.group_name))
 
 
 class _SendRows(torch.autograd.Function):

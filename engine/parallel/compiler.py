@@ -9,15 +9,15 @@ import os
 import shutil
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
-from torch import _dynamo
-from torch._functorch import config as autograd_config
 
+from ...kernels import torch_private
+from ...kernels.torch_private import dynamo
+from ...kernels.torch_private import functorch_config as autograd_config
 from ..checkpoint.find import is_checkpoint
 from ..core.errors import EnvironmentFault, Problem, RecipeError, nearest
 from ..core.files import make_private, user_cache
@@ -48,7 +48,7 @@ def make_compiler(compile_: Compile, memory: Memory) -> Callable[[Forward], Forw
         _require_options(compile_.options)
     patches = dict(compile_.options)
     if compile_.mode != "default":
-        patches = import_module("torch._inductor").list_mode_options(compile_.mode)
+        patches = torch_private.inductor.list_mode_options(compile_.mode)
     if memory.recompute == "budget":
         settings["backend"] = _compile_within(memory.recompute_budget, compile_.backend, patches)
     else:
@@ -82,8 +82,8 @@ def open_cache(folder: str) -> None:
     # the function are part of the key (torch 2.11 to 2.13).
     if hasattr(autograd_config, "autograd_cache_allow_custom_autograd_functions"):
         autograd_config.autograd_cache_allow_custom_autograd_functions = True
-    import_module("torch._inductor.compile_fx")
-    codecache: Any = import_module("torch._inductor.codecache")
+    _ = torch_private.compile_fx  # the import alone
+    codecache = torch_private.inductor_codecache
     if hasattr(codecache, "_HEADER_DIR"):
         # Torch leaves these in /tmp, whatever its variable says (2.11 to 2.13).
         codecache._HEADER_DIR = str(path / "precompiled_headers")
@@ -98,10 +98,10 @@ def _skip_probes(folder: Path) -> None:
     Otherwise each start compiles nothing new, but loads a test library for each unit in a Python
     process of its own. What it finds depends on the CPU, the C++ compiler and torch alone.
     """
-    settings = import_module("torch._inductor.config").cpp
+    settings = torch_private.inductor_config.cpp
     if settings.vec_isa_ok is not None:
         return
-    units = import_module("torch._inductor.cpu_vec_isa")
+    units = torch_private.cpu_vec_isa
     compiler = Path(shutil.which(os.environ.get("CXX", "g++")) or "")
     present = units.x86_isa_checker()
     inputs = [torch.__version__, present, str(compiler), compiler.stat().st_mtime_ns]
@@ -118,7 +118,7 @@ def _skip_probes(folder: Path) -> None:
 
 def _require_backend(name: str) -> None:
     # By default torch leaves out the backends for debugging, such as "eager"; it does take them.
-    known = _dynamo.list_backends(exclude_tags=None)
+    known = dynamo.list_backends(exclude_tags=None)
     if name not in known:
         hint = nearest(name, known) or f"known: {', '.join(known)}"
         raise RecipeError([Problem(f"torch.compile has no {name!r}", "compile.backend", hint=hint)])
@@ -130,7 +130,7 @@ def _require_options(options: dict[str, Any]) -> None:
     Raises:
         RecipeError: inductor has no such option, or takes another type for it.
     """
-    known: dict[str, Any] = import_module("torch._inductor.config").get_config_copy()
+    known: dict[str, Any] = torch_private.inductor_config.get_config_copy()
     problems = []
     for name, value in options.items():
         key = f"compile.options.{name}"
@@ -146,7 +146,7 @@ def _require_options(options: dict[str, Any]) -> None:
 
 def _compile_within(budget: float, backend: str, patches: dict[str, Any]) -> Callable[..., Any]:
     """Return a backend of torch.compile with this run's budget, which no other run sees."""
-    compile_graph = _dynamo.lookup_backend(backend)
+    compile_graph = dynamo.lookup_backend(backend)
     options = {"config_patches": patches} if patches else {}
 
     # The budget is a global setting of torch, which its partitioner reads while it compiles: it is

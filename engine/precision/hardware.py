@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from ...kernels.registry import without_triton
+from ...kernels.torch_private import has_mkldnn
 from ...model_zoo.config import ModelConfig
 from ..core.errors import EnvironmentFault
 from .choose import select_weights
@@ -26,7 +27,7 @@ def multiplies_bf16(device: torch.device) -> tuple[bool, str]:
         flag = bf16_instructions()
         if not flag:
             return False, "this CPU has neither AMX-BF16 nor AVX512-BF16"
-        if not torch._C._has_mkldnn:
+        if not has_mkldnn:
             return False, f"this CPU has {flag}, but torch was built without oneDNN"
         return True, f"this CPU has {flag}"
     if device.type == "cuda":

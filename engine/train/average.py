@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ...kernels.torch_private import foreach_copy_, foreach_lerp_
 from ..core.local import local
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ class WeightAverage:
         averages = [local(tensor) for tensor in self._averages.values()]
         weights = [local(tensor) for tensor in self._weights.values()]
         if self.has_begun:
-            torch._foreach_lerp_(averages, weights, 1 - self._table.decay)
+            foreach_lerp_(averages, weights, 1 - self._table.decay)
         else:
-            torch._foreach_copy_(averages, weights)
+            foreach_copy_(averages, weights)
             self.has_begun = True
 
     def state(self) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...kernels.torch_private import foreach_add_, foreach_zero_
 from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
 from ...model_zoo.layers.moe import NUM_OTHER_COUNTS, moe_layers
@@ -108,10 +109,10 @@ class Balance:
             sum_over_ranks(tokens, self._num_equal)
             self._set_token_factor(rows / tokens.double())
         if self._layers:
-            torch._foreach_zero_([layer.load_counter for layer in self._layers])
+            foreach_zero_([layer.load_counter for layer in self._layers])
             factors = [layer.loss_factor for layer in self._layers]
-            torch._foreach_zero_(factors)
-            torch._foreach_add_(factors, factor / self._shares)
+            foreach_zero_(factors)
+            foreach_add_(factors, factor / self._shares)
 
     def _set_token_factor(self, factor: Tensor) -> None:
         for layer in self._layers:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ...kernels.torch_private import current_autograd_node
 from ...model_zoo.layout import Layout
 from ..core.local import local, num_parts
 
@@ -137,7 +138,7 @@ class Probe:
         if not isinstance(output, Tensor) or output.is_meta or not output.ndim:
             return
         # Recomputation calls the layer once more, within the backward pass.
-        if torch._C._current_autograd_node() is not None:
+        if current_autograd_node() is not None:
             return
         self.layers[name].activations.add(measure(output.detach()))
         if output.requires_grad:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...kernels.torch_private import foreach_mul_, foreach_norm
 from ..core.local import local, num_parts
 from ..optim.parameters import undecorated_step
 from ..parallel.axis import ParallelModel
@@ -65,7 +66,7 @@ class UpdateAfterBackward:
         ]
         parts = [local(weight.grad) for weight in weights]
         if self._scale.dynamic:
-            torch._foreach_mul_(parts, 1 / self._scale.value)
+            foreach_mul_(parts, 1 / self._scale.value)
         counted = [
             (weight.grad, part)
             for weight, part in zip(weights, parts, strict=True)
@@ -76,7 +77,7 @@ class UpdateAfterBackward:
             # As torch.nn.utils.clip_grads_with_norm_ (torch 2.13), which refuses tensors of
             # different meshes. No branch on the norm: that would wait for the device.
             factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(parts, factor.to(parts[0].device))
+            foreach_mul_(parts, factor.to(parts[0].device))
             self.clip_factor = factor
         return norm
 
@@ -200,7 +201,7 @@ def global_norm(
         by_count[num_parts(gradient)].append(part)
     # A gradient in `count` parts is held `num_holders / count` times over: it counts once.
     squares = [
-        torch.stack(torch._foreach_norm(tensors, dtype=torch.float32)).square().sum()
+        torch.stack(foreach_norm(tensors, dtype=torch.float32)).square().sum()
         * (count / num_holders)
         for count, tensors in by_count.items()
     ]

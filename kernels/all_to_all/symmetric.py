@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _symmetric_memory as symmetric_memory
 
 from ..registry import load
+from ..torch_private import symmetric_memory
 
 MOST_PROGRAMS = 64
 """They wait for those of other ranks, so that all must run at once, beside what else a GPU does."""

@@ -14,9 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..torch_private import (
+    attend_efficient,
+    attend_efficient_backward,
+    attend_flash,
+    attend_flash_backward,
+    attend_flash_cpu,
+    attend_flash_cpu_backward,
+)
 from .partial import MATMUL, PartialAttention, masked_score
 
-aten = torch.ops.aten
 EFFICIENT_LSE_ALIGNMENT = 32
 EFFICIENT_BIAS_ALIGNMENT = 8
 FLASH_MAX_WIDTH = 256
@@ -77,9 +84,7 @@ def _cpu_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
     bias = None if mask is None else _bias(mask, q.dtype)
-    out, log_sums = aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=bias
-    )
+    out, log_sums = attend_flash_cpu(q, k, v, 0.0, causal, attn_mask=bias)
     return out, log_sums
 
 
@@ -94,7 +99,7 @@ def _cpu_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     bias = None if mask is None else _bias(mask, q.dtype)
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    dq, dk, dv = attend_flash_cpu_backward(
         grad, q, k, v, out, log_sums, 0.0, causal, attn_mask=bias
     )
     return dq, dk, dv
@@ -103,7 +108,7 @@ def _cpu_backward(
 def _flash_forward(
     q: Tensor, k: Tensor, v: Tensor, _mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    out, log_sums, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    out, log_sums, *_ = attend_flash(q, k, v, 0.0, causal)
     return out, log_sums
 
 
@@ -120,7 +125,7 @@ def _flash_backward(
     # Of dropout, which is none: what it would start from.
     seed = torch.empty(2, dtype=torch.uint64, device=q.device)
     offset = torch.empty((), dtype=torch.uint64, device=q.device)
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+    dq, dk, dv = attend_flash_backward(
         grad, q, k, v, out, log_sums, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset
     )
     return dq, dk, dv
@@ -131,9 +136,7 @@ def _efficient_forward(
 ) -> tuple[Tensor, Tensor]:
     # This kernel knows no grouped heads.
     k, v = _repeat_heads(k, q), _repeat_heads(v, q)
-    out, log_sums, *_ = aten._scaled_dot_product_efficient_attention(
-        q, k, v, _aligned_bias(mask, q), True, 0.0, causal
-    )
+    out, log_sums, *_ = attend_efficient(q, k, v, _aligned_bias(mask, q), True, 0.0, causal)
     return out, log_sums[..., : q.shape[2]]
 
 
@@ -151,7 +154,7 @@ def _efficient_backward(
     missing = -log_sums.shape[-1] % EFFICIENT_LSE_ALIGNMENT
     # Seed and offset of dropout, which is off.
     none = torch.empty((), dtype=torch.int64)
-    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+    dq, dk, dv, _ = attend_efficient_backward(
         grad,
         q,
         _repeat_heads(k, q),

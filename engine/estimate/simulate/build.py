@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ....kernels.cross_entropy.reference import GPU_ROWS
+from ....kernels.torch_private import FakeTensorMode
 from ....model_zoo.layers.dense import RMSNorm
 from ...assemble.build import BuiltModel, build_model, build_step
 from ...assemble.frozen import build_frozen

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
-from torch.utils._pytree import tree_leaves
 
+from ....kernels.torch_private import resolve_process_group, tree_leaves
 from ...parallel.mesh import AXES, Degrees
 from ..groups import (
     ALL_GATHER,
@@ -125,5 +124,6 @@ def named_arguments(operation: Any, args: Sequence[Any], kwargs: dict[str, Any])
 
 def _group(given: Any) -> ProcessGroup:
     if isinstance(given, str):
-        return _resolve_process_group(given)  # type: ignore[arg-type]
+        group: ProcessGroup = resolve_process_group(given)
+        return group
     return given if isinstance(given, ProcessGroup) else ProcessGroup.unbox(given)

@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from ....kernels.torch_private import (
+    TorchDispatchMode,
+    current_graph_task_id,
+    top_saved_tensors_hooks,
+)
 from ...core.local import local
 from ...data.batch import Batch
 from .collectives import CollectiveMatcher, Route, named_arguments
@@ -54,8 +58,8 @@ def count_flops(
         return Counter()
     # A recomputed forward pass runs inside of the backward pass and saves tensors for gradients;
     # the operations that compute gradients save nothing.
-    in_backward = torch._C._current_graph_task_id() != -1
-    saves = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    in_backward = current_graph_task_id() != -1
+    saves = top_saved_tensors_hooks(True) is not None
     return Counter({"again" if in_backward and saves else "model": flops})
 
 

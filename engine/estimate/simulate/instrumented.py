@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from ....kernels.torch_private import tree_leaves
 from ....model_zoo.base import Model
 from ...data.batch import Batch
 from ...data.tables import Data

@@ -1,6 +1,6 @@
 """Replaces functions of PyTorch while a step is simulated, tracked or traced.
 
-Every name that is replaced is here. Checked with PyTorch 2.11, 2.12 and 2.13.
+Every name that is replaced is here.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.pipelining import schedules, stage
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ....kernels.torch_private import (
+    FakeStore,
+    PipelineSchedule,
+    ShardingPropagator,
+    fsdp_param_group,
+)
 
 
 @contextmanager
@@ -54,31 +57,32 @@ def watch_memory(
         keeps_gradient: called with the unsharded gradient that FSDP keeps between micro batches.
     """
     resize = torch.UntypedStorage.resize_
-    keep = FSDPParam.to_accumulated_grad_if_needed
+    finish_backward = fsdp_param_group.FSDPParamGroup.post_backward
 
     def resize_and_report(storage: torch.UntypedStorage, size: int) -> Any:
         result = resize(storage, size)
         resized(storage)
         return result
 
-    def keep_and_report(parameter: FSDPParam) -> None:
-        keep(parameter)
-        gradient = parameter.unsharded_accumulated_grad
-        if gradient is None and hasattr(parameter, "_unsharded_param"):
-            gradient = parameter.unsharded_param.grad
-        if gradient is not None:
-            keeps_gradient(gradient)
+    def finish_and_report(group: Any, *unused: Any) -> None:
+        finish_backward(group, *unused)
+        for parameter in group.fsdp_params:
+            gradient = parameter.unsharded_accumulated_grad
+            if gradient is None and hasattr(parameter, "_unsharded_param"):
+                gradient = parameter.unsharded_param.grad
+            if gradient is not None:
+                keeps_gradient(gradient)
 
     with ExitStack() as stack:
         replacements: list[tuple[Any, str, Any]] = [
             (torch.UntypedStorage, "resize_", resize_and_report),
-            (FSDPParam, "to_accumulated_grad_if_needed", keep_and_report),
+            (fsdp_param_group.FSDPParamGroup, "post_backward", finish_and_report),
             *(
                 (owner, name, _run_in(context, getattr(owner, name)))
                 for owner, name, context in (
                     (ShardingPropagator, "_propagate_tensor_meta_non_cached", paused),
-                    (_fsdp_param_group, "foreach_all_gather", communicates),
-                    (_fsdp_param_group, "foreach_reduce", communicates),
+                    (fsdp_param_group, "foreach_all_gather", communicates),
+                    (fsdp_param_group, "foreach_reduce", communicates),
                     (stage, "_make_tensor_from_meta", receives),
                 )
             ),
@@ -131,6 +135,6 @@ def _skip_shape_handshake() -> Iterator[None]:
                 for each in stages:
                     each._inference_mode = modes.STATIC
 
-            owner = schedules._PipelineSchedule
+            owner = PipelineSchedule
             stack.enter_context(replace_attribute(owner, "_warmup_p2p", know_shapes))
         yield

@@ -13,13 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from ....kernels.torch_private import (
+    AsyncCollectiveTensor,
+    FakeTensor,
+    TorchDispatchMode,
+    active_fake_mode,
+    current_graph_task_id,
+    tree_leaves,
+    wait_tensor,
+)
 from .torch_internals import replace_attribute, watch_memory
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
@@ -170,7 +174,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device  # more than half of all calls
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
-        if self._fake is not None and func is torch.ops._c10d_functional.wait_tensor.default:
+        if self._fake is not None and func is wait_tensor.default:
             return args[0]  # simulated, it would make another tensor
         out = func(*args, **(kwargs or {}))
         if not self._paused and active_fake_mode() is self._fake:
@@ -181,7 +185,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _current(self) -> str:
-        if torch._C._current_graph_task_id() == -1:
+        if current_graph_task_id() == -1:
             return self.kind
         # Inside of a backward pass, only a forward pass that is done again wants gradients.
         return ACTIVATIONS if torch.is_grad_enabled() else TEMPORARY

@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from ....kernels.torch_private import foreach_norm, foreach_sub_
 from ...core.local import local
 from ..numbers import Mean, Number
 from ..tables import Monitor, NormKind
@@ -67,14 +68,14 @@ class NormMonitor(Monitor):
         """Add up the squared differences between the weights and their copies."""
         if self._old:
             # In place: another list of differences would double the memory.
-            torch._foreach_sub_(self._old, [local(weight) for weight in self._weights])
+            foreach_sub_(self._old, [local(weight) for weight in self._weights])
             self._add_squares(sums.view(4, -1)[3], self._old)
             self._old = []
 
     def _add_squares(self, sums: Tensor, parts: list[Tensor]) -> None:
         if not parts:
             return
-        norms = torch.stack(torch._foreach_norm(parts, dtype=torch.float32)).to(sums.device)
+        norms = torch.stack(foreach_norm(parts, dtype=torch.float32)).to(sums.device)
         sums.index_add_(0, self._rows, norms.double().square() * self._shares)
 
     def metrics(self, sums: Tensor) -> dict[str, Number]:

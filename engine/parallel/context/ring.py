@@ -15,11 +15,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import ProcessGroup, Work
 
 from ....kernels.attention.partial import PartialAttention, wide_dtype
 from ....kernels.choose import PARTIAL_ATTENTION
+from ....kernels.torch_private import resolve_process_group
 
 
 def ring_attention(
@@ -212,7 +212,8 @@ def _wait(works: list[Work]) -> None:
 
 
 def _group(name: Any) -> ProcessGroup:
-    return _resolve_process_group(name)
+    group: ProcessGroup = resolve_process_group(name)
+    return group
 
 
 # Compiled blocks see one operation and nothing inside it: Dynamo need not trace its messages.

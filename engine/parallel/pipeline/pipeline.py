@@ -15,11 +15,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
-    _Action,
-    _PipelineScheduleRuntime,
     get_schedule_class,
 )
 
+from ....kernels.torch_private import PipelineAction, PipelineScheduleRuntime
 from ...data.batch import Batch
 from .cut import StageSplit
 from .objective import Objective
@@ -111,10 +110,10 @@ class Pipeline:
         options: Any = {"loss_fn": self._scaled, "scale_grads": False}
         if isinstance(self.schedule, ScheduleFile):
             # The steps of `_load_csv` (torch 2.13), for actions that were read and checked before.
-            kind: Any = _PipelineScheduleRuntime
+            kind: Any = PipelineScheduleRuntime
             runtime = kind(stages, self.micro_batches, **options)
             runtime.pipeline_order = {
-                rank: [_Action.from_str(str(action)) for action in row]
+                rank: [PipelineAction.from_str(str(action)) for action in row]
                 for rank, row in enumerate(self.schedule.rows)
             }
             runtime._prepare_schedule_with_comms(runtime.pipeline_order)
