@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, cast
 
@@ -31,3 +32,8 @@ def num_parts(tensor: Tensor) -> int:
     sizes = zip(placed.device_mesh.shape, placed.placements, strict=True)
     # Mesh axes along which a tensor is replicated hold the same shard again.
     return prod(size for size, placement in sizes if not placement.is_replicate())
+
+
+def norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """Return fp32, in which norms are summed, or fp64 if tensors have it: torch narrows none."""
+    return torch.float64 if any(x.dtype is torch.float64 for x in tensors) else torch.float32

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...kernels.torch_private import foreach_mul_, foreach_norm
-from ..core.local import local, num_parts
+from ..core.local import local, norm_dtype, num_parts
 from ..optim.parameters import undecorated_step
 from ..parallel.axis import ParallelModel
 from ..parallel.mesh import Degrees
@@ -201,7 +201,7 @@ def global_norm(
         by_count[num_parts(gradient)].append(part)
     # A gradient in `count` parts is held `num_holders / count` times over: it counts once.
     squares = [
-        torch.stack(foreach_norm(tensors, dtype=torch.float32)).square().sum()
+        torch.stack(foreach_norm(tensors, dtype=norm_dtype(tensors))).square().sum()
         * (count / num_holders)
         for count, tensors in by_count.items()
     ]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.torch_private import foreach_norm, foreach_sub_
-from ...core.local import local
+from ...core.local import local, norm_dtype
 from ..numbers import Mean, Number
 from ..tables import Monitor, NormKind
 from .monitored_model import MonitoredModel
@@ -75,7 +75,7 @@ class NormMonitor(Monitor):
     def _add_squares(self, sums: Tensor, parts: list[Tensor]) -> None:
         if not parts:
             return
-        norms = torch.stack(foreach_norm(parts, dtype=torch.float32)).to(sums.device)
+        norms = torch.stack(foreach_norm(parts, dtype=norm_dtype(parts))).to(sums.device)
         sums.index_add_(0, self._rows, norms.double().square() * self._shares)
 
     def metrics(self, sums: Tensor) -> dict[str, Number]:
