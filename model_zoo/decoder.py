@@ -14,7 +14,8 @@ from ..kernels.choose import Kernels
 from ..kernels.ragged.lengths import SampleLengths
 from ..kernels.ragged.samples import positions_in_samples
 from .base import Constant, Normal
-from .decoder_config import DecoderConfig, GroupedQueryConfig
+from .decoder_config import DecoderConfig
+from .grouped_query_config import GroupedQueryConfig
 from .language_model import BlockCache, KVCache, LanguageModel, LossFunction
 from .layers.attention import GroupedQueryAttention
 from .layers.configs import YarnScaling
@@ -107,7 +108,7 @@ class Decoder(LanguageModel):
         config, experts = self.config, self.config.experts_of(number)
         if experts is not None:
             return MoE(config.dim, experts, config.norm_eps, kernels)
-        return GatedMLP(config.dim, config.ffn_dim, config.norm_eps, kernels)
+        return GatedMLP(config.dim, config.ffn_dim, config.norm_eps, kernels, config.norms)
 
     def make_head(self, kernels: Kernels) -> Head | ClassificationHead:
         """Return the language head, or the head of another task."""
@@ -258,10 +259,10 @@ def apart_from_padding(document_ids: Tensor | None, padding_mask: Tensor | None)
 
 
 class GroupedQueryDecoder(Decoder):
-    """A decoder of grouped-query attention, and of SwiGLU or experts: Llama 3, Mixtral, Qwen3."""
+    """A decoder of grouped-query attention, and of SwiGLU or experts."""
 
     config: GroupedQueryConfig
 
     def make_attention(self, number: int, kernels: Kernels) -> nn.Module:
-        """Return the attention half of a block, which is the same for all."""
-        return GroupedQueryAttention(self.config, kernels, qk_norm=self.config.has_head_norms)
+        """Return the attention half of block `number`, which may see a window of the row."""
+        return GroupedQueryAttention(self.config, kernels, window=self.config.window_of(number))

@@ -12,24 +12,25 @@ from pydantic import model_validator
 
 from .config import ModelConfig
 from .heads import HF_CLASSES, TaskHead
-from .layers.configs import MoESettings, RopeScaling, YarnScaling
+from .layers.configs import MoESettings, NormPlacement, RopeScaling, YarnScaling
 from .sizes import PositiveFloat, Size
 
 if TYPE_CHECKING:
-    from ..kernels.choose import Kernels
-    from .language_model import LanguageModel
+    pass
 
 
 class DecoderConfig(ModelConfig):
     """Fields and counts of every decoder; a family adds its attention and feed-forward layers.
 
     Attributes:
+        norms: where the halves of a block have norms.
         hf_class: what the names of transformers' classes of this model begin with.
         hf_heads: the kinds of `HeadSettings` that transformers has for this model.
         only_causal: why attention of this family cannot be bidirectional; empty: it can.
     """
 
     takes_heads: ClassVar = True
+    norms: ClassVar[NormPlacement] = "before"
     hf_class: ClassVar[str] = ""
     hf_heads: ClassVar[tuple[TaskHead, ...]] = tuple(HF_CLASSES)
     only_causal: ClassVar[str] = ""
@@ -110,13 +111,18 @@ class DecoderConfig(ModelConfig):
         """Return name (inside of a block) and shape of the parameters of a block's attention."""
         raise NotImplementedError
 
+    def norm_shapes(self, half: str) -> dict[str, tuple[int, ...]]:
+        """Return name and shape of the norms before and after a half of a block."""
+        names = {"before": ("norm",), "after": ("post_norm",), "both": ("norm", "post_norm")}
+        return {f"{half}.{name}.weight": (self.dim,) for name in names[self.norms]}
+
     def block_shapes(self, number: int) -> dict[str, tuple[int, ...]]:
         """Return name (inside of the block) and shape of block `number`'s parameters, in order."""
         if experts := self.experts_of(number):
             return {**self.attention_shapes(), **experts.shapes(self.dim)}
         return {
             **self.attention_shapes(),
-            "mlp.norm.weight": (self.dim,),
+            **self.norm_shapes("mlp"),
             "mlp.gate.weight": (self.ffn_dim, self.dim),
             "mlp.up.weight": (self.ffn_dim, self.dim),
             "mlp.down.weight": (self.dim, self.ffn_dim),
@@ -222,71 +228,3 @@ class DecoderConfig(ModelConfig):
         """Raise a ValueError of what the Hugging Face models of the family cannot be."""
         if self.task_head:
             self.task_head.require_hf(self.hf_class, self.hf_heads)
-
-
-class GroupedQueryConfig(DecoderConfig):
-    """A decoder whose attention is `GroupedQueryAttention`."""
-
-    has_head_norms: ClassVar[bool] = False
-    """whether each head's queries and keys have a norm before they are rotated"""
-
-    n_kv_heads: Size = 2
-    """key-value heads; n_heads is a multiple of it"""
-    head_dim: Size | None = None
-    """width of a head; default dim / n_heads"""
-
-    @property
-    def head_width(self) -> int:
-        """Width of a head."""
-        return self.head_dim or self.dim // self.n_heads
-
-    @property
-    def rotary_width(self) -> int:
-        """The width of a head, all of which is rotated."""
-        return self.head_width
-
-    @model_validator(mode="after")
-    def _check_heads(self) -> Self:
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(
-                f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads})"
-            )
-        if self.head_dim is None and self.dim % self.n_heads:
-            raise ValueError(
-                f"dim ({self.dim}) must be a multiple of n_heads ({self.n_heads}), "
-                "or head_dim given"
-            )
-        if self.head_width % 2:
-            raise ValueError(f"the head width ({self.head_width}) must be even: RoPE turns pairs")
-        return self
-
-    def attention_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return name and shape of the parameters of a block's attention."""
-        queries, keys = self.n_heads * self.head_width, self.n_kv_heads * self.head_width
-        shapes: dict[str, tuple[int, ...]] = {
-            "attention.norm.weight": (self.dim,),
-            "attention.q.weight": (queries, self.dim),
-            "attention.k.weight": (keys, self.dim),
-            "attention.v.weight": (keys, self.dim),
-            "attention.o.weight": (self.dim, queries),
-        }
-        if self.has_head_norms:
-            shapes["attention.q_norm.weight"] = (self.head_width,)
-            shapes["attention.k_norm.weight"] = (self.head_width,)
-        return shapes
-
-    def attention_multiplications(self, number: int, seq_len: int) -> float:
-        """Return the multiplications a token of scores and weighted values."""
-        # Scores and weighted values are two products of this size; causality halves them.
-        return float(self.n_heads * self.head_width * seq_len)
-
-    def hf_config(self) -> dict[str, Any]:
-        """Return what these decoders say in config.json."""
-        heads = {"num_key_value_heads": self.n_kv_heads, "head_dim": self.head_width}
-        return {**super().hf_config(), **heads}
-
-    def build(self, kernels: Kernels) -> LanguageModel:
-        """Return the module; families whose blocks differ return their own."""
-        from .decoder import GroupedQueryDecoder
-
-        return GroupedQueryDecoder(self, kernels)

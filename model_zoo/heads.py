@@ -18,7 +18,7 @@ HF_CLASSES: dict[TaskHead, str] = {
     "question_answering": "ForQuestionAnswering",
 }
 """what the names of transformers' classes end with"""
-OLD_ANSWERS = ("Llama", "Qwen3", "Qwen3Moe")
+OLD_ANSWERS = ("Llama", "Qwen2", "Qwen3", "Qwen3Moe")
 """classes whose question answering keeps the name `transformer` of older versions"""
 HF_PROBLEMS: dict[Problem, str] = {
     "single": "single_label_classification",

@@ -55,6 +55,8 @@ class Layout:
         ring: whether keys and values may then go around in a ring, where attention has neither
             windows nor sinks.
         pipeline: whether `forward` computes some of the blocks alone.
+        gathered: paths inside a block of modules that have no norm of style "norm": tensor ranks
+            gather the sequence of what enters them, and not of what leaves a norm.
         experts: path inside a block of the module whose parameters have a row for each expert;
             empty: there is none.
         hf_names: our parameter name -> Hugging Face's; `{i}` stands for a block's number.
@@ -82,6 +84,7 @@ class Layout:
     context: bool = False
     ring: bool = True
     pipeline: bool = False
+    gathered: tuple[str, ...] = ()
     experts: str = ""
     hf_names: Mapping[str, str] = field(default_factory=dict)
     hf_stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -174,10 +177,20 @@ ATTENTION_TENSOR = {
     "layers.{i}.attention.v.weight": "key_value",
     "layers.{i}.attention.o.weight": "rows",
 }
+QKV_BIASES_TENSOR = {
+    "layers.{i}.attention.q.bias": "columns",
+    "layers.{i}.attention.k.bias": "key_value",
+    "layers.{i}.attention.v.bias": "key_value",
+}
 QK_NORM_TENSOR = {
     "layers.{i}.attention.q_norm.weight": "whole",
     "layers.{i}.attention.k_norm.weight": "whole",
 }
+POST_NORM_TENSOR = {
+    "layers.{i}.attention.post_norm.weight": "whole",
+    "layers.{i}.mlp.post_norm.weight": "whole",
+}
+"""each rank normalises its part of the sequence"""
 MLP_TENSOR = {
     "layers.{i}.mlp.norm.weight": "norm",
     "layers.{i}.mlp.gate.weight": "columns",
@@ -206,6 +219,11 @@ ATTENTION_HF = {
     "layers.{i}.attention.k.weight": "model.layers.{i}.self_attn.k_proj.weight",
     "layers.{i}.attention.v.weight": "model.layers.{i}.self_attn.v_proj.weight",
     "layers.{i}.attention.o.weight": "model.layers.{i}.self_attn.o_proj.weight",
+}
+QKV_BIASES_HF = {
+    "layers.{i}.attention.q.bias": "model.layers.{i}.self_attn.q_proj.bias",
+    "layers.{i}.attention.k.bias": "model.layers.{i}.self_attn.k_proj.bias",
+    "layers.{i}.attention.v.bias": "model.layers.{i}.self_attn.v_proj.bias",
 }
 QK_NORM_HF = {
     "layers.{i}.attention.q_norm.weight": "model.layers.{i}.self_attn.q_norm.weight",

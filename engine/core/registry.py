@@ -156,7 +156,10 @@ models: Registry[ModelConfig] = Registry(
         "deepseek_v3": "model_zoo.deepseek_v3.config:DeepSeekV3Config",
         "gpt_oss": "model_zoo.gpt_oss.config:GptOssConfig",
         "llama4": "model_zoo.llama4.config:Llama4Config",
+        "mistral": "model_zoo.mistral.config:MistralConfig",
         "mixtral": "model_zoo.mixtral.config:MixtralConfig",
+        "olmo2": "model_zoo.olmo2.config:Olmo2Config",
+        "qwen2": "model_zoo.qwen2.config:Qwen2Config",
         "qwen3": "model_zoo.qwen3.config:Qwen3Config",
     },
 )

@@ -12,7 +12,7 @@ from ...model_zoo.config import ModelConfig
 from ...model_zoo.layout import translate
 from ...model_zoo.sizes import SettingsError, quote
 
-FAMILIES = {"llama": "llama3", "qwen3": "qwen3"}
+FAMILIES = {"llama": "llama3", "olmo2": "olmo2", "qwen2": "qwen2", "qwen3": "qwen3"}
 """`general.architecture` -> our family"""
 INTERLEAVED = {"llama": ("attention.q.weight", "attention.k.weight")}
 """weights of queries and keys that an architecture has in interleaved pairs, as Meta has them"""
@@ -26,10 +26,15 @@ NAMES = {
     "layers.{i}.attention.q.weight": "blk.{i}.attn_q.weight",
     "layers.{i}.attention.k.weight": "blk.{i}.attn_k.weight",
     "layers.{i}.attention.v.weight": "blk.{i}.attn_v.weight",
+    "layers.{i}.attention.q.bias": "blk.{i}.attn_q.bias",
+    "layers.{i}.attention.k.bias": "blk.{i}.attn_k.bias",
+    "layers.{i}.attention.v.bias": "blk.{i}.attn_v.bias",
     "layers.{i}.attention.o.weight": "blk.{i}.attn_output.weight",
+    "layers.{i}.attention.post_norm.weight": "blk.{i}.post_attention_norm.weight",
     "layers.{i}.attention.q_norm.weight": "blk.{i}.attn_q_norm.weight",
     "layers.{i}.attention.k_norm.weight": "blk.{i}.attn_k_norm.weight",
     "layers.{i}.mlp.norm.weight": "blk.{i}.ffn_norm.weight",
+    "layers.{i}.mlp.post_norm.weight": "blk.{i}.post_ffw_norm.weight",
     "layers.{i}.mlp.gate.weight": "blk.{i}.ffn_gate.weight",
     "layers.{i}.mlp.up.weight": "blk.{i}.ffn_up.weight",
     "layers.{i}.mlp.down.weight": "blk.{i}.ffn_down.weight",
@@ -69,7 +74,7 @@ def read_sizes(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """
     architecture = metadata.get("general.architecture")
     if architecture not in FAMILIES:
-        known = " and ".join(FAMILIES)
+        known = ", ".join(FAMILIES)
         raise SettingsError([f"the architecture is {quote(architecture)}; {known} are read"])
     prefix = f"{architecture}."
     own = {
@@ -111,7 +116,7 @@ def write_sizes(config: ModelConfig) -> dict[str, Any]:
     """
     architecture = next((name for name, ours in FAMILIES.items() if ours == config.name), None)
     if architecture is None:
-        raise ValueError(f"{' and '.join(FAMILIES.values())} are written")
+        raise ValueError(f"{', '.join(FAMILIES.values())} are written")
     if config.task_head or getattr(config, "is_bidirectional", False):
         raise ValueError("causal language models are written")
     if getattr(config, "moe", None) is not None:

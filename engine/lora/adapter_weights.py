@@ -95,6 +95,7 @@ def merge_adapters(model: nn.Module) -> None:
             # On meta, because the merged weight replaces the new one at once.
             with torch.device("meta"):
                 plain = Linear(module.in_features, module.out_features)
+            plain.bias = module.bias
             plain.weight = torch.nn.Parameter(
                 merge(module.weight, module.lora_a, module.lora_b, module.scale)
             )

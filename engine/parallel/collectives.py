@@ -37,6 +37,11 @@ def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return cast("Tensor", _ReduceScatter.apply(x, dim, group))  # type: ignore[no-untyped-call]
 
 
+def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the sum over ranks; the backward pass sums gradients over ranks."""
+    return cast("Tensor", _AllReduce.apply(x, group))  # type: ignore[no-untyped-call]
+
+
 def all_gather_no_grad(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Concatenate the shards of all ranks along `dim`, without a gradient."""
     if _fuses_with_matmuls and torch.compiler.is_compiling():
@@ -86,6 +91,17 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return all_gather_no_grad(grad, ctx.dim, ctx.group), None, None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_reduce_no_grad(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce_no_grad(grad, ctx.group), None
 
 
 SYMMETRIC_MEMORY_DEVICES = ("cuda",)

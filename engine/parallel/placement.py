@@ -20,8 +20,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 """the global shape of each parameter, by name"""
 
 CUT_DIMS = {
-    "columns": {"weight": 0, UP: 0},
-    "key_value": {"weight": 0, UP: 0},
+    "columns": {"weight": 0, "bias": 0, UP: 0},
+    "key_value": {"weight": 0, "bias": 0, UP: 0},
     "rows": {"weight": 1, DOWN: 1},
     "vocabulary": {"weight": 0},
     "norm": {},

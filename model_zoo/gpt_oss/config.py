@@ -6,9 +6,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from ..decoder_config import GroupedQueryConfig
+from ..grouped_query_config import GroupedQueryConfig
 from ..layers.configs import MoESettings, YarnScaling
-from ..layout import ATTENTION_HF, ENDS_HF, GROUPED_QUERY_KEYS, HF_ALSO, HF_KEYS, YARN_KEYS, Layout
+from ..layout import (
+    ATTENTION_HF,
+    ENDS_HF,
+    GROUPED_QUERY_KEYS,
+    HF_ALSO,
+    HF_KEYS,
+    QKV_BIASES_HF,
+    YARN_KEYS,
+    Layout,
+)
 from ..sizes import PositiveFloat, Size
 
 if TYPE_CHECKING:
@@ -16,11 +25,6 @@ if TYPE_CHECKING:
     from .model import GptOss
 
 
-BIASES_HF = {
-    name.replace("weight", "bias"): theirs.replace("weight", "bias")
-    for name, theirs in ATTENTION_HF.items()
-    if "norm" not in name
-}
 EXPERTS_HF = {
     "layers.{i}.mlp.norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
     "layers.{i}.mlp.router.weight": "model.layers.{i}.mlp.router.weight",
@@ -42,7 +46,8 @@ LAYOUT = Layout(
     hf_names={
         **ENDS_HF,
         **ATTENTION_HF,
-        **BIASES_HF,
+        **QKV_BIASES_HF,
+        "layers.{i}.attention.o.bias": "model.layers.{i}.self_attn.o_proj.bias",
         "layers.{i}.attention.sinks": "model.layers.{i}.self_attn.sinks",
         **EXPERTS_HF,
     },
@@ -88,7 +93,7 @@ class GptOssConfig(GroupedQueryConfig):
     """gpt-oss: attention with sinks, every other block's in a window, and experts with biases."""
 
     layout: ClassVar = LAYOUT
-    only_causal: ClassVar = "its windows look back"
+    biases: ClassVar = "qkvo"
     hf_class: ClassVar = "GptOss"
     hf_heads: ClassVar = ("sequence_classification", "token_classification")
     flavors: ClassVar = {
@@ -111,9 +116,9 @@ class GptOssConfig(GroupedQueryConfig):
     swiglu_alpha: PositiveFloat = 1.702
     """a gate's sigmoid is of this times the gate"""
 
-    def is_local(self, number: int) -> bool:
-        """Return whether block `number` has a window."""
-        return (number + 1) % self.full_every != 0
+    def window_of(self, number: int) -> int | None:
+        """Return how many positions block `number` sees; None: the whole row."""
+        return self.window if (number + 1) % self.full_every else None
 
     @model_validator(mode="after")
     def _check_experts(self) -> Self:
@@ -124,12 +129,7 @@ class GptOssConfig(GroupedQueryConfig):
 
     def attention_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of the parameters of a block's attention."""
-        shapes: dict[str, tuple[int, ...]] = {"attention.sinks": (self.n_heads,)}
-        for name, shape in super().attention_shapes().items():
-            shapes[name] = shape
-            if len(shape) == 2:
-                shapes[name.replace("weight", "bias")] = shape[:1]
-        return shapes
+        return {"attention.sinks": (self.n_heads,), **super().attention_shapes()}
 
     def block_shapes(self, number: int) -> dict[str, tuple[int, ...]]:
         """Return name and shape of a block's parameters."""
@@ -146,17 +146,6 @@ class GptOssConfig(GroupedQueryConfig):
             "mlp.experts.down_bias": (experts, self.dim),
         }
 
-    def attention_multiplications(self, number: int, seq_len: int) -> float:
-        """Return the multiplications a token of scores and weighted values.
-
-        In a window W positions wide a query sees min(its position, W) keys: on average
-        W (1 - W / 2 S), of which `super` counts half of what it is given.
-        """
-        if not self.is_local(number) or self.window >= seq_len:
-            return super().attention_multiplications(number, seq_len)
-        seen = 2 * self.window - self.window**2 / seq_len
-        return self.n_heads * self.head_width * seen
-
     def hf_config(self) -> dict[str, Any]:
         """Return what transformers' `GptOssConfig` says of this model."""
         words = ("full_attention", "sliding_attention")
@@ -165,7 +154,9 @@ class GptOssConfig(GroupedQueryConfig):
             **super().hf_config(),
             "attention_bias": True,
             "sliding_window": self.window,
-            "layer_types": [words[self.is_local(number)] for number in range(self.n_layers)],
+            "layer_types": [
+                words[self.window_of(number) is not None] for number in range(self.n_layers)
+            ],
             "num_local_experts": self.moe.num_experts,
             "num_experts_per_tok": self.moe.experts_per_token,
             "intermediate_size": self.moe.expert_ffn_dim,

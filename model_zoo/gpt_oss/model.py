@@ -93,9 +93,8 @@ class GptOss(Decoder):
 
     def make_attention(self, number: int, kernels: Kernels) -> nn.Module:
         """Return attention that sees a window of the row, or all of it."""
-        config = self.config
-        window = config.window if config.is_local(number) else None
-        return GroupedQueryAttention(config, kernels, bias=True, sinks=True, window=window)
+        window = self.config.window_of(number)
+        return GroupedQueryAttention(self.config, kernels, sinks=True, window=window)
 
     def make_mlp(self, number: int, kernels: Kernels) -> nn.Module:
         """Return experts with biases."""

@@ -9,20 +9,17 @@ from torch import Tensor, nn
 
 from ...kernels.attention.local import Mask
 from ...kernels.choose import Kernels
-from ..decoder_config import GroupedQueryConfig
+from ..grouped_query_config import GroupedQueryConfig
 from ..language_model import BlockCache
-from .dense import Linear, LocalParameters, RMSNorm
+from .dense import Linear, LocalParameters, RMSNorm, make_norms
 
 
 class GroupedQueryAttention(LocalParameters):
-    """Norm and causal attention whose query heads share key-value heads (arXiv:2305.13245).
+    """Norms and causal attention whose query heads share key-value heads (arXiv:2305.13245).
 
     Args:
-        config: sizes.
+        config: sizes, and where the norms and biases are.
         kernels: the implementations.
-        qk_norm: whether each head's queries and keys are normalised before they are rotated
-            (arXiv:2302.05442, section 2.1, with the norm of each head by itself).
-        bias: whether the projections have one.
         sinks: whether each head has a learned score for attention that goes nowhere.
         window: see `kernels.attention.local.attend`.
         chunk: see there.
@@ -33,25 +30,25 @@ class GroupedQueryAttention(LocalParameters):
         config: GroupedQueryConfig,
         kernels: Kernels,
         *,
-        qk_norm: bool = False,
-        bias: bool = False,
         sinks: bool = False,
         window: int | None = None,
         chunk: int | None = None,
     ) -> None:
         super().__init__()
-        dim, head_width, norm_eps = config.dim, config.head_width, config.norm_eps
-        queries, keys = config.n_heads * head_width, config.n_kv_heads * head_width
-        self.head_width = head_width
+        dim, norm_eps, biases = config.dim, config.norm_eps, config.biases
+        queries, keys = config.n_heads * config.head_width, config.n_kv_heads * config.head_width
+        self.head_width = config.head_width
         self.window, self.chunk = window, chunk
-        self.norm = RMSNorm(dim, norm_eps, kernels)
-        self.q = Linear(dim, queries, bias=bias)
-        self.k = Linear(dim, keys, bias=bias)
-        self.v = Linear(dim, keys, bias=bias)
-        self.o = Linear(queries, dim, bias=bias)
+        self.norm, self.post_norm = make_norms(dim, norm_eps, kernels, config.norms)
+        self.q = Linear(dim, queries, bias="q" in biases)
+        self.k = Linear(dim, keys, bias="k" in biases)
+        self.v = Linear(dim, keys, bias="v" in biases)
+        self.o = Linear(queries, dim, bias="o" in biases)
         self.sinks = nn.Parameter(torch.zeros(config.n_heads)) if sinks else None
-        self.q_norm = RMSNorm(head_width, norm_eps, kernels) if qk_norm else None
-        self.k_norm = RMSNorm(head_width, norm_eps, kernels) if qk_norm else None
+        self.has_wide_norms = config.has_wide_norms
+        self.q_norm = self.k_norm = None
+        if widths := config.qk_norm_widths:
+            self.q_norm, self.k_norm = (RMSNorm(width, norm_eps, kernels) for width in widths)
         self.attention = kernels.attention
         self.rotary = kernels.rotary
 
@@ -72,7 +69,7 @@ class GroupedQueryAttention(LocalParameters):
             mask: see `Kernels.attention_mask`; None where only causality counts.
             cache: earlier keys and values; extended.
         """
-        x_BSD = self.norm(x)
+        x_BSD = x if self.norm is None else self.norm(x)
         heads = (*x_BSD.shape[:2], -1, self.head_width)
         q_BSHK, k_BSGK = self.q(x_BSD).view(heads), self.k(x_BSD).view(heads)
         v_BSGK = self.v(x_BSD).view(heads)
@@ -82,14 +79,18 @@ class GroupedQueryAttention(LocalParameters):
             k_BSGK, v_BSGK = cache.extend(k_BSGK, v_BSGK)
         out_BSHK = self.attention(q_BSHK, k_BSGK, v_BSGK, mask, **self._limits(mask))
         out_BSD: Tensor = self.o(out_BSHK.flatten(2))
-        return out_BSD
+        return out_BSD if self.post_norm is None else self.post_norm(out_BSD)
 
     def apply_rotary(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Rotate queries [B, S, H, K] and keys [B, S, G, K], after their norms if there are any."""
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+            if self.has_wide_norms:
+                query = self.q_norm(query.flatten(2)).view_as(query)
+                key = self.k_norm(key.flatten(2)).view_as(key)
+            else:
+                query, key = self.q_norm(query), self.k_norm(key)
         return self.rotary(query, cos, sin), self.rotary(key, cos, sin)
 
     def _limits(self, mask: Mask) -> dict[str, Any]:

@@ -9,6 +9,10 @@ from pydantic import Field, NonNegativeFloat, model_validator
 
 from ..sizes import PositiveFloat, Size, Sizes
 
+NormPlacement = Literal["before", "after", "both"]
+"""where a half of a block has norms: of its input, of its output, which is then added to the
+residual stream, or of both"""
+
 
 class MoESettings(Sizes):
     """A layer of experts, of which each token takes a few."""

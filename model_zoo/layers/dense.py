@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...kernels.choose import Kernels
 from ..base import Constant, Normal
 from ..layout import DOWN, UP
+from .configs import NormPlacement
 
 
 class LocalParameters(nn.Module):
@@ -68,8 +69,8 @@ class AdaptedLinear(Linear):
 
     def __init__(self, base: Linear, rank: int, alpha: float) -> None:
         super().__init__(base.in_features, base.out_features)
-        # The same parameter object, so that its name and whatever refers to it stay.
-        self.weight = base.weight
+        # The same parameter objects, so that their names and whatever refers to them stay.
+        self.weight, self.bias = base.weight, base.bias
         self.alpha = alpha
         self.scale = alpha / rank
         self.lora_a = nn.Parameter(torch.empty(rank, base.in_features))
@@ -122,12 +123,29 @@ class RMSNorm(LocalParameters):
         return self.kernel(x, self.local("weight"), self.eps)
 
 
-class GatedMLP(nn.Module):
-    """Norm and SwiGLU feed-forward layer; without the norm if `norm_eps` is None."""
+def make_norms(
+    dim: int, eps: float, kernels: Kernels, norms: NormPlacement
+) -> tuple[RMSNorm | None, RMSNorm | None]:
+    """Return the norm before a half of a block and the norm after it, where it has them."""
+    before = None if norms == "after" else RMSNorm(dim, eps, kernels)
+    return before, None if norms == "before" else RMSNorm(dim, eps, kernels)
 
-    def __init__(self, dim: int, ffn_dim: int, norm_eps: float | None, kernels: Kernels) -> None:
+
+class GatedMLP(nn.Module):
+    """Norms and SwiGLU feed-forward layer; without norms if `norm_eps` is None."""
+
+    def __init__(
+        self,
+        dim: int,
+        ffn_dim: int,
+        norm_eps: float | None,
+        kernels: Kernels,
+        norms: NormPlacement = "before",
+    ) -> None:
         super().__init__()
-        self.norm = None if norm_eps is None else RMSNorm(dim, norm_eps, kernels)
+        self.norm = self.post_norm = None
+        if norm_eps is not None:
+            self.norm, self.post_norm = make_norms(dim, norm_eps, kernels, norms)
         self.gate = Linear(dim, ffn_dim)
         self.up = Linear(dim, ffn_dim)
         self.down = Linear(ffn_dim, dim)
@@ -137,4 +155,4 @@ class GatedMLP(nn.Module):
         """Return what [B, S, D] adds to the residual stream; token weights are for `MoE` alone."""
         x_BSD = x if self.norm is None else self.norm(x)
         out_BSD: Tensor = self.down(self.activation(self.gate(x_BSD), self.up(x_BSD)))
-        return out_BSD
+        return out_BSD if self.post_norm is None else self.post_norm(out_BSD)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from ..decoder_config import GroupedQueryConfig
+from ..grouped_query_config import GroupedQueryConfig
 from ..layers.configs import RopeScaling
 from ..layout import (
     ATTENTION_HF,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import NonNegativeFloat, model_validator
 
-from ..decoder_config import GroupedQueryConfig
+from ..grouped_query_config import GroupedQueryConfig
 from ..layers.configs import MoESettings, RopeScaling
 from ..layout import (
     ATTENTION_HF,

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from ..decoder_config import GroupedQueryConfig
+from ..grouped_query_config import GroupedQueryConfig
 from ..layers.configs import MoESettings
 from ..layout import (
     ATTENTION_HF,

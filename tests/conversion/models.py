@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.cases import quick
 from tests.formats.hf_folders import SCALING, SOFTMAX, config_of
 from trainer.engine.formats.hf_folder import list_tensors, open_tensors
 from trainer.model_zoo.config import ModelConfig
@@ -20,11 +21,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3": {"name": "qwen3", "head_dim": 12},
     "experts": {"name": "qwen3", "moe": {"num_experts": 5, "expert_ffn_dim": 24}},
     "mixtral": {"name": "mixtral", "moe": {"num_experts": 5, "expert_ffn_dim": 24}},
+    "mistral": {"name": "mistral", "window": 9, "head_dim": 12},
+    "qwen2": {"name": "qwen2", "tie_embeddings": True},
+    "olmo2": {"name": "olmo2"},
     "deepseek_v3": {"name": "deepseek_v3", "q_lora_rank": 12},
     "deepseek_v2": {"name": "deepseek_v3", "moe": SOFTMAX},
     "gpt_oss": {"name": "gpt_oss", "window": 9, "moe": {"num_experts": 3}},
     "llama4": {"name": "llama4", "chunk": 9, "nope_every": 2, "moe": {"num_experts": 3}},
 }
+ALSO = ("mistral", "qwen2", "olmo2")
+"""variants that only `make test-all` takes everywhere"""
+CASES = quick(VARIANTS, *(VARIANTS.keys() - ALSO))
 EOS = "<|end|>"
 
 

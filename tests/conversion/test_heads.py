@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import nn
 
-from tests.conversion.models import VARIANTS
+from tests.conversion.models import ALSO, VARIANTS
 from tests.formats.hf_folders import config_of, empty_model
 from trainer.engine.assemble.build import load_initial_weights
 from trainer.engine.conversion.convert import Options, convert
@@ -34,11 +34,16 @@ HEADS = {
     "token": HeadSettings(kind="token_classification", outputs=5, bias=True, dropout=0.25),
     "answers": HeadSettings(kind="question_answering", outputs=2, bias=True),
 }
+NO_TOKENS = ("llama4", "deepseek_v2", "olmo2")
+ANSWERS = ("tied", "qwen3", "experts", "mixtral", "mistral", "qwen2")
 CASES = [
-    *((variant, "sequence") for variant in VARIANTS if variant != "llama4"),
-    *((variant, "token") for variant in VARIANTS if variant not in ("llama4", "deepseek_v2")),
-    *((variant, "answers") for variant in ("tied", "qwen3", "experts", "mixtral")),
-    ("untied", "regression"),
+    pytest.param(variant, head, marks=[pytest.mark.matrix] if variant in ALSO else [])
+    for variant, head in (
+        *((variant, "sequence") for variant in VARIANTS if variant != "llama4"),
+        *((variant, "token") for variant in VARIANTS if variant not in NO_TOKENS),
+        *((variant, "answers") for variant in ANSWERS),
+        ("untied", "regression"),
+    )
 ]
 
 

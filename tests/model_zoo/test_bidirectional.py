@@ -138,6 +138,7 @@ def test_scores_are_counted_in_full():
     ("family", "changes", "message"),
     [
         ("gpt_oss", {}, '"bidirectional" is not for gpt_oss: its windows look back'),
+        ("mistral", {"window": 5}, '"bidirectional" is not for mistral: its windows look back'),
         ("llama4", {}, '"bidirectional" is not for llama4: its chunks'),
         ("deepseek_v3", {"mtp_depth": 1}, "mtp_depth predicts later tokens"),
     ],

@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 from tests.train.plans import BASE, assembled, recipe_with, train, whole
 from trainer.engine.core.registry import models
-from trainer.model_zoo.decoder_config import GroupedQueryConfig
+from trainer.model_zoo.grouped_query_config import GroupedQueryConfig
 from trainer.model_zoo.layers.configs import MoESettings
 from trainer.model_zoo.layers.moe import moe_layers
 from trainer.model_zoo.layout import ATTENTION_TENSOR, ENDS_TENSOR, MOE_TENSOR, Layout

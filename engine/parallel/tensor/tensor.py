@@ -24,7 +24,7 @@ from ....kernels.cross_entropy import reference
 from ....kernels.cross_entropy.reference import IGNORED
 from ....model_zoo.base import Model
 from ....model_zoo.config import ModelConfig
-from ....model_zoo.layers.dense import Embedding
+from ....model_zoo.layers.dense import Embedding, RMSNorm
 from ....model_zoo.layers.moe import moe_layers
 from ..axis import (
     AxisParts,
@@ -35,18 +35,17 @@ from ..axis import (
     StepSettings,
 )
 from ..collectives import (
-    all_gather,
     all_gather_no_grad,
     all_reduce_no_grad,
     fuse_with_matmuls,
-    reduce_scatter,
 )
 from ..gradient_reduction import make_replicated_reduction
 from ..placement import CUT_DIMS, used_dim
 from .local_views import LocalView, distribute_parameter, placement
+from .sequence import HOOKS, SEQUENCE, SPLIT_NORMS, all_gather_input, rms_norm_over_ranks
 from .vocabulary import SplitVocabulary
 
-SEQUENCE, WIDTH = 1, 2
+WIDTH = 2
 
 
 @dataclass(frozen=True)
@@ -144,12 +143,18 @@ def split(
         if style == "vocabulary":
             first_row = rows_per_rank(config.vocab, mesh.size()) * mesh.get_local_rank()
             cast("Embedding", module).lookup = partial(_look_up_rows, first_row=first_row)
+        if isinstance(module, RMSNorm) and style in SPLIT_NORMS:
+            module.kernel = partial(rms_norm_over_ranks, group=mesh.get_group())
         if style in HOOKS and module not in inside:
             module.register_forward_hook(partial(HOOKS[style], group=mesh.get_group()))
+    gather = partial(all_gather_input, group=mesh.get_group())
+    for block in config.layout.find_blocks(model):
+        for path in config.layout.gathered:
+            block.get_submodule(path).register_forward_pre_hook(gather)
     head = dict(model.named_modules()).get(config.layout.head)  # None in a pipeline's middle
     if head and not config.task_head:
-        gather = partial(_gather_logits, vocab_size=config.vocab, group=mesh.get_group())
-        head.register_forward_hook(gather)
+        gather_logits = partial(_gather_logits, vocab_size=config.vocab, group=mesh.get_group())
+        head.register_forward_hook(gather_logits)
     return whole
 
 
@@ -186,37 +191,6 @@ def _local_view(
     rows = rows_per_rank(shape[used], ranks)
     start = min(rows * rank, shape[used])
     return LocalView(group, joined, (used, start, min(rows, shape[used] - start)))
-
-
-def _all_gather_sequence(
-    _module: nn.Module, _args: Any, out: Tensor, group: ProcessGroup
-) -> Tensor:
-    # The backward pass, a reduce-scatter, also sums the input gradients of the split matmuls.
-    return all_gather(out, SEQUENCE, group)
-
-
-def _reduce_scatter_sequence(
-    _module: nn.Module, _args: Any, out: Tensor, group: ProcessGroup
-) -> Tensor:
-    # With the next all-gather this costs as much as an all-reduce; norms between compute a part.
-    return reduce_scatter(out, SEQUENCE, group)
-
-
-def _share_gradient(_module: nn.Module, _args: Any, out: Tensor, group: ProcessGroup) -> Tensor:
-    # All ranks compute the same outputs and the same loss. Gradients of replicated weights, and of
-    # the sequence that was gathered before, are summed over the ranks: each rank gives its share.
-    if out.requires_grad:
-        out.register_hook(lambda grad: grad / group.size())  # type: ignore[no-untyped-call]
-    return out
-
-
-HOOKS: dict[str, Callable[..., Tensor]] = {
-    "norm": _all_gather_sequence,
-    "rows": _reduce_scatter_sequence,
-    "vocabulary": _reduce_scatter_sequence,
-    "repeated": _share_gradient,
-}
-"""style of `Layout.tensor` -> the collective that is applied to a module's output"""
 
 
 def _gather_logits(

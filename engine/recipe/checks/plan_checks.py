@@ -93,7 +93,7 @@ def _context(recipe: Recipe) -> Iterator[Finding]:
     layout = recipe.model.layout
     if not layout.context:
         yield _no_plan(recipe, "context")
-    elif not layout.ring and recipe.parallel.context_exchange == "ring":
+    elif not recipe.model.takes_ring and recipe.parallel.context_exchange == "ring":
         name = recipe.model.name
         yield (
             ("parallel", "context_exchange"),

@@ -1,0 +1,74 @@
+"""The residual stream along the sequence: gathered for the features of a rank, and scattered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ..collectives import all_gather, all_reduce, reduce_scatter
+
+SEQUENCE = 1
+
+
+def _all_gather_sequence(
+    _module: nn.Module, _args: Any, out: Tensor, group: ProcessGroup
+) -> Tensor:
+    # The backward pass, a reduce-scatter, also sums the input gradients of the split matmuls.
+    return all_gather(out, SEQUENCE, group)
+
+
+def all_gather_input(
+    _module: nn.Module, inputs: tuple[Any, ...], group: ProcessGroup
+) -> tuple[Any, ...]:
+    """Gather the sequence of a module's first input, before the module is called."""
+    x, *others = inputs
+    return all_gather(x, SEQUENCE, group), *others
+
+
+def _reduce_scatter_sequence(
+    _module: nn.Module, _args: Any, out: Tensor, group: ProcessGroup
+) -> Tensor:
+    # With the next all-gather this costs as much as an all-reduce; norms between compute a part.
+    return reduce_scatter(out, SEQUENCE, group)
+
+
+def _share_gradient(_module: nn.Module, _args: Any, out: Tensor, group: ProcessGroup) -> Tensor:
+    # All ranks compute the same outputs and the same loss. Gradients of replicated weights, and of
+    # the sequence that was gathered before, are summed over the ranks: each rank gives its share.
+    if out.requires_grad:
+        out.register_hook(lambda grad: grad / group.size())  # type: ignore[no-untyped-call]
+    return out
+
+
+HOOKS: dict[str, Callable[..., Tensor]] = {
+    "norm": _all_gather_sequence,
+    "rows": _reduce_scatter_sequence,
+    "vocabulary": _reduce_scatter_sequence,
+    "repeated": _share_gradient,
+}
+"""style of `Layout.tensor` -> the collective that is applied to a module's output"""
+
+
+SPLIT_NORMS = ("columns", "key_value")
+"""styles of a norm over all heads, of which a rank has some"""
+
+
+def rms_norm_over_ranks(x: Tensor, weight: Tensor, eps: float, group: ProcessGroup) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight, the mean over the features of all ranks.
+
+    Args:
+        x: this rank's features, [..., D / ranks]. Where several ranks have the same features, all
+            are counted as often.
+        weight: this rank's part.
+        eps: added to the mean square.
+        group: process group of the tensor axis.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    # Each rank's part of the loss depends on all ranks' squares: gradients are summed as well.
+    total = all_reduce(wide.square().sum(-1, keepdim=True), group)
+    inverse = (total / (x.shape[-1] * group.size()) + eps).rsqrt()
+    return (wide * inverse * weight.to(x.dtype)).to(x.dtype)

@@ -1,0 +1,84 @@
+"""Mistral, Qwen2 and OLMo 2 under the plans that their own layers could break, in float64.
+
+Ranks of the tensor axis sum the squares of OLMo 2's queries and keys, have parts of Qwen2's biases,
+and gather what enters a half of a block that has no norm before it.
+"""
+
+from itertools import product
+from math import prod
+
+import pytest
+
+from tests.cases import also
+from tests.distributed import run_ranks
+from tests.train.float64 import in_float64
+from tests.train.plans import BASE, assembled, by_one_process, recipe_with, train, whole
+
+SIZES = {**BASE["model"], "init_std": 0.1}
+MODELS = {
+    "mistral": {"name": "mistral", "window": 5, "head_dim": 12},
+    "qwen2": {"name": "qwen2", "tie_embeddings": True},
+    "olmo2": {"name": "olmo2"},
+}
+LORA = {"rank": 3, "alpha": 12.0, "targets": ["*.attention.[qkvo].weight", "*.mlp.*.weight"]}
+PLANS = {
+    "tensor": {"tensor": 2},
+    "shared heads": {"tensor": 4},
+    "tensor-shard": {"tensor": 2, "shard": 2},
+    "tensor-context": {"tensor": 2, "context": 2},
+    "tensor-pipeline": {"tensor": 2, "pipeline": 2},
+    "context-pipeline": {"context": 2, "pipeline": 2},
+    "shard-replicate": {"shard": 2, "replicate": 2},
+}
+
+
+def trained(recipe):
+    """Return losses, gradient norms, and the weights that this rank has a part of."""
+    with in_float64():
+        parts = assembled(recipe)
+        losses, norms = train(parts, 3)
+        return losses, norms, whole(parts.model)
+
+
+def recipe_of(family, **changes):
+    data = {**BASE["data"], "packing": "documents", "micro_batch": 4}
+    return recipe_with(model={**SIZES, **MODELS[family]}, data=data, **changes)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return by_one_process(trained, lambda of, **changes: recipe_of(of, **changes))
+
+
+def assert_same(alone, family, parallel, **changes):
+    losses, norms, weights = alone(of=family, **changes)
+    found = {}
+    world = prod(parallel.values())
+    for rank in run_ranks(world, trained, recipe_of(family, parallel=parallel, **changes)):
+        assert rank[0] == pytest.approx(losses, abs=1e-12)
+        assert rank[1] == pytest.approx(norms, abs=1e-12)
+        found |= rank[2]
+    assert found.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert found[name] == pytest.approx(weight, abs=1e-12), name
+
+
+@pytest.mark.parametrize(
+    ("family", "plan"),
+    [case if case == ("olmo2", "tensor") else also(case)[0] for case in product(MODELS, PLANS)],
+)
+def test_every_weight_is_that_of_one_process(family, plan, alone):
+    assert_same(alone, family, PLANS[plan])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("plan", ["shared heads", "tensor-shard", "context-pipeline"])
+def test_every_adapter_is_that_of_one_process(family, plan, alone):
+    assert_same(alone, family, PLANS[plan], lora=LORA)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputed_blocks_of_olmo2_are_those_of_one_process(recompute, alone):
+    assert_same(alone, "olmo2", PLANS["tensor-shard"], memory={"recompute": recompute})
