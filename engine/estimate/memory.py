@@ -272,6 +272,8 @@ def _changes(recipe: Recipe, degrees: Degrees) -> Iterator[tuple[list[str], int]
         is_wider = not sharding.shards or not sharding.reshard_after_forward
         if is_wider and not sharding.needs_replicas:
             yield ["parallel.fsdp.strategy=full_shard"], world
+        if fsdp.reshard_after_forward:
+            yield ["parallel.fsdp.reshard_after_forward=0"], world
         if fsdp.reduce_every == "step":
             yield ["parallel.fsdp.reduce_every=micro_batch"], world
         if degrees.replicate > 1:

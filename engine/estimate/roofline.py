@@ -148,7 +148,8 @@ def estimate(
     rows = share // passes
     tokens = rows * data.seq_len // degrees.context
     recomputes = memory.recompute == "full"
-    keeps_weights = not parallel.fsdp.sharding.reshard_after_forward
+    resharding = parallel.fsdp.resharding(degrees.fsdp)
+    keeps_weights = not resharding
     config, stage, bubble, in_flight = model.config, model.config.n_layers, 0.0, 1
     if degrees.pipeline > 1:
         table = parallel.pipelining
@@ -196,7 +197,9 @@ def estimate(
             keeps_weights=degrees.pipeline > 1 or keeps_weights,
             keeps_gradients=passes > 1 and pieces > 1,
             recomputes=recomputes,
-        ),
+        )
+        # Between the passes a rank keeps one of the pieces that FSDP reshards to, in bf16.
+        + (0 if isinstance(resharding, bool) else int(2 * weights / resharding)),
     )
 
 

@@ -57,7 +57,7 @@ class ShardedParts(AxisParts):
         parts: LocalParts,
         settings: SplitSettings,
     ) -> LocalParts:
-        """Shard parameters, except those that a rule keeps whole, which FSDP ignores.
+        """Shard parameters, except those that a rule or `ignored` keeps whole.
 
         Raises:
             RecipeError: a parameter is a scalar.
@@ -76,9 +76,9 @@ class ShardedParts(AxisParts):
         ignored = set[str]()
         if is_sharded:
             ignored = {name for name, _ in model.named_parameters() if dims[name]["shard"] is None}
-            self._replicate(model, ignored)
+            self._replicate(model, ignored, dims)
         arguments: dict[str, Any] = {}
-        if local.table.rules:
+        if local.table.rules or ignored:
             weights = dict(model.named_parameters())
             arguments["shard_placement_fn"] = _placement_function(model, dims)
             arguments["ignored_params"] = {weights[name] for name in ignored}
@@ -96,13 +96,16 @@ class ShardedParts(AxisParts):
         )
         return replace(parts, fsdp_ignored=ignored)
 
-    def _replicate(self, model: nn.Module, names: set[str]) -> None:
-        """Let every rank store the named parameters whole."""
+    def _replicate(
+        self, model: nn.Module, names: set[str], dims: Mapping[str, Mapping[str, int | None]]
+    ) -> None:
+        """Let every rank store the named parameters as the tensor axis leaves them."""
         if names:
             # The axes of FSDP's own DTensors: torch 2.13 has no operations across meshes.
             axes = ("replicate", "shard", "tensor")
             used = tuple(axis for axis in axes if axis == "shard" or self.mesh[axis].size() > 1)
-            replicate_parameters(model, names, self.mesh[used])
+            tensor_dims = {name: dims[name]["tensor"] for name in names}
+            replicate_parameters(model, tensor_dims, self.mesh[used])
 
     def wrap(
         self, wrapped: ParallelModel, parts: LocalParts, settings: StepSettings
@@ -211,7 +214,7 @@ def apply_fsdp(
         param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False
     )
     # A pipeline would otherwise gather the parameters again for each micro batch.
-    reshard_blocks = not stages and table.fsdp.sharding.reshard_after_forward
+    reshard_blocks = not stages and table.fsdp.resharding(mesh["shard"].size())
 
     def wrap(
         module: nn.Module, reshard: bool | int, mesh: DeviceMesh = mesh, **placement_arguments: Any

@@ -10,7 +10,7 @@ from ...model_zoo.layout import DOWN, UP, is_adapter, translate
 from ..core.errors import Problem, RecipeError
 from ..core.text.display import join_key
 from .mesh import EXPERT_AXES, Degrees, expert_grid
-from .rules import check_rules, deciding_rules
+from .rules import check_rules, deciding_patterns, deciding_rules
 
 if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
@@ -44,7 +44,8 @@ class ShardPlacement:
         place: for each mesh axis, "shard" or "tensor", the dim that it splits; None where the ranks
             of the axis hold the same. The shard axis has the ranks of `shard` and `context`. For
             experts there are also `EXPERT_AXES`, and the shard axis is that of `expert_grid`.
-        decided_by: `rules.0 "PATTERN"`, `style "columns"` (the model's plan), "fsdp", or "whole".
+        decided_by: `rules.0 "PATTERN"`, `fsdp.ignored "PATTERN"`, `style "columns"` (the model's
+            plan), "fsdp", or "whole".
     """
 
     name: str
@@ -61,6 +62,7 @@ def placements_for(
     The first rule that matches a name decides; for the others, the model's own plan does.
     """
     rules = deciding_rules(shapes, table.rules)
+    ignored = deciding_patterns(shapes, table.fsdp.ignored)
     shard = 0 if table.is_sharded(degrees) else None
     found = []
     for name, shape in shapes.items():
@@ -78,6 +80,8 @@ def placements_for(
                 "shard": None if shard is None else rule.place.shard_dim,
                 "tensor": rule.place.tensor if degrees.tensor > 1 else None,
             }
+        if name in ignored and shard is not None:
+            decided_by, where = f'fsdp.ignored "{ignored[name]}"', where | {"shard": None}
         found.append(ShardPlacement(name, shape, where, decided_by))
     return found
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..core.errors import nearest
 from ..core.text.display import format_value, make_printable
-from ..core.text.expressions import ExpressionError, compile_expression
+from ..core.text.expressions import ExpressionError, compile_expression, match_names
 
 if TYPE_CHECKING:
     from ..core.text.positions import KeyPath
@@ -30,6 +30,13 @@ def deciding_rules(names: Iterable[str], rules: Sequence[Rule]) -> dict[str, tup
     return found
 
 
+def deciding_patterns(names: Iterable[str], patterns: Sequence[str]) -> dict[str, str]:
+    """Return the first pattern of `fsdp.ignored` that matches each name; no entry where none is."""
+    tests = {pattern: match_names(pattern) for pattern in patterns}
+    found = {name: next((each for each in tests if tests[each](name)), "") for name in names}
+    return {name: pattern for name, pattern in found.items() if pattern}
+
+
 def check_rules(
     shapes: Mapping[str, tuple[int, ...]],
     table: Parallel,
@@ -37,7 +44,7 @@ def check_rules(
     tensor: int,
     shard: int,
 ) -> Iterator[Finding]:
-    """Yield what is wrong with the rules of a table.
+    """Yield what is wrong with the rules of a table, and with what FSDP is to ignore.
 
     Args:
         shapes: the global shape of each parameter by name; empty while they are unknown.
@@ -46,13 +53,14 @@ def check_rules(
         tensor: the number of ranks of the tensor axis.
         shard: the number of ranks over which FSDP shards; 1 where it does not.
     """
-    broken = list(_expressions(table.rules))
+    broken = list(check_expressions(table))
     yield from broken
-    yield from _ignored(table)
+    yield from _unsharded(table)
     # What follows matches names, which it cannot with an expression that does not compile.
     if broken or not shapes:
         return
     decided = deciding_rules(shapes, table.rules)
+    yield from _ignored_patterns(shapes, table.fsdp.ignored, decided)
     for index, rule in enumerate(table.rules):
         path: KeyPath = ("parallel", "rules", index)
         names = [name for name, (number, _) in decided.items() if number == index]
@@ -66,17 +74,48 @@ def check_rules(
                 break  # the same layer of other blocks has the same fault
 
 
-def _expressions(rules: Sequence[Rule]) -> Iterator[Finding]:
-    for index, rule in enumerate(rules):
+def check_expressions(table: Parallel) -> Iterator[Finding]:
+    """Yield the expressions of rules, and of what FSDP is to ignore, that do not compile."""
+    given: dict[KeyPath, str] = {
+        ("parallel", "rules", index, "match"): rule.match for index, rule in enumerate(table.rules)
+    }
+    for index, pattern in enumerate(table.fsdp.ignored):
+        if pattern.startswith("re:"):
+            given["parallel", "fsdp", "ignored", index] = pattern.removeprefix("re:")
+    for path, text in given.items():
         try:
-            compile_expression(rule.match)
+            compile_expression(text)
         except ExpressionError as error:
-            message = f"{format_value(rule.match)} is no regular expression: {error}"
-            yield ("parallel", "rules", index, "match"), make_printable(message), ""
+            message = f"{format_value(text)} is no regular expression: {error}"
+            yield path, make_printable(message), ""
 
 
-def _ignored(table: Parallel) -> Iterator[Finding]:
-    """Yield rules that no strategy of FSDP can follow."""
+def _ignored_patterns(
+    names: Iterable[str], patterns: Sequence[str], decided: Mapping[str, tuple[int, Rule]]
+) -> Iterator[Finding]:
+    """Yield patterns of `fsdp.ignored` that match nothing, or what a rule shards."""
+    names = list(names)
+    for position, pattern in enumerate(patterns):
+        path: KeyPath = ("parallel", "fsdp", "ignored", position)
+        matched = list(filter(match_names(pattern), names))
+        if not matched:
+            hint = nearest(pattern, names) or f"parameters are named like {names[0]}"
+            yield path, f"{format_value(pattern)} matches no parameter", hint
+        for name in matched:
+            if name in decided and decided[name][1].place.shard is not None:
+                message = f"parallel.rules.{decided[name][0]} shards {name}"
+                yield path, message, "leave shard out of the rule, or the pattern here"
+                break  # the same layer of other blocks has the same fault
+
+
+def _unsharded(table: Parallel) -> Iterator[Finding]:
+    """Yield rules and patterns that no strategy of FSDP can follow."""
+    if table.fsdp.ignored and not table.fsdp.sharding.shards:
+        message = f'parallel.fsdp.strategy = "{table.fsdp.strategy}" keeps all weights whole'
+        yield ("parallel", "fsdp", "ignored"), message, 'leave it out, or take "full_shard"'
+    if table.fsdp.ignored and table.fsdp.offload:
+        message = "parallel.fsdp.offload moves pieces, and these weights would be whole"
+        yield ("parallel", "fsdp", "ignored"), message, "leave out one of the two"
     for index, rule in enumerate(table.rules):
         path: KeyPath = ("parallel", "rules", index, "place")
         if rule.place.shard is not None and not table.fsdp.sharding.shards:

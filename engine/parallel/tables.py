@@ -33,6 +33,12 @@ class FSDP(Table):
     """"full_shard" gathers weights for forward and again for backward; "shard_grad_op" keeps them
     between the two; "no_shard" replicates; "hybrid_shard" and "hybrid_shard_zero2" do the first two
     inside the shard axis and replicate over the replicate axis"""
+    reshard_after_forward: CountOrZero = 0
+    """"full_shard" and "hybrid_shard": keep a block's weights in so many pieces between forward and
+    backward, each gathered among neighbours; 0: in one for each rank that shards"""
+    ignored: Annotated[list[str], Field(max_length=100)] = []
+    """weights that every rank keeps whole: globs over parameter names, or "re:..." for a regular
+    expression"""
     offload: bool = False
     """keep parameters, gradients and optimizer state in CPU memory"""
     prefetch: Annotated[int, Field(ge=0, le=1000)] = 0
@@ -45,6 +51,11 @@ class FSDP(Table):
     def sharding(self) -> type[Strategy]:
         """What the strategy does."""
         return strategies[self.strategy]
+
+    def resharding(self, ranks: int) -> bool | int:
+        """Return what FSDP2 does with a block's weights after its forward pass on so many ranks."""
+        pieces = self.reshard_after_forward
+        return pieces if 0 < pieces < ranks else self.sharding.reshard_after_forward
 
 
 class Pipelining(Table):

@@ -55,6 +55,11 @@ PLANS = {
         {"expert": 2, "expert_tensor": 2, "tensor": 2},
         {"model": EXPERTS},
     ),
+    "pairs": (
+        4,
+        {"shard": 4, "fsdp": {"reshard_after_forward": 2, "ignored": ["*.up.weight", "embed.*"]}},
+        {"model": BASE["model"] | {"n_layers": 2}},
+    ),
     "float8": (
         2,
         {"shard": 2},

@@ -47,6 +47,7 @@ PLANS = {
         {"pipeline": 2, "tensor": 2, "pipelining": {"schedule": "Interleaved1F1B"}},
         {"model": {**BASE["model"], "n_layers": 4}},
     ),
+    "pairs": ({"fsdp": {"reshard_after_forward": 2, "ignored": ["*.up.weight", "*norm*"]}}, {}),
     "expert-shard": ({"expert": 2}, {"model": EXPERTS, "memory": FULL}),
     "expert-tensor": ({"expert": 4, "tensor": 2}, {"model": EXPERTS}),
     "expert-divided": (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -78,25 +78,29 @@ def distribute_parameter(
     module.local_views[key] = view
 
 
-def replicate_parameters(model: nn.Module, names: Collection[str], mesh: DeviceMesh) -> None:
-    """Replicate some parameters on the meta device over all ranks of a mesh.
+def replicate_parameters(
+    model: nn.Module, tensor_dims: Mapping[str, int | None], mesh: DeviceMesh
+) -> None:
+    """Replicate some parameters on the meta device over the data axes of a mesh.
 
     FSDP ignores these parameters. They become DTensors because an optimizer cannot update plain
     tensors and DTensors in one operation.
 
     Args:
         model: the model, whose parameters may be split over the tensor axis already.
-        names: names of the parameters.
-        mesh: the mesh over which they are replicated.
+        tensor_dims: for the name of each, the dimension that the tensor axis splits; None: its
+            ranks hold the same.
+        mesh: the mesh of the ranks that hold them; only its axis "tensor" splits.
     """
-    for name in names:
+    axes = mesh.mesh_dim_names or ()
+    for name, dim in tensor_dims.items():
         path, _, key = name.rpartition(".")
         module = cast("LocalParameters", model.get_submodule(path))
         weight = cast("nn.Parameter", module._parameters[key])
         # Distributed over the tensor axis before: start again from the global shape.
         plain = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         module._parameters[key] = nn.Parameter(plain, requires_grad=weight.requires_grad)
-        view = cast("LocalView", module.local_views.get(key, LocalView()))
-        # Every rank holds the whole parameter now: nothing is left to gather before the slice.
-        whole = LocalView(slice=view.slice)
-        distribute_parameter(module, key, mesh, [Replicate()] * mesh.ndim, whole)
+        placements = [placement(dim if axis == "tensor" else None) for axis in axes]
+        # The layer goes on computing with what it used of the tensor axis' shard.
+        view = module.local_views.get(key, LocalView())
+        distribute_parameter(module, key, mesh, placements, view)

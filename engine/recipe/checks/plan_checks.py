@@ -11,7 +11,7 @@ from ...core.text.tree import Finding
 from ...lora.sizes import with_adapters
 from ...parallel.mesh import AXES, EXPERT_AXES, SEQUENCE_AXES, Degrees
 from ...parallel.placement import used_dim
-from ...parallel.rules import check_rules, deciding_rules
+from ...parallel.rules import check_expressions, check_rules, deciding_patterns, deciding_rules
 from ..schema import Recipe
 from .pipeline_checks import check_pipeline
 from .task_checks import is_bidirectional
@@ -41,7 +41,9 @@ def check_plan(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
             yield _no_plan(recipe, "pipeline")
     if recipe.parallel.expert > 1 or recipe.parallel.expert_tensor > 1:
         yield from _expert(recipe, degrees)
-    if recipe.parallel.rules:
+    if recipe.parallel.fsdp.reshard_after_forward:
+        yield from _resharding(recipe, degrees)
+    if recipe.parallel.rules or recipe.parallel.fsdp.ignored:
         yield from _rules(recipe, degrees)
 
 
@@ -78,15 +80,49 @@ def _expert(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
             "torch.compile cannot trace how many rows ranks send each other",
             f"set compile.enabled = false, or keep {path[1]} = 1",
         )
+    # Otherwise `check_rules` says which expression is wrong.
+    if not any(True for _ in check_expressions(recipe.parallel)):
+        yield from _placed_experts(recipe, path[1])
+
+
+def _placed_experts(recipe: Recipe, axis: int | str) -> Iterator[Finding]:
+    shapes = recipe.model.with_vocab(OPEN_VOCABULARY).parameter_shapes()
+    experts = list(filter(recipe.model.layout.is_expert, shapes))
     for index, rule in enumerate(recipe.parallel.rules):
-        names = recipe.model.with_vocab(OPEN_VOCABULARY).parameter_shapes()
-        decided = deciding_rules(filter(recipe.model.layout.is_expert, names), [rule])
-        if decided:
-            yield (
-                ("parallel", "rules", index, "match"),
-                f"{next(iter(decided))} is placed by parallel.{path[1]}, not by a rule",
-                "match other parameters",
-            )
+        for name in list(deciding_rules(experts, [rule]))[:1]:
+            message = f"{name} is placed by parallel.{axis}, not by a rule"
+            yield ("parallel", "rules", index, "match"), message, "match other parameters"
+    for index, pattern in enumerate(recipe.parallel.fsdp.ignored):
+        for name in list(deciding_patterns(experts, [pattern]))[:1]:
+            message = f"{name} is placed by parallel.{axis}, and FSDP shards it"
+            yield ("parallel", "fsdp", "ignored", index), message, "match other parameters"
+
+
+def _resharding(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
+    fsdp, known = recipe.parallel.fsdp, degrees.known
+    path: KeyPath = ("parallel", "fsdp", "reshard_after_forward")
+    pieces, ranks = fsdp.reshard_after_forward, known.fsdp
+    if fsdp.sharding.reshard_after_forward is not True:
+        message = f'parallel.fsdp.strategy = "{fsdp.strategy}" does not reshard'
+        yield path, message, 'leave it out, or take "full_shard" or "hybrid_shard"'
+    elif pieces == 1:
+        yield path, "one piece is the whole weight", 'leave it out, and take "shard_grad_op"'
+    elif degrees.is_known("shard", "context") and ranks > 1 and ranks % pieces:
+        works = [n for n in range(2, ranks + 1) if ranks % n == 0]
+        near = {max((n for n in works if n < pieces), default=works[0])}
+        near |= {min((n for n in works if n > pieces), default=ranks)}
+        hint = f"nearest that works: {' and '.join(map(str, sorted(near)))}"
+        yield path, f"{pieces} does not divide the {ranks} ranks that shard (shard x context)", hint
+    # What FSDP2 gathers again is a plain tensor, on a mesh that all ranks create (torch 2.13).
+    for axis in ("tensor", "pipeline", *EXPERT_AXES):
+        if getattr(known, axis) > 1:
+            keeps = "keeps weights gathered" if axis == "pipeline" else "splits weights as well"
+            hint = f"leave it out, or keep parallel.{axis} = 1"
+            yield path, f"parallel.{axis} {keeps}, which FSDP2 does not reshard", hint
+    for index, rule in enumerate(recipe.parallel.rules):
+        if rule.place.shard_dim:
+            message = "FSDP2 reshards weights by dim 0 alone"
+            yield ("parallel", "rules", index, "place", "shard"), message, f"leave out {path[2]}"
 
 
 def _context(recipe: Recipe) -> Iterator[Finding]:

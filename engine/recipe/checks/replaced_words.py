@@ -14,9 +14,9 @@ _KEYS = {
     "cpu_offload": "write offload = true",
     "auto_wrap_policy": "leave it out: each of the model's blocks is a unit",
     "mixed_precision": "see [precision]: compute and reduce",
-    "ignored_modules": "leave it out: what trains is sharded whole",
-    "ignored_states": "leave it out: what trains is sharded whole",
-    "ignored_parameters": "leave it out: what trains is sharded whole",
+    "ignored_modules": "write ignored: patterns of parameter names",
+    "ignored_states": "write ignored: patterns of parameter names",
+    "ignored_parameters": "write ignored: patterns of parameter names",
     "state_dict_type": "leave it out: checkpoints hold shards and load under any plan",
     "state_dict_config": "leave it out: checkpoints hold shards and load under any plan",
     "optim_state_dict_config": "leave it out: checkpoints hold shards and load under any plan",
@@ -27,8 +27,9 @@ _KEYS = {
     "activation_checkpointing": "see memory.recompute",
     "min_num_params": "leave it out: each of the model's blocks is a unit",
     "transformer_layer_cls_to_wrap": "leave it out: each of the model's blocks is a unit",
-    "reshard_after_forward": 'write strategy = "full_shard" (true) or "shard_grad_op" (false)',
 }
+_RESHARDS = {True: "full_shard", False: "shard_grad_op"}
+"""strategies for the two values that FSDP2's own key has beside a number"""
 _STRATEGIES = {
     "full_shard": "full_shard",
     "shard_grad_op": "shard_grad_op",
@@ -49,6 +50,8 @@ def replacement(path: KeyPath, value: object) -> str:
     """Return what to write in place of a key or a value of FSDP1; empty: it is none."""
     if path[:2] != ("parallel", "fsdp") or len(path) < 3:
         return ""
+    if path[2] == "reshard_after_forward" and isinstance(value, bool):
+        return f'write strategy = "{_RESHARDS[value]}"'
     word = value.rpartition(".")[2] if isinstance(value, str) else ""
     strategy = _STRATEGIES.get(word.lower())
     # FSDP1 writes its strategies in capitals; our own spelling is no word to replace.
