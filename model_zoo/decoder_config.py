@@ -228,3 +228,6 @@ class DecoderConfig(ModelConfig):
         """Raise a ValueError of what the Hugging Face models of the family cannot be."""
         if self.task_head:
             self.task_head.require_hf(self.hf_class, self.hf_heads)
+        moe: MoESettings | None = getattr(self, "moe", None)
+        if moe and not self.layout.to_hf("layers.0.mlp.router.bias"):
+            moe.require(balance_bias=False)

@@ -68,6 +68,8 @@ class Layout:
         hf_forms: our parameter [E, ...] -> what makes Hugging Face's of it: dims 1 and 2 of [E, 2,
             F, ...] become one, "joined" as they are, or "interleaved", in turns of the two;
             "transposed" then swaps dims 1 and 2.
+        hf_modules: part of the path of a tensor in files -> what transformers' modules call it.
+        peft_swaps: whether PEFT takes the columns of Hugging Face's experts for rows.
         hf_keys: key of Hugging Face's config.json (dots for nesting) -> key of ours, for what must
             agree if weights shall mean the same.
         hf_possible: key of config.json -> the values that the family can compute: its model types,
@@ -90,6 +92,8 @@ class Layout:
     hf_stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     hf_copies: tuple[str, ...] = ()
     hf_forms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    hf_modules: Mapping[str, str] = field(default_factory=dict)
+    peft_swaps: bool = False
     hf_keys: Mapping[str, str] = field(default_factory=dict)
     hf_possible: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     hf_follow: tuple[str, ...] = ()
@@ -107,6 +111,10 @@ class Layout:
         """Return Hugging Face's name of our parameter, or None where the table has none."""
         return translate(name, self.hf_names)
 
+    def hf_form(self, name: str) -> tuple[str, ...]:
+        """Return how Hugging Face's layout of our parameter differs; see `hf_forms`."""
+        return (_lookup(name, self.hf_forms) or ("", ()))[1]
+
     def hf_parts(self, name: str, shape: Shape, stored: Container[str] = ()) -> list[Part]:
         """Return the tensors in which Hugging Face stores our parameter; none: it has no name.
 
@@ -118,7 +126,7 @@ class Layout:
         whole = self.to_hf(name)
         stack = _lookup(name, self.hf_stacks)
         if stack is None or whole in stored:
-            _, form = _lookup(name, self.hf_forms) or ("", ())
+            form = self.hf_form(name)
             theirs = _formed(shape, form)
             return [Part(name, whole, (0,) * len(shape), theirs, form)] if whole else []
         number, templates = stack
@@ -281,14 +289,6 @@ HF_ALSO = {
     "max_position_embeddings": "max_seq_len",
     "tie_word_embeddings": "tie_embeddings",
 }
-
-
-DOWN, UP = "lora_a", "lora_b"
-
-
-def is_adapter(name: str) -> bool:
-    """Return whether a parameter's name, with any prefix, is one of an adapter's."""
-    return name.rpartition(".")[2] in (DOWN, UP)
 
 
 def is_load(name: str) -> bool:

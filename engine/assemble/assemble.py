@@ -18,7 +18,7 @@ from ..corpus.checksums import Share
 from ..data.dataset import Turns
 from ..data.loader import TurnLoader
 from ..launch.environment import World
-from ..lora.adapter_weights import load_adapter
+from ..lora.peft_folder import load_adapter
 from ..observe.phases import PhaseTimer
 from ..optim.tables import ScheduleConfig
 from ..parallel.materialize import materialize

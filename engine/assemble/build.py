@@ -14,7 +14,7 @@ from ...kernels.registry import kernels as registered_kernels
 from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
 from ...model_zoo.heads import is_head_layer
-from ...model_zoo.layout import is_adapter
+from ...model_zoo.matrices import is_adapter
 from ..checkpoint.find import candidates
 from ..checkpoint.reader import load_weights
 from ..core.errors import CheckpointError, Problem, RecipeError

@@ -17,13 +17,13 @@ from torch.distributed import ProcessGroup
 from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
 from ...model_zoo.heads import is_head_layer
-from ...model_zoo.layers.dense import AdaptedLinear
-from ...model_zoo.layout import DOWN, is_adapter
+from ...model_zoo.layers.dense import Adapted
+from ...model_zoo.matrices import DOWN, adapted_weight, is_adapter
 from ..checkpoint.find import find_checkpoint
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.tensors import row_count
 from ..core.errors import CheckpointError
-from ..lora.adapter_weights import CONFIG, PREFIX, WEIGHTS, name_in_peft
+from ..lora.peft_folder import CONFIG, PREFIX, WEIGHTS, adapted_in_peft, name_in_peft, to_peft
 from ..recipe.changes import load_saved_recipe
 from .hf_files import write_json
 from .native import read_section
@@ -70,7 +70,8 @@ def save_adapter(
         if is_adapter(name) or is_head_layer(name):
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value
             adapters[name] = whole.detach().to("cpu", dtype)
-    alphas = [each.alpha for each in model.modules() if isinstance(each, AdaptedLinear)]
+    layers = [each for each in model.modules() if isinstance(each, Adapted)]
+    alphas = [each.alpha for each in layers if each.alpha]
     if not alphas:
         raise CheckpointError("the model has no adapters", "set lora.rank")
     names = [*model.remote_parameters, *(name for name, _ in model.named_parameters())]
@@ -147,20 +148,28 @@ def _write(
     """
     from safetensors.torch import save_file
 
-    tensors, modules, heads = {}, set(), set()
+    try:
+        config.require_hf()
+    except ValueError as error:
+        raise CheckpointError(
+            f"no Hugging Face model is the base of these adapters: {error}"
+        ) from error
+    tensors, modules, parameters, heads = {}, set[str](), set[str](), set[str]()
     for name, value in adapters.items():
-        theirs = name_in_peft(name, config)
-        if theirs is None:
+        theirs = name_in_peft(name, config, adapters)
+        adapted = adapted_in_peft(adapted_weight(name) if is_adapter(name) else name, config)
+        if theirs is None or adapted is None:
             raise CheckpointError(f"Hugging Face has no name for {name}")
-        module = theirs.removeprefix(PREFIX).rpartition(".")[0]
-        if is_adapter(name):
-            modules.add(module.rpartition(".")[0])
+        if not is_adapter(name):
+            heads.add(theirs.removeprefix(PREFIX).rpartition(".")[0])
         else:
-            heads.add(module)
-        tensors[theirs] = value.contiguous()
+            (parameters if config.layout.is_expert(name) else modules).add(adapted)
+        tensors[theirs] = to_peft(name, value, config.layout).contiguous()
     every = {config.hf_name(name) for name in names} - {None}
-    rank = max(len(value) for name, value in adapters.items() if name.endswith(DOWN))
+    rank = max(value.shape[-2] for name, value in adapters.items() if name.endswith(DOWN))
     settings = _settings(rank, alpha, _targets(modules, every), base)
+    if parameters:
+        settings["target_parameters"] = sorted(parameters)
     if config.task_head and heads:
         kind = TASK_TYPES[config.task_head.kind]
         settings |= {"task_type": kind, "modules_to_save": sorted(heads)}

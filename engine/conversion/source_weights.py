@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ...kernels.choose import choose
 from ...model_zoo.config import ModelConfig
-from ...model_zoo.layout import DOWN, UP, Part, is_adapter
+from ...model_zoo.layout import Part
+from ...model_zoo.matrices import adapted_weight, adapter_names, is_adapter
 from ...model_zoo.sizes import SettingsError
 from ..checkpoint.tensors import DerivedTensor, TensorRows
 from ..core.errors import CheckpointError
@@ -186,10 +187,10 @@ class Merged(DerivedTensor):
     """A weight with its LoRA adapter merged in when it is read; see `merge`.
 
     Args:
-        source: the base weight, [out, in].
+        source: the base weight, [out, in], or a stack of experts, [E, ..., in].
         shape: its shape.
-        down: the adapter's first matrix, [rank, in].
-        up: the adapter's second matrix, [out, rank].
+        down: the adapter's first matrix, [rank, in] or [E, rank, in].
+        up: the adapter's second matrix, [out, rank] or [E, ..., rank].
         scale: the factor of the adapter, alpha / rank.
     """
 
@@ -199,13 +200,16 @@ class Merged(DerivedTensor):
 
     def read(self, first: int, last: int) -> Tensor:
         """Return rows `first` to `last`, exclusive, of the merged weight."""
-        low = first // BLOCK_ROWS * BLOCK_ROWS
-        high = min(-(-last // BLOCK_ROWS) * BLOCK_ROWS, self.shape[0])
-        blocks = [
-            merge(self.source.read(start, end), self.down, self.up[start:end], self.scale)
-            for start in range(low, high, BLOCK_ROWS)
-            for end in [min(start + BLOCK_ROWS, high)]
-        ]
+        is_stack = self.down.ndim > 2
+        step = 1 if is_stack else BLOCK_ROWS  # a row of a stack is an expert
+        low = first // step * step
+        high = min(-(-last // step) * step, self.shape[0])
+        blocks = []
+        for start in range(low, high, step):
+            end = min(start + step, high)
+            down = self.down[start:end] if is_stack else self.down
+            weight = self.source.read(start, end)
+            blocks.append(merge(weight, down, self.up[start:end], self.scale))
         return torch.cat(blocks)[first - low : last - low]
 
 
@@ -227,23 +231,25 @@ def merge_tensors(
     """
     weights = {name: each for name, each in tensors.items() if not is_adapter(name)}
     problems = []
-    for name in sorted({name.rpartition(".")[0] for name in tensors if is_adapter(name)}):
-        parts = [tensors.get(f"{name}.{leaf}") for leaf in ("weight", DOWN, UP)]
+    for name in sorted({adapted_weight(name) for name in tensors if is_adapter(name)}):
+        down_name, up_name = adapter_names(name)
+        parts = [tensors.get(part) for part in (name, down_name, up_name)]
         shapes = [part.shape if part else None for part in parts]
         weight, down, up = parts
         if weight is None or down is None or up is None or not _fits(*shapes):
-            problems.append(f"{name}: weight, {DOWN} and {UP} are {shapes}")
+            problems.append(f"{name}, {down_name} and {up_name} are {shapes}")
             continue
         whole = [part.read(0, part.shape[0]) for part in (down, up)]
-        scale = alpha / down.shape[0]
-        weights[f"{name}.weight"] = Merged(weight, weight.shape, whole[0], whole[1], scale)
+        scale = alpha / down.shape[-2]
+        weights[name] = Merged(weight, weight.shape, whole[0], whole[1], scale)
     if problems:
         raise CheckpointError(list_problems(f"{place} has adapters that do not fit:", problems))
     return weights
 
 
-def _fits(weight: object, down: object, up: object) -> bool:
-    match weight, down, up:
-        case (int(out), int(width)), (int(rank), int(down_width)), (int(rows), int(up_rank)):
-            return width == down_width and rows == out and up_rank == rank > 0
-    return False
+def _fits(weight: Shape | None, down: Shape | None, up: Shape | None) -> bool:
+    if weight is None or down is None or up is None or min(len(weight), len(down)) < 2:
+        return False
+    experts = weight[: len(weight) > 2]
+    rank = down[-2]
+    return down == (*experts, rank, weight[-1]) and up == (*weight[:-1], rank) and rank > 0

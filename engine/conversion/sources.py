@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...model_zoo.config import ModelConfig
-from ...model_zoo.layout import is_adapter
+from ...model_zoo.matrices import is_adapter
 from ..checkpoint.find import candidates
 from ..checkpoint.manifest import (
     DATA_SUFFIXES,

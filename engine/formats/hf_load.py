@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
-from ...model_zoo.layout import is_adapter
+from ...model_zoo.matrices import is_adapter
 from ..checkpoint.box import contiguous_box
 from ..checkpoint.tensors import BLOCK_BYTES, TensorRows, row_bytes, row_count
 from ..core.errors import CheckpointError

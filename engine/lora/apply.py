@@ -11,8 +11,9 @@ from torch import nn
 
 from ...model_zoo.base import Constant, Model, Normal
 from ...model_zoo.heads import is_head_layer
-from ...model_zoo.layers.dense import AdaptedLinear, Linear
-from ...model_zoo.layout import Layout, is_adapter
+from ...model_zoo.layers.dense import Adapted
+from ...model_zoo.layout import Layout
+from ...model_zoo.matrices import is_adapter
 from ..core.errors import Problem, RecipeError, nearest
 from ..core.text.expressions import match_names
 from ..parallel.pipeline.cut import StageSplit
@@ -24,7 +25,7 @@ Rule = Normal | Constant
 
 
 def add_adapters(model: Model, layout: Layout, table: LoRA) -> str:
-    """Freeze a model and give the projections that the patterns name an adapter, in place.
+    """Freeze a model and give the matrices that the patterns name an adapter, in place.
 
     Names of weights stay as they are. Call it before weights have memory, and before modules are
     wrapped or sharded.
@@ -33,15 +34,16 @@ def add_adapters(model: Model, layout: Layout, table: LoRA) -> str:
         a line for the user that says how many parameters are trained.
 
     Raises:
-        RecipeError: a pattern names no projection in a block.
+        RecipeError: a pattern names no projection or expert in a block.
     """
     blocks = model.get_submodule(layout.blocks)
-    projections = {
+    layers = {
         f"{layout.blocks}.{path}": module
         for path, module in blocks.named_modules()
-        if isinstance(module, Linear)
+        if isinstance(module, Adapted)
     }
-    chosen = _choose(table.targets, [f"{path}.weight" for path in projections], model)
+    names = [f"{path}.{key}" for path, layer in layers.items() for key in layer.matrices]
+    chosen = _choose(table.targets, names, model)
     rules: dict[str, Rule] = {}
     trained = total = 0
     # Before adapters are added: these are not counted as frozen, and stay trainable.
@@ -50,12 +52,15 @@ def add_adapters(model: Model, layout: Layout, table: LoRA) -> str:
         is_head = is_head_layer(name)
         weight.requires_grad_(is_head)
         trained, total = trained + is_head * weight.numel(), total + (not is_head) * weight.numel()
-    for path, projection in projections.items():
-        if f"{path}.weight" in chosen:
-            adapted = AdaptedLinear(projection, table.rank, table.alpha)
-            model.set_submodule(path, adapted)
-            rules |= {f"{path}.{name}": rule for name, rule in adapted.initial_values().items()}
-            trained += adapted.lora_a.numel() + adapted.lora_b.numel()
+    for path, layer in layers.items():
+        keys = [key for key in layer.matrices if f"{path}.{key}" in chosen]
+        for key in keys:
+            layer = layer.with_adapter(key, table.rank, table.alpha)
+        if keys:
+            model.set_submodule(path, layer)
+            rules |= {f"{path}.{name}": rule for name, rule in layer.initial_values().items()}
+            named = layer.named_parameters(recurse=False)
+            trained += sum(value.numel() for name, value in named if is_adapter(name))
     initial_values = partial(_initial_values, rules, model.initial_values)
     model.initial_values = initial_values  # type: ignore[method-assign]
     return (
@@ -67,7 +72,7 @@ def add_adapters(model: Model, layout: Layout, table: LoRA) -> str:
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Let a model compute with its frozen weights alone, as it did before it was adapted."""
-    adapted = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
+    adapted = [module for module in model.modules() if isinstance(module, Adapted)]
     scales = [module.scale for module in adapted]
     for module in adapted:
         module.scale = 0.0
@@ -124,7 +129,11 @@ def _choose(patterns: list[str], names: list[str], model: Model) -> set[str]:
 def _unmatched(index: int, pattern: str, names: list[str], every: list[str]) -> Problem:
     hint = nearest(pattern, names) or f"weights are named like {names[0]} and {names[-1]}"
     others = any(map(match_names(pattern), every))
-    reason = "only what cannot have an adapter: the projections in blocks can" if others else ""
+    reason = (
+        "only what cannot have an adapter: the projections and experts in blocks can"
+        if others
+        else ""
+    )
     return Problem(
         f'"{pattern}" matches {reason or "no weight"}', key=f"lora.targets.{index}", hint=hint
     )

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING
 
-from ...model_zoo.layout import DOWN, UP, Layout, is_adapter
+from ...model_zoo.layout import Layout
+from ...model_zoo.matrices import adapted_weight, adapter_names, is_adapter, is_matrix
 from ..core.text.expressions import match_names
 
 if TYPE_CHECKING:
@@ -22,14 +23,18 @@ def with_adapters(
     """Return the shapes of parameters, and of the adapters that a table asks for, by name."""
     tests = [match_names(pattern) for pattern in table.targets] if table.rank else []
     found: dict[str, tuple[int, ...]] = {}
+    behind: dict[str, tuple[int, ...]] = {}
+    path = ""
     for name, shape in shapes.items():
+        if name.rpartition(".")[0] != path:
+            # A module holds its adapters after all its weights.
+            path, found, behind = name.rpartition(".")[0], found | behind, {}
         found[name] = shape
-        is_projection = name.startswith(f"{layout.blocks}.") and len(shape) == 2
-        if is_projection and any(test(name) for test in tests):
-            path = name.rpartition(".")[0]
-            found[f"{path}.{DOWN}"] = (table.rank, shape[1])
-            found[f"{path}.{UP}"] = (shape[0], table.rank)
-    return found
+        if is_matrix(name, shape, layout) and any(test(name) for test in tests):
+            down, up = adapter_names(name)
+            behind[down] = (*shape[: layout.is_expert(name)], table.rank, shape[-1])
+            behind[up] = (*shape[:-1], table.rank)
+    return found | behind
 
 
 def flops_per_token(model: Model, config: ModelConfig, seq_len: int) -> float:
@@ -41,7 +46,7 @@ def flops_per_token(model: Model, config: ModelConfig, seq_len: int) -> float:
     counted in full, although the gradient of its input is not needed.
     """
     whole, weights = config.flops_per_token(seq_len), config.flops_per_token(0)
-    adapters, others = _multiplying(model, config.layout) if config.layout.blocks else ([], [])
+    adapters, others = _multiplying(model, config) if config.layout.blocks else ([], [])
     if not any(adapters):
         return whole
     forward_only = next(number for number, count in enumerate(adapters) if count)
@@ -54,14 +59,21 @@ def flops_per_token(model: Model, config: ModelConfig, seq_len: int) -> float:
     return whole - saved + 6.0 * sum(adapters)
 
 
-def _multiplying(model: Model, layout: Layout) -> tuple[list[int], list[int]]:
-    """Return the number of elements of the adapters, and of the projections, of each block."""
+def _multiplying(model: Model, config: ModelConfig) -> tuple[list[float], list[float]]:
+    """Return how many elements of the adapters, and of other matrices, multiply each token.
+
+    There is one number for each block. Of experts only those that a token takes count.
+    """
+    layout, moe = config.layout, getattr(config, "moe", None)
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-    counts: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+    taken = moe.experts_per_token / moe.num_experts if moe else 0.0
+    counts: dict[int, list[float]] = defaultdict(lambda: [0, 0])
     prefix = f"{layout.blocks}."
     for name, shape in {**shapes, **model.remote_parameters}.items():
-        if name.startswith(prefix) and len(shape) == 2:
+        is_adapted = is_adapter(name)
+        if is_matrix(adapted_weight(name) if is_adapted else name, shape, layout):
             number = int(name.removeprefix(prefix).partition(".")[0])
-            counts[number][not is_adapter(name)] += prod(shape)
+            share = taken if layout.is_expert(name) else 1
+            counts[number][not is_adapted] += prod(shape) * share
     adapters, others = zip(*(counts[number] for number in sorted(counts)), strict=True)
     return list(adapters), list(others)

@@ -26,11 +26,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from ...model_zoo.layers.moe import TokenExchange, moe_layers
+from ...model_zoo.matrices import is_adapter
 from .axis import LocalRank
 from .collectives import (
     RowExchange,
     Splits,
     all_gather_rows,
+    all_reduce_no_grad,
     reduce_scatter_rows,
     send_rows,
     start_all_to_all,
@@ -63,10 +65,13 @@ def shard_experts(
     for path, layer in layers.items():
         for key in list(layer.experts._parameters):
             dims = [split_dims[f"{path}.experts.{key}"][axis] for axis in EXPERT_AXES]
-            # A parameter that every rank of the expert-tensor group holds whole (a bias) would be
-            # added to a token once per rank.
-            factor = 1.0 if dims[1] is not None else 1 / local.degrees.expert_tensor
-            view = ScaledView(factor, gradient_factor)
+            is_whole = dims[1] is None and local.degrees.expert_tensor > 1
+            # A bias that every rank of the expert-tensor group holds whole would be added to a
+            # token once per rank. A whole matrix of an adapter multiplies before or after one that
+            # is split: each rank has a part of the outputs, and of the gradient.
+            is_partial = is_whole and is_adapter(key)
+            factor = 1 / local.degrees.expert_tensor if is_whole and not is_partial else 1.0
+            view = ScaledView(factor, gradient_factor, tensor_group if is_partial else None)
             placements = list(map(placement, dims))
             distribute_parameter(layer.experts, key, mesh[EXPERT_AXES], placements, view)
         layer.experts.exchange = AllToAllExchange(
@@ -191,25 +196,28 @@ class ScaledView:
     Attributes:
         factor: multiplies the value in the forward pass.
         gradient_factor: multiplies the gradient in the backward pass.
+        gradient_group: process group over which gradients are summed, or None.
     """
 
     factor: float
     gradient_factor: float
+    gradient_group: ProcessGroup | None = None
 
     def __call__(self, parameter: Tensor) -> Tensor:
         """Return the tensor that the experts compute with."""
         shard = cast("DTensor", parameter).to_local()
-        if self.factor == self.gradient_factor == 1:
+        if self.factor == self.gradient_factor == 1 and self.gradient_group is None:
             return shard
-        return cast("Tensor", _Scale.apply(shard, self.factor, self.gradient_factor))  # type: ignore[no-untyped-call]
+        return cast("Tensor", _Scale.apply(shard, self))  # type: ignore[no-untyped-call]
 
 
 class _Scale(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float, gradient_factor: float) -> Tensor:
-        ctx.gradient_factor = gradient_factor
-        return x.view_as(x) if factor == 1 else x * factor
+    def forward(ctx: Any, x: Tensor, view: ScaledView) -> Tensor:
+        ctx.view = view
+        return x.view_as(x) if view.factor == 1 else x * view.factor
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad * ctx.gradient_factor, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad, group = grad * ctx.view.gradient_factor, ctx.view.gradient_group
+        return grad if group is None else all_reduce_no_grad(grad, group), None

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...model_zoo.layout import DOWN, UP, is_adapter, translate
+from ...model_zoo.layout import translate
+from ...model_zoo.matrices import DOWN, UP, adapted_weight, is_adapter
 from ..core.errors import Problem, RecipeError
 from ..core.text.display import join_key
 from .mesh import EXPERT_AXES, Degrees, expert_grid
@@ -27,7 +28,13 @@ CUT_DIMS = {
     "norm": {},
     "whole": {},
     "repeated": {},
-    "experts": {"gate_up": 2, "gate_up_bias": 2, "down": 2},
+    "experts": {
+        "gate_up": 2,
+        f"gate_up_{UP}": 2,
+        "gate_up_bias": 2,
+        "down": 2,
+        f"down_{DOWN}": 2,
+    },
 }
 """For each style of `Layout.tensor`, and each parameter of a module of that style, the dim that is
 split: a rank of the tensor axis computes with a part of it. With parameters that are not listed it
@@ -138,10 +145,10 @@ def used_dim(name: str, config: ModelConfig, ranks: int) -> tuple[str, int | Non
     # Experts are divided over `EXPERT_AXES`, not over the tensor axis.
     if config.layout.is_expert(name):
         return "whole", None
-    path, _, key = name.rpartition(".")
+    key = name.rpartition(".")[2]
     # An adapter is split as the weight beside it: B [out, rank] where that has its rows split, A
     # [rank, in] where it has its columns split. The plan names weights alone.
-    weight = f"{path}.weight" if is_adapter(name) else name
+    weight = adapted_weight(name) if is_adapter(name) else name
     style = translate(weight, config.layout.tensor)
     if style is None:
         raise KeyError(f"no tensor parallel style for {name}")

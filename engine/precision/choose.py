@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from ...model_zoo.matrices import is_matrix
 from ..core.errors import nearest
 from ..core.text.expressions import match_names
 from ..parallel.placement import CUT_DIMS, shares_heads, used_dim
@@ -34,13 +35,8 @@ def matmul_weights(config: ModelConfig) -> dict[str, Shape]:
     return {
         name: shape
         for name, shape in shapes.items()
-        if name.startswith(f"{layout.blocks}.")
-        and (
-            not name.endswith("_bias")
-            if layout.is_expert(name)
-            # Routers stay in high precision: rounding could change which experts are chosen.
-            else len(shape) == 2 and name.endswith(".weight") and ".router." not in name
-        )
+        # Routers are none, and stay in high precision: rounding could change the choice of experts.
+        if is_matrix(name, shape, layout)
     }
 
 

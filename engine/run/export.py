@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import ProcessGroup
 
-from ...model_zoo.layout import is_adapter
+from ...model_zoo.matrices import is_adapter
 from ..checkpoint.find import IntactCheckpoint
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.reader import load_state

@@ -41,7 +41,7 @@ class ClampedExperts(Experts):
         super().__init__(config.dim, config.moe, kernels)
         self.gate_up_bias = nn.Parameter(torch.zeros(self.gate_up.shape[:3]))
         self.down_bias = nn.Parameter(torch.zeros(self.down.shape[:2]))
-        self.limit, self.alpha = config.swiglu_limit, config.swiglu_alpha
+        self.swiglu_limit, self.swiglu_alpha = config.swiglu_limit, config.swiglu_alpha
 
     def compute(self, rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
         """Return each row as its expert makes it, times its weight; see `Experts`."""
@@ -49,11 +49,11 @@ class ClampedExperts(Experts):
         # Rows behind the last expert's belong to no expert, and products leave their gradients
         # undefined: one more row of biases takes them.
         expert_M = torch.searchsorted(offs, place_M, right=True)
-        gate_up_MF = self.product(rows, self.local("gate_up").to(dtype).flatten(1, 2), offs)
+        gate_up_MF = self.multiply("gate_up", rows, offs)
         gate_up_MF = gate_up_MF + self._bias(self.local("gate_up_bias"), expert_M).to(dtype)
         gate_MF, up_MF = gate_up_MF.chunk(2, dim=-1)
-        hidden_MF = clamped_swiglu(gate_MF, up_MF, self.limit, self.alpha, weight)
-        out_MD = self.product(hidden_MF, self.local("down").to(dtype), offs)
+        hidden_MF = clamped_swiglu(gate_MF, up_MF, self.swiglu_limit, self.swiglu_alpha, weight)
+        out_MD = self.multiply("down", hidden_MF, offs)
         # The weight is inside the product already (see `Experts.compute`), but not in the bias.
         bias_MD = self._bias(self.local("down_bias"), expert_M) * weight.unsqueeze(1)
         return out_MD + bias_MD.to(dtype)

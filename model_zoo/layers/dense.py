@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...kernels.choose import Kernels
 from ..base import Constant, Normal
-from ..layout import DOWN, UP
+from ..matrices import DOWN, is_adapter
 from .configs import NormPlacement
 
 
@@ -37,7 +37,47 @@ class LocalParameters(nn.Module):
         return self.local_views[name](parameter) if name in self.local_views else parameter
 
 
-class Linear(LocalParameters, nn.Linear):
+class Adapted(LocalParameters):
+    """A layer that may have low-rank adapters beside matrices.
+
+    Attributes:
+        matrices: names of the parameters that may have one.
+        alpha: scale of the adapters, before it is divided by their rank; 0: there are none.
+        scale: what the adapters' output is multiplied by; 0: they are switched off.
+    """
+
+    matrices: ClassVar[tuple[str, ...]] = ("weight",)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.alpha = self.scale = 0.0
+
+    def with_adapter(self, key: str, rank: int, alpha: float) -> Adapted:
+        """Return the layer with an adapter beside the parameter `key`, which is frozen by others.
+
+        Args:
+            key: one of `matrices`.
+            rank: width of the adapter.
+            alpha: scale of the adapter, which is divided by `rank`.
+        """
+        raise NotImplementedError
+
+    def initial_values(self) -> dict[str, Normal | Constant]:
+        """Return how A and B start: B is zero, so that the model starts as it was.
+
+        A has the standard deviation that `nn.Linear` starts with.
+        """
+        # `nn.Linear` draws uniformly within 1 / sqrt(in), which has this standard deviation.
+        return {
+            name: Normal(1 / math.sqrt(3 * value.shape[-1]))
+            if name.endswith(DOWN)
+            else Constant(0.0)
+            for name, value in self.named_parameters(recurse=False)
+            if is_adapter(name)
+        }
+
+
+class Linear(Adapted, nn.Linear):
     """A projection, computed in the dtype of its input.
 
     Attributes:
@@ -53,6 +93,10 @@ class Linear(LocalParameters, nn.Linear):
         bias = None if self.bias is None else self.local("bias").to(x.dtype)
         return self.product(x, self.local("weight").to(x.dtype), bias)
 
+    def with_adapter(self, key: str, rank: int, alpha: float) -> AdaptedLinear:
+        """Return a projection with the same weight and an adapter."""
+        return AdaptedLinear(self, rank, alpha)
+
 
 class AdaptedLinear(Linear):
     """A projection with a low-rank adapter, of which only A and B are trained.
@@ -62,7 +106,7 @@ class AdaptedLinear(Linear):
     The weight keeps its name; A and B are `lora_a` [rank, in] and `lora_b` [out, rank] beside it.
 
     Args:
-        base: the projection, whose weight it takes.
+        base: the projection, whose weight and bias it takes.
         rank: width of the adapter.
         alpha: scale of the adapter, which is divided by `rank`.
     """
@@ -83,14 +127,6 @@ class AdaptedLinear(Linear):
         # Two narrow products: B A has as many entries as the weight, and is not computed here.
         narrow = F.linear(x, self.local("lora_a").to(x.dtype))
         return super().forward(x) + F.linear(narrow, self.local("lora_b").to(x.dtype)) * self.scale
-
-    def initial_values(self) -> dict[str, Normal | Constant]:
-        """Return how A and B start: B is zero, so that the model starts as it was.
-
-        A has the standard deviation that `nn.Linear` starts with.
-        """
-        # `nn.Linear` draws uniformly within 1 / sqrt(in), which has this standard deviation.
-        return {DOWN: Normal(1 / math.sqrt(3 * self.in_features)), UP: Constant(0.0)}
 
 
 class Embedding(LocalParameters, nn.Embedding):

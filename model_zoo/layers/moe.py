@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from ...kernels.choose import Kernels
 from ...kernels.moe.aux_loss import add_aux_loss
 from ...kernels.routing.reference import RoutingPlan
+from ..matrices import DOWN, UP
 from .configs import MoESettings
-from .dense import GatedMLP, LocalParameters, RMSNorm
+from .dense import Adapted, GatedMLP, RMSNorm
 from .router import Router, TokenWeights, padding_of
 
 NUM_OTHER_COUNTS = 3
@@ -48,8 +49,11 @@ class TokenExchange:
         return experts(*sent)
 
 
-class Experts(LocalParameters):
+class Experts(Adapted):
     """SwiGLU feed-forward layers that compute rows sorted by expert.
+
+    An adapter beside a stack of matrices has A [E, rank, in] and B [E, ..., rank]: one of its own
+    for each expert. Gate and up have A in common, as PEFT's adapters do.
 
     Args:
         dim: D.
@@ -60,6 +64,8 @@ class Experts(LocalParameters):
         exchange: sends tokens to the experts and outputs back.
     """
 
+    matrices: ClassVar[tuple[str, ...]] = ("gate_up", "down")
+
     def __init__(self, dim: int, settings: MoESettings, kernels: Kernels) -> None:
         super().__init__()
         experts, ffn_dim = settings.num_experts, settings.expert_ffn_dim
@@ -67,7 +73,7 @@ class Experts(LocalParameters):
         self.down = nn.Parameter(torch.empty(experts, dim, ffn_dim))
         nn.init.normal_(self.gate_up, std=dim**-0.5)
         nn.init.normal_(self.down, std=ffn_dim**-0.5)
-        self.product = kernels.grouped_gemm
+        self.product = self.adapter_product = kernels.grouped_gemm
         self.activation = kernels.swiglu
         self.exchange = TokenExchange()
 
@@ -88,10 +94,47 @@ class Experts(LocalParameters):
             weight: [M].
             offs: int32 [E], where each expert's rows end.
         """
-        gate_up_MF = self.product(rows, self.local("gate_up").to(rows.dtype).flatten(1, 2), offs)
+        gate_up_MF = self.multiply("gate_up", rows, offs)
         gate_MF, up_MF = gate_up_MF.chunk(2, dim=-1)
         hidden_MF = self.activation(gate_MF, up_MF, weight)
-        return self.product(hidden_MF, self.local("down").to(rows.dtype), offs)
+        return self.multiply("down", hidden_MF, offs)
+
+    def multiply(self, key: str, rows: Tensor, offs: Tensor) -> Tensor:
+        """Return each row times its expert's matrix, with the adapter's part if there is one.
+
+        Args:
+            key: "gate_up" or "down".
+            rows: [M, in], sorted by expert.
+            offs: int32 [E], where each expert's rows end.
+
+        Returns:
+            [M, out]; of "gate_up" all of gate, then all of up.
+        """
+        out = self.product(rows, self._matrices(key, rows.dtype), offs)
+        name = f"{key}_{DOWN}"
+        if not self.scale or name not in self._parameters:
+            return out
+        narrow = self.adapter_product(rows, self._matrices(name, rows.dtype), offs)
+        up = self._matrices(f"{key}_{UP}", rows.dtype)
+        return out + self.adapter_product(narrow * self.scale, up, offs)
+
+    def _matrices(self, key: str, dtype: torch.dtype) -> Tensor:
+        """Return a stack [E, ..., out, in] as [E, out, in]."""
+        return self.local(key).to(dtype).flatten(1, -2)
+
+    def with_adapter(self, key: str, rank: int, alpha: float) -> Experts:
+        """Put an adapter beside a stack of matrices; return the layer itself."""
+        experts, *rows, columns = getattr(self, key).shape
+        self.register_parameter(f"{key}_{DOWN}", nn.Parameter(torch.empty(experts, rank, columns)))
+        self.register_parameter(f"{key}_{UP}", nn.Parameter(torch.empty(experts, *rows, rank)))
+        self.alpha, self.scale = alpha, alpha / rank
+        return self
+
+    def replace_adapted(self, key: str, weight: Tensor) -> None:
+        """Replace a stack of matrices, and drop the adapter beside it."""
+        self.register_parameter(key, nn.Parameter(weight))
+        for name in (f"{key}_{DOWN}", f"{key}_{UP}"):
+            del self._parameters[name]
 
 
 class MoE(nn.Module):

@@ -54,6 +54,8 @@ LAYOUT = Layout(
         "layers.{i}.mlp.experts.gate_up": ("joined", "transposed"),
         "layers.{i}.mlp.experts.down": ("transposed",),
     },
+    # transformers' class (5.23) does not say that its matrices are transposed.
+    peft_swaps=True,
     hf_keys={
         **HF_KEYS,
         **GROUPED_QUERY_KEYS,

@@ -46,6 +46,7 @@ LAYOUT = Layout(
         "layers.{i}.mlp.experts.down": (f"{EXPERTS}.{{j}}.w2.weight",),
     },
     hf_forms=EXPERTS_FORMS,
+    hf_modules={"block_sparse_moe": "mlp"},
     hf_keys={
         **HF_KEYS,
         **GROUPED_QUERY_KEYS,
@@ -58,7 +59,7 @@ LAYOUT = Layout(
 )
 
 
-FORM = {"num_shared": 0, "score": "softmax", "normalize": True, "balance_bias": False}
+FORM = {"num_shared": 0, "score": "softmax", "normalize": True}
 BALANCE = {"aux_weight": 1e-3, "aux_scope": "global"}
 """the weight: what transformers takes where config.json does not say router_aux_loss_coef"""
 

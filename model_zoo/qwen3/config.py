@@ -157,7 +157,7 @@ class Qwen3Config(GroupedQueryConfig):
     @model_validator(mode="after")
     def _check_experts(self) -> Self:
         if self.moe is not None:
-            self.moe.require(score="softmax", scale=1.0, num_shared=0, groups=1, balance_bias=False)
+            self.moe.require(score="softmax", scale=1.0, num_shared=0, groups=1)
         return self
 
     @property

@@ -21,8 +21,8 @@ from trainer.engine.conversion.peft import save_adapter
 from trainer.engine.core.errors import CheckpointError
 from trainer.engine.formats.hf_load import load_huggingface
 from trainer.engine.inference.open import open_model
-from trainer.engine.lora.adapter_weights import load_adapter
 from trainer.engine.lora.apply import add_adapters
+from trainer.engine.lora.peft_folder import load_adapter
 from trainer.engine.lora.tables import LoRA
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from trainer.model_zoo.heads import HeadSettings

@@ -182,7 +182,7 @@ def test_the_average_of_adapters_is_merged_too(folder, tmp_path):
 def test_an_adapter_that_does_not_fit_its_weight_is_refused():
     weights = {"a.weight": (4, 6), "a.lora_a": (2, 5), "a.lora_b": (4, 2), "b.lora_a": (2, 6)}
     tensors = {name: InMemoryTensor(torch.zeros(shape)) for name, shape in weights.items()}
-    with pytest.raises(CheckpointError, match=r"(?s)a: weight.*\(2, 5\).*b: weight.*None"):
+    with pytest.raises(CheckpointError, match=r"(?s)a\.weight.*\(2, 5\).*b\.weight.*None"):
         merge_tensors(Path("x"), tensors, 8.0)
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ....model_zoo.layout import is_adapter
+from ....model_zoo.matrices import is_adapter
 from ...core.errors import RecipeError, nearest
 from ...core.text.display import make_printable
 from ...core.text.positions import KeyPath

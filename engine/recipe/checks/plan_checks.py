@@ -87,7 +87,8 @@ def _expert(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
 
 def _placed_experts(recipe: Recipe, axis: int | str) -> Iterator[Finding]:
     shapes = recipe.model.with_vocab(OPEN_VOCABULARY).parameter_shapes()
-    experts = list(filter(recipe.model.layout.is_expert, shapes))
+    names = with_adapters(shapes, recipe.model.layout, recipe.lora)
+    experts = list(filter(recipe.model.layout.is_expert, names))
     for index, rule in enumerate(recipe.parallel.rules):
         for name in list(deciding_rules(experts, [rule]))[:1]:
             message = f"{name} is placed by parallel.{axis}, not by a rule"

@@ -1,0 +1,47 @@
+"""Which parameters multiply: projections, stacks of experts, and the adapters beside them.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .layout import Layout
+
+DOWN, UP = "lora_a", "lora_b"
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter's name, with any prefix, is one of an adapter's."""
+    return name.endswith((DOWN, UP))
+
+
+def adapter_names(weight: str) -> tuple[str, str]:
+    """Return the names of A and B of the adapter beside a weight."""
+    path, _, leaf = weight.rpartition(".")
+    # A projection has one weight, a module of experts two.
+    start = f"{path}." if leaf == "weight" else f"{weight}_"
+    return start + DOWN, start + UP
+
+
+def adapted_weight(name: str) -> str:
+    """Return the name of the weight that an adapter's parameter lies beside."""
+    start = name.removesuffix(DOWN).removesuffix(UP)
+    return start[:-1] if start.endswith("_") else f"{start}weight"
+
+
+def is_stack(name: str, layout: Layout) -> bool:
+    """Return whether a parameter is a stack of the experts' matrices."""
+    return layout.is_expert(name) and not name.endswith("_bias") and not is_adapter(name)
+
+
+def is_matrix(name: str, shape: tuple[int, ...], layout: Layout) -> bool:
+    """Return whether a parameter is a projection in a block, or a stack of them."""
+    if not layout.blocks or not name.startswith(f"{layout.blocks}."):
+        return False
+    if layout.is_expert(name):
+        return is_stack(name, layout)
+    # A router chooses, in high precision.
+    return len(shape) == 2 and name.endswith(".weight") and ".router." not in name
