@@ -20,6 +20,8 @@ _all_gather = getattr(functional, "all_gather_single", None) or functional.all_g
 _reduce_scatter = (
     getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 )
+_GATHERS_ARE_TRACED = hasattr(functional, "all_gather_single")
+"""whether torch.compile can trace an all-gather along another dimension than 0"""
 
 
 # A global, because inductor's own switch is one: it holds for all that is compiled later.
@@ -44,7 +46,7 @@ def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def all_gather_no_grad(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """Concatenate the shards of all ranks along `dim`, without a gradient."""
-    if _fuses_with_matmuls and torch.compiler.is_compiling():
+    if (_fuses_with_matmuls or not _GATHERS_ARE_TRACED) and torch.compiler.is_compiling():
         # The form that inductor's pass looks for. Torch's own all-gather along another dimension
         # than 0 is a view instead where the leading dimensions are 1 (torch 2.13), and the pass
         # does not recognise a view.

@@ -230,7 +230,9 @@ class _AttentionWithSinks(torch.autograd.Function):
         sums_BSH, sinks_H = log_sums.transpose(1, 2), sinks.to(log_sums.dtype)
         # exp(sums) / (exp(sums) + exp(sinks)): the share of attention that goes to keys.
         kept = torch.sigmoid(sums_BSH - sinks_H)
-        out = (out * kept.unsqueeze(-1)).to(query.dtype)
+        out = out * kept.unsqueeze(-1)
+        if out.dtype != query.dtype:  # no cast that changes nothing: see `_SwiGLU.forward`
+            out = out.to(query.dtype)
         total = torch.logaddexp(sums_BSH, sinks_H).transpose(1, 2)
         ctx.save_for_backward(query, key, value, mask, sinks, out, total)
         return out

@@ -27,6 +27,11 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, row_weight: Tensor | None) -> Tensor:
         ctx.save_for_backward(gate, up, row_weight)
+        if torch.compiler.is_compiling():
+            # Compiled by torch 2.11, a function that returns what it changed in place, or a view
+            # of it, has wrong gradients.
+            out = F.silu(gate) * up
+            return out if row_weight is None else out * _column(row_weight, out)
         out = F.silu(gate).mul_(up)
         return out if row_weight is None else out.mul_(_column(row_weight, out))
 
@@ -96,7 +101,8 @@ class _ClampedSwiGLU(torch.autograd.Function):
         out = g * torch.sigmoid(alpha * g) * (u + 1)
         if row_weight is not None:
             out = out * row_weight.to(out.dtype).unsqueeze(-1)
-        return out.to(gate.dtype)
+        # Without a cast that changes nothing: see `_SwiGLU.forward`.
+        return out if out.dtype == gate.dtype else out.to(gate.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

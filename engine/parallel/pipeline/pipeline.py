@@ -26,6 +26,14 @@ from .schedule_file import ScheduleFile
 from .stage import Stage
 
 
+class _ConnectedStage(PipelineStage):
+    # Before its first step torch 2.11 sends a value to each neighbouring stage, which gloo cannot
+    # where that is on the same rank, at the bottom of a V. Later versions do not call this.
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        found: Any = super()._get_init_p2p_neighbors_ops()
+        return [operation for operation in found if operation.peer != dist.get_rank()]
+
+
 @dataclass
 class Pipeline:
     """Runs micro batches through the stages of all ranks.
@@ -95,7 +103,7 @@ class Pipeline:
         stages = []
         for number, stage in self.stages.items():
             stages.append(
-                PipelineStage(
+                _ConnectedStage(
                     stage,
                     number,
                     self.cut.stages,
