@@ -47,9 +47,9 @@ class Layout:
             whole model is the unit.
         head: path of the module with final norm and projection; empty: there is none.
         tensor: parameter name -> how tensor parallelism splits it and what enters and leaves its
-            module: "columns", "rows", "key_value", "norm", "vocabulary", "whole": each rank has
-            all of it, and applies it to its own part, or "repeated": each rank applies it to the
-            same positions.
+            module: "columns", "rows", "key_value", "heads": a number for each query head, "norm",
+            "vocabulary", "whole": each rank has all of it, and applies it to its own part, or
+            "repeated": each rank applies it to the same positions.
         context: whether positions meet in the kernels' attention alone, so that ranks can share a
             sequence.
         ring: whether keys and values may then go around in a ring, where attention has neither

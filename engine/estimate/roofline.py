@@ -111,7 +111,7 @@ class StepSizes:
         blocks = sum(prod(shape) for name, shape in shapes.items() if name.startswith(start))
         heads = (config.n_heads + config.n_kv_heads) * config.head_width
         moe = getattr(config, "moe", None)
-        wide = 3 * config.ffn_dim if moe is None else moe.kept(config.dim)
+        wide = 3 * config.ffn_dim if moe is None else moe.saved_activations(config.dim)
         return cls(
             config,
             block=blocks // config.n_layers,

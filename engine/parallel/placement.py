@@ -23,6 +23,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 CUT_DIMS = {
     "columns": {"weight": 0, "bias": 0, UP: 0},
     "key_value": {"weight": 0, "bias": 0, UP: 0},
+    "heads": {"sinks": 0},
     "rows": {"weight": 1, DOWN: 1},
     "vocabulary": {"weight": 0},
     "norm": {},

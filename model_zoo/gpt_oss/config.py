@@ -10,11 +10,15 @@ from ..grouped_query_config import GroupedQueryConfig
 from ..layers.configs import MoESettings, YarnScaling
 from ..layout import (
     ATTENTION_HF,
+    ATTENTION_TENSOR,
     ENDS_HF,
+    ENDS_TENSOR,
     GROUPED_QUERY_KEYS,
     HF_ALSO,
     HF_KEYS,
+    MOE_TENSOR,
     QKV_BIASES_HF,
+    QKV_BIASES_TENSOR,
     YARN_KEYS,
     Layout,
 )
@@ -39,6 +43,15 @@ LAYOUT = Layout(
     embed="embed",
     blocks="layers",
     head="head",
+    tensor={
+        **ENDS_TENSOR,
+        **ATTENTION_TENSOR,
+        **QKV_BIASES_TENSOR,
+        "layers.{i}.attention.o.bias": "rows",
+        "layers.{i}.attention.sinks": "heads",
+        **MOE_TENSOR,
+        "layers.{i}.mlp.router.logit_bias": "whole",
+    },
     context=True,
     ring=False,
     pipeline=True,

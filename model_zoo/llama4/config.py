@@ -11,10 +11,14 @@ from ..grouped_query_config import GroupedQueryConfig
 from ..layers.configs import MoESettings, RopeScaling
 from ..layout import (
     ATTENTION_HF,
+    ATTENTION_TENSOR,
     ENDS_HF,
+    ENDS_TENSOR,
     GROUPED_QUERY_KEYS,
     HF_ALSO,
     HF_KEYS,
+    MLP_TENSOR,
+    MOE_TENSOR,
     SCALING_KEYS,
     Layout,
 )
@@ -47,6 +51,8 @@ LAYOUT = Layout(
     embed="embed",
     blocks="layers",
     head="head",
+    tensor={**ENDS_TENSOR, **ATTENTION_TENSOR, **MLP_TENSOR, **MOE_TENSOR},
+    context=True,
     pipeline=True,
     experts="mlp.experts",
     hf_names={**ENDS_HF, **ATTENTION_HF, **FEED_FORWARD_HF, **EXPERTS_HF},

@@ -100,9 +100,13 @@ class Llama4(Decoder):
         """Return rotation and mask, or queries' scale and mask, for each block."""
         ids = document_ids
         if ids is not None:
+            places = positions
+            if places.shape[-1] != ids.shape[-1]:
+                # Ranks that share rows have their own positions, and the ids of whole rows.
+                places = positions_in_documents(ids)
             # Chunks of a document are told apart as documents are. One number holds both, the chunk
             # in its low half, because the cache keeps one id for each position.
-            ids = (ids.long() << 32) | (positions // self.config.chunk)
+            ids = (ids.long() << 32) | (places // self.config.chunk)
         keys = ids if cache is None else cache.extend(positions.shape[-1], ids)
         near = far = None
         if ids is not None and keys is not None:
@@ -121,3 +125,14 @@ class Llama4(Decoder):
         steps = ((positions + 1) // config.temperature_floor).float()
         scale: Tensor = 1.0 + config.temperature_scale * torch.log1p(steps)
         return scale[..., None, None]
+
+
+def positions_in_documents(document_ids: Tensor) -> Tensor:
+    """Return each position's distance from the first of its document, [B, S].
+
+    Args:
+        document_ids: [B, S]; the positions of a document are neighbours.
+    """
+    index_BS = torch.arange(document_ids.shape[1], device=document_ids.device)
+    is_first_BS = document_ids != document_ids.roll(1, 1)
+    return index_BS - (index_BS * is_first_BS).cummax(1).values

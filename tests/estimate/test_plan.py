@@ -9,6 +9,7 @@ import pytest
 from tests.report.test_chromium import visit
 from trainer.cli import main as cli
 from trainer.engine.estimate.groups import ring_bytes
+from trainer.engine.estimate.roofline import StepSizes
 from trainer.engine.estimate.search import search, variants
 from trainer.engine.parallel.mesh import Degrees
 from trainer.engine.recipe.checks.checks import check
@@ -147,6 +148,14 @@ def test_all_plans_that_validation_accepts_are_searched(recipe):
     degrees = {degrees for _, degrees in found}
     assert Degrees(pipeline=4) not in degrees, "two blocks make no four stages"
     assert {Degrees(shard=4), Degrees(pipeline=2, tensor=2), Degrees(context=4)} <= degrees
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
+def test_plans_of_models_with_experts_are_searched(family):
+    loaded = load_recipe(RECIPES / f"{family}_debug.toml", []).recipe
+    sizes = StepSizes.of(loaded.model.with_vocab(320), loaded.optimizer)
+    assert sizes.saved > 0
+    assert Degrees(tensor=2, context=2) in {degrees for _, degrees in variants(loaded, 4, 8)}
 
 
 def test_a_search_says_when_nothing_fits(recipe):

@@ -45,7 +45,6 @@ QUICK = {
     ("qwen3", "one", "divided-tensor-expert"),
     ("gpt_oss", "experts", "expert-divided"),
 }
-NOT_SPLIT = {"llama4": {"tensor", "context"}, "gpt_oss": {"tensor"}}
 ALL_MOE = {"qwen3", "mixtral", "gpt_oss"}
 HAVE_SHARED = {"deepseek_v3", "llama4"}
 
@@ -54,8 +53,6 @@ def cases():
     for family in FAMILIES:
         for targets in TARGETS:
             for plan, (_, axes) in PLANS.items():
-                if axes.keys() & NOT_SPLIT.get(family, set()):
-                    continue
                 if targets == "shared" and family not in HAVE_SHARED:
                     continue
                 has_both = targets == "attention" or (targets == "experts" and family in ALL_MOE)

@@ -1,13 +1,20 @@
-"""gpt-oss and Llama 4 under the plans that their own layers could break."""
+"""gpt-oss and Llama 4 under every plan, in float64: losses, norms and weights of one process.
+
+Weights are large, so that scores, sinks and biases count in what blocks compute.
+"""
 
 import pytest
 
 from tests.cases import also
-from tests.train.plans import BASE, assert_same_weights, by_one_process, weights
+from tests.distributed import run_ranks
+from tests.train.float64 import in_float64
+from tests.train.plans import BASE, assembled, by_one_process, recipe_with, train, whole
 
-SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8}
+STEPS = 3
+SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "init_std": 0.3}
+EXPERTS = {"num_experts": 4, "expert_ffn_dim": 16}
 MODELS = {
-    "gpt_oss": {**SIZES, "name": "gpt_oss", "window": 5, "moe": {"expert_ffn_dim": 16}},
+    "gpt_oss": {**SIZES, "name": "gpt_oss", "window": 5, "moe": EXPERTS},
     "llama4": {
         **SIZES,
         "name": "llama4",
@@ -15,39 +22,94 @@ MODELS = {
         "chunk": 7,
         "nope_every": 2,
         "temperature_floor": 8,
-        "moe": {"num_experts": 4, "expert_ffn_dim": 16},
+        "moe": EXPERTS,
     },
 }
-DATA = {**BASE["data"], "micro_batch": 2, "packing": "documents"}
+DATA = {**BASE["data"], "micro_batch": 2}
 PLANS = {
-    "replicate": ({"replicate": 2, "shard": 1}, {}),
-    "shard": ({"shard": 2}, {"recompute": "full"}),
-    "pipeline": ({"pipeline": 2}, {}),
-    "context": ({"context": 2}, {}),
-    "expert": ({"expert": 2}, {}),
-    "divided": ({"expert_tensor": 2}, {"recompute": "full"}),
+    "replicate": (2, {"replicate": 2, "shard": 1}),
+    "shard": (2, {"shard": 2}),
+    "pipeline": (2, {"pipeline": 2}),
+    "expert": (2, {"expert": 2}),
+    "divided": (2, {"expert_tensor": 2}),
+    "tensor": (2, {"tensor": 2}),
+    "shared-heads": (4, {"tensor": 4}),
+    "tensor-shard": (4, {"tensor": 2, "shard": 2}),
+    "tensor-few-heads-each": (8, {"tensor": 2, "shard": 4}),
+    "tensor-hybrid": (
+        8,
+        {"tensor": 2, "shard": 2, "replicate": 2, "fsdp": {"strategy": "hybrid_shard"}},
+    ),
+    "tensor-pipeline": (4, {"tensor": 2, "pipeline": 2}),
+    "tensor-expert": (4, {"tensor": 2, "shard": 2, "expert": 2, "expert_tensor": 2}),
+    "tensor-context": (4, {"tensor": 2, "context": 2}),
+    "context": (2, {"context": 2}),
+    "context-4": (4, {"context": 4}),
+    "context-pipeline-shard": (8, {"context": 2, "pipeline": 2, "shard": 2}),
 }
-REFUSED = ("llama4", "context")
-QUICK = [
-    *(("gpt_oss", plan) for plan in ("shard", "context", "divided")),
-    *(("llama4", plan) for plan in ("pipeline", "expert")),
-]
+QUICK = {
+    ("gpt_oss", "tensor-expert"),
+    ("gpt_oss", "context"),
+    ("llama4", "tensor-pipeline"),
+    ("llama4", "context"),
+}
+
+
+def cases():
+    for family in MODELS:
+        for plan in PLANS:
+            case = (family, plan)
+            yield case if case in QUICK else also(case)[0]
+
+
+def trained(recipe):
+    """Return losses, gradient norms, and the weights that this rank has a part of."""
+    with in_float64():
+        parts = assembled(recipe)
+        losses, norms = train(parts, STEPS)
+        return losses, norms, whole(parts.model)
 
 
 @pytest.fixture(scope="module")
 def alone():
-    return by_one_process(weights)
+    return by_one_process(trained)
 
 
-@pytest.mark.parametrize(
-    ("family", "plan"),
-    [
-        (family, plan) if (family, plan) in QUICK else also((family, plan))[0]
-        for family in MODELS
-        for plan in PLANS
-        if (family, plan) != REFUSED
-    ],
-)
-def test_every_weight_is_that_of_one_process(family, plan, alone):
-    parallel, memory = PLANS[plan]
-    assert_same_weights(2, alone, parallel=parallel, model=MODELS[family], data=DATA, memory=memory)
+def assert_as_alone(alone, family, world, parallel, **changes):
+    changes = {"model": MODELS[family], "data": {**DATA, "packing": "documents"}, **changes}
+    losses, norms, weights = alone(**changes)
+    found = {}
+    for rank in run_ranks(world, trained, recipe_with(parallel=parallel, **changes), timeout=300):
+        assert rank[0] == pytest.approx(losses, abs=1e-12)
+        assert rank[1] == pytest.approx(norms, abs=1e-12)
+        found |= rank[2]
+    assert found.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert found[name] == pytest.approx(weight, abs=1e-12), name
+
+
+@pytest.mark.parametrize(("family", "plan"), cases())
+def test_losses_norms_and_weights_are_those_of_one_process(family, plan, alone):
+    assert_as_alone(alone, family, *PLANS[plan])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("packing", ["none", "concat"])
+@pytest.mark.parametrize("plan", ["tensor", "context"])
+@pytest.mark.parametrize("family", MODELS)
+def test_rows_without_documents(family, plan, packing, alone):
+    assert_as_alone(alone, family, *PLANS[plan], data={**DATA, "packing": packing})
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("plan", ["tensor", "context"])
+@pytest.mark.parametrize("family", MODELS)
+def test_blocks_that_are_recomputed(family, plan, alone):
+    assert_as_alone(alone, family, *PLANS[plan], memory={"recompute": "full"})
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("place", [{}, {"tensor": 0}, {"shard": 0}])
+def test_biases_and_sinks_that_a_rule_places(place, alone):
+    rules = [{"match": r".*attention\.(o\.bias|sinks|k\.bias)", "place": place}]
+    assert_as_alone(alone, "gpt_oss", 4, {"tensor": 2, "shard": 2, "rules": rules})

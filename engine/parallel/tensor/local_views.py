@@ -27,11 +27,14 @@ class LocalView:
         group: process group of the tensor axis; None: the parameter is replicated over all axes.
         gather_dim: dimension along which the group's shards are concatenated first, or None.
         slice: dimension, start and length of the part that this rank uses then; None: all of it.
+        counts: False for the bias of outputs that ranks sum, on all ranks but one: it is added
+            once.
     """
 
     group: ProcessGroup | None = None
     gather_dim: int | None = None
     slice: tuple[int, int, int] | None = None
+    counts: bool = True
 
     def __call__(self, parameter: Tensor) -> Tensor:
         """Return the tensor that the layer computes with."""
@@ -41,6 +44,8 @@ class LocalView:
         if self.gather_dim is not None:
             assert self.group is not None, "shards are gathered over a group"
             tensor = all_gather(tensor, self.gather_dim, self.group)
+        if not self.counts:
+            tensor = tensor * 0.0  # not left out: the parameter needs a gradient on every rank
         return tensor if self.slice is None else tensor.narrow(*self.slice)
 
 

@@ -185,7 +185,7 @@ def _local_view(
         width = shape[0] // heads
         return LocalView(group, joined, (0, rank * heads // ranks * width, width))
     if used is None or used == stored:
-        return LocalView(group, joined)
+        return LocalView(group, joined, counts=(style, key) != ("rows", "bias") or rank == 0)
     # A rule stores it in another way than it is used: gather what is split, then take a part. Parts
     # are those of torch.chunk, and past the end a rank has none.
     rows = rows_per_rank(shape[used], ranks)
