@@ -6,7 +6,7 @@ Torch-free.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 from pydantic import PrivateAttr, ValidationError, model_validator
@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from .heads import HeadSettings, read_head
 from .hf_settings import find_mismatches, flatten_settings, read_sizes
-from .layout import Layout
+from .layout import Layout, Part, Shape
 from .sizes import PositiveFloat, SettingsError, Size, Sizes, quote  # noqa: F401  # for plugins
 
 if TYPE_CHECKING:
@@ -171,6 +171,14 @@ class ModelConfig(Sizes):
         if theirs is None or not theirs.startswith("model."):
             return theirs
         return f"{self.hf_body}.{theirs.removeprefix('model.')}"
+
+    def hf_parts(self, name: str, shape: Shape, stored: Container[str] = ()) -> list[Part]:
+        """Return the tensors in which Hugging Face stores a parameter; see `Layout.hf_parts`."""
+        return self.layout.hf_parts(name, shape, stored)
+
+    def unsupported_length(self, seq_len: int) -> str:
+        """Return why the model does not compute rows of so many tokens; empty: it does."""
+        return ""
 
     def hf_further_blocks(self, settings: Mapping[str, Any]) -> tuple[str, ...]:
         """Return what names in a folder begin with of blocks that this model does without."""

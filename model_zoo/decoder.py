@@ -18,10 +18,10 @@ from .decoder_config import DecoderConfig
 from .grouped_query_config import GroupedQueryConfig
 from .language_model import BlockCache, KVCache, LanguageModel, LossFunction
 from .layers.attention import GroupedQueryAttention
-from .layers.configs import YarnScaling
 from .layers.dense import Embedding, GatedMLP
 from .layers.head import ClassificationHead, Head
 from .layers.moe import MoE, moe_layers
+from .layers.rope_scaling import LongRopeScaling, YarnScaling
 from .layers.rotary import frequencies, rotation, scale_frequencies, yarn
 from .layers.router import SampleTokens, TokenWeights
 
@@ -121,6 +121,9 @@ class Decoder(LanguageModel):
     def rotary_frequencies(self, device: torch.device) -> Tensor:
         """Return the frequencies of the rotary embedding, [K / 2], scaled as the config says."""
         theta, scaling = self.config.rope_theta, self.config.frequency_scaling
+        if isinstance(scaling, LongRopeScaling):
+            factors = scaling.long_factor if scaling.use_long else scaling.short_factor
+            return frequencies(self.config.rotary_width, theta, device, factors)
         unscaled = frequencies(self.config.rotary_width, theta, device)
         if scaling is None:
             return unscaled

@@ -12,7 +12,8 @@ from pydantic import model_validator
 
 from .config import ModelConfig
 from .heads import HF_CLASSES, TaskHead
-from .layers.configs import MoESettings, NormPlacement, RopeScaling, YarnScaling
+from .layers.configs import MoESettings, NormPlacement
+from .layers.rope_scaling import LongRopeScaling, RopeScaling, YarnScaling
 from .sizes import PositiveFloat, Size
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class DecoderConfig(ModelConfig):
         raise NotImplementedError
 
     @property
-    def frequency_scaling(self) -> RopeScaling | YarnScaling | None:
+    def frequency_scaling(self) -> RopeScaling | YarnScaling | LongRopeScaling | None:
         """How rotary frequencies are scaled; None in families without the key `rope_scaling`."""
         return getattr(self, "rope_scaling", None)
 

@@ -19,7 +19,11 @@ from .sizes import SettingsError, quote
 FLOAT_TOLERANCE = 1e-6
 """relative; fp32 holds about seven digits, and some writers of config.json print its numbers"""
 ROPE = "rope_parameters."
-SCALED = {"yarn": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+SCALED = {
+    "longrope": ("short_factor", "long_factor"),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
 """kinds of rotary scaling that start from the original context, and the keys that each must have"""
 
 
@@ -62,6 +66,7 @@ class KnownKeys:
     noted: Sequence[Restriction] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     optional: Sequence[str] = ()
+    nullable: Sequence[str] = ()
     synonyms: Mapping[str, str] = field(default_factory=dict)
     rope: Mapping[str, Any] = field(default_factory=dict)
 
@@ -92,6 +97,7 @@ def known_keys(model_type: str) -> KnownKeys | None:
             Restriction(**entry)
             for entry in content[name]
             if model_type in entry.get("types", [model_type])
+            and entry["key"].removeprefix(ROPE) not in own.get("rope_used", ())
         ]
         for name in ("refused", "noted")
     }
@@ -137,6 +143,8 @@ def _complete_rope(flat: Mapping[str, Any]) -> dict[str, Any]:
         rope[own] = flat.get(own) or rope.get(own) or longest
         if rope.get("factor", 0) is None and longest and isinstance(rope[own], int):
             rope["factor"] = longest / rope[own]
+    if rope["rope_type"] == "longrope" and longest and isinstance(rope[own], int):
+        rope["factor"] = rope.get("factor") or longest / max(1, rope[own])
     if rope["rope_type"] == "yarn":
         rope |= {
             "beta_fast": rope.get("beta_fast") or 32.0,
@@ -217,13 +225,14 @@ def read_sizes(flat: Mapping[str, Any], name: str, layout: Layout) -> dict[str, 
     Raises:
         SettingsError: a size is missing, or the family cannot compute what is asked for.
     """
-    problems, optional = find_unsupported(flat, name, layout), known_keys_of(flat).optional
+    known = known_keys_of(flat)
+    problems, optional = find_unsupported(flat, name, layout), known.optional
     sizes: dict[str, Any] = {"name": name}
     for key, ours in {**layout.hf_keys, **layout.hf_also}.items():
         if (value := flat.get(key)) is not None:
             _put(sizes, ours, value)
         # Keys of a rotary scaling are absent from models without one.
-        elif key not in optional and not ours.startswith("rope_scaling."):
+        elif key not in (*optional, *known.nullable) and not ours.startswith("rope_scaling."):
             problems.append(f"config.json does not say {key}")
     needed = [] if problems else SCALED.get(flat[f"{ROPE}rope_type"], ())
     missing = [key for key in needed if flat.get(f"{ROPE}{key}") is None]

@@ -27,6 +27,7 @@ class Part:
         start: index in our parameter at which the part begins.
         shape: shape of that tensor; our parameter may have more dims of size 1 in front.
         form: see `Layout.hf_forms`; empty for a part that is not the whole parameter.
+        inside: of a part that is rows of a larger tensor, the first row and that tensor's shape.
     """
 
     ours: str
@@ -34,6 +35,12 @@ class Part:
     start: Shape
     shape: Shape
     form: tuple[str, ...] = ()
+    inside: tuple[int, Shape] | None = None
+
+    @property
+    def stored_shape(self) -> Shape:
+        """The shape of the tensor that it is in."""
+        return self.inside[1] if self.inside else self.shape
 
 
 @dataclass(frozen=True)
@@ -267,24 +274,6 @@ HF_KEYS = {
     "rope_parameters.rope_theta": "rope_theta",
 }
 GROUPED_QUERY_KEYS = {"num_key_value_heads": "n_kv_heads", "head_dim": "head_dim"}
-SCALING_KEYS = {
-    "rope_parameters.factor": "rope_scaling.factor",
-    "rope_parameters.low_freq_factor": "rope_scaling.low_freq_factor",
-    "rope_parameters.high_freq_factor": "rope_scaling.high_freq_factor",
-    "rope_parameters.original_max_position_embeddings": "rope_scaling.original_max_seq_len",
-}
-"""of `layers.configs.RopeScaling`"""
-YARN_KEYS = {
-    "rope_parameters.factor": "rope_scaling.factor",
-    "rope_parameters.original_max_position_embeddings": "rope_scaling.original_max_seq_len",
-    "rope_parameters.beta_fast": "rope_scaling.beta_fast",
-    "rope_parameters.beta_slow": "rope_scaling.beta_slow",
-    "rope_parameters.truncate": "rope_scaling.truncate",
-    "rope_parameters.mscale": "rope_scaling.mscale",
-    "rope_parameters.mscale_all_dim": "rope_scaling.mscale_all_dim",
-    "rope_parameters.attention_factor": "rope_scaling.attention_factor",
-}
-"""of `layers.configs.YarnScaling`"""
 HF_ALSO = {
     "max_position_embeddings": "max_seq_len",
     "tie_word_embeddings": "tie_embeddings",

@@ -74,7 +74,9 @@ def export_huggingface(
         lambda: _list_weights(weights, config, dtype), partial(_merge_lists, config.layout)
     )
     forms = {
-        part.name: (entry.dtype, part.shape) for entry in table.values() for part in entry.parts
+        part.name: (entry.dtype, part.stored_shape)
+        for entry in table.values()
+        for part in entry.parts
     }
     shards = lay_out(forms, shard_bytes)
     begun: list[Unfinished] = []  # on rank 0
@@ -256,7 +258,8 @@ def _extents(places: list[_Place], rows: Tensor, first_row: int) -> Iterator[Ext
             if not 0 <= number < len(rows):
                 continue
             held = rows[(number, *part.start[1 : -len(part.shape)])]
-        offset = place.offset + start * row_bytes(part.shape, place.dtype)
+        first = start + (part.inside[0] if part.inside else 0)
+        offset = place.offset + first * row_bytes(part.shape, place.dtype)
         yield from split_into_extents(
             place.file, offset, InMemoryTensor(held), place.dtype, part.name
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...model_zoo.config import ModelConfig, validate
-from ...model_zoo.layers.configs import RopeScaling
+from ...model_zoo.layers.rope_scaling import RopeScaling
 from ...model_zoo.layers.rotary import frequencies, scale_frequencies
 from ...model_zoo.sizes import SettingsError
 from ..checkpoint.tensors import DTYPES, FileTensor, TensorRows, TensorSpec

@@ -159,7 +159,7 @@ def hf_parts(shapes: Mapping[str, Shape], config: ModelConfig) -> dict[str, list
     except ValueError as error:
         sentence = f'no Hugging Face model is what this "{config.name}" is: {error}'
         raise CheckpointError(sentence, "convert it by dcp2torch") from error
-    found = {name: config.layout.hf_parts(name, shape) for name, shape in shapes.items()}
+    found = {name: config.hf_parts(name, shape) for name, shape in shapes.items()}
     nameless = [
         f'{name}: model "{config.name}" has no Hugging Face name for it'
         for name, parts in found.items()

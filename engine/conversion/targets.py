@@ -18,7 +18,7 @@ import xxhash
 from ... import __version__
 from ...model_zoo.layout import Part
 from ..checkpoint.manifest import SaveInfo, read_manifest
-from ..checkpoint.tensors import TensorRows, TensorSpec, nbytes
+from ..checkpoint.tensors import TensorRows, TensorSpec, nbytes, row_bytes
 from ..checkpoint.torch_file import (
     encode_descriptor,
     fill_checksums,
@@ -127,7 +127,7 @@ def write_huggingface(job: Job, temporary: Path) -> None:
     opened = job.opened
     generation = _generation(job)
     forms = {
-        part.name: (job.forms[name][0], part.shape)
+        part.name: (job.forms[name][0], part.stored_shape)
         for name, parts in job.hf_parts.items()
         for part in parts
     }
@@ -144,7 +144,10 @@ def write_huggingface(job: Job, temporary: Path) -> None:
     for ours, parts in job.hf_parts.items():
         for part in parts:
             tensor = extract_part(opened.tensors[ours], part)
-            todo += split_into_extents(*places[part.name], tensor, forms[part.name][0], part.name)
+            (path, offset), dtype = places[part.name], forms[part.name][0]
+            first = part.inside[0] if part.inside else 0
+            offset += first * row_bytes(part.shape, dtype)
+            todo += split_into_extents(path, offset, tensor, dtype, part.name)
     write_all(todo, job.advance, opened.checks)
     for name, text in build_index(shards, forms).items():
         (temporary / name).write_text(text, encoding="utf-8")

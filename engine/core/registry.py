@@ -159,6 +159,7 @@ models: Registry[ModelConfig] = Registry(
         "mistral": "model_zoo.mistral.config:MistralConfig",
         "mixtral": "model_zoo.mixtral.config:MixtralConfig",
         "olmo2": "model_zoo.olmo2.config:Olmo2Config",
+        "phi3": "model_zoo.phi3.config:Phi3Config",
         "qwen2": "model_zoo.qwen2.config:Qwen2Config",
         "qwen3": "model_zoo.qwen3.config:Qwen3Config",
     },

@@ -84,6 +84,21 @@ class StackedMatrix(DerivedTensor):
         return self.source.read(number, number + 1)[(0, *inside)][first:last]
 
 
+@dataclass(frozen=True)
+class RowRange(DerivedTensor):
+    """Some rows of a tensor.
+
+    Args:
+        start: index of the first row.
+    """
+
+    start: int
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Return rows `first` to `last`, exclusive, of those rows."""
+        return self.source.read(self.start + first, self.start + last)
+
+
 def extract_part(tensor: TensorRows, part: Part) -> TensorRows:
     """Return the tensor that Hugging Face stores for one part of our parameter.
 
@@ -118,6 +133,8 @@ def open_parameter(
         stored: Hugging Face's tensors by name; those of one parameter have the same dtype.
     """
     regions, part = [stored[part.name] for part in parts], parts[0]
+    if part.inside:
+        return RowRange(regions[0], shape, part.inside[0])
     if part.form:
         return TransformedTensor(regions[0], shape, part.form, from_hf=True)
     if len(part.shape) == len(shape):

@@ -105,7 +105,7 @@ def _select(
     stored = {selection.rename(name): tensor for name, tensor in stored.items()}
     left = set(filter(selection.excludes, [*stored, *shapes]))
     for name in left & shapes.keys():
-        left |= {part.name for part in config.layout.hf_parts(name, shapes[name], stored)}
+        left |= {part.name for part in config.hf_parts(name, shapes[name], stored)}
     if settings and left & shapes.keys():
         # Without embedding and head the vocabulary may be another one; shapes are compared anyway.
         settings = {key: value for key, value in settings.items() if key != "vocab_size"}

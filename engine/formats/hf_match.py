@@ -8,7 +8,13 @@ from typing import Any
 
 from ...model_zoo.config import ModelConfig
 from ...model_zoo.heads import is_head_layer, read_head
-from ...model_zoo.hf_settings import agree, find_mismatches, find_notes, find_unsupported
+from ...model_zoo.hf_settings import (
+    agree,
+    find_mismatches,
+    find_notes,
+    find_unsupported,
+    known_keys_of,
+)
 from ...model_zoo.layout import Layout, Part
 from ...model_zoo.sizes import SettingsError
 from ...model_zoo.sizes import quote as text
@@ -96,7 +102,7 @@ def match(
     # Without config.json's word, a missing projection is taken for a tied one.
     tied_there = (settings or {}).get("tie_word_embeddings", True)
     for name, shape in shapes.items():
-        parts = layout.hf_parts(name, tuple(shape), stored)
+        parts = config.hf_parts(name, tuple(shape), stored)
         if not parts:
             match.problems.append(f'{name}: model "{config.name}" has no Hugging Face name for it')
             continue
@@ -107,14 +113,14 @@ def match(
     passed_over = (COMPUTED, *layout.hf_copies)
     extra = {head, *(name for name in stored if name.endswith(passed_over))}
     for name, shape in config.replaced_parameters.items():
-        extra |= {part.name for part in layout.hf_parts(name, shape, stored)}
+        extra |= {part.name for part in config.hf_parts(name, shape, stored)}
     if further := config.hf_further_blocks(settings or {}):
         extra |= {name for name in stored if name.startswith(further)}
     if replaced := config.replaced_prefixes:
         extra |= {name for name in stored if (layout.from_hf(name) or "").startswith(replaced)}
     found = {name: tensor.shape for name, tensor in stored.items()}
     names = {part.ours: part.name for part in match.parts}
-    wanted = {part.ours: part.shape for part in match.parts}
+    wanted = {part.ours: part.stored_shape for part in match.parts}
     match.problems += list_mismatches(names, wanted, found, place, extra)
     match.problems += _list_unreadable_dtypes(match.sources, stored)
     return match
@@ -182,10 +188,12 @@ def _compare_settings(settings: Mapping[str, Any], config: ModelConfig) -> tuple
         settings = {**settings, "model_type": expected["model_type"]}
     there, here = config.flatten_hf(settings), config.flatten_hf(expected)
     not_done = find_unsupported(there, config.name, layout)
+    nullable = known_keys_of(there).nullable
     differing = [
-        (ours, here.get(key), there[key], "says" if key.split(".")[0] in settings else "means")
+        (ours, here.get(key), there.get(key), "says" if key.split(".")[0] in settings else "means")
         for key, ours in layout.hf_keys.items()
-        if there.get(key) is not None and not agree(there[key], here.get(key))
+        if (there.get(key) is not None or key in nullable)
+        and not agree(there.get(key), here.get(key))
     ]
     problems = not_done + _compare_labels(settings, config)
     problems += [

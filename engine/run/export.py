@@ -21,6 +21,7 @@ from ..core import faults
 from ..core.files import atomic_write, read_regular
 from ..core.run_dir import EXPORTS
 from ..lora.adapter_weights import merged_weights
+from ..lora.peft_folder import name_in_peft
 from ..precision.hardware import DTYPES
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def export_run(
     """Write the weights after the run's last step, unless that is done; all ranks call it.
 
     `hf` gets the weights, adapters merged; `hf-ema` their average, `adapter` the adapters alone,
-    where there are such. Folders of an earlier end of the run are replaced.
+    where there are such that PEFT has names for. Folders of an earlier end of the run are replaced.
 
     Args:
         parts: the parts of the run, with the model and its average.
@@ -76,7 +77,7 @@ def export_run(
         load_state(found.path, found.manifest, tensors, group, parts.model.remote_state)
     names = [FINAL]
     names += [AVERAGE] * (parts.average is not None and parts.average.has_begun)
-    names += [ADAPTER] * (parts.recipe.lora.rank > 0)
+    names += [ADAPTER] * (parts.recipe.lora.rank > 0 and _fits_peft(parts))
     ranks.reduce(lambda: None, lambda _: _clear(run))
     faults.point("train.export", ranks.rank, step)
     for name in names:
@@ -94,6 +95,14 @@ def export_run(
     record = json.dumps({"step": step, "folders": names, "dtype": dtype}) + "\n"
     ranks.reduce(lambda: None, lambda _: atomic_write(run / RECORD, record))
     return [run / name for name in names]
+
+
+def _fits_peft(parts: Assembled) -> bool:
+    """Return whether PEFT has names for the adapters: none beside rows of a larger tensor."""
+    # With the names of all stages of a pipeline, so that all ranks decide alike.
+    named = (name for name, _ in parts.model.named_parameters())
+    names = [*filter(is_adapter, [*parts.model.remote_parameters, *named])]
+    return all(name_in_peft(name, parts.model_config, names) for name in names)
 
 
 def _export(parts: Assembled, folder: Path, group: ProcessGroup | None) -> None:

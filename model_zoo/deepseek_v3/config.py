@@ -9,7 +9,8 @@ from pydantic import Field, NonNegativeFloat, model_validator
 
 from ..decoder_config import DecoderConfig
 from ..heads import TaskHead
-from ..layers.configs import LatentSizes, MoESettings, YarnScaling
+from ..layers.configs import LatentSizes, MoESettings
+from ..layers.rope_scaling import YarnScaling
 from ..sizes import PositiveFloat, Size
 from .layout import LAYOUT
 

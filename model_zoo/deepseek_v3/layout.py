@@ -1,5 +1,6 @@
 """DeepSeek-V3's names. Torch-free."""
 
+from ..layers.rope_scaling import YARN_KEYS
 from ..layout import (
     ENDS_HF,
     ENDS_TENSOR,
@@ -11,7 +12,6 @@ from ..layout import (
     MLP_HF,
     MLP_TENSOR,
     MOE_TENSOR,
-    YARN_KEYS,
     Layout,
 )
 

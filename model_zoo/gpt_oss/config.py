@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from ..grouped_query_config import GroupedQueryConfig
-from ..layers.configs import MoESettings, YarnScaling
+from ..layers.configs import MoESettings
+from ..layers.rope_scaling import YARN_KEYS, YarnScaling
 from ..layout import (
     ATTENTION_HF,
     ATTENTION_TENSOR,
@@ -19,7 +20,6 @@ from ..layout import (
     MOE_TENSOR,
     QKV_BIASES_HF,
     QKV_BIASES_TENSOR,
-    YARN_KEYS,
     Layout,
 )
 from ..sizes import PositiveFloat, Size

@@ -38,6 +38,7 @@ class GroupedQueryAttention(LocalParameters):
         dim, norm_eps, biases = config.dim, config.norm_eps, config.biases
         queries, keys = config.n_heads * config.head_width, config.n_kv_heads * config.head_width
         self.head_width = config.head_width
+        self.rotary_width = config.rotary_width
         self.window, self.chunk = window, chunk
         self.norm, self.post_norm = make_norms(dim, norm_eps, kernels, config.norms)
         self.q = Linear(dim, queries, bias="q" in biases)
@@ -91,7 +92,13 @@ class GroupedQueryAttention(LocalParameters):
                 key = self.k_norm(key.flatten(2)).view_as(key)
             else:
                 query, key = self.q_norm(query), self.k_norm(key)
-        return self.rotary(query, cos, sin), self.rotary(key, cos, sin)
+        return self._rotate(query, cos, sin), self._rotate(key, cos, sin)
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        width = self.rotary_width
+        if width == self.head_width:
+            return self.rotary(x, cos, sin)
+        return torch.cat((self.rotary(x[..., :width], cos, sin), x[..., width:]), -1)
 
     def _limits(self, mask: Mask) -> dict[str, Any]:
         """Return the keyword arguments of attention; a mask separates chunks already."""

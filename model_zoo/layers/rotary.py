@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 
-def frequencies(width: int, theta: float, device: torch.device | None = None) -> Tensor:
+def frequencies(
+    width: int,
+    theta: float,
+    device: torch.device | None = None,
+    factors: Sequence[float] | None = None,
+) -> Tensor:
     """Return theta^(-2i / K) for i = 0 .. K / 2 - 1 (arXiv:2104.09864, equation 15).
 
     In fp32 like the code that published checkpoints were trained with; at long contexts the last
     bit shows.
+
+    Args:
+        width: K.
+        theta: base of the frequencies.
+        device: of the result.
+        factors: what each frequency is divided by, K / 2 of them.
     """
     exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width
-    return 1.0 / theta**exponents
+    if factors is None:
+        return 1.0 / theta**exponents
+    return 1.0 / (torch.tensor(factors, dtype=torch.float32, device=device) * theta**exponents)
 
 
 def scale_frequencies(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from ..grouped_query_config import GroupedQueryConfig
-from ..layers.configs import RopeScaling
+from ..layers.rope_scaling import SCALING_KEYS, RopeScaling
 from ..layout import (
     ATTENTION_HF,
     ATTENTION_TENSOR,
@@ -16,7 +16,6 @@ from ..layout import (
     HF_KEYS,
     MLP_HF,
     MLP_TENSOR,
-    SCALING_KEYS,
     Layout,
 )
 from ..sizes import Size

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import NonNegativeFloat, model_validator
 
 from ..grouped_query_config import GroupedQueryConfig
-from ..layers.configs import MoESettings, RopeScaling
+from ..layers.configs import MoESettings
+from ..layers.rope_scaling import SCALING_KEYS, RopeScaling
 from ..layout import (
     ATTENTION_HF,
     ATTENTION_TENSOR,
@@ -19,7 +20,6 @@ from ..layout import (
     HF_KEYS,
     MLP_TENSOR,
     MOE_TENSOR,
-    SCALING_KEYS,
     Layout,
 )
 from ..sizes import Size

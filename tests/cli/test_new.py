@@ -11,9 +11,11 @@ from tests.formats.hf_folders import config_of
 from trainer import load_recipe
 from trainer.cli.main import _run
 
+FACTORS = {"short_factor": [1.0, 1.5], "long_factor": [4.0, 8.0]}
 MODELS: dict[str, dict[str, Any]] = {
     "llama3": {"norm_eps": 1e-4, "max_seq_len": 64, "tie_embeddings": True},
     "mixtral": {"moe": {"num_experts": 3, "expert_ffn_dim": 24}},
+    "phi3": {"rotary_fraction": 0.5, "rope_scaling": FACTORS},
     "gpt_oss": {"window": 9, "rope_scaling": {"factor": 4.0, "attention_factor": 1.5}},
 }
 

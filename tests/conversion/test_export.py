@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.cases import also
 from tests.conversion.models import CASES, VARIANTS, loaded_by_transformers, tensors_of
 from tests.distributed import run_ranks
 from tests.formats.hf_folders import config_of, empty_model
+from tests.model_zoo.peers import in_their_words
 from trainer.engine.conversion.export import export_huggingface
 from trainer.engine.core.errors import CheckpointError, RecipeError
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
@@ -113,14 +115,15 @@ def test_a_weight_without_a_name_there_is_reported(tmp_path: Path) -> None:
         export_huggingface(tmp_path / "hf", weights, config, ByteTokenizer())
 
 
-def export_sharded(folder: str, way: str) -> dict[str, Any]:
+def export_sharded(folder: str, way: str, family: str) -> dict[str, Any]:
     """Cut a model's weights in some way, export it, and return the whole weights."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     size = dist.get_world_size()
-    model, config = random_model(vocab_size=321)  # rows that no number of ranks divides
+    # Rows that no number of ranks divides.
+    model, config = random_model(name=family, vocab_size=321)
     shape = (2, size // 2) if way == "hybrid" else (size,)
     mesh = init_device_mesh("cpu", shape)
     placements = {
@@ -138,21 +141,25 @@ def export_sharded(folder: str, way: str) -> dict[str, Any]:
     export_huggingface(
         Path(folder), weights, config, ByteTokenizer(), shard_bytes=30_000, group=dist.new_group()
     )
-    return {name: p.detach().numpy() for name, p in model.named_parameters()}
+    theirs = in_their_words(config, {name: p.detach() for name, p in model.named_parameters()})
+    return {name: value.numpy() for name, value in theirs.items()}
 
 
 @pytest.mark.parametrize(
-    ("world", "way"),
-    [(2, "rows"), (2, "columns"), (2, "plain"), (2, "replicated"), (4, "rows"), (4, "hybrid")],
+    ("world", "way", "family"),
+    [
+        *((2, way, "llama3") for way in ("rows", "columns", "plain", "replicated")),
+        *((4, way, "llama3") for way in ("rows", "hybrid")),
+        *also((4, "rows", "phi3"), (2, "columns", "phi3")),
+    ],
 )
-def test_ranks_write_one_folder_together(tmp_path: Path, world: int, way: str) -> None:
+def test_ranks_write_one_folder_together(tmp_path: Path, world: int, way: str, family: str) -> None:
     target = tmp_path / "hf"
-    [expected, *_] = run_ranks(world, export_sharded, str(target), way)
+    [expected, *_] = run_ranks(world, export_sharded, str(target), way, family)
     found = tensors_of(target)
-    config = config_of(vocab_size=321)
     assert len(found) == len(expected)
     for name, values in expected.items():
-        assert np.array_equal(found[config.layout.to_hf(name) or ""].numpy(), values), name
+        assert np.array_equal(found[name].numpy(), values), name
     assert loaded_by_transformers(target).config.vocab_size == 321
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 

@@ -155,7 +155,12 @@ def as_theirs(config, name, tensor):
 
 def in_their_words(config, values):
     """Return {their name: their tensor} of {our name: our tensor}."""
-    return {config.layout.to_hf(n): as_theirs(config, n, value) for n, value in values.items()}
+    found = {}
+    for ours, value in values.items():
+        name, tensor = config.layout.to_hf(ours), as_theirs(config, ours, value)
+        # One tensor of theirs may hold the rows of several of ours, in the module's order.
+        found[name] = torch.cat((found[name], tensor)) if name in found else tensor
+    return found
 
 
 def assert_equal(ours, theirs, tokens):

@@ -1,4 +1,4 @@
-"""Mistral, Qwen2 and OLMo 2 against transformers', and their sizes against published ones."""
+"""Mistral, Qwen2, OLMo 2 and Phi-3: equal to transformers, and of the published sizes."""
 
 from math import prod
 
@@ -16,7 +16,13 @@ from tests.model_zoo.peers import (
     tokens,
     twin,
 )
+from tests.train.plans import recipe_with
 from trainer.engine.core.registry import models
+from trainer.engine.formats.hf_match import match
+from trainer.engine.lora.adapter_weights import merge_adapters
+from trainer.engine.lora.apply import add_adapters
+from trainer.engine.lora.tables import LoRA
+from trainer.engine.recipe.checks.checks import check
 from trainer.model_zoo.sizes import SettingsError
 
 SIZES = {
@@ -28,6 +34,7 @@ SIZES = {
     "vocab_size": VOCAB,
     "init_std": 0.2,
 }
+LONGROPE = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 4.0, 9.0], "factor": 4.0}
 WIDE = {"head_dim": 12, "norm_eps": 1e-2, "rope_theta": 1e6}
 VARIANTS = {
     "mistral": {},
@@ -39,9 +46,16 @@ VARIANTS = {
     "olmo2": {},
     "olmo2, one group": {"n_kv_heads": 1, "tie_embeddings": True},
     "olmo2, wide heads": WIDE,
+    "phi3": {"rotary_fraction": 0.75, "rope_scaling": {**LONGROPE, "original_max_seq_len": 40}},
+    "phi3, long rows": {
+        "rotary_fraction": 0.75,
+        "rope_scaling": {**LONGROPE, "original_max_seq_len": 16, "use_long": True},
+    },
+    "phi3, a window": {"window": 5, "n_kv_heads": 1, "tie_embeddings": True},
 }
 # Of the safetensors files on the Hugging Face hub: mistralai/Mistral-7B-v0.1, -7B-v0.3,
 # -Nemo-Base-2407, -Small-24B-Base-2501, -Large-Instruct-2407, Qwen/Qwen2.5-NAME,
+# microsoft/Phi-3-mini-4k-instruct, -3-medium-4k-instruct, -4-mini-instruct, phi-4,
 # allenai/OLMo-2-0425-1B, -1124-7B, -1124-13B, -0325-32B.
 PARAMETERS = {
     "mistral": {
@@ -59,6 +73,12 @@ PARAMETERS = {
         "14b": 14_770_033_664,
         "32b": 32_763_876_352,
         "72b": 72_706_203_648,
+    },
+    "phi3": {
+        "3-mini-4k": 3_821_079_552,
+        "3-medium-4k": 13_960_238_080,
+        "4-mini": 3_836_021_760,
+        "4": 14_659_507_200,
     },
     "olmo2": {
         "1b": 1_484_916_736,
@@ -151,7 +171,44 @@ def test_what_config_json_asks_for_and_is_not_done_is_refused():
     for change in ({"use_sliding_window": True}, {"layer_types": ["sliding_attention"] * 4}):
         with pytest.raises(SettingsError, match=next(iter(change))):
             type(config).from_hf_config(config.hf_config() | change)
+
+
+def test_a_window_of_null_is_none_and_contradicts_a_given_one():
     config = models["mistral"](window=9).with_vocab(64)
+    [problem] = match({}, {}, config, config.hf_config() | {"sliding_window": None}).problems
+    assert problem == "model.window is 9, config.json says null"
     assert type(config).from_hf_config(config.hf_config() | {"sliding_window": None}).window is None
     left_out = {key: x for key, x in config.hf_config().items() if key != "sliding_window"}
     assert type(config).from_hf_config(left_out).window == 4096  # as transformers takes it
+
+
+def test_adapters_leave_biases_where_they_are():
+    model, x = model_of("qwen2"), tokens()
+    expected = model(x)
+    table = LoRA(rank=2, targets=["*.attention.[qkv].weight"])
+    add_adapters(model, model.config.layout, table)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_b"):  # as it starts, which adds nothing
+                parameter.zero_()
+    assert torch.equal(model(x), expected)
+    merge_adapters(model)
+    assert torch.equal(model(x), expected)
+
+
+def test_factors_of_long_rope_are_one_a_pair_and_of_rows_as_long_as_the_recipe_s():
+    values = {"name": "phi3", "dim": 32, "n_heads": 4, "rotary_fraction": 0.75}
+    with pytest.raises(ValueError, match="needs 3 numbers, one a pair: long_factor has 2"):
+        models["phi3"].model_validate(
+            {**values, "rope_scaling": {"short_factor": [1.0] * 3, "long_factor": [1.0] * 2}}
+        )
+    with pytest.raises(ValueError, match="rotates 3 numbers of a head: RoPE turns pairs"):
+        models["phi3"].model_validate({**values, "rotary_fraction": 0.375})
+    scaling = {**LONGROPE, "original_max_seq_len": 16}
+    recipe = recipe_with(model={**values, "rope_scaling": scaling})
+    [(_, problem, hint)] = [each for each in check(recipe, 1) if each[0][0] == "data"]
+    assert problem.startswith("seq_len (32) is over model.rope_scaling.original_max_seq_len (16)")
+    assert "use_long = true" in hint
+    scaling["use_long"] = True
+    found = check(recipe_with(model={**values, "rope_scaling": scaling}), 1)
+    assert not any(each[0][0] == "data" for each in found)

@@ -80,6 +80,23 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "no scaling at all": ("gpt_oss", {**GPT_OSS, "rope_theta": 5000.0}),
     "no norm_topk_prob": ("qwen3_moe", QWEN),
+    "early name of longrope": (
+        "phi3",
+        {
+            **SIZES,
+            "intermediate_size": 48,
+            "pad_token_id": None,
+            "partial_rotary_factor": 0.5,
+            "max_position_embeddings": 160,
+            "original_max_position_embeddings": 40,
+            "rope_scaling": {
+                "type": "su",
+                "short_factor": [1.0, 2.0],
+                "long_factor": [3.0, 4.0],
+                "original_max_position_embeddings": 40,
+            },
+        },
+    ),
     "llama3 without a length": (
         "llama",
         {**LLAMA, "max_position_embeddings": 64, "rope_scaling": LLAMA3},

@@ -8,8 +8,9 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
 from trainer.kernels.choose import choose
 from trainer.model_zoo.language_model import BlockCache
-from trainer.model_zoo.layers.configs import LatentSizes, YarnScaling
+from trainer.model_zoo.layers.configs import LatentSizes
 from trainer.model_zoo.layers.latent_attention import LatentAttention
+from trainer.model_zoo.layers.rope_scaling import YarnScaling
 from trainer.model_zoo.layers.rotary import frequencies, rotation, yarn
 
 DIM, HEADS, THETA, EPS = 24, 3, 1000.0, 1e-6

@@ -7,7 +7,7 @@ import torch
 from transformers import DeepseekV3Config, GptOssConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from trainer.model_zoo.layers.configs import YarnScaling
+from trainer.model_zoo.layers.rope_scaling import YarnScaling
 from trainer.model_zoo.layers.rotary import frequencies, rotation, yarn
 
 

@@ -101,6 +101,19 @@ def test_a_plan_computes_what_one_process_does(plan, alone):
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "olmo2", "phi3"])
+def test_a_family_computes_on_tensor_ranks_what_it_does_on_one(family):
+    pytest.importorskip("torchao")
+    changes = {"model": {**MODEL, "name": family}, "optimizer": {"name": "sgd", "lr": 0.1}}
+    changes["data"] = BASE["data"] | {"micro_batch": 4}
+    words = [recipe_with(precision=FORMATS[word], **changes) for word in ("float8", "none")]
+    ((wanted, without),) = run_ranks(1, curves, words, timeout=280)
+    split = recipe_with(precision=FORMATS["float8"], parallel={"tensor": 2}, **changes)
+    for (found,) in run_ranks(2, curves, [split], timeout=280):
+        assert_same(found, wanted, without)
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 def test_a_pipeline_computes_what_one_process_does(schedule):
     pytest.importorskip("torchao")

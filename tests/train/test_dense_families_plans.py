@@ -14,11 +14,18 @@ from tests.distributed import run_ranks
 from tests.train.float64 import in_float64
 from tests.train.plans import BASE, assembled, by_one_process, recipe_with, train, whole
 
+LONGROPE = {
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [1.0, 4.0, 9.0],
+    "use_long": True,
+    "original_max_seq_len": 8,
+}
 SIZES = {**BASE["model"], "init_std": 0.1}
 MODELS = {
     "mistral": {"name": "mistral", "window": 5, "head_dim": 12},
     "qwen2": {"name": "qwen2", "tie_embeddings": True},
     "olmo2": {"name": "olmo2"},
+    "phi3": {"name": "phi3", "rotary_fraction": 0.75, "rope_scaling": LONGROPE},
 }
 LORA = {"rank": 3, "alpha": 12.0, "targets": ["*.attention.[qkvo].weight", "*.mlp.*.weight"]}
 PLANS = {

@@ -97,6 +97,18 @@ def test_adapters_are_exported_merged_and_apart(tmp_path):
     torch.testing.assert_close(theirs, merged, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.matrix
+def test_adapters_that_peft_has_no_name_for_are_exported_merged_alone(tmp_path):
+    """Phi-3's queries are rows of a tensor that PEFT adapts as a whole."""
+    recipe = write_recipe(tmp_path / "run", steps=6)
+    tuned = ["model.name=phi3", "lora.rank=2", "parallel.pipeline=2"]
+    assert finish(start(recipe, 2, overrides=[*EXPORT, *tuned])) == [0, 0]
+    run = tmp_path / "run" / "run"
+    torch.testing.assert_close(their_logits(run / "hf"), logits_of(run), atol=1e-5, rtol=1e-5)
+    assert not (run / "adapter").exists()
+    assert json.loads((run / "exported.json").read_text())["folders"] == ["hf"]
+
+
 def nameless():
     from trainer.model_zoo.llama3.config import Llama3Config
 

@@ -125,6 +125,8 @@ def _lengths(recipe: Recipe) -> Iterator[Finding]:
             f"seq_len ({recipe.data.seq_len}) is over model.max_seq_len ({longest})",
             "",
         )
+    if why := recipe.model.unsupported_length(recipe.data.seq_len):
+        yield ("data", "seq_len"), why, "set model.rope_scaling.use_long = true for longer rows"
     warmup, steps = recipe.schedule.warmup_steps, recipe.run.steps
     if steps is not None and warmup > steps:
         yield (
