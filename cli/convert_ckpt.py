@@ -121,6 +121,20 @@ def torch2dcp(
 
 
 @app.command()
+def titan2dcp(
+    source: Source,
+    target: Destination,
+    dtype: Dtype = None,
+    recipe: RecipeFile = None,
+    tokenizer: TokenizerPath = None,
+    verify: Verify = False,
+    as_json: AsJson = False,
+) -> None:
+    """torchtitan's DCP folder of a step, with --recipe, to a checkpoint of ours."""
+    _convert("titan2dcp", source, target, dtype, recipe, tokenizer, verify, None, as_json)
+
+
+@app.command()
 def dcp2torch(
     source: Source,
     target: Destination,

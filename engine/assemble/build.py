@@ -20,6 +20,7 @@ from ..checkpoint.reader import load_weights
 from ..core.errors import CheckpointError, Problem, RecipeError
 from ..core.text.selection import NameSelection, Renaming
 from ..formats.hf_load import load_huggingface
+from ..formats.titan_folder import is_titan_folder, load_titan
 from ..lora.apply import add_adapters, require_adapters
 from ..observe.monitors.monitored_model import MonitoredModel
 from ..observe.monitors.monitors import Monitors
@@ -194,7 +195,7 @@ def build_task(
 def load_initial_weights(
     model: Model, config: ModelConfig, source: Path, init: Init | None = None
 ) -> list[str]:
-    """Load weights only, from one of our checkpoints or a Hugging Face folder; return notes.
+    """Load weights only, from a checkpoint of ours, Hugging Face's or torchtitan's; return notes.
 
     Adapters and the layer of a task's head stay as they are where the source has none, and so do
     the weights that `run.init.exclude` names.
@@ -220,7 +221,9 @@ def load_initial_weights(
             notes.append(f"the checkpoint holds no {', '.join(lacking)}: new ones are trained")
         return notes
     if average:
-        raise CheckpointError(f"{source} is a Hugging Face folder: it has one set of weights")
+        raise CheckpointError(f"{source} is no checkpoint of ours: it has one set of weights")
+    if is_titan_folder(source):
+        return [f"weights from {source}", *left_out, *load_titan(source, model, config, selection)]
     notes = load_huggingface(source, model, config, fresh_head=True, selection=selection)
     return [f"weights from {source}", *left_out, *notes]
 

@@ -14,6 +14,7 @@ from ..checkpoint.manifest import Manifest
 from ..core.errors import Problem, RecipeError
 from ..core.files import open_regular
 from ..formats.hf_folder import list_tensors
+from ..formats.titan_folder import is_titan_folder, list_files
 from ..lora.tables import LoRA
 from ..parallel.materialize import materialize
 from ..parallel.plan import Plan
@@ -181,18 +182,22 @@ def fingerprint_manifest(manifest: Manifest) -> str:
 
 
 def fingerprint_folder(folder: Path) -> str:
-    """Return a text that changes if the weights of a Hugging Face folder do.
+    """Return a text that changes if the weights of Hugging Face's or torchtitan's folder do.
 
     Names, shapes, places and sizes are compared, and of each file the first and the last MiB:
     reading all of a large model at every start would take minutes.
     """
-    tensors = list_tensors(folder)
     digest = xxhash.xxh3_128()
+    if is_titan_folder(folder):
+        tensors, files = {}, list_files(folder)
+    else:
+        tensors = list_tensors(folder)
+        files = sorted({each.file for each in tensors.values()})
     for name in sorted(tensors):
         each = tensors[name]
         place = f"{name} {each.file.name} {each.dtype} {each.shape} {each.offset}\n"
         digest.update(place.encode())
-    for file in sorted({each.file for each in tensors.values()}):
+    for file in files:
         with open_regular(file) as opened:
             digest.update(opened.read(FINGERPRINT_BYTES))
             size = opened.seek(0, os.SEEK_END)

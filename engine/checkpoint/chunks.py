@@ -18,7 +18,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import xxhash
@@ -28,8 +28,8 @@ from typing_extensions import TypedDict
 from ..core.errors import CheckpointError
 from ..core.files import open_regular, require_regular
 from .box import Box, covers
-from .manifest import FileEntry, Manifest, TensorEntry
-from .tensors import FileTensor, StoredChunk, TensorSpec, dtype_name, nbytes
+from .manifest import CONTENTS, FileEntry, Manifest, TensorEntry
+from .tensors import FileTensor, StoredChunk, TensorRows, TensorSpec, dtype_name, nbytes
 
 INDEX = "index.json"
 # A part takes about 40 bytes. Read, an index takes up to 20 times its size.
@@ -191,10 +191,7 @@ def read_chunks(
         if manifest.tensors[name]["dtype"] not in DTYPES:
             raise CheckpointError(f"{folder}: {name} has a dtype that is not read")
     if manifest.format == 1:
-        # Imports torch.distributed.checkpoint, which nothing else here needs any more. Goes in 0.2.
-        from .guarded import read_chunks as read_old_chunks
-
-        chunks = read_old_chunks(folder, manifest, names)
+        chunks: dict[str, list[StoredChunk]] = _guarded().read_chunks(folder, manifest, names)
     else:
         index = _read_index(folder, manifest)
         chunks = {name: _open_chunks(folder, manifest, index, name) for name in names}
@@ -204,6 +201,28 @@ def read_chunks(
         if not covers(manifest.tensors[name]["shape"], boxes):
             raise CheckpointError(f"{folder}: the parts of {name} do not make it up")
     return chunks
+
+
+def read_dcp(folder: Path) -> dict[str, TensorRows]:
+    """Return the tensors of a torch DCP folder that another program wrote, by name.
+
+    Raises:
+        CheckpointError: the folder cannot be read, or asks for code.
+    """
+    if not (folder / CONTENTS).is_file():
+        raise CheckpointError(
+            f"{folder} has no {CONTENTS}: it is no folder of torch.distributed.checkpoint",
+            "name the folder of one step, such as checkpoint/step-1000",
+        )
+    tensors: dict[str, TensorRows] = _guarded().read_tensors(folder)
+    return tensors
+
+
+def _guarded() -> Any:
+    # Imports torch.distributed.checkpoint, which nothing else here needs any more.
+    from . import guarded
+
+    return guarded
 
 
 def _read_index(folder: Path, manifest: Manifest) -> Index:

@@ -1,9 +1,10 @@
-"""Reads checkpoints of format 1, torch DCP files, without letting them run code.
+"""Reads torch DCP files, without letting them run code.
 
-They were written before 0.1. DCP keeps its table of contents (`.metadata`) as a pickle, follows any
-path in it, and unpickles what is not a tensor. Here the pickle may name only the classes of that
-table, paths are plain names that the manifest lists, and only tensors are read, from where they lie
-in their files.
+Checkpoints of format 1, written before 0.1, have a manifest beside them; those of other programs
+have not. DCP keeps its table of contents (`.metadata`) as a pickle, follows any path in it, and
+unpickles what is not a tensor. Here the pickle may name only the classes of that table, paths are
+plain names that the manifest or the folder lists, and only tensors are read, from where they lie in
+their files.
 
 Importing this module imports torch.distributed.checkpoint.
 """
@@ -30,11 +31,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..core.errors import CheckpointError
 from ..core.files import open_regular
-from .manifest import Manifest, TensorEntry
-from .tensors import FileTensor, StoredChunk, dtype_name
+from .box import Box, covers
+from .manifest import CONTENTS, Manifest, TensorEntry
+from .tensors import ConcatenatedTensor, FileTensor, StoredChunk, TensorRows, dtype_name
 from .torch_file import read_file_tensors, require_few_objects
 
-CONTENTS = ".metadata"
 # A part of a tensor takes about 150 bytes and 35 objects, and each file holds one part of a tensor.
 MAX_CONTENTS_BYTES, CONTENTS_BESIDE, PART_BYTES = 2**28, 2**20, 512
 BYTES_AN_OBJECT, OBJECTS_BESIDE = 3, 2**16
@@ -78,6 +79,40 @@ def read_chunks(
     return chunks
 
 
+def read_tensors(folder: Path) -> dict[str, TensorRows]:
+    """Find all tensors of a DCP folder that another program wrote; nothing else in it is read.
+
+    Raises:
+        CheckpointError: the table of contents cannot be read, asks for code, or makes no sense.
+    """
+    with readable(folder):
+        files = {path.name for path in folder.iterdir() if path.suffix == ".distcp"}
+        contents = _load(folder, MAX_CONTENTS_BYTES)
+        if not isinstance(contents, Metadata):
+            raise CheckpointError(f"{folder}: {CONTENTS} holds no table of contents")
+        _check_places(folder, contents, files)
+        tensors: dict[str, TensorRows] = {}
+        for name, entry in contents.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                tensors[name] = _open_tensor(folder, contents, name, entry)
+        return tensors
+
+
+def _open_tensor(
+    folder: Path, contents: Metadata, name: str, entry: TensorStorageMetadata
+) -> TensorRows:
+    shape, dtype = tuple(entry.size), entry.properties.dtype
+    chunks = [
+        StoredChunk(tuple(chunk.offsets), _find_chunk(folder, contents, name, chunk))
+        for chunk in entry.chunks
+    ]
+    if not covers(shape, [Box(start, part.shape) for start, part in chunks]):
+        raise CheckpointError(f"{folder}: the parts of {name} do not make it up")
+    if len(chunks) == 1:
+        return chunks[0].tensor
+    return ConcatenatedTensor(dtype, shape, tuple(chunks))
+
+
 def read_contents(path: Path, manifest: Manifest) -> Metadata:
     """Return DCP's table of contents, after comparing it with the manifest.
 
@@ -87,14 +122,19 @@ def read_contents(path: Path, manifest: Manifest) -> Metadata:
     with readable(path):
         parts = len(manifest.tensors) * len(manifest.files)
         limit = min(CONTENTS_BESIDE + PART_BYTES * parts, MAX_CONTENTS_BYTES)
-        with open_regular(path / CONTENTS) as file:
-            content = file.read(limit + 1)
-        if len(content) > limit:
-            raise CheckpointError(f"{path}: {CONTENTS} has more than {limit} bytes")
-        require_few_objects(content, OBJECTS_BESIDE + len(content) // BYTES_AN_OBJECT)
-        contents = _Unpickler(io.BytesIO(content)).load()
+        contents = _load(path, limit)
         _check(path, contents, manifest)
     return cast("Metadata", contents)
+
+
+def _load(path: Path, limit: int) -> Any:
+    """Return what a table of contents holds, of at most `limit` bytes."""
+    with open_regular(path / CONTENTS) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise CheckpointError(f"{path}: {CONTENTS} has more than {limit} bytes")
+    require_few_objects(content, OBJECTS_BESIDE + len(content) // BYTES_AN_OBJECT)
+    return _Unpickler(io.BytesIO(content)).load()
 
 
 @contextmanager
@@ -178,8 +218,12 @@ def _check(path: Path, contents: Any, manifest: Manifest) -> None:
         raise CheckpointError(f"{path}: {CONTENTS} holds no table of contents")
     if _entries(contents) != manifest.tensors:
         raise CheckpointError(f"{path}: {CONTENTS} lists other tensors than the manifest")
+    _check_places(path, contents, manifest.files)
+
+
+def _check_places(path: Path, contents: Metadata, files: Collection[str]) -> None:
     for info in contents.storage_data.values():
-        if info.relative_path not in manifest.files:
+        if info.relative_path not in files:
             raise CheckpointError(f"{path}: {CONTENTS} points to {info.relative_path!r}")
         if info.transform_descriptors:
             raise CheckpointError(f"{path}: {CONTENTS} asks for a transformation")

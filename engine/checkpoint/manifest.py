@@ -27,6 +27,8 @@ from typing_extensions import TypedDict
 from ..core.errors import CheckpointError
 from ..core.files import open_regular
 
+CONTENTS = ".metadata"
+"""torch DCP's table of contents"""
 FORMAT = 2
 READABLE = (1, 2)
 """1: torch DCP files with a pickled table of contents, until 0.1; 2: safetensors and an index"""

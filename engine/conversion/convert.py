@@ -26,6 +26,7 @@ from .meta import open_meta
 from .source_weights import SourceWeights
 from .sources import open_huggingface, open_native, open_torch
 from .targets import Job
+from .titan import open_titan
 from .writing import Advance, Counter, publish_when_complete, run_in_threads
 
 TARGET_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -56,6 +57,7 @@ CONVERSIONS: dict[str, tuple[Open, Target]] = {
     "dcp2hf": (open_native, HUGGINGFACE),
     "meta2dcp": (open_meta, NATIVE),
     "torch2dcp": (open_torch, NATIVE),
+    "titan2dcp": (open_titan, NATIVE),
     "dcp2torch": (open_native, TORCH),
     "hf2hf": (open_huggingface, HUGGINGFACE),
     "gguf2dcp": (gguf.open_gguf, NATIVE),
@@ -142,9 +144,8 @@ def convert(
     )
     if format_ is GGUF:
         job.forms = gguf.choose_forms(job.forms)
-    rounds = 2 if options.verify else 1
     with publish_when_complete(target, job.bytes) as temporary:
-        job.advance = Counter(started(job.bytes * rounds))
+        job.advance = Counter(started(job.bytes * (1 + options.verify)))
         format_.write(job, temporary)
         if options.verify:
             _verify(job, format_, temporary)

@@ -28,9 +28,9 @@ from ..formats.gguf_names import (
     read_sizes,
     write_sizes,
 )
+from ..formats.hf_layout import Interleaved
 from ..recipe.schema import Recipe
 from .gguf_tokenizer import describe_tokenizer
-from .meta import Interleaved
 from .source_weights import SourceWeights, config_or_error, parameter_shapes, require_match
 from .targets import Job
 from .writing import Extent, create_file, split_into_extents, sync, write_all

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import cast
-
-import torch
-from torch import Tensor
 
 from ...model_zoo.layout import translate
 from ...model_zoo.llama3.config import Llama3Config
 from ...model_zoo.llama3.meta import COMPUTED, NAMES, ROTATED, config_from_params
 from ..checkpoint.tensors import (
     ConcatenatedTensor,
-    DerivedTensor,
     FileTensor,
     StoredChunk,
     TensorRows,
@@ -26,6 +21,7 @@ from ..checkpoint.tensors import (
 from ..checkpoint.torch_file import check_records
 from ..core.errors import CheckpointError
 from ..formats.hf_json import read_json
+from ..formats.hf_layout import Interleaved
 from ..formats.hf_match import Shape
 from ..recipe.schema import Recipe
 from .source_weights import SourceWeights, config_or_error, parameter_shapes, require_match
@@ -177,35 +173,3 @@ def _reorder_rotary(name: str, tensor: TensorRows, config: Llama3Config) -> Tens
     return (
         Interleaved(tensor, tensor.shape, config.head_width) if name.endswith(ROTATED) else tensor
     )
-
-
-@dataclass(frozen=True)
-class Interleaved(DerivedTensor):
-    """A query or key weight in Meta's interleaved rotary layout, read in our half-split layout.
-
-    Within each head Meta rotates the rows (2i, 2i + 1) together, while Hugging Face and we rotate
-    (i, i + K/2). The permutation equals `permute` in transformers'
-    `convert_llama_weights_to_hf.py`.
-
-    Args:
-        source: Meta's weight, shape [heads * K, D].
-        shape: the same shape.
-        head_width: the head width K.
-        inverse: the source is in our layout, and is read in Meta's.
-    """
-
-    head_width: int
-    inverse: bool = False
-
-    def read(self, first: int, last: int) -> Tensor:
-        """Return rows `first` to `last`, exclusive, in the other order."""
-        width = self.head_width
-        # Rows are permuted within a head only, so the whole heads around the range are read.
-        low, high = first // width * width, -(-last // width) * width
-        row = torch.arange(first, last)
-        inside, head = row % width, row // width * width
-        if self.inverse:
-            source = head + inside % 2 * (width // 2) + inside // 2
-        else:
-            source = head + 2 * (inside % (width // 2)) + inside // (width // 2)
-        return self.source.read(low, high)[source - low]

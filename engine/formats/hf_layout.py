@@ -99,6 +99,47 @@ class RowRange(DerivedTensor):
         return self.source.read(self.start + first, self.start + last)
 
 
+@dataclass(frozen=True)
+class Interleaved(DerivedTensor):
+    """A query or key weight in Meta's interleaved rotary layout, read in our half-split layout.
+
+    Within each head Meta rotates the rows (2i, 2i + 1) together, while Hugging Face and we rotate
+    (i, i + K/2). The permutation equals `permute` in transformers'
+    `convert_llama_weights_to_hf.py`.
+
+    Args:
+        source: Meta's weight, shape [heads * K, D].
+        shape: the same shape.
+        head_width: the head width K.
+        inverse: the source is in our layout, and is read in Meta's.
+    """
+
+    head_width: int
+    inverse: bool = False
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Return rows `first` to `last`, exclusive, in the other order."""
+        width = self.head_width
+        # Rows are permuted within a head only, so the whole heads around the range are read.
+        low, high = first // width * width, -(-last // width) * width
+        row = torch.arange(first, last)
+        inside, head = row % width, row // width * width
+        if self.inverse:
+            source = head + inside % 2 * (width // 2) + inside // 2
+        else:
+            source = head + 2 * (inside % (width // 2)) + inside // (width // 2)
+        return self.source.read(low, high)[source - low]
+
+
+@dataclass(frozen=True)
+class ReshapedRows(DerivedTensor):
+    """A tensor whose rows have another shape, of as many numbers."""
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Return rows `first` to `last`, exclusive."""
+        return self.source.read(first, last).view(last - first, *self.shape[1:])
+
+
 def extract_part(tensor: TensorRows, part: Part) -> TensorRows:
     """Return the tensor that Hugging Face stores for one part of our parameter.
 

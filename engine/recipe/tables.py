@@ -55,7 +55,8 @@ class Run(Table):
     resume: LocalPath = "auto"
     """"auto": the newest intact checkpoint, else start; "never"; or a checkpoint's path"""
     init_from: RecipePath = ""
-    """weights only, from a native checkpoint or a Hugging Face folder; resume wins over it"""
+    """weights only, from a native checkpoint, a Hugging Face folder, or a folder of torchtitan's;
+    resume wins over it"""
     init: Init = DEFAULTS
     """what is taken of init_from"""
     gc_interval: CountOrZero = 50

@@ -21,6 +21,7 @@ SEE_A_WHOLE_RECIPE = {
     "engine/conversion/source_weights.py",
     "engine/conversion/sources.py",
     "engine/conversion/targets.py",
+    "engine/conversion/titan.py",
     "engine/doctor/graphs.py",
     "engine/estimate/memory.py",
     "engine/estimate/plan.py",
