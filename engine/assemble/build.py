@@ -25,13 +25,13 @@ from ..lora.apply import add_adapters, require_adapters
 from ..observe.monitors.monitored_model import MonitoredModel
 from ..observe.monitors.monitors import Monitors
 from ..observe.phases import Phase, no_phase
-from ..optim.parameters import avoid_dynamo_import, parameter_groups
 from ..parallel.axis import LocalParts, ParallelModel
 from ..parallel.blocks import open_compiler, transform_blocks
 from ..parallel.materialize import without_storage
 from ..parallel.pipeline.cut import num_micro_batches
 from ..parallel.pipeline.measure import measure_costs
 from ..parallel.plan import Plan
+from ..precision.choose import float8_layers
 from ..precision.hardware import DTYPES, LossScale, compute_dtype, dtype_name
 from ..precision.products import enable_low_precision
 from ..recipe.schema import Recipe
@@ -42,7 +42,7 @@ from ..tasks.task import Task
 from ..tokenizers.tokenizer import Tokenizer
 from ..train.balance import Balance
 from ..train.step import TrainStep
-from ..train.update import Update, UpdateAfterBackward, UpdateInBackward
+from .update import build_update
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,9 @@ def build_model(
         # Adapters before the split: they are divided as the weights that they adapt.
         if recipe.lora.rank:
             notes.append(add_adapters(model, config.layout, recipe.lora))
+        if recipe.precision.parameters == "bf16":
+            for weight in model.parameters():
+                weight.data = weight.data.to(torch.bfloat16)
     if plan and recipe.precision.low_precision:
         notes += enable_low_precision(model, config, recipe.precision.low_precision)
     notes += describe_choices(kernels, ragged=recipe.data.packing == "ragged")
@@ -103,7 +106,9 @@ def build_model(
     if plan:
         is_split = plan.degrees.tensor > 1
         transform_blocks(model, config.layout, recipe.memory, compiler, is_split=is_split)
-        pieces = plan.split(model, config, dtype, DTYPES[recipe.precision.reduce], costs)
+        narrow = float8_layers(recipe.precision.float8, config)
+        reduce = DTYPES[recipe.precision.reduce]
+        pieces = plan.split(model, config, dtype, reduce, costs, narrow)
         if pieces.cut and recipe.lora.rank:
             require_adapters(model, config.layout, pieces.cut)
     return BuiltModel(model, config, kernels, notes, pieces)
@@ -141,16 +146,8 @@ def build_step(
     if frozen is None and recipe.lora.rank and recipe.task.frozen_model(recipe.loss) == "":
         frozen = FrozenModel(parallel_model, built.config, base_alone)
     # After the wrapping: FSDP replaces parameters, and an optimizer must hold the new ones.
-    groups = parameter_groups(model.named_parameters(), recipe.optimizer)
-    avoid_dynamo_import()
-    optimizer = recipe.optimizer.build(groups, plan.device)
     scale = LossScale(model.compute_dtype)
-    weight_update: Update = UpdateAfterBackward(
-        optimizer, recipe.optimizer.clip_norm, scale, parallel_model, plan.degrees, plan.device
-    )
-    if recipe.memory.optimizer_in_backward:
-        late, ranks = parallel_model.manually_reduced, plan.degrees.world
-        weight_update = UpdateInBackward(optimizer, late, ranks, plan.device)
+    optimizer, weight_update = build_update(recipe, parallel_model, plan, scale)
     return TrainStep(
         parallel_model,
         optimizer,

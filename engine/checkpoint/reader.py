@@ -28,6 +28,8 @@ def load_state(
     state: Mapping[str, Tensor],
     group: ProcessGroup | None,
     remote: Collection[str] = (),
+    *,
+    may_cast: bool = False,
 ) -> None:
     """Fill `state` in place from a checkpoint that was saved by any number of ranks.
 
@@ -41,6 +43,8 @@ def load_state(
         manifest: the manifest of that checkpoint.
         group: as for `CheckpointStore`.
         remote: names of weights and buffers that other ranks hold instead of this one.
+        may_cast: whether floating-point numbers are read into another dtype; of a checkpoint that
+            holds weights only, they always are.
 
     Raises:
         CheckpointError: names, shapes or dtypes differ, all listed, and no tensor was touched; or
@@ -53,7 +57,7 @@ def load_state(
         remote = {*remote, *left}
     ranks = Ranks(group)
     # All ranks agree that the state fits before any tensor of any rank is changed.
-    ranks.reduce(lambda: _check_fit(path, manifest, state, remote), lambda _: None)
+    ranks.reduce(lambda: _check_fit(path, manifest, state, remote, may_cast), lambda _: None)
     ranks.reduce(lambda: read_tensors(path, manifest, state), lambda _: None)
 
 
@@ -99,7 +103,7 @@ def load_weights(
     remote |= {_parameter(name) for name in names.values() if _parameter(name).startswith(left)}
     remote |= {_parameter(there) for name, there in names.items() if selection.excludes(name)}
     remote |= {_parameter(name) for name in state if _section(name) == "ema"}
-    load_state(found.path, found.manifest, state, group, remote)
+    load_state(found.path, found.manifest, state, group, remote, may_cast=True)
     return found.manifest
 
 
@@ -131,9 +135,14 @@ def _find_sources(
 
 
 def find_mismatches(
-    state: Mapping[str, Tensor], manifest: Manifest, remote: Collection[str] = ()
+    state: Mapping[str, Tensor],
+    manifest: Manifest,
+    remote: Collection[str] = (),
+    *,
+    may_cast: bool = False,
 ) -> list[str]:
     """Return how names, shapes and dtypes of a state differ from a checkpoint's."""
+    may_cast = may_cast or manifest.contents == "weights"
     problems: list[str] = []
     saved = manifest.tensors
     sections = {_section(name) for name in state}
@@ -151,7 +160,7 @@ def find_mismatches(
         if name in saved:
             here = TensorEntry(shape=list(tensor.shape), dtype=dtype_name(tensor.dtype))
             both = (here["dtype"], saved[name]["dtype"])
-            if manifest.contents == "weights" and all("float" in dtype for dtype in both):
+            if may_cast and all("float" in dtype for dtype in both):
                 here["dtype"] = both[1]  # cast while it is read
             if here != saved[name]:
                 problems.append(f"{name} is {_text(saved[name])} there and {_text(here)} here")
@@ -159,14 +168,18 @@ def find_mismatches(
 
 
 def _check_fit(
-    path: Path, manifest: Manifest, state: Mapping[str, Tensor], remote: Collection[str]
+    path: Path,
+    manifest: Manifest,
+    state: Mapping[str, Tensor],
+    remote: Collection[str],
+    may_cast: bool,
 ) -> None:
     if manifest.contents == "weights" and any(_section(name) == "optimizer" for name in state):
         raise CheckpointError(
             f"{path} holds weights only: it has no optimizer state to resume from",
             "start another run from its weights with run.init_from",
         )
-    problems = find_mismatches(state, manifest, remote)
+    problems = find_mismatches(state, manifest, remote, may_cast=may_cast)
     if problems:
         raise CheckpointError(list_problems(f"{path} does not fit:", problems))
 

@@ -89,6 +89,7 @@ class StepSizes:
         config: the model's config.
         block: the parameters of a block.
         ends: the parameters of embedding and head together.
+        width: bytes of a parameter, and of a gradient.
         state: bytes of optimizer state a parameter.
         saved: activation elements a token that a block saves for backward, summed over the ranks of
             the tensor axis.
@@ -99,12 +100,13 @@ class StepSizes:
     config: Any
     block: int
     ends: int
+    width: int
     state: float
     saved: int
     replicated: int
 
     @classmethod
-    def of(cls, config: Any, optimizer: OptimizerConfig) -> StepSizes:
+    def of(cls, config: Any, optimizer: OptimizerConfig, width: int) -> StepSizes:
         """Return the sizes of a model; activations as in section 4 of arXiv:2205.05198."""
         shapes = config.parameter_shapes()
         start = f"{config.layout.blocks}."
@@ -116,6 +118,7 @@ class StepSizes:
             config,
             block=blocks // config.n_layers,
             ends=sum(map(prod, shapes.values())) - blocks,
+            width=width,
             state=_state_bytes(optimizer),
             saved=2 * config.dim + 3 * heads + wide,
             replicated=2 * config.dim,
@@ -177,7 +180,7 @@ def estimate(
     ring = 2 * (replicas - 1) / replicas * 4 * weights / pieces
     along = ("replicate",) if pieces > 1 else GRADIENT_AXES
     exposed += max(0.0, links.seconds(along, ring) - compute / passes * 2 / 3)
-    optimizer = weights / pieces * (3 * 4 + 2 * model.state) / device.memory_bandwidth
+    optimizer = weights / pieces * (3 * model.width + 2 * model.state) / device.memory_bandwidth
     return Candidate(
         degrees,
         parallel.fsdp.strategy,
@@ -229,7 +232,7 @@ def _memory(
     recomputes: bool,
 ) -> int:
     """Return the bytes of a rank: weights, gradients, optimizer, activations and logits."""
-    held = weights / pieces * (4 + 4 + model.state)
+    held = weights / pieces * (2 * model.width + model.state)
     gathered = weights * 2 if keeps_weights else 2 * 2 * model.block / degrees.tensor
     if keeps_gradients:
         gathered += 4 * weights  # gradients are not reduced before the last micro batch

@@ -12,6 +12,7 @@ from math import prod
 
 from ..core.errors import RecipeError
 from ..parallel.mesh import DATA_AXES, MESH, Degrees
+from ..precision.hardware import DTYPES
 from ..recipe.checks.checks import check
 from ..recipe.schema import Recipe
 from .devices import DEVICES
@@ -47,7 +48,8 @@ def search(
     if any(split.micro_batch for split in recipe.data.splits):
         message = "a training split has a micro_batch of its own, and the search looks for one"
         raise RecipeError(message, "leave micro_batch out of data.splits")
-    sizes = StepSizes.of(recipe.model.with_vocab(recipe.vocab_size), recipe.optimizer)
+    width = DTYPES[recipe.precision.parameters].itemsize
+    sizes = StepSizes.of(recipe.model.with_vocab(recipe.vocab_size), recipe.optimizer, width)
     candidates = [
         estimate(
             degrees,

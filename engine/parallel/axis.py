@@ -78,12 +78,14 @@ class SplitSettings:
         compute: dtype of gathered parameters.
         reduce: dtype of gradient reduction.
         costs: measured costs by which pipeline stages are balanced; None: estimated ones.
+        float8_layers: paths of the layers for which tensor ranks gather the sequence in float8.
     """
 
     dims: Mapping[str, Mapping[str, int | None]]
     compute: torch.dtype
     reduce: torch.dtype
     costs: EndCosts | None = None
+    float8_layers: Collection[str] = ()
 
 
 @dataclass(frozen=True)

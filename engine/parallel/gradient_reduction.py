@@ -41,8 +41,10 @@ class ReplicaParts(AxisParts):
             gradient_as_bucket_view=True,
             init_sync=False,  # the initial values are the same on each rank by construction
         )
-        if settings.reduce is torch.bfloat16:
-            ddp.register_comm_hook(None, _average_in_bf16)
+        # Without the hook DDP averages gradients in the dtype of their weights.
+        dtypes = {settings.reduce, *(weight.dtype for weight in model.parameters())}
+        if torch.bfloat16 in dtypes:
+            ddp.register_comm_hook(settings.reduce, _average)
 
         def synchronize(last: bool) -> None:
             # What `ddp.no_sync()` sets; that context would have to enclose forward and backward.
@@ -63,11 +65,11 @@ def make_axis(local: LocalRank) -> ReplicaParts:
 
 
 # Torch looks at the annotations of a hook, and takes none that are texts.
-def _average_in_bf16(_, bucket):  # type: ignore[no-untyped-def]
-    """Average gradients over ranks; torch's own hook for it takes no CPU tensors."""
+def _average(dtype, bucket):  # type: ignore[no-untyped-def]
+    """Average gradients over ranks in a dtype; torch's own hook for it takes no CPU tensors."""
     gradients = bucket.buffer()
     # The world size: DDP runs only where every rank holds the whole model.
-    sent = gradients.to(torch.bfloat16).div_(dist.get_world_size())
+    sent = gradients.to(dtype).div_(dist.get_world_size())
     work = cast("dist.Work", dist.all_reduce(sent, async_op=True))
     return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
 
@@ -91,7 +93,9 @@ def make_replicated_reduction(
         gradients = [local(each.grad) for each in parameters if each.grad is not None]
         for group in groups if gradients else ():
             # One collective for all parameters: most of them are norms of a few bytes.
-            flat = torch.cat([gradient.flatten() for gradient in gradients]).to(device)
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            # Gradients of weights in bf16 are added up in fp32.
+            flat = flat.to(device, torch.promote_types(flat.dtype, torch.float32))
             dist.all_reduce(flat, operation, group)
             parts = torch.split(flat, [gradient.numel() for gradient in gradients])
             for gradient, part in zip(gradients, parts, strict=True):

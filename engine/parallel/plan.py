@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -67,6 +68,7 @@ class Plan(LocalRank):
         compute: torch.dtype,
         reduce: torch.dtype,
         costs: EndCosts | None = None,
+        float8_layers: Collection[str] = (),
     ) -> LocalParts:
         """Split a model on the meta device over ranks, in place; parameters keep their names.
 
@@ -76,6 +78,7 @@ class Plan(LocalRank):
             compute: dtype of gathered parameters.
             reduce: dtype of gradient reduction.
             costs: measured costs by which pipeline stages are balanced; None: estimated ones.
+            float8_layers: paths of the layers for which tensor ranks gather the sequence in float8.
 
         Raises:
             RecipeError: rules that the model's parameters cannot follow.
@@ -83,7 +86,8 @@ class Plan(LocalRank):
         shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
         require_divisible(shapes, config, self.table, self.degrees)
         found = placements_for(shapes, config, self.table, self.degrees)
-        settings = SplitSettings({each.name: each.place for each in found}, compute, reduce, costs)
+        dims = {each.name: each.place for each in found}
+        settings = SplitSettings(dims, compute, reduce, costs, float8_layers)
         parts = LocalParts(config.layout.embed)
         for axis in self.axes:
             # In this order: prune, then split matrices, then shard what is left.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from ...model_zoo.layout import translate
 from ...model_zoo.matrices import is_matrix
 from ..core.errors import nearest
 from ..core.text.expressions import match_names
@@ -55,6 +56,18 @@ def select_weights(table: LowPrecision, config: ModelConfig) -> dict[str, Shape]
     }
 
 
+def float8_layers(table: Float8, config: ModelConfig) -> set[str]:
+    """Return the paths of the layers whose input none but projections in float8 take."""
+    if not table.gather_activations:
+        return set()
+    layout, chosen = config.layout, select_weights(table, config)
+    takers: dict[str, list[bool]] = {}
+    for name in matmul_weights(config):
+        if not layout.is_expert(name) and translate(name, layout.tensor) != "rows":
+            takers.setdefault(name.rsplit(".", 2)[0], []).append(name in chosen)
+    return {layer for layer, are_chosen in takers.items() if all(are_chosen)}
+
+
 def mismatches(
     table: LowPrecision, config: ModelConfig, tensor: int, expert_tensor: int
 ) -> Iterator[Mismatch]:
@@ -67,6 +80,8 @@ def mismatches(
         expert_tensor: the number of ranks of the expert_tensor axis, which split experts.
     """
     yield from _unmatched(table, config)
+    if isinstance(table, Float8) and table.gather_activations:
+        yield from _ungathered(table, config)
     found = select_weights(table, config)
     experts = {name: shape for name, shape in found.items() if config.layout.is_expert(name)}
     others = {name: shape for name, shape in found.items() if name not in experts}
@@ -92,6 +107,16 @@ def mismatches(
         message += f"both must be multiples of {required_multiple(table)}"
         pattern = "*." + ".".join(name.split(".")[-3:])
         yield ("targets",), message, "give other sizes, " + exclude.format(word, pattern)
+
+
+def _ungathered(table: Float8, config: ModelConfig) -> Iterator[Mismatch]:
+    """Yield the reasons why no activations can be gathered in float8."""
+    if table.recipe == "tensorwise":
+        message = "a scale for all rows is not known before they are gathered"
+        yield ("gather_activations",), message, 'take recipe = "rowwise", or leave it out'
+    elif config.layout.tensor and not float8_layers(table, config):
+        message = "no layer has all of its projections in float8"
+        yield ("gather_activations",), message, "let targets match all projections of a layer"
 
 
 def _unmatched(table: LowPrecision, config: ModelConfig) -> Iterator[Mismatch]:

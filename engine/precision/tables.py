@@ -34,6 +34,9 @@ class Float8(LowPrecision):
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "rowwise"
     """how projections are scaled: "tensorwise": a scale a tensor, gradients in e5m2; "rowwise": one
     a row, a power of two; "rowwise_with_gw_hp": that, but gradients of weights are not in float8"""
+    gather_activations: bool = False
+    """tensor parallel: gather rows in float8 where all projections that take them multiply in it;
+    "rowwise" recipes alone"""
 
 
 class MX(LowPrecision):
@@ -50,6 +53,12 @@ class Precision(Table):
 
     compute: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """"auto": bf16 where the device multiplies it in hardware, else fp32"""
+    parameters: Literal["fp32", "bf16"] = "fp32"
+    """dtype in which weights and their gradients are held; optimizers update in fp32, and what they
+    keep is in fp32"""
+    stochastic_rounding: bool = True
+    """of parameters in bf16: round an update up or down at random, so that small ones are not lost;
+    false: to the nearest"""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """dtype of gradient reduction between ranks"""
     float8: Float8 = DEFAULTS

@@ -180,7 +180,13 @@ def _compute(
         step.clear()
     # Without clipping the norm is the same, and the layers' gradients stay as they are.
     unclipped = UpdateAfterBackward(
-        step.optimizer, 0.0, step.scale, step.parallel_model, step.degrees, step.device
+        step.optimizer,
+        step.weight_update.run_step,
+        0.0,
+        step.scale,
+        step.parallel_model,
+        step.degrees,
+        step.device,
     )
     step = replace(step, weight_update=unclipped)
     probe = Probe(step, parts.model_config.layout)

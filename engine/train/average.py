@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,7 @@ class WeightAverage:
             name: torch.empty_like(weight, dtype=torch.float32)
             for name, weight in self._weights.items()
         }
+        self._is_wider = any(weight.dtype is torch.bfloat16 for weight in self._weights.values())
         self.has_begun = False
 
     @torch.no_grad()
@@ -48,7 +49,10 @@ class WeightAverage:
             return
         averages = [local(tensor) for tensor in self._averages.values()]
         weights = [local(tensor) for tensor in self._weights.values()]
-        if self.has_begun:
+        if self.has_begun and self._is_wider:
+            for average, weight in zip(averages, weights, strict=True):
+                average.lerp_(weight.to(average.dtype), 1 - self._table.decay)
+        elif self.has_begun:
             foreach_lerp_(averages, weights, 1 - self._table.decay)
         else:
             foreach_copy_(averages, weights)
@@ -72,23 +76,40 @@ class WeightAverage:
     def swap_in(self) -> Iterator[None]:
         """Give the model the average within a context; its own weights return bit for bit.
 
-        Weights and averages are exchanged one by one, with the memory of one tensor more.
+        Weights and averages are exchanged one by one, with the memory of one tensor more. Weights
+        in bf16 cannot hold an average, and are copied instead.
         """
         if not self.has_begun:
             yield
             return
-        self._swap()
+        kept = [local(weight).clone() for weight in self._weights.values()] * self._is_wider
+        if kept:
+            self._fill(map(local, self._averages.values()))
+        else:
+            self._swap()
         try:
             yield
         finally:
-            self._swap()
+            if kept:
+                self._fill(kept)
+            else:
+                self._swap()
 
-    @torch.no_grad()
-    def _swap(self) -> None:
+    def _reshard(self) -> None:
         for module in self._model.modules():
             if reshard := getattr(module, "reshard", None):
                 # FSDP2 may still hold gathered weights, which it would compute with (ZeRO-2).
                 reshard()
+
+    @torch.no_grad()
+    def _fill(self, values: Iterable[Tensor]) -> None:
+        self._reshard()
+        for weight, value in zip(self._weights.values(), values, strict=True):
+            local(weight).copy_(value)
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        self._reshard()
         for weight, average in zip(self._weights.values(), self._averages.values(), strict=True):
             shard, average_shard = local(weight), local(average)
             # Bit for bit: no arithmetic, and one tensor at a time to save memory.

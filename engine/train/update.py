@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ...kernels.torch_private import foreach_mul_, foreach_norm
 from ..core.local import local, norm_dtype, num_parts
-from ..optim.parameters import undecorated_step
 from ..parallel.axis import ParallelModel
 from ..parallel.mesh import Degrees
 from ..precision.hardware import LossScale
@@ -24,6 +23,7 @@ class UpdateAfterBackward:
 
     Args:
         optimizer: each of its groups has `peak_lr`.
+        run_step: steps the groups that the optimizer has at the time.
         clip_norm: largest global gradient norm; 0 does not clip.
         scale: the loss scale that gradients are divided by.
         parallel_model: names the duplicate parameters, which the norm leaves out.
@@ -39,6 +39,7 @@ class UpdateAfterBackward:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
+        run_step: Callable[[], None],
         clip_norm: float,
         scale: LossScale,
         parallel_model: ParallelModel,
@@ -46,7 +47,7 @@ class UpdateAfterBackward:
         device: torch.device,
     ) -> None:
         self._optimizer = optimizer
-        self._step = undecorated_step(optimizer)
+        self.run_step = run_step
         self._clip_norm = clip_norm
         self._scale = scale
         self._duplicates = set(map(id, parallel_model.duplicate_parameters))
@@ -84,7 +85,7 @@ class UpdateAfterBackward:
     def apply(self, lr_factor: float) -> None:
         """Step the optimizer."""
         _set_rates(self._optimizer.param_groups, lr_factor)
-        self._step()
+        self.run_step()
 
 
 class UpdateInBackward:
@@ -94,6 +95,7 @@ class UpdateInBackward:
 
     Args:
         optimizer: its parameters get hooks; each of its groups has `peak_lr`.
+        run_step: steps the groups that the optimizer has at the time.
         late: parameters whose gradients are complete only after the backward pass.
         ranks: number of ranks that hold the same gradients, whole or in parts.
         device: where collectives run; offloaded parameters are elsewhere.
@@ -105,12 +107,13 @@ class UpdateInBackward:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
+        run_step: Callable[[], None],
         late: Collection[nn.Parameter],
         ranks: int,
         device: torch.device,
     ) -> None:
         self._optimizer = optimizer
-        self._step = undecorated_step(optimizer)
+        self.run_step = run_step
         self._device = device
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         self._norms = torch.zeros(len(weights), device=weights[0].device)
@@ -157,7 +160,7 @@ class UpdateInBackward:
         groups = self._optimizer.param_groups
         self._optimizer.param_groups = [own_group]
         try:
-            self._step()
+            self.run_step()
         finally:
             self._optimizer.param_groups = groups
         weight.grad = None  # this is what saves memory
@@ -194,8 +197,11 @@ def global_norm(
         num_holders: number of ranks that hold the same gradients, whole or in parts.
         device: where collectives run; offloaded gradients are elsewhere.
     """
-    if num_holders == 1 and not dist.is_initialized():
-        return torch.nn.utils.get_total_norm([part for _, part in gradients], foreach=True)
+    parts = [part for _, part in gradients]
+    # torch would compute the norms of parts in bf16 in bf16.
+    is_narrow = any(part.dtype is torch.bfloat16 for part in parts)
+    if num_holders == 1 and not dist.is_initialized() and not is_narrow:
+        return torch.nn.utils.get_total_norm(parts, foreach=True)
     by_count: dict[int, list[Tensor]] = defaultdict(list)
     for gradient, part in gradients:
         by_count[num_parts(gradient)].append(part)
@@ -206,5 +212,6 @@ def global_norm(
         for count, tensors in by_count.items()
     ]
     total = torch.stack(squares).sum().to(device)
-    dist.all_reduce(total)
+    if dist.is_initialized():
+        dist.all_reduce(total)
     return total.sqrt()

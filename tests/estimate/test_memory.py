@@ -60,6 +60,11 @@ PLANS = {
         {"shard": 4, "fsdp": {"reshard_after_forward": 2, "ignored": ["*.up.weight", "embed.*"]}},
         {"model": BASE["model"] | {"n_layers": 2}},
     ),
+    "bf16": (
+        2,
+        {"shard": 2, "fsdp": {"ignored": ["*.up.weight"]}},
+        {"precision": {"compute": "bf16", "parameters": "bf16"}},
+    ),
     "float8": (
         2,
         {"shard": 2},

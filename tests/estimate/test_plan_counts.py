@@ -39,6 +39,10 @@ EXPERTS = {
 }
 PLANS = {
     "replicate": ({"replicate": 4, "shard": 1}, {}),
+    "replicate in bf16": (
+        {"replicate": 4, "shard": 1},
+        {"precision": {"compute": "bf16", "parameters": "bf16"}},
+    ),
     "replicate-shard": ({"replicate": 2, "shard": 2}, {}),
     "tensor-shard": ({"tensor": 2, "shard": 2}, {"memory": FULL}),
     "context-tensor": ({"context": 2, "tensor": 2}, {"memory": FULL}),
@@ -72,7 +76,7 @@ def counted(name):
     materialize(built.model, CPU, 0)
     step = build_step(recipe, built, plan)
     # Ranks agree on sizes before the first, and on DDP's buckets before the second.
-    for _ in range(3 if name == "replicate" else 2):
+    for _ in range(3 if name.startswith("replicate") else 2):
         counts = count_step(step, step_batches(recipe.data, step, plan), rank)
     shapes = {key: tuple(local(weight).shape) for key, weight in model_of(step)}
     return counts, shapes, torch_counts(step, recipe, plan, name)

@@ -265,7 +265,7 @@ def _count(simulated: SimulatedRank, rank: int) -> StepCounts:
         # A simulation has no DDP: add its all-reduce of the gradients.
         width = torch.bfloat16.itemsize if recipe.precision.reduce == "bf16" else None
         gradients = (w for w in step.parallel_model.model.parameters() if w.requires_grad)
-        reduced = sum(w.numel() * (width or w.dtype.itemsize) for w in gradients)
+        reduced = sum(w.numel() * (width or max(4, w.itemsize)) for w in gradients)
         axes = tuple(axis for axis, degree in plan.degrees.by_axis.items() if degree > 1)
         counts.message_bytes[Route(axes, ALL_REDUCE)] += reduced
         counts.calls[Route(axes, ALL_REDUCE)] += -(-reduced // DDP_BUCKET)

@@ -16,7 +16,6 @@ from ....kernels.torch_private import tree_leaves
 from ....model_zoo.base import Model
 from ...data.batch import Batch
 from ...data.tables import Data
-from ...optim.parameters import undecorated_step
 from ...train.average import WeightAverage
 from ...train.step import TrainStep
 from ...train.tables import EMA
@@ -112,7 +111,7 @@ def track(
             tracker.enter("first update")
             _make_gradients(weights, tracker)
             with tracker.labelled(TEMPORARY):
-                undecorated_step(step.optimizer)()  # also where a step does it in the backward pass
+                step.weight_update.run_step()  # also where a step does it in the backward pass
             _end_step(step, tracker, homes[2])
         for _ in range(steps):
             if owns_gradient_buffers:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..collectives import all_gather, all_reduce, reduce_scatter
+from .float8_gather import all_gather_float8
 
 SEQUENCE = 1
 
@@ -21,12 +22,20 @@ def _all_gather_sequence(
     return all_gather(out, SEQUENCE, group)
 
 
+def all_gather_float8_sequence(
+    _module: nn.Module, _args: Any, out: Tensor, group: ProcessGroup
+) -> Tensor:
+    """Gather the sequence of a norm's output in float8, as `_all_gather_sequence` otherwise."""
+    return all_gather_float8(out, SEQUENCE, group)
+
+
 def all_gather_input(
-    _module: nn.Module, inputs: tuple[Any, ...], group: ProcessGroup
+    _module: nn.Module, inputs: tuple[Any, ...], group: ProcessGroup, in_float8: bool
 ) -> tuple[Any, ...]:
     """Gather the sequence of a module's first input, before the module is called."""
     x, *others = inputs
-    return all_gather(x, SEQUENCE, group), *others
+    gather = all_gather_float8 if in_float8 else all_gather
+    return gather(x, SEQUENCE, group), *others
 
 
 def _reduce_scatter_sequence(

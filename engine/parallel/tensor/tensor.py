@@ -7,7 +7,7 @@ norm and reduce-scattered after a matmul whose weight is split along its input d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -42,7 +42,14 @@ from ..collectives import (
 from ..gradient_reduction import make_replicated_reduction
 from ..placement import CUT_DIMS, used_dim
 from .local_views import LocalView, distribute_parameter, placement
-from .sequence import HOOKS, SEQUENCE, SPLIT_NORMS, all_gather_input, rms_norm_over_ranks
+from .sequence import (
+    HOOKS,
+    SEQUENCE,
+    SPLIT_NORMS,
+    all_gather_float8_sequence,
+    all_gather_input,
+    rms_norm_over_ranks,
+)
 from .vocabulary import SplitVocabulary
 
 WIDTH = 2
@@ -77,7 +84,8 @@ class TensorParallel(AxisParts):
         if self.is_async:
             fuse_with_matmuls(self.mesh.get_group(), self.device)
         stored = {n: dims["tensor"] for n, dims in settings.dims.items() if "expert" not in dims}
-        return replace(parts, tensor_replicated=split(model, config, self.mesh, stored))
+        whole = split(model, config, self.mesh, stored, settings.float8_layers)
+        return replace(parts, tensor_replicated=whole)
 
     def wrap(
         self, wrapped: ParallelModel, parts: LocalParts, settings: StepSettings
@@ -103,7 +111,11 @@ def make_axis(local: LocalRank) -> TensorParallel:
 
 
 def split(
-    model: Model, config: ModelConfig, mesh: DeviceMesh, stored: Mapping[str, int | None]
+    model: Model,
+    config: ModelConfig,
+    mesh: DeviceMesh,
+    stored: Mapping[str, int | None],
+    float8_layers: Collection[str] = (),
 ) -> set[str]:
     """Split the weights of a model on the meta device over the ranks of a mesh, in place.
 
@@ -113,6 +125,7 @@ def split(
         mesh: the tensor axis of the device mesh.
         stored: for each parameter name, the dimension that is split over ranks, or None where every
             rank stores the whole parameter. Parameters without an entry are left alone.
+        float8_layers: paths of the layers for which the sequence is gathered in float8.
 
     Returns:
         the names of the parameters that every rank stores whole. Their gradients must be summed
@@ -146,11 +159,15 @@ def split(
         if isinstance(module, RMSNorm) and style in SPLIT_NORMS:
             module.kernel = partial(rms_norm_over_ranks, group=mesh.get_group())
         if style in HOOKS and module not in inside:
-            module.register_forward_hook(partial(HOOKS[style], group=mesh.get_group()))
-    gather = partial(all_gather_input, group=mesh.get_group())
+            is_narrow = style == "norm" and path.rpartition(".")[0] in float8_layers
+            hook = all_gather_float8_sequence if is_narrow else HOOKS[style]
+            module.register_forward_hook(partial(hook, group=mesh.get_group()))
+    narrow = [module for path, module in model.named_modules() if path in float8_layers]
     for block in config.layout.find_blocks(model):
         for path in config.layout.gathered:
-            block.get_submodule(path).register_forward_pre_hook(gather)
+            entered = block.get_submodule(path)
+            gather = partial(all_gather_input, group=mesh.get_group(), in_float8=entered in narrow)
+            entered.register_forward_pre_hook(gather)
     head = dict(model.named_modules()).get(config.layout.head)  # None in a pipeline's middle
     if head and not config.task_head:
         gather_logits = partial(_gather_logits, vocab_size=config.vocab, group=mesh.get_group())

@@ -192,6 +192,14 @@ def _overlap(recipe: Recipe) -> Iterator[Finding]:
             "set compile.enabled = true, or leave async_tensor out",
         )
 
+    float8 = recipe.precision.float8
+    if recipe.parallel.async_tensor and float8.enabled and float8.gather_activations:
+        yield (
+            ("precision", "float8", "gather_activations"),
+            "parallel.async_tensor overlaps gathers that products follow at once",
+            "leave out one of the two",
+        )
+
 
 def _nearest(count: int, degree: int) -> str:
     works = [n for n in range(1, 2 * degree) if count % n == 0]

@@ -1,0 +1,45 @@
+"""Build what changes a model's weights: the optimizer, and when and in which dtype it steps."""
+
+from __future__ import annotations
+
+import torch
+
+from ..optim.parameters import avoid_dynamo_import, parameter_groups, undecorated_step
+from ..parallel.axis import ParallelModel
+from ..parallel.plan import Plan
+from ..precision.hardware import LossScale
+from ..precision.rounding import divide_groups, make_rounded_step
+from ..recipe.schema import Recipe
+from ..train.update import Update, UpdateAfterBackward, UpdateInBackward
+
+
+def build_update(
+    recipe: Recipe, parallel_model: ParallelModel, plan: Plan, scale: LossScale
+) -> tuple[torch.optim.Optimizer, Update]:
+    """Return the optimizer of a wrapped model, and what lets it change the weights.
+
+    Args:
+        recipe: the validated recipe.
+        parallel_model: the model, wrapped for training; its weights are in memory.
+        plan: how ranks share it.
+        scale: the loss scale that gradients are divided by.
+    """
+    model, degrees, device = parallel_model.model, plan.degrees, plan.device
+    groups = parameter_groups(model.named_parameters(), recipe.optimizer)
+    is_rounded = recipe.precision.parameters == "bf16"
+    groups = list(divide_groups(groups)) if is_rounded else groups
+    avoid_dynamo_import()
+    optimizer = recipe.optimizer.build(groups, device)
+    run_step = undecorated_step(optimizer)
+    if is_rounded:
+        seed = recipe.run.seed if recipe.precision.stochastic_rounding else None
+        named, simulated = model.named_parameters(), plan.is_simulated
+        run_step = make_rounded_step(optimizer, named, seed, is_simulated=simulated)
+    if recipe.memory.optimizer_in_backward:
+        late = parallel_model.manually_reduced
+        return optimizer, UpdateInBackward(optimizer, run_step, late, degrees.world, device)
+    clip_norm = recipe.optimizer.clip_norm
+    update = UpdateAfterBackward(
+        optimizer, run_step, clip_norm, scale, parallel_model, degrees, device
+    )
+    return optimizer, update
