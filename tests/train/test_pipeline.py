@@ -13,11 +13,13 @@ from tests.conversion.run import convert
 from tests.distributed import run_ranks
 from tests.train.plans import BASE, assembled, by_one_process, recipe_with, train, whole
 from tests.train.processes import complaints, finish, rows, start, tensors, write_recipe
+from trainer.engine.core.errors import EnvironmentFault
 from trainer.engine.data.batch import IGNORED
 from trainer.engine.inference.generate import generate
 from trainer.engine.inference.inputs import Dtype, Weights
 from trainer.engine.inference.open import open_model
 from trainer.engine.launch.environment import World
+from trainer.engine.parallel.pipeline.pipeline import require_split_backward
 from trainer.engine.train.evaluate import validate
 
 TIED = BASE["model"] | {"tie_embeddings": True, "n_layers": 4, "vocab_size": 259}
@@ -214,3 +216,13 @@ def test_gradients_count_each_token_once(schedule, tmp_path):
     for name, gradient in expected.items():
         scale = np.abs(gradient).max()
         np.testing.assert_allclose(found[name], gradient, atol=1e-5 * scale, err_msg=name)
+
+
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+def test_split_backward_passes_are_refused_before_torch_2_13(schedule, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
+    with pytest.raises(EnvironmentFault, match=f"{schedule} splits.*torch 2.12.1"):
+        require_split_backward(schedule)
+    require_split_backward("Interleaved1F1B")
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    require_split_backward(schedule)

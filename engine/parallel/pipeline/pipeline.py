@@ -19,19 +19,12 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from ....kernels.torch_private import PipelineAction, PipelineScheduleRuntime
+from ...core.errors import EnvironmentFault
 from ...data.batch import Batch
-from .cut import StageSplit
+from .cut import SPLIT_BACKWARD, StageSplit
 from .objective import Objective
 from .schedule_file import ScheduleFile
 from .stage import Stage
-
-
-class _ConnectedStage(PipelineStage):
-    # Before its first step torch 2.11 sends a value to each neighbouring stage, which gloo cannot
-    # where that is on the same rank, at the bottom of a V. Later versions do not call this.
-    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        found: Any = super()._get_init_p2p_neighbors_ops()
-        return [operation for operation in found if operation.peer != dist.get_rank()]
 
 
 @dataclass
@@ -103,7 +96,7 @@ class Pipeline:
         stages = []
         for number, stage in self.stages.items():
             stages.append(
-                _ConnectedStage(
+                PipelineStage(
                     stage,
                     number,
                     self.cut.stages,
@@ -229,3 +222,22 @@ class Pipeline:
         # Later stages see no tokens, from which a model would number the positions.
         arguments.setdefault("positions", torch.arange(x.shape[1], device=x.device).expand_as(x))
         return arguments | ({"batch": batch.columns()} if with_loss else {})
+
+
+def require_split_backward(schedule: str | ScheduleFile) -> None:
+    """Check that this torch can run the schedule's separate passes for inputs and for weights.
+
+    Raises:
+        EnvironmentFault: it cannot: before version 2.13 torch takes autograd functions that are
+            written in Python for old ones there, and refuses them.
+    """
+    if isinstance(schedule, str):
+        splits, name = schedule in SPLIT_BACKWARD, schedule
+    else:
+        splits, name = schedule.splits_backward, "the schedule"
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    if splits and version < (2, 13):
+        raise EnvironmentFault(
+            f"{name} splits the backward pass, and torch {torch.__version__} cannot",
+            "install torch 2.13 or later, or take another schedule, such as 1F1B",
+        )

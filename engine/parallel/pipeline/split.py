@@ -15,7 +15,7 @@ from ....model_zoo.layout import Layout
 from ..axis import AxisParts, LocalParts, LocalRank, ParallelModel, SplitSettings, StepSettings
 from ..gradient_reduction import make_tied_reduction
 from .cut import StageSplit, cut_blocks
-from .pipeline import Pipeline
+from .pipeline import Pipeline, require_split_backward
 from .schedule_file import read_schedule
 from .stage import Stage
 
@@ -68,6 +68,8 @@ class PipelineParallel(AxisParts):
                 duplicate_parameters=tied if other < rank else (),
             )
         table = self.local.table.pipelining
+        schedule = read_schedule(Path(table.csv)) if table.csv else table.schedule
+        require_split_backward(schedule)
         # Between blocks, a rank of the context or tensor axis holds a part of each sequence.
         length = settings.seq_len // self.local.degrees.sequence
         pipeline = Pipeline(
@@ -75,7 +77,7 @@ class PipelineParallel(AxisParts):
             parts.cut,
             group,
             self.local.device,
-            read_schedule(Path(table.csv)) if table.csv else table.schedule,
+            schedule,
             settings.micro_batches,
             torch.empty(1, length, parts.hidden_width, dtype=model.compute_dtype, device="meta"),
         )
