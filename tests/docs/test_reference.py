@@ -5,6 +5,7 @@ import re
 import pytest
 import tomli
 
+from tests.docs.support import PAGE, make_page
 from tests.docs.walk import ROOT
 from trainer.cli.docs import commands, commands_page
 from trainer.cli.main import COMMANDS, import_command
@@ -110,3 +111,7 @@ def test_no_page_names_a_place_on_this_machine(made):
     for name, text in made.items():
         assert str(ROOT) not in text, name
         assert "/home/" not in text, name
+
+
+def test_the_page_of_what_goes_with_what_is_what_recipes_are_checked_by():
+    assert PAGE.read_text() == make_page(), "run python -m tests.docs.support"
