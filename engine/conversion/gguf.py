@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,83 +17,28 @@ from ...model_zoo.sizes import SettingsError
 from ..checkpoint.tensors import DTYPES, FileTensor, TensorRows, TensorSpec
 from ..core.errors import CheckpointError
 from ..core.registry import models
+from ..formats.gguf_blocks import Q8Packed, Q8Rows, StackHalf
 from ..formats.gguf_file import BLOCK, GgufHeader, GgufTensor, lay_out_gguf, read_header
 from ..formats.gguf_names import (
-    FAMILIES,
     ORIGINAL,
     ROPE_FACTORS,
+    architecture_of,
     gguf_name,
+    gguf_parts,
     is_interleaved,
     read_sizes,
     write_sizes,
 )
-from ..formats.hf_layout import Interleaved
+from ..formats.hf_layout import Interleaved, stack_halves
 from ..recipe.schema import Recipe
 from .gguf_tokenizer import describe_tokenizer
 from .source_weights import SourceWeights, config_or_error, parameter_shapes, require_match
 from .targets import Job
 from .writing import Extent, create_file, split_into_extents, sync, write_all
 
+ROUTER = ".router.weight"
 FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
 """`general.file_type` of a file whose matrices are of a type"""
-
-
-@dataclass(frozen=True)
-class Q8Packed:
-    """A matrix as blocks of Q8_0: of 32 numbers of a row, a scale in fp16 and 32 signed bytes.
-
-    Source: `quantize_row_q8_0_ref` in https://github.com/ggml-org/ggml, src/ggml-quants.c.
-
-    Args:
-        source: [N, K], K a multiple of 32.
-    """
-
-    source: TensorRows
-    dtype: torch.dtype = torch.uint8
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """[N, bytes of a row]."""
-        rows, columns = self.source.shape
-        return rows, columns // BLOCK * (BLOCK + 2)
-
-    def read(self, first: int, last: int) -> Tensor:
-        """Return rows `first` to `last`, exclusive, as bytes.
-
-        Raises:
-            CheckpointError: a number is too large for a scale in fp16.
-        """
-        blocks = self.source.read(first, last).float().view(last - first, -1, BLOCK)
-        scale = blocks.abs().amax(2, keepdim=True) / 127
-        if not bool(scale.half().isfinite().all()):
-            largest = f"{float(blocks.abs().max()):.6g}"
-            raise CheckpointError(
-                f"a number is too large for q8_0: {largest}", "write bf16 or fp32"
-            )
-        scaled = blocks * torch.where(scale == 0, 0, scale.reciprocal())
-        # Halves are rounded away from zero, as C's roundf does.
-        codes = (scaled.abs() + 0.5).floor().copysign(scaled).to(torch.int8)
-        return torch.cat((scale.half().view(torch.uint8), codes.view(torch.uint8)), 2).flatten(1)
-
-
-@dataclass(frozen=True)
-class Q8Rows:
-    """A matrix in Q8_0, multiplied in fp32, which holds the products exactly, when it is read.
-
-    Args:
-        packed: bytes [N, K / 32 * 34].
-        shape: [N, K].
-    """
-
-    packed: TensorRows
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-
-    def read(self, first: int, last: int) -> Tensor:
-        """Return rows `first` to `last`, exclusive, as fp32."""
-        blocks = self.packed.read(first, last).view(last - first, -1, BLOCK + 2)
-        scale = blocks[..., :2].contiguous().view(torch.float16).float()
-        return (blocks[..., 2:].contiguous().view(torch.int8) * scale).flatten(1)
 
 
 def round_to_q8(tensors: Mapping[str, TensorRows]) -> dict[str, TensorRows]:
@@ -105,16 +49,21 @@ def round_to_q8(tensors: Mapping[str, TensorRows]) -> dict[str, TensorRows]:
     """
     return {
         name: Q8Rows(Q8Packed(tensor), tensor.shape)
-        if len(tensor.shape) == 2 and tensor.shape[1] % BLOCK == 0
+        if is_matrix(name, tensor.shape) and tensor.shape[-1] % BLOCK == 0
         else tensor
         for name, tensor in tensors.items()
     }
 
 
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a parameter is stored in the type of the file."""
+    return len(shape) > 1 and not name.endswith(ROUTER)
+
+
 def choose_forms(forms: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """Return dtype and shape in which GGUF stores each tensor: vectors always in fp32."""
+    """Return dtype and shape in which GGUF stores each tensor: vectors, routers always in fp32."""
     return {
-        name: (torch.float32 if len(shape) < 2 else dtype, shape)
+        name: (dtype if is_matrix(name, shape) else torch.float32, shape)
         for name, (dtype, shape) in forms.items()
     }
 
@@ -135,9 +84,14 @@ def open_gguf(file: Path, recipe: Recipe | None) -> SourceWeights:
     config = config_or_error(partial(_read_config, header, file, recipe), file)
     found = {n: each.shape for n, each in header.tensors.items() if n != ROPE_FACTORS}
     shapes = parameter_shapes(config, found, file)
-    sources = {name: gguf_name(name) for name in shapes}
-    require_match(file, sources, shapes, found, "the file")
-    tensors = _by_our_names(file, header, architecture, config, sources)
+    parts = {name: gguf_parts(name, shape) for name, shape in shapes.items()}
+    sources, wanted = dict[str, str](), dict[str, tuple[int, ...]]()
+    for name, each in parts.items():
+        for number, (theirs, part) in enumerate(each):
+            ours = name if len(each) == 1 else f"{name}[:, {number}]"
+            sources[ours], wanted[ours] = theirs, part
+    require_match(file, sources, wanted, found, "the file")
+    tensors = _by_our_names(file, header, architecture, config, shapes)
     return SourceWeights(file, config, tensors, recipe, None, file.parent)
 
 
@@ -164,6 +118,7 @@ def _read_config(header: GgufHeader, file: Path, recipe: Recipe | None) -> Model
         return config
     ours = recipe.model.with_vocab(sizes["vocab_size"])
     there, here = config.hf_config(), ours.hf_config()
+    there.pop("router_aux_loss_coef", None)  # of training alone: no file says it
     if different := [key for key in there if there[key] != here.get(key)]:
         said = [f"{key} is {here.get(key)}, the file says {there[key]}" for key in different]
         raise SettingsError(said)
@@ -191,11 +146,12 @@ def _by_our_names(
     header: GgufHeader,
     architecture: str,
     config: ModelConfig,
-    sources: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, TensorRows]:
     tensors = {}
-    for name, theirs in sources.items():
-        tensor = _open(file, header.tensors[theirs])
+    for name, shape in shapes.items():
+        parts = [_open(file, header.tensors[part]) for part, _ in gguf_parts(name, shape)]
+        tensor = parts[0] if len(parts) == 1 else stack_halves(parts, shape)
         if is_interleaved(name, architecture):
             width = config.head_width  # type: ignore[attr-defined]
             tensor = Interleaved(tensor, tensor.shape, width)
@@ -233,7 +189,8 @@ def write_gguf(job: Job, temporary: Path) -> None:
         if is_interleaved(name, architecture):
             width = config.head_width  # type: ignore[attr-defined]
             tensor = Interleaved(tensor, tensor.shape, width, inverse=True)
-        payload[gguf_name(name)], forms[gguf_name(name)] = tensor, (kind, shape)
+        payload |= _divide(name, shape, tensor)
+        forms |= {theirs: (kind, part) for theirs, part in gguf_parts(name, shape)}
     kinds = [kind for kind, shape in forms.values() if len(shape) > 1]
     metadata |= {
         "general.name": job.target.stem,
@@ -258,9 +215,20 @@ def write_gguf(job: Job, temporary: Path) -> None:
     sync([temporary])
 
 
+def _divide(name: str, shape: tuple[int, ...], tensor: TensorRows) -> dict[str, TensorRows]:
+    """Return the tensors in which GGUF stores one of ours, which may be packed."""
+    parts = gguf_parts(name, shape)
+    if len(parts) == 1:
+        return {parts[0][0]: tensor}
+    # A packed row has another number of elements.
+    return {
+        theirs: StackHalf(tensor, (*part[:-1], tensor.shape[-1]), index)
+        for index, (theirs, part) in enumerate(parts)
+    }
+
+
 def read_gguf(file: Path, job: Job) -> dict[str, TensorRows]:
     """Return the tensors of a file that `write_gguf` wrote, by our names."""
     config = job.opened.config
-    architecture = next(name for name, ours in FAMILIES.items() if ours == config.name)
-    sources = {name: gguf_name(name) for name in job.forms}
-    return _by_our_names(file, read_header(file), architecture, config, sources)
+    shapes = {name: shape for name, (_, shape) in job.forms.items()}
+    return _by_our_names(file, read_header(file), architecture_of(config), config, shapes)

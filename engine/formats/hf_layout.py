@@ -140,6 +140,17 @@ class ReshapedRows(DerivedTensor):
         return self.source.read(first, last).view(last - first, *self.shape[1:])
 
 
+def stack_halves(halves: Sequence[TensorRows], shape: tuple[int, ...]) -> TensorRows:
+    """Return the stack [E, 2, ...] of which the halves [E, ...] are stored apart."""
+    form = (shape[0], 1, *shape[2:])
+    starts = [(0, at, *(0,) * (len(shape) - 2)) for at in range(len(halves))]
+    chunks = [
+        StoredChunk(start, ReshapedRows(half, form))
+        for start, half in zip(starts, halves, strict=True)
+    ]
+    return ConcatenatedTensor(halves[0].dtype, shape, tuple(chunks))
+
+
 def extract_part(tensor: TensorRows, part: Part) -> TensorRows:
     """Return the tensor that Hugging Face stores for one part of our parameter.
 

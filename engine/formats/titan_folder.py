@@ -21,11 +21,11 @@ from ...model_zoo.llama3.meta import ROTATED
 from ...model_zoo.matrices import is_adapter
 from ..checkpoint.chunks import read_dcp
 from ..checkpoint.manifest import CONTENTS
-from ..checkpoint.tensors import ConcatenatedTensor, StoredChunk, TensorRows, differs
+from ..checkpoint.tensors import TensorRows, differs
 from ..core.errors import CheckpointError
 from ..core.text.display import list_problems, quote_name
 from ..core.text.selection import NameSelection
-from .hf_layout import Interleaved, ReshapedRows
+from .hf_layout import Interleaved, stack_halves
 from .hf_load import fill_parameter
 from .hf_match import Shape
 
@@ -144,11 +144,7 @@ def _sources(ours: str) -> list[str]:
 
 def _join(ours: str, parts: list[TensorRows], shape: Shape, config: ModelConfig) -> TensorRows:
     if len(parts) == 2:
-        form = (shape[0], 1, *shape[2:])
-        chunks = [
-            StoredChunk((0, at, 0, 0), ReshapedRows(part, form)) for at, part in enumerate(parts)
-        ]
-        return ConcatenatedTensor(parts[0].dtype, shape, tuple(chunks))
+        return stack_halves(parts, shape)
     if config.name == "llama3" and ours.endswith(ROTATED):
         width: int = config.head_width  # type: ignore[attr-defined]
         return Interleaved(parts[0], shape, width)
