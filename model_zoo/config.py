@@ -156,11 +156,6 @@ class ModelConfig(Sizes):
         return ""
 
     @property
-    def takes_ring(self) -> bool:
-        """Whether context ranks may send keys and values around in a ring."""
-        return self.layout.ring
-
-    @property
     def hf_body(self) -> str:
         """Where the Hugging Face model has the layers below its head."""
         return "model"

@@ -74,11 +74,6 @@ class GroupedQueryConfig(DecoderConfig):
         """Return how many positions block `number` sees, its own the last; None: all before."""
         return getattr(self, "window", None)
 
-    @property
-    def takes_ring(self) -> bool:
-        """Whether keys and values may go around in a ring, which attends to all before."""
-        return self.layout.ring and not any(map(self.window_of, range(self.n_layers)))
-
     def attention_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of the parameters of a block's attention."""
         queries, keys = self.n_heads * self.head_width, self.n_kv_heads * self.head_width

@@ -59,8 +59,6 @@ class Layout:
             "repeated": each rank applies it to the same positions.
         context: whether positions meet in the kernels' attention alone, so that ranks can share a
             sequence.
-        ring: whether keys and values may then go around in a ring, where attention has neither
-            windows nor sinks.
         pipeline: whether `forward` computes some of the blocks alone.
         gathered: paths inside a block of modules that have no norm of style "norm": tensor ranks
             gather the sequence of what enters them, and not of what leaves a norm.
@@ -91,7 +89,6 @@ class Layout:
     head: str = ""
     tensor: Mapping[str, str] = field(default_factory=dict)
     context: bool = False
-    ring: bool = True
     pipeline: bool = False
     gathered: tuple[str, ...] = ()
     experts: str = ""

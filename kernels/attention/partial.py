@@ -38,6 +38,32 @@ class PartialAttention(NamedTuple):
     ]
 
 
+def add_sinks(out: Tensor, log_sums: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Add to attention over all keys one more key for each head, whose value is zero.
+
+    Args:
+        out: [B, S, H, W].
+        log_sums: [B, H, S].
+        sinks: the scores of these keys, [H].
+
+    Returns:
+        `out`, with the share of attention that goes to keys, and `log_sums`, with the sinks'.
+    """
+    # [B, S, H] beside the output.
+    sums_BSH, sinks_H = log_sums.transpose(1, 2), sinks.to(log_sums.dtype)
+    # exp(sums) / (exp(sums) + exp(sinks)): the share of attention that goes to keys.
+    share = torch.sigmoid(sums_BSH - sinks_H)
+    total = torch.logaddexp(sums_BSH, sinks_H).transpose(1, 2)
+    return out * share.unsqueeze(-1), total
+
+
+def sinks_gradient(grad: Tensor, out: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of `sinks`; `out` and `log_sums` are those that `add_sinks` returned."""
+    taken_BHS = torch.exp(sinks.to(log_sums.dtype).unsqueeze(1) - log_sums)
+    dots_BSH = (grad.to(log_sums.dtype) * out.to(log_sums.dtype)).sum(-1)
+    return -(taken_BHS * dots_BSH.transpose(1, 2)).sum((0, 2)).to(sinks.dtype)
+
+
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which sums over parts are kept."""
     return torch.promote_types(dtype, torch.float32)

@@ -22,7 +22,7 @@ from ..torch_private import (
     attend_flash_cpu,
     attend_flash_cpu_backward,
 )
-from .partial import MATMUL, PartialAttention, masked_score
+from .partial import MATMUL, PartialAttention, add_sinks, masked_score, sinks_gradient
 
 EFFICIENT_LSE_ALIGNMENT = 32
 EFFICIENT_BIAS_ALIGNMENT = 8
@@ -226,14 +226,9 @@ class _AttentionWithSinks(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor
     ) -> Tensor:
         out, log_sums = SDPA.forward(query, key, value, mask, mask is None)
-        # [B, S, H] beside the output.
-        sums_BSH, sinks_H = log_sums.transpose(1, 2), sinks.to(log_sums.dtype)
-        # exp(sums) / (exp(sums) + exp(sinks)): the share of attention that goes to keys.
-        kept = torch.sigmoid(sums_BSH - sinks_H)
-        out = out * kept.unsqueeze(-1)
+        out, total = add_sinks(out, log_sums, sinks)
         if out.dtype != query.dtype:  # no cast that changes nothing: see `_SwiGLU.forward`
             out = out.to(query.dtype)
-        total = torch.logaddexp(sums_BSH, sinks_H).transpose(1, 2)
         ctx.save_for_backward(query, key, value, mask, sinks, out, total)
         return out
 
@@ -244,7 +239,4 @@ class _AttentionWithSinks(torch.autograd.Function):
         grad = grad.contiguous()
         # With the total that includes the sink, the fused backward computes the right weights.
         found = SDPA.backward(grad, query, key, value, out, total, mask, mask is None)
-        taken_BHS = torch.exp(sinks.to(total.dtype).unsqueeze(1) - total)
-        dots_BSH = (grad.to(total.dtype) * out.to(total.dtype)).sum(-1)
-        grad_sinks = -(taken_BHS * dots_BSH.transpose(1, 2)).sum((0, 2))
-        return *found, None, grad_sinks.to(sinks.dtype)
+        return *found, None, sinks_gradient(grad, out, total, sinks)

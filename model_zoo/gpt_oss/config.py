@@ -53,7 +53,6 @@ LAYOUT = Layout(
         "layers.{i}.mlp.router.logit_bias": "whole",
     },
     context=True,
-    ring=False,
     pipeline=True,
     experts="mlp.experts",
     hf_names={

@@ -55,6 +55,11 @@ PLANS = {
         {"expert": 2, "expert_tensor": 2, "tensor": 2},
         {"model": EXPERTS},
     ),
+    "sinks": (
+        4,
+        {"expert": 2, "tensor": 2, "context": 2, "context_exchange": "ring"},
+        {"model": EXPERTS | {"name": "gpt_oss", "n_layers": 2, "window": 20}},
+    ),
     "pairs": (
         4,
         {"shard": 4, "fsdp": {"reshard_after_forward": 2, "ignored": ["*.up.weight", "embed.*"]}},

@@ -19,17 +19,17 @@ FAULTS = {
     "heads": (
         "[parallel]\ntensor = 4", 4,
         "parallel.tensor", "4 ranks cannot share model.n_heads = 6 evenly",
-        "nearest degree that works: 3",
+        "nearest that works: 2 and 6",
     ),
     "feed-forward": (
         "[model]\nffn_dim = 100\n[parallel]\ntensor = 3", 3,
         "parallel.tensor", "3 ranks cannot share model.ffn_dim = 100 evenly",
-        "nearest degree that works: 2",
+        "nearest that works: 2",
     ),
     "key-value heads": (
         "[parallel]\ntensor = 3", 3,
         "parallel.tensor", "3 ranks cannot share model.n_kv_heads = 2 evenly",
-        "give a divisor or a multiple of 2",
+        "nearest that works: 2 and 6",
     ),
     "adapters": (
         ('[lora]\nrank = 4\ntargets = ["layers.[023].*"]\n[data]\nmicro_batch = 1\n[parallel]\n'
@@ -41,12 +41,23 @@ FAULTS = {
     "experts": (
         EXPERTS + "[parallel]\nexpert = 4", 4,
         "parallel.expert", "4 ranks cannot share model.moe.num_experts = 6 evenly",
-        "nearest degree that works: 3",
+        "nearest that works: 2",
     ),
     "width of experts": (
         EXPERTS + "[parallel]\nexpert_tensor = 4", 4,
         "parallel.expert_tensor", "4 ranks cannot share model.moe.expert_ffn_dim = 30 evenly",
-        "nearest degree that works: 3",
+        "nearest that works: 2",
+    ),
+    "experts on any number of ranks": (
+        EXPERTS + "[parallel]\nexpert = 4", None,
+        "parallel.expert", "4 ranks cannot share model.moe.num_experts = 6 evenly",
+        "nearest that works: 3 and 6",
+    ),
+    "vocabulary": (
+        ("[model]\nn_heads = 16\nn_kv_heads = 16\nhead_dim = 4\nvocab_size = 9\n"
+        "[parallel]\ntensor = 8"), 8,
+        "parallel.tensor", "8 ranks cannot share model.vocab_size = 9 with a row for each",
+        "nearest that works: 2",
     ),
     "no experts": (
         "[parallel]\nexpert_tensor = 2", 2,
@@ -57,7 +68,7 @@ FAULTS = {
         EXPERTS + "[parallel]\npipeline = 2\nexpert = 3\nexpert_tensor = 2", 6,
         "parallel.expert",
         "the 3 ranks of a stage are no multiple of expert x expert_tensor (6)",
-        "nearest degree that works: 3",
+        "nearest that works: 3",
     ),
     "compiled experts": (
         EXPERTS + "[compile]\nenabled = true\n[parallel]\nexpert_tensor = 2", 2,
@@ -236,20 +247,18 @@ def test_sizes_that_an_axis_cannot_split_are_refused(load, axis, changes, why):
     assert hint == f"keep parallel.{axis} = 1"
 
 
-class Windowed(Llama3Config):
-    layout = Layout(embed="embed", blocks="layers", head="head", context=True, ring=False)
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4", "mistral"])
+def test_windows_sinks_and_chunks_go_around_in_a_ring(load, family):
+    text = f'[model]\nname = "{family}"\n[parallel]\ncontext = 2\ncontext_exchange = "ring"'
+    assert load(RUN + text, world=4).recipe.parallel.context_exchange == "ring"
 
 
-def test_a_ring_is_refused_where_attention_has_windows_or_sinks(load):
-    recipe = load(RUN).recipe.model_copy(update={"model": Windowed()})
-    assert list(check_plan(recipe, Degrees(context=2, shard=-1))) == []
-    ring = recipe.parallel.model_copy(update={"context_exchange": "ring"})
-    ((path, message, hint),) = check_plan(
-        recipe.model_copy(update={"parallel": ring}), Degrees(context=2, shard=-1)
-    )
-    assert path == ("parallel", "context_exchange")
-    assert message == 'the model "llama3" has windows or sinks, which no ring attends with'
-    assert hint == 'take "gather"'
+def test_a_width_that_no_block_has_needs_no_divisor(load, problems):
+    sizes = "n_heads = 6\nn_kv_heads = 2\ndim = 48\nffn_dim = 95\n[parallel]\ntensor = 2"
+    experts = 'name = "qwen3"\nflavor = "moe_debug"\n'
+    assert load(f"{RUN}[model]\n{experts}{sizes}", world=2).recipe.parallel.tensor == 2
+    (problem,) = problems(f"{RUN}[model]\n{sizes}", world=2)
+    assert problem.message == "2 ranks cannot share model.ffn_dim = 95 evenly"
 
 
 def test_what_depends_on_an_unknown_number_of_ranks_is_not_checked(load):

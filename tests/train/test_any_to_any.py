@@ -69,7 +69,21 @@ MIXED = Family(
     },
     ("alone", "expert-2-shard-4"),
 )
-FAMILIES = {"dense": DENSE, "experts": MIXED}
+SINKS = Family(
+    """
+[model]
+name = "gpt_oss"
+dim = 32
+n_heads = 6
+n_kv_heads = 2
+head_dim = 8
+window = 20
+moe = { num_experts = 4, expert_ffn_dim = 16 }
+""",
+    # Two ranks share the sinks of three heads, of six in all.
+    {"alone": (1, {}), "tensor-2-shard-2": (4, {"tensor": 2, "shard": 2})},
+)
+FAMILIES = {"dense": DENSE, "experts": MIXED, "sinks": SINKS}
 
 
 def train(recipe, parallel, attempt, steps):

@@ -26,15 +26,11 @@ MODELS = {
     },
 }
 DATA = {**BASE["data"], "micro_batch": 2}
+RING = {"context": 2, "context_exchange": "ring"}
 PLANS = {
     "replicate": (2, {"replicate": 2, "shard": 1}),
-    "shard": (2, {"shard": 2}),
-    "pipeline": (2, {"pipeline": 2}),
-    "expert": (2, {"expert": 2}),
-    "divided": (2, {"expert_tensor": 2}),
     "tensor": (2, {"tensor": 2}),
     "shared-heads": (4, {"tensor": 4}),
-    "tensor-shard": (4, {"tensor": 2, "shard": 2}),
     "tensor-few-heads-each": (8, {"tensor": 2, "shard": 4}),
     "tensor-hybrid": (
         8,
@@ -44,22 +40,36 @@ PLANS = {
     "tensor-expert": (4, {"tensor": 2, "shard": 2, "expert": 2, "expert_tensor": 2}),
     "tensor-context": (4, {"tensor": 2, "context": 2}),
     "context": (2, {"context": 2}),
-    "context-4": (4, {"context": 4}),
-    "context-pipeline-shard": (8, {"context": 2, "pipeline": 2, "shard": 2}),
+    "ring": (2, RING),
+    "ring-4": (4, {**RING, "context": 4}),
+    "ring-tensor": (4, {**RING, "tensor": 2}),
+    "ring-pipeline-shard": (8, {**RING, "pipeline": 2, "shard": 2}),
+    "ring-expert": (4, {**RING, "shard": 2, "expert": 2, "expert_tensor": 2}),
 }
-QUICK = {
-    ("gpt_oss", "tensor-expert"),
-    ("gpt_oss", "context"),
-    ("llama4", "tensor-pipeline"),
-    ("llama4", "context"),
+QUICK = {"gpt_oss": ["tensor-expert", "ring"], "llama4": ["tensor-pipeline", "context"]}
+ALSO = {
+    "gpt_oss": [
+        "shared-heads",
+        "tensor-few-heads-each",
+        "tensor-pipeline",
+        "ring-4",
+        "ring-tensor",
+        "ring-expert",
+    ],
+    "llama4": [
+        "replicate",
+        "ring",
+        "tensor-hybrid",
+        "tensor-expert",
+        "tensor-context",
+        "ring-4",
+        "ring-pipeline-shard",
+    ],
 }
 
 
-def cases():
-    for family in MODELS:
-        for plan in PLANS:
-            case = (family, plan)
-            yield case if case in QUICK else also(case)[0]
+def cases(plans):
+    return [(family, plan) for family in plans for plan in plans[family]]
 
 
 def trained(recipe):
@@ -88,28 +98,28 @@ def assert_as_alone(alone, family, world, parallel, **changes):
         assert found[name] == pytest.approx(weight, abs=1e-12), name
 
 
-@pytest.mark.parametrize(("family", "plan"), cases())
+@pytest.mark.parametrize(("family", "plan"), [*cases(QUICK), *also(*cases(ALSO))])
 def test_losses_norms_and_weights_are_those_of_one_process(family, plan, alone):
     assert_as_alone(alone, family, *PLANS[plan])
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("packing", ["none", "concat"])
-@pytest.mark.parametrize("plan", ["tensor", "context"])
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    ("family", "plan", "packing"),
+    [("gpt_oss", "ring", "none"), ("llama4", "ring", "none"), ("llama4", "context", "concat")],
+)
 def test_rows_without_documents(family, plan, packing, alone):
     assert_as_alone(alone, family, *PLANS[plan], data={**DATA, "packing": packing})
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("plan", ["tensor", "context"])
-@pytest.mark.parametrize("family", MODELS)
-def test_blocks_that_are_recomputed(family, plan, alone):
-    assert_as_alone(alone, family, *PLANS[plan], memory={"recompute": "full"})
+@pytest.mark.parametrize("plan", ["tensor", "ring"])
+def test_blocks_that_are_recomputed(plan, alone):
+    assert_as_alone(alone, "gpt_oss", *PLANS[plan], memory={"recompute": "full"})
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("place", [{}, {"tensor": 0}, {"shard": 0}])
+@pytest.mark.parametrize("place", [{}, {"tensor": 0}])
 def test_biases_and_sinks_that_a_rule_places(place, alone):
     rules = [{"match": r".*attention\.(o\.bias|sinks|k\.bias)", "place": place}]
     assert_as_alone(alone, "gpt_oss", 4, {"tensor": 2, "shard": 2, "rules": rules})

@@ -4,7 +4,8 @@ and attend to those that they hold while the next ones are sent.
 Each rank holds two pieces of each sequence, see `ContextParallel`. All queries of a rank see the
 first piece of an earlier rank's keys. Only the queries of its second piece see a later rank's keys,
 both pieces. So each step is the same work on every rank, and only a rank's own keys need a causal
-mask.
+mask. Where attention has windows or chunks, blocks of queries leave out the keys beyond: see
+`pieces`. A sink is one more key: it is added once, to the sums over all keys.
 """
 
 from __future__ import annotations
@@ -17,9 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from ....kernels.attention.partial import PartialAttention, wide_dtype
+from ....kernels.attention.partial import (
+    PartialAttention,
+    add_sinks,
+    sinks_gradient,
+    wide_dtype,
+)
 from ....kernels.choose import PARTIAL_ATTENTION
 from ....kernels.torch_private import resolve_process_group
+from .pieces import Pieces
 
 
 def ring_attention(
@@ -30,6 +37,9 @@ def ring_attention(
     *,
     kernel: PartialAttention,
     group: ProcessGroup,
+    window: int | None = None,
+    chunk: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend from this rank's queries to the keys of all ranks up to their own position.
 
@@ -41,6 +51,9 @@ def ring_attention(
             documents. None: each row is one document.
         kernel: computes attention to a part of the keys.
         group: process group of the C ranks.
+        window: see `kernels.attention.local.attend`.
+        chunk: see there; not with documents, in which chunks are told apart.
+        sinks: see there.
 
     Returns:
         the attention output, [B, S, H, W].
@@ -49,9 +62,11 @@ def ring_attention(
     pair = torch.cat([key, value], -1)
     # Operators of torch.library take no process group or kernel, but their names.
     if torch.compiler.is_compiling():
-        out: Tensor = _operation(query, pair, documents, kernel.name, group.group_name)[0]
+        names = kernel.name, group.group_name
+        out: Tensor = _operation(query, pair, documents, sinks, *names, window, chunk)[0]
         return out
-    return cast("Tensor", _Ring.apply(query, pair, documents, kernel, group))  # type: ignore[no-untyped-call]
+    pieces = Pieces(group.size(), query.shape[1] // 2, window, chunk)
+    return cast("Tensor", _Ring.apply(query, pair, documents, sinks, kernel, group, pieces))  # type: ignore[no-untyped-call]
 
 
 class _Ring(torch.autograd.Function):
@@ -61,27 +76,33 @@ class _Ring(torch.autograd.Function):
         query: Tensor,
         pair: Tensor,
         documents: Tensor | None,
+        sinks: Tensor | None,
         kernel: PartialAttention,
         group: ProcessGroup,
+        pieces: Pieces,
     ) -> Tensor:
-        out, log_sums = _forward(query, pair, documents, kernel, group)
-        ctx.save_for_backward(query, pair, documents, out, log_sums)
-        ctx.kernel, ctx.group = kernel, group
+        out, log_sums = _forward(query, pair, documents, sinks, kernel, group, pieces)
+        ctx.save_for_backward(query, pair, documents, sinks, out, log_sums)
+        ctx.how = kernel, group, pieces
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, pair, documents, out, log_sums = ctx.saved_tensors
-        found = _backward(grad, query, pair, documents, out, log_sums, ctx.kernel, ctx.group)
-        return *found, None, None, None
+        query, pair, documents, sinks, out, log_sums = ctx.saved_tensors
+        grad = grad.contiguous()
+        found = _backward(grad, query, pair, documents, out, log_sums, *ctx.how)
+        for_sinks = None if sinks is None else sinks_gradient(grad, out, log_sums, sinks)
+        return *found, None, for_sinks, None, None, None
 
 
 def _forward(
     query: Tensor,
     pair: Tensor,
     documents: Tensor | None,
+    sinks: Tensor | None,
     kernel: PartialAttention,
     group: ProcessGroup,
+    pieces: Pieces,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and the log of the sums that softmax divides by, [B, H, S]."""
     mine, (batch, length, heads, width) = group.rank(), query.shape
@@ -91,13 +112,12 @@ def _forward(
     log_sums = out.new_empty((batch, heads, length))
     for source, held in _rotate(pair, group):
         key, value = held[..., :width], held[..., width:]
-        for rows, keys in _seen(mine, source, length, documents is not None):
-            mask = _mask(documents, mine, source, rows, keys)
-            is_causal = mask is None and source == mine
+        parts = pieces.parts(mine, source, query, documents)
+        for rows, keys, mask, is_causal, is_first in parts:
             part, its_sums = kernel.forward(
                 query[:, rows], key[:, keys], value[:, keys], mask, is_causal
             )
-            if source == mine:  # the first: each query sees its own key at least
+            if is_first:
                 out[:, rows], log_sums[..., rows] = part, its_sums
                 continue
             sums = log_sums[..., rows]
@@ -105,6 +125,8 @@ def _forward(
             share = torch.sigmoid(its_sums - sums).transpose(1, 2).unsqueeze(-1)
             out[:, rows].lerp_(part.to(out.dtype), share)
             sums.copy_(torch.logaddexp(sums, its_sums))
+    if sinks is not None:
+        out, log_sums = add_sinks(out, log_sums, sinks)
     return out.to(query.dtype), log_sums
 
 
@@ -117,22 +139,21 @@ def _backward(
     log_sums: Tensor,
     kernel: PartialAttention,
     group: ProcessGroup,
+    pieces: Pieces,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of `query` and `pair`.
 
     The gradient of a pair follows the pair around the ring, one step behind: each rank adds its
     part and passes it on, and after C steps the sum is back at the rank of the pair.
     """
-    mine, length, width = group.rank(), query.shape[1], query.shape[-1]
-    grad = grad.contiguous()
+    mine, width = group.rank(), query.shape[-1]
     query_grad = torch.zeros_like(query, dtype=log_sums.dtype)
     pair_grad = torch.zeros_like(pair, dtype=log_sums.dtype)
     spare, works = torch.empty_like(pair_grad), list[Work]()
     for source, held in _rotate(pair, group):
         key, value = held[..., :width], held[..., width:]
         found = []
-        for rows, keys in _seen(mine, source, length, documents is not None):
-            mask = _mask(documents, mine, source, rows, keys)
+        for rows, keys, mask, is_causal, _ in pieces.parts(mine, source, query, documents):
             gradients = kernel.backward(
                 grad[:, rows],
                 query[:, rows],
@@ -141,7 +162,7 @@ def _backward(
                 out[:, rows],
                 log_sums[..., rows],
                 mask,
-                mask is None and source == mine,
+                is_causal,
             )
             found.append((rows, keys, *gradients))
         # Only now, so that the kernels above overlap with the message that brings this gradient.
@@ -154,29 +175,6 @@ def _backward(
         pair_grad, spare = spare, pair_grad
     _wait(works)
     return query_grad.to(query.dtype), pair_grad.to(pair.dtype)
-
-
-def _seen(mine: int, source: int, length: int, with_mask: bool) -> list[tuple[slice, slice]]:
-    """Return which positions of a rank's queries see which positions of another rank's keys."""
-    first, second, both = slice(length // 2), slice(length // 2, None), slice(None)
-    if source < mine:
-        return [(both, first)]
-    if source > mine:
-        return [(second, both)]
-    # Kernels take no causal flag beside a mask, so that one square of later keys is left out here.
-    return [(first, first), (second, both)] if with_mask else [(both, both)]
-
-
-def _mask(
-    documents: Tensor | None, mine: int, source: int, rows: slice, keys: slice
-) -> Tensor | None:
-    """Return [B, 1, queries, keys], True where a query sees a key; None without documents."""
-    if documents is None:
-        return None
-    mask = documents[:, mine, rows].unsqueeze(2) == documents[:, source, keys].unsqueeze(1)
-    if mine == source:
-        mask = mask.tril(mask.shape[2] - mask.shape[1])
-    return mask.unsqueeze(1)
 
 
 def _rotate(pair: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
@@ -211,9 +209,12 @@ def _wait(works: list[Work]) -> None:
         work.wait()
 
 
-def _group(name: Any) -> ProcessGroup:
+def _resolve(
+    query: Tensor, kernel: str, name: Any, window: int | None, chunk: int | None
+) -> tuple[PartialAttention, ProcessGroup, Pieces]:
     group: ProcessGroup = resolve_process_group(name)
-    return group
+    pieces = Pieces(group.size(), query.shape[1] // 2, window, chunk)
+    return PARTIAL_ATTENTION[kernel], group, pieces
 
 
 # Compiled blocks see one operation and nothing inside it: Dynamo need not trace its messages.
@@ -222,13 +223,13 @@ def _group(name: Any) -> ProcessGroup:
 @torch.library.custom_op(
     "trainer::ring_attention",
     mutates_args=(),
-    schema="(Tensor query, Tensor pair, Tensor? documents, str kernel, str group)"
-    " -> (Tensor, Tensor)",
+    schema="(Tensor query, Tensor pair, Tensor? documents, Tensor? sinks, str kernel, str group,"
+    " int? window, int? chunk) -> (Tensor, Tensor)",
 )
 def _operation(
-    query: Tensor, pair: Tensor, documents: Tensor | None, kernel: str, group: str
+    query: Tensor, pair: Tensor, documents: Tensor | None, sinks: Tensor | None, *how: Any
 ) -> tuple[Tensor, Tensor]:
-    out, log_sums = _forward(query, pair, documents, PARTIAL_ATTENTION[kernel], _group(group))
+    out, log_sums = _forward(query, pair, documents, sinks, *_resolve(query, *how))
     # The strides must be those that the fake implementation below promises to inductor.
     return out.contiguous(), log_sums.contiguous()
 
@@ -237,7 +238,7 @@ def _operation(
     "trainer::ring_attention_backward",
     mutates_args=(),
     schema="(Tensor grad, Tensor query, Tensor pair, Tensor? documents, Tensor out,"
-    " Tensor log_sums, str kernel, str group) -> (Tensor, Tensor)",
+    " Tensor log_sums, str kernel, str group, int? window, int? chunk) -> (Tensor, Tensor)",
 )
 def _operation_backward(
     grad: Tensor,
@@ -246,18 +247,10 @@ def _operation_backward(
     documents: Tensor | None,
     out: Tensor,
     log_sums: Tensor,
-    kernel: str,
-    group: str,
+    *how: Any,
 ) -> tuple[Tensor, Tensor]:
     query_grad, pair_grad = _backward(
-        grad,
-        query,
-        pair,
-        documents,
-        out,
-        log_sums,
-        PARTIAL_ATTENTION[kernel],
-        _group(group),
+        grad.contiguous(), query, pair, documents, out, log_sums, *_resolve(query, *how)
     )
     return query_grad.contiguous(), pair_grad.contiguous()
 
@@ -275,13 +268,15 @@ def _(_grad: Tensor, query: Tensor, pair: Tensor, *_: Any) -> tuple[Tensor, Tens
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, pair, documents, ctx.kernel, ctx.group = inputs
-    ctx.save_for_backward(query, pair, documents, *output)
+    query, pair, documents, sinks, *ctx.how = inputs
+    ctx.save_for_backward(query, pair, documents, sinks, *output)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _sums_grad: Tensor) -> tuple[Tensor | None, ...]:
-    found = _operation_backward(grad, *ctx.saved_tensors, ctx.kernel, ctx.group)
-    return *found, None, None, None
+    query, pair, documents, sinks, out, log_sums = ctx.saved_tensors
+    found = _operation_backward(grad, query, pair, documents, out, log_sums, *ctx.how)
+    for_sinks = None if sinks is None else sinks_gradient(grad, out, log_sums, sinks)
+    return *found, None, for_sinks, None, None, None, None
 
 
 _operation.register_autograd(_differentiate, setup_context=_keep)

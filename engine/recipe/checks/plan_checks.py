@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -57,23 +58,22 @@ def _expert(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
         name = recipe.model.name
         yield path, f'the model "{name}" has no experts that ranks could share', "keep 1"
         return
+    stage_axes = [axis for axis in AXES if axis != "pipeline"]
+    is_known = degrees.is_known(*stage_axes)
+    # Not known: a number of ranks that any degree divides.
+    around = degrees.product(stage_axes) if is_known else 0
+    sizes: dict[str, list[int]] = {}
     for axis, key in zip(EXPERT_AXES, ("num_experts", "expert_ffn_dim"), strict=True):
         count, degree = getattr(moe, key), given.get(axis, 1)
-        if degree > 1 and count % degree:
-            yield (
-                ("parallel", axis),
-                f"{degree} ranks cannot share model.moe.{key} = {count} evenly",
-                _nearest(count, degree),
-            )
-    stage_axes = [axis for axis in AXES if axis != "pipeline"]
-    if degrees.is_known(*stage_axes):
-        around = degrees.product(stage_axes)
-        if around % ranks:
-            yield (
-                path,
-                f"the {around} ranks of a stage are no multiple of {axes} ({ranks})",
-                _nearest(around, ranks),
-            )
+        sizes[axis] = _divisors(count) if axis in given else [1]
+        if count % degree:
+            works = [n for n in sizes[axis] if around % (ranks // degree * n) == 0]
+            message = f"{degree} ranks cannot share model.moe.{key} = {count} evenly"
+            yield ("parallel", axis), message, _nearest(works, degree)
+    if around % ranks:
+        works = [n for a, b in product(*sizes.values()) if around % (n := a * b) == 0]
+        message = f"the {around} ranks of a stage are no multiple of {axes} ({ranks})"
+        yield path, message, _nearest(works, ranks)
     if recipe.compile.enabled:
         yield (
             path,
@@ -109,10 +109,7 @@ def _resharding(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
     elif pieces == 1:
         yield path, "one piece is the whole weight", 'leave it out, and take "shard_grad_op"'
     elif degrees.is_known("shard", "context") and ranks > 1 and ranks % pieces:
-        works = [n for n in range(2, ranks + 1) if ranks % n == 0]
-        near = {max((n for n in works if n < pieces), default=works[0])}
-        near |= {min((n for n in works if n > pieces), default=ranks)}
-        hint = f"nearest that works: {' and '.join(map(str, sorted(near)))}"
+        hint = _nearest(_divisors(ranks)[1:], pieces)
         yield path, f"{pieces} does not divide the {ranks} ranks that shard (shard x context)", hint
     # What FSDP2 gathers again is a plain tensor, on a mesh that all ranks create (torch 2.13).
     for axis in ("tensor", "pipeline", *EXPERT_AXES):
@@ -127,16 +124,8 @@ def _resharding(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
 
 
 def _context(recipe: Recipe) -> Iterator[Finding]:
-    layout = recipe.model.layout
-    if not layout.context:
+    if not recipe.model.layout.context:
         yield _no_plan(recipe, "context")
-    elif not recipe.model.takes_ring and recipe.parallel.context_exchange == "ring":
-        name = recipe.model.name
-        yield (
-            ("parallel", "context_exchange"),
-            f'the model "{name}" has windows or sinks, which no ring attends with',
-            'take "gather"',
-        )
     elif is_bidirectional(recipe) and recipe.parallel.context_exchange == "ring":
         yield (
             ("parallel", "context_exchange"),
@@ -164,23 +153,36 @@ def _tensor(recipe: Recipe, tensor: int) -> Iterator[Finding]:
     if not recipe.model.layout.tensor:
         yield _no_plan(recipe, "tensor")
         return
-    sizes: Any = recipe.model
-    for key in ("n_heads", "ffn_dim"):
-        count = getattr(sizes, key, tensor)
-        if count % tensor:
-            yield (
-                path,
-                f"{tensor} ranks cannot share model.{key} = {count} evenly",
-                _nearest(count, tensor),
-            )
-    groups = getattr(sizes, "n_kv_heads", tensor)
-    # More ranks than key-value heads are possible: several ranks then need the same head.
-    if groups % tensor and tensor % groups:
-        yield (
-            path,
-            f"{tensor} ranks cannot share model.n_kv_heads = {groups} evenly",
-            f"give a divisor or a multiple of {groups}",
-        )
+    sizes = _tensor_sizes(recipe)
+    for key in _uneven(sizes, tensor):
+        # Together: a degree that suits the heads may not suit the rest.
+        works = [n for n in range(1, sizes.get("n_heads", tensor) + 1) if not _uneven(sizes, n)]
+        how = "with a row for each" if key == "vocab_size" else "evenly"
+        message = f"{tensor} ranks cannot share model.{key} = {sizes[key]} {how}"
+        yield path, message, _nearest(works, tensor)
+
+
+def _tensor_sizes(recipe: Recipe) -> dict[str, int]:
+    """Return the sizes of a model that tensor ranks divide, by key."""
+    model: Any = recipe.model
+    keys = ["n_heads", "n_kv_heads", "ffn_dim", "vocab_size"]
+    # Experts are not divided over this axis, and then nothing may have this width.
+    experts_of = getattr(model, "experts_of", None)
+    if experts_of and all(map(experts_of, range(model.n_layers))):
+        keys.remove("ffn_dim")
+    return {key: size for key in keys if (size := getattr(model, key, None))}
+
+
+def _uneven(sizes: Mapping[str, int], ranks: int) -> list[str]:
+    """Return the keys of sizes that so many tensor ranks cannot share."""
+    fits = {key: size % ranks == 0 for key, size in sizes.items()}
+    if groups := sizes.get("n_kv_heads"):
+        # More ranks than key-value heads are possible: several ranks then need the same head.
+        fits["n_kv_heads"] |= ranks % groups == 0
+    if rows := sizes.get("vocab_size"):
+        # The last ranks may have fewer rows, as in torch.chunk, but not none.
+        fits["vocab_size"] = -(-rows // ranks) * (ranks - 1) < rows
+    return [key for key, fit in fits.items() if not fit]
 
 
 def _overlap(recipe: Recipe) -> Iterator[Finding]:
@@ -201,9 +203,14 @@ def _overlap(recipe: Recipe) -> Iterator[Finding]:
         )
 
 
-def _nearest(count: int, degree: int) -> str:
-    works = [n for n in range(1, 2 * degree) if count % n == 0]
-    return f"nearest degree that works: {min(works, key=lambda n: abs(n - degree))}"
+def _divisors(count: int) -> list[int]:
+    return [n for n in range(1, count + 1) if count % n == 0]
+
+
+def _nearest(works: Collection[int], degree: int) -> str:
+    below = max((n for n in works if n < degree), default=None)
+    above = min((n for n in works if n > degree), default=None)
+    return f"nearest that works: {' and '.join(str(n) for n in (below, above) if n)}"
 
 
 def _sequence(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:

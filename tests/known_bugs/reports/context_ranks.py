@@ -154,11 +154,11 @@ def the_backward_pass_of_the_ring_takes_the_keys_of_each_rank():
 def keep_the_first_sums(patch):
     original = ring._forward
 
-    def forward(query, pair, documents, kernel, group):
+    def forward(*args):
         merge = torch.logaddexp
         try:
             torch.logaddexp = lambda before, other: before
-            return original(query, pair, documents, kernel, group)
+            return original(*args)
         finally:
             torch.logaddexp = merge
 
