@@ -19,7 +19,7 @@ MOST_BLOCKS = 8
 """blocks of a piece's queries: more would be many small products"""
 
 
-class Part(NamedTuple):
+class AttentionPart(NamedTuple):
     """Queries and keys that one kernel call takes.
 
     Attributes:
@@ -55,7 +55,7 @@ class Pieces:
 
     def parts(
         self, mine: int, source: int, query: Tensor, documents: Tensor | None
-    ) -> Iterator[Part]:
+    ) -> Iterator[AttentionPart]:
         """Yield the work of rank `mine`'s queries with rank `source`'s keys.
 
         Args:
@@ -82,11 +82,11 @@ class Pieces:
             if documents is not None:
                 mask = _same_document(documents, mine, source, rows, keys)
                 mask = mask.tril(mask.shape[3] - mask.shape[2]) if is_own else mask
-            yield Part(rows, keys, mask, is_own and mask is None, is_own)
+            yield AttentionPart(rows, keys, mask, is_own and mask is None, is_own)
 
     def _within_reach(
         self, mine: int, source: int, query: Tensor, documents: Tensor | None
-    ) -> Iterator[Part]:
+    ) -> Iterator[AttentionPart]:
         """Yield blocks of queries, each with the keys that some of them reach."""
         length = self.length
         step = max(min(self.window or length, self.chunk or length), LEAST_ROWS)
@@ -113,7 +113,7 @@ class Pieces:
                         mask = self._mask(first, last, start, stop, query)
                         if documents is not None:
                             mask = mask & _same_document(documents, mine, source, rows, keys)
-                    yield Part(rows, keys, mask, is_causal, other == number)
+                    yield AttentionPart(rows, keys, mask, is_causal, other == number)
 
     def _numbers(self, rank: int) -> tuple[int, int]:
         """Return the numbers of the pieces that a rank holds."""
