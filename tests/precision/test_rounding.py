@@ -168,6 +168,13 @@ def test_small_updates_are_kept_where_rounding_to_the_nearest_loses_them():
 
 TIED = {"model": BASE["model"] | {"tie_embeddings": True}}
 UNEVEN = {"model": BASE["model"] | {"vocab_size": 322, "ffn_dim": 68}}
+EXPERTS = {
+    "name": "qwen3",
+    "flavor": "moe_debug",
+    "dim": 32,
+    "n_layers": 2,
+    "moe": {"num_experts": 4, "expert_ffn_dim": 24},
+}
 PLANS = {
     "shard": ({"shard": 2}, {}),
     "copies": ({"replicate": 2, "shard": 1}, {}),
@@ -178,6 +185,7 @@ PLANS = {
         {"pipeline": 2, "shard": 2, "fsdp": {"ignored": ["embed*", "*.up.weight"]}},
         TIED,
     ),
+    "experts": ({"shard": 4, "expert": 2}, {"model": EXPERTS}),
     "columns": (
         {"shard": 2, "rules": [{"match": ".*up.weight", "place": {"shard": 1}}]},
         {},
