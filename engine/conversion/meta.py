@@ -11,19 +11,15 @@ from typing import cast
 from ...model_zoo.layout import translate
 from ...model_zoo.llama3.config import Llama3Config
 from ...model_zoo.llama3.meta import COMPUTED, NAMES, ROTATED, config_from_params
-from ..checkpoint.tensors import (
-    ConcatenatedTensor,
-    FileTensor,
-    StoredChunk,
-    TensorRows,
-    differs,
-)
+from ..checkpoint.tensors import FileTensor, TensorRows, differs
 from ..checkpoint.torch_file import check_records
 from ..core.errors import CheckpointError
 from ..formats.hf_json import read_json
 from ..formats.hf_layout import Interleaved
 from ..formats.hf_match import Shape
 from ..recipe.schema import Recipe
+from .meta_experts import open_llama4
+from .meta_join import cut_dim, join
 from .source_weights import SourceWeights, config_or_error, parameter_shapes, require_match
 from .sources import read_state_dict, rows_of
 
@@ -49,6 +45,14 @@ def open_meta(folder: Path, recipe: Recipe | None) -> SourceWeights:
         {name: each for name, each in read_state_dict(file, []).items() if name != COMPUTED}
         for file in files
     ]
+    # Some files of Llama 4 have the sizes below a key.
+    params = params.get("model", params)
+    if isinstance(params, dict) and params.get("moe_args"):
+        if recipe is not None:
+            raise CheckpointError("of Llama 4 params.json says the sizes", "leave out --recipe")
+        opened = open_llama4(folder, params, parts)
+        opened.checks = [partial(check_records, file) for file in files]
+        return opened
     first = {name: each.shape for name, each in parts[0].items()}
     rows = rows_of(first, NAMES[HEAD]) * len(files)
     make = partial(config_from_params, params, rows)
@@ -131,42 +135,15 @@ def _share(first: FileTensor | None, full: Shape, count: int) -> Shape:
     Returns:
         The shape in the first file if `count` such slices make the whole tensor, else `full`.
     """
-    if first is None or (first.shape != full and _cut(first.shape, full, count) is None):
+    if first is None or (first.shape != full and cut_dim(first.shape, full, count) is None):
         return full
     return first.shape
 
 
-def _cut(part: Shape, full: Shape, count: int) -> int | None:
-    """Return the dimension along which `count` equal slices make a tensor, or None."""
-    if len(part) != len(full):
-        return None
-    unequal = [dim for dim in range(len(full)) if part[dim] != full[dim]]
-    if len(unequal) != 1 or part[unequal[0]] * count != full[unequal[0]]:
-        return None
-    return unequal[0]
-
-
 def _join(name: str, full: Shape, parts: Sequence[Mapping[str, FileTensor]]) -> TensorRows:
-    """Concatenate the slices of a tensor from all files.
-
-    Args:
-        name: Meta's name of the tensor.
-        full: shape of the whole tensor.
-        parts: the tensors of each file by name.
-
-    Returns:
-        The whole tensor; norms are replicated, so that the first file's copy is returned.
-    """
-    regions = [part[name] for part in parts if name in part]
-    dim = _cut(regions[0].shape, full, len(parts)) if len(regions) == len(parts) else None
-    if dim is None or {each.shape for each in regions} != {regions[0].shape}:
-        return regions[0]
-    width = regions[0].shape[dim]
-    placed = tuple(
-        StoredChunk(tuple(number * width * (at == dim) for at in range(len(full))), region)
-        for number, region in enumerate(regions)
-    )
-    return ConcatenatedTensor(regions[0].dtype, full, placed)
+    whole = join(name, full, parts)
+    assert whole is not None, "its name was compared"
+    return whole
 
 
 def _reorder_rotary(name: str, tensor: TensorRows, config: Llama3Config) -> TensorRows:

@@ -155,7 +155,7 @@ BAD_PARAMS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a yes": ({"n_layers": True}, ["says n_layers = true"]),
     "a list": ({"norm_eps": [1e-5]}, ["says norm_eps = [1e-05]"]),
     "odd heads": ({"n_heads": 3}, ["must be a multiple of n_kv_heads"]),
-    "experts": ({"moe_args": {"num_experts": 16}}, ["describes experts or quantized"]),
+    "quantized": ({"quantization_args": {}}, ["describes experts or quantized"]),
     "no yes or no": ({"use_scaled_rope": 3}, ["says use_scaled_rope = 3"]),
     "other sizes": (
         {"n_layers": 1, "ffn_dim_multiplier": 1.0},
