@@ -6,6 +6,7 @@ and gather what enters a half of a block that has no norm before it.
 
 from itertools import product
 from math import prod
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,10 @@ from tests.cases import also
 from tests.distributed import run_ranks
 from tests.train.float64 import in_float64
 from tests.train.plans import BASE, assembled, by_one_process, recipe_with, train, whole
+from trainer import load_recipe
+from trainer.cli.main import _run
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "llama3_debug.toml"
 
 LONGROPE = {
     "short_factor": [1.0, 1.5, 2.0],
@@ -89,3 +94,19 @@ def test_every_adapter_is_that_of_one_process(family, plan, alone):
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_recomputed_blocks_of_olmo2_are_those_of_one_process(recompute, alone):
     assert_same(alone, "olmo2", PLANS["tensor-shard"], memory={"recompute": recompute})
+
+
+@pytest.mark.matrix
+def test_the_plan_of_ranks_counts_the_sums_of_squares(capsys):
+    def calls(family):
+        words = ["model.name=" + family, "parallel.tensor=2", "data.micro_batch=8"]
+        given = [word for each in words for word in ("--set", each)]
+        assert _run(["plan", str(RECIPE), "--world", "2", *given]) == 0
+        rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+        (count,) = [int(row[-3]) for row in rows if "all-reduce" in row]
+        return count
+
+    recipe = load_recipe(RECIPE)
+    micro_batches = recipe.data.global_batch // 8
+    # Of queries and of keys, forward and backward, in each block.
+    assert calls("olmo2") - calls("llama3") == 2 * 2 * recipe.model.n_layers * micro_batches

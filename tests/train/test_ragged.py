@@ -31,6 +31,9 @@ FAMILIES = {
     "llama4": {"chunk": 8},
     "gpt_oss": {"window": 8},
     "deepseek_v3": {},
+    "mistral": {"window": 8},
+    "olmo2": {},
+    "phi3": {"rotary_fraction": 0.5},
 }
 
 

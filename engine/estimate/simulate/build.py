@@ -133,7 +133,8 @@ REPLACEMENTS = {"attention": "sdpa", "ragged_attention": "blocks"}
 def with_gpu_kernels(built: BuiltModel) -> BuiltModel:
     """Return a model whose operations hold what the kernels of a GPU would hold."""
     for module in built.model.modules():
-        if isinstance(module, RMSNorm):
+        # A norm over all heads that tensor ranks share is left: it sums squares over them.
+        if isinstance(module, RMSNorm) and module.kernel is built.kernels.rms_norm:
             module.kernel = _fused_norm
     # `is_split` keeps chunks whole, as on a GPU; a CPU's are cut to fit a core's cache.
     loss = partial(built.kernels.linear_cross_entropy, chunk=GPU_ROWS, is_split=True)
