@@ -189,8 +189,9 @@ def test_adapters_leave_biases_where_they_are():
     add_adapters(model, model.config.layout, table)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("lora_b"):  # as it starts, which adds nothing
-                parameter.zero_()
+            # As they start: B adds nothing.
+            if name.endswith(("lora_a", "lora_b")):
+                parameter.fill_(float(name.endswith("lora_a")))
     assert torch.equal(model(x), expected)
     merge_adapters(model)
     assert torch.equal(model(x), expected)
