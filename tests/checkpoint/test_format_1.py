@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -72,6 +73,30 @@ def code_by_a_dotted_name(folder: Path, canary: Path) -> None:
     path = str(canary).encode()
     argument = b"X" + len(path).to_bytes(4, "little") + path
     (folder / ".metadata").write_bytes(b"\x80\x04" + target + argument + b"\x85R.")
+
+
+class Attribute:
+    """Pickles as Python 3.11.2 pickles a member of an enum."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.call = getattr, (owner, name)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def an_attribute_that_is_no_member(folder: Path, canary: Path) -> None:
+    attribute = Attribute(TensorProperties, "create_from_tensor")
+    rewrite_metadata(folder, lambda m: setattr(m, "planner_data", attribute))
+
+
+def test_members_of_enums_are_read_as_any_python_pickles_them(tmp_path: Path) -> None:
+    save_as_format_1(tmp_path, 1)
+    folder = tmp_path / "step-00000001"
+    member = Attribute(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+    rewrite_metadata(folder, lambda m: setattr(m, "planner_data", member))
+    seal(folder)
+    assert differing(find_checkpoint(folder), 1) == []
 
 
 def code_in_a_bytes_item(folder: Path, canary: Path) -> None:
@@ -148,6 +173,7 @@ def test_a_checkpoint_that_two_ranks_saved_is_read(tmp_path: Path) -> None:
         (code_in_the_metadata, "asks for posix.mkdir: refused"),
         (code_as_the_metadata, "asks for posix.mkdir: refused"),
         (code_by_a_dotted_name, "asks for torch.serialization.os.mkdir: refused"),
+        (an_attribute_that_is_no_member, "asks for create_from_tensor of"),
         (code_in_a_bytes_item, "lists other tensors"),
         (code_in_place_of_a_tensor, "is not read: UnpicklingError"),
         (a_compressed_tensor, "is compressed: not read"),

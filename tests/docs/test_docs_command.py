@@ -180,7 +180,8 @@ def test_json_has_one_entry_for_each_component_that_has_the_key(docs):
     found = json.loads(docs("optimizer.lr", "--json")[1])
     assert {each["component"]: each["default"] for each in found["keys"]}["sgd"] == "0.1"
     table = json.loads(docs("precision", "--json")[1])["tables"][0]
-    assert [each["key"] for each in table["keys"]] == ["compute", "reduce", "float8", "mx"]
+    keys = [each["key"] for each in table["keys"]]
+    assert keys == ["compute", "parameters", "stochastic_rounding", "reduce", "float8", "mx"]
 
 
 def test_a_folder_that_cannot_be_written_is_said(docs, tmp_path):

@@ -153,7 +153,7 @@ def test_all_plans_that_validation_accepts_are_searched(recipe):
 @pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
 def test_plans_of_models_with_experts_are_searched(family):
     loaded = load_recipe(RECIPES / f"{family}_debug.toml", []).recipe
-    sizes = StepSizes.of(loaded.model.with_vocab(320), loaded.optimizer)
+    sizes = StepSizes.of(loaded.model.with_vocab(320), loaded.optimizer, width=4)
     assert sizes.saved > 0
     assert Degrees(tensor=4) in {degrees for _, degrees in variants(loaded, 4, 8)}
 

@@ -59,7 +59,7 @@ def test_averaged_weights_that_are_not_there_are_an_error(tmp_path, source, fini
     settings = {"run__init__weights": "ema", "model__n_layers": 1}
     with pytest.raises(CheckpointError, match="holds no averaged weights"):
         weights(tmp_path, run__init_from=str(finished), **settings)
-    with pytest.raises(CheckpointError, match="is a Hugging Face folder"):
+    with pytest.raises(CheckpointError, match="is no checkpoint of ours: it"):
         weights(tmp_path, run__init_from=str(source / "hf"), run__init__weights="ema")
 
 
