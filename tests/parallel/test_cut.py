@@ -10,6 +10,7 @@ from tests.distributed import run_ranks
 from tests.train.plans import BASE, assembled, recipe_with
 from trainer.engine.data.tables import Data
 from trainer.engine.parallel.materialize import without_storage
+from trainer.engine.parallel.pipeline import measure
 from trainer.engine.parallel.pipeline.cut import (
     EndCosts,
     StageSplit,
@@ -136,15 +137,26 @@ def test_what_a_part_costs_is_measured():
     assert torch.equal(torch.get_rng_state(), before), "the run draws what it would have drawn"
 
 
-def measured_ends(recipe):
-    parts = assembled(recipe)
+def ends_where_rank_0_measured(recipe):
+    """Return where this rank cuts; rank 0's clock says that the head is worth four blocks."""
+
+    def timed(*arguments):
+        assert torch.distributed.get_rank() == 0
+        assert all(second > 0 for second in part_seconds(*arguments))
+        return 0.5, 1.0, 4.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "part_seconds", timed)
+        parts = assembled(recipe)
     return parts.parallel_model.pipeline.cut.ends, parts.notes
 
 
 def test_all_ranks_cut_where_rank_0_measured():
-    """The head costs more than all blocks together: they go to the first stage."""
-    model = BASE["model"] | {"n_layers": 5, "vocab_size": 32_768}
-    recipe = recipe_with(model=model, parallel={"pipeline": 2, "pipelining": {"cost": "measured"}})
-    for ends, notes in run_ranks(2, measured_ends, recipe):
+    """Four blocks and the embedding balance one block and the head."""
+    recipe = recipe_with(
+        model=BASE["model"] | {"n_layers": 5},
+        parallel={"pipeline": 2, "pipelining": {"cost": "measured"}},
+    )
+    for ends, notes in run_ranks(2, ends_where_rank_0_measured, recipe):
         assert ends == (4, 5)
-        assert any(note.startswith("measured: embedding ") for note in notes)
+        assert "measured: embedding 500 ms, a block 1e+03 ms, head 4e+03 ms" in notes

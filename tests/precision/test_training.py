@@ -205,7 +205,7 @@ def test_a_run_stays_near_bf16_and_goes_on_bit_for_bit(word, tmp_path):
     whole = debug_run(tmp_path / "whole", narrow)
     distance = max(abs(whole[step] - usual[step]) for step in usual)
     assert len(usual) == 10
-    assert 0 < distance < 3e-3
+    assert 0 < distance < 5e-3
     debug_run(tmp_path / "parts", narrow, 6)
     assert debug_run(tmp_path / "parts", narrow) == whole
     straight, resumed, without = (state(tmp_path / each) for each in ("whole", "parts", "usual"))
