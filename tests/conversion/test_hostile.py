@@ -137,6 +137,7 @@ def test_a_hostile_state_dict_is_refused(
     assert str(source) in said
 
 
+@pytest.mark.matrix
 def test_a_state_dict_of_many_tensors_is_read(tmp_path: Path) -> None:
     state = {f"model.layers.{n}.LayerNoRm.weight": torch.zeros(1) for n in range(20_000)}
     torch.save(state, tmp_path / "model.pt")

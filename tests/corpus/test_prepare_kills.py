@@ -39,6 +39,7 @@ def command(*arguments: str, **settings: Any) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("kills", [3, *also(10)])
+@pytest.mark.matrix
 def test_killed_often_it_goes_on_and_makes_the_same_bytes(tmp_path: Path, kills: int) -> None:
     source = corpus(tmp_path, megabytes=5)
     arguments = ["data", "prepare", source.path, "--out", str(tmp_path / "out"), "--workers", "2"]

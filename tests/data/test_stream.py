@@ -2,12 +2,13 @@
 
 import json
 import shutil
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.cases import also
 from tests.data.streams import (
     SEQ_LEN,
     TEXTS,
@@ -52,8 +53,16 @@ def test_ranks_together_read_what_one_reads(tmp_path: Path, packing: str) -> Non
             assert sorted(row for rows in together for row in rows) == sorted(expected)
 
 
-@pytest.mark.parametrize("cache", ["kept", "gone"])
-@pytest.mark.parametrize("kind", ["jsonl", "text", "parquet", "hf", "saved"])
+@pytest.mark.parametrize(
+    ("kind", "cache"),
+    [
+        ("jsonl", "kept"),
+        ("text", "gone"),
+        ("saved", "kept"),
+        *also(("jsonl", "gone"), ("text", "kept"), ("saved", "gone")),
+        *also(*product(("parquet", "hf"), ("kept", "gone"))),
+    ],
+)
 def test_a_saved_state_goes_on_at_the_next_sample(tmp_path: Path, kind: str, cache: str) -> None:
     data = table([source_of(kind, tmp_path / "corpus")], tmp_path / "cache")
     whole = steps_of(data, 60)

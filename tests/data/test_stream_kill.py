@@ -100,6 +100,7 @@ def reference(tmp_path_factory):
     return folder
 
 
+@pytest.mark.matrix
 def test_kills_at_random_moments_leave_a_run_on_streams_bit_for_bit(tmp_path, reference):
     """The second time the cache is gone, as on another machine."""
     recipe = write_recipe(tmp_path / "killed")

@@ -60,7 +60,7 @@ PLANS = {
     ),
     "expert-pipeline": ({"expert": 2, "pipeline": 2}, {"model": EXPERTS}),
 }
-CASES = quick(PLANS, "replicate-shard", "pipeline-shard", "expert-divided")
+CASES = quick(PLANS, "pipeline-shard", "expert-divided")
 
 
 def recipe_of(plan):

@@ -66,6 +66,7 @@ def log(recipe: Path, rank: int) -> str:
         ),
     ],
 )
+@pytest.mark.matrix
 def test_a_rank_that_hangs_is_named_by_whatever_ends_the_job(tmp_path: Path, fault: str) -> None:
     recipe = write_recipe(tmp_path / "hang")
     rank = 1 if "rank1" in fault else 0

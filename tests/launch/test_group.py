@@ -94,6 +94,7 @@ with process_group(world, cpu, 30) as group:
     assert err.count("killed by SIGKILL") == 1
 
 
+@pytest.mark.matrix
 def test_a_rank_that_never_comes_is_an_environment_fault(tmp_path: Path) -> None:
     code = """
 from trainer.engine.core.errors import EnvironmentFault
@@ -122,6 +123,7 @@ def test_a_port_in_use_is_an_environment_fault() -> None:
             process_group(world, torch.device("cpu"), 2).__enter__()
 
 
+@pytest.mark.matrix
 def test_torchrun_jobs_are_joined_also_when_torchrun_restarts_them(tmp_path: Path) -> None:
     """Its agent keeps one store over all attempts."""
     script = tmp_path / "rank.py"

@@ -40,9 +40,7 @@ PLANS = {
     "divided-tensor-expert": (4, {"expert": 2, "expert_tensor": 2, "tensor": 2}),
 }
 QUICK = {
-    ("qwen3", "attention", "expert"),
     ("deepseek_v3", "shared", "expert-shard"),
-    ("qwen3", "one", "divided-tensor-expert"),
     ("gpt_oss", "experts", "expert-divided"),
 }
 ALL_MOE = {"qwen3", "mixtral", "gpt_oss"}

@@ -149,6 +149,7 @@ def test_a_plan_gives_the_curves_and_the_merged_weights_of_one_process(plan):
     assert found == alone[2].keys()
 
 
+@pytest.mark.matrix
 def test_recomputed_and_compiled_blocks_do_not_change_the_curves(alone):
     assert_same(run_ranks(1, curves, {"memory": {"recompute": "full"}})[0], alone)
     compiled = {"compile": {"enabled": True, "backend": "aot_eager"}}

@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.cases import also
+from tests.cases import also, quick
 from tests.model_zoo import test_gpt_oss, test_llama4
 from tests.model_zoo.peers import (
     assert_cache_changes_nothing,
@@ -45,7 +45,7 @@ def kinds(model):
     return len({(b.attention.window, b.attention.chunk, type(b.mlp)) for b in model.layers})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick(FAMILIES, "gpt_oss"))
 @pytest.mark.parametrize("attention", ["sdpa", *also("matmul")])
 @pytest.mark.parametrize("packed", [True, *also(False)])
 def test_blocks_compile_to_one_graph_a_kind(family, attention, packed):

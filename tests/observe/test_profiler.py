@@ -175,6 +175,7 @@ def test_a_profiled_run_has_the_numbers_of_any_other(recipe, profiled):
     assert not (plain.directory / "profiles").exists()
 
 
+@pytest.mark.matrix
 def test_steps_count_from_where_the_attempt_starts(recipe):
     train(recipe(**{"run.steps": 5, "profile.steps": 0, "schedule.name": "constant"}))
     result = train(recipe(**{"run.steps": 9, "schedule.name": "constant"}))
@@ -215,6 +216,7 @@ def test_a_profiler_that_cannot_start_does_not_end_the_run(recipe, capsys, start
     assert "the profile is lost: FileExistsError" in capsys.readouterr().out
 
 
+@pytest.mark.matrix
 def test_each_rank_asked_for_writes_its_own(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_text(RECIPE)

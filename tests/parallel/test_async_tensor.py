@@ -91,8 +91,8 @@ def fused(recipe, folder):
 @pytest.mark.parametrize(
     ("rows", "backend"),
     [
-        (2, without_code.__name__),
-        *also((1, without_code.__name__)),
+        (1, without_code.__name__),
+        *also((2, without_code.__name__)),
         pytest.param(2, "inductor", marks=GENERATES_CODE),
     ],
 )

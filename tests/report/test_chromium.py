@@ -103,6 +103,7 @@ def test_every_plot_is_drawn_by_the_script_without_an_error(page: Path, tmp_path
     assert "<title>3 runs compared</title>" in dom, "no text from a file became a script"
 
 
+@pytest.mark.matrix
 def test_a_screenshot_shows_lines_in_the_runs_colours(page: Path, tmp_path: Path) -> None:
     light, dark = tmp_path / "light.png", tmp_path / "dark.png"
     visit(page, tmp_path / "p", f"--screenshot={light}", "--window-size=700,700")

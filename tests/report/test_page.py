@@ -230,6 +230,7 @@ def test_thinned_points_keep_every_peak_the_ends_and_the_mean() -> None:
     assert thin([1.0, 2.0], 1000) == ([0, 1], [])
 
 
+@pytest.mark.matrix
 def test_a_hundred_thousand_rows_make_a_small_page_soon(tmp_path: Path) -> None:
     rows = [train_row(step) for step in range(1, 100_001)]
     path = make_run(

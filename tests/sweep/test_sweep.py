@@ -163,6 +163,7 @@ def test_bad_usage_is_named(command: Command, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_a_sweep_stopped_by_a_signal_leaves_nothing_and_goes_on(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text(RECIPE.replace("steps = 4", "steps = 3000", 1))
     arguments = [sys.executable, "-P", "-m", "trainer", "sweep", "r.toml", *GRID, "--json"]

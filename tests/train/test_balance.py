@@ -88,6 +88,7 @@ def test_recomputation_changes_nothing(plan, recompute, alone):
 
 @pytest.mark.parametrize("recompute", ["full", *also("none")])
 @pytest.mark.parametrize("plan", ["shard-2", *also(None, "pipeline-2")])
+@pytest.mark.matrix
 def test_compiled_blocks_change_nothing(plan, recompute, alone):
     world, parallel = PLANS[plan] if plan else (1, {})
     compiled = {"enabled": True, "backend": "aot_eager"}

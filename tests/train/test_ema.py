@@ -67,7 +67,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", quick(PLANS, "alone", "hybrid-2x2"))
+@pytest.mark.parametrize("plan", quick(PLANS, "alone", "shard-2"))
 def test_average_is_that_of_the_recursion_and_is_what_is_validated(plan):
     ranks, parallel = PLANS[plan]
     recipe = recipe_with(parallel=parallel, ema={"decay": DECAY, "interval": INTERVAL})

@@ -111,6 +111,7 @@ def test_recomputation(parallel, alone):
 
 
 @pytest.mark.parametrize("others", [{}, *also(RING, {"shard": 2}, {"pipeline": 2}, {"context": 2})])
+@pytest.mark.matrix
 def test_compiled_blocks_change_no_weight(others):
     """Each weight is compared: a lost gradient may hardly show in the loss."""
 

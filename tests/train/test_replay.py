@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from tests.cases import also
 from tests.distributed import run_ranks
 from tests.train.processes import finish, rows, start, write_recipe
 from tests.train.test_health import outlier
@@ -47,7 +48,7 @@ def finished_run(folder, overrides=(), world=1, before=None, steps=16):
     return recipe
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, *also(2)])
 def test_a_replayed_step_has_the_bits_of_the_run_and_leaves_no_trace(tmp_path, world):
     recipe = finished_run(tmp_path / "run", ["checkpoint.keep=9"], world, outlier)
     before = contents(tmp_path / "run" / "run")

@@ -68,7 +68,7 @@ NEW = {
 }
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, *also(2)])
 @pytest.mark.parametrize("phase", NEW)
 def test_before_the_first_step_is_done_nothing_was_saved(tmp_path, phase, world):
     recipe = write_recipe(tmp_path / "run", STEPS)
@@ -150,7 +150,7 @@ def test_an_evaluation_is_given_up_and_done_when_the_run_resumes(tmp_path, world
     assert all(final[name].equal(tensor) for name, tensor in state.items())
 
 
-@pytest.mark.parametrize("world", [2, *also(1)])
+@pytest.mark.parametrize("world", [1, *also(2)])
 def test_a_hanging_data_worker_does_not_keep_a_run_from_saving(tmp_path, world):
     expected, _ = reference(tmp_path / "reference", world)
     recipe = write_recipe(tmp_path / "run", STEPS)
