@@ -13,6 +13,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
 from .errors import EnvironmentFault
+from .extras import install_command
 
 if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
@@ -182,5 +183,5 @@ def require_package(module: str, user: str, extra: str) -> Any:
     except ImportError as error:
         raise EnvironmentFault(
             f"{user} needs the {module.partition('.')[0]} package",
-            f'pip install "trainer[{extra}]"',
+            install_command(extra),
         ) from error

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from ... import __version__
+from ..core.extras import DISTRIBUTION, install_command
 from ..core.run_dir import RunDirectory
 from ..launch.environment import find_world
 
@@ -46,7 +47,7 @@ def check_versions() -> Iterator[Finding]:
 def check_extras() -> Iterator[Finding]:
     """Yield whether each optional package is installed, and how to get it."""
     try:
-        wanted = requires("trainer") or []
+        wanted = requires(DISTRIBUTION) or []
     except PackageNotFoundError:
         yield Finding("extras", "note", "trainer runs from its sources, not from an installation")
         return
@@ -58,7 +59,7 @@ def check_extras() -> Iterator[Finding]:
             if installed := _version(package):
                 yield Finding(subject, "ok", f"{package} {installed}")
             else:
-                hint = f"pip install 'trainer[{extra}]'"
+                hint = install_command(extra)
                 yield Finding(subject, "note", f"{package} is not installed", hint)
 
 

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from ..core.errors import EnvironmentFault
+from ..core.extras import install_command
 
 
 def import_harness() -> ModuleType:
@@ -20,7 +21,7 @@ def import_harness() -> ModuleType:
         import lm_eval  # noqa: F401
     except ImportError as error:
         raise EnvironmentFault(
-            "tasks need lm-evaluation-harness", 'pip install "trainer[eval]"'
+            "tasks need lm-evaluation-harness", install_command("eval")
         ) from error
     return import_module(".harness", __package__)
 

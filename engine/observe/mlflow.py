@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import EnvironmentFault
+from ..core.extras import install_command
 from ..core.run_dir import read_recipe
 from ..core.text.display import join_key, redact
 from ..core.text.tree import leaves
@@ -40,7 +41,7 @@ class MLflowTracker:
         except ImportError as error:
             raise EnvironmentFault(
                 f"the tracker mlflow needs a package that is missing: {error}",
-                "pip install 'trainer[mlflow]'",
+                install_command("mlflow"),
             ) from error
         self._entities = mlflow.entities
         recipe = read_recipe(run_dir)

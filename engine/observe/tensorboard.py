@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import EnvironmentFault
+from ..core.extras import install_command
 from .feed import extract_histograms, extract_scalars
 
 FLUSH_SECONDS = 10
@@ -34,7 +35,7 @@ class TensorBoardTracker:
         except ImportError as error:
             raise EnvironmentFault(
                 f"metrics.tensorboard needs a package that is missing: {error}",
-                "pip install 'trainer[tensorboard]'",
+                install_command("tensorboard"),
             ) from error
         self._event = event_pb2.Event
         self._summary, self._histogram = summary_pb2.Summary, summary_pb2.HistogramProto

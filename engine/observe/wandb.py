@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.errors import EnvironmentFault
+from ..core.extras import install_command
 from ..core.run_dir import read_recipe
 from ..core.text.display import redact
 from .feed import RowSender, SentRows, extract_histograms, extract_scalars
@@ -32,7 +33,7 @@ class WandBTracker:
         except ImportError as error:
             raise EnvironmentFault(
                 f"the tracker wandb needs a package that is missing: {error}",
-                "pip install 'trainer[wandb]'",
+                install_command("wandb"),
             ) from error
         self._histogram: Any = wandb.Histogram  # its annotation asks for arrays, it takes lists
         record = SentRows(

@@ -16,6 +16,7 @@ from ...model_zoo.config import ModelConfig
 from ...model_zoo.layers.dense import Linear
 from ...model_zoo.layers.moe import Experts
 from ..core.errors import EnvironmentFault
+from ..core.extras import install_command
 from .choose import select_weights
 from .tables import MX, Float8, LowPrecision
 
@@ -82,7 +83,7 @@ def make_product(table: LowPrecision) -> Product:
     except ImportError as error:
         raise EnvironmentFault(
             f"precision.{word} needs the package torchao, 0.18: {error}",
-            "pip install 'trainer[float8]'",
+            install_command("float8"),
         ) from error
 
 

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.extras import install_command
 from .patterns import PATTERNS
 from .tokenizer import PARALLELISM, Ids
 from .tokenizer_files import byte_characters
@@ -196,7 +197,7 @@ def _encoding(pattern: str, ranks: Mapping[bytes, int]) -> Any:
     try:
         import tiktoken
     except ImportError as error:
-        raise NotEquivalent('tiktoken is not installed: pip install "trainer[data]"') from error
+        raise NotEquivalent(f"tiktoken is not installed: {install_command('data')}") from error
     return tiktoken.Encoding(
         "trainer", pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens={}
     )

@@ -17,6 +17,7 @@ from lm_eval.tasks import TaskManager
 from tests.conversion.models import hf_folder
 from trainer.cli.main import main
 from trainer.engine.core.errors import RecipeError
+from trainer.engine.core.extras import install_command
 from trainer.engine.inference.harness import HarnessModel, load_tasks, run_tasks
 from trainer.engine.inference.inputs import Dtype
 from trainer.engine.inference.open import open_model
@@ -180,7 +181,7 @@ def test_without_the_harness_the_command_says_how_to_install_it(folder, monkeypa
     with pytest.raises(SystemExit) as stop:
         main(["evaluate", str(folder), "--tasks", "arc_easy"])
     assert stop.value.code == 3
-    assert 'pip install "trainer[eval]"' in capsys.readouterr().err
+    assert install_command("eval") in capsys.readouterr().err
 
 
 def test_a_faulty_task_and_a_missing_folder_are_told(folder, tasks, tmp_path, capfd):

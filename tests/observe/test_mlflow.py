@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from trainer.engine.core.errors import EnvironmentFault, ExitCode
+from trainer.engine.core.extras import install_command
 from trainer.engine.observe.metrics import MetricsLog
 from trainer.engine.observe.tables import MLflow
 
@@ -103,4 +104,4 @@ def test_without_the_package_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(EnvironmentFault) as caught:
         MLflow().build(run_dir, 0)
-    assert "trainer[mlflow]" in caught.value.render()
+    assert install_command("mlflow") in caught.value.render()

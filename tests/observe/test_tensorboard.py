@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainer.engine.core.errors import EnvironmentFault, ExitCode
+from trainer.engine.core.extras import install_command
 from trainer.engine.observe.tables import TensorBoard
 from trainer.engine.observe.tensorboard import TensorBoardTracker
 
@@ -74,7 +75,7 @@ def test_a_missing_package_is_named_with_the_extra_that_has_it(
     with pytest.raises(EnvironmentFault) as caught:
         TensorBoard().build(tmp_path, 0)
     assert caught.value.exit_code == ExitCode.ENVIRONMENT
-    assert "trainer[tensorboard]" in caught.value.render()
+    assert install_command("tensorboard") in caught.value.render()
 
 
 def test_the_tracker_does_not_need_torch() -> None:

@@ -7,6 +7,7 @@ import torch
 
 from trainer.engine.assemble.build import build_model
 from trainer.engine.core.errors import EnvironmentFault
+from trainer.engine.core.extras import install_command
 from trainer.engine.parallel.plan import make_plan
 from trainer.engine.parallel.tables import Parallel
 from trainer.engine.precision.products import make_product
@@ -194,4 +195,4 @@ def test_a_missing_package_is_named_with_the_extra_that_has_it(monkeypatch):
     for table in (Float8(enabled=True), MX(enabled=True)):
         with pytest.raises(EnvironmentFault, match="needs the package torchao") as caught:
             make_product(table)
-        assert caught.value.hint == "pip install 'trainer[float8]'"
+        assert caught.value.hint == install_command("float8")

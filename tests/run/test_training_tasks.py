@@ -15,6 +15,7 @@ from tests.train.test_stops import stop_at
 from trainer import load_recipe, open_model, train
 from trainer.cli.main import main
 from trainer.engine.core.errors import ExitCode, RecipeError
+from trainer.engine.core.extras import install_command
 from trainer.engine.recipe.load import load_overrides
 from trainer.engine.report.page import write_page
 
@@ -147,7 +148,7 @@ def test_what_tasks_lack_is_told_before_anything_is_trained(tmp_path, tasks, mon
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert command("validate", recipe, *settings) == 0
     assert command("run", recipe, *settings) == ExitCode.ENVIRONMENT
-    assert 'pip install "trainer[eval]"' in capfd.readouterr().err
+    assert install_command("eval") in capfd.readouterr().err
     assert not (tmp_path / "run" / "run" / "recipe.toml").exists()
 
 

@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from trainer.engine.core.errors import DataError, EnvironmentFault
+from trainer.engine.core.extras import install_command
 from trainer.engine.sources import parquet
 from trainer.engine.sources.documents import DocumentFault
 from trainer.engine.sources.parquet import ParquetSource
@@ -216,4 +217,4 @@ def test_a_missing_package_is_named_with_its_command(
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(EnvironmentFault) as error:
         ParquetSource(path=str(folder)).parts()
-    assert 'pip install "trainer[data]"' in error.value.hint
+    assert install_command("data") in error.value.hint
