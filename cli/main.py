@@ -48,6 +48,9 @@ COMMANDS = {
     "estimate-memory": Lazy(
         "estimate_memory:estimate_memory", "Estimate the peak memory of a run's ranks."
     ),
+    "check-plan": Lazy(
+        "check_plan:check_plan", "Compare a run's plan with one process, on this machine's CPU."
+    ),
     "precompute": Lazy(
         "precompute:precompute", "Write what a reference or teacher says of all samples."
     ),

@@ -49,7 +49,7 @@ class Model(nn.Module):
 
     def __call__(self, *args: Any, **fields: Any) -> Any:
         """Run the forward pass and its hooks, under autocast where the class asks for it."""
-        if not self.autocasts or self.compute_dtype == torch.float32:
+        if not self.autocasts or self.compute_dtype in (torch.float32, torch.float64):
             return super().__call__(*args, **fields)
         tensors = (x for x in (*args, *fields.values()) if isinstance(x, Tensor))
         device = next(tensors, torch.empty(0)).device

@@ -151,6 +151,26 @@ def build_frozen(
     if recipe.data.packing == "ragged" and not model.takes_lengths:
         message = f'{place} is a "{model.name}", which takes rows of one length only'
         raise RecipeError([Problem(message, key, hint='take data.packing = "none"')])
+    return build_frozen_parts(recipe, vocab_size, device, plan, source)
+
+
+def build_frozen_parts(
+    recipe: Recipe,
+    vocab_size: int,
+    device: torch.device,
+    plan: Plan,
+    source: FoundModel | None = None,
+) -> FrozenParts:
+    """Return a frozen model on the meta device.
+
+    Args:
+        recipe: the validated recipe.
+        vocab_size: of the tokenizer.
+        device: where the model will compute.
+        plan: how ranks share the model that is trained, and this one.
+        source: where its weights are; None: it is the recipe's own model, before training.
+    """
+    model = source.recipe.model if source else recipe.model
     precision = recipe.precision.model_copy(update={"float8": Float8(), "mx": MX()})
     pipelining = recipe.parallel.pipelining.model_copy(update={"cost": "estimated"})
     parallel = recipe.parallel.model_copy(update={"pipelining": pipelining})

@@ -25,6 +25,7 @@ class ExitCode(IntEnum):
         "training diverged: the loss, the gradient or a weight is not finite, or spikes last",
     )
     IN_USE = 7, "another run uses this run directory"
+    DIFFERENT = 8, "`trainer check-plan` found that a plan does not compute what one process does"
     STOPPED_AND_SAVED = (
         75,
         "stopped by a signal, and a complete checkpoint stands: the same command resumes",

@@ -73,6 +73,10 @@ class Batch:
             moved = self._each(lambda _, x: x.to(device))
         return moved._each_length(lambda lengths: lengths.to(device))
 
+    def to_dtype(self, dtype: torch.dtype) -> Self:
+        """Return the batch with its floating-point fields in a dtype."""
+        return self._each(lambda _, x: x.to(dtype) if x.is_floating_point() else x)
+
     def split(self, size: int) -> Iterator[Self]:
         """Yield views of `size` samples each; the last may have fewer."""
         if len(self) <= size:

@@ -96,7 +96,12 @@ def bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return ""
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,  # no recipe can say it: plans are compared in it
+}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -16,6 +16,11 @@ from ..data.batch import IGNORED
 Fields = Mapping[str, Tensor]
 
 
+def widen(x: Tensor) -> Tensor:
+    """Return numbers in fp32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class Criterion(ABC):
     """The criterion of a task.
 
@@ -61,9 +66,10 @@ class Elementwise(Criterion):
     target: str = "labels"
 
     def sums(self, outputs: Any, fields: Fields) -> Mapping[str, Tensor]:
-        """Return the sum over elements, in fp32."""
-        targets = fields[self.target].float()
-        outputs = outputs.float().view_as(targets)
+        """Return the sum over elements, in fp32 at least."""
+        wide = widen(outputs)
+        targets = fields[self.target].to(wide.dtype)
+        outputs = wide.view_as(targets)
         is_counted = ~targets.isnan()
         losses = self.function(outputs, targets.nan_to_num(), reduction="none")
         return {"loss": torch.where(is_counted, losses, 0).sum()}
@@ -89,14 +95,14 @@ class ClassCrossEntropy(Criterion):
     target: str = "labels"
 
     def sums(self, outputs: Any, fields: Fields) -> Mapping[str, Tensor]:
-        """Return the sum over labels, in fp32.
+        """Return the sum over labels, in fp32 at least.
 
         Args:
             outputs: [..., C] scores of classes.
             fields: the target has the shape of the outputs without the last dimension.
         """
         loss = F.cross_entropy(
-            outputs.flatten(0, -2).float(),
+            widen(outputs.flatten(0, -2)),
             fields[self.target].flatten(),
             weight=self._weights(outputs.device),
             ignore_index=IGNORED,
@@ -136,7 +142,7 @@ class ConnectionistTemporal(Criterion):
         labels, (rows, steps, _) = fields["labels"], outputs.shape
         full = torch.full((rows,), steps), torch.full((rows,), labels.shape[1])
         loss = F.ctc_loss(
-            outputs.float().log_softmax(-1).transpose(0, 1),
+            widen(outputs).log_softmax(-1).transpose(0, 1),
             labels,
             fields.get("input_lengths", full[0]),
             fields.get("label_lengths", full[1]),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..data.batch import Batch
 from ..observe.numbers import Mean, Number
-from .criteria import Criterion, Fields
+from .criteria import Criterion, Fields, widen
 from .metrics.tables import Outputs
 from .outputs import KeptOutputs
 from .predictions import list_outputs
@@ -43,7 +43,7 @@ class CriterionRecord(LossRecord):
         selected = self._select(outputs if len(outputs) > 1 else outputs[0])
         self.outputs = selected.detach() if isinstance(selected, Tensor) else selected
         sums = self._criterion.sums(selected, self._fields)
-        return torch.stack([sums[name].float() for name in self._criterion.weights])
+        return torch.stack([widen(sums[name]) for name in self._criterion.weights])
 
     def sums(self, minimized: Tensor) -> Tensor:
         """Return the sum of each term, [K]."""
@@ -99,7 +99,8 @@ class CriterionTask(Task[B], Generic[B]):
     def factors(self, counts: Tensor, scale: float) -> Tensor:
         """Divide each term by its count."""
         terms = zip(self.loss.weights.values(), _divisor(counts[1:]).unbind(), strict=True)
-        return torch.stack([(scale * weight / count).float() for weight, count in terms])
+        dtype = torch.get_default_dtype()  # fp64 where plans are compared, else fp32
+        return torch.stack([(scale * weight / count).to(dtype) for weight, count in terms])
 
     def record(self, batch: B) -> CriterionRecord:
         """Return the criterion for a batch."""

@@ -61,7 +61,7 @@ class Balance:
         shapes |= {
             name: shape for name, shape in model.remote_parameters.items() if name.endswith(ROUTER)
         }
-        order = sorted(shapes, key=_by_number)
+        self._order = order = sorted(shapes, key=_by_number)
         self._layers = list(local_layers.values())
         self._rows_of_layers = [order.index(f"{name}{ROUTER}") for name in local_layers]
         experts = max((shape[0] for shape in shapes.values()), default=0)
@@ -128,6 +128,10 @@ class Balance:
         for row, layer in zip(self._rows_of_layers, self._layers, strict=True):
             self._loads[row].copy_(layer.load_counter)
         sum_over_ranks(self._loads)
+
+    def loads(self) -> dict[str, Tensor]:
+        """Return how many rows each expert of a layer got in the step, by the router's weight."""
+        return dict(zip(self._order, self._loads[:, :-NUM_OTHER_COUNTS], strict=True))
 
     def loss(self) -> Tensor:
         """Return the auxiliary loss of all routers, as the step minimises it; 0 without experts."""

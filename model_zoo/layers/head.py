@@ -73,7 +73,7 @@ class Head(nn.Module):
         x_BSD = self.norm(x)
         if labels is None or loss is None:
             # Cast after the product: what reads the logits sums in fp32.
-            return F.linear(x_BSD, weight_VD.to(x_BSD.dtype)).float()
+            return _widen(F.linear(x_BSD, weight_VD.to(x_BSD.dtype)))
         # Without logits: the loss gets weight and hidden states, and may make logits in pieces.
         total = loss(x_BSD.flatten(0, 1), weight_VD, labels.flatten())
         for target in further_targets(x_BSD) if further_targets else ():
@@ -116,8 +116,12 @@ class ClassificationHead(nn.Module):
         if self.training and self.settings.dropout:
             x_BSD = drop(x_BSD, self.settings.dropout, dropout_keys)
         # Cast after the product: what reads the logits sums in fp32.
-        logits: Tensor = self.get_submodule(self.settings.layer)(x_BSD).float()
+        logits = _widen(self.get_submodule(self.settings.layer)(x_BSD))
         return logits if loss is None else loss(logits)
+
+
+def _widen(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def drop(x: Tensor, rate: float, keys: Tensor | None) -> Tensor:

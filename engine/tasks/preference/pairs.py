@@ -207,7 +207,7 @@ class Pairs(Task[PairBatch]):
         # Ranks with the same samples add them several times: the ratio does not change.
         if dist.is_initialized():
             dist.all_reduce(sums)
-        return criteria.kto_reference_point(*sums.unbind()).float()
+        return criteria.kto_reference_point(*sums.unbind()).to(torch.get_default_dtype())
 
     def _log_probs(self, model: FrozenModel, batch: PairBatch) -> Tensor | None:
         """Return [2 B] log-probabilities of answers; None without the last pipeline stage."""
