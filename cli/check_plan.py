@@ -91,8 +91,8 @@ def _print(verdict: Verdict, given: Degrees) -> None:
             f"largest difference of a loss {verdict.loss:.1e}, of a gradient {verdict.gradient:.1e}"
         )
     else:
-        echo(f"distance of gradients from float64: {verdict.gradient:.2e}, of one process ")
-        echo(f"{verdict.alone:.2e}")
+        alone = f"of one process {verdict.alone:.2e}"
+        echo(f"distance of gradients from float64: {verdict.gradient:.2e}, {alone}")
     echo(_describe_difference(verdict.difference) if verdict.difference else "equal")
 
 

@@ -31,7 +31,8 @@ def adapt(recipe: Recipe, folder: Path, *, as_is: bool) -> tuple[Recipe, list[st
         folder: where files are written.
         as_is: compute in the recipe's own precision instead of float64.
     """
-    notes: list[str] = []
+    notes = [f"data.splits: the largest of {len(recipe.data.splits)}"] * bool(recipe.data.splits)
+    recipe = recipe.for_largest_split()
     data, is_made = _make_data(recipe.data, recipe.task, folder)
     if is_made:
         notes.append("data: made from a seed, one token a byte; no file of the recipe is read")
@@ -156,5 +157,5 @@ def _make_data(data: Data, task: TaskConfig, folder: Path) -> tuple[Data, bool]:
     else:
         table = {"name": "synthetic", "num_documents": RECORDS, "document_tokens": 20}
         made = sources["synthetic"].model_validate(table)
-    update = {"sources": [made], "splits": [], "validation_fraction": 0.0, **cache}
-    return data.largest.model_copy(update=update), True
+    update = {"sources": [made], "validation_fraction": 0.0, **cache}
+    return data.model_copy(update=update), True

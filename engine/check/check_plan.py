@@ -22,8 +22,6 @@ LIMIT = 1e-9
 """largest relative difference in float64"""
 FACTOR = 2.0
 """how many times as far from float64 as one process a plan may be in low precision"""
-LOSS = 1e-6
-"""relative difference of a loss that low precision has in any case"""
 STEPS = 2
 
 
@@ -185,13 +183,18 @@ def find_difference(
         }
         if alone is not None:
             near, far = alone[number - 1], find_distance(step)
-            if far <= FACTOR * find_distance(near) and step.loss <= FACTOR * max(near.loss, LOSS):
+            most = FACTOR * find_distance(near)
+            # The error of one number, the loss, may be near zero by chance.
+            loss_differs = not step.loss <= max(FACTOR * near.loss, most)
+            if far <= most and not loss_differs:
                 continue
             ratios = {
                 name: one.squared / max(near.gradients[name].squared, 1e-300)
                 for name, one in step.gradients.items()
             }
-            return Difference(number, "gradient", max(ratios, key=lambda name: ratios[name]), far)
+            first = max(ratios, key=lambda name: ratios[name])
+            what, size = ("loss", step.loss) if loss_differs else ("gradient", far)
+            return Difference(number, what, first, size)
         first = next((name for name, size in sizes.items() if not size <= LIMIT), "")
         if step.routing:
             return Difference(number, "routing", step.routing[0], inf)

@@ -49,14 +49,13 @@ def shrink(recipe: Recipe, world: int) -> Shrunk:
     """Return a small recipe of the same structure.
 
     Args:
-        recipe: the recipe; a check has adapted it to a CPU already.
+        recipe: the recipe, which `adapt` has made one for a CPU.
         world: the world size of the recipe's plan.
 
     Raises:
         RecipeError: the degrees do not make the world size, or the structure does not fit a small
             model.
     """
-    recipe = recipe.for_largest_split()
     given = recipe.parallel.degrees.resolve(world)
     table = recipe.parallel.pipelining
     is_pinned = bool(table.csv or table.layers_per_stage or table.modules_per_stage)
@@ -77,7 +76,7 @@ def shrink(recipe: Recipe, world: int) -> Shrunk:
     rank = min(recipe.lora.rank, 4)
     changes["lora"] = recipe.lora.model_copy(update={"rank": rank})
     small = recipe.model_copy(update=changes)
-    notes = [f"data.splits: the largest of {len(recipe.data.splits)}"] * bool(recipe.data.splits)
+    notes: list[str] = []
     for path in RULES:
         if any(found[0][: len(path)] == path for found in check(small, degrees.world)):
             small = _drop(small, path)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -116,15 +117,18 @@ class RankPool:
         self._groups += 1
         store = str(self.folder / f"store-{self._groups}")
         try:
-            for rank in range(ranks):
-                self._start(Order(function, rank, ranks, store, args))
+            for _ in range(ranks):
+                self._start()
+            # Only now, as no process may wait for one that an interrupt has kept from being there.
+            for rank, pipe in enumerate(self._pipes):
+                pipe.send(Order(function, rank, ranks, store, args))
             return self._collect(ranks)
         finally:
             self._end()
 
-    def _start(self, order: Order) -> None:
-        ours, theirs = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=obey, args=(theirs, order), daemon=True)
+    def _start(self) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=obey, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
         self._processes.append(process)
@@ -178,12 +182,18 @@ def _failure(rank: int, phase: str, error: Exception | None, text: str) -> Excep
     return TrainerError(f"rank {rank} failed in {phase!r}: {last}{trace}", hint)
 
 
-def obey(pipe: Connection, order: Order) -> None:
-    """Do what an order says, and send the result, or the error, through a pipe."""
-    # The parent of this process is the server, which ends with the process that asked for it.
+def obey(pipe: Connection) -> None:
+    """Do what an order says that comes through a pipe, and send back the result, or the error."""
     die_with_parent(os.getppid())
+    # The parent is the server, which lives as long as its children do: the process that asked for
+    # this one may end between the fork and the moment when it knows of it.
+    threading.Thread(target=_end_with_caller, daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     reply: tuple[str, Any]
+    try:
+        order: Order = pipe.recv()
+    except EOFError:
+        return
     try:
         reply = "done", _obey(order, pipe)
     except Exception as error:
@@ -193,6 +203,14 @@ def obey(pipe: Connection, order: Order) -> None:
     sys.stderr.flush()
     # Else Python would first wait for threads of the group, which other ranks may hold.
     os._exit(0)
+
+
+def _end_with_caller() -> None:
+    """Wait for the end of the process that started this rank, and end with it."""
+    caller = parent_process()
+    if caller is not None:
+        caller.join()
+        os._exit(1)
 
 
 def _portable(error: Exception) -> Exception | None:
