@@ -14,7 +14,7 @@ from ..core.errors import RecipeError
 from ..parallel.mesh import AXES, EXPERT_AXES, Degrees
 from ..recipe.schema import Recipe
 from .adapt import adapt, in_float64
-from .jobs import COMPUTE, Distance, Job, StepDistances
+from .jobs import COMPUTE, Distance, PlanJob, StepDistances
 from .shrink import RANKS, Shrunk, on_one_process, select_axes, shrink
 from .workers import RankPool
 
@@ -123,7 +123,7 @@ def check_plan(
     single = on_one_process(small)
     # Of a conversation not every token counts.
     hides = any(source.name == "chat" for source in recipe.data.all_sources)
-    job = Job(small, str(pool.folder / "reference.npz"), steps=STEPS, hides_labels=hides)
+    job = PlanJob(small, str(pool.folder / "reference.npz"), steps=STEPS, hides_labels=hides)
 
     def measure(recipe: Recipe, ranks: int, writes: bool = False) -> list[StepDistances]:
         found = pool.run(ranks, COMPUTE, job._replace(recipe=recipe, writes=writes))

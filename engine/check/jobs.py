@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..recipe.schema import Recipe
 
 
-class Job(NamedTuple):
+class PlanJob(NamedTuple):
     """What a rank computes.
 
     Attributes:
@@ -60,4 +60,4 @@ class StepDistances:
 
 
 COMPUTE = f"{__package__}.rank:run_job"
-"""module and name of the function that does a `Job` on a rank"""
+"""module and name of the function that does a `PlanJob` on a rank"""

@@ -29,7 +29,7 @@ from ..recipe.schema import Recipe
 from ..tasks.frozen import FrozenModel
 from ..tasks.tables import TaskData
 from ..train.step import TrainStep
-from .jobs import Distance, Job, StepDistances
+from .jobs import Distance, PlanJob, StepDistances
 from .workers import Report
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def process_group(rank: int, ranks: int, store: str) -> Iterator[None]:
     """Be a rank of a gloo group, if there are several."""
     torch.set_num_threads(1)
     # Gradients of several axes are gathered one axis after the other, of which torch warns.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     if ranks == 1:
         yield
         return
@@ -57,7 +57,7 @@ def process_group(rank: int, ranks: int, store: str) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def run_job(rank: int, ranks: int, report: Report, job: Job) -> list[StepDistances]:
+def run_job(rank: int, ranks: int, report: Report, job: PlanJob) -> list[StepDistances]:
     """Compute steps, write them as the reference or not, and compare them with the reference."""
     if job.recipe.precision.compute == "fp64":  # type: ignore[comparison-overlap] # of checks alone
         torch.set_default_dtype(torch.float64)
@@ -84,7 +84,7 @@ def run_job(rank: int, ranks: int, report: Report, job: Job) -> list[StepDistanc
     return distances
 
 
-def _assemble(rank: int, ranks: int, report: Report, job: Job) -> tuple[TrainStep, TurnLoader]:
+def _assemble(rank: int, ranks: int, report: Report, job: PlanJob) -> tuple[TrainStep, TurnLoader]:
     """Build the step of a rank, and what reads its batches, as the run would."""
     recipe = job.recipe
     plan = make_plan(recipe.parallel, rank, ranks, CPU)

@@ -8,7 +8,6 @@ those of the first (torch 2.13).
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 import threading
 import time
@@ -25,15 +24,10 @@ from typing import Any, NamedTuple, Self
 
 from ..core.errors import EnvironmentFault, TrainerError
 from ..core.processes import die_with_parent
+from ..estimate.memory import PRELOADED
 from ..launch.environment import TRACEBACK
 
-PRELOADED = [
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "torch.distributed.pipelining",
-    "torch._dynamo.utils",
-    f"{__package__}.rank",
-]
+RANK_MODULE = f"{__package__}.rank"
 SILENCE_SECONDS = 120.0
 """how long all ranks may begin no phase before they count as deadlocked"""
 
@@ -72,7 +66,7 @@ class RankPool:
     def __init__(self, silence_seconds: float = SILENCE_SECONDS) -> None:
         self._silence_seconds = silence_seconds
         self._context = get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
+        self._context.set_forkserver_preload([*PRELOADED, RANK_MODULE])
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder = TemporaryDirectory(prefix="trainer-check-")
@@ -174,7 +168,7 @@ def _describe_silence(phases: list[str], waiting: Any, seconds: float) -> str:
 
 def _failure(rank: int, phase: str, error: Exception | None, text: str) -> Exception:
     """Return the error of a rank: its own, if it is one that we foresee."""
-    if isinstance(error, TrainerError):
+    if error is not None:
         return error
     last = text.strip().splitlines()[-1]
     hint = "" if TRACEBACK in os.environ else "run the same with --traceback to see where"
@@ -197,7 +191,9 @@ def obey(pipe: Connection) -> None:
     try:
         reply = "done", _obey(order, pipe)
     except Exception as error:
-        reply = "failed", (_portable(error), traceback.format_exc())
+        # Others need not survive the way through a pipe.
+        foreseen = error if isinstance(error, TrainerError) else None
+        reply = "failed", (foreseen, traceback.format_exc())
     with suppress(BrokenPipeError):
         pipe.send(reply)
     sys.stderr.flush()
@@ -213,20 +209,11 @@ def _end_with_caller() -> None:
         os._exit(1)
 
 
-def _portable(error: Exception) -> Exception | None:
-    """Return an error if it survives the way to another process."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return None
-    return error
-
-
 def _obey(order: Order, pipe: Connection) -> Any:
     module, _, name = order.function.partition(":")
     function = getattr(import_module(module), name)
     # The parent does without torch, which that module imports.
-    process_group = import_module(f"{__package__}.rank").process_group
+    process_group = import_module(RANK_MODULE).process_group
     with process_group(order.rank, order.ranks, order.store):
         return function(
             order.rank, order.ranks, lambda text: pipe.send(("phase", text)), *order.args

@@ -15,6 +15,11 @@ MOST_DEFERRED = (
 )
 # In these, only entry points; all of assemble and run may.
 SEE_A_WHOLE_RECIPE = {
+    "engine/check/adapt.py",
+    "engine/check/check_plan.py",
+    "engine/check/jobs.py",
+    "engine/check/rank.py",
+    "engine/check/shrink.py",
     "engine/conversion/convert.py",
     "engine/conversion/gguf.py",
     "engine/conversion/meta.py",
