@@ -14,6 +14,7 @@ from ..engine.core.errors import RecipeError, nearest
 from ..engine.recipe.documents.describe import describe, summary
 from ..engine.recipe.documents.reference import tables
 from ..engine.recipe.documents.starter import shipped_recipes
+from ..engine.recipe.other_names import find_component
 from ..engine.recipe.schema import REGISTRIES
 from .options import AsJson
 from .table import print_table
@@ -45,7 +46,9 @@ def _print(words: Mapping[str, str], as_json: bool) -> None:
 def _print_fields(kind: str, name: str, as_json: bool) -> None:
     known = _summaries(kind)
     if name not in known:
-        hint = nearest(name, known) or f"known: {', '.join(known)}"
+        ours = find_component(kind, name)
+        hint = f"here it is {ours}" if ours else nearest(name, known)
+        hint = hint or f"known: {', '.join(known)}"
         raise RecipeError(f"no {kind} is named {name!r}", hint)
     if kind == "recipe":
         raise RecipeError(

@@ -23,6 +23,7 @@ from ..engine.core.errors import ExitCode, TrainerError
 from ..engine.core.text.display import make_lines_printable
 from ..engine.launch.ending import end_process, skip_teardown
 from ..engine.launch.environment import TRACEBACK
+from ..engine.recipe import other_names
 from .options import check_paths
 
 
@@ -81,7 +82,20 @@ class LazyGroup(TyperGroup):
         """Import the command that is called, then resolve as usual."""
         if args and args[0] in COMMANDS:
             self.add_command(import_command(args[0]), args[0])
+        elif args and args[0] in other_names.COMMANDS:
+            ctx.fail(f"No such command '{args[0]}': here it is {other_names.COMMANDS[args[0]]}.")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; an option of another trainer's gets what to write here."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            option = getattr(error, "option_name", None)
+            if isinstance(option, str) and (hint := other_names.find_option(option)):
+                error.message += f": {hint}"  # type: ignore[attr-defined]
+                error.possibilities = None  # type: ignore[attr-defined]
+            raise
 
 
 def import_command(name: str) -> Any:

@@ -142,9 +142,13 @@ class RunInUse(TrainerError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return `did you mean "x"?` for the closest known spelling, or an empty string."""
-    close = get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f'did you mean "{close[0]}"?' if close else ""
+    """Return `did you mean "x"?` for the closest known spelling, or an empty string.
+
+    Case does not count. A word that is far from all gets none: a wrong suggestion misleads.
+    """
+    spellings = {name.lower(): name for name in known}
+    close = get_close_matches(word.lower(), spellings, n=1, cutoff=0.65)
+    return f'did you mean "{spellings[close[0]]}"?' if close else ""
 
 
 class Stopped(SystemExit):

@@ -13,6 +13,7 @@ from ..core.text.display import format_value, make_printable
 from ..core.text.positions import KeyPath
 from ..core.text.tree import Tree
 from .checks.replaced_words import replacement, unavailable
+from .other_names import find_component, find_key, find_keys
 from .structure import GivenTable, describe_fields, every_table, table_at
 
 _EXPECTED = {
@@ -109,12 +110,23 @@ class _Fault:
         owners = dict.fromkeys(elsewhere)
         if 0 < len(owners) <= MOST_OWNERS:
             return f"it belongs to {' or '.join(owners)}"
+        if ours := self.other_name(key, path):
+            return ours
         fields = list(table.config.model_fields)
         return nearest(key, fields) or f"known: {', '.join(fields)}"
 
+    def other_name(self, key: str, path: KeyPath) -> str:
+        """Return what to write for a key, or a table of keys, of another trainer."""
+        if isinstance(self.input, dict) and (found := find_keys(key, self.input)):
+            return found
+        found = find_key(*(part for part in path if isinstance(part, str)), key)
+        return f"write {found}" if found else ""
+
     def unknown_word(self, key: str) -> Problem:
         known = str(self.context.get("known", "")).split(", ")
-        hint = nearest(str(self.context.get(key)), known)
+        word = str(self.context.get(key))
+        ours = find_component(str(self.context.get("kind")), word)
+        hint = f"write {ours}" if ours else nearest(word, known)
         text = _one_line(self.text)
         if len(known) > MOST_KNOWN:
             text = text.partition("; known: ")[0]

@@ -17,6 +17,8 @@ from ..core.text.display import MARK, format_key, make_printable
 from ..core.text.positions import MAX_DEPTH, KeyPath, Positions, SizeError
 
 MAX_BYTES = 1_000_000
+RECIPES = Path(__file__).parents[2] / "recipes"
+OTHER_FORMATS = {".yaml", ".yml", ".json", ".py"}
 MAX_DIGITS = 4000  # a little less than what Python converts
 _TOMLI_WORDS = {
     "Cannot overwrite a value": "this key is given twice",
@@ -44,6 +46,10 @@ def read_toml(path: Path) -> TomlFile:
         RecipeError: located faults; a file that cannot be read at all has line 0.
     """
     name = make_printable(str(path))
+    if path.suffix.lower() in OTHER_FORMATS:
+        raise _fault(
+            "a recipe is a TOML file", name, 0, 0, "trainer new PATH --from NAME writes one"
+        )
     text = _decode(_read_bytes(path, name), name)
     tree = _parse(text, name)
     try:
@@ -82,7 +88,9 @@ def _read_bytes(path: Path, name: str) -> bytes:
 
 
 def _sibling(path: Path) -> str:
-    """Return a hint at the recipe beside a missing one whose name is nearest."""
+    """Return a hint at the shipped recipe of that name, or at the nearest name in the folder."""
+    if (RECIPES / f"{path.stem}.toml").is_file():
+        return f"a shipped recipe: trainer new {path.stem}.toml --from {path.stem}"
     names = [each.stem for each in path.parent.glob("*.toml")]
     close = get_close_matches(path.stem, names, n=1)
     return f'did you mean "{make_printable(str(path.with_name(close[0])))}.toml"?' if close else ""

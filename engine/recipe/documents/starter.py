@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ...core.errors import RecipeError, nearest
 from ...core.text.positions import KeyPath
 from ..layers import read_layers
+from ..read import RECIPES
 from ..schema import Recipe
 from ..structure import describe_fields, given_tables
 from ..write import format_toml
 from .describe import summary
-
-RECIPES = Path(__file__).parents[3] / "recipes"
 
 
 def shipped_recipes() -> dict[str, str]:
