@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from ...core.errors import ExitCode
 from ...core.text.display import format_value
 from ..changes import resume_policy
+from ..read import RECIPES
 from ..schema import REGISTRIES
 from .describe import EXTENDS
 from .reference import Section, sections
-from .starter import RECIPES
 
 MADE_BY = (
     "<!-- Made by `trainer docs --write docs/reference`. Change the sources, not this page. -->"

@@ -15,11 +15,12 @@ from ...core.registry import Registry
 from ...core.text.display import format_value
 from ..changes import resume_policy
 from ..layers import read_layers
+from ..read import RECIPES
 from ..schema import REGISTRIES, Recipe
 from ..structure import slot
 from ..write import is_table
 from .describe import EXTENDS, FieldDescription, Key, describe, summary
-from .starter import RECIPES, shipped_recipes
+from .starter import shipped_recipes
 
 
 @dataclass(frozen=True)
