@@ -23,7 +23,6 @@ from ..engine.recipe.documents.reference import (
     tables_called,
 )
 from ..engine.recipe.documents.starter import shipped_recipes
-from ..engine.recipe.other_names import find_key, find_option
 from ..engine.recipe.schema import REGISTRIES
 from .main import COMMANDS, import_command
 from .options import AsJson
@@ -90,9 +89,7 @@ def _print_help(word: str, as_json: bool) -> None:
         "exit_codes": [each for each in ExitCode if word in (EXIT_CODES, str(each.value))],
     }
     if not any(found.values()):
-        ours = find_key(*word.split(".")) or find_option(word)
-        hint = f"here it is {ours}" if ours else ""
-        hint = hint or nearest_known(word, [*shipped_recipes(), *COMMANDS, EXIT_CODES])
+        hint = nearest_known(word, [*shipped_recipes(), *COMMANDS, EXIT_CODES])
         hint = hint or "`trainer docs` lists what there is"
         raise RecipeError(f"nothing is called {word!r}", hint)
     if as_json:

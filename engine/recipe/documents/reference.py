@@ -15,6 +15,7 @@ from ...core.registry import Registry
 from ...core.text.display import format_value
 from ..changes import resume_policy
 from ..layers import read_layers
+from ..other_names import find_key, find_option
 from ..read import RECIPES
 from ..schema import REGISTRIES, Recipe
 from ..structure import slot
@@ -136,6 +137,8 @@ def nearest_known(word: str, more: Sequence[str] = ()) -> str:
             owners[f'"{section.table}.{word}"'] = True
     if owners:
         return f"did you mean {' or '.join(owners)}?"
+    if ours := find_key(*word.split(".")) or find_option(word):
+        return f"here it is {ours}"
     return nearest(word, [*known, *REGISTRIES])
 
 
