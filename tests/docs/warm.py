@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 import traceback
+from multiprocessing import current_process
 
 from tests.commands import run_here
 from tests.distributed import CONTEXT
@@ -63,6 +64,7 @@ def answer(client):
     worker = os.fork()
     if worker == 0:
         client.close()
+        current_process()._config["daemon"] = False  # a program of its own may start processes
         code = 1
         try:
             code = run_here(*pickle.loads(message), files)
