@@ -8,7 +8,7 @@ TO_RUN := $(VENV)/.ready-to-run
 TO_DEVELOP := $(VENV)/.ready-to-develop
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-part test-faults test-next rotate test-gpu lint format check docs wheel clean
+.PHONY: help run test test-all test-part test-faults test-next test-cells rotate test-gpu lint format check docs wheel clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -31,6 +31,9 @@ test-faults: $(TO_DEVELOP) ## kill, stop and damage runs: the parts of `test-all
 
 test-next: $(TO_DEVELOP) ## run the parts of `test-all` that this change asks for
 	$(BIN)/python -m tests.rotation run next
+
+test-cells: $(TO_DEVELOP) ## compare random plans with one process: make test-cells CELLS="0 100" (resumes)
+	$(BIN)/python -m tests.cells run $(or $(CELLS),0 2000)
 
 rotate: $(TO_DEVELOP) ## begin a change: record where the last one ended
 	$(BIN)/python -m tests.rotation advance

@@ -5,8 +5,9 @@
     python -m tests.rotation advance         record where the last change ended
 
 `tests/parts.toml` says which parts there are. `tests/rotation.toml` says at which commit the
-last change ended and which part was the last to run for it: from these two and from what git
-calls changed, the parts of the present change follow, the same on every machine.
+last change ended, which part was the last to run for it, and the first of the 100 numbered cells
+(`tests/cells`) of the present one: from these and from what git calls changed, the parts of the
+present change follow, the same on every machine.
 """
 
 import os
@@ -21,6 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ROOT / "tests/parts.toml"
 STATE = ROOT / "tests/rotation.toml"
+CELLS, CELLS_A_CHANGE = 2000, 100
+"""how many there are (`tests/cells`), and how many the rotation runs at a time"""
 NO_TESTS = 5  # pytest's exit code where nothing was selected: a small folder cut into parts
 
 
@@ -251,7 +254,10 @@ def advance() -> int:
         return 0
     _, further, why = choose_next(until=commit)
     note = STATE.read_text("utf-8").split("commit =")[0]
-    STATE.write_text(f'{note}commit = "{commit}"\npart = {further[-1].number}\n', "utf-8")
+    # Each change checks other cells than the one before.
+    cells = (state["cells"] + CELLS_A_CHANGE) % CELLS
+    numbers = f"part = {further[-1].number}\ncells = {cells}\n"
+    STATE.write_text(f'{note}commit = "{commit}"\n{numbers}', "utf-8")
     print(f"{why}\nthe parts after {further[-1].number} are next")
     return 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -125,6 +125,42 @@ def require_divisible(
     problems = [Problem(message, join_key(key), hint=hint) for key, message, hint in findings]
     if problems:
         raise RecipeError(problems)
+
+
+def require_aligned(found: Iterable[ShardPlacement], degrees: Degrees) -> None:
+    """Raise a RecipeError of parameters whose shards torch cannot put together; see `aligns`."""
+    for each in found:
+        dim = each.place["tensor"]
+        if dim is not None and dim == each.place["shard"]:
+            size = each.shape[dim]
+            if not aligns(size, degrees):
+                message = describe_misalignment(each.name, size, degrees)
+                hint = f"a multiple of {degrees.tensor} would do"
+                raise RecipeError([Problem(message, key="parallel.tensor", hint=hint)])
+
+
+def describe_misalignment(name: str, size: int, degrees: Degrees) -> str:
+    """Return what cannot be split, and over which ranks."""
+    ranks = f"{degrees.tensor} tensor ranks, and {degrees.fsdp} that shard what each of them has,"
+    return f"{ranks} cannot share {name} = {size}"
+
+
+def aligns(size: int, degrees: Degrees) -> bool:
+    """Return whether torch knows which rows a rank holds of a dim that two axes split.
+
+    FSDP splits what a tensor rank has. A DTensor says the opposite (torch 2.13, `_StridedShard`):
+    the tensor axis splits what is left to FSDP's rank. Both are the same where the pieces are even.
+    """
+    by_tensor = [_chunk(part, degrees.fsdp) for part in _chunk(size, degrees.tensor)]
+    return all(
+        _chunk(sum(held), degrees.tensor) == [*held] for held in zip(*by_tensor, strict=True)
+    )
+
+
+def _chunk(size: int, ranks: int) -> list[int]:
+    """Return the sizes of the pieces that torch.chunk makes, empty ones included."""
+    piece = -(-size // ranks)
+    return [max(0, min(piece, size - rank * piece)) for rank in range(ranks)]
 
 
 def used_dim(name: str, config: ModelConfig, ranks: int) -> tuple[str, int | None]:

@@ -17,7 +17,7 @@ from ..data.batch import Batch
 from .axis import AxisParts, LocalParts, LocalRank, ParallelModel, SplitSettings, StepSettings
 from .mesh import AXES, MESH, Degrees
 from .pipeline.cut import EndCosts
-from .placement import placements_for, require_divisible
+from .placement import placements_for, require_aligned, require_divisible
 from .tables import Parallel
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ class Plan(LocalRank):
         shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
         require_divisible(shapes, config, self.table, self.degrees)
         found = placements_for(shapes, config, self.table, self.degrees)
+        require_aligned(found, self.degrees)
         dims = {each.name: each.place for each in found}
         settings = SplitSettings(dims, compute, reduce, costs, float8_layers)
         parts = LocalParts(config.layout.embed)

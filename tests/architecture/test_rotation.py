@@ -86,9 +86,9 @@ def test_a_commit_that_git_does_not_know_means_that_everything_changed():
     assert find_changes("0" * 40) is None
 
 
-def test_the_state_of_the_rotation_is_a_commit_and_a_part():
+def test_the_state_of_the_rotation_is_a_commit_a_part_and_a_cell():
     state = (PARTS.parent / "rotation.toml").read_text("utf-8")
-    assert re.search(r'^commit = "[0-9a-f]{40}"\npart = \d+\n\Z', state, re.M)
+    assert re.search(r'^commit = "[0-9a-f]{40}"\npart = \d+\ncells = \d+\n\Z', state, re.M)
 
 
 @pytest.mark.parametrize("shard", ["1/3", "2/3", "3/3"])

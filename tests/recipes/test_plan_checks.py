@@ -59,6 +59,13 @@ FAULTS = {
         "parallel.tensor", "8 ranks cannot share model.vocab_size = 9 with a row for each",
         "nearest that works: 2",
     ),
+    "vocabulary in uneven shards": (
+        "[model]\nvocab_size = 321\n[parallel]\ntensor = 2\nshard = 4", 8,
+        "parallel.tensor",
+        ("2 tensor ranks, and 4 that shard what each of them has, "
+        "cannot share model.vocab_size = 321"),
+        "322 would do",
+    ),
     "no experts": (
         "[parallel]\nexpert_tensor = 2", 2,
         "parallel.expert_tensor", 'the model "llama3" has no experts that ranks could share',

@@ -11,7 +11,7 @@ from ...core.text.positions import KeyPath
 from ...core.text.tree import Finding
 from ...lora.sizes import with_adapters
 from ...parallel.mesh import AXES, EXPERT_AXES, SEQUENCE_AXES, Degrees
-from ...parallel.placement import used_dim
+from ...parallel.placement import aligns, describe_misalignment, used_dim
 from ...parallel.rules import check_expressions, check_rules, deciding_patterns, deciding_rules
 from ..schema import Recipe
 from .pipeline_checks import check_pipeline
@@ -31,7 +31,7 @@ def check_plan(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
     yield from _overlap(recipe)
     yield from _unsplittable(recipe, degrees)
     if degrees.tensor > 1:
-        yield from _tensor(recipe, degrees.tensor)
+        yield from _tensor(recipe, degrees)
     yield from _sequence(recipe, degrees.known)
     if degrees.context > 1:
         yield from _context(recipe)
@@ -148,8 +148,9 @@ def _unsplittable(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
             yield ("parallel", axis), why, f"keep parallel.{axis} = 1"
 
 
-def _tensor(recipe: Recipe, tensor: int) -> Iterator[Finding]:
+def _tensor(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
     path: KeyPath = ("parallel", "tensor")
+    tensor = degrees.tensor
     if not recipe.model.layout.tensor:
         yield _no_plan(recipe, "tensor")
         return
@@ -160,6 +161,10 @@ def _tensor(recipe: Recipe, tensor: int) -> Iterator[Finding]:
         how = "with a row for each" if key == "vocab_size" else "evenly"
         message = f"{tensor} ranks cannot share model.{key} = {sizes[key]} {how}"
         yield path, message, _nearest(works, tensor)
+    rows, is_sharded = sizes.get("vocab_size", 0), recipe.parallel.is_sharded(degrees)
+    if degrees.is_known("shard", "context") and is_sharded and not aligns(rows, degrees):
+        message = describe_misalignment("model.vocab_size", rows, degrees)
+        yield path, message, f"{-(-rows // tensor) * tensor} would do"
 
 
 def _tensor_sizes(recipe: Recipe) -> dict[str, int]:
