@@ -4,20 +4,23 @@
     python -m tests.cells run 0 100        100 cells, from number 0
     python -m tests.cells show 17          its recipe
 
-Cells that passed are recorded in `runs/cells.txt`, and a second `run` of several cells leaves them
-out; `--again` runs all. `--jobs 2` runs so many at a time.
+Cells that passed are recorded in `runs/`, in a file for each version of `draw.py`, and a second
+`run` of several cells leaves them out; `--again` runs all. `--jobs 2` runs so many at a time.
 """
 
 import argparse
 import json
 import sys
 import time
+from hashlib import sha256
+from pathlib import Path
 
 from tests.cells.draw import draw
 from tests.cells.run import run_cells
 from tests.distributed import ROOT
 
-RECORD = ROOT / "runs/cells.txt"
+DIGEST = sha256(Path(__file__).with_name("draw.py").read_bytes()).hexdigest()[:12]
+RECORD = ROOT / f"runs/cells-{DIGEST}.txt"
 
 
 def main() -> int:

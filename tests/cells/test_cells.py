@@ -34,6 +34,7 @@ def test_a_number_is_one_cell():
     assert CELLS == ALL
 
 
+@pytest.mark.matrix
 def test_cells_are_valid_and_of_all_kinds():
     cells = [draw(number) for number in range(0, CELLS, 20)]
     assert not any(check(cell.recipe, cell.world) for cell in cells)
