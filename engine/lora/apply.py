@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -17,9 +16,7 @@ from ...model_zoo.matrices import is_adapter
 from ..core.errors import Problem, RecipeError, nearest
 from ..core.text.expressions import match_names
 from ..parallel.pipeline.cut import StageSplit
-
-if TYPE_CHECKING:
-    from .tables import LoRA
+from .tables import LoRA
 
 Rule = Normal | Constant
 
@@ -121,7 +118,9 @@ def _choose(patterns: list[str], names: list[str], model: Model) -> set[str]:
             every = [name for name, _ in model.named_parameters()]
             problems.append(_unmatched(index, pattern, names, every))
         chosen |= found
-    if problems:
+    # The default is for models of all kinds: blocks of experts alone have no other projection in
+    # their feed-forward half.
+    if problems and not (chosen and patterns == LoRA().targets):
         raise RecipeError(problems)
     return chosen
 

@@ -257,6 +257,14 @@ def test_a_pattern_that_names_no_projection_is_an_error(pattern, message, hint):
     assert hint in problem.hint
 
 
+def test_the_default_targets_adapt_attention_alone_where_blocks_have_experts_alone():
+    recipe = Recipe.model_validate({"model": {"name": "mixtral"}, "lora": {"rank": 2}})
+    built = build_model(recipe, recipe.tokenizer.build().vocab_size, torch.device("cpu"))
+    trained = {name for name, weight in built.model.named_parameters() if weight.requires_grad}
+    assert {name.split(".")[2] for name in trained} == {"attention"}
+    assert len(trained) == 4 * 4 * 2
+
+
 def test_a_broken_expression_is_found_by_validation(folder):
     with pytest.raises(RecipeError, match="is no regular expression"):
         load(folder, "x", **{"lora.targets": ["re:("]})
