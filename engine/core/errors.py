@@ -146,8 +146,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
     Case does not count. A word that is far from all gets none: a wrong suggestion misleads.
     """
-    spellings = {name.lower(): name for name in known}
-    close = get_close_matches(word.lower(), spellings, n=1, cutoff=0.65)
+    word, spellings = word.lower(), {name.lower(): name for name in known}
+    begins = [name for name in spellings if len(word) > 2 and name.startswith(word)]
+    close = get_close_matches(word, begins or spellings, n=1, cutoff=0 if begins else 0.65)
     return f'did you mean "{spellings[close[0]]}"?' if close else ""
 
 

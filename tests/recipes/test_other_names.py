@@ -101,4 +101,5 @@ def test_no_suggestion_is_better_than_a_misleading_one():
     assert nearest("max_iters", ["gc_interval", "steps"]) == ""
     assert nearest("bert", ["olmo2", "qwen2", "mixtral"]) == ""
     assert nearest("mistrall", ["mistral", "mixtral"]) == 'did you mean "mistral"?'
+    assert nearest("acc", ["accuracy", "auroc"]) == 'did you mean "accuracy"?'
     assert nearest("SGD", ["adamw", "sgd"]) == 'did you mean "sgd"?'
