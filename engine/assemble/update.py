@@ -25,7 +25,7 @@ def build_update(
         scale: the loss scale that gradients are divided by.
     """
     model, degrees, device = parallel_model.model, plan.degrees, plan.device
-    groups = parameter_groups(model.named_parameters(), recipe.optimizer)
+    groups = parameter_groups(model.named_parameters(), recipe.optimizer, model.remote_parameters)
     is_rounded = recipe.precision.parameters == "bf16"
     groups = list(divide_groups(groups)) if is_rounded else groups
     avoid_dynamo_import()

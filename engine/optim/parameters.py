@@ -26,28 +26,43 @@ from .tables import OptimizerConfig
 
 
 def parameter_groups(
-    parameters: Iterable[tuple[str, Parameter]], config: OptimizerConfig
+    parameters: Iterable[tuple[str, Parameter]],
+    config: OptimizerConfig,
+    remote: Iterable[str] = (),
 ) -> list[dict[str, Any]]:
     """Return torch parameter groups: one a `[[optimizer.groups]]` entry, and one for the rest.
 
     Frozen parameters are in none, and a pattern may match nothing else. Each group holds `params`,
-    its peak rate as `lr` and `peak_lr`, and the entry's other values.
+    its peak rate as `lr` and `peak_lr`, and the entry's other values. A group without parameters
+    on this rank is left out.
+
+    Args:
+        parameters: this rank's, by name.
+        config: the recipe's `[optimizer]`.
+        remote: names of the parameters that only other stages of a pipeline hold.
 
     Raises:
-        RecipeError: patterns that match no parameter, or none that an earlier one left.
+        RecipeError: patterns that match no parameter of the whole model, or none that an earlier
+            one left.
     """
     parameters = list(parameters)
     frozen = [name for name, weight in parameters if not weight.requires_grad]
     parameters = [(name, weight) for name, weight in parameters if weight.requires_grad]
     tests = [match_names(group.match) for group in config.groups]
+
+    def find_group(name: str) -> int:
+        return next((i for i, matches in enumerate(tests) if matches(name)), len(tests))
+
     members: list[list[Parameter]] = [[] for _ in range(len(tests) + 1)]
     for name, weight in parameters:
-        first = next((i for i, matches in enumerate(tests) if matches(name)), len(tests))
-        members[first].append(weight)
+        members[find_group(name)].append(weight)
+    # All ranks must agree whether a pattern is wrong, so that all of them end.
+    names = [*(name for name, _ in parameters), *remote] if tests else []
+    matched = set(map(find_group, names))
     problems = []
     for index, group in enumerate(config.groups):
-        if not members[index] and not any(map(tests[index], frozen)):
-            problems.append(_unmatched(index, group.match, [name for name, _ in parameters]))
+        if index not in matched and not any(map(tests[index], frozen)):
+            problems.append(_unmatched(index, group.match, names))
     if problems:
         raise RecipeError(problems)
     # The schedule sets `lr` of a group before each step, as a factor of `peak_lr`.

@@ -57,6 +57,24 @@ def test_a_pattern_shadowed_by_an_earlier_one_is_an_error():
         parameter_groups(Tiny().named_parameters(), config)
 
 
+def test_patterns_may_match_on_other_stages_of_a_pipeline_alone():
+    config = SGD(
+        lr=1.0,
+        groups=[
+            ParameterGroup(match="embed.weight", lr=0.5),
+            ParameterGroup(match="re:^(norm|head)", lr=0.2),
+        ],
+    )
+    remote = ["embed.weight", "head.weight"]
+    groups = parameter_groups(Tiny().named_parameters(), config, remote)
+    assert [(group["lr"], len(group["params"])) for group in groups] == [(0.2, 2), (1.0, 4)]
+    with pytest.raises(RecipeError, match="matches no parameter"):
+        parameter_groups(Tiny().named_parameters(), config, remote[1:])
+    shadowed = SGD(groups=[ParameterGroup(match="e*"), ParameterGroup(match="embed.weight")])
+    with pytest.raises(RecipeError, match="earlier groups"):
+        parameter_groups(Tiny().named_parameters(), shadowed, remote)
+
+
 def test_frozen_parameters_are_left_out():
     model = Tiny()
     model.up.weight.requires_grad_(False)

@@ -23,6 +23,7 @@ from trainer.engine.parallel.pipeline.pipeline import require_split_backward
 from trainer.engine.train.evaluate import validate
 
 TIED = BASE["model"] | {"tie_embeddings": True, "n_layers": 4, "vocab_size": 259}
+SPLIT = TIED | {"tie_embeddings": False}
 NAME = "embed.weight"
 
 
@@ -70,6 +71,19 @@ def test_one_weight_at_both_ends(plan, one_process):
     assert_same(results, one_process(model=TIED))
     copies = [part[NAME] for *_, part in results if NAME in part]
     assert all((copy == copies[0]).all() for copy in copies)
+
+
+@pytest.mark.parametrize("plan", quick(PLANS, "1F1B"))
+def test_groups_of_one_stage_alone_train_as_one_process_does(plan, one_process):
+    """Only one rank has the parameters of the first group, and only one those of the second."""
+    groups = [
+        {"match": "embed.weight", "lr": 0.05, "weight_decay": 0.3},
+        {"match": "re:^(norm|head)", "lr": 0.6},
+    ]
+    changes = {"model": SPLIT, "optimizer": BASE["optimizer"] | {"groups": groups}}
+    world, parallel = PLANS[plan]
+    recipe = recipe_with(parallel={"pipeline": 2, **parallel}, **changes)
+    assert_same(run_ranks(world, curves_and_weights, recipe, timeout=200), one_process(**changes))
 
 
 SETTINGS = [
