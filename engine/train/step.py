@@ -94,7 +94,7 @@ class TrainStep:
             batches: this rank's micro batches of the step.
             lr_factor: multiplies peak learning rates; needed where the backward pass updates
                 weights (`memory.optimizer_in_backward`), unused elsewhere.
-            before_update: called before such a backward pass.
+            before_update: called before the backward pass that does.
         """
         self.weight_update.start(lr_factor)
         batches = [batch.to(self.device) for batch in batches]
@@ -132,12 +132,14 @@ class TrainStep:
         sums = torch.zeros(self.task.num_sums, device=self.device)
         for number, batch in enumerate(batches, 1):
             # Gradients add up locally, and are reduced once, with the last micro batch.
-            self.parallel_model.set_gradient_sync(number == len(batches))
+            last = number == len(batches)
+            self.parallel_model.set_gradient_sync(last)
+            self.weight_update.start_backward(last)
             with self.phase("forward"):
                 record = self.task.record(batch)
                 loss = self.task.forward(self.parallel_model.forward, batch, record)
                 parts = record.sums(loss)
-            if self.weight_update.in_backward:
+            if self.weight_update.in_backward and last:
                 before_update()
             with self.phase("backward"):
                 torch.autograd.backward((loss * factor).sum())

@@ -57,6 +57,9 @@ class UpdateAfterBackward:
     def start(self, lr_factor: float | None) -> None:
         """Do nothing: rates matter when `apply` is called."""
 
+    def start_backward(self, last: bool) -> None:
+        """Do nothing: gradients of all micro batches are there when `finish` is called."""
+
     def finish(self) -> Tensor:
         """Remove the loss scale, clip the gradients, and return their norm before clipping."""
         weights = [
@@ -91,6 +94,8 @@ class UpdateAfterBackward:
 class UpdateInBackward:
     """Steps the optimizer with each gradient as soon as that is complete, and frees the gradient.
 
+    Of several micro batches, the last one's backward pass completes the gradients.
+
     The optimizer's state is that of any other run. Source: Lv et al. 2023, arXiv:2306.09782.
 
     Args:
@@ -120,6 +125,7 @@ class UpdateInBackward:
         # Of a weight in k parts, n ranks hold each part n / k times: count each once.
         shares = torch.tensor([num_parts(weight) / ranks for weight in weights])
         self._shares = shares.to(self._norms.device)
+        self._is_last = False
         self._groups: list[dict[str, Any]] = []
         self._late_updates: list[partial[None]] = []
         late_ids = set(map(id, late))
@@ -147,9 +153,13 @@ class UpdateInBackward:
         _set_rates([*self._optimizer.param_groups, *self._groups], lr_factor)
         self._norms.zero_()
 
+    def start_backward(self, last: bool) -> None:
+        """Say whether the next backward pass completes the gradients, and so updates weights."""
+        self._is_last = last
+
     @torch.no_grad()
     def _update(self, own_group: dict[str, Any], norm: Tensor, weight: nn.Parameter) -> None:
-        if weight.grad is None:
+        if weight.grad is None or not self._is_last:
             return
         gradient = local(weight.grad)
         if self._device.type == "cuda" and not gradient.is_cuda:
@@ -211,7 +221,9 @@ def global_norm(
         * (count / num_holders)
         for count, tensors in by_count.items()
     ]
-    total = torch.stack(squares).sum().to(device)
+    # A rank without gradients has to take part in the sum.
+    total = torch.stack(squares).sum() if squares else torch.zeros(())
+    total = total.to(device)
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.sqrt()

@@ -79,10 +79,6 @@ FAULTS = {
         IN_BACKWARD + ONE + UNCLIPPED + '[parallel.fsdp]\nstrategy = "no_shard"', 2, KEY,
         "copies (DDP) hold whole gradients until all are reduced", 'take "full_shard"',
     ),
-    "accumulation": (
-        IN_BACKWARD + UNCLIPPED + "[data]\nglobal_batch = 16\nmicro_batch = 2", 2, KEY,
-        "each rank adds up the gradients of 4 micro batches", "set data.micro_batch = 8",
-    ),
 }  # fmt: skip
 
 
@@ -105,8 +101,9 @@ def test_it_is_refused_with_a_way_out(problems, fault):
         ('replicate = 2\nshard = 2\n[parallel.fsdp]\nstrategy = "hybrid_shard"', 4),
     ],
 )
-def test_where_the_optimizer_can_run_in_the_backward_pass(load, parallel, world):
-    load(RUN + IN_BACKWARD + ONE + UNCLIPPED + f"[parallel]\n{parallel}", world=world)
+@pytest.mark.parametrize("batch", [ONE, "[data]\nglobal_batch = 16\nmicro_batch = 2\n"])
+def test_where_the_optimizer_can_run_in_the_backward_pass(load, parallel, world, batch):
+    load(RUN + IN_BACKWARD + batch + UNCLIPPED + f"[parallel]\n{parallel}", world=world)
 
 
 FSDP1 = {

@@ -38,6 +38,22 @@ def test_the_optimizer_in_backward_makes_the_same_weights_to_the_bit(optimizer):
 
 
 @pytest.mark.parametrize("optimizer", quick(OPTIMIZERS, "sgd"))
+def test_the_last_of_several_micro_batches_updates_weights(optimizer):
+    """To the bit on one process, with a weight at both ends; under plans to rounding."""
+    like = {"data": DATA | {"micro_batch": 2}, "optimizer": OPTIMIZERS[optimizer]}
+    tied = like | {"model": BASE["model"] | {"tie_embeddings": True}}
+    for plain in (like, tied):
+        (after, inside) = run_ranks(1, few_steps, [plain, plain | {"memory": IN_BACKWARD}])[0]
+        assert inside[0] == pytest.approx(after[0], rel=1e-6), "losses and norms"
+        for name, weight in after[1].items():
+            assert (inside[1][name] == weight).all(), name
+    often = {"fsdp": {"reduce_every": "micro_batch"}}
+    plans = [{"shard": 2}, {"shard": 2, **often}, {"tensor": 2}]
+    changes = [like | {"memory": IN_BACKWARD, "parallel": plan} for plan in plans]
+    assert_equal(2, changes, like)
+
+
+@pytest.mark.parametrize("optimizer", quick(OPTIMIZERS, "sgd"))
 def test_the_optimizer_in_backward_under_plans(optimizer):
     like = {"data": WHOLE, "optimizer": OPTIMIZERS[optimizer]}
     plans = [{"shard": 2}, {"tensor": 2}, {"context": 2, "fsdp": {"offload": True}}]

@@ -174,10 +174,3 @@ def _copies(recipe: Recipe, degrees: Degrees) -> Iterator[tuple[str, str]]:
         shards = recipe.parallel.fsdp.sharding.shards
         hint = "raise parallel.shard" if shards else 'take "full_shard"'
         yield "copies (DDP) hold whole gradients until all are reduced", hint
-    share = recipe.data.global_batch // max(1, known.data)
-    if share > recipe.data.micro_batch and degrees.known.pipeline == 1:
-        count = -(-share // recipe.data.micro_batch)
-        yield (
-            f"each rank adds up the gradients of {count} micro batches",
-            f"set data.micro_batch = {share}",
-        )
