@@ -113,6 +113,11 @@ MEMBERS = {
         "fsdp_params",
         "post_backward",
     ),
+    "torch.distributed.fsdp._fully_shard._fsdp_state": (
+        "_fsdp_param_group",
+        "_root_post_backward_final_callback",
+    ),
+    "torch.distributed.fsdp._fully_shard._fully_shard": ("_get_fsdp_state",),
     "torch.distributed.pipelining.schedules": ("_prepare_schedule_with_comms", "_warmup_p2p"),
     "torch.distributed.pipelining.stage": ("_inference_mode", "_make_tensor_from_meta"),
     "torch.distributed.tensor._api": ("_local_tensor",),

@@ -46,12 +46,6 @@ FAULTS = {
         ("known: mm, bmm, attention, norm, all_gather, reduce_scatter, collectives, half_mm, or as "
         "aten.mm.default"),
     ),
-    "reduction in a pipeline": (
-        ('[data]\nmicro_batch = 1\n[parallel]\npipeline = 2\n'
-        '[parallel.fsdp]\nreduce_every = "micro_batch"'), 2,
-        "parallel.fsdp.reduce_every", "the schedules of pipelines reduce gradients once a step",
-        'keep "step", or parallel.pipeline = 1',
-    ),
     "clipping": (
         IN_BACKWARD + ONE, 1, KEY,
         "weights change before the norm of all gradients is known, by which they are clipped",

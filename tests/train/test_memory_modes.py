@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.cases import also
+from tests.cases import also, quick
 from tests.distributed import run_ranks
 from tests.train.outcomes import assert_equal
 from tests.train.plans import BASE, assembled, recipe_with
@@ -25,6 +25,14 @@ MODES = {
 ONE_BLOCK = BASE["model"] | {"n_layers": 1}
 COMPILED = {"enabled": True, "backend": "aot_eager"}
 DATA = BASE["data"] | {"packing": "documents"}
+SCHEDULES = (
+    "1F1B",
+    "GPipe",
+    "Interleaved1F1B",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)
 
 
 @pytest.mark.parametrize("attention", ["matmul", *also("sdpa")])
@@ -157,6 +165,43 @@ def test_options_of_fsdp_on_two_axes_change_no_weight():
         {"pipeline": 2, "shard": 2, "fsdp": {"prefetch": 2}},
     ]
     assert_equal(4, [{"data": DATA, "parallel": plan} for plan in plans], {"data": DATA})
+
+
+@pytest.mark.parametrize("schedule", quick(SCHEDULES, "1F1B"))
+def test_gradients_of_each_micro_batch_are_reduced_in_a_pipeline(schedule):
+    """Also with copies, over which sums are taken once, and with experts."""
+    each = {"reduce_every": "micro_batch"}
+    hybrid = each | {"strategy": "hybrid_shard"}
+    pipeline = {"pipeline": 2, "pipelining": {"schedule": schedule}}
+    like = {"data": DATA, "model": BASE["model"] | {"n_layers": 4}}
+    plans = [{"shard": 2, "fsdp": each}, {"replicate": 2, "shard": 1, "fsdp": each}]
+    assert_equal(4, [like | {"parallel": pipeline | plan} for plan in plans], like)
+    if schedule != "1F1B":
+        plan = pipeline | {"replicate": 2, "shard": 2, "fsdp": hybrid}
+        assert_equal(8, [like | {"parallel": plan}], like)
+
+
+def test_a_pipeline_holds_shards_of_gradients_between_micro_batches():
+    recipes = [
+        recipe_with(data=DATA, parallel={"pipeline": 2, "shard": 2, "fsdp": {"reduce_every": each}})
+        for each in ("step", "micro_batch")
+    ]
+    for once, often in run_ranks(4, reductions, recipes):
+        assert once > 0
+        assert often == once * 4, "a rank's 4 rows are 4 micro batches"
+
+
+def reductions(recipes):
+    """Return how often FSDP reduces gradients in a step of each recipe."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+    found = []
+    for recipe in recipes:
+        parts = assembled(recipe)
+        with patch.object(groups, "foreach_reduce", wraps=groups.foreach_reduce) as reduce:
+            parts.step.accumulate(next(parts.loader.steps(0)))
+        found.append(reduce.call_count)
+    return found
 
 
 def test_what_the_options_of_fsdp_do():

@@ -23,6 +23,7 @@ from ...core.errors import EnvironmentFault
 from ...data.batch import Batch
 from .cut import SPLIT_BACKWARD, StageSplit
 from .objective import Objective
+from .reducing_stage import ReducingStage
 from .schedule_file import ScheduleFile
 from .stage import Stage
 
@@ -40,6 +41,7 @@ class Pipeline:
         micro_batches: number of micro batches of a step.
         hidden: an example of the hidden states that stages send each other, for one row: [1, S, D]
             on the meta device, in the compute dtype.
+        reduces_often: whether FSDP reduces gradients after each micro batch, not once a step.
     """
 
     stages: dict[int, Stage]
@@ -49,6 +51,7 @@ class Pipeline:
     schedule: str | ScheduleFile
     micro_batches: int
     hidden: Tensor
+    reduces_often: bool = False
     _factor: Tensor | None = field(default=None, init=False)
     _built: Any = field(default=None, init=False)
 
@@ -93,10 +96,10 @@ class Pipeline:
         # torch (2.13) also takes strides from the examples, and rows of an expanded tensor overlap;
         # with requires_grad it allocates buffers for the gradients that stages send back.
         hidden = self.hidden.expand(rows, -1, -1).contiguous().requires_grad_()
-        stages = []
+        stages, make_stage = [], ReducingStage if self.reduces_often else PipelineStage
         for number, stage in self.stages.items():
             stages.append(
-                PipelineStage(
+                make_stage(
                     stage,
                     number,
                     self.cut.stages,

@@ -72,6 +72,7 @@ class PipelineParallel(AxisParts):
         require_split_backward(schedule)
         # Between blocks, a rank of the context or tensor axis holds a part of each sequence.
         length = settings.seq_len // self.local.degrees.sequence
+        is_sharded = self.local.table.uses_fsdp(self.local.degrees)
         pipeline = Pipeline(
             parts.stages,
             parts.cut,
@@ -80,6 +81,7 @@ class PipelineParallel(AxisParts):
             schedule,
             settings.micro_batches,
             torch.empty(1, length, parts.hidden_width, dtype=model.compute_dtype, device="meta"),
+            is_sharded and self.local.table.fsdp.reduce_every == "micro_batch",
         )
         return replace(wrapped, pipeline=pipeline)
 

@@ -92,12 +92,6 @@ def check_memory(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
         degrees: the degree of each axis; -1 for one that is not known yet.
     """
     yield from _recompute(recipe, degrees)
-    if recipe.parallel.fsdp.reduce_every == "micro_batch" and degrees.known.pipeline > 1:
-        yield (
-            ("parallel", "fsdp", "reduce_every"),
-            "the schedules of pipelines reduce gradients once a step",
-            'keep "step", or parallel.pipeline = 1',
-        )
     if recipe.memory.optimizer_in_backward:
         path = ("memory", "optimizer_in_backward")
         for message, hint in _optimizer_in_backward(recipe, degrees):

@@ -1,0 +1,51 @@
+"""A stage of torch's pipelines that reduces the gradients of each micro batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+
+
+class ReducingStage(PipelineStage):
+    """Lets FSDP reduce-scatter after each micro batch, where torch's stage does so once a step.
+
+    A rank then holds the sharded sum of the gradients, not that of whole ones. Weights stay
+    gathered between micro batches, as the schedule wants them.
+    """
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """Run one backward pass, and reduce what it added to the gradients of weights.
+
+        Args:
+            backward_type: "full", "input", or "weight": which gradients are computed.
+            bwd_kwargs: the outputs and gradients of the pass.
+            last_backward: whether it is the stage's last one of the step.
+        """
+        found = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        # The schedule itself reduces after the last pass, and only then over replicas (HSDP).
+        if backward_type != "input" and not last_backward:
+            reduce_scatter_gradients(self.submod)
+        return found
+
+
+def reduce_scatter_gradients(module: Any) -> None:
+    """Reduce-scatter the gradients that the modules of FSDP hold, and keep weights gathered.
+
+    Args:
+        module: a module of FSDP; sums over replicas are left for later.
+    """
+    module.set_requires_gradient_sync(True)
+    module.set_requires_all_reduce(False)
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            state: Any = each._get_fsdp_state()
+            # torch 2.11 has one group of parameters a module, later versions a list.
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            for group in filter(None, groups):
+                group.post_backward()
+    module._get_fsdp_state()._root_post_backward_final_callback()
+    module.set_requires_all_reduce(True)
