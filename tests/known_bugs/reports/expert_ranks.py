@@ -38,8 +38,8 @@ def scale_views(change):
     def put_in(patch):
         original = ScaledView.__init__
 
-        def init(self, factor, gradient_factor):
-            original(self, *change(factor, gradient_factor))
+        def init(self, factor, gradient_factor, *others):
+            original(self, *change(factor, gradient_factor), *others)
 
         patch.setattr(ScaledView, "__init__", init)
 
