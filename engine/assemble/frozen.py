@@ -18,6 +18,7 @@ from ..formats.titan_folder import is_titan_folder, list_files
 from ..lora.tables import LoRA
 from ..parallel.materialize import materialize
 from ..parallel.plan import Plan
+from ..parallel.rules import select_matching
 from ..parallel.tables import Memory
 from ..precision.hardware import DTYPES
 from ..precision.tables import MX, Float8
@@ -174,6 +175,7 @@ def build_frozen_parts(
     precision = recipe.precision.model_copy(update={"float8": Float8(), "mx": MX()})
     pipelining = recipe.parallel.pipelining.model_copy(update={"cost": "estimated"})
     parallel = recipe.parallel.model_copy(update={"pipelining": pipelining})
+    parallel = select_matching(parallel, model.parameter_shapes())
     own = {"model": model, "lora": LoRA(), "memory": Memory(), "precision": precision}
     recipe = recipe.model_copy(update={**own, "parallel": parallel})
     plan = replace(plan, table=parallel)

@@ -37,6 +37,26 @@ def deciding_patterns(names: Iterable[str], patterns: Sequence[str]) -> dict[str
     return {name: pattern for name, pattern in found.items() if pattern}
 
 
+def select_matching(table: Parallel, names: Iterable[str]) -> Parallel:
+    """Return the table without rules and patterns of `fsdp.ignored` that decide none of the names.
+
+    A frozen model has names of its own, and follows what is said of them alone.
+
+    Args:
+        table: the recipe's `[parallel]`.
+        names: of a model's parameters; empty: they are unknown, and nothing is left out.
+    """
+    names = list(names)
+    if not names:
+        return table
+    used = {index for index, _ in deciding_rules(names, table.rules).values()}
+    rules = [rule for index, rule in enumerate(table.rules) if index in used]
+    patterns = deciding_patterns(names, table.fsdp.ignored).values()
+    ignored = [pattern for pattern in table.fsdp.ignored if pattern in patterns]
+    fsdp = table.fsdp.model_copy(update={"ignored": ignored})
+    return table.model_copy(update={"rules": rules, "fsdp": fsdp})
+
+
 def check_rules(
     shapes: Mapping[str, tuple[int, ...]],
     table: Parallel,

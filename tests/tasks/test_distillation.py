@@ -101,6 +101,21 @@ def all_curves(recipes):
     return [curves(recipe) for recipe in recipes]
 
 
+def test_a_teacher_follows_the_rules_that_name_its_weights(teacher):
+    """The student's last block has no counterpart in the teacher."""
+    model = BASE["model"] | {"n_layers": 4}
+    parallel = {
+        "shard": 2,
+        "fsdp": {"ignored": ["layers.3.mlp.norm.weight", "head.norm.weight"]},
+        "rules": [{"match": "layers.3.mlp.up.weight", "place": {"shard": 1}}],
+    }
+    ((alone,),) = run_ranks(1, all_curves, [recipe_with(**distilling(teacher, model=model))])
+    recipe = recipe_with(**distilling(teacher, model=model, parallel=parallel))
+    for ((*found,),) in run_ranks(2, all_curves, [recipe]):
+        for got, wanted in zip(found, alone, strict=True):
+            assert got == pytest.approx(wanted, rel=1e-5)
+
+
 @pytest.mark.parametrize("plans", PLANS)
 def test_plans_share_the_teacher_and_train_as_one_process_does(teacher, plans):
     ((alone,),) = run_ranks(1, all_curves, [recipe_with(**distilling(teacher))])
