@@ -175,7 +175,7 @@ def build_frozen_parts(
     precision = recipe.precision.model_copy(update={"float8": Float8(), "mx": MX()})
     pipelining = recipe.parallel.pipelining.model_copy(update={"cost": "estimated"})
     parallel = recipe.parallel.model_copy(update={"pipelining": pipelining})
-    parallel = select_matching(parallel, model.parameter_shapes())
+    parallel = select_matching(parallel, model.with_vocab(vocab_size).parameter_shapes())
     own = {"model": model, "lora": LoRA(), "memory": Memory(), "precision": precision}
     recipe = recipe.model_copy(update={**own, "parallel": parallel})
     plan = replace(plan, table=parallel)
