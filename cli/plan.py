@@ -25,6 +25,7 @@ MOST_CELLS = 100
 """columns of a timeline in text"""
 MOST_RANKS = 16
 MOST_CANDIDATES = 10
+DEFAULT_GPU = "h100"
 
 
 def plan(
@@ -36,38 +37,47 @@ def plan(
     ] = 8,
     html: Annotated[Path | None, typer.Option(help="also draw it, on a page of its own")] = None,
     search: Annotated[bool, typer.Option("--search", help="rank the plans that fit --gpu")] = False,
-    gpu: Annotated[str, typer.Option(help="with --search: such as h100 or h200")] = "",
+    gpu: Annotated[str, typer.Option(help="whose speed is estimated, such as h200")] = "",
     cpu: Annotated[bool, typer.Option("--cpu", help="as computed on this machine's CPU")] = False,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Print mesh, placement of parameters, pipeline, work and traffic of a run; no GPU is needed.
 
-    Work and traffic are counted while the step that would train runs without numbers. With
-    --search, the ways to split the run that fit a GPU are ranked by an estimated step time.
+    Work and traffic are counted while the step that would train runs without numbers. The speed on
+    --gpu (h100) is an estimate of what well-tuned engines reach. With --search, the ways to split
+    the run that fit a GPU are ranked by that estimate.
     """
+    from ..engine.estimate.devices import DEVICES
     from ..engine.recipe.load import load_recipe
 
+    if gpu and gpu not in DEVICES:
+        hint = nearest(gpu, DEVICES) or f"known: {', '.join(DEVICES)}"
+        raise RecipeError(f"--gpu {gpu}: not known", hint)
     if search:
         _search(recipe, overrides or [], world, gpu, gpus_per_node, as_json)
         return
-    if gpu:
-        raise RecipeError("--gpu without --search", "trainer estimate-memory says what fits a GPU")
+    if cpu and gpu:
+        raise RecipeError("--gpu with --cpu", "give one of the two")
     loaded = load_recipe(recipe, overrides or [], world).recipe
     if html and not force:
         require_free(html)  # not after minutes of work
     from ..engine.estimate.plan import make_run_plan
+    from ..engine.estimate.speed import estimate_speed
 
     run_plan = make_run_plan(loaded, world, gpus_per_node, on_gpu=not cpu)
+    speed = None if cpu else estimate_speed(loaded, world, gpu or DEFAULT_GPU, gpus_per_node)
     if html:
         from ..engine.estimate.plan_page import draw_plan
 
         page = draw_plan(run_plan, loaded.run.name)
         write_asked(html, page, replace=force, hint="give another file with --html")
     if as_json:
-        print(json.dumps(asdict(run_plan), indent=1))
+        print(json.dumps(asdict(run_plan) | (speed.as_json() if speed else {}), indent=1))
     else:
         _print(run_plan)
+        if speed:
+            print(f"\n{speed.describe()}")
 
 
 def _print(plan: RunPlan) -> None:
@@ -108,9 +118,8 @@ def _search(
     from ..engine.estimate.devices import DEVICES, GPU_MIB
     from ..engine.recipe.load import load_recipe
 
-    if gpu not in DEVICES:
-        hint = nearest(gpu, DEVICES) or f"known: {', '.join(DEVICES)}"
-        raise RecipeError(f"--gpu {gpu}: not known" if gpu else "--search needs --gpu", hint)
+    if not gpu:
+        raise RecipeError("--search needs --gpu", f"known: {', '.join(DEVICES)}")
     loaded = load_recipe(recipe, overrides).recipe
     from ..engine.estimate.memory import describe_row_lengths
     from ..engine.estimate.search import search
@@ -121,8 +130,10 @@ def _search(
         rows = [asdict(one) | {"seconds": one.seconds} for one in candidates]
         print(json.dumps(rows, indent=1))
         return
-    print(f"Plans of {world} ranks that fit {gpu}, by ESTIMATED seconds of a step: a roofline, no")
-    print("measurement. Peaks of the first ones are simulated, those of the others by formula.")
+    print(f"Plans of {world} ranks that fit {gpu}, by ESTIMATED seconds of a step: what")
+    print(
+        "well-tuned engines reach. Peaks of the first ones are simulated, those of the others by formula."
+    )
     if row_lengths := describe_row_lengths(loaded):
         print(row_lengths)
     print_table(list(_candidate_rows(candidates)))
@@ -135,7 +146,7 @@ def _search(
 
 def _candidate_rows(candidates: Sequence[Candidate]) -> Iterator[list[str]]:
     yield [
-        *("STEP s", "PRODUCTS", "EXPOSED", "BUBBLE", "UPDATE", "GiB", "SIMULATED"),
+        *("STEP s", "COMPUTE", "EXPOSED", "BUBBLE", "UPDATE", "GiB", "SIMULATED"),
         *("MICRO", "RECOMPUTE", "PLAN"),
     ]
     for one in candidates:

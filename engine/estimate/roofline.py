@@ -11,19 +11,17 @@ import torch
 
 from ..optim.parameters import parameter_groups
 from ..optim.tables import OptimizerConfig
-from ..parallel.mesh import AXES, FSDP_AXES, GRADIENT_AXES, Degrees
+from ..parallel.mesh import Degrees, expert_grid
 from ..parallel.pipeline.cut import cut_blocks, num_micro_batches, num_stages, stage_costs
 from ..parallel.pipeline.grid import Grid, bubble_fraction, parse, schedule_grid
-from ..parallel.tables import Memory, Parallel
-from .devices import Device
+from ..precision.hardware import DTYPES
+from ..recipe.schema import Recipe
+from .devices import CLOCK, Clock, Device
+from .work import Links, StepWork, messages_of, products_of, recomputed_share
 
 if TYPE_CHECKING:
-    from ..data.tables import Data
+    from ...model_zoo.layers.configs import MoESettings
 
-EFFICIENCY = 0.6
-"""share of the peak FLOPs that a block reaches, including its operations that are not matmuls"""
-LINK_EFFICIENCY = 0.8
-"""share of a link's peak bandwidth that collectives reach"""
 LOSS_ROWS, LOSS_BYTES = 2048, 10
 """logit rows computed at once, and bytes a logit: bf16 and fp32 copies and the fp32 gradient"""
 
@@ -37,7 +35,7 @@ class Candidate:
         strategy: the FSDP strategy.
         recompute: the value of `memory.recompute`.
         micro_batch: rows of a forward pass.
-        compute_seconds: time of the matmuls in a step.
+        compute_seconds: time of a step's products, attention and what is between them.
         exposed_seconds: communication time that computation does not hide.
         bubble_seconds: time in which a rank waits in the pipeline.
         optimizer_seconds: time of the optimizer step.
@@ -64,8 +62,8 @@ class Candidate:
     def parts(self) -> dict[str, float]:
         """Return the components of the step time in seconds, by name."""
         return {
-            "products": self.compute_seconds,
-            "communication that products do not hide": self.exposed_seconds,
+            "computation": self.compute_seconds,
+            "communication that computation does not hide": self.exposed_seconds,
             "pipeline bubble": self.bubble_seconds,
             "the optimizer": self.optimizer_seconds,
         }
@@ -87,42 +85,86 @@ class StepSizes:
 
     Attributes:
         config: the model's config.
-        block: the parameters of a block.
+        block: the parameters of a block, its experts left out.
+        experts: the parameters of a block's routed experts; 0 without any.
         ends: the parameters of embedding and head together.
         width: bytes of a parameter, and of a gradient.
+        reduce_width: bytes of an element of the gradients that are reduced.
         state: bytes of optimizer state a parameter.
         saved: activation elements a token that a block saves for backward, summed over the ranks of
             the tensor axis.
         replicated: activation elements a token that every rank of the tensor axis saves: the inputs
             of attention and of the feed-forward layer.
+        dense: weights of all blocks that multiply each token, routed experts left out.
+        routed: weights of routed experts that multiply each token.
+        head: weights of the head that multiply each token.
+        attention: multiplications a token of scores and weighted values.
+        moe: the settings of the experts, or None.
+        expert_blocks: the share of blocks that have experts.
+        is_frozen: whether adapters are trained beside frozen weights.
+        gathers_float8: whether tensor ranks gather activations in float8.
     """
 
     config: Any
     block: int
+    experts: int
     ends: int
     width: int
+    reduce_width: int
     state: float
     saved: int
     replicated: int
+    dense: float
+    routed: float
+    head: float
+    attention: float
+    moe: MoESettings | None
+    expert_blocks: float
+    is_frozen: bool
+    gathers_float8: bool
 
     @classmethod
-    def of(cls, config: Any, optimizer: OptimizerConfig, width: int) -> StepSizes:
-        """Return the sizes of a model; activations as in section 4 of arXiv:2205.05198."""
-        shapes = config.parameter_shapes()
-        start = f"{config.layout.blocks}."
+    def of(cls, recipe: Recipe) -> StepSizes:
+        """Return the sizes of a recipe's model; activations as in section 4 of arXiv:2205.05198."""
+        config: Any = recipe.model.with_vocab(recipe.vocab_size)
+        shapes, seq_len = config.parameter_shapes(), recipe.data.largest.seq_len
+        start, numbers = f"{config.layout.blocks}.", range(config.num_blocks)
         blocks = sum(prod(shape) for name, shape in shapes.items() if name.startswith(start))
-        heads = (config.n_heads + config.n_kv_heads) * config.head_width
+        experts = sum(prod(s) for name, s in shapes.items() if config.layout.is_expert(name))
         moe = getattr(config, "moe", None)
+        taken = moe.experts_per_token / moe.num_experts if moe else 0.0
+        heads = (config.n_heads + config.n_kv_heads) * config.head_width
         wide = 3 * config.ffn_dim if moe is None else moe.saved_activations(config.dim)
+        dense = sum(map(config.matmul_parameters, numbers)) - experts * taken
+        attention = sum(config.attention_multiplications(each, seq_len) for each in numbers)
+        precision, is_frozen = recipe.precision, bool(recipe.lora.rank)
         return cls(
             config,
-            block=blocks // config.n_layers,
+            block=(blocks - experts) // config.n_layers,
+            experts=experts // config.n_layers,
             ends=sum(map(prod, shapes.values())) - blocks,
-            width=width,
-            state=_state_bytes(optimizer),
+            width=DTYPES[precision.parameters].itemsize,
+            reduce_width=DTYPES[precision.reduce].itemsize,
+            state=0.0 if is_frozen else _state_bytes(recipe.optimizer),
             saved=2 * config.dim + 3 * heads + wide,
             replicated=2 * config.dim,
+            dense=dense,
+            routed=experts * taken,
+            head=config.flops_per_token(seq_len) / 6 - dense - experts * taken - attention,
+            attention=attention,
+            moe=moe,
+            expert_blocks=sum(bool(config.experts_of(each)) for each in numbers) / len(numbers),
+            is_frozen=is_frozen,
+            gathers_float8=precision.float8.enabled and precision.float8.gather_activations,
         )
+
+    def held(self, blocks: int, degrees: Degrees) -> tuple[float, float]:
+        """Return a rank's weights before they are sharded: of experts, and of everything else.
+
+        The tensor axis splits all weights but experts, which `expert` and `expert_tensor` divide.
+        """
+        dense = (blocks * self.block + self.ends) / degrees.tensor
+        return dense, blocks * self.experts / degrees.expert_ranks
 
 
 def _state_bytes(config: OptimizerConfig) -> float:
@@ -136,135 +178,106 @@ def _state_bytes(config: OptimizerConfig) -> float:
     return sum(value.nbytes for value in states if torch.is_tensor(value)) / weight.numel()
 
 
+def measure(
+    recipe: Recipe, degrees: Degrees, model: StepSizes, device: Device, gpus_per_node: int
+) -> tuple[StepWork, int]:
+    """Return the work of a rank in a step, and the blocks whose activations it holds at once."""
+    parallel, memory, data = recipe.parallel, recipe.memory, recipe.data.largest
+    share = data.global_batch // degrees.data
+    passes = num_micro_batches(parallel.pipelining, data.micro_batch, share)
+    length = data.seq_len * recipe.task.rows_per_sample
+    tokens = share // passes * length // degrees.context
+    total = data.global_batch * length / degrees.world
+    stage, bubble, in_flight = model.config.n_layers, 0.0, 1
+    if degrees.pipeline > 1:
+        table = parallel.pipelining
+        cut = cut_blocks(table, degrees.pipeline, model.config)
+        stages = num_stages(table, degrees.pipeline)
+        grid = _grid(table.schedule, degrees.pipeline, stages, passes)
+        bubble = bubble_fraction(grid, stage_costs(cut, model.config))
+        in_flight = _most_in_flight(grid)
+        stage = max(len(cut.blocks(n)) for n in range(stages)) * (stages // degrees.pipeline)
+    again, attention_again = recomputed_share(memory)
+    dense, experts = model.held(stage, degrees)
+    pieces, shards = _shards(recipe, degrees)
+    links = Links(degrees, device, gpus_per_node)
+    sizes = {"blocks": stage, "passes": passes, "tokens": tokens, "recomputed": again}
+    is_again = float(memory.recompute != "none")
+    # Each element that a block saves is written in two bytes, and once more if it is recomputed.
+    moved = 2 * model.config.n_layers * (model.saved + model.replicated) * (1 + is_again / 3)
+    work = StepWork(
+        products=tuple(products_of(model, tokens, total, degrees, again)),
+        attention_flops=2 * (3 + attention_again) * total * model.attention,
+        moved_bytes=total * (moved + LOSS_BYTES * model.config.head_rows),
+        launches=stage * passes,
+        messages=tuple(messages_of(model, parallel, degrees, links, **sizes)),
+        bubble=bubble,
+        optimizer_bytes=(dense / pieces + experts / shards) * (3 * model.width + 2 * model.state),
+        is_compiled=recipe.compile.enabled,
+    )
+    return work, stage * in_flight
+
+
 def estimate(
+    recipe: Recipe,
     degrees: Degrees,
-    parallel: Parallel,
-    memory: Memory,
-    data: Data,
     model: StepSizes,
     device: Device,
     gpus_per_node: int,
+    clock: Clock = CLOCK,
 ) -> Candidate:
     """Estimate the time of a step and the memory of a rank by formulas, without a simulation."""
+    work, live_blocks = measure(recipe, degrees, model, device, gpus_per_node)
+    compute, exposed, waiting, update = work.seconds(device, clock)
+    data = recipe.data.largest
     share = data.global_batch // degrees.data
-    passes = num_micro_batches(parallel.pipelining, data.micro_batch, share)
-    rows = share // passes
-    tokens = rows * data.seq_len // degrees.context
-    recomputes = memory.recompute == "full"
-    resharding = parallel.fsdp.resharding(degrees.fsdp)
-    keeps_weights = not resharding
-    config, stage, bubble, in_flight = model.config, model.config.n_layers, 0.0, 1
-    if degrees.pipeline > 1:
-        table = parallel.pipelining
-        cut = cut_blocks(table, degrees.pipeline, config)
-        stages = num_stages(table, degrees.pipeline)
-        grid = _grid(table.schedule, degrees.pipeline, stages, passes)
-        bubble = bubble_fraction(grid, stage_costs(cut, config))
-        in_flight = _most_in_flight(grid)
-        stage = max(len(cut.blocks(n)) for n in range(stages)) * (stages // degrees.pipeline)
-    work = config.flops_per_token(data.seq_len) * data.global_batch * data.seq_len
-    compute = work / degrees.world * (4 / 3 if recomputes else 1) / (device.flops * EFFICIENCY)
-    links = _Links(degrees, device, gpus_per_node)
-    pieces = degrees.fsdp if parallel.is_sharded(degrees) else 1
-    weights = (stage * model.block + model.ends) / degrees.tensor
-    exposed = (
-        stage * passes * _tokens_seconds(tokens, model, degrees, links, 1.5 if recomputes else 1.0)
-        + links.seconds(FSDP_AXES, 4 * weights * (pieces - 1) / pieces) * (degrees.pipeline > 1)
-        + 2 * passes * 2 * tokens * config.dim / degrees.tensor * links.per_byte(("pipeline",))
-    )
-    if degrees.pipeline == 1:
-        gathers = passes * (1 if keeps_weights else 2)
-        gathered = (2 * gathers + 4) * weights * (pieces - 1) / pieces
-        exposed += max(0.0, links.seconds(FSDP_AXES, gathered) - compute)
-    replicas = degrees.dp_cp // pieces
-    ring = 2 * (replicas - 1) / replicas * 4 * weights / pieces
-    along = ("replicate",) if pieces > 1 else GRADIENT_AXES
-    exposed += max(0.0, links.seconds(along, ring) - compute / passes * 2 / 3)
-    optimizer = weights / pieces * (3 * model.width + 2 * model.state) / device.memory_bandwidth
+    passes = num_micro_batches(recipe.parallel.pipelining, data.micro_batch, share)
     return Candidate(
         degrees,
-        parallel.fsdp.strategy,
-        memory.recompute,
-        rows,
+        recipe.parallel.fsdp.strategy,
+        recipe.memory.recompute,
+        share // passes,
         compute,
         exposed,
-        (compute + exposed) * bubble / (1 - bubble),
-        optimizer,
-        _memory(
-            degrees,
-            model,
-            weights,
-            pieces,
-            stage * in_flight,
-            tokens,
-            keeps_weights=degrees.pipeline > 1 or keeps_weights,
-            keeps_gradients=passes > 1 and pieces > 1,
-            recomputes=recomputes,
-        )
-        # Between the passes a rank keeps one of the pieces that FSDP reshards to, in bf16.
-        + (0 if isinstance(resharding, bool) else int(2 * weights / resharding)),
+        waiting,
+        update,
+        _memory(recipe, degrees, model, live_blocks, share // passes, passes),
     )
 
 
-def _tokens_seconds(
-    tokens: int, model: StepSizes, degrees: Degrees, links: _Links, times: float
-) -> float:
-    """Return the seconds of a block's tensor and context collectives, forward and backward."""
-    tensor, context, config = degrees.tensor, degrees.context, model.config
-    # Forward: two gathers and two reduce-scatters of hidden states; backward: the same.
-    hidden = 8 * times * 2 * tokens * config.dim * (tensor - 1) / tensor
-    # Keys and values are gathered, and their gradients reduced.
-    pairs = 2 * 2 * tokens * config.n_kv_heads * config.head_width / min(tensor, config.n_kv_heads)
-    across = 2 * times * pairs * (context - 1)
-    return links.seconds(("tensor",), hidden) + links.seconds(("context",), across)
+def _shards(recipe: Recipe, degrees: Degrees) -> tuple[int, int]:
+    """Return over how many ranks weights are sharded, and over how many each share of experts."""
+    is_sharded = recipe.parallel.is_sharded(degrees)
+    return degrees.fsdp if is_sharded else 1, expert_grid(degrees, sharded=is_sharded)[1]
 
 
 def _memory(
-    degrees: Degrees,
-    model: StepSizes,
-    weights: float,
-    pieces: int,
-    live_blocks: int,
-    tokens: int,
-    *,
-    keeps_weights: bool,
-    keeps_gradients: bool,
-    recomputes: bool,
+    recipe: Recipe, degrees: Degrees, model: StepSizes, live_blocks: int, rows: int, passes: int
 ) -> int:
     """Return the bytes of a rank: weights, gradients, optimizer, activations and logits."""
-    held = weights / pieces * (2 * model.width + model.state)
-    gathered = weights * 2 if keeps_weights else 2 * 2 * model.block / degrees.tensor
-    if keeps_gradients:
-        gathered += 4 * weights  # gradients are not reduced before the last micro batch
+    length = recipe.data.largest.seq_len * recipe.task.rows_per_sample
+    tokens, fsdp = rows * length // degrees.context, recipe.parallel.fsdp
+    stage = -(-model.config.n_layers // degrees.pipeline)
+    dense, experts = model.held(stage, degrees)
+    pieces, shards = _shards(recipe, degrees)
+    resharding = fsdp.resharding(degrees.fsdp)
+    held = (dense / pieces + experts / shards) * (2 * model.width + model.state)
+    whole = dense + experts
+    block = model.block / degrees.tensor + model.experts / degrees.expert_ranks
+    gathered = 2 * whole if degrees.pipeline > 1 or not resharding else 2 * 2 * block
+    if not isinstance(resharding, bool):
+        # Between the passes a rank keeps one of the pieces that FSDP reshards to, in bf16.
+        gathered += 2 * whole / resharding
+    if passes > 1 and pieces > 1 and fsdp.reduce_every == "step" and not model.is_frozen:
+        gathered += 4 * whole  # gradients are not reduced before the last micro batch
     one_block = 2 * tokens * (model.saved / degrees.tensor + model.replicated)
     inputs = 2 * tokens * model.config.dim / degrees.tensor
-    activations = live_blocks * (inputs if recomputes else one_block)
+    kept = 1.0 - max(recomputed_share(recipe.memory))
+    if recipe.memory.recompute == "selective":
+        kept = kept / 2 + 0.25  # products are kept, what is between them is not
+    activations = live_blocks * (inputs + kept * (one_block - inputs))
     logits = min(LOSS_ROWS, tokens * degrees.context) * model.config.vocab / degrees.tensor
     return int(held + gathered + activations + 2 * one_block + LOSS_BYTES * logits)
-
-
-class _Links:
-    """The bandwidth of process groups along the axes of a mesh."""
-
-    def __init__(self, degrees: Degrees, device: Device, gpus_per_node: int) -> None:
-        self._degrees, self._device, self._node = degrees, device, gpus_per_node
-
-    def seconds(self, axes: tuple[str, ...], size: float) -> float:
-        """Return the time in which a rank sends `size` bytes along axes."""
-        return size * self.per_byte(axes)
-
-    def per_byte(self, axes: tuple[str, ...]) -> float:
-        """Return the seconds that one byte takes.
-
-        A ring that crosses nodes uses the network cards of all its ranks in a node together.
-        """
-        inner = prod(getattr(self._degrees, axis) for axis in AXES[AXES.index(axes[-1]) + 1 :])
-        ranks = prod(getattr(self._degrees, axis) for axis in axes)
-        bandwidth = self._device.node_bandwidth
-        if inner * ranks > self._node:
-            together = max(1, self._node // inner)
-            bandwidth = min(bandwidth, together * self._device.network_bandwidth)
-        return 1 / (bandwidth * LINK_EFFICIENCY)
 
 
 @lru_cache(256)

@@ -12,7 +12,6 @@ from math import prod
 
 from ..core.errors import RecipeError
 from ..parallel.mesh import DATA_AXES, MESH, Degrees
-from ..precision.hardware import DTYPES
 from ..recipe.checks.checks import check
 from ..recipe.schema import Recipe
 from .devices import DEVICES
@@ -48,18 +47,9 @@ def search(
     if any(split.micro_batch for split in recipe.data.splits):
         message = "a training split has a micro_batch of its own, and the search looks for one"
         raise RecipeError(message, "leave micro_batch out of data.splits")
-    width = DTYPES[recipe.precision.parameters].itemsize
-    sizes = StepSizes.of(recipe.model.with_vocab(recipe.vocab_size), recipe.optimizer, width)
+    sizes = StepSizes.of(recipe)
     candidates = [
-        estimate(
-            degrees,
-            variant.parallel,
-            variant.memory,
-            variant.data.largest,
-            sizes,
-            DEVICES[gpu],
-            gpus_per_node,
-        )
+        estimate(variant, degrees, sizes, DEVICES[gpu], gpus_per_node)
         for variant, degrees in variants(recipe, ranks, gpus_per_node)
     ]
     if not candidates:

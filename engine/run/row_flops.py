@@ -29,6 +29,8 @@ class RowFlops:
             lambda length: passes * length * flops_per_token(model, config, length)
         )
         self._group = group
+        # Ranks of the other axes have the same rows.
+        self._copies = parts.degrees.world // parts.degrees.data
         self._new, self._all, self._steps = 0.0, 0.0, 0
         self._total = 0.0
 
@@ -39,8 +41,8 @@ class RowFlops:
 
     def add(self, batches: Sequence[Batch]) -> None:
         """Count this rank's batches of a step."""
-        rows = (batch.ragged.lengths for batch in batches if batch.ragged)
-        flops = sum(map(self._count_row, chain.from_iterable(rows)))
+        flops = sum(map(self._count_row, chain.from_iterable(map(_row_lengths, batches))))
+        flops /= self._copies
         self._new, self._all, self._steps = self._new + flops, self._all + flops, self._steps + 1
 
     def sum_over_ranks(self) -> None:
@@ -54,3 +56,11 @@ class RowFlops:
         """Return the operations that `sum_over_ranks` found, and forget all that was counted."""
         total, self._total, self._new = self._total, 0.0, 0.0
         return total
+
+
+def _row_lengths(batch: Batch) -> Sequence[int]:
+    """Return the length of each row: where rows are padded, that of the longest one."""
+    if batch.ragged:
+        return batch.ragged.lengths
+    rows, length = next(x.shape[:2] for x in batch.columns().values() if x.ndim > 1)
+    return [length] * rows

@@ -81,7 +81,8 @@ def open_observer(
     peak = device_peak_flops(device, dtype_name(parts.model.compute_dtype))
     task = parts.step.task
     recipe, row_flops = parts.recipe, None
-    if recipe.data.packing == "ragged" and recipe.task.needs_language_model:
+    has_lengths = recipe.data.packing == "ragged" or recipe.data.pad_to
+    if has_lengths and recipe.task.needs_language_model:
         row_flops = RowFlops(parts, group)
     copies_alone = parts.degrees.world == parts.degrees.replicate
     ranks = SlowRanks(group, progress.warn, local_forward=copies_alone)

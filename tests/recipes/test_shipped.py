@@ -52,7 +52,13 @@ def test_a_recipe_starts_with_a_comment_and_its_schema(path, schema):
         ("moe_1b", 8),
         ("moe_1b", 64),
         ("llama3_1b", 16),
+        ("llama3_8b", 8),
         ("llama3_8b", 128),
+        ("llama3_70b", 64),
+        ("llama3_405b", 1024),
+        ("qwen3_30b_a3b", 64),
+        ("gpt_oss_20b", 64),
+        ("deepseek_v3_671b", 1024),
     ],
 )
 def test_a_recipe_is_valid_on_the_machines_that_it_is_for(name, world):

@@ -190,3 +190,42 @@ def test_a_run_resumes_bit_for_bit_counts_real_tokens_and_is_evaluated(pairs, tm
     lengths = [len(x["prompt"] + x[side]) + 1 for x in records for side in ("chosen", "rejected")]
     flops = sum(length * config.flops_per_token(length) for length in lengths)
     assert counted == pytest.approx(4 / 3 * flops), "a third for the reference"
+
+
+def run_padded(folder, pairs):
+    """Train a step of KTO on all pairs, padded to the longest."""
+    source = {"name": "jsonl", "path": str(pairs)}
+    recipe = of_pairs(
+        pairs,
+        "none",
+        loss="kto",
+        data={
+            "global_batch": RECORDS,
+            "pad_to": 4,
+            "sources": [source, source | {"split": "validation"}],
+        },
+        run={"steps": 1, "dir": folder, "name": "padded"},
+        metrics={"interval": 1},
+        evaluate={"interval": 0},
+    )
+    with patch("trainer.engine.run.watch.device_peak_flops", lambda *_: 1e12):
+        assert run(recipe, World(0, 1, 0, 1)) == 0
+    return [row for row in rows_of(folder, "padded") if "mfu" in row]
+
+
+def test_mfu_counts_padded_rows_as_they_are_and_the_passes_over_mismatches(pairs, tmp_path):
+    (row,) = run_ranks(1, run_padded, str(tmp_path), pairs)[0]
+    counted = 1e12 * row["mfu"] * row["step_seconds"]
+    config = Llama3Config(**BASE["model"]).with_vocab(257)
+    records = list(map(json.loads, pairs.read_text().splitlines()))
+    answers = [(x["prompt"], x[side]) for x in records for side in ("chosen", "rejected")]
+    longest = max(len(prompt + answer) + 1 for prompt, answer in answers)
+    most = max(len(prompt) for prompt, _ in answers) + max(len(answer) for _, answer in answers) + 1
+    # The longest row is one with its own prompt or with another's. The reference adds a third of a
+    # step, and each of the two models another third for the mismatched answers.
+    possible = [
+        2 * 2 * RECORDS * length * config.flops_per_token(length)
+        for length in range(-(-longest // 4) * 4, -(-most // 4) * 4 + 1, 4)
+    ]
+    assert most < DATA["seq_len"] - 8
+    assert any(counted == pytest.approx(flops, rel=1e-9) for flops in possible)

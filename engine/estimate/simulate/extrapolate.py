@@ -14,9 +14,11 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...core.local import local
 from ...observe.tables import Metrics
+from ...parallel.mesh import expert_grid
 from ...parallel.pipeline.cut import SPLIT_BACKWARD
 from ...precision.hardware import DTYPES
 from ...recipe.schema import Recipe
@@ -144,12 +146,21 @@ def _gathered_bytes(simulated: SimulatedRank) -> int:
     degrees, model = plan.degrees, step.parallel_model.model
     if not recipe.parallel.uses_fsdp(degrees):
         return 0
-    # A model without blocks is one unit of FSDP.
-    blocks = recipe.model.layout.find_blocks(model) or [model]
-    largest = max(sum(local(weight).numel() for weight in block.parameters()) for block in blocks)
+    layout = recipe.model.layout
     sharded = degrees.fsdp if recipe.parallel.is_sharded(degrees) else 1
+    _, expert_ranks = expert_grid(degrees, sharded=sharded > 1)
+
+    def gathered(block: nn.Module) -> int:
+        """Return the elements of a block's weights, of which a rank holds its shards."""
+        return sum(
+            local(weight).numel() * (expert_ranks if layout.is_expert(f".{name}") else sharded)
+            for name, weight in block.named_parameters()
+        )
+
+    # A model without blocks is one unit of FSDP.
+    largest = max(map(gathered, layout.find_blocks(model) or [model]))
     width = model.compute_dtype.itemsize + DTYPES[recipe.precision.reduce].itemsize
-    return largest * sharded * width
+    return largest * width
 
 
 def _extend(

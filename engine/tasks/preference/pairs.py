@@ -276,8 +276,12 @@ class Pairs(Task[PairBatch]):
 
     @property
     def passes(self) -> float:
-        """A step, and a third of one for the reference's forward pass."""
-        return 1.0 if self.frozen is None else 4 / 3
+        """A step, and a third of one for each forward pass besides.
+
+        The reference has one; the reference point of mismatched answers takes one of each model.
+        """
+        others = 0 if self.frozen is None else 3 if self.loss.uses_mismatches else 1
+        return 1 + others / 3
 
     def flops_per_unit(self, flops_per_token: float) -> float:
         """Return the FLOPs of a pair: two rows."""
