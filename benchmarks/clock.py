@@ -27,7 +27,8 @@ from typing import Any
 import results
 
 from trainer.engine.estimate.devices import CLOCK, DEVICES, Clock, Device
-from trainer.engine.estimate.roofline import StepSizes, measure
+from trainer.engine.estimate.roofline import measure
+from trainer.engine.estimate.step_sizes import StepSizes
 from trainer.engine.estimate.work import StepWork
 from trainer.engine.recipe.load import load_recipe
 

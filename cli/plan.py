@@ -130,10 +130,8 @@ def _search(
         rows = [asdict(one) | {"seconds": one.seconds} for one in candidates]
         print(json.dumps(rows, indent=1))
         return
-    print(f"Plans of {world} ranks that fit {gpu}, by ESTIMATED seconds of a step: what")
-    print(
-        "well-tuned engines reach. Peaks of the first ones are simulated, those of the others by formula."
-    )
+    print(f"Plans of {world} ranks that fit {gpu}, by ESTIMATED seconds of a step in a well-tuned")
+    print("engine. Peaks of the first ones are simulated, those of the others by formula.")
     if row_lengths := describe_row_lengths(loaded):
         print(row_lengths)
     print_table(list(_candidate_rows(candidates)))

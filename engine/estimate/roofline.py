@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
-from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ..optim.parameters import parameter_groups
-from ..optim.tables import OptimizerConfig
 from ..parallel.mesh import Degrees, expert_grid
 from ..parallel.pipeline.cut import cut_blocks, num_micro_batches, num_stages, stage_costs
 from ..parallel.pipeline.grid import Grid, bubble_fraction, parse, schedule_grid
-from ..precision.hardware import DTYPES
 from ..recipe.schema import Recipe
 from .devices import CLOCK, Clock, Device
+from .step_sizes import StepSizes
 from .work import Links, StepWork, messages_of, products_of, recomputed_share
-
-if TYPE_CHECKING:
-    from ...model_zoo.layers.configs import MoESettings
 
 LOSS_ROWS, LOSS_BYTES = 2048, 10
 """logit rows computed at once, and bytes a logit: bf16 and fp32 copies and the fp32 gradient"""
@@ -77,105 +68,6 @@ class Candidate:
             f'memory.recompute="{self.recompute}"',
             f"data.micro_batch={self.micro_batch}",
         ]
-
-
-@dataclass(frozen=True)
-class StepSizes:
-    """The sizes of a model that the formulas use.
-
-    Attributes:
-        config: the model's config.
-        block: the parameters of a block, its experts left out.
-        experts: the parameters of a block's routed experts; 0 without any.
-        ends: the parameters of embedding and head together.
-        width: bytes of a parameter, and of a gradient.
-        reduce_width: bytes of an element of the gradients that are reduced.
-        state: bytes of optimizer state a parameter.
-        saved: activation elements a token that a block saves for backward, summed over the ranks of
-            the tensor axis.
-        replicated: activation elements a token that every rank of the tensor axis saves: the inputs
-            of attention and of the feed-forward layer.
-        dense: weights of all blocks that multiply each token, routed experts left out.
-        routed: weights of routed experts that multiply each token.
-        head: weights of the head that multiply each token.
-        attention: multiplications a token of scores and weighted values.
-        moe: the settings of the experts, or None.
-        expert_blocks: the share of blocks that have experts.
-        is_frozen: whether adapters are trained beside frozen weights.
-        gathers_float8: whether tensor ranks gather activations in float8.
-    """
-
-    config: Any
-    block: int
-    experts: int
-    ends: int
-    width: int
-    reduce_width: int
-    state: float
-    saved: int
-    replicated: int
-    dense: float
-    routed: float
-    head: float
-    attention: float
-    moe: MoESettings | None
-    expert_blocks: float
-    is_frozen: bool
-    gathers_float8: bool
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> StepSizes:
-        """Return the sizes of a recipe's model; activations as in section 4 of arXiv:2205.05198."""
-        config: Any = recipe.model.with_vocab(recipe.vocab_size)
-        shapes, seq_len = config.parameter_shapes(), recipe.data.largest.seq_len
-        start, numbers = f"{config.layout.blocks}.", range(config.num_blocks)
-        blocks = sum(prod(shape) for name, shape in shapes.items() if name.startswith(start))
-        experts = sum(prod(s) for name, s in shapes.items() if config.layout.is_expert(name))
-        moe = getattr(config, "moe", None)
-        taken = moe.experts_per_token / moe.num_experts if moe else 0.0
-        heads = (config.n_heads + config.n_kv_heads) * config.head_width
-        wide = 3 * config.ffn_dim if moe is None else moe.saved_activations(config.dim)
-        dense = sum(map(config.matmul_parameters, numbers)) - experts * taken
-        attention = sum(config.attention_multiplications(each, seq_len) for each in numbers)
-        precision, is_frozen = recipe.precision, bool(recipe.lora.rank)
-        return cls(
-            config,
-            block=(blocks - experts) // config.n_layers,
-            experts=experts // config.n_layers,
-            ends=sum(map(prod, shapes.values())) - blocks,
-            width=DTYPES[precision.parameters].itemsize,
-            reduce_width=DTYPES[precision.reduce].itemsize,
-            state=0.0 if is_frozen else _state_bytes(recipe.optimizer),
-            saved=2 * config.dim + 3 * heads + wide,
-            replicated=2 * config.dim,
-            dense=dense,
-            routed=experts * taken,
-            head=config.flops_per_token(seq_len) / 6 - dense - experts * taken - attention,
-            attention=attention,
-            moe=moe,
-            expert_blocks=sum(bool(config.experts_of(each)) for each in numbers) / len(numbers),
-            is_frozen=is_frozen,
-            gathers_float8=precision.float8.enabled and precision.float8.gather_activations,
-        )
-
-    def held(self, blocks: int, degrees: Degrees) -> tuple[float, float]:
-        """Return a rank's weights before they are sharded: of experts, and of everything else.
-
-        The tensor axis splits all weights but experts, which `expert` and `expert_tensor` divide.
-        """
-        dense = (blocks * self.block + self.ends) / degrees.tensor
-        return dense, blocks * self.experts / degrees.expert_ranks
-
-
-def _state_bytes(config: OptimizerConfig) -> float:
-    """Return the bytes of optimizer state a parameter, measured by a step on a small weight."""
-    weight = torch.nn.Parameter(torch.zeros(64, 64))
-    config = config.model_copy(update={"groups": []})
-    optimizer = config.build(parameter_groups([("weight", weight)], config), weight.device)
-    weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    states = (value for state in optimizer.state.values() for value in state.values())
-    return sum(value.nbytes for value in states if torch.is_tensor(value)) / weight.numel()
 
 
 def measure(

@@ -16,7 +16,8 @@ from ..recipe.checks.checks import check
 from ..recipe.schema import Recipe
 from .devices import DEVICES
 from .memory import estimate_memory
-from .roofline import Candidate, StepSizes, estimate
+from .roofline import Candidate, estimate
+from .step_sizes import StepSizes
 
 USABLE = 0.9
 """share of a GPU's memory for tensors; CUDA, NCCL and the allocator use the rest"""

@@ -1,4 +1,4 @@
-"""How fast a plan would train on a GPU, as well-tuned engines reach on the data sheet's hardware."""
+"""How fast a plan would train on a GPU, in an engine as well tuned as the published ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 from ..recipe.schema import Recipe
 from .devices import DEVICES
-from .roofline import StepSizes, estimate
+from .roofline import estimate
+from .step_sizes import StepSizes
 
 
 @dataclass(frozen=True)

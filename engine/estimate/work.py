@@ -14,7 +14,7 @@ from .groups import INSIDE, link_among, members_of
 
 if TYPE_CHECKING:
     from ...model_zoo.layers.configs import MoESettings
-    from .roofline import StepSizes
+    from .step_sizes import StepSizes
 
 WORD = 2
 """bytes of an activation and of a gathered weight: bf16"""

@@ -9,8 +9,8 @@ import pytest
 from tests.report.test_chromium import visit
 from trainer.cli import main as cli
 from trainer.engine.estimate.groups import ring_bytes
-from trainer.engine.estimate.roofline import StepSizes
 from trainer.engine.estimate.search import search, variants
+from trainer.engine.estimate.step_sizes import StepSizes
 from trainer.engine.parallel.mesh import Degrees
 from trainer.engine.recipe.checks.checks import check
 from trainer.engine.recipe.load import load_recipe
@@ -116,7 +116,9 @@ def test_what_cannot_be_planned_is_refused(command, recipe):
     assert code == 2
     assert "h20: not known" in err
     assert "h200" in err
-    assert command("plan", recipe, "--gpu", "h200", "--world", 4)[0] == 2
+    code, _, err = command("plan", recipe, "--gpu", "h200", "--cpu", "--world", 4)
+    assert code == 2
+    assert "--gpu with --cpu" in err
 
 
 def test_a_ring_sends_what_its_steps_do():
@@ -153,7 +155,7 @@ def test_all_plans_that_validation_accepts_are_searched(recipe):
 @pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
 def test_plans_of_models_with_experts_are_searched(family):
     loaded = load_recipe(RECIPES / f"{family}_debug.toml", []).recipe
-    sizes = StepSizes.of(loaded.model.with_vocab(320), loaded.optimizer, width=4)
+    sizes = StepSizes.of(loaded)
     assert sizes.saved > 0
     assert Degrees(tensor=4) in {degrees for _, degrees in variants(loaded, 4, 8)}
 
