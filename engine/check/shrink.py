@@ -144,10 +144,7 @@ def select_axes(recipe: Recipe, degrees: Degrees, axes: Collection[str]) -> Reci
     missing = -(-found.expert_ranks // max(1, found.world // found.pipeline))
     if missing > 1:
         found = replace(found, shard=found.shard * missing)
-    fsdp = recipe.parallel.fsdp
-    if found.replicate == 1 and fsdp.sharding.needs_replicas:
-        fsdp = fsdp.model_copy(update={"strategy": fsdp.sharding.without_replicas})
-    alone = _with_degrees(recipe, found, fsdp=fsdp)
+    alone = _with_degrees(recipe, found)
     return None if check(alone, found.world) else alone
 
 
@@ -159,6 +156,9 @@ def on_one_process(recipe: Recipe) -> Recipe:
 def _with_degrees(recipe: Recipe, degrees: Degrees, **changes: Any) -> Recipe:
     values = {axis: getattr(degrees, axis) for axis in (*AXES, *EXPERT_AXES)}
     parallel = recipe.parallel.model_copy(update={**values, **changes})
+    if degrees.replicate == 1 and (sharding := parallel.fsdp.sharding).needs_replicas:
+        fsdp = parallel.fsdp.model_copy(update={"strategy": sharding.without_replicas})
+        parallel = parallel.model_copy(update={"fsdp": fsdp})
     return recipe.model_copy(update={"parallel": parallel})
 
 

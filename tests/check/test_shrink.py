@@ -65,7 +65,10 @@ def require_same_structure(given, small, before, after):
     assert small.data.packing == given.data.packing
     assert bool(small.lora.rank) == bool(given.lora.rank)
     assert small.lora.targets == given.lora.targets
-    assert small.parallel.fsdp.strategy == given.parallel.fsdp.strategy
+    sharding = given.parallel.fsdp.sharding
+    alone = before.replicate == 1 and sharding.needs_replicas
+    strategy = sharding.without_replicas if alone else given.parallel.fsdp.strategy
+    assert small.parallel.fsdp.strategy == strategy
     assert small.parallel.pipelining.schedule == given.parallel.pipelining.schedule
     old, new = given.model, small.model
     assert new.task_head == old.task_head
@@ -105,6 +108,8 @@ def test_shipped_recipes_keep_their_structure_at_every_world_size(
             degrees = recipe.parallel.degrees.resolve(world)
         except RecipeError:
             continue  # it fixes degrees that do not divide this one
+        if check(recipe, world):
+            continue  # its experts or rows do not
         shrunk = shrink(adapted, world)
         require_same_structure(recipe, shrunk.recipe, degrees, shrunk.degrees)
         assert shrunk.degrees.world <= RANKS
