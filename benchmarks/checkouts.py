@@ -2,6 +2,8 @@
 
 Both train the same recipe at the same time, and take turns: a slice of steps in one, then the same
 steps in the other, so that both see the load of a shared machine. A pair is two such slices.
+A process is some per cent faster or slower for all of its life, by where its memory lies: repeat a
+measurement, with the checkouts in both orders.
 
     git worktree add /tmp/before COMMIT
     python benchmarks/checkouts.py /tmp/before . --recipe moe_debug --set data.packing=documents
