@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -23,6 +24,21 @@ class Constant:
     """Initial values: all the same."""
 
     value: float
+
+
+def shift(x: Tensor, count: int, fill: int, document_ids: Tensor | None = None) -> Tensor:
+    """Return each position's value `count` positions later, of x [B, S].
+
+    Args:
+        x: the values.
+        count: how many positions later.
+        fill: the value where the row or the document ends before that position.
+        document_ids: [B, S] of whole rows; None: rows alone have ends.
+    """
+    later = F.pad(x[:, count:], (0, min(count, x.shape[1])), value=fill)
+    if document_ids is None:
+        return later
+    return later.where(shift(document_ids, count, -1) == document_ids, fill)
 
 
 class Model(nn.Module):
@@ -46,6 +62,10 @@ class Model(nn.Module):
     """whether `forward` takes `padding_mask`"""
     own_positions: Callable[[Tensor], Tensor] = staticmethod(lambda whole: whole)
     """maps [B, S] of whole rows to the positions of this rank, where ranks share a sequence"""
+    own_hidden: Callable[[Tensor], Tensor] = staticmethod(lambda gathered: gathered)
+    """maps [B, S, D] that a norm has gathered to the positions that this rank's blocks take"""
+    shift: Callable[[Tensor, int, int, Tensor | None], Tensor] = staticmethod(shift)
+    """see `shift`; where ranks share a sequence, of this rank's positions"""
 
     def __call__(self, *args: Any, **fields: Any) -> Any:
         """Run the forward pass and its hooks, under autocast where the class asks for it."""

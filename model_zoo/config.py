@@ -137,9 +137,19 @@ class ModelConfig(Sizes):
         )
 
     @property
+    def predictions(self) -> int:
+        """How many further tokens are predicted, each by a block after the last layer."""
+        return 0
+
+    @property
     def is_tied(self) -> bool:
         """Whether the head multiplies with the embedding's weight."""
         return self._head is None and bool(getattr(self, "tie_embeddings", False))
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the last stage of a pipeline computes with the embedding's weight."""
+        return self.is_tied
 
     @property
     def embed_cost(self) -> float:

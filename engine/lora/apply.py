@@ -97,7 +97,7 @@ def require_adapters(model: Model, layout: Layout, cut: StageSplit) -> None:
     places = [name.removeprefix(f"{layout.blocks}.") for name in names if is_adapter(name)]
     adapted = {int(place.partition(".")[0]) for place in places}
     for rank in range(cut.ranks):
-        blocks = [block for stage in cut.stages_of(rank) for block in cut.blocks(stage)]
+        blocks = [block for stage in cut.stages_of(rank) for block in cut.held_blocks(stage)]
         if adapted.isdisjoint(blocks):
             message = f"rank {rank} of the pipeline would train nothing: its blocks have no adapter"
             hint = "match weights in the blocks of each rank"

@@ -122,7 +122,7 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
 
     @property
     def predictions(self) -> int:
-        """How many further tokens are predicted: a task's head predicts no tokens."""
+        """How many further tokens are predicted: by a task's head, none."""
         return 0 if self.task_head else self.mtp_depth
 
     @property
@@ -179,11 +179,18 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
             raise ValueError("mtp_depth predicts later tokens, which bidirectional attention sees")
         return self
 
-    def unsplittable(self, axis: str) -> str:
-        """Return why ranks of an axis cannot share this model; empty where they can."""
-        if self.predictions and axis in ("context", "tensor", "pipeline"):
-            return f"model.mtp_depth = {self.mtp_depth} needs whole rows and all blocks on a rank"
-        return ""
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the last stage of a pipeline computes with the embedding's weight."""
+        return self.is_tied or self.predictions > 0
+
+    @property
+    def head_cost(self) -> float:
+        """What the head costs, with the blocks that predict further tokens, where a block costs 1.
+
+        Each of them ends in the same projection.
+        """
+        return super().head_cost * (1 + self.predictions) + self.predictions
 
     @property
     def hf_version(self) -> int:

@@ -45,6 +45,13 @@ MOE_HF = {
     "layers.{i}.mlp.shared.up.weight": "model.layers.{i}.mlp.shared_experts.up_proj.weight",
     "layers.{i}.mlp.shared.down.weight": "model.layers.{i}.mlp.shared_experts.down_proj.weight",
 }
+# Blocks of further predictions join what their rank holds of the sequence, and the loss takes all.
+PREDICTION_TENSOR = {
+    "layers.{i}.embed_norm.weight": "whole",
+    "layers.{i}.hidden_norm.weight": "whole",
+    "layers.{i}.join.weight": "whole",
+    "layers.{i}.norm.weight": "norm",
+}
 PREDICTION_HF = {
     "layers.{i}.embed_norm.weight": "model.layers.{i}.enorm.weight",
     "layers.{i}.hidden_norm.weight": "model.layers.{i}.hnorm.weight",
@@ -56,7 +63,7 @@ LAYOUT = Layout(
     embed="embed",
     blocks="layers",
     head="head",
-    tensor={**ENDS_TENSOR, **LATENT_TENSOR, **MLP_TENSOR, **MOE_TENSOR},
+    tensor={**ENDS_TENSOR, **LATENT_TENSOR, **MLP_TENSOR, **MOE_TENSOR, **PREDICTION_TENSOR},
     experts="mlp.experts",
     context=True,
     pipeline=True,

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.attention.local import Mask
 from ...kernels.choose import Kernels
 from ...kernels.ragged.lengths import SampleLengths
 from ...kernels.ragged.samples import positions_in_samples
+from ..base import shift
 from ..decoder import Block, Decoder
 from ..language_model import BlockCache, KVCache, LossFunction
 from ..layers.dense import Linear, RMSNorm
@@ -117,7 +117,7 @@ class DeepSeekV3(Decoder):
             lengths=lengths,
             cache=cache,
             hidden=hidden,
-            blocks=range(count) if predicts_further else blocks,
+            blocks=range(blocks.start if blocks else 0, count) if predicts_further else blocks,
             dropout_keys=dropout_keys,
         )
         if not predicts_further:
@@ -161,24 +161,16 @@ class DeepSeekV3(Decoder):
             document_ids = lengths.numbers.unsqueeze(0)
         for depth in range(1, config.mtp_depth + 1):
             # Any token will do past the end of a row: those positions have no target.
-            embedded_BSD = self.embed(_shift(tokens, depth, 0)).to(self.compute_dtype)
-            x_BS2D = torch.cat((embedded_BSD, hidden_BSD), dim=-1)
+            embedded_BSD = self.embed(self.shift(tokens, depth, 0, None)).to(self.compute_dtype)
+            x_BS2D = torch.cat((embedded_BSD, self.own_hidden(hidden_BSD)), dim=-1)
             block = getattr(self.layers, str(config.n_layers + depth - 1))
             is_padding = padding_mask
             if is_padding is not None:  # a position whose further token is padding predicts nothing
-                is_padding = is_padding | _shift(is_padding, depth, False)
+                is_padding = is_padding | shift(is_padding, depth, 0)
             elif lengths is not None and document_ids is not None:
-                is_padding = _shift(document_ids, depth, -1) != document_ids
+                is_padding = shift(document_ids, depth, -1) != document_ids
             weights = self.token_weights(is_padding, lengths)
             hidden_BSD = block(x_BS2D, cos, sin, mask, None, weights)
-            targets_BS = _shift(labels, depth, IGNORED)
-            if document_ids is not None:
-                same = _shift(document_ids, depth, -1) == document_ids
-                targets_BS = targets_BS.where(same, IGNORED)
+            targets_BS = self.shift(labels, depth, IGNORED, document_ids)
             # Equation 25: the weight is for the mean over depths.
             yield FurtherTarget(hidden_BSD, targets_BS, config.mtp_weight / config.mtp_depth)
-
-
-def _shift(x_BS: Tensor, count: int, fill: int) -> Tensor:
-    """Return each position's value `count` positions later; `fill` where the row ends before."""
-    return F.pad(x_BS[:, count:], (0, min(count, x_BS.shape[1])), value=fill)

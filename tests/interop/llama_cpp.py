@@ -36,17 +36,16 @@ class LlamaCpp:
         """Return the logarithms of the probabilities of each next token [V] after a prompt."""
         said = self._complete(prompt, 1, n_probs=self.vocab_size)
         found = torch.full((self.vocab_size,), float("nan"))
-        for each in said["completion_probabilities"][0]["top_logprobs"]:
+        for each in said["logprobs"]["content"][0]["top_logprobs"]:
             found[each["id"]] = each["logprob"]
         return found
 
-    def generate(self, prompt: str | list[int], count: int) -> list[int]:
-        """Return the likeliest tokens after a prompt, one after the other."""
-        said = self._complete(prompt, count, return_tokens=True, ignore_eos=True)
-        return list(said["tokens"])
+    def generate(self, prompt: str, count: int) -> str:
+        """Return the likeliest text after a prompt, of so many tokens."""
+        return str(self._complete(prompt, count)["text"])
 
     def _complete(self, prompt: str | list[int], count: int, **settings: Any) -> dict[str, Any]:
         request = {"prompt": prompt, "n_predict": count, "temperature": 0.0, "cache_prompt": False}
         said = self._server.handle_completions(request | settings)
         assert isinstance(said, dict), said
-        return said
+        return dict(said["choices"][0])

@@ -16,7 +16,7 @@ from tests.interop.small_model import KINDS, VOCABULARY, Question, ask_questions
 from trainer import generate, open_model
 from trainer.cli.main import main
 
-pytestmark = pytest.mark.matrix
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(1800)]  # the first one trains
 
 PROMPTS = (
     "import os\n",
@@ -30,9 +30,9 @@ PROMPTS = (
 )
 GREEDY = 64
 LOGITS = 1e-5
-"""largest difference from transformers, of logits of a few units"""
+"""largest difference from transformers, over the largest logit"""
 GGUF_LOGITS = 1e-2
-"""largest difference from llama.cpp"""
+"""largest difference from llama.cpp, of log-probabilities"""
 TASK = """
 task: kinds
 output_type: multiple_choice
@@ -219,9 +219,9 @@ def test_finetuning_answers_held_out_questions_with_the_score_that_transformers_
 @pytest.mark.parametrize("name", ["full", "lora"])
 def test_finetuning_lowers_the_loss_of_held_out_conversations(name, trained):
     lines = map(json.loads, (trained.run(name) / "metrics.jsonl").read_text().splitlines())
-    losses = [line["loss"] for line in lines if line["kind"] == "validation"]
+    losses = [line["loss"] for line in lines if line["kind"] == "eval"]
     assert losses[-1] < losses[0] / 2
 
 
 def require_close(found, wanted):
-    torch.testing.assert_close(found, wanted, atol=LOGITS, rtol=LOGITS)
+    assert (found - wanted).abs().max() < LOGITS * wanted.abs().max()

@@ -206,7 +206,7 @@ MISFITS = {
         "0F0,2F0,2I0,0B0,2W0\n1F0,1B0\n",
         "[model]\ntie_embeddings = true",
         "csv",
-        "2W0 comes after stage 0 has ended, and both have one weight (tie_embeddings)",
+        "2W0 comes after stage 0 has ended, and both have the weight of the embedding",
         "let it come before",
     ),
 }

@@ -174,7 +174,7 @@ def _watch_blocks(step: TrainStep, path: str, tracker: MemoryTracker) -> None:
     blocks = dict(step.parallel_model.model.get_submodule(path).named_children())
     stages = {0: list(blocks)}
     if pipeline := step.parallel_model.pipeline:
-        stages = {n: [str(block) for block in pipeline.cut.blocks(n)] for n in pipeline.stages}
+        stages = {n: [str(block) for block in pipeline.cut.held_blocks(n)] for n in pipeline.stages}
     for stage, names in stages.items():
         for number, name in enumerate(names):
             segment = partial(BlockSegment, stage=stage, block=number, blocks=len(names))

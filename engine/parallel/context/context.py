@@ -25,7 +25,7 @@ from ....model_zoo.config import ModelConfig
 from ....model_zoo.layers.moe import moe_layers
 from ...data.batch import Batch
 from ..axis import AxisParts, LocalParts, LocalRank, SplitSettings
-from ..collectives import all_gather, all_reduce_no_grad
+from ..collectives import all_gather, all_gather_no_grad, all_reduce_no_grad
 from ..mesh import AXES
 from .ring import ring_attention
 
@@ -96,6 +96,7 @@ class ContextParallel(AxisParts):
     ) -> LocalParts:
         """Let routers count the chosen experts of whole sequences; parameters are not split."""
         model.own_positions = lambda whole: torch.cat(self._mine(whole), dim=1)
+        model.shift = partial(self._shift, model.shift)
         for layer in moe_layers(model).values():
             layer.router.sum_of_sequence = partial(all_reduce_no_grad, group=self.group)
         return parts
@@ -103,6 +104,19 @@ class ContextParallel(AxisParts):
     def _mine(self, x: Tensor, dim: int = 1) -> list[Tensor]:
         pieces = x.chunk(2 * self.ranks, dim)
         return [pieces[number] for number in self.pieces]
+
+    def _shift(
+        self,
+        base: Callable[..., Tensor],
+        x: Tensor,
+        count: int,
+        fill: int,
+        document_ids: Tensor | None,
+    ) -> Tensor:
+        """Return what `base` does with the values [B, S] of all ranks, at this rank's positions."""
+        # A later position may be in any other rank's pieces. Numbers, and not hidden states, travel.
+        whole = self._in_order(all_gather_no_grad(x, 1, self.group))
+        return torch.cat(self._mine(base(whole, count, fill, document_ids)), dim=1)
 
     def _documents(self, _queries: Tensor, keys: Tensor) -> Tensor:
         """Return each rank's part of the document ids of whole sequences, [B, C, S / C]."""

@@ -29,13 +29,16 @@ class StageSplit:
         ranks: number of ranks of the pipeline.
         ends: for each stage, the number of the first block after it.
         stage_to_rank: the rank that holds each stage.
-        is_tied: whether the last stage also computes with the embedding's weight, as its head.
+        shares_embedding: whether the last stage also computes with the embedding's weight.
+        num_predictions: number of blocks after the last layer, which the last stage holds; they
+            predict further tokens.
     """
 
     ranks: int
     ends: tuple[int, ...]
     stage_to_rank: tuple[int, ...]
-    is_tied: bool = False
+    shares_embedding: bool = False
+    num_predictions: int = 0
 
     @property
     def stages(self) -> int:
@@ -43,8 +46,13 @@ class StageSplit:
         return len(self.ends)
 
     def blocks(self, stage: int) -> range:
-        """Return the numbers of a stage's blocks."""
+        """Return the numbers of a stage's layers."""
         return range(self.ends[stage - 1] if stage else 0, self.ends[stage])
+
+    def held_blocks(self, stage: int) -> range:
+        """Return the numbers of a stage's layers, and of its blocks that predict further tokens."""
+        layers, is_last = self.blocks(stage), stage == self.stages - 1
+        return range(layers.start, layers.stop + is_last * self.num_predictions)
 
     def rank_of(self, stage: int) -> int:
         """Return the rank that holds a stage."""
@@ -56,15 +64,16 @@ class StageSplit:
 
     def has_embedding(self, stage: int) -> bool:
         """Return whether a stage computes with the embedding's weight."""
-        return stage == 0 or (self.is_tied and stage == self.stages - 1)
+        return stage == 0 or (self.shares_embedding and stage == self.stages - 1)
 
     def other_end(self, rank: int) -> int | None:
-        """Return the rank that holds the other copy of a tied embedding.
+        """Return the rank that holds the other copy of an embedding that both ends compute with.
 
         None where this rank holds no copy, or where one rank holds both ends, as in V schedules.
         """
-        ends = {self.stage_to_rank[0], self.stage_to_rank[-1]} if self.is_tied else set[int]()
-        return next(iter(ends - {rank}), None) if rank in ends else None
+        ends = {self.stage_to_rank[0], self.stage_to_rank[-1]}
+        is_end = self.shares_embedding and rank in ends
+        return next(iter(ends - {rank}), None) if is_end else None
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,7 @@ def cut_blocks(
         cut = tuple(accumulate(table.layers_per_stage))
     else:
         cut = balance_stages(blocks, len(stage_to_rank), costs.embedding, costs.head)
-    return StageSplit(ranks, cut, stage_to_rank, config.is_tied)
+    return StageSplit(ranks, cut, stage_to_rank, config.shares_embedding, config.predictions)
 
 
 def stage_costs(cut: StageSplit, config: ModelConfig) -> list[float]:

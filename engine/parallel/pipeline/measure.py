@@ -122,7 +122,7 @@ def part_seconds(
     return (
         seconds(lambda: model(x, blocks=range(0))),
         seconds(lambda: model(None, blocks=range(1), **inside)),
-        seconds(lambda: model(None, blocks=range(1, 2), **inside, **with_loss())),
+        seconds(lambda: model(x, blocks=range(1, 2), **inside, **with_loss())),
     )
 
 

@@ -53,7 +53,7 @@ class PipelineParallel(AxisParts):
     def wrap(
         self, wrapped: ParallelModel, parts: LocalParts, settings: StepSettings
     ) -> ParallelModel:
-        """Run micro batches through the stages; sum the gradients of a tied embedding."""
+        """Run micro batches through the stages; sum the gradients of an embedding at both ends."""
         assert parts.cut is not None, "`split` sets it"
         model, group, rank = wrapped.model, self.mesh.get_group(), self.mesh.get_local_rank()
         other = parts.cut.other_end(rank)
@@ -107,7 +107,7 @@ def prune(model: Model, layout: Layout, cut: StageSplit, rank: int) -> None:
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     buffers = {name: tuple(buffer.shape) for name, buffer in model.saved_buffers().items()}
     stages = cut.stages_of(rank)
-    kept = {str(number) for stage in stages for number in cut.blocks(stage)}
+    kept = {str(number) for stage in stages for number in cut.held_blocks(stage)}
     blocks = model.get_submodule(layout.blocks)
     for name in list(blocks._modules):
         if name not in kept:

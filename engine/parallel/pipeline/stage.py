@@ -40,7 +40,7 @@ class Stage(nn.Module):
         """the criterion of the last forward pass with a loss"""
         # The modules are the model's own: FSDP and the schedule look for them here.
         self.parts = nn.ModuleList(
-            model.get_submodule(f"{layout.blocks}.{number}") for number in blocks
+            model.get_submodule(f"{layout.blocks}.{held}") for held in cut.held_blocks(number)
         )
         if cut.has_embedding(number):
             embedding = model.get_submodule(layout.embed)
@@ -50,7 +50,7 @@ class Stage(nn.Module):
                 # A module can be in one FSDP root alone, and that is the first stage.
                 self._borrowed = [embedding]
             else:
-                # The head reads the tied weight and never calls the embedding, so that FSDP's
+                # A head that reads the tied weight never calls the embedding, so that FSDP's
                 # pre-forward hook does not gather it.
                 self.parts.append(embedding)
                 self._uncalled = [embedding]
@@ -81,13 +81,15 @@ class Stage(nn.Module):
             if gather := getattr(module, "unshard", None):
                 gather()
         # The schedule passes keyword arguments to all stages of a rank, the batch too.
-        record = None
+        record, tokens = None, x if self.is_first else None
         if self.is_last and batch is not None and self.objective:
             micro_batch = self.objective.batch_class.from_columns(batch)
             record = self.objective.record(micro_batch)
+            # For a model that predicts further tokens from the next ones.
+            tokens = self.objective.input(micro_batch)
             arguments |= self.objective.loss_arguments(micro_batch, record)
         out: Tensor = self._model[0](
-            x if self.is_first else None,
+            tokens,
             hidden=None if self.is_first else x,
             blocks=self.numbers,
             **arguments,

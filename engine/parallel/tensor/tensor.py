@@ -137,6 +137,7 @@ def split(
     # A mixture of experts computes its rank's part of the sequence, so that no two ranks send the
     # same token to experts. The norm before it therefore gathers nothing.
     model.own_positions = partial(_slice_sequence, model.own_positions, mesh=mesh)
+    model.own_hidden = partial(_slice_sequence, model.own_hidden, mesh=mesh)
     inside = {layer.norm for layer in layers}
     for layer in layers:
         # The balance loss needs the counts of whole sequences. Counts have no gradient.

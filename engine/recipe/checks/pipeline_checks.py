@@ -58,6 +58,16 @@ def check_pipeline(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
             f"{word} splits the backward pass, and compiled blocks cannot",
             'take "1F1B" or "Interleaved1F1B", or do not compile',
         )
+    model = recipe.model
+    if splits_backward and (model.predictions > 1 or (model.predictions and model.is_tied)):
+        # torch (2.13) takes the gradients of a weight's uses at once: of these uses one leads to
+        # the other.
+        yield (
+            ("model", "mtp_depth"),
+            "a backward pass that is split takes a weight once, and further predictions look up "
+            f"the embedding {model.predictions + model.is_tied} times",
+            'take "1F1B" or "Interleaved1F1B", or mtp_depth = 1 without tie_embeddings',
+        )
     if degrees.is_known(*DATA_AXES):
         yield from _micro_batches(recipe, degrees, stages, file)
 
@@ -105,10 +115,10 @@ def _schedule_file(recipe: Recipe, ranks: int, file: ScheduleFile) -> Iterator[F
             f"the file has rows for {len(file.rows)} ranks, parallel.pipeline is {ranks}",
             f"set parallel.pipeline = {len(file.rows)}",
         )
-    if recipe.model.is_tied and (late := file.late_gradient):
+    if recipe.model.shares_embedding and (late := file.late_gradient):
         yield (
             path,
-            f"{late} comes after stage 0 has ended, and both have one weight (tie_embeddings)",
+            f"{late} comes after stage 0 has ended, and both have the weight of the embedding",
             "let it come before the last action of stage 0",
         )
 
