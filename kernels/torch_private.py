@@ -103,6 +103,7 @@ MEMBERS = {
     "torch._ops": ("_opname", "_schema"),
     "torch.distributed.fsdp._fully_shard._fsdp_param": (
         "_unsharded_param",
+        "to_accumulated_grad_if_needed",
         "unsharded_accumulated_grad",
         "unsharded_param",
     ),

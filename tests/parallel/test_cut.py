@@ -24,6 +24,7 @@ from trainer.engine.parallel.tables import Pipelining
 from trainer.engine.tasks.language_modeling.config import LanguageModeling
 from trainer.engine.tasks.tables import CrossEntropy, TaskSettings
 from trainer.kernels.choose import choose
+from trainer.model_zoo.deepseek_v3.config import DeepSeekV3Config
 from trainer.model_zoo.llama3.config import Llama3Config
 
 
@@ -111,6 +112,18 @@ def test_costs_that_were_measured_decide():
     assert sizes(cut_blocks(Pipelining(), 2, config, EndCosts(4, 0)).ends) == [3, 7]
     cut = cut_blocks(Pipelining(), 2, config, EndCosts(0, 4))
     assert stage_costs(cut, config) == [7 + config.embed_cost, 3 + config.head_cost]
+
+
+def test_the_last_stage_holds_the_blocks_of_further_predictions():
+    config = DeepSeekV3Config(flavor="debug", n_layers=6, mtp_depth=2, vocab_size=64)
+    cut = cut_blocks(Pipelining(layers_per_stage=[4, 2]), 2, config)
+    assert [cut.held_blocks(stage) for stage in range(2)] == [range(4), range(4, 8)]
+    assert cut.has_embedding(1)
+    assert (cut.other_end(0), cut.other_end(1)) == (1, 0)
+    without = config.model_copy(update={"mtp_depth": 0})
+    # Each costs a block and the projection of the head.
+    assert config.head_cost == pytest.approx(3 * without.head_cost + 2)
+    assert not cut_blocks(Pipelining(), 2, without).has_embedding(1)
 
 
 def test_modules_by_name_may_leave_the_ends_alone():

@@ -55,6 +55,26 @@ def test_experts_and_predictions_farther_ahead_are_shared_by_ranks(parallel, alo
 
 @pytest.mark.parametrize(
     "parallel",
+    [
+        {"pipeline": 2, "context": 2},
+        *also(
+            {"tensor": 2, "context": 2},
+            {"tensor": 2, "pipeline": 2},
+            {"tensor": 2, "expert": 2, "shard": 2},
+            {"context": 2, "context_exchange": "ring", "shard": 2},
+            {"pipeline": 2, "shard": 2, "pipelining": {"schedule": "ZBVZeroBubble"}},
+        ),
+    ],
+)
+def test_predictions_farther_ahead_need_tokens_of_other_ranks(parallel, alone):
+    # A split backward pass takes one further prediction, and its stages need a block each.
+    depth = 1 if "pipelining" in parallel else 2
+    model = {**SIZES, "n_layers": 4, "n_dense_layers": 3, "mtp_depth": depth, "mtp_weight": 1.0}
+    assert_same_weights(4, alone, parallel=parallel, model=model, data=DATA)
+
+
+@pytest.mark.parametrize(
+    "parallel",
     [{"pipeline": 2, "shard": 2}, *also({"tensor": 2, "shard": 2}, {"tensor": 2, "expert": 2})],
 )
 def test_experts_are_in_stages_and_beside_split_attention(parallel, alone):

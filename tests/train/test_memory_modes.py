@@ -9,7 +9,7 @@ import torch
 from tests.cases import also, quick
 from tests.distributed import run_ranks
 from tests.train.outcomes import assert_equal
-from tests.train.plans import BASE, assembled, recipe_with
+from tests.train.plans import BASE, assembled, recipe_with, train
 from tests.train.processes import complaints, finish, start, tensors, write_recipe
 from trainer.engine.estimate.simulate.instrumented import track
 
@@ -171,6 +171,28 @@ def test_gradients_of_each_micro_batch_are_reduced_in_a_pipeline(schedule):
     if schedule == "ZBVZeroBubble":
         hybrid = {"replicate": 2, "shard": 2, "fsdp": each | {"strategy": "hybrid_shard"}}
         assert_equal(8, [like | {"parallel": pipeline | hybrid}], like)
+
+
+@pytest.mark.parametrize("schedule", quick(SCHEDULES[1:], "ZBVZeroBubble"))
+def test_split_passes_reduce_often_in_a_lower_dtype_too(schedule):
+    plan = {"pipeline": 2, "shard": 2, "pipelining": {"schedule": schedule}}
+    model = BASE["model"] | {"n_layers": 4}
+    recipes = [
+        recipe_with(
+            data=DATA,
+            model=model,
+            precision={"compute": "bf16"},
+            parallel=plan | {"fsdp": {"reduce_every": each}},
+        )
+        for each in ("step", "micro_batch")
+    ]
+    for once, often in run_ranks(4, losses_and_norms, recipes):
+        # Sums of the same gradients in another order.
+        torch.testing.assert_close(often, once, rtol=1e-2, atol=0)
+
+
+def losses_and_norms(recipes):
+    return [torch.tensor(train(assembled(recipe))) for recipe in recipes]
 
 
 def test_a_pipeline_holds_shards_of_gradients_between_micro_batches():

@@ -46,6 +46,19 @@ def reduce_scatter_gradients(module: Any) -> None:
             # torch 2.11 has one group of parameters a module, later versions a list.
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
             for group in filter(None, groups):
+                _accumulate(group.fsdp_params)
                 group.post_backward()
     module._get_fsdp_state()._root_post_backward_final_callback()
     module.set_requires_all_reduce(True)
+
+
+def _accumulate(parameters: Any) -> None:
+    """Let all gradients have the dtype of the reduction where some have it.
+
+    Passes that are split leave some gradients as FSDP accumulates them and others as they were
+    computed, and FSDP (torch 2.13) reduces those of one dtype alone.
+    """
+    missing = [each for each in parameters if each.unsharded_accumulated_grad is None]
+    if len(missing) < len(parameters):
+        for parameter in missing:
+            parameter.to_accumulated_grad_if_needed()
