@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
@@ -26,9 +27,12 @@ class ReducingStage(PipelineStage):
             last_backward: whether it is the stage's last one of the step.
         """
         found = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        # The schedule itself reduces after the last pass, and only then over replicas (HSDP).
-        if backward_type != "input" and not last_backward:
-            reduce_scatter_gradients(self.submod)
+        if backward_type != "input":
+            for group in _parameter_groups(self.submod):
+                _accumulate(group)
+            # The schedule itself reduces after the last pass, and only then over replicas (HSDP).
+            if not last_backward:
+                reduce_scatter_gradients(self.submod)
         return found
 
 
@@ -40,25 +44,29 @@ def reduce_scatter_gradients(module: Any) -> None:
     """
     module.set_requires_gradient_sync(True)
     module.set_requires_all_reduce(False)
+    for group in _parameter_groups(module):
+        group.post_backward()
+    module._get_fsdp_state()._root_post_backward_final_callback()
+    module.set_requires_all_reduce(True)
+
+
+def _parameter_groups(module: Any) -> Iterator[Any]:
+    """Yield FSDP's groups of parameters of a module and of those inside it."""
     for each in module.modules():
         if isinstance(each, FSDPModule):
             state: Any = each._get_fsdp_state()
             # torch 2.11 has one group of parameters a module, later versions a list.
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            for group in filter(None, groups):
-                _accumulate(group.fsdp_params)
-                group.post_backward()
-    module._get_fsdp_state()._root_post_backward_final_callback()
-    module.set_requires_all_reduce(True)
+            yield from filter(None, groups)
 
 
-def _accumulate(parameters: Any) -> None:
-    """Let all gradients have the dtype of the reduction where some have it.
+def _accumulate(group: Any) -> None:
+    """Let all gradients of a group have the dtype of the reduction where some have it.
 
     Passes that are split leave some gradients as FSDP accumulates them and others as they were
     computed, and FSDP (torch 2.13) reduces those of one dtype alone.
     """
-    missing = [each for each in parameters if each.unsharded_accumulated_grad is None]
-    if len(missing) < len(parameters):
+    missing = [each for each in group.fsdp_params if each.unsharded_accumulated_grad is None]
+    if len(missing) < len(group.fsdp_params):
         for parameter in missing:
             parameter.to_accumulated_grad_if_needed()
