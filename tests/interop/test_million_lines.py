@@ -1,4 +1,4 @@
-"""A million lines through tokenizers of three kinds: the ids of each kind's own library, and back."""
+"""A million lines through tokenizers of three kinds: ids of each kind's own library, and back."""
 
 import base64
 import random

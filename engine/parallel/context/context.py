@@ -114,7 +114,7 @@ class ContextParallel(AxisParts):
         document_ids: Tensor | None,
     ) -> Tensor:
         """Return what `base` does with the values [B, S] of all ranks, at this rank's positions."""
-        # A later position may be in any other rank's pieces. Numbers, and not hidden states, travel.
+        # A later position may be in any rank's pieces. Numbers, and not hidden states, travel.
         whole = self._in_order(all_gather_no_grad(x, 1, self.group))
         return torch.cat(self._mine(base(whole, count, fill, document_ids)), dim=1)
 

@@ -64,8 +64,10 @@ def check_pipeline(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
         # the other.
         yield (
             ("model", "mtp_depth"),
-            "a backward pass that is split takes a weight once, and further predictions look up "
-            f"the embedding {model.predictions + model.is_tied} times",
+            (
+                "a backward pass that is split takes a weight once, and further predictions look "
+                f"up the embedding {model.predictions + model.is_tied} times"
+            ),
             'take "1F1B" or "Interleaved1F1B", or mtp_depth = 1 without tie_embeddings',
         )
     if degrees.is_known(*DATA_AXES):
