@@ -161,10 +161,6 @@ class ModelConfig(Sizes):
         """What the head costs to compute, where a block costs 1: a pipeline is cut by it."""
         return 0.0
 
-    def unsplittable(self, axis: str) -> str:
-        """Return why ranks of an axis cannot share a model of these sizes; empty: they can."""
-        return ""
-
     @property
     def hf_body(self) -> str:
         """Where the Hugging Face model has the layers below its head."""

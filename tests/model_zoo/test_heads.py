@@ -64,9 +64,10 @@ def test_a_recipe_does_not_see_the_head():
 def test_predictions_of_further_tokens_go_with_the_language_head():
     sizes = {**SIZES, "mtp_depth": 1}
     config = DeepSeekV3Config.model_validate(sizes)
-    assert config.unsplittable("pipeline")
+    assert config.predictions == 1
     headed = config.with_head(HEAD)
-    assert not headed.unsplittable("pipeline")
+    assert headed.predictions == 0
+    assert not headed.shares_embedding
     model = built(headed).train()
     assert len(model.layers) == 2
     assert model(tokens(), labels=tokens(), loss=torch.sum).ndim == 0

@@ -29,7 +29,6 @@ def check_plan(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
         degrees: the degree of each axis; -1 for one that is not known yet.
     """
     yield from _overlap(recipe)
-    yield from _unsplittable(recipe, degrees)
     if degrees.tensor > 1:
         yield from _tensor(recipe, degrees)
     yield from _sequence(recipe, degrees.known)
@@ -140,12 +139,6 @@ def _no_plan(recipe: Recipe, axis: str) -> Finding:
         f'the model "{recipe.model.name}" has no plan for this axis',
         f"keep parallel.{axis} = 1, and raise parallel.shard",
     )
-
-
-def _unsplittable(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
-    for axis, degree in degrees.by_axis.items():
-        if degree > 1 and (why := recipe.model.unsplittable(axis)):
-            yield ("parallel", axis), why, f"keep parallel.{axis} = 1"
 
 
 def _tensor(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
