@@ -8,7 +8,7 @@ TO_RUN := $(VENV)/.ready-to-run
 TO_DEVELOP := $(VENV)/.ready-to-develop
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-part test-faults test-next test-cells rotate test-gpu lint format check docs wheel clean
+.PHONY: help run test test-all test-part test-faults test-interop test-next test-cells rotate test-gpu lint format check docs wheel clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -28,6 +28,9 @@ test-part: $(TO_DEVELOP) ## run parts of `test-all`: make test-part PART=3 (with
 
 test-faults: $(TO_DEVELOP) ## kill, stop and damage runs: the parts of `test-all` named faults
 	$(BIN)/python -m tests.rotation run faults
+
+test-interop: $(TO_DEVELOP) ## take a small model through every format: the part of `test-all` named interop
+	$(BIN)/python -m tests.rotation run interop
 
 test-next: $(TO_DEVELOP) ## run the parts of `test-all` that this change asks for
 	$(BIN)/python -m tests.rotation run next
