@@ -65,8 +65,8 @@ class MetricSet:
         has_table = self._of_labels and classes <= MAX_CLASSES and outputs.kind in TABLE_KINDS
         self._classes = classes if has_table else 0
         # A row for each class, and for each number beside them that some metric ignores.
-        ignored = {_ignored(each) for each in self._of_labels} - {None}
-        self._ignored = sorted(each for each in ignored if each >= classes)
+        ignored = {_ignored(each) for each in self._of_labels}
+        self._ignored = sorted(each for each in ignored if each is not None and each >= classes)
         num_pairs = (self._classes + len(self._ignored)) * self._classes
         names = [each.row_key for each in streamed]
         self._meters = MeanMeters(names, self._device, num_pairs + 1)
@@ -147,7 +147,7 @@ class MetricSet:
         if self._outputs.kind == "regression":
             return
         size = self._outputs.num_classes if self._outputs.kind == "multiclass" else 2
-        for target in targets[targets >= size].unique().tolist():
+        for target in sorted(set(targets[targets >= size].tolist())):
             ignoring = [each for each in self._configs if "ignore_index" in type(each).model_fields]
             others = [each.row_key for each in ignoring if _ignored(each) != target]
             if others or not ignoring:
