@@ -53,6 +53,7 @@ from .model_zoo.layout import Layout
 
 if TYPE_CHECKING:
     from .engine.tasks.criteria import Criterion, Elementwise
+    from .engine.tasks.metrics.meters import MeanMeters
     from .kernels.ragged.lengths import SampleLengths
     from .kernels.ragged.samples import (
         last_of_sample,
@@ -89,6 +90,7 @@ __all__ = [
     "MapDataset",
     "MarkedText",
     "MaskedDocument",
+    "MeanMeters",
     "MetricConfig",
     "Model",
     "ModelConfig",
@@ -139,6 +141,7 @@ _OF_TORCH = {
     **dict.fromkeys(("Constant", "Model", "Normal"), ".model_zoo.base"),
     "LanguageModel": ".model_zoo.language_model",
     **dict.fromkeys(("Criterion", "Elementwise"), ".engine.tasks.criteria"),
+    "MeanMeters": ".engine.tasks.metrics.meters",
     "SampleLengths": ".kernels.ragged.lengths",
     **dict.fromkeys(
         (

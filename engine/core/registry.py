@@ -36,11 +36,20 @@ class Registry(Generic[Config]):
         default: the name that a table without `name` means.
         built_in: our own components, name -> `module:Class`, the module below the package
             `trainer`.
+        unsupported: names that are known elsewhere and not here -> why, as the end of a sentence
+            with `{task}` for the name of the recipe's task.
     """
 
-    def __init__(self, kind: str, default: str, built_in: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        default: str,
+        built_in: Mapping[str, str] | None = None,
+        unsupported: Mapping[str, str] | None = None,
+    ) -> None:
         self.kind = kind
         self.default = default
+        self.unsupported = unsupported or {}
         self._places = {name: f"{ROOT}.{place}" for name, place in (built_in or {}).items()}
         self._configs: dict[str, type[Config]] = {}
 
@@ -112,6 +121,13 @@ class Named:
         if not isinstance(value, dict):
             raise PydanticCustomError("table_type", "expected a table")
         name = value.get("name", self.registry.default)
+        if (
+            isinstance(name, str)
+            and name not in self.registry
+            and (reason := self.registry.unsupported.get(name))
+        ):
+            context = {"kind": self.registry.kind, "name": name, "reason": reason}
+            raise PydanticCustomError("unsupported_component", '{kind} "{name}" {reason}', context)
         if not isinstance(name, str) or name not in self.registry:
             raise PydanticCustomError(
                 "unknown_component",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
@@ -79,6 +79,8 @@ class _Fault:
             return self.unknown_key()
         if self.type in ("unknown_component", "unknown_flavor", "broken_component"):
             return self.unknown_word("flavor" if self.type == "unknown_flavor" else "name")
+        if self.type == "unsupported_component":
+            return self.unsupported()
         if self.type in _EXPECTED:
             return self.unexpected()
         return self.refused()
@@ -132,6 +134,16 @@ class _Fault:
             text = text.partition("; known: ")[0]
             hint = hint or f"`trainer list {self.context.get('kind')}` names all {len(known)}"
         return self.tree.problem((*self.path, key), text, hint)
+
+    def unsupported(self) -> Problem:
+        """Return why a component that is known elsewhere is none of ours."""
+        tables = every_table(self.tree.values)
+        config = next((each.config for each in tables if each.path == ("task",)), None)
+        task = get_args(config.model_fields["name"].annotation)[0] if config else "?"
+        message = self.text.replace("{task}", task)
+        kind = self.context["kind"]
+        hint = f"`trainer list {kind}` names all"
+        return self.tree.problem((*self.path, "name"), f"the {message}", hint)
 
     def unexpected(self) -> Problem:
         if message := unavailable(self.path, self.input):

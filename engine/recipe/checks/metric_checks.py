@@ -67,6 +67,10 @@ def _measures(recipe: Recipe) -> Iterator[Finding]:
             message = f'the task "{recipe.task.name}" has no outputs that metrics can measure'
             yield (*path, "name"), message, "remove the metric"
             continue
+        if config.name in recipe.task.scores:
+            message = f'each evaluation of the task "{recipe.task.name}" has {config.name} already'
+            yield (*path, "name"), message, "remove the entry"
+            continue
         for key, message, hint in config.mismatches(outputs):
             yield (*path, key), message, hint
         if config.row_key in taken:

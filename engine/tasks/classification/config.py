@@ -116,7 +116,7 @@ class SequenceClassification(HeadTask):
     def outputs(self, loss: LossConfig) -> Outputs | None:
         """Return classes, labels or numbers."""
         if self.problem == "regression":
-            return Outputs("regression")
+            return Outputs("regression", self.targets)
         if self.is_multi and len(self.labels) == 1:
             return Outputs("binary")
         kind: Literal["multilabel", "multiclass"] = "multilabel" if self.is_multi else "multiclass"

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from ...core.errors import DataError
 from ...core.registry import require_package
-from .tables import MetricFunction, Outputs
+from .tables import MISSING, MetricFunction, Outputs
 
 if TYPE_CHECKING:
     from .library import LibraryMetric
+
+PER_SAMPLE = ("audio", "shape")
 
 
 def bind_function(config: LibraryMetric, outputs: Outputs) -> MetricFunction:
@@ -33,16 +35,45 @@ def bind_function(config: LibraryMetric, outputs: Outputs) -> MetricFunction:
         if number:
             arguments[number] = outputs.num_classes
 
+    own = arguments.get("ignore_index")
+
     def compute(predictions: Tensor, targets: Tensor) -> Tensor | Mapping[str, Tensor]:
+        given = dict(arguments)
+        if "ignore_index" in given and (targets < 0).any():
+            # One number stands for missing labels and for those that the recipe ignores.
+            is_ignored = (targets < 0) if own is None else (targets < 0) | (targets == own)
+            targets, given["ignore_index"] = targets.masked_fill(is_ignored, MISSING), MISSING
         try:
-            result: Any = function(predictions, targets, **arguments)
+            result: Any = function(*prepare(config, predictions, targets), **given)
         except Exception as error:
             shapes = f"predictions {[*predictions.shape]}, targets {[*targets.shape]}"
             raise DataError(f'the metric "{config.name}" fails for {shapes}: {error}') from error
-        if isinstance(result, tuple):  # a score, and the threshold that gives it
-            return {"": result[0], "threshold": result[1]}
-        values: Tensor = result
-        # Of signals, torchmetrics returns a number for each sample.
-        return values.mean() if config.package == "audio" else values
+        return arrange(config, result)
 
     return compute
+
+
+def prepare(config: LibraryMetric, predictions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what a function takes, of probabilities or numbers and targets."""
+    if config.package == "text":  # logits of one row; the logarithms of probabilities are such
+        return predictions.log().unsqueeze(0), targets.unsqueeze(0)
+    is_column = predictions.dim() == 2 and predictions.shape[1] == 1
+    if config.package == "regression" and is_column:  # some functions refuse columns
+        return predictions.squeeze(1), targets.squeeze(1)
+    return predictions, targets
+
+
+def arrange(config: LibraryMetric, result: Any) -> Tensor | Mapping[str, Tensor]:
+    """Return the numbers of a result by name."""
+    if config.curve:
+        *axes, thresholds = result
+        return {
+            f"{name}/{threshold:g}": values[..., index]
+            for name, values in zip(config.curve, axes, strict=True)
+            for index, threshold in enumerate(thresholds.tolist())
+        }
+    if isinstance(result, tuple):  # a score, and the threshold that gives it
+        return {"": result[0], "threshold": result[1]}
+    # torchmetrics returns a number for each sample of these.
+    values: Tensor = result
+    return values.mean() if config.package in PER_SAMPLE else values

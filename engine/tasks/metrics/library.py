@@ -18,12 +18,14 @@ DESCRIPTIONS = {
     "average_method": "mean of the two entropies that normalises",
     "base": "base of the logarithm",
     "beta": "weight of recall against precision; above 1 favours recall",
+    "block_size": "side of a block, in pixels",
     "bias_correction": "correct the bias of small samples",
     "data_range": "difference of the largest and least value, or the pair of them to clamp to",
     "filter_length": "taps of the distortion filter",
     "fpr_range": "least and largest false positive rate of the area",
     "ignore_index": "targets of this value do not count",
     "log_prob": "the numbers are log-probabilities",
+    "mouth_map": "numbers of the vertices of the mouth",
     "max_fpr": "largest false positive rate of a partial area",
     "min_precision": "precision that is reached at least",
     "min_recall": "recall that is reached at least",
@@ -39,14 +41,17 @@ DESCRIPTIONS = {
     "normalize": "divide by the samples of each target, each prediction, or all",
     "p": "exponent of the norm, at least 1",
     "power": "power of the variance: 0 normal, 1 Poisson, 2 gamma",
+    "ratio": "ratio of the resolutions of high and low",
     "reduction": "how samples are averaged",
     "scale_invariant": "scale the targets to the predictions",
+    "sigma_n_sq": "variance of the noise of seeing",
     "squared": "square the error; false takes the root, or no square",
     "threshold": "probability from which a sample is positive",
     "thresholds": "number of thresholds, or a list of them, to save memory; default: exact",
     "top_k": "a sample is right if its class is among the k most probable",
     "variant": "variant of Kendall's tau",
     "weights": "weights of disagreements",
+    "window_size": "side of the window, in pixels",
     "zero_division": "the value of 0 / 0",
     "zero_mean": "subtract the means first",
 }
@@ -55,11 +60,12 @@ _TYPES: dict[str, Any] = {
     "int": int,
     "float": float,
     "floats": list[float],
+    "ints": list[int],
     "pair": Annotated[tuple[float, float], Field(strict=False)],
     "none": None,
 }
 _CLASSES_NOT_SCORES = ("nominal", "clustering")
-_AVERAGES = {"average", "reduction", "multioutput"}
+_AVERAGES = {"average", "multioutput"}
 
 
 class LibraryMetric(MetricConfig):
@@ -72,10 +78,16 @@ class LibraryMetric(MetricConfig):
     takes_labels: ClassVar[bool]
     several: ClassVar[Sequence[Kind]]
     """outputs for which the function returns several numbers whatever the keys are"""
+    is_by_output: ClassVar[bool]
+    """whether a regression with several numbers a sample has a result for each"""
+    curve: ClassVar[Sequence[str]]
+    """names of the axes, if the function returns a curve"""
 
     def is_scalar(self, outputs: Outputs) -> bool:
         """Return whether the function returns one number."""
         arguments = self.arguments(outputs)
+        if outputs.kind == "regression" and self.is_by_output and outputs.num_classes > 1:
+            return False
         # None is torchmetrics' other word for "none".
         return outputs.kind not in self.several and not any(
             arguments[key] in (None, "none", "raw_values") for key in _AVERAGES & arguments.keys()
@@ -133,7 +145,8 @@ def __getattr__(name: str) -> type[LibraryMetric]:
     config.__doc__ = f"`{name}` of torchmetrics, for {_enumerate(kinds)} outputs."
     config.kinds, config.package = tuple(kinds), row["package"]
     config.higher_is_better, config.takes_labels = row["higher_is_better"], "labels" in row
-    config.several = row.get("several", ())
+    config.several, config.curve = row.get("several", ()), row.get("curve", ())
+    config.is_by_output = "by_output" in row
     config.kinds_of_keys = {k: v["kinds"] for k, v in row["keys"].items() if "kinds" in v}
     globals()[name] = config
     return config

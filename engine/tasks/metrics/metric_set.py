@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -9,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...core.errors import DataError
+from .gather import SampleRows
 from .meters import MeanMeters
-from .tables import MetricConfig, Outputs
+from .tables import MISSING, MetricConfig, Outputs
 
 MAX_CLASSES = 1024
 """up to so many classes, a table counts pairs of class and predicted class"""
-MAX_DIMS = 8
+TABLE_KINDS = ("binary", "multiclass")
 
 
 class MetricSet:
@@ -27,7 +30,7 @@ class MetricSet:
     Args:
         configs: the recipe's `[[evaluate.metrics]]`.
         outputs: what the task predicts. Without the number of classes, it is that of the first
-            update, and every rank has one.
+            update of any rank.
         device: the device of this rank.
         counts: False on a rank that has the same samples as another one.
 
@@ -44,6 +47,8 @@ class MetricSet:
         counts: bool = True,
     ) -> None:
         self._configs, self._device, self._counts = configs, device, counts
+        is_numbered = outputs.kind in ("multiclass", "multilabel")
+        self._is_open = is_numbered and not outputs.num_classes
         self._settle(outputs)
 
     def _settle(self, outputs: Outputs) -> None:
@@ -52,46 +57,57 @@ class MetricSet:
         self._functions = {each.row_key: each.build(outputs) for each in self._configs}
         of_labels = {each.row_key: each.uses_labels(outputs) for each in self._configs}
         self._needs_scores = not all(of_labels.values())
-        self._streamed = [each.row_key for each in self._configs if each.over == "batch"]
-        whole = [each.row_key for each in self._configs if each.over == "all"]
-        self._of_labels = [key for key in whole if of_labels[key]]
-        self._of_scores = [key for key in whole if not of_labels[key]]
+        streamed = [each for each in self._configs if each.over == "batch"]
+        whole = [each for each in self._configs if each.over == "all"]
+        self._of_labels = [each for each in whole if of_labels[each.row_key]]
+        self._of_scores = [each for each in whole if not of_labels[each.row_key]]
         classes = outputs.num_classes if outputs.kind == "multiclass" else 2
-        self._classes = classes if self._of_labels and classes <= MAX_CLASSES else 0
-        self._meters = MeanMeters(self._streamed, self._device, self._classes**2)
+        has_table = self._of_labels and classes <= MAX_CLASSES and outputs.kind in TABLE_KINDS
+        self._classes = classes if has_table else 0
+        # A row for each class, and for each number beside them that some metric ignores.
+        ignored = {_ignored(each) for each in self._of_labels}
+        self._ignored = sorted(each for each in ignored if each is not None and each >= classes)
+        num_pairs = (self._classes + len(self._ignored)) * self._classes
+        names = [each.row_key for each in streamed]
+        self._meters = MeanMeters(names, self._device, num_pairs + 1)
         self.clear()
 
     def clear(self) -> None:
         """Forget all samples."""
         self._meters.clear()
-        self._labels, self._scores = _Samples(), _Samples()
+        self._labels, self._scores = SampleRows(), SampleRows()
 
     @torch.no_grad()
-    def update(self, predictions: Tensor, targets: Tensor, weights: Tensor | None = None) -> None:
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
         """Add samples of this rank, any number of them.
 
         Args:
             predictions: logits, numbers of a regression, or classes; shapes as in `Outputs`.
             targets: classes, 0 or 1 for each label, or numbers. A negative class and NaN are no
-                target, and the sample does not count.
-            weights: how much each sample counts in metrics over batches; default: all the same.
+                target, and the sample does not count; of several labels, that label alone.
+
+        Raises:
+            DataError: a target is no class, shapes do not match, or torchmetrics refuses them.
         """
-        if not self._outputs.num_classes and self._outputs.kind in ("multiclass", "multilabel"):
-            self._settle(replace(self._outputs, num_classes=predictions.shape[-1]))
+        if self._is_open and not self._outputs.num_classes:
+            self._learn_classes(predictions.shape[-1])
         predictions, targets = self._arrange(predictions, targets)
         if not len(targets) or not self._counts:
             return
-        labels, scores = self._choose_classes(predictions), predictions
-        if self._needs_scores:
-            scores = self._to_probabilities(predictions)
-        weight = float(len(targets)) if weights is None else weights.sum()
+        self._check_targets(targets)
+        scores = self._to_probabilities(predictions) if self._needs_scores else predictions
+        is_nan = scores.isnan().flatten(1).any(1) if scores.dim() > 1 else scores.isnan()
+        self._meters.extra[-1] += is_nan.sum()
+        predictions, scores, targets = predictions[~is_nan], scores[~is_nan], targets[~is_nan]
+        labels = self._choose_classes(predictions)
         for config in self._configs:
-            if config.over == "batch":
+            if config.over == "batch" and (weight := _weigh(config, targets, self._outputs)):
                 chosen = labels if config.uses_labels(self._outputs) else scores
-                value = self._functions[config.row_key](chosen, targets)
-                self._meters.add(config.row_key, _by_key("", value, ())[""], weight)
+                self._meters.add(
+                    config.row_key, self._measure_batch(config, chosen, targets), weight
+                )
         if self._classes:
-            pairs = targets * self._classes + labels
+            pairs = self._find_rows(targets) * self._classes + labels
             ones = torch.ones_like(pairs, dtype=torch.float64)
             self._meters.extra.index_add_(0, pairs, ones)
         elif self._of_labels:
@@ -99,20 +115,55 @@ class MetricSet:
         if self._of_scores:
             self._scores.add(scores, targets)
 
+    def _learn_classes(self, num_classes: int) -> None:
+        outputs = replace(self._outputs, num_classes=num_classes)
+        for config in self._configs:
+            for key, message, hint in config.mismatches(outputs):
+                raise DataError(f'"{key}" of the metric "{config.row_key}": {message}', hint)
+        self._settle(outputs)
+
     def _arrange(self, predictions: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits (or numbers) and targets with one row a sample, without missing targets."""
         kind, classes = self._outputs.kind, self._outputs.num_classes
+        is_wide = kind == "multiclass" and self._outputs.has_scores
+        if predictions.numel() != targets.numel() * (classes if is_wide else 1):
+            shapes = f"outputs {[*predictions.shape]}, targets {[*targets.shape]}"
+            raise DataError(f"metrics of {kind} outputs do not fit their shapes: {shapes}")
         if kind == "regression":
-            predictions, targets = predictions.float().view_as(targets), targets.float()
+            predictions, targets = predictions.float().reshape(targets.shape), targets.float()
             is_target = ~targets.isnan()
-        else:
-            targets = targets.nan_to_num(nan=-1.0) if targets.is_floating_point() else targets
-            targets = targets.long() if kind == "multilabel" else targets.long().flatten()
-            is_wide = kind == "multiclass" and self._outputs.has_scores
-            shape = (-1, classes) if is_wide else targets.shape
-            predictions, is_target = predictions.reshape(shape), targets >= 0
-        is_target = is_target.flatten(1).all(1) if is_target.dim() > 1 else is_target
+            is_target = is_target.flatten(1).all(1) if is_target.dim() > 1 else is_target
+            return predictions[is_target], targets[is_target]
+        targets = targets.nan_to_num(nan=MISSING) if targets.is_floating_point() else targets
+        # Labels of one sample have a row; everything else is a sample of its own.
+        targets = targets.long().reshape((-1, classes) if kind == "multilabel" else (-1,))
+        predictions = predictions.reshape((-1, classes) if is_wide else targets.shape)
+        is_target = targets >= 0
+        is_target = is_target.any(1) if is_target.dim() > 1 else is_target
         return predictions[is_target], targets[is_target]
+
+    def _check_targets(self, targets: Tensor) -> None:
+        """Refuse targets beyond the classes that some metric does not ignore."""
+        if self._outputs.kind == "regression":
+            return
+        size = self._outputs.num_classes if self._outputs.kind == "multiclass" else 2
+        for target in sorted(set(targets[targets >= size].tolist())):
+            ignoring = [each for each in self._configs if "ignore_index" in type(each).model_fields]
+            others = [each.row_key for each in ignoring if _ignored(each) != target]
+            if others or not ignoring:
+                name = (others or [self._configs[0].row_key])[0]
+                raise DataError(
+                    f'the metric "{name}" got the target {target}, and classes are 0 to {size - 1}',
+                    f"give its ignore_index = {target}, or another target",
+                )
+
+    def _find_rows(self, targets: Tensor) -> Tensor:
+        """Return the row of each target in the table of pairs."""
+        if not self._ignored:
+            return targets
+        ignored = torch.tensor(self._ignored, device=targets.device)
+        beyond = torch.searchsorted(ignored, targets) + self._classes
+        return torch.where(targets < self._classes, targets, beyond)
 
     def _choose_classes(self, predictions: Tensor) -> Tensor:
         if not self._outputs.has_scores:
@@ -133,38 +184,67 @@ class MetricSet:
         """Return each metric by its key, the same on all ranks, and forget the samples.
 
         All ranks call it, also those without samples. A metric with a number for each class has
-        `KEY/CLASS`. Without any sample a metric is NaN.
+        `KEY/CLASS`. Without any sample, and with an output that is NaN, a metric is NaN.
         """
+        if self._is_open:
+            self._agree_on_classes()
         found: dict[str, float] = self._meters.reduce()
-        if self._of_labels:
-            predictions, targets = (
-                self._expand_pairs() if self._classes else self._labels.gather(self._device)
-            )
-            found |= self._evaluate(self._of_labels, predictions, targets)
-        if self._of_scores:
-            found |= self._evaluate(self._of_scores, *self._scores.gather(self._device))
+        if self._meters.extra[-1]:
+            found = {each.row_key: math.nan for each in self._configs}
+        else:
+            if self._of_labels:
+                predictions, targets = (
+                    self._expand_pairs() if self._classes else self._labels.gather(self._device)
+                )
+                found |= self._evaluate(self._of_labels, predictions, targets)
+            if self._of_scores:
+                found |= self._evaluate(self._of_scores, *self._scores.gather(self._device))
         self.clear()
         return self._agree(found)
 
+    def _agree_on_classes(self) -> None:
+        """Learn the number of classes from other ranks, if this one has had no samples."""
+        number = torch.tensor(self._outputs.num_classes, device=self._device)
+        if dist.is_initialized():
+            dist.all_reduce(number, dist.ReduceOp.MAX)
+        if number.item() != self._outputs.num_classes:
+            self._learn_classes(int(number))
+
     def _expand_pairs(self) -> tuple[Tensor, Tensor]:
         """Return predicted and true classes of as many samples as the table of pairs has."""
-        counts = self._meters.extra.long().cpu()
+        counts = self._meters.extra[:-1].long().cpu()
         pairs = torch.arange(len(counts)).repeat_interleave(counts)
-        return pairs % self._classes, pairs // self._classes
+        rows = torch.tensor([*range(self._classes), *self._ignored])
+        return pairs % self._classes, rows[pairs // self._classes]
 
     def _evaluate(
-        self, keys: Sequence[str], predictions: Tensor, targets: Tensor
+        self, configs: Sequence[MetricConfig], predictions: Tensor, targets: Tensor
     ) -> dict[str, float]:
-        if not len(targets):
-            return dict.fromkeys(keys, float("nan"))
-        labels = self._outputs.labels
-        return {
-            name: float(value)
-            for key in keys
-            for name, value in _by_key(
-                key, self._functions[key](predictions, targets), labels
-            ).items()
-        }
+        found: dict[str, float] = {}
+        for config in configs:
+            if not len(targets) or not _weigh(config, targets, self._outputs):
+                found[config.row_key] = math.nan
+                continue
+            result = self._call(config, predictions, targets)
+            numbers = _by_key(config.row_key, result, self._outputs.labels)
+            found |= {name: float(value) for name, value in numbers.items()}
+        return found
+
+    def _measure_batch(self, config: MetricConfig, predictions: Tensor, targets: Tensor) -> Tensor:
+        """Return the number of a batch; a second one, such as a threshold, has no mean."""
+        numbers = _by_key("", self._call(config, predictions, targets), ())
+        if "" not in numbers:
+            message = f'the metric "{config.row_key}" is several numbers for these outputs'
+            raise DataError(message, 'take over = "all", or an average')
+        return numbers[""]
+
+    def _call(
+        self, config: MetricConfig, predictions: Tensor, targets: Tensor
+    ) -> Tensor | Mapping[str, Tensor]:
+        if self._outputs.kind == "multilabel" and not hasattr(config, "ignore_index"):
+            whole = (targets >= 0).all(1)  # it has no word for a label that is missing
+            predictions, targets = predictions[whole], targets[whole]
+        return self._functions[config.row_key](predictions, targets)
 
     def _agree(self, found: Mapping[str, float]) -> dict[str, float]:
         """Return the numbers of rank 0: ranks with other processors may round otherwise."""
@@ -172,61 +252,6 @@ class MetricSet:
         if dist.is_initialized():
             dist.broadcast(numbers, 0)
         return dict(zip(found, numbers.tolist(), strict=True))
-
-
-class _Samples:
-    """Predictions and targets of this rank, one row a sample."""
-
-    def __init__(self) -> None:
-        self._batches: list[tuple[Tensor, Tensor]] = []
-
-    def add(self, predictions: Tensor, targets: Tensor) -> None:
-        self._batches.append((predictions, targets))
-
-    def gather(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return those of all ranks, in the order of ranks, on the CPU."""
-        columns = zip(*self._batches, strict=True) if self._batches else ((), ())
-        predictions, targets = (
-            gather_rows(torch.cat(each) if each else None, device) for each in columns
-        )
-        return predictions, targets
-
-
-def gather_rows(rows: Tensor | None, device: torch.device) -> Tensor:
-    """Gather tensors whose first dimensions differ between ranks, which all call it.
-
-    Args:
-        rows: of this rank, [N, ...]; None: it has none, and does not know their shape.
-        device: where collectives run.
-
-    Returns:
-        the rows of all ranks one after the other, on the CPU; fp32 of shape [0] if there are none.
-    """
-    if not dist.is_initialized():
-        return torch.empty(0) if rows is None else rows.cpu()
-    shape = [] if rows is None else [*rows.shape]
-    is_float = rows is not None and rows.is_floating_point()
-    own = [len(shape), is_float, *shape, *[0] * (MAX_DIMS - len(shape))]
-    headers = [torch.empty(2 + MAX_DIMS, dtype=torch.int64, device=device) for _ in _ranks()]
-    dist.all_gather(headers, torch.tensor(own, device=device))
-    known = [header.tolist() for header in headers]
-    example = max(known)  # every rank with rows knows all but their number
-    if not example[0]:
-        return torch.empty(0)
-    counts = [header[2] for header in known]
-    row_shape = example[3 : 2 + example[0]]
-    dtype = torch.float32 if example[1] else torch.int64
-    # Padded to the largest number, because collectives want equal shapes.
-    padded = torch.zeros(max(counts), *row_shape, dtype=dtype, device=device)
-    if rows is not None:
-        padded[: len(rows)] = rows
-    gathered = [torch.empty_like(padded) for _ in _ranks()]
-    dist.all_gather(gathered, padded)
-    return torch.cat([part[:count].cpu() for part, count in zip(gathered, counts, strict=True)])
-
-
-def _ranks() -> range:
-    return range(dist.get_world_size())
 
 
 def _by_key(
@@ -246,3 +271,17 @@ def _by_key(
         for name, row in zip(names, result, strict=True)
         for inner, value in _by_key(f"{key}/{name}", row, labels).items()
     }
+
+
+def _ignored(config: MetricConfig) -> int | None:
+    return getattr(config, "ignore_index", None)
+
+
+def _weigh(config: MetricConfig, targets: Tensor, outputs: Outputs) -> float:
+    """Return how many samples a metric counts; a label that it ignores is a part of one."""
+    if outputs.kind == "regression" or not len(targets):
+        return float(len(targets))
+    is_counted = targets >= 0
+    if (ignored := _ignored(config)) is not None:
+        is_counted &= targets != ignored
+    return float(is_counted.double().view(len(targets), -1).mean(1).sum())

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ...core.config import Component
 from ...core.registry import Registry
+from .unsupported import explain_unsupported
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Kind = Literal["binary", "multiclass", "multilabel", "regression"]
 KINDS: tuple[Kind, ...] = ("binary", "multiclass", "multilabel", "regression")
+MISSING = -1
+"""the target of a label that is missing"""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Outputs:
         kind: "binary": logits [N] and targets 0 or 1 [N]; "multiclass": logits [N, C] and classes
             [N]; "multilabel": logits [N, L] and targets 0 or 1 [N, L]; "regression": numbers of
             one shape.
-        num_classes: C or L; 0 for the others.
+        num_classes: C or L; of a regression the numbers of a sample, 0 if unknown; 0 for binary.
         labels: names of the classes or labels, for metrics with a number for each.
         has_scores: False if there are no logits, and predictions are classes [N]: there are too
             many tokens and classes to keep a logit of each.
@@ -100,4 +103,5 @@ metrics: Registry[MetricConfig] = Registry(
     "metric",
     default="accuracy",
     built_in={name: f"engine.tasks.metrics.library:{name}" for name in LIBRARY},
+    unsupported=explain_unsupported(list(LIBRARY)),
 )

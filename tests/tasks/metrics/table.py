@@ -16,47 +16,47 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import torch
 import torchmetrics
 
+from trainer.engine.tasks.metrics.unsupported import explain_unsupported
+
 PATH = Path(__file__).parents[3] / "engine" / "tasks" / "metrics" / "torchmetrics.json"
-INPUTS = [("preds", "target"), ("preds", "targets"), ("p", "q")]
+INPUTS = [
+    ("preds", "target"), ("preds", "targets"), ("p", "q"), ("point_cloud1", "point_cloud2"),
+    ("vertices_pred", "vertices_gt"),
+]  # fmt: skip
 CLASS_KINDS = ("binary", "multiclass", "multilabel")
 # The task gives these, or a row has no place for what they make.
 NOT_KEYS = {
     "task", "num_classes", "num_labels", "num_outputs", "validate_args", "multidim_average",
     "t_test", "alternative", "keep_sequence_dim", "return_full_image",
     "return_contrast_sensitivity", "return_rmse_map", "k1", "k2", "gaussian_kernel", "sigma",
-    "kernel_size", "use_cg_iter", "load_diag",
+    "kernel_size", "use_cg_iter", "load_diag", "hp_filter", "return_all",
 }  # fmt: skip
-PACKAGES = ("classification", "regression", "nominal", "clustering", "audio", "image")
-# Curves have no numbers for a row; the others want inputs that no task has.
-LEFT_OUT = {
-    "roc", "precision_recall_curve", "precision_recall_f1score_curve", "panoptic_quality",
-    "permutation_invariant_training", "perceptual_evaluation_speech_quality",
-    "short_time_objective_intelligibility", "perceptual_path_length",
-    "deep_noise_suppression_mean_opinion_score", "non_intrusive_speech_quality_assessment",
-    "speech_reverberation_modulation_energy_ratio", "learned_perceptual_image_patch_similarity",
-    "continuous_ranked_probability_score", "quality_with_no_reference",
-    "spatial_distortion_index", "demographic_parity", "equal_opportunity",
-    "complex_scale_invariant_signal_noise_ratio", "calinski_harabasz_score",
-    "cluster_accuracy", "davies_bouldin_score", "dunn_index", "visual_information_fidelity",
-    "deep_image_structure_and_texture_similarity", "spectral_distortion_index",
-    "spatial_correlation_coefficient", "universal_image_quality_index",
-    "relative_average_spectral_error", "root_mean_squared_error_using_sliding_window",
-    "error_relative_global_dimensionless_synthesis", "spectral_angle_mapper",
-    "peak_signal_noise_ratio_with_blocked_effect",
-    "multiscale_structural_similarity_index_measure",
-}  # fmt: skip
+PACKAGES = (
+    "classification", "regression", "nominal", "clustering", "audio", "image", "text", "shape",
+    "multimodal",
+)  # fmt: skip
+# Keys that do not matter to a row, by function.
+NOT_KEYS_OF = {
+    "multiscale_structural_similarity_index_measure": {"normalize", "betas"},
+    "precision_recall_curve": {"average"},
+    "roc": {"average"},
+}
+# The axes of curves, at thresholds that a recipe gives: a row has no place for one of each sample.
+CURVES = {"precision_recall_curve": ["precision", "recall"], "roc": ["fpr", "tpr"]}
 # What torchmetrics takes as any text.
 WORDS = {
-    "reduction": ["mean", "sum", "none"],
+    "reduction": ["mean", "sum"],
     "multioutput": ["raw_values", "uniform_average", "variance_weighted"],
 }
 # What torchmetrics does not say.
 BETTER = {
     "adjusted_mutual_info_score": True, "adjusted_rand_score": True, "eer": False,
     "kendall_rank_corrcoef": True, "negative_predictive_value": True,
-    "normalized_mutual_info_score": True, "pearson_corrcoef": True,
+    "lip_vertex_error": False, "normalized_mutual_info_score": True,
+    "pearson_corrcoef": True, "perplexity": False, "procrustes_disparity": False,
     "precision_at_fixed_recall": True, "rand_score": True, "recall_at_fixed_precision": True,
     "sensitivity_at_specificity": True, "specificity": True, "specificity_at_sensitivity": True,
+    "spectral_distortion_index": False,
     "tweedie_deviance_score": False,
 }  # fmt: skip
 
@@ -71,8 +71,8 @@ def type_words(annotation: Any) -> tuple[list[str], list[str]] | None:
     if origin is Literal:
         words = [word for word in args if isinstance(word, str)]
         return ["none"] * (None in args), words
-    if origin is list and args == (float,):
-        return ["floats"], []
+    if origin is list and args in ((float,), (int,)):
+        return [f"{args[0].__name__}s"], []
     if origin is tuple and args == (float, float):
         return ["pair"], []
     if origin in (Union, types.UnionType):
@@ -85,14 +85,18 @@ def type_words(annotation: Any) -> tuple[list[str], list[str]] | None:
     return None
 
 
-def keys_of(function: Any) -> dict[str, Any] | None:
+def keys_of(function: Any, skipped: set[str]) -> dict[str, Any] | None:
     """Return the keys of a function, or None if it needs what no recipe can give."""
     hints, keys = get_type_hints(function), {}
     for name, parameter in list(inspect.signature(function).parameters.items())[2:]:
         is_required = parameter.default is inspect.Parameter.empty
-        if name in NOT_KEYS:
+        if name in NOT_KEYS | skipped:
             continue
-        found = ([], WORDS[name]) if name in WORDS else type_words(hints.get(name))
+        found = type_words(hints.get(name))
+        if name in WORDS and (found is None or "str" in found[0]):
+            found = [], WORDS[name]
+        if name == "reduction" and found:  # a row has no place for a number of each sample
+            found = [], [word for word in found[1] if word != "none"]
         if found is None:
             if is_required:
                 return None
@@ -153,6 +157,13 @@ def has_several(function: Any, kind: str, keys: dict[str, Any]) -> bool:
     return first is not None and first.numel() > 1 and not {*own} & keys.keys()
 
 
+def is_by_output(function: Any, keys: dict[str, Any]) -> bool:
+    """Return whether samples of several numbers give a result for each of these numbers."""
+    required = {key: 1.0 for key, value in keys.items() if "default" not in value}
+    result = function(torch.rand(20, 3), torch.rand(20, 3), **required)
+    return bool(result.numel() > 1)
+
+
 def works_for_two_classes(function: Any) -> bool:
     labels = torch.tensor([0, 1, 1, 0, 1, 0])
     try:
@@ -182,10 +193,12 @@ def entry(package: str, name: str) -> dict[str, Any] | None:
     function = getattr(module, name)
     if tuple(inspect.signature(function).parameters)[:2] not in INPUTS:
         return None
-    keys = keys_of(function)
+    keys = keys_of(function, NOT_KEYS_OF.get(name, set()))
     if keys is None:
         return None
     kinds = ["regression"]
+    if package == "text":
+        kinds = ["multiclass"]
     if package in ("nominal", "clustering"):
         kinds = ["binary"] * works_for_two_classes(function) + ["multiclass"]
     if package == "classification":
@@ -201,9 +214,11 @@ def entry(package: str, name: str) -> dict[str, Any] | None:
             if own != kinds:
                 value["kinds"] = own
     several = []
-    if package == "classification":
+    if package == "classification" and name not in CURVES:
         several = [kind for kind in kinds if has_several(function, kind, keys)]
-    several = kinds if name == "stat_scores" else several
+    several = kinds if name in ("stat_scores", *CURVES) else several
+    if name in CURVES:
+        keys["thresholds"] = {"types": ["int", "floats"]}
     labels = package in ("nominal", "clustering")
     labels = labels or (package == "classification" and takes_labels(function, keys))
     return {
@@ -212,6 +227,8 @@ def entry(package: str, name: str) -> dict[str, Any] | None:
         "higher_is_better": BETTER.get(name, higher_is_better(package, name)),
         **({"labels": True} if labels else {}),
         **({"several": several} if several else {}),
+        **({"curve": CURVES[name]} if name in CURVES else {}),
+        **({"by_output": True} if package == "regression" and is_by_output(function, keys) else {}),
         "keys": keys,
     }
 
@@ -223,7 +240,7 @@ def table() -> dict[str, Any]:
     metrics: dict[str, Any] = {}
     for package in PACKAGES:
         names = import_module(f"torchmetrics.functional.{package}").__all__
-        for name in sorted(set(names) - LEFT_OUT):
+        for name in sorted(set(names) - explain_unsupported(()).keys()):
             has_own = any(
                 name.startswith(f"{kind}_") and name.removeprefix(f"{kind}_") in names
                 for kind in CLASS_KINDS

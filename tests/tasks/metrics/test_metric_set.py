@@ -12,8 +12,9 @@ import torch
 from tests.distributed import run_ranks
 from trainer.engine.core.errors import DataError, EnvironmentFault
 from trainer.engine.core.registry import require_package
+from trainer.engine.tasks.metrics.gather import gather_rows
 from trainer.engine.tasks.metrics.meters import MeanMeters
-from trainer.engine.tasks.metrics.metric_set import MetricSet, gather_rows
+from trainer.engine.tasks.metrics.metric_set import MetricSet
 from trainer.engine.tasks.metrics.tables import MetricConfig, Outputs, metrics
 
 CPU = torch.device("cpu")
@@ -156,7 +157,7 @@ def test_means_over_batches_are_weighted_by_samples():
     collected = MetricSet(configs(table), KINDS["regression"], CPU)
     collected.update(torch.zeros(3), torch.full((3,), 2.0))
     collected.update(torch.zeros(1), torch.full((1,), 6.0))
-    collected.update(torch.zeros(2), torch.full((2,), 5.0), weights=torch.tensor([0.5, 1.5]))
+    collected.update(torch.zeros(2), torch.full((2,), 5.0))
     assert collected.compute() == {"mean_squared_error": pytest.approx((3 * 2 + 6 + 2 * 5) / 6)}
 
 

@@ -1,12 +1,16 @@
 """The table by which recipes are checked is that of the installed torchmetrics."""
 
+import pkgutil
+from importlib import import_module
+
 import pytest
+from torchmetrics import functional
 
 from tests.tasks.metrics.table import PATH, render
 from trainer.engine.core.errors import RecipeError
 from trainer.engine.recipe.load import load_recipe
 from trainer.engine.tasks.language_modeling.config import LanguageModeling
-from trainer.engine.tasks.metrics.tables import Outputs, metrics
+from trainer.engine.tasks.metrics.tables import LIBRARY, Outputs, metrics
 
 OUTPUTS = {
     "binary": Outputs("binary"),
@@ -24,6 +28,15 @@ def mismatches(kind, **table):
 
 def test_the_table_is_up_to_date():
     assert PATH.read_text("utf-8") == render(), "run python -m tests.tasks.metrics.table"
+
+
+def test_every_function_of_torchmetrics_is_offered_or_has_a_reason():
+    packages = [each.name for each in pkgutil.iter_modules(functional.__path__) if each.ispkg]
+    modules = [import_module(f"torchmetrics.functional.{name}") for name in packages]
+    public = {name for each in [functional, *modules] for name in getattr(each, "__all__", ())}
+    assert len(public) > 200
+    assert public - metrics.unsupported.keys() == set(LIBRARY)
+    assert not metrics.unsupported.keys() & set(metrics)
 
 
 def test_metrics_of_each_kind_are_there():
@@ -60,7 +73,7 @@ def test_directions_are_known():
     better = {"accuracy": True, "mean_squared_error": False, "auroc": True, "specificity": True}
     assert {name: metrics[name].higher_is_better for name in better} == better
     unknown = [name for name in metrics if metrics[name].higher_is_better is None]
-    assert unknown == ["confusion_matrix", "stat_scores"]
+    assert unknown == ["confusion_matrix", "precision_recall_curve", "roc", "stat_scores"]
 
 
 ACCURACY = "[[evaluate.metrics]]\nname = 'accuracy'\n"
@@ -70,6 +83,16 @@ ACCURACY = "[[evaluate.metrics]]\nname = 'accuracy'\n"
     ("text", "message"),
     [
         ("[[evaluate.metrics]]\nname = 'acuracy'", 'named "acuracy"; did you mean "accuracy"'),
+        (
+            "[[evaluate.metrics]]\nname = 'bleu_score'",
+            'needs generated text, which the task "language_modeling" does not give',
+        ),
+        (
+            "[task]\nname = 'nothing'\n[[evaluate.metrics]]\nname = 'bleu_score'",
+            'the metric "bleu_score" needs generated text',
+        ),
+        ("[[evaluate.metrics]]\nname = 'perplexity'", "has perplexity already"),
+        ("[[evaluate.metrics]]\nname = 'binary_auroc'", 'is written "auroc"'),
         ("[[evaluate.metrics]]\nname = 'zzzz'", "`trainer list metric` names all"),
         ("[[evaluate.metrics]]\nname = 'f1_score'\naverage = 'makro'", 'did you mean "macro"'),
         (f"{ACCURACY}topk = 1", 'unknown key "topk"; did you mean "top_k"'),
