@@ -217,6 +217,18 @@ class TaskConfig(Component):
         """Return the outputs on disk that take the place of the frozen model; None: none do."""
         return None
 
+    def positions(self, data: Data) -> int:
+        """Return for how many positions `ModelConfig.flops_per_token` counts a sample.
+
+        Args:
+            data: the recipe's `[data]`.
+
+        Returns:
+            positions of the sequences that the model computes; 1 for a module of a plugin, which
+            counts a sample as a whole.
+        """
+        return self.rows_per_sample * data.seq_len if self.needs_language_model else 1
+
     @property
     def extra_tokens(self) -> int:
         """Tokens that the model embeds beside those of the tokenizer."""

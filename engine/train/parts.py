@@ -189,8 +189,7 @@ class Position:
     Attributes:
         step: finished optimizer steps.
         batch: global batches that were read; ahead of `step` after a rollback.
-        count: units of the task, such as tokens, trained on; counted on the device, so that nothing
-            waits for it.
+        count: units of the task trained on; counted on the device, so that nothing waits for it.
         unevaluated: whether a signal stopped the evaluation after `step`, so that it is done again
             when the run resumes.
         best: the best evaluation so far.

@@ -243,8 +243,7 @@ class Saver:
         position.step = manifest.step
         # Counted in samples, so that data.global_batch may differ from the saving run's.
         position.batch = parts.loader.turns.find_batch(manifest.samples)
-        # Checkpoints of version 0.1.0 call the count "tokens".
-        position.count = manifest.extra.get("count", manifest.extra.get("tokens", 0))
+        position.count = manifest.extra["count"]
         parts.loader.restore(manifest.extra.get("streams", {}))
         position.best = Best.from_manifest(manifest.extra)
         position.schedule = ScheduleState(**manifest.extra.get("schedule", {}))
