@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ...core.errors import nearest
 from ...core.text.display import format_value
+from ...core.text.positions import KeyPath
 from ...core.text.tree import Finding
 from ...observe.metrics import TASKS, VALIDATION
 from ..schema import Recipe
@@ -35,8 +36,8 @@ def check_metrics(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _schedule(recipe: Recipe) -> Iterator[Finding]:
-    table, path = recipe.evaluate, ("evaluate", "interval")
-    is_measured = table.is_enabled
+    path: KeyPath = ("evaluate", "interval")
+    table, is_measured = recipe.evaluate, recipe.evaluate.is_enabled
     if table.follows_task and table.harness.interval is not None:
         is_measured, path = table.harness.interval > 0, ("evaluate", "harness", "interval")
     if not is_measured:
