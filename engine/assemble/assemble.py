@@ -175,7 +175,8 @@ def _settle_schedule(recipe: Recipe, turns: Turns) -> ScheduleConfig:
     """Return the schedule with its warmup in steps.
 
     Raises:
-        RecipeError: a warmup in epochs is longer than the run.
+        RecipeError: a warmup in epochs is longer than the run, or a schedule follows the score of a
+            validation split that is empty.
     """
     schedule = recipe.schedule.settle(turns.steps_per_epoch)
     steps = total_steps(recipe, turns)
@@ -183,6 +184,11 @@ def _settle_schedule(recipe: Recipe, turns: Turns) -> ScheduleConfig:
         message = f"{schedule.warmup_epochs:g} epochs are {schedule.warmup_steps} steps"
         message += f", more than the {steps} of the run"
         raise RecipeError([Problem(message, key="schedule.warmup_epochs")])
+    if schedule.follows_score and recipe.evaluate.follows_validation and not turns.validation:
+        message = f'the schedule "{schedule.name}" follows {recipe.evaluate.metric} of the '
+        message += "validation split, and nothing is held out"
+        hint = "raise data.validation_fraction, or name a split in evaluate.metric"
+        raise RecipeError([Problem(message, key="schedule.name", hint=hint)])
     return schedule
 
 

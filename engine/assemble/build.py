@@ -140,7 +140,7 @@ def build_step(
         model,
         built.pieces,
         DTYPES[recipe.precision.reduce],
-        seq_len=table.seq_len,
+        num_positions=table.seq_len,
         micro_batches=num_micro_batches(recipe.parallel.pipelining, table.micro_batch, share),
     )
     if frozen is None and recipe.lora.rank and recipe.task.frozen_model(recipe.loss) == "":

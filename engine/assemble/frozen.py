@@ -77,7 +77,7 @@ class FrozenParts:
             self.built.model,
             self.built.pieces,
             DTYPES[recipe.precision.reduce],
-            seq_len=table.seq_len,
+            num_positions=table.seq_len,
             micro_batches=1,
         )
         return FrozenModel(parallel_model, self.built.config)

@@ -147,6 +147,8 @@ def read_manifest(folder: Path) -> Manifest:
     for name in manifest.files:
         if not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
             raise CheckpointError(f"{path}: {name!r} is not a plain file name")
+    if "tokens" in manifest.extra:  # what the count was called when tokens alone were counted
+        manifest.extra["count"] = manifest.extra.pop("tokens")
     return manifest
 
 

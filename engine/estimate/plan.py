@@ -178,7 +178,7 @@ def make_run_plan(
     stored = [store(each, degrees) for each in placements(recipe, degrees, vocab_size)]
     costs = count_ranks(recipe, ranks, vocab_size, on_gpu=on_gpu)
     data, pipeline = recipe.data, None
-    rows = data.global_batch * recipe.task.rows_per_sample
+    positions = data.global_batch * recipe.task.positions(data)
     if degrees.pipeline > 1:
         table, share = recipe.parallel.pipelining, data.global_batch // degrees.data
         micro_batches = num_micro_batches(table, data.micro_batch, share)
@@ -192,7 +192,7 @@ def make_run_plan(
         ),
         placements=fold(stored),
         pipeline=pipeline,
-        formula_flops=config.flops_per_token(data.seq_len) * rows * data.seq_len,
+        formula_flops=config.flops_per_token(data.seq_len) * positions,
         needs=[
             rank_cost(counts, place, degrees, gpus_per_node) for place, counts in enumerate(costs)
         ],

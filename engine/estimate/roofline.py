@@ -77,8 +77,8 @@ def measure(
     parallel, memory, data = recipe.parallel, recipe.memory, recipe.data.largest
     share = data.global_batch // degrees.data
     passes = num_micro_batches(parallel.pipelining, data.micro_batch, share)
-    length = data.seq_len * recipe.task.rows_per_sample
-    tokens = share // passes * length // degrees.context
+    length = recipe.task.positions(data)
+    positions = share // passes * length // degrees.context
     total = data.global_batch * length / degrees.world
     stage, bubble, in_flight = model.config.n_layers, 0.0, 1
     if degrees.pipeline > 1:
@@ -93,12 +93,12 @@ def measure(
     dense, experts = model.held(stage, degrees)
     pieces, shards = _shards(recipe, degrees)
     links = Links(degrees, device, gpus_per_node)
-    sizes = {"blocks": stage, "passes": passes, "tokens": tokens, "recomputed": again}
+    sizes = {"blocks": stage, "passes": passes, "positions": positions, "recomputed": again}
     is_again = float(memory.recompute != "none")
     # Each element that a block saves is written in two bytes, and once more if it is recomputed.
     moved = 2 * model.config.n_layers * (model.saved + model.replicated) * (1 + is_again / 3)
     work = StepWork(
-        products=tuple(products_of(model, tokens, total, degrees, again)),
+        products=tuple(products_of(model, positions, total, degrees, again)),
         attention_flops=2 * (3 + attention_again) * total * model.attention,
         moved_bytes=total * (moved + LOSS_BYTES * model.config.head_rows),
         launches=stage * passes,
@@ -147,8 +147,8 @@ def _memory(
     recipe: Recipe, degrees: Degrees, model: StepSizes, live_blocks: int, rows: int, passes: int
 ) -> int:
     """Return the bytes of a rank: weights, gradients, optimizer, activations and logits."""
-    length = recipe.data.largest.seq_len * recipe.task.rows_per_sample
-    tokens, fsdp = rows * length // degrees.context, recipe.parallel.fsdp
+    length = recipe.task.positions(recipe.data.largest)
+    positions, fsdp = rows * length // degrees.context, recipe.parallel.fsdp
     stage = -(-model.config.n_layers // degrees.pipeline)
     dense, experts = model.held(stage, degrees)
     pieces, shards = _shards(recipe, degrees)
@@ -162,13 +162,13 @@ def _memory(
         gathered += 2 * whole / resharding
     if passes > 1 and pieces > 1 and fsdp.reduce_every == "step" and not model.is_frozen:
         gathered += 4 * whole  # gradients are not reduced before the last micro batch
-    one_block = 2 * tokens * (model.saved / degrees.tensor + model.replicated)
-    inputs = 2 * tokens * model.config.dim / degrees.tensor
+    one_block = 2 * positions * (model.saved / degrees.tensor + model.replicated)
+    inputs = 2 * positions * model.config.dim / degrees.tensor
     kept = 1.0 - max(recomputed_share(recipe.memory))
     if recipe.memory.recompute == "selective":
         kept = kept / 2 + 0.25  # products are kept, what is between them is not
     activations = live_blocks * (inputs + kept * (one_block - inputs))
-    logits = min(LOSS_ROWS, tokens * degrees.context) * model.config.vocab / degrees.tensor
+    logits = min(LOSS_ROWS, positions * degrees.context) * model.config.vocab / degrees.tensor
     return int(held + gathered + activations + 2 * one_block + LOSS_BYTES * logits)
 
 

@@ -43,8 +43,11 @@ def search(
 
     Raises:
         RecipeError: no plan is valid, or none fits the memory; or a split has a micro batch of its
-            own.
+            own; or the model is a module of a plugin.
     """
+    if not recipe.task.needs_language_model:
+        message = "the search estimates speeds from the sizes of a language model of the zoo, and "
+        raise RecipeError(f'{message}the task "{recipe.task.name}" trains a module of a plugin')
     if any(split.micro_batch for split in recipe.data.splits):
         message = "a training split has a micro_batch of its own, and the search looks for one"
         raise RecipeError(message, "leave micro_batch out of data.splits")

@@ -59,11 +59,10 @@ def estimate_speed(recipe: Recipe, ranks: int, gpu: str, gpus_per_node: int) -> 
     sizes, device = StepSizes.of(recipe), DEVICES[gpu]
     degrees = recipe.parallel.degrees.resolve(ranks)
     found = estimate(recipe, degrees, sizes, device, gpus_per_node)
-    data = recipe.data
-    rows = data.global_batch * recipe.task.rows_per_sample
-    tokens = rows * data.seq_len / ranks / found.seconds
+    positions = recipe.data.global_batch * recipe.task.positions(recipe.data)
+    per_second = positions / ranks / found.seconds
     # Two operations a weight forward, two for the gradient of the input, and two for that of the
     # weight, which frozen weights do not have.
     blocks = 2 * (3 - sizes.is_frozen) * (sizes.dense + sizes.routed)
-    mfu = tokens * (blocks + 6 * (sizes.head + sizes.attention)) / device.flops
-    return Speed(gpu, found.seconds, found.parts(), tokens, mfu)
+    mfu = per_second * (blocks + 6 * (sizes.head + sizes.attention)) / device.flops
+    return Speed(gpu, found.seconds, found.parts(), per_second, mfu)

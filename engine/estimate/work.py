@@ -28,7 +28,7 @@ class Products:
 
     Attributes:
         flops: FLOPs of a rank in a step.
-        rows: tokens of one product.
+        rows: positions of one product.
         width: the smaller size of the rank's part of the weight.
     """
 
@@ -135,25 +135,27 @@ def recomputed_share(memory: Memory) -> tuple[float, float]:
 
 
 def products_of(
-    model: StepSizes, tokens: int, total: float, degrees: Degrees, recomputed: float
+    model: StepSizes, positions: int, total: float, degrees: Degrees, recomputed: float
 ) -> Iterator[Products]:
     """Yield the products of a rank's step.
 
     Args:
         model: the sizes of the model.
-        tokens: tokens of a forward pass of the rank.
-        total: tokens of a step over the world size.
+        positions: positions of a forward pass of the rank.
+        total: positions of a step over the world size.
         degrees: the size of each mesh axis.
         recomputed: the share of forward products that is computed again.
     """
-    # Two operations a weight and token in the forward pass, two for the gradient of the input, and
-    # two for the gradient of the weight, which frozen weights do not have.
+    # Two operations a weight and position in the forward pass, two for the gradient of the input,
+    # and two for the gradient of the weight, which frozen weights do not have.
     times = (2 if model.is_frozen else 3) + recomputed
     dim = model.config.dim
-    yield Products(2 * times * total * model.dense, tokens, dim / degrees.tensor)
-    yield Products(2 * 3 * total * model.head, tokens, dim)
+    yield Products(2 * times * total * model.dense, positions, dim / degrees.tensor)
+    yield Products(2 * 3 * total * model.head, positions, dim)
     if moe := model.moe:
-        rows = tokens * moe.experts_per_token * degrees.expert / (moe.num_experts * degrees.tensor)
+        rows = (
+            positions * moe.experts_per_token * degrees.expert / (moe.num_experts * degrees.tensor)
+        )
         width = moe.expert_ffn_dim / degrees.expert_tensor
         yield Products(2 * times * total * model.routed, rows, width)
 
@@ -226,7 +228,7 @@ def messages_of(
     *,
     blocks: int,
     passes: int,
-    tokens: int,
+    positions: int,
     recomputed: float,
 ) -> Iterator[Message]:
     """Yield the collectives of a rank's step.
@@ -238,11 +240,12 @@ def messages_of(
         links: the links of the mesh.
         blocks: blocks that the rank holds.
         passes: micro batches of a step.
-        tokens: tokens of a forward pass of the rank, the same on all ranks of its tensor group.
+        positions: positions of a forward pass of the rank, the same on all ranks of its tensor
+            group.
         recomputed: the share of forward passes that is computed again.
     """
     tensor, config, times = degrees.tensor, model.config, 2 + recomputed
-    hidden = WORD * tokens * config.dim
+    hidden = WORD * positions * config.dim
     # Two gathers and two reduce-scatters of hidden states in a forward pass, the same backward. In
     # float8 go the forward gathers.
     narrow = 2 * (WORD - NARROW) / WORD * (1 + recomputed) if model.gathers_float8 else 0.0
@@ -251,7 +254,7 @@ def messages_of(
     yield from links.ring(("tensor",), size, 4 * times * blocks * passes, hides)
     # Keys and values are gathered, and their gradients reduced.
     heads = config.n_kv_heads / min(tensor, config.n_kv_heads)
-    pairs = 2 * WORD * tokens * heads * config.head_width
+    pairs = 2 * WORD * positions * heads * config.head_width
     size = times * pairs * (degrees.context - 1) * blocks * passes
     yield from links.ring(("context",), size, times * blocks * passes)
     if moe := model.moe:

@@ -195,7 +195,7 @@ def open_found(
             parameter.data = parameter.data.to(model.compute_dtype)
     model.eval()
     compute, step = model.compute_dtype, manifest.step if manifest else None
-    ready = plan.parallelize(model, built.pieces, compute, seq_len=1, micro_batches=1)
+    ready = plan.parallelize(model, built.pieces, compute, num_positions=1, micro_batches=1)
     if ready.pipeline is not None:
         pipelined = PipelinedModel(model, ready.pipeline, built.config.vocab).eval()
         return OpenedModel(pipelined, tokenizer, found.path, step, recipe)
@@ -284,6 +284,6 @@ class PipelinedModel(LanguageModel):
             own = {number: KVCache(cache.capacity) for number in self.pipeline.stages}
             self._caches = cache, own
         own = self._caches[1]
-        return self.pipeline.next_logits(
+        return self.pipeline.last_outputs(
             tokens, lambda number: {**columns, "cache": own[number]}, self.vocab
         )

@@ -136,3 +136,19 @@ def read_events(folder: Path) -> Iterator[dict[str, Any]]:
         for row in decode_rows(file.read(MAX_EVENTS_BYTES).decode("utf-8", errors="replace")):
             if isinstance(row.get("id"), str) and isinstance(row.get("kind"), str):
                 yield row
+
+
+def read_evaluations(folder: Path) -> dict[int, dict[str, float]]:
+    """Return the numbers of a run's evaluations by step, named as `prefix_of` says."""
+    path, found = folder / "metrics.jsonl", dict[int, dict[str, float]]()
+    for row in read(path) if path.exists() else []:
+        if row.get("kind") == "eval":
+            prefix = prefix_of(row.get("split", VALIDATION))
+            numbers = {f"{prefix}{key}": each for key, each in row.items() if type(each) is float}
+            found.setdefault(row["step"], {}).update(numbers)
+    return found
+
+
+def prefix_of(split: str) -> str:
+    """Return what comes before the keys of a split's numbers in `evaluate.metric`."""
+    return "" if split in (VALIDATION, TASKS) else f"{split}."

@@ -32,13 +32,13 @@ class WSD(ScheduleConfig):
     min_lr_ratio: Fraction = 0.0
     """the rate at the end, as a share of the peak"""
 
-    def factor(self, step: int, total: int) -> float:
+    def lr_factor(self, step: int, total: int) -> float:
         """Return the factor; the decay is a share of all steps, warmup included."""
         decay_steps = round(total * self.decay_fraction)
         # In a short run warmup and decay may overlap: then the warmup is completed first.
         start = max(total - decay_steps, self.warmup_steps)
         if step < start or total <= start:
-            return super().factor(step, total)
+            return super().lr_factor(step, total)
         fall = _decay(self.decay, min(1.0, (step - start) / (total - start)))
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * fall
 

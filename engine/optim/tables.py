@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import Field
@@ -71,6 +72,23 @@ optimizers: Registry[OptimizerConfig] = Registry(
 )
 
 
+@dataclass
+class ScheduleState:
+    """What evaluations have changed of the learning rate, the same on all ranks.
+
+    Attributes:
+        ratio: multiplies the learning rate of every step.
+        best: the best score; None before the first finite one.
+        bad: evaluations without improvement since then or since the last reduction.
+        cooldown: evaluations left that do not count as bad.
+    """
+
+    ratio: float = 1.0
+    best: float | None = None
+    bad: int = 0
+    cooldown: int = 0
+
+
 class ScheduleConfig(Component):
     """Base of every learning-rate schedule: a pure function of the step."""
 
@@ -86,7 +104,7 @@ class ScheduleConfig(Component):
         steps = round(self.warmup_epochs * steps_per_epoch)
         return self.model_copy(update={"warmup_steps": steps})
 
-    def factor(self, step: int, total: int) -> float:
+    def lr_factor(self, step: int, total: int) -> float:
         """Return what the peak rate is multiplied by at `step` (0-based) of `total`."""
         if step < self.warmup_steps:
             # Never 0, so that the first step trains, and below 1: step `warmup_steps` has the peak.
@@ -97,8 +115,22 @@ class ScheduleConfig(Component):
         """Return the factor at `step` of `total`, both counted from the end of the warmup."""
         raise NotImplementedError
 
+    def after_evaluation(
+        self, state: ScheduleState, step: int, score: float, *, maximize: bool
+    ) -> None:
+        """Update what multiplies the rates of the next steps; called where `follows_score`.
+
+        Args:
+            state: changed in place; checkpoints keep it.
+            step: finished optimizer steps.
+            score: value of `evaluate.metric`, the same on all ranks.
+            maximize: whether a higher score is better.
+        """
+
     depends_on_total: ClassVar[bool] = True
     """whether a longer run changes the factors of the steps before"""
+    follows_score: ClassVar[bool] = False
+    """whether evaluations change the rate, and so what is trained"""
 
 
 schedules: Registry[ScheduleConfig] = Registry(
@@ -112,5 +144,6 @@ schedules: Registry[ScheduleConfig] = Registry(
         "inverse_sqrt": "engine.optim.schedules:InverseSqrt",
         "exponential": "engine.optim.schedules:Exponential",
         "polynomial": "engine.optim.schedules:Polynomial",
+        "plateau": "engine.optim.plateau:Plateau",
     },
 )

@@ -94,12 +94,12 @@ class StepSettings:
 
     Attributes:
         reduce: dtype of gradient reduction.
-        seq_len: tokens per row of the data.
+        num_positions: positions of a row of the data, over all ranks.
         micro_batches: micro batches of one optimizer step in a pipeline.
     """
 
     reduce: torch.dtype
-    seq_len: int
+    num_positions: int
     micro_batches: int
 
 

@@ -101,7 +101,7 @@ class Plan(LocalRank):
         parts: LocalParts,
         reduce: torch.dtype,
         *,
-        seq_len: int,
+        num_positions: int,
         micro_batches: int,
     ) -> ParallelModel:
         """Wrap a split model for training, once its parameters are on the device.
@@ -110,12 +110,12 @@ class Plan(LocalRank):
             model: the model that `split` was applied to.
             parts: what `split` returned.
             reduce: dtype of gradient reduction.
-            seq_len: tokens per row of the data.
+            num_positions: positions of a row of the data, over all ranks.
             micro_batches: micro batches of one optimizer step in a pipeline.
         """
         wrapped = ParallelModel(model, model)
         for axis in reversed(self.axes):
-            wrapped = axis.wrap(wrapped, parts, StepSettings(reduce, seq_len, micro_batches))
+            wrapped = axis.wrap(wrapped, parts, StepSettings(reduce, num_positions, micro_batches))
         return wrapped
 
 

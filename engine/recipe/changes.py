@@ -48,6 +48,9 @@ FREE = (
 )
 """Keys, with all below them, that cannot change what is trained."""
 
+WITHOUT_SCORE = ("evaluate.patience", "evaluate.min_delta")
+"""Keys of `[evaluate]` that change neither the score nor when it is measured."""
+
 FREE_IN_LISTS = re.compile(
     r"data\.(splits\.\d+\.)?sources\.\d+\.label|data\.splits\.\d+\.micro_batch"
 )
@@ -76,11 +79,13 @@ def compare(
     # What was kept has no passwords: without them, both are the same again.
     before, after = _leaves(remove_secrets(old)), _leaves(remove_secrets(new))
     _check_known(allowed, {*before, *after, "run.steps", "run.epochs"})
-    free = {*FREE, *allowed}
-    schedule = new["schedule"]["name"]
+    free, schedule = {*FREE}, schedules[new["schedule"]["name"]]
     # More steps then change none of those that are done.
-    if not schedules[schedule].depends_on_total:
+    if not schedule.depends_on_total:
         free |= {"run.steps", "run.epochs"}
+    if schedule.follows_score:
+        free = free - {"evaluate"} | {*WITHOUT_SCORE}
+    free |= {*allowed}
     return [
         (key, before.get(key), after.get(key))
         for key in sorted({*before, *after})
@@ -93,6 +98,8 @@ def compare(
 
 def resume_policy(key: str) -> str:
     """Return in words whether a resumed run may change a key, such as `data.sources.0.weight`."""
+    if _covered(key, ["evaluate"]) and not _covered(key, WITHOUT_SCORE):
+        return "may change, except under a schedule that follows the score, such as plateau"
     if _covered(key, FREE) or FREE_IN_LISTS.fullmatch(key):
         return "may change"
     if key in ("run.steps", "run.epochs"):

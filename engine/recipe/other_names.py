@@ -176,6 +176,8 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "constant_with_warmup": "constant",
         "warmup_stable_decay": "wsd",
         "inverse_square_root": "inverse_sqrt",
+        "reduce_lr_on_plateau": "plateau",
+        "reducelronplateau": "plateau",
     },
     "tokenizer": {
         "huggingface": "hf",

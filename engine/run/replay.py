@@ -20,7 +20,7 @@ from ..core.errors import CheckpointError, RecipeError, nearest
 from ..core.text.display import make_printable
 from ..launch.environment import World
 from ..launch.group import create_checkpoint_group, pick_device, process_group
-from ..observe.metrics import read_events
+from ..observe.metrics import read_evaluations, read_events
 from ..recipe.changes import require_unchanged
 from ..recipe.schema import Recipe
 from ..report.status import newest_rows, number
@@ -99,7 +99,7 @@ def replay(recipe: Recipe, world: World, word: str, allow_changed: Sequence[str]
             require_unchanged(found.manifest.recipe, recipe.model_dump(), allow_changed)
         seed_everything(recipe.run.seed, world.rank)
         parts = assemble(_for_replay(recipe), world, device, fresh=found is None)
-        loss, norm, mine = _compute(parts, found, target, group, allow_changed)
+        loss, norm, mine = _compute(parts, folder, found, target, group, allow_changed)
         layers = ranks.reduce(lambda: mine, merge)
     start = str(found.path) if found else ""
     return Replay(target, start, found.manifest.step if found else 0, loss, norm, layers)
@@ -152,6 +152,7 @@ def _for_replay(recipe: Recipe) -> Recipe:
 
 def _compute(
     parts: Assembled,
+    folder: Path,
     found: IntactCheckpoint | None,
     target: ReplayTarget,
     group: ProcessGroup | None,
@@ -168,9 +169,11 @@ def _compute(
         saver = Saver(store, parts, health, SaveInfo(step=0), lambda text: None)
         saver.restore(found.path, found.manifest, position)
     _skip_what_was_rolled_back(position, target)
+    # A schedule that follows the score may have lowered the rate since the checkpoint.
+    evaluations = read_evaluations(folder) if parts.schedule.follows_score else {}
     batches = parts.loader.steps(position.batch)
     while position.step < target.step - 1:
-        lr_factor = recipe.schedule.factor(position.step, parts.total_steps)
+        lr_factor = parts.lr_factor(position)
         gradients = step.accumulate(next(batches))
         position.step, position.batch = position.step + 1, position.batch + 1
         if health.should_step(
@@ -178,6 +181,9 @@ def _compute(
         ):
             step.update(lr_factor)
         step.clear()
+        values = evaluations.get(position.step, {})
+        if parts.evaluate.score_key in values:
+            position.record_score(parts, values)
     # Without clipping the norm is the same, and the layers' gradients stay as they are.
     unclipped = UpdateAfterBackward(
         step.optimizer,

@@ -132,14 +132,14 @@ def _profiler(
     table, world = parts.recipe.profile, parts.world
     split, _ = parts.data.locate(first_batch + table.start)
     data = parts.data.turns[split].table
-    rows = data.global_batch * parts.recipe.task.rows_per_sample
+    positions = data.global_batch * parts.recipe.task.positions(data)
     per_token = flops_per_token(parts.model, parts.model_config, data.seq_len)
     ranks = [each for each in table.ranks if each < world.world_size]
     if table.steps and not ranks:
         progress.warn("profile.ranks names no rank of this run: nothing is profiled")
     if not table.steps or world.rank not in ranks:
         return None
-    flops = per_token * rows * data.seq_len / world.world_size
+    flops = per_token * positions / world.world_size
     return table.build(
         parts.phases,
         directory.path / "profiles",

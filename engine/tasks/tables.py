@@ -217,6 +217,10 @@ class TaskConfig(Component):
         """Return the outputs on disk that take the place of the frozen model; None: none do."""
         return None
 
+    def positions(self, data: Data) -> int:
+        """Return for how many positions `flops_per_token` counts a sample; 1: all of it."""
+        return self.rows_per_sample * data.seq_len if self.needs_language_model else 1
+
     @property
     def extra_tokens(self) -> int:
         """Tokens that the model embeds beside those of the tokenizer."""
@@ -266,10 +270,7 @@ class TaskConfig(Component):
         raise RecipeError(f'the task "{self.name}" predicts nothing of single samples')
 
     def build_prediction(
-        self,
-        prediction: Mapping[str, Any],
-        values: Mapping[str, Any],
-        tokenizer: Tokenizer,
+        self, prediction: Mapping[str, Any], values: Mapping[str, Any], tokenizer: Tokenizer
     ) -> dict[str, Any]:
         """Return what a user reads, from what `Task.predict` returned for a sample.
 
@@ -292,9 +293,7 @@ tasks: Registry[TaskConfig] = Registry(
         "preference": "engine.tasks.preference.config:Preference",
         "reward": "engine.tasks.preference.config:Reward",
         "distillation": "engine.tasks.distillation.config:Distillation",
-        "masked_language_modeling": (
-            "engine.tasks.language_modeling.config:MaskedLanguageModeling"
-        ),
+        "masked_language_modeling": "engine.tasks.language_modeling.config:MaskedLanguageModeling",
         "supervised": "engine.tasks.supervised.config:Supervised",
     },
 )

@@ -12,7 +12,7 @@ from ..core import faults
 from ..core.heartbeat import heartbeat
 from ..data.batch import Batch
 from ..launch.signals import StopFlag, StopRequested
-from ..observe.metrics import TASKS, VALIDATION
+from ..observe.metrics import TASKS, prefix_of
 from ..observe.observer import Observer
 from .evaluate import Tasks, measure_tasks, validate
 from .health import Health
@@ -70,7 +70,7 @@ def train(
         # Ranks vote before a step, so that none waits in a collective for one that has stopped.
         if stop.agree() or batch is None:
             return _save_and_stop(parts, position, saver, observer)
-        lr_factor = parts.schedule.factor(position.step, total)
+        lr_factor = parts.lr_factor(position)
         faults.point("train.step", parts.world.rank, position.step + 1)
         step.monitors.begin(position.step + 1)
         gradients = step.accumulate(batch, lr_factor, before_update=saver.wait_staged)
@@ -181,12 +181,12 @@ def _evaluate(
         with observer.exclude_time(), parts.phases("evaluation"):
             numbers = validate(parts, stop, split)
         observer.on_evaluation(position.step, numbers, split.name)
-        prefix = "" if split.name == VALIDATION else f"{split.name}."
+        prefix = prefix_of(split.name)
         values |= {f"{prefix}{key}": value for key, value in numbers.items()}
     if splits:
         # The validation split comes first where there is one: its numbers have no prefix.
-        key = "loss" if splits[0].name == VALIDATION else f"{splits[0].name}.loss"
-        health.check_evaluation(position.step, values[key])
+        loss = values[f"{prefix_of(splits[0].name)}loss"]
+        health.check_evaluation(position.step, loss)
     if tasks:
         with observer.exclude_time(), parts.phases("tasks"):
             scores = measure_tasks(parts, tasks, stop)
@@ -196,7 +196,7 @@ def _evaluate(
         return False
     # Splits and tasks may be due at different steps: only one of them has the followed number.
     is_measured = tasks if parts.evaluate.follows_task else splits
-    is_best = bool(is_measured) and position.best.update(parts.evaluate, position.step, values)
+    is_best = bool(is_measured) and position.record_score(parts, values)
     observer.on_best(position.step, values, asdict(position.best))
     return is_best
 

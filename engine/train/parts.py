@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..observe.metrics import VALIDATION
+from ..optim.tables import ScheduleState
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +58,7 @@ class Best:
         is equal to the best (without `min_delta`) takes its place, as the latest of equals,
         and is no improvement.
         """
-        if not self._follows(table):
+        if not self.follows(table):
             self.metric, self.direction = table.score_key, _direction(table)
             self.score, self.step, self.bad = None, 0, 0
         value = values.get(table.score_key, math.nan)
@@ -72,9 +73,10 @@ class Best:
 
     def is_exhausted(self, table: Evaluate) -> bool:
         """Return whether `patience` evaluations in a row brought no improvement."""
-        return 0 < table.patience <= self.bad and self._follows(table)
+        return 0 < table.patience <= self.bad and self.follows(table)
 
-    def _follows(self, table: Evaluate) -> bool:
+    def follows(self, table: Evaluate) -> bool:
+        """Return whether the score is the metric that `[evaluate]` names, in the same direction."""
         return (self.metric, self.direction) == (table.score_key, _direction(table))
 
     @staticmethod
@@ -174,6 +176,11 @@ class Parts:
         """The unwrapped module."""
         return self.parallel_model.model
 
+    def lr_factor(self, position: Position) -> float:
+        """Return what the peak learning rates are multiplied by in the step after a position."""
+        factor = self.schedule.lr_factor(position.step, self.total_steps)
+        return factor * position.schedule.ratio
+
 
 @dataclass
 class Position:
@@ -182,11 +189,11 @@ class Position:
     Attributes:
         step: finished optimizer steps.
         batch: global batches that were read; ahead of `step` after a rollback.
-        count: units of the task, such as tokens, trained on; counted on the device, so that nothing
-            waits for it.
+        count: units of the task trained on; counted on the device, so that nothing waits for it.
         unevaluated: whether a signal stopped the evaluation after `step`, so that it is done again
             when the run resumes.
         best: the best evaluation so far.
+        schedule: what evaluations have changed of the learning rate.
     """
 
     step: int = 0
@@ -194,3 +201,25 @@ class Position:
     count: int | Tensor = 0
     unevaluated: bool = False
     best: Best = field(default_factory=Best)
+    schedule: ScheduleState = field(default_factory=ScheduleState)
+
+    def record_score(self, parts: Parts, values: Mapping[str, float]) -> bool:
+        """Compare an evaluation with those before, for the best checkpoint and the schedule.
+
+        Args:
+            parts: the parts of the run.
+            values: the numbers of the evaluation after `step`, the same on all ranks; those of
+                further splits are named `SPLIT.KEY`.
+
+        Returns:
+            whether the evaluation is the best so far.
+        """
+        table = parts.evaluate
+        if not self.best.follows(table):  # scores of another metric cannot be compared
+            self.schedule.best, self.schedule.bad = None, 0
+        is_best = self.best.update(table, self.step, values)
+        score = values.get(table.score_key, math.nan)
+        parts.schedule.after_evaluation(
+            self.schedule, self.step, score, maximize=table.is_maximized
+        )
+        return is_best

@@ -20,6 +20,7 @@ from ..checkpoint.store import CheckpointStore
 from ..core import faults
 from ..core.errors import CheckpointError, Diverged
 from ..core.heartbeat import heartbeat
+from ..optim.tables import ScheduleState
 from .health import Health
 from .parts import Best, Parts, Position
 
@@ -131,6 +132,7 @@ class Saver:
                 "optimizer_numbers": self._optimizer_numbers(),
                 "streams": parts.loader.state(position.batch),
                 "best": asdict(position.best),
+                "schedule": asdict(position.schedule),
                 "health": self._health.state(),
                 "unevaluated": position.unevaluated,
             },
@@ -241,10 +243,10 @@ class Saver:
         position.step = manifest.step
         # Counted in samples, so that data.global_batch may differ from the saving run's.
         position.batch = parts.loader.turns.find_batch(manifest.samples)
-        # Checkpoints of version 0.1.0 call the count "tokens".
-        position.count = manifest.extra.get("count", manifest.extra.get("tokens", 0))
+        position.count = manifest.extra["count"]
         parts.loader.restore(manifest.extra.get("streams", {}))
         position.best = Best.from_manifest(manifest.extra)
+        position.schedule = ScheduleState(**manifest.extra.get("schedule", {}))
         self._health.restore(manifest.extra.get("health", {}), keep_counts=is_rollback)
         position.unevaluated = manifest.extra.get("unevaluated", False)
         if parts.checkpoint.keep_best:

@@ -42,7 +42,7 @@ class Gradients:
 
     @property
     def count(self) -> Tensor:
-        """How many units of the task, such as tokens, the loss is a mean over."""
+        """How many units of the task the loss is a mean over."""
         return self.counts[0]
 
 

@@ -59,8 +59,8 @@ class Evaluate(Table):
     steps: CountOrZero = 10
     """batches of the validation split; 0: all"""
     metric: str = "loss"
-    """what the best checkpoint and early stopping go by: "loss", another number of the task, or the
-    key of one of the metrics; also SPLIT.KEY"""
+    """what the best checkpoint, early stopping and the schedule "plateau" go by: "loss", another
+    number of the task, or the key of one of the metrics; also SPLIT.KEY"""
     direction: Literal["min", "max"] | None = None
     """whether a lower or a higher value of the metric is better; default: what the metric says"""
     min_delta: Annotated[float, Field(ge=0)] = 0.0
@@ -88,6 +88,11 @@ class Evaluate(Table):
     def follows_task(self) -> bool:
         """Whether the metric is a score of one of the harness's tasks."""
         return bool(self.harness.tasks) and "/" in self.score_key
+
+    @property
+    def follows_validation(self) -> bool:
+        """Whether the metric is a number of the validation split."""
+        return not self.follows_task and self.number_key == self.score_key
 
     @property
     def number_key(self) -> str:

@@ -114,7 +114,7 @@ def gradients(ranks):
     materialize(model, device, seed=4)
     reductions = []
     if plan:
-        wrapped = plan.parallelize(model, parts, torch.float32, seq_len=32, micro_batches=1)
+        wrapped = plan.parallelize(model, parts, torch.float32, num_positions=32, micro_batches=1)
         reductions = wrapped.post_backward_reductions
     logits = []
     model(tokens(2, 32), loss=lambda x: logits.append(x) or x.square().sum()).backward()

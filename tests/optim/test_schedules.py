@@ -19,7 +19,7 @@ TOTAL = 40
 
 
 def factors(schedule, total=TOTAL):
-    return [schedule.factor(step, total) for step in range(total)]
+    return [schedule.lr_factor(step, total) for step in range(total)]
 
 
 def of_torch(make, total=TOTAL):
@@ -87,20 +87,20 @@ def test_factors_equal_those_of_torch_and_transformers(ours, theirs):
 
 def test_sqrt_decay_is_one_minus_the_root_of_progress():
     schedule = WSD(decay_fraction=0.5, decay="sqrt")
-    assert schedule.factor(25, 40) == pytest.approx(1 - math.sqrt(5 / 20))
+    assert schedule.lr_factor(25, 40) == pytest.approx(1 - math.sqrt(5 / 20))
 
 
 @pytest.mark.parametrize("name", list(schedules))
 def test_warmup_rises_in_equal_steps_to_the_peak(name):
     schedule = schedules[name](warmup_steps=4)
     assert factors(schedule)[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
-    assert schedule.factor(4, TOTAL) == pytest.approx(1.0)
+    assert schedule.lr_factor(4, TOTAL) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("name", list(schedules))
 def test_only_schedules_that_say_so_depend_on_the_total(name):
     schedule = schedules[name]()
-    changes = any(schedule.factor(s, 40) != schedule.factor(s, 80) for s in range(1, 40))
+    changes = any(schedule.lr_factor(s, 40) != schedule.lr_factor(s, 80) for s in range(1, 40))
     assert changes == schedule.depends_on_total
 
 

@@ -5,6 +5,7 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
+from torch import nn
 
 from tests.distributed import run_ranks
 from tests.train.plans import BASE, assembled, recipe_with
@@ -24,6 +25,7 @@ from trainer.engine.parallel.tables import Pipelining
 from trainer.engine.tasks.language_modeling.config import LanguageModeling
 from trainer.engine.tasks.tables import CrossEntropy, TaskSettings
 from trainer.kernels.choose import choose
+from trainer.model_zoo.base import Model
 from trainer.model_zoo.deepseek_v3.config import DeepSeekV3Config
 from trainer.model_zoo.llama3.config import Llama3Config
 
@@ -144,10 +146,48 @@ def test_what_a_part_costs_is_measured():
     settings = TaskSettings(CrossEntropy(), kernels, Data(seq_len=32), config)
     task, cpu = LanguageModeling().build(settings), torch.device("cpu")
     before = torch.get_rng_state()
-    embedding, block, head = part_seconds(model, task, task.example(4), config.vocab, cpu)
+    embedding, block, head = part_seconds(model, task, task.example(4), config.layout.embed, cpu)
     assert 0 < embedding < head
     assert 0 < block < head
     assert torch.equal(torch.get_rng_state(), before), "the run draws what it would have drawn"
+
+
+class Patches(Model):
+    """Takes numbers in place of whole numbers that select rows of an embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.block, self.head = (nn.Linear(*each) for each in ((6, 8), (8, 8), (8, 3)))
+        self.inputs = []
+
+    def forward(self, x, *, hidden=None, positions=None, blocks=range(1), loss=None):
+        if x is not None:
+            self.inputs.append(x)
+        hidden = self.embed(x) if hidden is None else hidden
+        if 0 in blocks:
+            hidden = self.block(hidden) + positions[..., None]
+        return loss(self.head(hidden)) if loss else hidden
+
+
+class Regression:
+    """What a pipeline asks of a task, for pieces of images."""
+
+    def input(self, batch):
+        return batch
+
+    def record(self, batch):
+        return lambda outputs: outputs.square().sum()
+
+    def loss_arguments(self, batch, record):
+        return {"loss": record}
+
+
+def test_a_task_whose_inputs_are_no_whole_numbers_is_measured():
+    with without_storage():
+        model = Patches()
+    costs = part_seconds(model, Regression(), torch.zeros(4, 5, 6), "embed", torch.device("cpu"))
+    assert all(cost > 0 for cost in costs)
+    assert all(x.shape == (4, 5, 6) and x.std() > 0.1 for x in model.inputs)
 
 
 def ends_where_rank_0_measured(recipe):

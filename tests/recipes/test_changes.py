@@ -61,6 +61,15 @@ def test_a_schedule_that_does_not_know_the_end_lets_a_run_grow(dump, schedule):
     assert compare(dump(name), dump(name, "run.steps=200")) == []
 
 
+def test_what_the_score_is_may_not_change_under_a_schedule_that_follows_it(dump):
+    plateau = "schedule.name=plateau"
+    for override in ("evaluate.interval=7", "evaluate.steps=3", "evaluate.metric=perplexity"):
+        key = override.partition("=")[0]
+        assert [each for each, *_ in compare(dump(plateau), dump(plateau, override))] == [key]
+        assert compare(dump(plateau), dump(plateau, override), ["evaluate"]) == []
+    assert compare(dump(plateau), dump(plateau, "evaluate.patience=3")) == []
+
+
 def test_a_key_that_an_older_checkpoint_lacks_had_its_default(dump):
     old = dump()
     del old["data"]["validation_fraction"], old["tokenizer"]

@@ -14,6 +14,15 @@ FAULTS = [
     (RUN + "[data]\nseq_len = 9000", None, "data.seq_len", "model.max_seq_len (8192)"),
     (RUN + "[schedule]\nwarmup_steps = 101", None, "schedule.warmup_steps", "run.steps (100)"),
     (
+        RUN + '[schedule]\nname = "plateau"\n[evaluate]\ninterval = 0',
+        None, "evaluate.interval", 'the schedule "plateau" follows evaluate.metric, which is not',
+    ),
+    (
+        RUN + '[schedule]\nname = "plateau"\n[evaluate]\nmetric = "piqa/acc"\n'
+        'direction = "max"\n[evaluate.harness]\ntasks = ["piqa"]\ninterval = 0',
+        None, "evaluate.harness.interval", "not measured during training",
+    ),
+    (
         RUN + '[[data.sources]]\nname = "python"\nsplit = "validation"',
         None, "data.sources", "no source has",
     ),

@@ -183,7 +183,7 @@ def train_as_a_rank(environment, folder):
         batches = parts.loader.steps(0)
         for number in range(6):
             gradients = parts.step.accumulate(next(batches))
-            parts.step.update(recipe.schedule.factor(number, 6))
+            parts.step.update(recipe.schedule.lr_factor(number, 6))
             parts.step.clear()
             losses.append(gradients.loss.item())
         train(recipe)

@@ -20,7 +20,7 @@ def outcome(recipe):
     parts, numbers = assembled(recipe), []
     batches = parts.loader.steps(0)
     for step in range(STEPS):
-        factor = recipe.schedule.factor(step, STEPS)
+        factor = recipe.schedule.lr_factor(step, STEPS)
         gradients = parts.step.accumulate(next(batches), factor)
         parts.step.update(factor)
         parts.step.clear()

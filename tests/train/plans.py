@@ -46,7 +46,7 @@ def train(parts, steps=STEPS):
     losses, norms = [], []
     batches = parts.loader.steps(0)
     for step in range(steps or parts.total_steps):
-        factor = parts.recipe.schedule.factor(step, parts.total_steps)
+        factor = parts.recipe.schedule.lr_factor(step, parts.total_steps)
         gradients = parts.step.accumulate(next(batches), factor)
         parts.step.update(factor)
         parts.step.clear()

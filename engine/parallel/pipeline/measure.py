@@ -43,7 +43,7 @@ def measure_costs(
         config: the model's config, with the vocabulary settled.
         kernels: the implementations of one device.
         objective: what is learned.
-        data: the recipe's `[data]`, which sets rows and tokens of a micro batch.
+        data: the recipe's `[data]`, which sets the rows of a micro batch.
         dtype: the dtype of computation.
         plan: the parallelism plan of this rank.
     """
@@ -55,9 +55,10 @@ def measure_costs(
         share = data.global_batch // plan.degrees.data
         rows = share // num_micro_batches(plan.table.pipelining, data.micro_batch, share)
         # Tensor ranks share the matmuls of all positions: only context ranks shorten the rows.
-        length = data.seq_len // (plan.degrees.sequence // plan.degrees.tensor)
-        batch = objective.example(rows).to(plan.device).split_sequence(lambda x: x[:, :length])
-        parts = part_seconds(model, objective, batch, config.vocab, plan.device)
+        pieces = plan.degrees.sequence // plan.degrees.tensor
+        batch = objective.example(rows).to(plan.device)
+        batch = batch.split_sequence(lambda x: x[:, : x.shape[1] // pieces])
+        parts = part_seconds(model, objective, batch, config.layout.embed, plan.device)
         seconds = seconds.new_tensor(parts)
         # Metrics report the peak memory of the run, which must not include this model's.
         if plan.device.type == "cuda":
@@ -76,7 +77,7 @@ def part_seconds(
     model: Model,
     objective: Objective,
     batch: Batch,
-    vocab: int,
+    embed: str,
     device: torch.device,
 ) -> tuple[float, float, float]:
     """Return the seconds of forward and backward of embedding, block, and head with loss.
@@ -85,7 +86,7 @@ def part_seconds(
         model: a model of one block, on the meta device.
         objective: what is learned.
         batch: rows of zeros, on the device.
-        vocab: number of rows of the embedding.
+        embed: path of the embedding, whose rows whole numbers in the input select.
         device: the device to compute on.
     """
     draw = torch.Generator(device).manual_seed(0)
@@ -95,10 +96,14 @@ def part_seconds(
     for weight in model.parameters():
         weight.data = torch.empty_like(weight, dtype=model.compute_dtype)
         weight.data.normal_(0, 0.02, generator=draw)
-    shape = objective.input(batch).shape
-    # Drawn, because looking up one row again and again would be faster than in training.
-    x = torch.randint(vocab, shape, generator=draw, device=device)
-    positions = torch.arange(shape[1], device=device).expand(shape)
+    x = objective.input(batch)
+    if x.is_floating_point():
+        x = torch.empty_like(x).normal_(generator=draw)
+    else:
+        # Drawn, because looking up one row again and again would be faster than in training.
+        num_rows = len(next(model.get_submodule(embed).parameters()))
+        x = torch.randint(num_rows, x.shape, generator=draw, device=device)
+    positions = torch.arange(x.shape[1], device=device).expand(x.shape[:2])
     # Block and head also compute their input's gradient, as they do inside a pipeline.
     hidden = model(x, blocks=range(0)).detach().requires_grad_()
     inside = {"hidden": hidden, "positions": positions}

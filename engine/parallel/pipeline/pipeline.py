@@ -166,25 +166,25 @@ class Pipeline:
         return sums
 
     @torch.no_grad()
-    def next_logits(
-        self, tokens: Tensor, columns: Callable[[int], Mapping[str, Any]], vocab: int
+    def last_outputs(
+        self, x: Tensor, columns: Callable[[int], Mapping[str, Any]], width: int
     ) -> Tensor:
-        """Return the logits of the last position, [B, 1, V], on all ranks.
+        """Return the outputs of the last position, [B, 1, width], on all ranks.
 
         Args:
-            tokens: [B, S], the same on all ranks; neither positions nor heads are split.
+            x: [B, S], the same on all ranks; neither positions nor heads are split.
             columns: maps a stage's number to the further arguments of that stage's forward pass.
-            vocab: number of logits, V.
+            width: number of outputs of a position.
         """
-        hidden = self.hidden.new_empty(*tokens.shape, self.hidden.shape[-1])
-        found = self._through(tokens, hidden, columns)
+        hidden = self.hidden.new_empty(*x.shape, self.hidden.shape[-1])
+        found = self._through(x, hidden, columns)
         if found is None:
-            logits = torch.empty(len(tokens), 1, vocab, device=self.device)
+            outputs = torch.empty(len(x), 1, width, device=self.device)
         else:
-            logits = found[:, -1:].contiguous()
-        # All ranks choose the next token, and so must see the same bits.
-        dist.broadcast(logits, group=self.group, group_src=self.cut.stage_to_rank[-1])
-        return logits
+            outputs = found[:, -1:].contiguous()
+        # All ranks go on from these outputs, and so must see the same bits.
+        dist.broadcast(outputs, group=self.group, group_src=self.cut.stage_to_rank[-1])
+        return outputs
 
     def _through(
         self, x: Tensor, hidden: Tensor, columns: Callable[[int], Mapping[str, Any]]
@@ -192,7 +192,7 @@ class Pipeline:
         """Return the output of the last stage on the rank that holds it, and None on the others.
 
         Args:
-            x: tokens, [B, S].
+            x: what the first stage takes, [B, S, ...].
             hidden: an example of the hidden states between stages, [B, S, D].
             columns: maps a stage's number to the further arguments of that stage's forward pass.
         """
@@ -220,10 +220,11 @@ class Pipeline:
     def _arguments(
         batch: Batch, objective: Objective, x: Tensor, *, with_loss: bool
     ) -> dict[str, Any]:
-        """Return what stages get besides tokens or hidden states, by argument name."""
+        """Return what stages get besides inputs or hidden states, by argument name."""
         arguments = {k: v for k, v in objective.arguments(batch).items() if v is not None}
-        # Later stages see no tokens, from which a model would number the positions.
-        arguments.setdefault("positions", torch.arange(x.shape[1], device=x.device).expand_as(x))
+        # Later stages see no inputs, from which a model would number the positions.
+        positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+        arguments.setdefault("positions", positions)
         return arguments | ({"batch": batch.columns()} if with_loss else {})
 
 

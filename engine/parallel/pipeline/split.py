@@ -71,7 +71,7 @@ class PipelineParallel(AxisParts):
         schedule = read_schedule(Path(table.csv)) if table.csv else table.schedule
         require_split_backward(schedule)
         # Between blocks, a rank of the context or tensor axis holds a part of each sequence.
-        length = settings.seq_len // self.local.degrees.sequence
+        length = settings.num_positions // self.local.degrees.sequence
         is_sharded = self.local.table.uses_fsdp(self.local.degrees)
         pipeline = Pipeline(
             parts.stages,

@@ -68,7 +68,7 @@ class Stage(nn.Module):
     def forward(
         self, x: Tensor, *, batch: Mapping[str, Tensor] | None = None, **arguments: Any
     ) -> Tensor:
-        """Map tokens [B, S] or hidden states [B, S, D] to hidden states, sums or outputs.
+        """Map inputs of the model or hidden states [B, S, D] to hidden states, sums or outputs.
 
         Args:
             x: what the first stage takes, or hidden states.
@@ -81,15 +81,15 @@ class Stage(nn.Module):
             if gather := getattr(module, "unshard", None):
                 gather()
         # The schedule passes keyword arguments to all stages of a rank, the batch too.
-        record, tokens = None, x if self.is_first else None
+        record, inputs = None, x if self.is_first else None
         if self.is_last and batch is not None and self.objective:
             micro_batch = self.objective.batch_class.from_columns(batch)
             record = self.objective.record(micro_batch)
-            # For a model that predicts further tokens from the next ones.
-            tokens = self.objective.input(micro_batch)
+            # For a model that predicts further positions from the inputs there.
+            inputs = self.objective.input(micro_batch)
             arguments |= self.objective.loss_arguments(micro_batch, record)
         out: Tensor = self._model[0](
-            tokens,
+            inputs,
             hidden=None if self.is_first else x,
             blocks=self.numbers,
             **arguments,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ...core.errors import nearest
 from ...core.text.display import format_value
+from ...core.text.positions import KeyPath
 from ...core.text.tree import Finding
 from ...observe.metrics import TASKS, VALIDATION
 from ..schema import Recipe
@@ -20,6 +21,7 @@ def check_metrics(recipe: Recipe) -> Iterator[Finding]:
     yield from _measures(recipe)
     yield from _splits(recipe)
     yield from _tasks(recipe) if recipe.evaluate.harness.tasks else ()
+    yield from _schedule(recipe) if recipe.schedule.follows_score else ()
     table, scores = recipe.evaluate, recipe.task.scores
     known = {**scores, **{each.row_key: each.higher_is_better for each in table.metrics}}
     if table.follows_task:  # which scores a task has only the harness knows
@@ -31,6 +33,17 @@ def check_metrics(recipe: Recipe) -> Iterator[Finding]:
     elif known[table.number_key] is None and table.direction is None:
         message = f"is missing: whether a higher {table.number_key} is better"
         yield ("evaluate", "direction"), message, 'give "min" or "max"'
+
+
+def _schedule(recipe: Recipe) -> Iterator[Finding]:
+    path: KeyPath = ("evaluate", "interval")
+    table, is_measured = recipe.evaluate, recipe.evaluate.is_enabled
+    if table.follows_task and table.harness.interval is not None:
+        is_measured, path = table.harness.interval > 0, ("evaluate", "harness", "interval")
+    if not is_measured:
+        message = f'the schedule "{recipe.schedule.name}" follows evaluate.metric, which is not '
+        message += "measured during training with interval = 0"
+        yield path, message, "give the steps between two evaluations"
 
 
 def _tasks(recipe: Recipe) -> Iterator[Finding]:

@@ -38,7 +38,7 @@ def train_until(folder, last, **changes):
     with open_saver(parts) as (saver, position):
         batches = parts.loader.steps(position.batch)
         while position.step < last:
-            factor = parts.schedule.factor(position.step, parts.total_steps)
+            factor = parts.schedule.lr_factor(position.step, parts.total_steps)
             batch = next(batches)
             seen += [tuple(row) for each in batch for row in each.tokens.tolist()]
             parts.step.accumulate(batch, factor)
@@ -112,7 +112,7 @@ def biases_of_experts_are_restored():
 
 
 def count_the_step_twice(patch):
-    original = ScheduleConfig.factor
+    original = ScheduleConfig.lr_factor
 
     def restore(self, path, manifest, position, **options):
         restored(self, path, manifest, position, **options)
@@ -120,7 +120,7 @@ def count_the_step_twice(patch):
         def factor(table, step, total):
             return original(table, step + manifest.step, total)
 
-        patch.setattr(ScheduleConfig, "factor", factor)
+        patch.setattr(ScheduleConfig, "lr_factor", factor)
 
     restored = Saver.restore
     patch.setattr(Saver, "restore", restore)

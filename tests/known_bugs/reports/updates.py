@@ -91,7 +91,7 @@ def rates(changes):
     parts = assembled(**DECAY, **changes)
     batches, found = parts.loader.steps(0), []
     for step in range(STEPS):
-        factor = parts.schedule.factor(step, parts.total_steps)
+        factor = parts.schedule.lr_factor(step, parts.total_steps)
         parts.step.accumulate(next(batches), factor)
         parts.step.update(factor)
         parts.step.clear()
@@ -104,9 +104,9 @@ EXPECTED_RATES = [0.1 / 3, 0.2 / 3, 0.1, 0.075, 0.05, 0.025]
 
 
 def step_in_each_micro_batch(patch):
-    original = ScheduleConfig.factor
+    original = ScheduleConfig.lr_factor
     patch.setattr(
-        ScheduleConfig, "factor", lambda self, step, total: original(self, step * 4, total)
+        ScheduleConfig, "lr_factor", lambda self, step, total: original(self, step * 4, total)
     )
 
 
@@ -120,12 +120,12 @@ def the_schedule_advances_once_a_step():
 
 
 def step_for_each_process(patch):
-    original = ScheduleConfig.factor
+    original = ScheduleConfig.lr_factor
 
     def factor(self, step, total):
         return original(self, step * dist.get_world_size(), total)
 
-    patch.setattr(ScheduleConfig, "factor", factor)
+    patch.setattr(ScheduleConfig, "lr_factor", factor)
 
 
 @known_bug(
@@ -140,13 +140,13 @@ def the_schedule_does_not_know_the_number_of_ranks():
 
 
 def stretch_the_warmup(patch):
-    original = ScheduleConfig.factor
+    original = ScheduleConfig.lr_factor
 
     def factor(self, step, total):
         longer = self.model_copy(update={"warmup_steps": self.warmup_steps * dist.get_world_size()})
         return original(longer, step, total)
 
-    patch.setattr(ScheduleConfig, "factor", factor)
+    patch.setattr(ScheduleConfig, "lr_factor", factor)
 
 
 @known_bug(
