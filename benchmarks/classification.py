@@ -167,7 +167,7 @@ def train_and_resume(folder: Path, ranks: int, steps: int) -> dict[str, Any]:
     assert last.exists()
     is_equal = read_rows(folder, name) == rows
     print(
-        f"{ranks} ranks: accuracy {rows['eval', steps][2]:.1%}, loss {rows['eval', steps][0]:.4f}, "
+        f"ranks {ranks}: accuracy {rows['eval', steps][2]:.1%}, loss {rows['eval', steps][0]:.4f}, "
         f"{seconds:.0f} CPU s; resumed: {'bit-equal' if is_equal else 'DIFFERENT'}",
         flush=True,
     )

@@ -77,6 +77,7 @@ def answer_log_probs(model, ids, start, eos_id):
     return (log_probs * (is_end.cumsum(1) - is_end == 0)).sum(1)
 
 
+@pytest.mark.timeout(1800)
 def test_dpo_makes_a_finetuned_model_follow_a_rule(tmp_path):
     generator = random.Random(0)
     prompts = [(name, city) for name in NAMES for city in CITIES]
@@ -141,6 +142,7 @@ def test_dpo_makes_a_finetuned_model_follow_a_rule(tmp_path):
     assert shares["after"] > shares["before"] + 0.2
 
 
+@pytest.mark.timeout(1800)
 def test_a_student_of_a_teacher_beats_one_that_trains_alone(tmp_path):
     run = """
         [run]
