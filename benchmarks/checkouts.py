@@ -103,8 +103,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--write", action="store_true", help=f"append to {results.FOLDER.name}/")
     options = parser.parse_args()
+    trees = {"before": options.before, "after": options.after}
+    commits = {name: describe_commit(tree) for name, tree in trees.items()}
     with tempfile.TemporaryDirectory() as folder:
-        trees = {"before": options.before, "after": options.after}
         runs = {name: Checkout(tree, options, Path(folder) / name) for name, tree in trees.items()}
         for run in runs.values():
             run.run_slice()
@@ -115,11 +116,21 @@ def main() -> None:
     # Of Student's distribution the normal one is near enough for 30 pairs.
     margin = 2 * statistics.stdev(logs) / math.sqrt(len(logs))
     ratio, low, high = (math.exp(each) for each in (mean, mean - margin, mean + margin))
+    print(", ".join(f"{name} {commit}" for name, commit in commits.items()))
     print(f"{options.recipe}: after / before {ratio:.3f}, 95 % interval {low:.3f} to {high:.3f}")
     if options.write:
-        names = {"recipe": options.recipe, "settings": options.settings, "pairs": options.pairs}
+        names = {"commits": commits, "recipe": options.recipe, "settings": options.settings}
+        names |= {"pairs": options.pairs}
         content = {**names, "ratio": ratio, "interval": [low, high]}
         print(f"written to {results.append('checkouts', content).name}")
+
+
+def describe_commit(tree: Path) -> str:
+    """Return the commit of a checkout, which ends in "-dirty" if files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    return subprocess.run(
+        command, cwd=tree, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def compare(runs: dict[str, Checkout], number: int) -> float:

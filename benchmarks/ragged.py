@@ -42,17 +42,17 @@ MODELS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--median", type=int, action="append", help="default: 64 and 256 tokens")
+    parser.add_argument("--step", choices=STEPS, action="append", help="default: all")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--write", action="store_true", help=f"append to {results.FOLDER.name}/")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
-    for median in options.median or (64, 256):
-        rows.append(measure("attention alone", attention_step(median), median, options.rounds))
-        for name in MODELS:
-            rows.append(measure(name, model_step(name, median), median, options.rounds))
-        step = preference_step("small", median)
-        rows.append(measure("preferences", step, median, options.rounds, draw_pairs))
+    rows = [
+        measure(name, prepare_step(name, median), median, options.rounds, draw_batches)
+        for median in options.median or (64, 256)
+        for name, (prepare_step, draw_batches) in STEPS.items()
+        if name in (options.step or STEPS)
+    ]
     heads = ["step, median length", "padded ms", "ragged ms", "times as fast", "positions"]
     lines = [
         [
@@ -77,7 +77,7 @@ Draw = Callable[[int], dict[str, Any]]
 """the same samples padded and ragged, of a median length"""
 
 
-def attention_step(median: int) -> Step:
+def attention_step(_: str, median: int) -> Step:
     """Return forward and backward of attention alone: 8 heads that share 4 keys, 64 wide."""
     attention = choose({}, "cpu", 16 * median).attention
 
@@ -100,9 +100,9 @@ def build_model(name: str, median: int) -> tuple[LanguageModel, Kernels]:
     return model, kernels
 
 
-def preference_step(name: str, median: int) -> Step:
+def preference_step(_: str, median: int) -> Step:
     """Return a step of DPO: a reference's forward pass, and forward and backward of a model."""
-    (model, kernels), (reference, _) = build_model(name, median), build_model(name, median)
+    (model, kernels), (reference, _) = build_model("small", median), build_model("small", median)
     task = DPO().build(kernels)
 
     def run(model: LanguageModel, batch: PairBatch, record: AnswerRecord) -> Tensor:
@@ -140,14 +140,14 @@ def model_step(name: str, median: int) -> Step:
 
 
 def measure(
-    name: str, prepare: Step, median: int, rounds: int, draw_batches: Draw | None = None
+    name: str, prepare: Step, median: int, rounds: int, draw_batches: Draw
 ) -> dict[str, Any]:
     """Return the times of both, and the ratio of their sums over all rounds."""
     torch.manual_seed(0)
     seconds: dict[str, list[float]] = {"padded": [], "ragged": []}
     positions = {"padded": 0, "ragged": 0}
     for turn in range(rounds + 1):
-        batches = (draw_batches or draw)(median)
+        batches = draw_batches(median)
         for kind in batches if turn % 2 else reversed(batches):
             step = prepare(batches[kind])
             started = time.process_time()
@@ -199,6 +199,13 @@ def draw(median: int) -> dict[str, TokenBatch]:
         "padded": TokenBatch(pad(inputs, 0), pad(labels, IGNORED)),
         "ragged": TokenBatch(*flat, row_lengths=SampleLengths(lengths)),
     }
+
+
+STEPS: dict[str, tuple[Callable[[str, int], Step], Draw]] = {
+    "attention alone": (attention_step, draw),
+    **dict.fromkeys(MODELS, (model_step, draw)),
+    "preferences": (preference_step, draw_pairs),
+}
 
 
 if __name__ == "__main__":

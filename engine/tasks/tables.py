@@ -199,7 +199,12 @@ class TaskConfig(Component):
 
     def accepts(self, loss: LossConfig) -> bool:
         """Return whether the task can be trained with a loss."""
-        return loss.name in self.losses or self.name in loss.tasks
+        return loss.name in self.accepted_losses or self.name in loss.tasks
+
+    @property
+    def accepted_losses(self) -> tuple[str, ...]:
+        """The names of the losses that the task can be trained with, as its keys are set."""
+        return self.losses
 
     def outputs(self, loss: LossConfig) -> Outputs | None:
         """Return what metrics can measure of the task; None: nothing."""

@@ -1,17 +1,23 @@
-"""What is learned: preferences change what a model says, and a teacher helps a student."""
+"""What is learned: classes of texts, preferences that change answers, and what a teacher knows."""
 
 import json
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import trainer
 from trainer import load_recipe, open_model, train
 
 pytestmark = [pytest.mark.matrix, pytest.mark.slow]
 
 NAMES = ["Olga", "Ida", "Hana", "Ben", "Carl", "Dina", "Emil", "Fay"]
 CITIES = ["Rome", "Oslo", "Paris", "Kyoto", "Lima", "Cairo"]
+HELD_OUT = 12
+"""prompts, of 48, that no model is trained on"""
 COMMON = """
 [precision]
 compute = "fp32"
@@ -43,8 +49,10 @@ def last_evaluation(folder, name):
     return [row for row in map(json.loads, lines) if row["kind"] == "eval"][-1]
 
 
-def prompt_of(name, city):
-    return f"{name} went to {city}. Where is {name}? "
+def answers_of(name, city):
+    """Return a prompt, the answer that follows the rule, and the one that does not."""
+    prompt = f"{name} went to {city}. Where is {name}? "
+    return prompt, f"{name} is in {city}, thanks.", f"{city}."
 
 
 @torch.no_grad()
@@ -69,15 +77,21 @@ def answer_log_probs(model, ids, start, eos_id):
     return (log_probs * (is_end.cumsum(1) - is_end == 0)).sum(1)
 
 
+@pytest.mark.timeout(1800)
 def test_dpo_makes_a_finetuned_model_follow_a_rule(tmp_path):
     generator = random.Random(0)
-    texts, pairs = [], []
+    prompts = [(name, city) for name in NAMES for city in CITIES]
+    generator.shuffle(prompts)
+    held_out, learned = prompts[:HELD_OUT], prompts[HELD_OUT:]
+    texts, pairs, judged = [], [], []
     for _ in range(400):
-        name, city = generator.choice(NAMES), generator.choice(CITIES)
-        prompt, polite, short = prompt_of(name, city), f"{name} is in {city}, thanks.", f"{city}."
+        prompt, polite, short = answers_of(*generator.choice(learned))
         texts.append({"text": prompt + (polite if generator.random() < 0.3 else short)})
         pairs.append({"prompt": prompt, "chosen": polite, "rejected": short})
-    for kind, rows in (("texts", texts), ("pairs", pairs)):
+    for place in held_out:
+        prompt, polite, short = answers_of(*place)
+        judged.append({"prompt": prompt, "chosen": polite, "rejected": short})
+    for kind, rows in (("texts", texts), ("pairs", pairs), ("judged", judged)):
         (tmp_path / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = SMALL.format(dim=64, ffn=192)
 
@@ -103,14 +117,16 @@ def test_dpo_makes_a_finetuned_model_follow_a_rule(tmp_path):
         lr = 1e-4
         [evaluate]
         interval = 20
-        steps = 2
+        steps = 0
     """
-    train(load_recipe(write_recipe(tmp_path, "dpo", prefer, model, COMMON, source("pairs"))))
+    judge = source("judged") + '\nsplit = "validation"'
+    sources = (source("pairs"), judge)
+    train(load_recipe(write_recipe(tmp_path, "dpo", prefer, model, COMMON, *sources)))
     before, after = (open_model(tmp_path / name) for name in ("sft", "dpo"))
     tokenizer, eos_id = before.tokenizer, before.tokenizer.eos_id
     follows, divergences = {"before": [], "after": []}, []
-    for seed, name in enumerate(NAMES):
-        prompt = prompt_of(name, CITIES[seed % len(CITIES)])
+    for seed, place in enumerate(held_out):
+        prompt, _, _ = answers_of(*place)
         for key, opened in (("before", before), ("after", after)):
             ids, start, answers = sample(opened.model, tokenizer, prompt, seed)
             follows[key] += ["thanks" in answer for answer in answers]
@@ -126,6 +142,7 @@ def test_dpo_makes_a_finetuned_model_follow_a_rule(tmp_path):
     assert shares["after"] > shares["before"] + 0.2
 
 
+@pytest.mark.timeout(1800)
 def test_a_student_of_a_teacher_beats_one_that_trains_alone(tmp_path):
     run = """
         [run]
@@ -168,3 +185,11 @@ def test_a_student_of_a_teacher_beats_one_that_trains_alone(tmp_path):
         )
         print(f"seed {seed}: alone {losses[0]:.3f}, taught {losses[1]:.3f} nats a token")
         assert losses[0] - losses[1] >= 0.03
+
+
+@pytest.mark.timeout(1800)
+def test_a_small_classifier_reaches_a_linear_model(tmp_path):
+    benchmark = Path(trainer.__file__).parent.resolve() / "benchmarks/classification.py"
+    done = subprocess.run([sys.executable, benchmark], cwd=tmp_path, capture_output=True, text=True)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -15,6 +15,7 @@ from trainer.engine.recipe.write import toml_value
 RECIPES = Path(trainer.__file__).parent.resolve() / "recipes"
 NAMES = [
     "distillation_debug",
+    "language_modeling_debug",
     "masked_language_modeling_debug",
     "preference_debug",
     "question_answering_debug",
@@ -57,22 +58,76 @@ def numbers(rows, *keys):
     return {place: [row.get(key) for key in keys] for place, row in rows.items()}
 
 
-@pytest.mark.parametrize("name", quick(NAMES, "reward_debug"))
-def test_a_recipe_trains_on_one_and_two_ranks_alike_and_resumes(name, tmp_path):
-    settings = teach(tmp_path) if name == "distillation_debug" else []
-    alone = run(tmp_path, name, 1, *settings)
-    assert [step for kind, step in alone if kind == "train"] == [1, 2, 3, 4, 5, 6]
-    assert all(row["samples"] % step == 0 for (kind, step), row in alone.items() if kind == "train")
-    (folder,) = (tmp_path / "runs").glob(f"**/{name}")
-    shutil.rmtree(folder / "checkpoints" / "step-00000006")  # as if killed after step 3
-    again = run(tmp_path, name, 1, *settings)
-    keys = ("loss", "total_loss", "grad_norm")
+def train_alike(folder, name, *settings, recipes=RECIPES, metrics=()):
+    """Train on one rank, again from half of the steps, and on two ranks; return the first rows."""
+    keys = ("loss", "total_loss", "grad_norm", *metrics)
+    alone = run(folder, name, 1, *settings, recipes=recipes)
+    (run_folder,) = (folder / "runs").glob(f"**/{name}")
+    shutil.rmtree(run_folder / "checkpoints" / "step-00000006")  # as if killed after step 3
+    again = run(folder, name, 1, *settings, recipes=recipes)
     assert numbers(again, *keys) == numbers(alone, *keys)
-    shutil.rmtree(tmp_path / "runs")
-    for place, row in run(tmp_path, name, 2, *settings).items():
+    shutil.rmtree(folder / "runs")
+    for place, row in run(folder, name, 2, *settings, recipes=recipes).items():
         for key in keys:
             if key in row:
                 assert row[key] == pytest.approx(alone[place][key], rel=1e-4), (place, key)
+    return alone
+
+
+@pytest.mark.parametrize("name", quick(NAMES, "reward_debug"))
+def test_a_recipe_trains_on_one_and_two_ranks_alike_and_resumes(name, tmp_path):
+    settings = teach(tmp_path) if name == "distillation_debug" else []
+    alone = train_alike(tmp_path, name, *settings)
+    assert [step for kind, step in alone if kind == "train"] == [1, 2, 3, 4, 5, 6]
+    assert all(row["samples"] % step == 0 for (kind, step), row in alone.items() if kind == "train")
+
+
+EVALUATIONS = [("eval", 3), ("eval", 6)]
+PROBLEMS = {
+    "multi": ('labels = ["food", "sport", "weather"]', "bce", "f1_score"),
+    "regression": ("targets = 2", "huber", "mean_absolute_error"),
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_texts_of_several_classes_and_of_numbers_train_alike(problem, tmp_path):
+    topics = [json.loads(line) for line in (RECIPES / "data/topics.jsonl").open()]
+    names = ["food", "sport", "weather"]
+    for number, row in enumerate(topics):
+        if problem == "multi":
+            row["label"] = sorted({row["label"], names[number % 3]})[: number % 4]
+        else:
+            row["label"] = [len(row["text"]) / 10, None if number % 5 == 0 else number % 7]
+    (tmp_path / "topics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in topics))
+    keys, loss, metric = PROBLEMS[problem]
+    recipe = f"""
+        extends = ["{RECIPES}/base/llama3.toml"]
+        [task]
+        name = "sequence_classification"
+        problem = "{problem}"
+        {keys}
+        [loss]
+        name = "{loss}"
+        [model]
+        flavor = "debug"
+        [data]
+        seq_len = 96
+        global_batch = 16
+        micro_batch = 4
+        validation_fraction = 0.2
+        [[data.sources]]
+        name = "jsonl"
+        path = "topics.jsonl"
+        [optimizer]
+        lr = 1e-3
+        [[evaluate.metrics]]
+        name = "{metric}"
+    """
+    (tmp_path / f"{problem}.toml").write_text(recipe)
+    alone = train_alike(tmp_path, problem, recipes=tmp_path, metrics=[metric])
+    assert sorted(alone) == sorted([*(("train", step) for step in range(1, 7)), *EVALUATIONS])
+    assert all(metric in alone[place] for place in EVALUATIONS)
 
 
 @pytest.mark.matrix

@@ -40,7 +40,7 @@ def check_task(recipe: Recipe) -> Iterator[Finding]:
         yield (
             ("loss", "name"),
             f'the task "{task.name}" does not accept "{loss.name}"',
-            f"it accepts {', '.join(task.losses)}",
+            f"it accepts {', '.join(task.accepted_losses)}",
         )
     else:
         for key, message in loss.mismatches(task.name):

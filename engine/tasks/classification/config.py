@@ -95,11 +95,11 @@ class SequenceClassification(HeadTask):
         """Return the loss of the problem."""
         return DEFAULT_LOSSES.get(str(table.get("problem", "single")), "cross_entropy")
 
-    def accepts(self, loss: LossConfig) -> bool:
-        """Return whether a loss is for the problem."""
+    @property
+    def accepted_losses(self) -> tuple[str, ...]:
+        """The names of the losses for the problem."""
         fitting = {"single": ("cross_entropy",), "multi": ("bce",)}
-        ours = fitting.get(self.problem, ("mse", "l1", "huber"))
-        return loss.name in ours or self.name in loss.tasks
+        return fitting.get(self.problem, ("mse", "l1", "huber"))
 
     @model_validator(mode="after")
     def _check_labels(self) -> Self:
