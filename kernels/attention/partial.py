@@ -29,8 +29,9 @@ class PartialAttention(NamedTuple):
     Shapes: query [B, S, H, K]; key [B, L, G, K] and value [B, L, G, W] with W <= K, where query
     head h reads head h // (H / G); out and grad [B, S, H, W]; mask [B, 1, S, L] bool, true where a
     query sees a key, a query may see none; causal: S = L, and each query sees the keys up to its
-    own; not with a mask; softcap: see `reference.sdpa`, None by default. `log_sums` is [B, H, S], fp32, or fp64 for such inputs. Where a query sees
-    nothing it is so low that the output, which is finite, has no weight.
+    own; not with a mask; softcap: see `reference.sdpa`, None by default. `log_sums` is [B, H, S],
+    fp32, or fp64 for such inputs. Where a query sees nothing it is so low that the output, which is
+    finite, has no weight.
     """
 
     name: str

@@ -141,7 +141,8 @@ def attend_varlen(
 ) -> Tensor:
     """Attend with torch's flash attention for flat rows; what it cannot do is done in blocks.
 
-    That is fp32, chunks, sinks, capped scores, and heads of more than 256 numbers. See `attend_in_blocks`.
+    That is fp32, chunks, sinks, capped scores, and heads of more than 256 numbers. See
+    `attend_in_blocks`.
     """
     varlen, width = _varlen(), query.shape[-1]
     reaches_all = chunk is None or chunk >= lengths.longest

@@ -114,7 +114,7 @@ def test_every_other_block_of_gemma2_and_every_sixth_of_gemma3_sees_the_whole_ro
     assert reach(model_of("gemma2", n_layers=1)) == list(range(16, 21))
     for family, last in (("gemma2", 2), ("gemma3", 6)):
         config = models[family](window=64)
-        assert [n for n in range(1, 13) if config.window_of(n - 1) is None][0] == last
+        assert next(n for n in range(1, 13) if config.window_of(n - 1) is None) == last
     two = model_of("gemma2", n_layers=2)
     assert reach(two) == list(range(21))
 
