@@ -99,7 +99,9 @@ def gradients(model: LanguageModel, tokens: torch.Tensor) -> dict[str, torch.Ten
     return {name.replace("block_sparse_moe", "mlp"): grad for name, grad in found.items()}
 
 
-@pytest.mark.parametrize("family", quick(MODELS, *(MODELS.keys() - {"mistral", "qwen2", "olmo2", "gemma2"})))
+@pytest.mark.parametrize(
+    "family", quick(MODELS, *(MODELS.keys() - {"mistral", "qwen2", "olmo2", "gemma2"}))
+)
 def test_it_learns_goes_on_and_is_the_same_in_transformers(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

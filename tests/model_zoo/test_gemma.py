@@ -18,6 +18,7 @@ from tests.model_zoo.peers import (
 )
 from trainer.engine.core.registry import models
 from trainer.engine.formats.hf_match import match
+from trainer.kernels.cross_entropy.reference import linear_cross_entropy
 from trainer.model_zoo.base import Constant
 from trainer.model_zoo.sizes import SettingsError
 
@@ -100,6 +101,22 @@ def test_bf16_is_as_near_to_fp32_as_that_of_transformers(family):
             for logits in (ours(row), theirs.bfloat16()(row).logits)
         ]
     assert errors[0] < 1.2 * errors[1] < 0.1
+
+
+@pytest.mark.parametrize(("family", "attention"), [("gemma2", "sdpa"), *also(("gemma3", "matmul"))])
+def test_blocks_compile_without_breaks(family, attention):
+    torch._dynamo.reset()
+    eager, model = (model_of(family, attention) for _ in range(2))
+    for block in model.layers:
+        block.compile(backend="aot_eager", fullgraph=True)
+    row = tokens()
+    losses = [each(row, labels=row, loss=linear_cross_entropy) for each in (eager, model)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses)
+    for mine, other in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
 
 
 def test_norms_start_with_a_scale_of_one():
