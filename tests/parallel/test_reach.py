@@ -1,4 +1,4 @@
-"""Windows, chunks, sinks and caps where ranks share a sequence, against attention over all of it."""
+"""Windows, chunks, sinks and caps where ranks share a sequence, against attention to all of it."""
 
 import pytest
 import torch
