@@ -130,4 +130,4 @@ class Gemma3Config(GemmaConfig):
         """Return the module."""
         from .model import Gemma3
 
-        return Gemma3(self, kernels)
+        return Gemma3(self, kernels, self.local_rope_theta)

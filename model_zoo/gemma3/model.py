@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ...kernels.choose import Kernels
 from ..decoder import GroupedQueryDecoder, Tables
+from ..grouped_query_config import GroupedQueryConfig
 from ..language_model import KVCache
 from ..layers.rotary import frequencies, rotation
-from .config import Gemma3Config
 
 
 class Gemma3(GroupedQueryDecoder):
@@ -20,18 +20,17 @@ class Gemma3(GroupedQueryDecoder):
     Args:
         config: sizes, with the vocabulary settled.
         kernels: the implementations.
+        local_theta: base of the rotary frequencies of blocks with a window.
     """
 
-    config: Gemma3Config
-
-    def __init__(self, config: Gemma3Config, kernels: Kernels) -> None:
+    def __init__(self, config: GroupedQueryConfig, kernels: Kernels, local_theta: float) -> None:
         super().__init__(config, kernels)
+        self.local_theta = local_theta
         self.register_buffer("local_frequencies", self._local_frequencies(), persistent=False)
 
     def _local_frequencies(self) -> Tensor:
         # On the CPU: see `Decoder`.
-        config = self.config
-        return frequencies(config.rotary_width, config.local_rope_theta, torch.device("cpu"))
+        return frequencies(self.config.rotary_width, self.local_theta, torch.device("cpu"))
 
     def tables(
         self, positions: Tensor, document_ids: Tensor | None, cache: KVCache | None
