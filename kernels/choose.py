@@ -14,7 +14,9 @@ from .attention.partial_sdpa import SDPA
 from .attention.reference import document_mask
 from .permute.permutation import Permutation
 from .registry import kernels, load
+from .rms_norm.reference import zero_centered_rms_norm
 from .sequence import WHOLE_SEQUENCES, SequenceShard
+from .swiglu.reference import geglu
 from .vocabulary import WHOLE, VocabularyShard
 
 MATMUL_ATTENTION_UP_TO = 1024
@@ -68,6 +70,14 @@ class Kernels:
             attention=partial(self.attention, causal=False),
             attention_mask=partial(self.attention_mask, causal=False),
         )
+
+    def with_zero_centered_norms(self) -> Kernels:
+        """Return kernels whose norms multiply by 1 + weight."""
+        return replace(self, rms_norm=partial(zero_centered_rms_norm, self.rms_norm))
+
+    def with_geglu(self) -> Kernels:
+        """Return kernels whose gated activation is GeGLU, of which there is torch's alone."""
+        return replace(self, swiglu=geglu)
 
     vocabulary: VocabularyShard = WHOLE
     """the classes of the head's weight that this rank holds, for `log_probs` and `divergence`"""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .softcap import softcap as cap_softly
+
 
 @dataclass(frozen=True)
 class VocabularyShard:
@@ -50,8 +52,15 @@ WHOLE = VocabularyShard()
 """all classes on this rank"""
 
 
-def project(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """Return hidden @ weight.T / temperature in fp32 at least; the product keeps its dtype."""
+def project(
+    hidden: Tensor, weight: Tensor, temperature: float, softcap: float | None = None
+) -> Tensor:
+    """Return hidden @ weight.T / temperature in fp32 at least; the product keeps its dtype.
+
+    With a cap the product is capped first, see `softcap.softcap`.
+    """
     logits = hidden @ weight.T
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if softcap is not None:
+        wide = cap_softly(wide, softcap)
     return wide if temperature == 1 else wide.div_(temperature)

@@ -21,7 +21,7 @@ from .layers.attention import GroupedQueryAttention
 from .layers.dense import Embedding, GatedMLP
 from .layers.head import ClassificationHead, Head
 from .layers.moe import MoE, moe_layers
-from .layers.rope_scaling import LongRopeScaling, YarnScaling
+from .layers.rope_scaling import LinearScaling, LongRopeScaling, YarnScaling
 from .layers.rotary import frequencies, rotation, scale_frequencies, yarn
 from .layers.router import SampleTokens, TokenWeights
 
@@ -84,6 +84,10 @@ class Decoder(LanguageModel):
         self.config = config
         if config.is_bidirectional:
             kernels = kernels.in_both_directions()
+        if config.has_zero_centered_norms:
+            kernels = kernels.with_zero_centered_norms()
+        if config.has_geglu:
+            kernels = kernels.with_geglu()
         self.attention_mask = kernels.attention_mask
         self.embed = Embedding(config.vocab, config.dim)
         self.layers = nn.ModuleList(self.make_block(i, kernels) for i in range(config.num_blocks))
@@ -116,7 +120,7 @@ class Decoder(LanguageModel):
         if config.task_head is not None:
             return ClassificationHead(config.dim, config.task_head, config.norm_eps, kernels)
         own_rows = None if config.is_tied else config.vocab
-        return Head(config.dim, own_rows, config.norm_eps, kernels)
+        return Head(config.dim, own_rows, config.norm_eps, kernels, config.head_softcap)
 
     def rotary_frequencies(self, device: torch.device) -> Tensor:
         """Return the frequencies of the rotary embedding, [K / 2], scaled as the config says."""
@@ -127,6 +131,8 @@ class Decoder(LanguageModel):
         unscaled = frequencies(self.config.rotary_width, theta, device)
         if scaling is None:
             return unscaled
+        if isinstance(scaling, LinearScaling):
+            return unscaled / scaling.factor
         if isinstance(scaling, YarnScaling):
             return yarn(unscaled, theta, **scaling.blend)
         return scale_frequencies(unscaled, **scaling.model_dump())
@@ -154,6 +160,14 @@ class Decoder(LanguageModel):
         if document_ids is not None and keys is not None:
             mask = self.attention_mask(document_ids, keys)
         return [(*self.rotation(positions), mask)] * self.config.n_layers
+
+    def embed_tokens(self, tokens: Tensor | None) -> Tensor:
+        """Return the residual stream that tokens [B, S] start, [B, S, D]."""
+        x_BSD: Tensor = self.embed(tokens).to(self.compute_dtype)
+        if self.config.embed_scale == 1.0:
+            return x_BSD
+        # Rounded to the compute dtype first, as in the code that models were trained with.
+        return x_BSD * torch.tensor(self.config.embed_scale, dtype=x_BSD.dtype, device="cpu")
 
     def token_weights(
         self, padding_mask: Tensor | None, lengths: SampleLengths | None = None
@@ -212,7 +226,7 @@ class Decoder(LanguageModel):
         if lengths is not None:
             tables = [(cos, sin, lengths) for cos, sin, _ in tables]
         weights = self.token_weights(padding_mask, lengths)
-        x_BSD = self.embed(tokens).to(self.compute_dtype) if hidden is None else hidden
+        x_BSD = self.embed_tokens(tokens) if hidden is None else hidden
         for number in range(blocks.start, min(blocks.stop, count)):
             block_cache = None if cache is None else cache.block(number)
             # By name: a stage of a pipeline has some of them alone.
@@ -233,7 +247,7 @@ class Decoder(LanguageModel):
         with depth (GPT-2, Radford et al. 2019, section 2.3).
         """
         if name.endswith("norm.weight"):
-            return Constant(1.0)
+            return Constant(0.0 if self.config.has_zero_centered_norms else 1.0)
         if name.endswith("bias"):
             return Constant(0.0)
         # Two writes a block, by attention and by the feed-forward layer.

@@ -13,7 +13,7 @@ from pydantic import model_validator
 from .config import ModelConfig
 from .heads import HF_CLASSES, TaskHead
 from .layers.configs import MoESettings, NormPlacement
-from .layers.rope_scaling import LongRopeScaling, RopeScaling, YarnScaling
+from .layers.rope_scaling import LinearScaling, LongRopeScaling, RopeScaling, YarnScaling
 from .sizes import PositiveFloat, Size
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ class DecoderConfig(ModelConfig):
         norms: where the halves of a block have norms.
         hf_class: what the names of transformers' classes of this model begin with.
         hf_heads: the kinds of `HeadSettings` that transformers has for this model.
+        has_zero_centered_norms: whether norms multiply by 1 + weight, and weights start at 0.
+        has_geglu: whether feed-forward layers are gated by GELU instead of SiLU.
         only_causal: why attention of this family cannot be bidirectional; empty: it can.
     """
 
@@ -34,6 +36,8 @@ class DecoderConfig(ModelConfig):
     norms: ClassVar[NormPlacement] = "before"
     hf_class: ClassVar[str] = ""
     hf_heads: ClassVar[tuple[TaskHead, ...]] = tuple(HF_CLASSES)
+    has_zero_centered_norms: ClassVar[bool] = False
+    has_geglu: ClassVar[bool] = False
     only_causal: ClassVar[str] = ""
 
     takes_lengths: ClassVar[bool] = True
@@ -90,6 +94,16 @@ class DecoderConfig(ModelConfig):
         ffn_dim: Size  # a key of families that have blocks without experts
 
     @property
+    def embed_scale(self) -> float:
+        """What the embedding's output is multiplied by."""
+        return 1.0
+
+    @property
+    def head_softcap(self) -> float | None:
+        """What the logits of tokens are capped at, see `kernels.softcap`; None: they are not."""
+        return None
+
+    @property
     def num_blocks(self) -> int:
         """Number of all blocks that are trained; a family may have more than `n_layers`."""
         return self.n_layers
@@ -100,7 +114,9 @@ class DecoderConfig(ModelConfig):
         raise NotImplementedError
 
     @property
-    def frequency_scaling(self) -> RopeScaling | YarnScaling | LongRopeScaling | None:
+    def frequency_scaling(
+        self,
+    ) -> RopeScaling | YarnScaling | LongRopeScaling | LinearScaling | None:
         """How rotary frequencies are scaled; None in families without the key `rope_scaling`."""
         return getattr(self, "rope_scaling", None)
 

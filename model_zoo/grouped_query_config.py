@@ -70,6 +70,16 @@ class GroupedQueryConfig(DecoderConfig):
             return self.n_heads * self.head_width, self.n_kv_heads * self.head_width
         return (self.head_width, self.head_width) if self.has_head_norms else None
 
+    @property
+    def query_scale(self) -> float:
+        """What queries are multiplied by, beside 1 / sqrt(K)."""
+        return 1.0
+
+    @property
+    def score_softcap(self) -> float | None:
+        """What scores of attention are capped at, see `kernels.softcap`; None: they are not."""
+        return None
+
     def window_of(self, number: int) -> int | None:
         """Return how many positions block `number` sees, its own the last; None: all before."""
         return getattr(self, "window", None)

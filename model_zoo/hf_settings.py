@@ -20,11 +20,12 @@ FLOAT_TOLERANCE = 1e-6
 """relative; fp32 holds about seven digits, and some writers of config.json print its numbers"""
 ROPE = "rope_parameters."
 SCALED = {
+    "linear": ("factor",),
     "longrope": ("short_factor", "long_factor"),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-"""kinds of rotary scaling that start from the original context, and the keys that each must have"""
+"""kinds of rotary scaling, and the keys that each must have"""
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class KVCache:
 
 LossFunction = Callable[..., Tensor]
 """(hidden [T, D], head weight [V, D], labels [T], -100 ignored) -> the sums that are minimised, a
-scalar in fp32 or several, [K]"""
+scalar in fp32 or several, [K]. A model that caps its logits gives the cap as `softcap`."""
 
 
 class LanguageModel(Model):

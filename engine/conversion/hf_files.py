@@ -102,6 +102,10 @@ def build_config_json(config: ModelConfig, dtype: str, eos_id: int | None) -> di
     settings = config.hf_config()
     rope = settings.get("rope_parameters")
     if isinstance(rope, dict):
+        # Gemma 3 has rotary settings for each kind of block.
+        if near := rope.get("sliding_attention"):
+            rope = rope["full_attention"]
+            settings["rope_local_base_freq"] = near["rope_theta"]
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
         scaled = scaling.get("rope_type") != "default"
         settings |= {

@@ -171,6 +171,8 @@ models: Registry[ModelConfig] = Registry(
     built_in={
         "llama3": "model_zoo.llama3.config:Llama3Config",
         "deepseek_v3": "model_zoo.deepseek_v3.config:DeepSeekV3Config",
+        "gemma2": "model_zoo.gemma2.config:Gemma2Config",
+        "gemma3": "model_zoo.gemma3.config:Gemma3Config",
         "gpt_oss": "model_zoo.gpt_oss.config:GptOssConfig",
         "llama4": "model_zoo.llama4.config:Llama4Config",
         "mistral": "model_zoo.mistral.config:MistralConfig",

@@ -27,6 +27,8 @@ MAX_INDEX_BYTES = 64 * 2**20
 MAX_CONFIG_BYTES = 2**20
 TEXT = "language_model."
 """prefix of the language model's tensors in a checkpoint that has a vision tower too"""
+MULTIMODAL = {"llama4": "llama4_text", "gemma3": "gemma3_text"}
+"""`model_type` of such a checkpoint -> that of its language model"""
 
 OLD_BODY = "transformer."
 
@@ -166,8 +168,9 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     settings = read_json(path, MAX_CONFIG_BYTES)
-    if settings.get("model_type") == "llama4" and isinstance(settings.get("text_config"), dict):
-        settings = settings["text_config"]
+    text = settings.get("text_config")
+    if settings.get("model_type") in MULTIMODAL and isinstance(text, dict):
+        settings = {"model_type": MULTIMODAL[settings["model_type"]], **text}
     quantization = settings.get("quantization_config")
     is_mxfp4 = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
     if is_mxfp4 or _fp8_block(quantization):

@@ -121,6 +121,10 @@ def ignored_settings(parts: Assembled) -> list[str]:
     if parts.degrees.tensor > 1 and loss not in ("auto", "torch"):
         why = "parallel.tensor splits the vocabulary, which torch's alone knows"
         ignored.append(f'kernels.linear_cross_entropy = "{loss}" has no effect: {why}')
+    swiglu = recipe.kernels.swiglu
+    if getattr(recipe.model, "has_geglu", False) and swiglu not in ("auto", "torch"):
+        why = f'model "{recipe.model.name}" has GeGLU, of which there is torch\'s alone'
+        ignored.append(f'kernels.swiglu = "{swiglu}" has no effect: {why}')
     if not recipe.task.fields:
         reads = "the task reads no records"
         given = {"data.on_long": recipe.data.on_long != "error", "data.pad_to": recipe.data.pad_to}

@@ -34,7 +34,8 @@ class LossRecord(ABC):
         """Return the sums that are minimised, a scalar or [K], from the outputs of the model.
 
         The head of a model calls it, where the weights of the head are gathered. A language head
-        gives hidden states [T, D], head weight [V, D] and labels [T]; other heads give outputs.
+        gives hidden states [T, D], head weight [V, D] and labels [T], and the keyword `softcap`
+        if logits are capped (see `kernels.softcap`); other heads give outputs.
         """
 
     @abstractmethod

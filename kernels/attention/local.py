@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,7 @@ def attend(
     chunk: int | None = None,
     sinks: Tensor | None = None,
     causal: bool = True,
+    softcap: float | None = None,
     ragged: Attention = attend_in_blocks,
 ) -> Tensor:
     """Attend to the keys within reach.
@@ -48,6 +50,7 @@ def attend(
             key (Llama 4). Not with a mask: chunks are then told apart in it, as documents are.
         sinks: see there.
         causal: see there; windows and chunks are of causal attention.
+        softcap: see there.
         ragged: attends within the samples of a flat row; see `ragged.attend_in_blocks`.
 
     Returns:
@@ -55,8 +58,15 @@ def attend(
     """
     assert causal or window is chunk is None, "windows and chunks look back only"
     if isinstance(mask, SampleLengths):
-        limits = {"window": window, "chunk": chunk, "sinks": sinks} if causal else {"causal": False}
+        limits: dict[str, Any] = {"causal": False}
+        if causal:
+            limits = {"window": window, "chunk": chunk, "sinks": sinks}
+        if softcap is not None:
+            limits["softcap"] = softcap
         return ragged(partial(attend, base), query, key, value, mask, **limits)
+    if softcap is not None:
+        # Only where it is set, so that an implementation without it serves other models.
+        base = partial(base, softcap=softcap)
     if not causal:
         return base(query, key, value, mask, sinks, causal=False)
     assert chunk is None or mask is None, "a mask tells chunks apart itself"

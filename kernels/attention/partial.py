@@ -13,29 +13,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..softcap import softcap as cap_softly
+from ..softcap import softcap_slope
+
 
 class PartialAttention(NamedTuple):
     """One implementation.
 
     Attributes:
         name: "matmul" or "sdpa".
-        forward: (query, key, value, mask, causal) -> (out, log_sums).
-        backward: (grad, query, key, value, out, log_sums, mask, causal) -> gradients of query, key
-            and value; `out` and `log_sums` are those over all keys.
+        forward: (query, key, value, mask, causal, softcap) -> (out, log_sums).
+        backward: (grad, query, key, value, out, log_sums, mask, causal, softcap) -> gradients of
+            query, key and value; `out` and `log_sums` are those over all keys.
 
     Shapes: query [B, S, H, K]; key [B, L, G, K] and value [B, L, G, W] with W <= K, where query
     head h reads head h // (H / G); out and grad [B, S, H, W]; mask [B, 1, S, L] bool, true where a
     query sees a key, a query may see none; causal: S = L, and each query sees the keys up to its
-    own; not with a mask. `log_sums` is [B, H, S], fp32, or fp64 for such inputs. Where a query sees
-    nothing it is so low that the output, which is finite, has no weight.
+    own; not with a mask; softcap: see `reference.sdpa`, None by default. `log_sums` is [B, H, S],
+    fp32, or fp64 for such inputs. Where a query sees nothing it is so low that the output, which is
+    finite, has no weight.
     """
 
     name: str
-    forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], tuple[Tensor, Tensor]]
-    backward: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, bool],
-        tuple[Tensor, Tensor, Tensor],
-    ]
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def add_sinks(out: Tensor, log_sums: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,13 +77,19 @@ def masked_score(dtype: torch.dtype) -> float:
 
 
 def _matmul_forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend with plain products, in any dtype on any device."""
     q_BGRSK, k_BGLK, v_BGLW = _group_heads(query, key), key.transpose(1, 2), value.transpose(1, 2)
     outs, sums = [], []
     for rows, end in _pieces(query.shape[1], key.shape[1], causal):
-        scores = _scores(q_BGRSK[:, :, :, rows], k_BGLK[:, :, :end], mask, rows, causal)
+        q = q_BGRSK[:, :, :, rows]
+        scores = _scores(q, k_BGLK[:, :, :end], mask, rows, causal, softcap)
         lse = scores.logsumexp(-1, keepdim=True)
         # The log sum normalises: no second pass over the scores for softmax.
         weights = (scores - lse).exp_().to(query.dtype)
@@ -101,6 +108,7 @@ def _matmul_backward(
     log_sums: Tensor,
     mask: Tensor | None,
     causal: bool,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q_BGRSK, k_BGLK, v_BGLW = _group_heads(query, key), key.transpose(1, 2), value.transpose(1, 2)
     g_BGRSW, o_BGRSW = _group_heads(grad, key), _group_heads(out, key)
@@ -113,13 +121,16 @@ def _matmul_backward(
     dk, dv = torch.zeros_like(k_BGLK), torch.zeros_like(v_BGLW)
     for rows, end in _pieces(query.shape[1], key.shape[1], causal):
         q, g = (x[:, :, :, rows] for x in (q_BGRSK, g_BGRSW))
-        scores = _scores(q, k_BGLK[:, :, :end], mask, rows, causal)
+        scores = _scores(q, k_BGLK[:, :, :end], mask, rows, causal, softcap)
+        cap_slope = None if softcap is None else softcap_slope(scores, softcap)
         weights = scores.sub_(lse_BGRS[..., rows].unsqueeze(-1)).exp_()
         g_BGTW, q_BGTK = g.flatten(2, 3), q.flatten(2, 3)
         # Products run in the inputs' dtype, for tensor cores; softmax itself is fp32.
         dv[:, :, :end] += weights.to(query.dtype).flatten(2, 3).mT @ g_BGTW
         slopes = (g_BGTW @ v_BGLW[:, :, :end].mT).view(weights.shape).to(weights.dtype)
         slopes = (slopes - dots_BGRS[..., rows].unsqueeze(-1)).mul_(weights)
+        if cap_slope is not None:
+            slopes = slopes.mul_(cap_slope)
         slopes_BGTL = slopes.mul_(query.shape[-1] ** -0.5).to(query.dtype).flatten(2, 3)
         dq[:, :, :, rows] = (slopes_BGTL @ k_BGLK[:, :, :end]).view_as(q)
         dk[:, :, :end] += slopes_BGTL.mT @ q_BGTK
@@ -146,12 +157,19 @@ def _pieces(queries: int, keys: int, causal: bool) -> Iterator[tuple[slice, int]
 
 
 def _scores(
-    q_BGRSK: Tensor, k_BGLK: Tensor, mask: Tensor | None, rows: slice, causal: bool
+    q_BGRSK: Tensor,
+    k_BGLK: Tensor,
+    mask: Tensor | None,
+    rows: slice,
+    causal: bool,
+    softcap: float | None,
 ) -> Tensor:
     """Return [B, G, R, S, L] of some rows, in a wide dtype, very low where a query sees no key."""
     products = (q_BGRSK.flatten(2, 3) @ k_BGLK.mT).view(*q_BGRSK.shape[:4], -1)
     # Not in place: what recomputation has kept of a product is not to be changed.
     scores: Tensor = products.to(wide_dtype(products.dtype)) * q_BGRSK.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = cap_softly(scores, softcap)
     hidden = None
     if causal:
         S, L = scores.shape[-2:]

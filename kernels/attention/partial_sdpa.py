@@ -30,11 +30,16 @@ FLASH_MAX_WIDTH = 256
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     fused = _cpu if not query.is_cuda else _cuda(query, mask)
-    if fused is None:
-        return MATMUL.forward(query, key, value, mask, causal)
+    if fused is None or softcap is not None:  # no fused kernel caps scores
+        return MATMUL.forward(query, key, value, mask, causal, softcap)
     width = value.shape[-1]
     q, k, v = (x.transpose(1, 2) for x in (query, key, _pad_width(value, key)))
     out, log_sums = fused.forward(q, k, v, mask, causal)
@@ -50,10 +55,11 @@ def _backward(
     log_sums: Tensor,
     mask: Tensor | None,
     causal: bool,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     fused = _cpu if not query.is_cuda else _cuda(query, mask)
-    if fused is None:
-        return MATMUL.backward(grad, query, key, value, out, log_sums, mask, causal)
+    if fused is None or softcap is not None:
+        return MATMUL.backward(grad, query, key, value, out, log_sums, mask, causal, softcap)
     width = value.shape[-1]
     grad, value, out = (_pad_width(x, key) for x in (grad, value, out))
     g, q, k, v, o = (x.transpose(1, 2) for x in (grad, query, key, value, out))
@@ -208,28 +214,45 @@ def _aligned_bias(mask: Tensor | None, q_BHSK: Tensor) -> Tensor | None:
 SDPA = PartialAttention("sdpa", _forward, _backward)
 
 
-def attend_with_sinks(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor
+def attend_in_one_part(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+    causal: bool,
 ) -> Tensor:
-    """Attend with torch's fused attention and sinks; see `reference.sdpa`."""
+    """Attend with sinks or capped scores, and keep log sums instead of weights; see `sdpa`."""
     S, L = query.shape[1], key.shape[1]
-    if mask is None and S < L:
+    if causal and mask is None and S < L:
         mask = torch.ones(S, L, dtype=torch.bool, device=query.device).tril(L - S)
         mask = mask.expand(len(query), 1, -1, -1)
-    out: Tensor = _AttentionWithSinks.apply(query, key, value, mask, sinks)  # type: ignore[no-untyped-call]
+    # A causal mask is made by the kernel, which then leaves out what it hides.
+    causal = causal and mask is None
+    out: Tensor = _OnePart.apply(query, key, value, mask, sinks, softcap, causal)  # type: ignore[no-untyped-call]
     return out
 
 
-class _AttentionWithSinks(torch.autograd.Function):
+class _OnePart(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        sinks: Tensor | None,
+        softcap: float | None,
+        causal: bool,
     ) -> Tensor:
-        out, log_sums = SDPA.forward(query, key, value, mask, mask is None)
-        out, total = add_sinks(out, log_sums, sinks)
+        out, total = SDPA.forward(query, key, value, mask, causal, softcap)
+        if sinks is not None:
+            out, total = add_sinks(out, total, sinks)
         if out.dtype != query.dtype:  # no cast that changes nothing: see `_SwiGLU.forward`
             out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, mask, sinks, out, total)
+        ctx.how = causal, softcap
         return out
 
     @staticmethod
@@ -238,5 +261,6 @@ class _AttentionWithSinks(torch.autograd.Function):
         query, key, value, mask, sinks, out, total = ctx.saved_tensors
         grad = grad.contiguous()
         # With the total that includes the sink, the fused backward computes the right weights.
-        found = SDPA.backward(grad, query, key, value, out, total, mask, mask is None)
-        return *found, None, sinks_gradient(grad, out, total, sinks)
+        found = SDPA.backward(grad, query, key, value, out, total, mask, *ctx.how)
+        for_sinks = None if sinks is None else sinks_gradient(grad, out, total, sinks)
+        return *found, None, for_sinks, None, None

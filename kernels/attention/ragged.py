@@ -41,7 +41,7 @@ def attend_in_blocks(
         value: [1, T, G, W].
         lengths: the lengths of the samples.
         causal: see `local.attend`.
-        limits: windows, chunks and sinks; see there.
+        limits: windows, chunks, sinks and softcap; see there.
 
     Returns:
         [1, T, H, W].
@@ -56,7 +56,7 @@ def attend_in_blocks(
     pieces = zip(*(torch.split(x, sizes) for x in flat), strict=True)
     masks: Sequence[Tensor | None] = [None] * len(sizes)
     if not causal:
-        limits = {"causal": False}
+        limits["causal"] = False
         masks = _key_masks(blocks) if is_padded else masks
     outs = [
         attend(*(x.view(*block, *x.shape[1:]) for x in rows), mask, **limits).flatten(0, 1)
@@ -137,10 +137,12 @@ def attend_varlen(
     chunk: int | None = None,
     sinks: Tensor | None = None,
     causal: bool = True,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend with torch's flash attention for flat rows; what it cannot do is done in blocks.
 
-    That is fp32, chunks, sinks, and heads of more than 256 numbers. See `attend_in_blocks`.
+    That is fp32, chunks, sinks, capped scores, and heads of more than 256 numbers. See
+    `attend_in_blocks`.
     """
     varlen, width = _varlen(), query.shape[-1]
     reaches_all = chunk is None or chunk >= lengths.longest
@@ -150,10 +152,11 @@ def attend_varlen(
         or not is_half
         or not reaches_all
         or sinks is not None
+        or softcap is not None
         or width % 8
         or width > FLASH_MAX_WIDTH
     ):
-        limits = {"window": window, "chunk": chunk, "sinks": sinks}
+        limits = {"window": window, "chunk": chunk, "sinks": sinks, "softcap": softcap}
         return attend_in_blocks(attend, query, key, value, lengths, causal=causal, **limits)
     function, shares_heads = varlen
     missing, W = width - value.shape[-1], value.shape[-1]

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .partial_sdpa import attend_with_sinks
+from ..softcap import softcap as cap_softly
+from .partial_sdpa import attend_in_one_part
 
 
 def sdpa(
@@ -17,6 +18,7 @@ def sdpa(
     sinks: Tensor | None = None,
     *,
     causal: bool = True,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend with torch's fused attention.
 
@@ -30,13 +32,16 @@ def sdpa(
             worth attention, it goes there (Xiao et al. 2023, arXiv:2309.17453, section 3.3).
         causal: whether a query sees no later key; the last query then stands at the last key. Else
             it sees all, or those of the mask; not with sinks.
+        softcap: scores are capped at it before the mask, see `softcap.softcap`; None: they are not.
+            No fused kernel does it: they are plain products then, and log sums are kept instead of
+            weights.
 
     Returns:
         [B, S, H, W].
     """
-    if sinks is not None:
-        assert causal, "sinks are for causal attention"
-        return attend_with_sinks(query, key, value, mask, sinks)
+    assert causal or sinks is None, "sinks are for causal attention"
+    if sinks is not None or softcap is not None:
+        return attend_in_one_part(query, key, value, mask, sinks, softcap, causal)
     W, missing = value.shape[-1], key.shape[-1] - value.shape[-1]
     if missing:
         # Flash attention has one width for all.
@@ -90,6 +95,7 @@ def matmul(
     sinks: Tensor | None = None,
     *,
     causal: bool = True,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend with plain products, a piece of the queries at a time: what `sdpa` computes.
 
@@ -114,8 +120,11 @@ def matmul(
         q_BTK = q_BGRSK[:, :, :, first:last].reshape(B * G, -1, K)
         seen = None if mask is None else mask[:, :, first:last, :end]
         bias = _bias(query, last - first, end, G, R, seen, causal=causal)
-        # Mask and scale are applied in the pass that writes the product.
-        scores_BTL = torch.baddbmm(bias, q_BTK, k_BKL[..., :end], alpha=K**-0.5)
+        if softcap is None:
+            # Mask and scale are applied in the pass that writes the product.
+            scores_BTL = torch.baddbmm(bias, q_BTK, k_BKL[..., :end], alpha=K**-0.5)
+        else:
+            scores_BTL = cap_softly(q_BTK @ k_BKL[..., :end] * K**-0.5, softcap) + bias
         if sinks is not None:
             # A sink is one more column of the softmax, and no row of the values.
             sinks_T = sinks.to(query.dtype).view(G, R).repeat_interleave(last - first, 1)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from ..softcap import softcap as cap_softly
+from ..softcap import softcap_slope
+from ..vocabulary import project
 
 IGNORED = -100
 
@@ -57,6 +62,7 @@ def linear_cross_entropy(
     inner: ReplaceByGradient = replace_by_gradient,
     is_split: bool = False,
     token_losses: list[Tensor] | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return the summed cross entropy of softmax(hidden @ weight.T) against the labels.
 
@@ -75,13 +81,17 @@ def linear_cross_entropy(
             rest: it then gets the same rows everywhere, also where no gradient is wanted.
         token_losses: gets the cross entropy of each row, without the z term and without gradient,
             [T] in pieces.
+        softcap: logits are capped at it, see `softcap.softcap`; None: they are not.
 
     Returns:
         The sum over the counted rows: a scalar in fp32 (fp64 for fp64 input).
     """
     rows = chunk or (CPU_ROWS if hidden.device.type == "cpu" else GPU_ROWS)
     if not torch.is_grad_enabled() and not is_split:
-        return _loss_alone(hidden, weight.to(hidden.dtype), labels, z_loss, rows, token_losses)
+        cast = weight.to(hidden.dtype)
+        return _loss_alone(hidden, cast, labels, z_loss, rows, token_losses, softcap)
+    if softcap is not None:
+        inner = partial(_replace_capped, inner, softcap)
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, weight, labels, z_loss, rows, inner, is_split, token_losses
     )
@@ -95,11 +105,11 @@ def _loss_alone(
     z_loss: float,
     rows: int,
     token_losses: list[Tensor] | None,
+    softcap: float | None,
 ) -> Tensor:
     sums = []
     for h, y in zip(torch.split(hidden, rows), torch.split(labels, rows), strict=True):
-        logits = h @ weight.T
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        wide = project(h, weight, 1.0, softcap)
         log_partition = wide.logsumexp(-1)
         chosen = wide.gather(1, y.clamp(min=0).unsqueeze(1)).squeeze(1)
         counted = y != IGNORED
@@ -108,6 +118,20 @@ def _loss_alone(
         if token_losses is not None:
             token_losses.append(losses)
     return torch.stack(sums).sum()
+
+
+def _replace_capped(
+    inner: ReplaceByGradient, softcap: float, logits: Tensor, labels: Tensor, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """Return the losses of capped logits, and write their gradient by the uncapped ones over them.
+
+    See `replace_by_gradient`.
+    """
+    capped = cap_softly(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
+    slope = softcap_slope(capped, softcap)
+    found = inner(capped, labels, z_loss)
+    logits.copy_(slope.mul_(capped))  # which is the gradient now
+    return found
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ..cross_entropy.reference import CPU_ROWS, GPU_ROWS, add_product
 from ..log_probs.reference import linear_class_log_probs
+from ..softcap import softcap_slope
 from ..vocabulary import WHOLE, VocabularyShard, project
 
 Divergence = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -68,6 +69,7 @@ def linear_divergence(
     shard: VocabularyShard = WHOLE,
     chunk: int | None = None,
     token_losses: list[Tensor] | None = None,
+    softcaps: tuple[float | None, float | None] = (None, None),
 ) -> Tensor:
     """Return the summed divergence of the student's distributions from the teacher's.
 
@@ -85,6 +87,7 @@ def linear_divergence(
         shard: which classes the rows of both weights are; see `log_probs.linear_log_probs`.
         chunk: rows at a time.
         token_losses: gets the divergence of each row, without gradient, [T] in pieces.
+        softcaps: the caps of the student's and of the teacher's logits, see `softcap.softcap`.
 
     Returns:
         The sum over the counted rows, in nats: a scalar in fp32 (fp64 for fp64 input).
@@ -94,7 +97,7 @@ def linear_divergence(
     own = student if torch.is_grad_enabled() else [each.detach() for each in student]
     frozen = [each.detach() for each in teacher]
     found: Tensor = _LinearDivergence.apply(  # type: ignore[no-untyped-call]
-        *own, *frozen, counted, divergence, temperature, shard, rows, token_losses
+        *own, *frozen, counted, divergence, temperature, shard, rows, token_losses, softcaps
     )
     return found
 
@@ -109,6 +112,7 @@ def linear_sparse_divergence(
     temperature: float = 1.0,
     shard: VocabularyShard = WHOLE,
     chunk: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return the divergence from a teacher of which only the likeliest classes are known.
 
@@ -127,12 +131,13 @@ def linear_sparse_divergence(
         temperature: see `linear_divergence`.
         shard: see `linear_log_probs`.
         chunk: rows at a time.
+        softcap: see `linear_log_probs`.
 
     Returns:
         [T] in fp32 (fp64 for fp64 input), in nats.
     """
     q, q_rest = linear_class_log_probs(
-        *student, classes, temperature=temperature, shard=shard, chunk=chunk
+        *student, classes, temperature=temperature, shard=shard, chunk=chunk, softcap=softcap
     )
     is_class = classes >= 0
     # What fills a row up may be -inf, and 0 times its gradient would be NaN.
@@ -158,15 +163,19 @@ class _LinearDivergence(torch.autograd.Function):
         shard: VocabularyShard,
         rows: int,
         token_losses: list[Tensor] | None,
+        softcaps: tuple[float | None, float | None],
     ) -> Tensor:
+        softcap, teacher_softcap = softcaps
         cast, teacher_cast = weight.to(hidden.dtype), teacher_weight.to(teacher_hidden.dtype)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = None
         losses = []
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            q = project(hidden[part], cast, temperature)
-            p = project(teacher_hidden[part], teacher_cast, temperature)
+            q = project(hidden[part], cast, temperature, softcap)
+            p = project(teacher_hidden[part], teacher_cast, temperature, teacher_softcap)
+            # Of the logits, before they become log-probabilities in place.
+            cap_slope = None if softcap is None else softcap_slope(q * temperature, softcap)
             # The ranks' sums of exponentials add up only if all subtract the same maximum.
             largest = shard.max_(torch.stack([q.amax(-1), p.amax(-1)]))
             q, p = q.sub_(largest[0].unsqueeze(1)), p.sub_(largest[1].unsqueeze(1))
@@ -180,6 +189,8 @@ class _LinearDivergence(torch.autograd.Function):
             # Through softmax: d / d logit = q (slope - sum of q slope).
             grad_logits = slopes.addcmul(q.exp_(), mean.unsqueeze(1), value=-1)
             grad_logits.mul_((counted[part] / temperature).unsqueeze(1))
+            if cap_slope is not None:
+                grad_logits.mul_(cap_slope)
             narrow = grad_logits.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(narrow, cast, out=grad_hidden[part])
@@ -199,4 +210,4 @@ class _LinearDivergence(torch.autograd.Function):
             grad_hidden = (grad_hidden * grad).to(grad_hidden.dtype)
         if grad_weight is not None:
             grad_weight = (grad_weight * grad).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, *[None] * 8
+        return grad_hidden, grad_weight, *[None] * 9

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..cross_entropy.reference import CPU_ROWS, GPU_ROWS, IGNORED, add_product
+from ..softcap import softcap_slope
 from ..vocabulary import WHOLE, VocabularyShard, project
 
 
@@ -25,6 +26,7 @@ def linear_log_probs(
     *,
     shard: VocabularyShard = WHOLE,
     chunk: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return the log-probability of each row's label, differentiable row by row.
 
@@ -36,12 +38,14 @@ def linear_log_probs(
             with the same rows, and each returns its own classes' part of the hidden states'
             gradient.
         chunk: rows at a time.
+        softcap: logits are capped at it, see `softcap.softcap`; None: they are not.
 
     Returns:
         [T] in fp32 (fp64 for fp64 input), the same on all ranks of the shard's group.
     """
     rows = chunk or _chunk_rows(hidden)
-    log_probs, _ = _apply(hidden, weight, labels.unsqueeze(1), 1.0, shard, rows, False)
+    inputs = hidden, weight, labels.unsqueeze(1)
+    log_probs, _ = _apply(*inputs, 1.0, shard, rows, False, softcap)
     return log_probs.squeeze(1)
 
 
@@ -53,6 +57,7 @@ def linear_class_log_probs(
     temperature: float = 1.0,
     shard: VocabularyShard = WHOLE,
     chunk: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities of several classes a row, and of all other classes together.
 
@@ -63,13 +68,14 @@ def linear_class_log_probs(
         temperature: the logits are divided by it.
         shard: see `linear_log_probs`.
         chunk: rows at a time.
+        softcap: see `linear_log_probs`.
 
     Returns:
         [T, K] and [T] in fp32 (fp64 for fp64 input). Where no class is left, the second is the
         logarithm of the smallest positive number.
     """
     rows = chunk or _chunk_rows(hidden)
-    return _apply(hidden, weight, classes, temperature, shard, rows, True)
+    return _apply(hidden, weight, classes, temperature, shard, rows, True, softcap)
 
 
 @torch.no_grad()
@@ -81,6 +87,7 @@ def linear_top_k(
     temperature: float = 1.0,
     shard: VocabularyShard = WHOLE,
     chunk: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the k likeliest classes of each row and their log-probabilities, without gradient.
 
@@ -91,6 +98,7 @@ def linear_top_k(
         temperature: the logits are divided by it.
         shard: see `linear_log_probs`.
         chunk: rows at a time.
+        softcap: see `linear_log_probs`.
 
     Returns:
         classes [T, k], int64, likeliest first, and their log-probabilities [T, k].
@@ -98,7 +106,7 @@ def linear_top_k(
     cast = weight.to(hidden.dtype)
     found = []
     for h in torch.split(hidden, chunk or _chunk_rows(hidden)):
-        logits = project(h, cast, temperature)
+        logits = project(h, cast, temperature, softcap)
         largest = shard.max_(logits.amax(-1))
         log_partition = largest + shard.sum_((logits - largest.unsqueeze(1)).exp_().sum(-1)).log()
         values, classes = shard.top_k(logits, k)
@@ -127,6 +135,7 @@ class _LinearLogProbs(torch.autograd.Function):
         shard: VocabularyShard,
         rows: int,
         with_rest: bool,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         cast = weight.to(hidden.dtype)
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -135,7 +144,7 @@ class _LinearLogProbs(torch.autograd.Function):
         log_partition = torch.empty_like(log_rest)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            logits = project(hidden[part], cast, temperature)
+            logits = project(hidden[part], cast, temperature, softcap)
             column, is_here = shard.locate(classes[part], logits.shape[1])
             chosen = logits.gather(1, column).where(is_here, 0)
             # The ranks' sums of exponentials add up only if all subtract the same maximum.
@@ -154,14 +163,14 @@ class _LinearLogProbs(torch.autograd.Function):
             log_probs[part] = known.where(classes[part] != IGNORED, 0)
         # Not the cast: where the dtypes differ it would be a second copy of the weight.
         ctx.save_for_backward(hidden, weight, classes, log_partition, log_rest)
-        ctx.settings = temperature, shard, rows, with_rest
+        ctx.settings = temperature, shard, rows, with_rest, softcap
         return log_probs, log_rest
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_rest: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, classes, log_partition, log_rest = ctx.saved_tensors
-        temperature, shard, rows, with_rest = ctx.settings
+        temperature, shard, rows, with_rest, softcap = ctx.settings
         cast = weight.to(hidden.dtype)
         grad = grad.where(classes != IGNORED, 0) / temperature
         grad_rest = grad_rest / temperature
@@ -169,8 +178,10 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_weight = None
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            logits = project(hidden[part], cast, temperature)
+            logits = project(hidden[part], cast, temperature, softcap)
             column, is_here = shard.locate(classes[part], logits.shape[1])
+            # Of the logits, before they become probabilities in place.
+            cap_slope = None if softcap is None else softcap_slope(logits * temperature, softcap)
             probabilities = logits.sub_(log_partition[part].unsqueeze(1))
             total = grad[part].sum(-1)
             if with_rest:
@@ -184,6 +195,8 @@ class _LinearLogProbs(torch.autograd.Function):
             if with_rest:
                 grad_logits += others
             grad_logits.scatter_add_(1, column, grad[part].where(is_here, 0))
+            if cap_slope is not None:
+                grad_logits.mul_(cap_slope)
             narrow = grad_logits.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(narrow, cast, out=grad_hidden[part])
@@ -191,7 +204,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 grad_weight = add_product(grad_weight, narrow.T, hidden[part])
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, *[None] * 5
+        return grad_hidden, grad_weight, *[None] * 6
 
 
 def _without(values: Tensor, column: Tensor, is_here: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,6 +18,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         eps: added to the mean square.
     """
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+def zero_centered_rms_norm(
+    kernel: Callable[[Tensor, Tensor, float], Tensor], x: Tensor, weight: Tensor, eps: float
+) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * (1 + weight), of which nothing is rounded before the end.
+
+    Args:
+        kernel: an implementation of `rms_norm`.
+        x: see there.
+        weight: [D], zeros for a scale of 1.
+        eps: see there.
+    """
+    # In fp32 the kernel does not round 1 + weight, which would lose most of a small weight.
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return kernel(x.to(wide), 1 + weight.to(wide), eps).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

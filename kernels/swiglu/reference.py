@@ -72,6 +72,32 @@ def backward(
     return grad_gate.to(gate.dtype), (d * silu).to(up.dtype), grad_weight
 
 
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return gelu(gate) * up with the tanh form of GELU (arXiv:2002.05202, equation 6).
+
+    The backward pass computes gelu(gate) again instead of keeping it.
+
+    Args:
+        gate: [..., F].
+        up: [..., F].
+    """
+    out: Tensor = _GeGLU.apply(gate, up)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _GeGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.gelu(gate, approximate="tanh") * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grad_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
+        return grad_gate, F.gelu(gate, approximate="tanh") * grad
+
+
 def clamped_swiglu(
     gate: Tensor, up: Tensor, limit: float, alpha: float, row_weight: Tensor | None = None
 ) -> Tensor:

@@ -39,6 +39,7 @@ class GroupedQueryAttention(LocalParameters):
         queries, keys = config.n_heads * config.head_width, config.n_kv_heads * config.head_width
         self.head_width = config.head_width
         self.rotary_width = config.rotary_width
+        self.query_scale, self.softcap = config.query_scale, config.score_softcap
         self.window, self.chunk = window, chunk
         self.norm, self.post_norm = make_norms(dim, norm_eps, kernels, config.norms)
         self.q = Linear(dim, queries, bias="q" in biases)
@@ -76,6 +77,8 @@ class GroupedQueryAttention(LocalParameters):
         v_BSGK = self.v(x_BSD).view(heads)
         # Keys are cached with their rotation, which depends on their own position alone.
         q_BSHK, k_BSGK = self.apply_rotary(q_BSHK, k_BSGK, cos, sin)
+        if self.query_scale != 1.0:
+            q_BSHK = q_BSHK * self.query_scale
         if cache is not None:
             k_BSGK, v_BSGK = cache.extend(k_BSGK, v_BSGK)
         out_BSHK = self.attention(q_BSHK, k_BSGK, v_BSGK, mask, **self._limits(mask))
@@ -104,6 +107,7 @@ class GroupedQueryAttention(LocalParameters):
         """Return the keyword arguments of attention; a mask separates chunks already."""
         chunk = None if isinstance(mask, Tensor) else self.chunk
         sinks = None if self.sinks is None else self.local("sinks")
-        given = {"window": self.window, "chunk": chunk, "sinks": sinks}
+        limits = {"window": self.window, "chunk": chunk}
+        given = {**limits, "sinks": sinks, "softcap": self.softcap}
         # Only what is set, so that an implementation without sinks or chunks serves other models.
         return {name: value for name, value in given.items() if value is not None}

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.choose import Kernels
+from ...kernels.softcap import softcap as cap_softly
 from ..heads import HeadSettings
 from ..language_model import LossFunction
 from .dense import Linear, RMSNorm
@@ -42,10 +43,21 @@ class Head(nn.Module):
         vocab_size: rows of the projection; None where it uses the embedding's weight.
         norm_eps: see `RMSNorm`.
         kernels: the implementations.
+        softcap: what logits are capped at, see `kernels.softcap`; None: they are not.
     """
 
-    def __init__(self, dim: int, vocab_size: int | None, norm_eps: float, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        dim: int,
+        vocab_size: int | None,
+        norm_eps: float,
+        kernels: Kernels,
+        softcap: float | None = None,
+    ) -> None:
         super().__init__()
+        # Only where it is set, so that a loss without it serves other models.
+        self.loss_settings = {} if softcap is None else {"softcap": softcap}
+        self.softcap = softcap
         self.norm = RMSNorm(dim, norm_eps, kernels)
         self.proj = None if vocab_size is None else Linear(dim, vocab_size)
 
@@ -73,12 +85,15 @@ class Head(nn.Module):
         x_BSD = self.norm(x)
         if labels is None or loss is None:
             # Cast after the product: what reads the logits sums in fp32.
-            return _widen(F.linear(x_BSD, weight_VD.to(x_BSD.dtype)))
+            logits = _widen(F.linear(x_BSD, weight_VD.to(x_BSD.dtype)))
+            return logits if self.softcap is None else cap_softly(logits, self.softcap)
         # Without logits: the loss gets weight and hidden states, and may make logits in pieces.
-        total = loss(x_BSD.flatten(0, 1), weight_VD, labels.flatten())
+        settings = self.loss_settings
+        total = loss(x_BSD.flatten(0, 1), weight_VD, labels.flatten(), **settings)
         for target in further_targets(x_BSD) if further_targets else ():
             # In this module, so that sharded weights are still gathered once.
-            further = loss(target.hidden.flatten(0, 1), weight_VD, target.labels.flatten())
+            hidden_TD = target.hidden.flatten(0, 1)
+            further = loss(hidden_TD, weight_VD, target.labels.flatten(), **settings)
             total = total + target.weight * further
         return total
 

@@ -27,6 +27,8 @@ YARN_KEYS = {
     "rope_parameters.attention_factor": "rope_scaling.attention_factor",
 }
 """of `YarnScaling`"""
+LINEAR_KEYS = {"rope_parameters.factor": "rope_scaling.factor"}
+"""of `LinearScaling`"""
 LONGROPE_KEYS = {
     "rope_parameters.short_factor": "rope_scaling.short_factor",
     "rope_parameters.long_factor": "rope_scaling.long_factor",
@@ -70,6 +72,20 @@ class RopeScaling(Sizes):
             "high_freq_factor": self.high_freq_factor,
             "original_max_position_embeddings": self.original_max_seq_len,
         }
+
+
+class LinearScaling(Sizes):
+    """Position interpolation: all rotary frequencies are divided alike (arXiv:2306.15595)."""
+
+    rotation_scale: ClassVar[float] = 1.0
+    """what cosine and sine are multiplied by"""
+
+    factor: PositiveFloat = 8.0
+    """what they are divided by"""
+
+    def hf_config(self) -> dict[str, Any]:
+        """Return what config.json's `rope_parameters` say of it."""
+        return {"rope_type": "linear", "factor": self.factor}
 
 
 class LongRopeScaling(Sizes):

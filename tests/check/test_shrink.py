@@ -27,6 +27,8 @@ FAMILIES = {
     "mistral": {"flavor": "7b-v0.1"},
     "mixtral": {"flavor": "8x22b"},
     "olmo2": {"flavor": "32b"},
+    "gemma2": {"flavor": "27b"},
+    "gemma3": {"flavor": "27b"},
     "phi3": {"flavor": "4-mini"},
     "qwen2": {"flavor": "72b"},
 }

@@ -25,12 +25,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2": {"name": "qwen2", "tie_embeddings": True},
     "olmo2": {"name": "olmo2"},
     "phi3": {"name": "phi3", "window": 9},
+    "gemma2": {"name": "gemma2", "window": 9, "head_dim": 12},
+    "gemma3": {"name": "gemma3", "window": 9, "full_every": 2, "rope_scaling": {"factor": 4.0}},
     "deepseek_v3": {"name": "deepseek_v3", "q_lora_rank": 12},
     "deepseek_v2": {"name": "deepseek_v3", "moe": SOFTMAX},
     "gpt_oss": {"name": "gpt_oss", "window": 9, "moe": {"num_experts": 3}},
     "llama4": {"name": "llama4", "chunk": 9, "nope_every": 2, "moe": {"num_experts": 3}},
 }
-ALSO = ("mistral", "qwen2", "olmo2", "phi3")
+ALSO = ("mistral", "qwen2", "olmo2", "phi3", "gemma2", "gemma3")
 """variants that only `make test-all` takes everywhere"""
 CASES = quick(VARIANTS, *(VARIANTS.keys() - ALSO))
 EOS = "<|end|>"

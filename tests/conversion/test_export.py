@@ -27,7 +27,8 @@ def random_model(**changes: Any) -> Any:
     model = empty_model(config)
     generator = torch.Generator().manual_seed(5)
     for name, parameter in model.named_parameters():
-        middle = 1.0 if name.endswith("norm.weight") else 0.0
+        is_norm = name.endswith("norm.weight")
+        middle = model.initial_values(name).value if is_norm else 0.0
         nn.init.normal_(parameter, middle, 0.2, generator=generator)
     for buffer in model.saved_buffers().values():
         nn.init.normal_(buffer, 0.0, 0.2, generator=generator)

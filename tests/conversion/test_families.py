@@ -53,6 +53,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("llama3_debug", {"name": "qwen2"}),
     "olmo2": ("llama3_debug", {"name": "olmo2"}),
     "phi3": ("llama3_debug", {"name": "phi3", "window": 9, "rotary_fraction": 0.75}),
+    "gemma2": ("llama3_debug", {"name": "gemma2", "window": 9, "logit_softcap": 5.0}),
+    "gemma3": ("llama3_debug", {"name": "gemma3", "window": 9, "full_every": 2}),
     "deepseek_v3": ("deepseek_v3_debug", {"moe": GLOBAL}),
     "deepseek_v2": (
         "deepseek_v3_debug",
@@ -97,7 +99,9 @@ def gradients(model: LanguageModel, tokens: torch.Tensor) -> dict[str, torch.Ten
     return {name.replace("block_sparse_moe", "mlp"): grad for name, grad in found.items()}
 
 
-@pytest.mark.parametrize("family", quick(MODELS, *(MODELS.keys() - {"mistral", "qwen2", "olmo2"})))
+@pytest.mark.parametrize(
+    "family", quick(MODELS, *(MODELS.keys() - {"mistral", "qwen2", "olmo2", "gemma2"}))
+)
 def test_it_learns_goes_on_and_is_the_same_in_transformers(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,7 @@ HEADS = {
     "token": HeadSettings(kind="token_classification", outputs=5, bias=True, dropout=0.25),
     "answers": HeadSettings(kind="question_answering", outputs=2, bias=True),
 }
-NO_TOKENS = ("llama4", "deepseek_v2", "olmo2")
+NO_TOKENS = ("llama4", "deepseek_v2", "olmo2", "gemma3")
 ANSWERS = ("tied", "qwen3", "experts", "mixtral", "mistral", "qwen2")
 CASES = [
     pytest.param(variant, head, marks=[pytest.mark.matrix] if variant in ALSO else [])
@@ -52,7 +52,8 @@ def random_model(head: HeadSettings | None, **changes: Any) -> Any:
     model = empty_model(config)
     generator = torch.Generator().manual_seed(5)
     for name, parameter in model.named_parameters():
-        middle = 1.0 if name.endswith("norm.weight") else 0.0
+        is_norm = name.endswith("norm.weight")
+        middle = model.initial_values(name).value if is_norm else 0.0
         nn.init.normal_(parameter, middle, 0.2, generator=generator)
     for buffer in model.saved_buffers().values():
         nn.init.normal_(buffer, 0.0, 0.2, generator=generator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_scales_that_are_missing_are_said(packed: Path, capsys: pytest.CaptureFi
     assert f"{name}_blocks is in the folder but not in the model" in said
 
 
-def test_of_a_llama_4_that_sees_images_the_language_model_is_read(tmp_path: Path) -> None:
+def llama4_with_images() -> Any:
     from transformers import Llama4Config, Llama4ForConditionalGeneration
 
     small = {"num_experts": 3, "expert_ffn_dim": 24}
@@ -87,7 +88,27 @@ def test_of_a_llama_4_that_sees_images_the_language_model_is_read(tmp_path: Path
         **sides, "intermediate_size": 16, "vision_output_dim": 16, "projector_input_dim": 16,
         "projector_output_dim": 16, "image_size": 28, "patch_size": 14,
     }  # fmt: skip
-    theirs = Llama4ForConditionalGeneration(Llama4Config(text_config=text, vision_config=vision))
+    return Llama4ForConditionalGeneration(Llama4Config(text_config=text, vision_config=vision))
+
+
+def gemma3_with_images() -> Any:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    scaling = {"factor": 8.0}
+    text = config_of(name="gemma3", window=9, full_every=2, rope_scaling=scaling).hf_config()
+    sides = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {**sides, "intermediate_size": 16, "image_size": 28, "patch_size": 14}
+    of_images = {"image_token_index": 319, "boi_token_index": 318, "eoi_token_index": 317}
+    return Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=1, **of_images)
+    )
+
+
+@pytest.mark.parametrize("make", [llama4_with_images, gemma3_with_images])
+def test_of_a_model_that_sees_images_the_language_model_is_read(
+    tmp_path: Path, make: Callable[[], Any]
+) -> None:
+    theirs = make()
     theirs.eval().save_pretrained(tmp_path / "hf")
     assert any("vision" in name for name in load_file(tmp_path / "hf" / SINGLE))
     assert convert("hf2dcp", tmp_path / "hf", tmp_path / "dcp", "--verify") == 0

@@ -1,4 +1,4 @@
-"""Windows, chunks and sinks where ranks share a sequence, against attention over all of it."""
+"""Windows, chunks, sinks and caps where ranks share a sequence, against attention to all of it."""
 
 import pytest
 import torch
@@ -12,7 +12,14 @@ from trainer.engine.parallel.context.context import ContextParallel
 from trainer.kernels.attention.reference import document_mask
 from trainer.kernels.choose import choose
 
-REACHES = [({"window": 5}, True), ({"window": 5}, False), ({"chunk": 6}, False), ({}, True)]
+REACHES = [
+    ({"window": 5}, True),
+    ({"window": 5}, False),
+    ({"chunk": 6}, False),
+    ({}, True),
+    ({"window": 5, "softcap": 0.5}, True),
+    ({"softcap": 0.5}, False),
+]
 
 
 def differences(changes):
@@ -24,6 +31,7 @@ def differences(changes):
         kernels = context.adapt_kernels(choose({"attention": name}, "cpu", 64), None)
         attend_part = kernels.attention
         if changes.get("compiled"):
+            torch._dynamo.reset()  # which compiles a function a few times at most
             attend_part = torch.compile(attend_part, backend="aot_eager", fullgraph=True)
         for reach, with_documents in REACHES:
             generator = torch.Generator().manual_seed(1)

@@ -130,9 +130,9 @@ def work(with_documents):
     products, sent = [], []
     forward = kernels.partial_attention.forward
 
-    def counted(query, key, value, mask, causal):
+    def counted(query, key, value, mask, causal, softcap):
         products.append(query.shape[1] * key.shape[1] / (2 if causal else 1))
-        return forward(query, key, value, mask, causal)
+        return forward(query, key, value, mask, causal, softcap)
 
     def exchange(operations):
         sent.extend(each.tensor.nbytes for each in operations if each.op is dist.isend)

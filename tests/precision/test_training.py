@@ -101,7 +101,7 @@ def test_a_plan_computes_what_one_process_does(plan, alone):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "olmo2", "phi3"])
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "olmo2", "phi3", "gemma2"])
 def test_a_family_computes_on_tensor_ranks_what_it_does_on_one(family):
     pytest.importorskip("torchao")
     changes = {"model": {**MODEL, "name": family}, "optimizer": {"name": "sgd", "lr": 0.1}}

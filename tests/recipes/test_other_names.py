@@ -64,6 +64,7 @@ def test_a_command_leads_to_a_command():
         ('[activation_checkpoint]\nmode = "full"', "mode: write memory.recompute"),
         ('[optimizer]\nname = "AdamW"', 'did you mean "adamw"?'),
         ('[model]\nname = "llama"', "write llama3 (also for Llama 1 and 2) or llama4"),
+        ('[model]\nname = "gemma"', "write gemma2 or gemma3 (Gemma 1 is not there)"),
         ('[schedule]\nname = "cosine_with_warmup"', "write cosine"),
     ],
 )

@@ -1,7 +1,8 @@
-"""Mistral, Qwen2 and OLMo 2 under the plans that their own layers could break, in float64.
+"""Dense families under the plans that their own layers could break, in float64.
 
 Ranks of the tensor axis sum the squares of OLMo 2's queries and keys, have parts of Qwen2's biases,
-and gather what enters a half of a block that has no norm before it.
+gather what enters a half of a block that has no norm before it, and cap parts of Gemma 2's logits.
+Ranks of the context axis cap the scores of the keys of others.
 """
 
 from math import prod
@@ -29,6 +30,16 @@ MODELS = {
     "mistral": {"name": "mistral", "window": 5, "head_dim": 12},
     "qwen2": {"name": "qwen2", "tie_embeddings": True},
     "olmo2": {"name": "olmo2"},
+    # Caps so low that they bend every score and logit.
+    "gemma2": {"name": "gemma2", "window": 5, "attention_softcap": 1.5, "logit_softcap": 0.7},
+    "gemma3": {
+        "name": "gemma3",
+        "window": 5,
+        "full_every": 2,
+        "local_rope_theta": 100.0,
+        "rope_scaling": {"factor": 4.0},
+        "head_dim": 12,
+    },
     "phi3": {"name": "phi3", "rotary_fraction": 0.75, "rope_scaling": LONGROPE},
 }
 LORA = {"rank": 3, "alpha": 12.0, "targets": ["*.attention.[qkvo].weight", "*.mlp.*.weight"]}
@@ -39,8 +50,13 @@ PLANS = {
     "tensor-context": {"tensor": 2, "context": 2},
     "tensor-pipeline": {"tensor": 2, "pipeline": 2},
     "context-pipeline": {"context": 2, "pipeline": 2},
+    "ring": {"context": 2, "context_exchange": "ring"},
+    "ring-shard": {"context": 2, "context_exchange": "ring", "shard": 2},
+    "pipeline": {"pipeline": 2},
     "shard-replicate": {"shard": 2, "replicate": 2},
 }
+
+GEMMA_PLANS = [plan for plan in PLANS if plan != "tensor-context"]
 
 
 def trained(recipe):
@@ -64,7 +80,7 @@ def alone():
 def assert_same(alone, family, parallel, **changes):
     losses, norms, weights = alone(of=family, **changes)
     found = {}
-    world = prod(parallel.values())
+    world = prod(degree for degree in parallel.values() if isinstance(degree, int))
     for rank in run_ranks(world, trained, recipe_of(family, parallel=parallel, **changes)):
         assert rank[0] == pytest.approx(losses, abs=1e-12)
         assert rank[1] == pytest.approx(norms, abs=1e-12)
@@ -79,6 +95,9 @@ def assert_same(alone, family, parallel, **changes):
     [
         ("olmo2", "tensor"),
         *also(*(("olmo2", plan) for plan in PLANS if plan != "tensor")),
+        ("gemma2", "tensor-context"),
+        ("gemma3", "tensor-context"),
+        *also(*((name, plan) for name in ("gemma2", "gemma3") for plan in GEMMA_PLANS)),
         *also(("qwen2", "shared heads"), ("qwen2", "shard-replicate")),
         *also(*((family, "tensor-context") for family in ("mistral", "phi3"))),
         *also(*((family, "context-pipeline") for family in ("mistral", "phi3"))),
@@ -94,6 +113,8 @@ def test_every_weight_is_that_of_one_process(family, plan, alone):
     [
         ("olmo2", "shared heads"),
         ("qwen2", "shared heads"),
+        ("gemma2", "tensor-context"),
+        ("gemma3", "tensor-shard"),
         ("phi3", "tensor-shard"),
         ("mistral", "context-pipeline"),
     ],
@@ -103,9 +124,10 @@ def test_every_adapter_is_that_of_one_process(family, plan, alone):
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("family", ["olmo2", "gemma2"])
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_recomputed_blocks_of_olmo2_are_those_of_one_process(recompute, alone):
-    assert_same(alone, "olmo2", PLANS["tensor-shard"], memory={"recompute": recompute})
+def test_recomputed_blocks_are_those_of_one_process(family, recompute, alone):
+    assert_same(alone, family, PLANS["tensor-shard"], memory={"recompute": recompute})
 
 
 @pytest.mark.matrix

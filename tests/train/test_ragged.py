@@ -33,6 +33,8 @@ FAMILIES = {
     "deepseek_v3": {},
     "mistral": {"window": 8},
     "olmo2": {},
+    "gemma2": {"window": 8, "attention_softcap": 1.5, "logit_softcap": 0.7},
+    "gemma3": {"window": 8, "full_every": 2},
     "phi3": {"rotary_fraction": 0.5},
 }
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.cross_entropy.reference import GPU_ROWS
+from ....kernels.rms_norm.reference import zero_centered_rms_norm
 from ....kernels.torch_private import FakeTensorMode
 from ....model_zoo.layers.dense import RMSNorm
 from ...assemble.build import BuiltModel, build_model, build_step
@@ -134,8 +135,12 @@ def with_gpu_kernels(built: BuiltModel) -> BuiltModel:
     """Return a model whose operations hold what the kernels of a GPU would hold."""
     for module in built.model.modules():
         # A norm over all heads that tensor ranks share is left: it sums squares over them.
-        if isinstance(module, RMSNorm) and module.kernel is built.kernels.rms_norm:
+        if not isinstance(module, RMSNorm):
+            continue
+        if module.kernel is built.kernels.rms_norm:
             module.kernel = _fused_norm
+        elif getattr(module.kernel, "func", None) is zero_centered_rms_norm:
+            module.kernel = partial(zero_centered_rms_norm, _fused_norm)
     # `is_split` keeps chunks whole, as on a GPU; a CPU's are cut to fit a core's cache.
     loss = partial(built.kernels.linear_cross_entropy, chunk=GPU_ROWS, is_split=True)
     return replace(built, kernels=replace(built.kernels, linear_cross_entropy=loss))

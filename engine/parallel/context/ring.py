@@ -40,6 +40,7 @@ def ring_attention(
     window: int | None = None,
     chunk: int | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend from this rank's queries to the keys of all ranks up to their own position.
 
@@ -54,6 +55,7 @@ def ring_attention(
         window: see `kernels.attention.local.attend`.
         chunk: see there; not with documents, in which chunks are told apart.
         sinks: see there.
+        softcap: see there.
 
     Returns:
         the attention output, [B, S, H, W].
@@ -63,10 +65,10 @@ def ring_attention(
     # Operators of torch.library take no process group or kernel, but their names.
     if torch.compiler.is_compiling():
         names = kernel.name, group.group_name
-        out: Tensor = _operation(query, pair, documents, sinks, *names, window, chunk)[0]
+        out: Tensor = _operation(query, pair, documents, sinks, *names, window, chunk, softcap)[0]
         return out
-    pieces = Pieces(group.size(), query.shape[1] // 2, window, chunk)
-    return cast("Tensor", _Ring.apply(query, pair, documents, sinks, kernel, group, pieces))  # type: ignore[no-untyped-call]
+    how = kernel, group, Pieces(group.size(), query.shape[1] // 2, window, chunk), softcap
+    return cast("Tensor", _Ring.apply(query, pair, documents, sinks, *how))  # type: ignore[no-untyped-call]
 
 
 class _Ring(torch.autograd.Function):
@@ -80,10 +82,12 @@ class _Ring(torch.autograd.Function):
         kernel: PartialAttention,
         group: ProcessGroup,
         pieces: Pieces,
+        softcap: float | None,
     ) -> Tensor:
-        out, log_sums = _forward(query, pair, documents, sinks, kernel, group, pieces)
+        how = kernel, group, pieces, softcap
+        out, log_sums = _forward(query, pair, documents, sinks, *how)
         ctx.save_for_backward(query, pair, documents, sinks, out, log_sums)
-        ctx.how = kernel, group, pieces
+        ctx.how = how
         return out
 
     @staticmethod
@@ -92,7 +96,7 @@ class _Ring(torch.autograd.Function):
         grad = grad.contiguous()
         found = _backward(grad, query, pair, documents, out, log_sums, *ctx.how)
         for_sinks = None if sinks is None else sinks_gradient(grad, out, log_sums, sinks)
-        return *found, None, for_sinks, None, None, None
+        return *found, None, for_sinks, None, None, None, None
 
 
 def _forward(
@@ -103,6 +107,7 @@ def _forward(
     kernel: PartialAttention,
     group: ProcessGroup,
     pieces: Pieces,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and the log of the sums that softmax divides by, [B, H, S]."""
     mine, (batch, length, heads, width) = group.rank(), query.shape
@@ -115,7 +120,7 @@ def _forward(
         parts = pieces.parts(mine, source, query, documents)
         for rows, keys, mask, is_causal, is_first in parts:
             part, its_sums = kernel.forward(
-                query[:, rows], key[:, keys], value[:, keys], mask, is_causal
+                query[:, rows], key[:, keys], value[:, keys], mask, is_causal, softcap
             )
             if is_first:
                 out[:, rows], log_sums[..., rows] = part, its_sums
@@ -140,6 +145,7 @@ def _backward(
     kernel: PartialAttention,
     group: ProcessGroup,
     pieces: Pieces,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of `query` and `pair`.
 
@@ -163,6 +169,7 @@ def _backward(
                 log_sums[..., rows],
                 mask,
                 is_causal,
+                softcap,
             )
             found.append((rows, keys, *gradients))
         # Only now, so that the kernels above overlap with the message that brings this gradient.
@@ -210,11 +217,16 @@ def _wait(works: list[Work]) -> None:
 
 
 def _resolve(
-    query: Tensor, kernel: str, name: Any, window: int | None, chunk: int | None
-) -> tuple[PartialAttention, ProcessGroup, Pieces]:
+    query: Tensor,
+    kernel: str,
+    name: Any,
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+) -> tuple[PartialAttention, ProcessGroup, Pieces, float | None]:
     group: ProcessGroup = resolve_process_group(name)
     pieces = Pieces(group.size(), query.shape[1] // 2, window, chunk)
-    return PARTIAL_ATTENTION[kernel], group, pieces
+    return PARTIAL_ATTENTION[kernel], group, pieces, softcap
 
 
 # Compiled blocks see one operation and nothing inside it: Dynamo need not trace its messages.
@@ -224,7 +236,7 @@ def _resolve(
     "trainer::ring_attention",
     mutates_args=(),
     schema="(Tensor query, Tensor pair, Tensor? documents, Tensor? sinks, str kernel, str group,"
-    " int? window, int? chunk) -> (Tensor, Tensor)",
+    " int? window, int? chunk, float? softcap) -> (Tensor, Tensor)",
 )
 def _operation(
     query: Tensor, pair: Tensor, documents: Tensor | None, sinks: Tensor | None, *how: Any
@@ -238,7 +250,8 @@ def _operation(
     "trainer::ring_attention_backward",
     mutates_args=(),
     schema="(Tensor grad, Tensor query, Tensor pair, Tensor? documents, Tensor out,"
-    " Tensor log_sums, str kernel, str group, int? window, int? chunk) -> (Tensor, Tensor)",
+    " Tensor log_sums, str kernel, str group, int? window, int? chunk, float? softcap)"
+    " -> (Tensor, Tensor)",
 )
 def _operation_backward(
     grad: Tensor,
@@ -276,7 +289,7 @@ def _differentiate(ctx: Any, grad: Tensor, _sums_grad: Tensor) -> tuple[Tensor |
     query, pair, documents, sinks, out, log_sums = ctx.saved_tensors
     found = _operation_backward(grad, query, pair, documents, out, log_sums, *ctx.how)
     for_sinks = None if sinks is None else sinks_gradient(grad, out, log_sums, sinks)
-    return *found, None, for_sinks, None, None, None, None
+    return *found, None, for_sinks, *[None] * 5
 
 
 _operation.register_autograd(_differentiate, setup_context=_keep)

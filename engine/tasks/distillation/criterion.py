@@ -44,7 +44,11 @@ class SoftCriterion:
         return (1 - self.hard_weight) * self.temperature**2, self.hard_weight
 
     def compute(
-        self, student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor], labels: Tensor
+        self,
+        student: tuple[Tensor, Tensor],
+        teacher: tuple[Tensor, Tensor],
+        labels: Tensor,
+        softcaps: tuple[float | None, float | None] = (None, None),
     ) -> Tensor:
         """Return the summed divergence and the summed cross entropy, [2].
 
@@ -53,7 +57,9 @@ class SoftCriterion:
             teacher: hidden states [T, E] and head weight [V, E]; with `top_k` tokens [T, k] and
                 their log-probabilities at the temperature.
             labels: [T], -100 ignored.
+            softcaps: what the student's and the teacher's logits are capped at.
         """
+        softcap = softcaps[0]
         settings: dict[str, Any] = {
             "divergence": self.divergence,
             "temperature": self.temperature,
@@ -62,11 +68,14 @@ class SoftCriterion:
         if self.top_k:
             tokens, log_probs = teacher[0].long(), teacher[1]
             soft = linear_sparse_divergence(
-                student, tokens, log_probs, labels != IGNORED, **settings
+                student, tokens, log_probs, labels != IGNORED, softcap=softcap, **settings
             ).sum()
         else:
-            soft = linear_divergence(student, teacher, labels != IGNORED, **settings)
+            counted = labels != IGNORED
+            soft = linear_divergence(student, teacher, counted, softcaps=softcaps, **settings)
         # A validation always tells the cross entropy; a step computes it if it is minimised.
         if self.hard_weight or not torch.is_grad_enabled():
-            return torch.stack([soft, self.kernels.linear_cross_entropy(*student, labels)])
+            capped = {} if softcap is None else {"softcap": softcap}
+            hard = self.kernels.linear_cross_entropy(*student, labels, **capped)
+            return torch.stack([soft, hard])
         return torch.stack([soft, torch.zeros_like(soft)])

@@ -26,12 +26,15 @@ class TeacherHead:
 
     Attributes:
         weight: [V, E]; None before the first forward pass.
+        softcap: what the teacher's logits are capped at; None: they are not.
     """
 
     weight: Tensor | None = None
+    softcap: float | None = None
 
-    def keep(self, weight: Tensor) -> None:
-        """Keep a copy of the weight as it is gathered in the first forward pass."""
+    def keep(self, weight: Tensor, softcap: float | None) -> None:
+        """Keep the cap, and a copy of the weight as it is gathered in the first forward pass."""
+        self.softcap = softcap
         # FSDP frees what it gathers: the copy stays. It is frozen, so that one is enough.
         if self.weight is None:
             self.weight = weight.detach().clone()
@@ -48,7 +51,7 @@ class TeacherRecord(OutputRecord):
         self._task = task
         self.told: dict[str, Tensor] = {}
 
-    def __call__(self, *outputs: Any) -> Tensor:
+    def __call__(self, *outputs: Any, softcap: float | None = None) -> Tensor:
         """Keep what [T, E] hidden states and head weight [V, E] say; nothing is minimised."""
         hidden, weight, _ = outputs
         loss = self._task.loss
@@ -61,11 +64,12 @@ class TeacherRecord(OutputRecord):
                 loss.top_k,
                 temperature=loss.temperature,
                 shard=loss.kernels.vocabulary,
+                softcap=softcap,
             )
             self.told = {"teacher_tokens": tokens, "teacher_log_probs": log_probs}
         else:
             self.told = {"teacher_hidden": hidden}
-            self._task.head.keep(weight.to(hidden.dtype))
+            self._task.head.keep(weight.to(hidden.dtype), softcap)
         return torch.zeros((), device=hidden.device)
 
 
@@ -83,13 +87,16 @@ class DistillationRecord(LossRecord):
         self._parts: Tensor | None = None
         self._predictions: tuple[Tensor, Tensor] | None = None
 
-    def __call__(self, *outputs: Any) -> Tensor:
+    def __call__(self, *outputs: Any, softcap: float | None = None) -> Tensor:
         """Return the sum that is minimised, from hidden states, head weight and labels."""
         hidden, weight, labels = outputs
         if self._parts is not None:  # tokens farther ahead, which the teacher does not predict
-            further: Tensor = self._task.loss.kernels.linear_cross_entropy(hidden, weight, labels)
+            capped = {} if softcap is None else {"softcap": softcap}
+            loss = self._task.loss.kernels.linear_cross_entropy
+            further: Tensor = loss(hidden, weight, labels, **capped)
             return further
-        parts = self._task.compute((hidden, weight), self._teacher, labels)
+        softcaps = softcap, self._task.head.softcap
+        parts = self._task.compute((hidden, weight), self._teacher, labels, softcaps)
         self._parts = parts.detach()
         if self._task.keeps_predictions:
             vocabulary = self._task.loss.kernels.vocabulary

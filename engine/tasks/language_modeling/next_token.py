@@ -54,14 +54,15 @@ class TokenLossRecord(LossRecord):
         self._lengths = lengths
         self._token_losses: list[Tensor] = []
 
-    def __call__(self, *outputs: Any) -> Tensor:
+    def __call__(self, *outputs: Any, softcap: float | None = None) -> Tensor:
         """Return the sum that is minimised, from hidden states, head weight and labels."""
+        settings = {} if softcap is None else {"softcap": softcap}
         if self._token_losses:
-            return self._loss(*outputs)
+            return self._loss(*outputs, **settings)
         if self._vocabulary is not None:
             hidden, weight, labels = outputs
             self._predictions = predict_tokens(hidden, weight, self._vocabulary), labels
-        return self._loss(*outputs, token_losses=self._token_losses)
+        return self._loss(*outputs, token_losses=self._token_losses, **settings)
 
     def sums(self, minimized: Tensor) -> Tensor:
         """Return the sum that is minimised, the task's loss, and that of each source."""
@@ -81,6 +82,8 @@ class TokenLossRecord(LossRecord):
 @torch.no_grad()
 def predict_tokens(hidden: Tensor, weight: Tensor, vocabulary: VocabularyShard) -> Tensor:
     """Return the most probable token at each position, without holding all logits.
+
+    A cap of the logits changes no order, and is left out.
 
     Args:
         hidden: [T, D].
@@ -120,7 +123,7 @@ class NextToken(Task[TokenBatch]):
         loss: (hidden [T, D], head weight [V, D], labels [T], -100 ignored) -> the sum over tokens
             that is minimised, fp32. Given a list as `token_losses`, it appends the task's loss of
             each token to it, without regularisers and without gradient: [T], in one piece or
-            several.
+            several. `softcap` caps the logits; it is given where a model does so.
         token_bytes: bytes of text that each token stands for, [V] int64; None if unknown.
         vocabulary: the tokens whose logits this rank computes.
     """

@@ -29,13 +29,14 @@ class TokenScores(OutputRecord):
     def __init__(self, vocabulary: VocabularyShard = WHOLE) -> None:
         self._vocabulary = vocabulary
 
-    def __call__(self, *outputs: Tensor) -> Tensor:
+    def __call__(self, *outputs: Tensor, softcap: float | None = None) -> Tensor:
         """Return the loss summed over the labels that are not ignored.
 
         Args:
             outputs: hidden states [T, D], the output projection [V, D], and the next token of each
                 position, [T], or `IGNORED`. Later calls are for what the model learns besides, and
                 are not scored.
+            softcap: what logits are capped at; None: they are not.
         """
         hidden, weight, labels = outputs
         if self.nll is not None:
@@ -48,7 +49,7 @@ class TokenScores(OutputRecord):
         columns = int(shard.max_(torch.tensor(len(weight), device=labels.device)))
         # A few rows at a time: all logits, [T, V] in fp32, may not fit in memory.
         for some in torch.split(places, max(1, MAX_LOGITS // columns)):
-            logits, wanted = project(hidden[some], weight, 1.0), labels[some]
+            logits, wanted = project(hidden[some], weight, 1.0, softcap), labels[some]
             column, is_here = shard.locate(wanted, logits.shape[1])
             chosen = logits.gather(1, column.unsqueeze(1)).squeeze(1).where(is_here, 0)
             self.is_greedy[some] = shard.top_k(logits, 1)[1].squeeze(1) == wanted

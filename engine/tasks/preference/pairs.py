@@ -72,12 +72,12 @@ class AnswerRecord(OutputRecord):
         self._kernels = kernels
         self.log_probs: Tensor | None = None
 
-    def __call__(self, *outputs: Any) -> Tensor:
+    def __call__(self, *outputs: Any, softcap: float | None = None) -> Tensor:
         """Keep [2 B] log-probabilities of whole answers, and return nothing to minimise."""
         hidden, weight, labels = outputs
         if self.log_probs is None:  # later calls are for tokens farther ahead
             vocabulary = self._kernels.vocabulary
-            tokens = linear_log_probs(hidden, weight, labels, shard=vocabulary)
+            tokens = linear_log_probs(hidden, weight, labels, shard=vocabulary, softcap=softcap)
             # Ranks of the context axis hold parts of each answer.
             self.log_probs = self._kernels.sequence.total(self._batch.sum_rows(tokens))
         return torch.zeros((), device=hidden.device)
@@ -97,10 +97,10 @@ class PairRecord(AnswerRecord):
         self._score = score
         self._numbers = PairNumbers(batch, kernels)
 
-    def __call__(self, *outputs: Any) -> Tensor:
+    def __call__(self, *outputs: Any, softcap: float | None = None) -> Tensor:
         """Return the sum of the losses, from hidden states, head weight and labels."""
         is_first = self.log_probs is None
-        nothing = super().__call__(*outputs)
+        nothing = super().__call__(*outputs, softcap=softcap)
         if not is_first:
             return nothing
         assert self.log_probs is not None, "the call above keeps them"
