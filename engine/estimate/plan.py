@@ -259,7 +259,9 @@ def plan_pipeline(
     costs = stage_costs(cut, config)
     stages = [
         StagePlan(
-            cut.rank_of(number), (cut.blocks(number).start, cut.blocks(number).stop - 1), cost
+            cut.rank_of(number),
+            (cut.held_blocks(number).start, cut.held_blocks(number).stop - 1),
+            cost,
         )
         for number, cost in enumerate(costs)
     ]
