@@ -243,6 +243,12 @@ def show_parts() -> int:
     return 0
 
 
+def next_cells(first: int, ran: Sequence[Part]) -> int:
+    """Return the first cell that the next change runs, after the parts of the one before."""
+    was_run = any(part.group == "cells" for part in ran)
+    return (first + CELLS_A_CHANGE * was_run) % CELLS
+
+
 def advance() -> int:
     """Record the commit that is checked out, and the last part that ran for the change before."""
     commit = (_git("rev-parse", "HEAD") or "").strip()
@@ -252,10 +258,9 @@ def advance() -> int:
     if state["commit"] == commit:
         print("this commit is recorded already")
         return 0
-    _, further, why = choose_next(until=commit)
+    chosen, further, why = choose_next(until=commit)
     note = STATE.read_text("utf-8").split("commit =")[0]
-    # Each change checks other cells than the one before.
-    cells = (state["cells"] + CELLS_A_CHANGE) % CELLS
+    cells = next_cells(state["cells"], [*chosen, *further])
     numbers = f"part = {further[-1].number}\ncells = {cells}\n"
     STATE.write_text(f'{note}commit = "{commit}"\n{numbers}', "utf-8")
     print(f"{why}\nthe parts after {further[-1].number} are next")

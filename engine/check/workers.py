@@ -143,7 +143,7 @@ class RankPool:
                 rank = waiting[pipe]
                 try:
                     kind, content = pipe.recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     raise EnvironmentFault(
                         f"rank {rank} was killed in {phases[rank]!r}", "is memory short?"
                     ) from None

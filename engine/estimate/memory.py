@@ -171,7 +171,7 @@ def _equal_stages(table: Pipelining, stages: int, config: ModelConfig) -> Iterat
     cut = cut_blocks(table, stages, config)
     places: dict[int, list[int]] = defaultdict(list)
     for place in range(1, stages - 1):
-        places[len(cut.blocks(place))].append(place)
+        places[len(cut.held_blocks(place))].append(place)
     for equal in places.values():
         if len(equal) > 3 and equal[-1] - equal[0] == len(equal) - 1:
             yield equal[0], equal[-1]

@@ -258,10 +258,9 @@ def plan_pipeline(
     cut = cut_blocks(table, ranks, config)
     costs = stage_costs(cut, config)
     stages = [
-        StagePlan(
-            cut.rank_of(number), (cut.blocks(number).start, cut.blocks(number).stop - 1), cost
-        )
+        StagePlan(cut.rank_of(number), (held[0], held[-1]), cost)
         for number, cost in enumerate(costs)
+        for held in [cut.held_blocks(number)]
     ]
     if table.csv:
         rows = read_schedule(Path(table.csv)).rows

@@ -80,7 +80,7 @@ def measure(
     length = recipe.task.positions(data)
     positions = share // passes * length // degrees.context
     total = data.global_batch * length / degrees.world
-    stage, bubble, in_flight = model.config.n_layers, 0.0, 1
+    stage, bubble, in_flight = model.config.num_blocks, 0.0, 1
     if degrees.pipeline > 1:
         table = parallel.pipelining
         cut = cut_blocks(table, degrees.pipeline, model.config)
@@ -88,7 +88,7 @@ def measure(
         grid = _grid(table.schedule, degrees.pipeline, stages, passes)
         bubble = bubble_fraction(grid, stage_costs(cut, model.config))
         in_flight = _most_in_flight(grid)
-        stage = max(len(cut.blocks(n)) for n in range(stages)) * (stages // degrees.pipeline)
+        stage = max(len(cut.held_blocks(n)) for n in range(stages)) * (stages // degrees.pipeline)
     again, attention_again = recomputed_share(memory)
     dense, experts = model.held(stage, degrees)
     pieces, shards = _shards(recipe, degrees)
@@ -96,7 +96,7 @@ def measure(
     sizes = {"blocks": stage, "passes": passes, "positions": positions, "recomputed": again}
     is_again = float(memory.recompute != "none")
     # Each element that a block saves is written in two bytes, and once more if it is recomputed.
-    moved = 2 * model.config.n_layers * (model.saved + model.replicated) * (1 + is_again / 3)
+    moved = 2 * model.config.num_blocks * (model.saved + model.replicated) * (1 + is_again / 3)
     work = StepWork(
         products=tuple(products_of(model, positions, total, degrees, again)),
         attention_flops=2 * (3 + attention_again) * total * model.attention,
@@ -149,7 +149,7 @@ def _memory(
     """Return the bytes of a rank: weights, gradients, optimizer, activations and logits."""
     length = recipe.task.positions(recipe.data.largest)
     positions, fsdp = rows * length // degrees.context, recipe.parallel.fsdp
-    stage = -(-model.config.n_layers // degrees.pipeline)
+    stage = -(-model.config.num_blocks // degrees.pipeline)
     dense, experts = model.held(stage, degrees)
     pieces, shards = _shards(recipe, degrees)
     resharding = fsdp.resharding(degrees.fsdp)

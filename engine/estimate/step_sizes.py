@@ -79,8 +79,8 @@ class StepSizes:
         precision, is_frozen = recipe.precision, bool(recipe.lora.rank)
         return cls(
             config,
-            block=(blocks - experts) // config.n_layers,
-            experts=experts // config.n_layers,
+            block=(blocks - experts) // config.num_blocks,
+            experts=experts // config.num_blocks,
             ends=sum(map(prod, shapes.values())) - blocks,
             width=DTYPES[precision.parameters].itemsize,
             reduce_width=DTYPES[precision.reduce].itemsize,

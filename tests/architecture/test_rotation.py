@@ -6,7 +6,16 @@ import pytest
 
 from tests.architecture.sources import ROOT
 from tests.conftest import pytest_collection_modifyitems
-from tests.rotation import PARTS, Part, find_changes, is_below, read_parts, select
+from tests.rotation import (
+    CELLS,
+    PARTS,
+    Part,
+    find_changes,
+    is_below,
+    next_cells,
+    read_parts,
+    select,
+)
 
 READ, BUDGET = read_parts()
 
@@ -89,6 +98,14 @@ def test_a_commit_that_git_does_not_know_means_that_everything_changed():
 def test_the_state_of_the_rotation_is_a_commit_a_part_and_a_cell():
     state = (PARTS.parent / "rotation.toml").read_text("utf-8")
     assert re.search(r'^commit = "[0-9a-f]{40}"\npart = \d+\ncells = \d+\n\Z', state, re.M)
+
+
+def test_the_next_cells_come_only_after_a_change_that_ran_some():
+    cells = next(part for part in READ if part.group == "cells")
+    assert cells.paths == ("tests/cells",)
+    assert next_cells(300, [part(1), part(2)]) == 300
+    assert next_cells(300, [part(1), cells]) == 400
+    assert next_cells(CELLS - 100, [cells]) == 0
 
 
 @pytest.mark.parametrize("shard", ["1/3", "2/3", "3/3"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,16 +53,16 @@ def run_cell(number: int, silence_seconds: float = 120.0) -> str:
     return f"cell {number} ({cell.describe()}): {found}\n  again: {again}"
 
 
-def run_cells(numbers: Iterable[int], record: Path | None, jobs: int) -> list[str]:
-    """Compare cells, skip those that are recorded as passed, and return the failures.
+def run_cells(numbers: Iterable[int], results: Path | None, jobs: int) -> list[str]:
+    """Compare cells, skip those that passed before, and return the failures.
 
     Args:
         numbers: the cells.
-        record: the file with a line for each cell that passed; None keeps none.
+        results: the file with a line for each cell that was compared; None keeps none.
         jobs: how many cells at a time.
     """
-    passed = set(read_record(record)) if record else set()
-    left = [number for number in numbers if number not in passed]
+    known = read_results(results) if results else {}
+    left = [number for number in numbers if not known.get(number)]
     failures = []
 
     def run(number: int) -> tuple[int, str, float]:
@@ -71,18 +71,18 @@ def run_cells(numbers: Iterable[int], record: Path | None, jobs: int) -> list[st
 
     with ThreadPoolExecutor(jobs) as threads:
         for number, failure, seconds in threads.map(run, left):
+            if results:
+                with results.open("a", encoding="utf-8") as file:
+                    file.write(f"{number} {'failed' if failure else 'passed'}\n")
             if failure:
                 failures.append(failure)
                 print(failure, flush=True)
                 continue
             print(f"cell {number}: equal, {seconds:.1f} s: {draw(number).describe()}", flush=True)
-            if record:
-                with record.open("a", encoding="utf-8") as file:
-                    file.write(f"{number}\n")
     return failures
 
 
-def read_record(record: Path) -> Iterator[int]:
-    """Yield the cells that passed."""
-    if record.exists():
-        yield from map(int, record.read_text("utf-8").split())
+def read_results(path: Path) -> dict[int, bool]:
+    """Return whether each cell of a file passed the last time."""
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    return {int(number): word == "passed" for number, word in (line.split() for line in lines)}

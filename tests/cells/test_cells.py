@@ -2,12 +2,14 @@
 
 import tomllib
 from collections import Counter
+from datetime import date
 from unittest.mock import patch
 
 import pytest
 
 from tests.cells.draw import CELLS, SCHEDULES, draw
-from tests.cells.run import read_record, run_cell, run_cells
+from tests.cells.record import add_results, describe, parse_ranges, read_entries, render
+from tests.cells.run import read_results, run_cell, run_cells
 from tests.distributed import CONTEXT
 from tests.rotation import CELLS as ALL
 from tests.rotation import CELLS_A_CHANGE, STATE
@@ -34,6 +36,22 @@ def test_a_number_is_one_cell():
     assert CELLS == ALL
 
 
+def test_the_record_holds_the_newest_result_of_each_cell(tmp_path):
+    path = tmp_path / "passed.toml"
+    assert describe(path) == "no cell of this version of draw.py is recorded"
+    add_results(path, {0: True, 1: True, 2: False, 4: True}, date(2026, 1, 2), "2.13.0")
+    add_results(path, {1: False, 2: True}, date(2026, 1, 3), "2.13.0")
+    add_results(path, {7: True}, date(2026, 1, 4), "2.14.0")
+    assert describe(path).splitlines() == [
+        "3 of 2000 cells passed with torch 2.13.0 until 2026-01-03: 0, 2, 4; failed: 1",
+        "1 of 2000 cells passed with torch 2.14.0 until 2026-01-04: 7; failed: none",
+    ]
+    assert render([5, 0, 1, 2]) == "0-2, 5"
+    assert [*parse_ranges("0-2, 5")] == [0, 1, 2, 5]
+    with patch("tests.cells.record.DIGEST", "another"):
+        assert read_entries(path) == []
+
+
 @pytest.mark.matrix
 def test_cells_are_valid_and_of_all_kinds():
     cells = [draw(number) for number in range(0, CELLS, 20)]
@@ -56,15 +74,15 @@ def test_cells_are_valid_and_of_all_kinds():
 @pytest.mark.matrix
 def test_a_cell_that_differs_prints_how_to_repeat_it(tmp_path, capsys):
     number = next(n for n in range(CELLS) if draw(n).recipe.parallel.degrees.tensor == 2)
-    record = tmp_path / "cells.txt"
+    results = tmp_path / "cells.txt"
     with patch("tests.cells.run.COMPUTE", "tests.check.bugs:forget_replicated"):
-        assert len(run_cells([number], record, 1)) == 1
+        assert len(run_cells([number], results, 1)) == 1
     assert f"again: python -m tests.cells run {number}" in capsys.readouterr().out
-    assert [*read_record(record)] == []
-    assert run_cells([number], record, 1) == []
-    assert [*read_record(record)] == [number]
+    assert read_results(results) == {number: False}
+    assert run_cells([number], results, 1) == []
+    assert read_results(results) == {number: True}
     with patch("tests.cells.run.COMPUTE", "nothing:is_run"):
-        assert run_cells([number], record, 1) == []
+        assert run_cells([number], results, 1) == []
 
 
 @pytest.mark.matrix

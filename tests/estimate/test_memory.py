@@ -30,6 +30,20 @@ EXPERTS = {
     "moe": {"num_experts": 8, "expert_ffn_dim": 128, "force_balanced": True, "aux_weight": 0.01},
 }
 SHORTER = BASE["data"] | {"global_batch": 4}  # two micro batches on a rank
+PREDICTIONS = {
+    "name": "deepseek_v3",
+    "dim": 32,
+    "n_layers": 4,
+    "n_heads": 2,
+    "ffn_dim": 64,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "nope_head_dim": 12,
+    "rope_head_dim": 4,
+    "value_head_dim": 10,
+    "n_dense_layers": 3,
+    "moe": {"num_experts": 4, "expert_ffn_dim": 16, "force_balanced": True},
+}
 PLANS = {
     "alone": (1, {}, {"data": SHORTER}),
     "shard": (2, {"shard": 2}, {}),
@@ -60,6 +74,8 @@ PLANS = {
         {"expert": 2, "tensor": 2, "context": 2, "context_exchange": "ring"},
         {"model": EXPERTS | {"name": "gpt_oss", "n_layers": 2, "window": 20}},
     ),
+    "predictions": (2, {"pipeline": 2}, {"model": PREDICTIONS | {"mtp_depth": 1}}),
+    "two predictions": (2, {"pipeline": 2}, {"model": PREDICTIONS | {"mtp_depth": 2}}),
     "pairs": (
         4,
         {"shard": 4, "fsdp": {"reshard_after_forward": 2, "ignored": ["*.up.weight", "embed.*"]}},

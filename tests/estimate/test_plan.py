@@ -9,11 +9,14 @@ import pytest
 from tests.report.test_chromium import visit
 from trainer.cli import main as cli
 from trainer.engine.estimate.groups import ring_bytes
+from trainer.engine.estimate.plan import plan_pipeline
 from trainer.engine.estimate.search import search, variants
 from trainer.engine.estimate.step_sizes import StepSizes
 from trainer.engine.parallel.mesh import Degrees
+from trainer.engine.parallel.tables import Pipelining
 from trainer.engine.recipe.checks.checks import check
 from trainer.engine.recipe.load import load_recipe
+from trainer.engine.recipe.schema import Recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE = """
@@ -164,3 +167,20 @@ def test_a_search_says_when_nothing_fits(recipe):
     loaded = load_recipe(recipe, []).recipe
     with pytest.raises(Exception, match="no plan of 4 ranks fits h100: the least takes"):
         search(loaded, 4, "h100", 1000, 8)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_the_last_stage_shows_its_blocks_of_further_predictions(depth):
+    model = {"name": "deepseek_v3", "n_layers": 4, "mtp_depth": depth}
+    config = Recipe.model_validate({"run": {"steps": 1}, "model": model}).model.with_vocab(258)
+    stages = plan_pipeline(Pipelining(layers_per_stage=[2, 2]), 2, config, 2).stages
+    assert [stage.blocks for stage in stages] == [(0, 1), (2, 3 + depth)]
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_formulas_count_all_weights_of_further_predictions_once(depth):
+    model = {"name": "deepseek_v3", "n_layers": 4, "mtp_depth": depth}
+    sizes = StepSizes.of(Recipe.model_validate({"run": {"steps": 1}, "model": model}))
+    expected = sum(map(prod, sizes.config.parameter_shapes().values()))
+    held = sizes.held(4 + depth, Degrees(1, 1, 1, 1, 1))
+    assert sum(held) == pytest.approx(expected, rel=1e-4)

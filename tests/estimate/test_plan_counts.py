@@ -10,6 +10,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.cases import quick
 from tests.distributed import run_ranks
+from tests.estimate.test_memory import PREDICTIONS
 from trainer.engine.assemble.build import build_model, build_step
 from trainer.engine.core.local import local
 from trainer.engine.estimate.plan import store
@@ -57,6 +58,10 @@ PLANS = {
     "expert-divided": (
         {"expert": 2, "expert_tensor": 2, "tensor": 2},
         {"model": EXPERTS, "data": BASE["data"] | {"micro_batch": 2}},
+    ),
+    "predictions-pipeline": (
+        {"pipeline": 2, "shard": 2},
+        {"model": PREDICTIONS | {"mtp_depth": 2}},
     ),
     "expert-pipeline": ({"expert": 2, "pipeline": 2}, {"model": EXPERTS}),
 }

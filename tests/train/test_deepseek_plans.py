@@ -73,6 +73,17 @@ def test_predictions_farther_ahead_need_tokens_of_other_ranks(parallel, alone):
     assert_same_weights(4, alone, parallel=parallel, model=model, data=DATA)
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "parallel", [{"pipeline": 2, "context": 2}, {"tensor": 2, "expert": 2, "shard": 2}]
+)
+@pytest.mark.parametrize("packing", ["concat", "none"])
+def test_predictions_farther_ahead_in_other_rows(packing, parallel):
+    model = {**SIZES, "n_layers": 4, "n_dense_layers": 3, "mtp_depth": 2, "mtp_weight": 1.0}
+    data = {**DATA, "packing": packing}
+    assert_same_weights(4, by_one_process(weights), parallel=parallel, model=model, data=data)
+
+
 @pytest.mark.parametrize(
     "parallel",
     [{"pipeline": 2, "shard": 2}, *also({"tensor": 2, "shard": 2}, {"tensor": 2, "expert": 2})],

@@ -33,7 +33,8 @@ class RunSize:
     Attributes:
         degrees: the size of each axis of the mesh.
         stage_to_rank: the pipeline rank of each stage.
-        blocks: the number of blocks of each stage; 0 where the model's config does not say.
+        blocks: the number of layers of each stage, without blocks that predict further tokens; 0
+            where the model's config does not say.
         rows: the rows of a micro batch.
         micro_batches: the number of micro batches of a rank in a step.
     """
@@ -84,7 +85,7 @@ def resize(
         recipe: the recipe.
         size: the size of its run.
         pipeline: the number of pipeline ranks; 0: as before.
-        blocks: the number of blocks of each stage; empty: as before.
+        blocks: the number of layers of each stage; empty: as before.
         micro_batches: the number of micro batches of a rank in a step; 0: as before.
     """
     model, data, pipelining = recipe.model, recipe.data, recipe.parallel.pipelining

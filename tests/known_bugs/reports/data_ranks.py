@@ -269,6 +269,16 @@ def the_validation_loss_of_ranks_is_a_mean_over_labels():
         assert_equal(found, expected)
 
 
+@known_bug(
+    "pytorch/torchtitan#4167",
+    "The validation loss was a mean of the means of batches, so that batches of few labels weighed"
+    " as much as others.",
+    average_batches_of_validation,
+)
+def batches_of_validation_weigh_by_their_labels():
+    assert_equal(evaluated(VALIDATION), labels_of_validation(VALIDATION))
+
+
 def labels_of_validation(changes):
     """Return torch's mean cross entropy of all rows of the split."""
     parts = assembled(**changes)

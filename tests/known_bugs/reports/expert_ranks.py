@@ -5,10 +5,12 @@ from types import SimpleNamespace
 import torch
 
 from tests.known_bugs.catalogue import known_bug
+from tests.known_bugs.ranks import alone, on_ranks
 from tests.known_bugs.runs import (
     LATENT,
     MOE,
     assembled,
+    assert_equal,
     assert_first_step_as_alone,
 )
 from trainer.engine.data.batch import IGNORED
@@ -170,6 +172,35 @@ def balance_the_tokens_of_a_rank(patch):
 )
 def a_sequence_is_balanced_over_the_ranks_that_share_it():
     assert_first_step_as_alone(2, {"tensor": 2, "shard": 1}, model=AUX)
+
+
+BALANCED = {**LATENT, "moe": {**LATENT["moe"], "balance_bias": True, "bias_rate": 0.01}}
+
+
+def count_the_tokens_of_a_rank(patch):
+    original = Balance.collect
+    patch.setattr(Balance, "collect", lambda self, _: original(self, lambda loads: None))
+
+
+@known_bug(
+    "pytorch/torchtitan#4154",
+    "The loads that move the biases of a router were not summed over the tensor ranks, which see"
+    " a part of the sequence each.",
+    count_the_tokens_of_a_rank,
+    world=2,
+)
+def tensor_ranks_move_the_biases_of_routers_by_the_loads_of_all():
+    changes = {"model": BALANCED}
+    expected = alone(loads_of_step, changes)
+    for found in on_ranks(2, loads_of_step, {**changes, "parallel": {"tensor": 2, "shard": 1}}):
+        assert_equal(found, expected)
+
+
+def loads_of_step(changes):
+    """Return the loads that the biases of a step's routers are moved by."""
+    parts = assembled(**changes)
+    parts.step.accumulate(next(parts.loader.steps(0)))
+    return [load.tolist() for load in parts.step.balance.loads().values()]
 
 
 FURTHER = {**LATENT, "mtp_depth": 1, "mtp_weight": 0.5}

@@ -39,6 +39,19 @@ def gradients_of_a_pipeline_are_divided_by_the_labels_of_the_step():
     assert_first_step_as_alone(2, STAGES)
 
 
+@known_bug(
+    "pytorch/torchtitan#4194",
+    "A second trainer of the same repository divided the loss of a pipeline by the labels of the"
+    " step only after the schedule had run all backward passes.",
+    leave_the_sum,
+    world=2,
+)
+def every_schedule_divides_the_loss_before_its_backward_passes():
+    for schedule in ("GPipe", "1F1B"):
+        pipelining = {**STAGES["pipelining"], "schedule": schedule}
+        assert_first_step_as_alone(2, {**STAGES, "pipelining": pipelining})
+
+
 def let_the_schedule_scale(patch):
     original = pipeline.get_schedule_class
 
