@@ -102,6 +102,8 @@ def _draw_values(
     # Each rank compiles for itself, which takes some seconds.
     if prod(degrees.values()) <= 2 and draw.random() < 0.2:
         values["compile"] = {"enabled": True, "backend": "aot_eager"}
+        if draw.random() < 0.2:
+            values["memory"]["recompute"] = "budget"
     if draw.random() < 0.12:
         targets = draw.choice([["*.attention.*.weight"], ["*.attention.*.weight", "*.mlp.*"]])
         if "moe" in values["model"]:
