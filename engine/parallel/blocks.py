@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -24,30 +23,13 @@ from ...model_zoo.base import Model
 from ...model_zoo.decoder import Block
 from ...model_zoo.layers.moe import moe_layers
 from ...model_zoo.layout import Layout
+from .axis import ALONE, Sharing
 from .selective import Contexts, selective_contexts
 from .tables import Compile, Memory
 
 Forward = Callable[..., Any]
 Compiler = Callable[..., Forward]
 """compiles a function; further arguments are those of torch.compile"""
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """How ranks share blocks, as far as compilation and recomputation depend on it.
-
-    Attributes:
-        splits_weights: tensor parallelism splits the blocks' weights.
-        shares_experts: ranks send each other tokens inside a block.
-        splits_backward: gradients of inputs and of weights are computed in separate passes.
-    """
-
-    splits_weights: bool = False
-    shares_experts: bool = False
-    splits_backward: bool = False
-
-
-ALONE = Sharing()
 
 
 def transform_blocks(

@@ -22,7 +22,7 @@ from ..checkpoint.find import is_checkpoint
 from ..core.errors import EnvironmentFault, Problem, RecipeError, nearest
 from ..core.files import make_private, user_cache
 from ..core.run_dir import RunDirectory
-from .blocks import ALONE, Compiler, Sharing
+from .axis import ALONE, Sharing
 from .tables import INDUCTOR, Compile, Memory
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -31,7 +31,9 @@ OPAQUE_SIZES = "unsafe_treat_script_objects_as_zero_size"
 """torch's setting (2.13) by which objects in a graph that are no tensors count as no memory"""
 
 
-def make_compiler(compile_: Compile, memory: Memory, sharing: Sharing = ALONE) -> Compiler:
+def make_compiler(
+    compile_: Compile, memory: Memory, sharing: Sharing = ALONE
+) -> Callable[..., Any]:
     """Return a function that compiles the forward pass of a block as the recipe says.
 
     Args:

@@ -14,8 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
 from ..data.batch import Batch
-from .axis import AxisParts, LocalParts, LocalRank, ParallelModel, SplitSettings, StepSettings
-from .blocks import Sharing
+from .axis import (
+    AxisParts,
+    LocalParts,
+    LocalRank,
+    ParallelModel,
+    Sharing,
+    SplitSettings,
+    StepSettings,
+)
 from .mesh import AXES, MESH, Degrees
 from .pipeline.cut import EndCosts, splits_backward
 from .placement import placements_for, require_aligned, require_divisible

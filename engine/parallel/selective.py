@@ -71,7 +71,7 @@ class _EachPass:
     def __enter__(self) -> None:
         # A copy, because torch marks in it what it gave out.
         self._mode.storage = {key: copy(results) for key, results in self._results.items()}
-        self._mode.__enter__()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(
         self,
@@ -79,7 +79,7 @@ class _EachPass:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._mode.__exit__(kind, error, traceback)
+        self._mode.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         self._mode.storage = {}
 
 

@@ -248,7 +248,8 @@ class MoE(nn.Module):
             shared: output of the shared expert, [B, S, D]; None: there is none.
             routed: what `route` returned.
         """
-        out_TD = self._combine(rows, routed.plan)
+        plan = routed.plan
+        out_TD = self.permute.combine(self._clear_dropped(rows, plan), plan)
         out_BSD = _clear_padding(out_TD, routed.is_padding).view_as(routed.x)
         return out_BSD if shared is None else out_BSD + shared
 
@@ -279,10 +280,6 @@ class MoE(nn.Module):
         return self._clear_dropped(self.permute.gather(x, plan), plan), self._clear_dropped(
             weight_M, plan
         )
-
-    def _combine(self, rows: Tensor, plan: RoutingPlan) -> Tensor:
-        """Return [T, D], the sum of what each token's experts made of it."""
-        return self.permute.combine(self._clear_dropped(rows, plan), plan)
 
     def _clear_dropped(self, rows: Tensor, plan: RoutingPlan) -> Tensor:
         """Clear the rows that are dropped, and their gradients, which products leave undefined."""
