@@ -56,8 +56,15 @@ class Block(nn.Module):
 
         See `MoE` for `token_weights`, and `GroupedQueryAttention` for the rest.
         """
-        x_BSD = x + self.attention(x, cos, sin, mask, cache)
+        x_BSD = self.attend(x, cos, sin, mask, cache)
         out_BSD: Tensor = x_BSD + self.mlp(x_BSD, token_weights)
+        return out_BSD
+
+    def attend(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, cache: BlockCache | None
+    ) -> Tensor:
+        """Add what attention makes of [B, S, D] to the residual stream; see `forward`."""
+        out_BSD: Tensor = x + self.attention(x, cos, sin, mask, cache)
         return out_BSD
 
 

@@ -80,7 +80,9 @@ def build_model(
     # Before the cut of a pipeline is measured, which computes losses.
     compiled = kernels.reasons["linear_cross_entropy"].startswith("compiled:")
     compiler = (
-        open_compiler(recipe.compile, recipe.memory, compiles_loss=compiled) if plan else None
+        open_compiler(recipe.compile, recipe.memory, plan.sharing, compiles_loss=compiled)
+        if plan
+        else None
     )
     dtype, why = compute_dtype(recipe.precision, device)
     notes, costs = [f"compute in {dtype_name(dtype)}: {why}"], None
@@ -104,8 +106,7 @@ def build_model(
     model.compute_dtype = dtype
     pieces = LocalParts()
     if plan:
-        is_split = plan.degrees.tensor > 1
-        transform_blocks(model, config.layout, recipe.memory, compiler, is_split=is_split)
+        transform_blocks(model, config.layout, recipe.memory, compiler, plan.sharing)
         narrow = float8_layers(recipe.precision.float8, config)
         reduce = DTYPES[recipe.precision.reduce]
         pieces = plan.split(model, config, dtype, reduce, costs, narrow)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from inspect import unwrap
 from typing import Any
 from warnings import catch_warnings
 
 import torch
+from torch import nn
 
 from ...kernels.cross_entropy import op as compiled_loss
 from ...kernels.torch_private import dynamo_counters, graph_break_reasons
@@ -35,7 +37,7 @@ class Traced:
     """The graphs of one function that a run compiles.
 
     Attributes:
-        part: the block's name, or "loss".
+        part: the name of the block or of a region of it, or "loss".
         like_it: the number of other functions that use the same graphs.
         graphs: the number of graphs for the recipe's sequence length; 1 without graph breaks.
         operations: the number of operations in these graphs.
@@ -72,6 +74,7 @@ def trace(recipe: Recipe, ranks: int, vocab_size: int) -> list[Traced]:
         tracer.watching(),
         simulate_rank(recipe, ranks - 1, ranks, vocab_size, compiles=True) as (_, step, plan),
     ):
+        tracer.name_parts(step.parallel_model.model)
         _, size = samples_of(recipe.data, step)
         for length in _lengths(recipe, 2 * plan.degrees.sequence):
             data = recipe.data.model_copy(update={"seq_len": length})
@@ -101,6 +104,7 @@ class _Tracer:
     def __init__(self, blocks: str) -> None:
         self._blocks = blocks
         self._parts: list[Traced] = []
+        self._functions: list[Any] = []
         self._made: list[int] = []
         self._ran: list[int] = []
         self._graphs = 0
@@ -116,12 +120,26 @@ class _Tracer:
             yield
         compiled_loss.compiled_inner.cache_clear()
 
+    def name_parts(self, model: nn.Module) -> None:
+        """Name each compiled method after its module in the model."""
+        names = {module: name for name, module in model.named_modules()}
+        for part, function in zip(self._parts, self._functions, strict=True):
+            # What recomputes activations wraps the method.
+            method = unwrap(function)
+            name = names.get(getattr(method, "__self__", None))
+            if name:
+                is_forward = method.__name__ == "forward"
+                part.part = name if is_forward else f"{name}.{method.__name__}"
+
     def _compile_with(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def compile_(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+        def compile_(
+            function: Callable[..., Any], dynamic: bool | None = None, **_: Any
+        ) -> Callable[..., Any]:
             is_loss = function is compiled_loss.fusible_replace_by_gradient
             part = Traced("loss" if is_loss else f"{self._blocks}.{len(self._parts)}")
             self._parts.append(part)
-            compiled = original(function, backend=self._count)
+            self._functions.append(function)
+            compiled = original(function, backend=self._count, dynamic=dynamic)
 
             def watched(*args: Any, **kwargs: Any) -> Any:
                 self._made.clear()

@@ -25,6 +25,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Sharing:
+    """How ranks share blocks, as far as compilation and recomputation depend on it.
+
+    Attributes:
+        splits_weights: tensor parallelism splits the blocks' weights.
+        shares_experts: ranks send each other tokens inside a block.
+        splits_backward: gradients of inputs and of weights are computed in separate passes.
+    """
+
+    splits_weights: bool = False
+    shares_experts: bool = False
+    splits_backward: bool = False
+
+
+ALONE = Sharing()
+
+
+@dataclass(frozen=True)
 class LocalRank:
     """This rank among all ranks of a run.
 

@@ -5,34 +5,31 @@ arXiv:1604.06174) and torch.compile.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import wraps
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint
 
 from ...kernels.torch_private import (
     CachedTorchDispatchMode,
     CachingTorchDispatchMode,
-    OpOverloadPacket,
     current_dispatch_mode,
-    dispatch_op_names,
     pop_mode_temporarily,
 )
 from ...model_zoo.base import Model
+from ...model_zoo.decoder import Block
+from ...model_zoo.layers.moe import moe_layers
 from ...model_zoo.layout import Layout
-from ..core.errors import Problem, RecipeError, nearest
-from .tables import GROUPS, HALF, Compile, Memory, operation_names
+from .axis import ALONE, Sharing
+from .selective import Contexts, selective_contexts
+from .tables import Compile, Memory
 
 Forward = Callable[..., Any]
-Compiler = Callable[[Forward], Forward]
+Compiler = Callable[..., Forward]
+"""compiles a function; further arguments are those of torch.compile"""
 
 
 def transform_blocks(
@@ -40,8 +37,7 @@ def transform_blocks(
     layout: Layout,
     memory: Memory,
     compiler: Compiler | None,
-    *,
-    is_split: bool = False,
+    sharing: Sharing = ALONE,
 ) -> None:
     """Make each block recompute its activations or compile, as the recipe says, in place.
 
@@ -52,37 +48,75 @@ def transform_blocks(
         layout: where its blocks are.
         memory: the recipe's `[memory]`.
         compiler: compiles a block's forward pass; None: blocks are not compiled.
-        is_split: whether tensor parallelism will split the blocks' weights.
+        sharing: how ranks will share the blocks.
 
     Raises:
         RecipeError: torch has no such operation.
     """
     contexts = None
     if memory.recompute == "selective":
-        contexts = selective_contexts(memory.recompute_keep)
-    # Torch cannot trace the recomputation of a block whose weights are DTensors: it goes around the
-    # compiled block, but for a selective one, which must see its operations.
-    outside = is_split and contexts is None
+        # A compiled block keeps what its backward pass reads, however often that runs.
+        is_read_twice = sharing.splits_backward and not compiler
+        contexts = selective_contexts(memory.recompute_keep, is_read_twice=is_read_twice)
     # A model without blocks is compiled whole.
     for number, block in enumerate(layout.find_blocks(model) or [model]):
+        has_regions = sharing.shares_experts and bool(moe_layers(block))
+        # Torch cannot trace the recomputation of a block whose weights are DTensors: it goes around
+        # the compiled block, but for a selective one, which must see its operations.
+        outside = (sharing.splits_weights or has_regions) and contexts is None
+        if compiler and has_regions:
+            compile_regions(block, compiler, contexts)
         # `forward` is replaced, not the module: torch.compile(module) is a wrapper that would put
         # `_orig_mod` into the names of parameters.
-        if compiler and outside:
+        elif compiler and outside:
             block.forward = compiler(block.forward)
-        if memory.recompute in ("full", "every_n", "selective"):
+        if memory.recompute in ("full", "every_n") or (contexts and not (compiler and has_regions)):
             recompute(block, number, memory, contexts)
-        if compiler and not outside:
+        if compiler and not outside and not has_regions:
             block.forward = compiler(block.forward)
+
+
+def compile_regions(block: nn.Module, compiler: Compiler, contexts: Contexts | None) -> None:
+    """Compile what a block computes before, beside and after the exchange of tokens, in place.
+
+    How many rows ranks send each other is known in Python alone, so the exchange is not compiled.
+
+    Args:
+        block: a block with experts.
+        compiler: compiles a function.
+        contexts: what `selective_contexts` returned: each region keeps some results and recomputes
+            the others; None: regions are not recomputed.
+    """
+    for module, name, has_any_length in _regions(block):
+        function = getattr(module, name)
+        if contexts is not None:
+            function = _recomputed(function, contexts)
+        # Experts get another number of rows in each micro batch: one graph for all.
+        options: dict[str, Any] = {"dynamic": True} if has_any_length else {}
+        setattr(module, name, compiler(function, **options))
+
+
+def _regions(block: nn.Module) -> Iterator[tuple[nn.Module, str, bool]]:
+    """Yield module and method of each region, and whether its number of rows is known late."""
+    if isinstance(block, Block):
+        yield block, "attend", False
+    for layer in moe_layers(block).values():
+        yield layer, "route", False
+        if layer.shared is not None:
+            yield layer.shared, "forward", False
+        yield layer.experts, "compute", True
+        yield layer, "merge", False
 
 
 def open_compiler(
-    compile_: Compile, memory: Memory, *, compiles_loss: bool = False
+    compile_: Compile, memory: Memory, sharing: Sharing = ALONE, *, compiles_loss: bool = False
 ) -> Compiler | None:
     """Import torch's compiler if it is needed, and return what compiles a block's forward pass.
 
     Args:
         compile_: the recipe's `[compile]`.
         memory: the recipe's `[memory]`.
+        sharing: how ranks will share blocks.
         compiles_loss: whether the loss is compiled, with blocks or without them.
 
     Returns:
@@ -90,7 +124,8 @@ def open_compiler(
 
     Raises:
         RecipeError: torch.compile has no such backend or option.
-        EnvironmentFault: others could write in the folder of torch.compile's cache.
+        EnvironmentFault: others could write in the folder of torch.compile's cache, or this torch
+            cannot compile for such a plan.
     """
     if not (compile_.enabled or compiles_loss):
         return None
@@ -103,7 +138,7 @@ def open_compiler(
 
         if compiles_loss:  # by inductor, whatever the backend of blocks is
             open_cache(compile_.cache_dir)
-        return make_compiler(compile_, memory) if compile_.enabled else None
+        return make_compiler(compile_, memory, sharing) if compile_.enabled else None
     finally:
         if is_collecting:
             gc.enable()
@@ -120,14 +155,18 @@ def recompute(block: nn.Module, number: int, memory: Memory, contexts: Contexts 
     """
     if memory.recompute == "every_n" and number % memory.recompute_interval:
         return
-    forward = block.forward
+    block.forward = _recomputed(block.forward, contexts)
+
+
+def _recomputed(function: Forward, contexts: Contexts | None) -> Forward:
     options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
 
+    @wraps(function)
     def run_checkpointed(*args: Any, **kwargs: Any) -> Any:
         # The reentrant implementation takes neither keyword arguments nor a context_fn.
-        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+        return checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
 
-    block.forward = run_checkpointed
+    return run_checkpointed
 
 
 def hide_hooks_from_checkpointing(module: nn.Module) -> None:
@@ -149,77 +188,3 @@ def _without_checkpointing(hook: Callable[..., Any]) -> Callable[..., Any]:
             return hook(*args, **kwargs)
 
     return run
-
-
-Contexts = Callable[[], Any]
-"""Returns the contexts of a block's forward pass, and of its recomputation."""
-
-
-def selective_contexts(words: list[str]) -> Contexts:
-    """Return contexts that keep the results of some operations and recompute the others.
-
-    Args:
-        words: of `tables.WORDS`, or full names such as "aten.mm.default".
-
-    Raises:
-        RecipeError: torch has no such operation.
-    """
-    _kept_operations(tuple(words))  # unknown names are reported now
-    # A partial of a function in a module: torch pickles it into the key of a compiled graph.
-    contexts = partial(_make_contexts, tuple(words))
-    contexts.cache_hash = " ".join(words)  # type: ignore[attr-defined] # asked for by that cache
-    return contexts
-
-
-def _make_contexts(words: tuple[str, ...]) -> Any:
-    operations, halved = _kept_operations(words)
-    # torch asks the policy in the forward pass and again in the recomputation, and both must decide
-    # alike: each pass counts the block's matmuls from 0.
-    seen = {False: 0, True: 0}  # by whether it is computed again
-
-    def policy(context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        keep = operation in operations
-        if operation in halved:
-            seen[context.is_recompute] += 1
-            keep = keep or seen[context.is_recompute] % 2 == 1
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
-
-
-@cache
-def _kept_operations(words: tuple[str, ...]) -> tuple[frozenset[Any], frozenset[Any]]:
-    """Return the operations that words stand for, and those of which every second one is kept."""
-    operations = frozenset(
-        operation for word in words for operation in _operations(word, optional=word in GROUPS)
-    )
-    return operations, frozenset(_operations("mm", optional=True)) if HALF in words else frozenset()
-
-
-def _operations(word: str, optional: bool) -> list[Any]:
-    """Return torch's objects; a group also names what some versions of torch do not have."""
-    found = []
-    for name in operation_names([word]):
-        operation: Any = torch.ops
-        try:
-            for part in name.split("."):
-                operation = getattr(operation, part)
-        except AttributeError:
-            if optional:
-                continue
-            raise RecipeError([_unknown(name)]) from None
-        # A name without an overload, such as "aten.mm": torch dispatches overloads, never packets.
-        if isinstance(operation, OpOverloadPacket):
-            overloads: list[str] = operation.overloads()
-            found += [getattr(operation, overload) for overload in overloads]
-        else:
-            found.append(operation)
-    return found
-
-
-def _unknown(name: str) -> Problem:
-    known = [each.replace("::", ".") for each in dispatch_op_names()]
-    known = [each if each.count(".") > 1 else f"{each}.default" for each in known]
-    return Problem(
-        f'torch has no operation "{name}"', "memory.recompute_keep", hint=nearest(name, known)
-    )

@@ -22,23 +22,29 @@ from ..checkpoint.find import is_checkpoint
 from ..core.errors import EnvironmentFault, Problem, RecipeError, nearest
 from ..core.files import make_private, user_cache
 from ..core.run_dir import RunDirectory
+from .axis import ALONE, Sharing
 from .tables import INDUCTOR, Compile, Memory
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 """the environment variable in which torch looks for the folder of its cache"""
-Forward = Callable[..., Any]
+OPAQUE_SIZES = "unsafe_treat_script_objects_as_zero_size"
+"""torch's setting (2.13) by which objects in a graph that are no tensors count as no memory"""
 
 
-def make_compiler(compile_: Compile, memory: Memory) -> Callable[[Forward], Forward]:
+def make_compiler(
+    compile_: Compile, memory: Memory, sharing: Sharing = ALONE
+) -> Callable[..., Any]:
     """Return a function that compiles the forward pass of a block as the recipe says.
 
     Args:
         compile_: the recipe's `[compile]`.
         memory: the recipe's `[memory]`, whose budget the compiler keeps to.
+        sharing: how ranks share blocks.
 
     Raises:
         RecipeError: torch.compile has no such backend or option.
-        EnvironmentFault: others could write in the folder of the cache.
+        EnvironmentFault: others could write in the folder of the cache, or this torch keeps to no
+            budget for split weights.
     """
     settings: dict[str, Any] = {"fullgraph": compile_.fullgraph, "dynamic": compile_.dynamic}
     if compile_.backend != INDUCTOR:
@@ -49,7 +55,20 @@ def make_compiler(compile_: Compile, memory: Memory) -> Callable[[Forward], Forw
     patches = dict(compile_.options)
     if compile_.mode != "default":
         patches = torch_private.inductor.list_mode_options(compile_.mode)
+    if sharing.shares_experts and compile_.backend == INDUCTOR:
+        # The rows of experts differ from step to step, and each number would record a CUDA graph.
+        patches.setdefault("triton.cudagraph_skip_dynamic_graphs", True)
+    if sharing.splits_backward:
+        # The pass for weights reads what the pass for inputs has read. Torch looks at this global
+        # setting when it compiles and again in each backward pass, where it would refuse.
+        autograd_config.donated_buffer = False
     if memory.recompute == "budget":
+        if sharing.splits_weights and not hasattr(autograd_config, OPAQUE_SIZES):
+            raise EnvironmentFault(
+                'memory.recompute = "budget" with parallel.tensor needs torch 2.13 or later, and '
+                f"this is {torch.__version__}",
+                'install it, take "selective", or keep parallel.tensor = 1',
+            )
         settings["backend"] = _compile_within(memory.recompute_budget, compile_.backend, patches)
     else:
         settings |= {"backend": compile_.backend, "options": patches or None}
@@ -148,11 +167,16 @@ def _compile_within(budget: float, backend: str, patches: dict[str, Any]) -> Cal
     """Return a backend of torch.compile with this run's budget, which no other run sees."""
     compile_graph = dynamo.lookup_backend(backend)
     options = {"config_patches": patches} if patches else {}
+    settings: dict[str, Any] = {"activation_memory_budget": budget}
+    if hasattr(autograd_config, OPAQUE_SIZES):
+        # The partitioner weighs every value of the graph, and the only such objects in a block are
+        # the device meshes of weights that ranks split: they hold no tensor of the graph.
+        settings[OPAQUE_SIZES] = True
 
-    # The budget is a global setting of torch, which its partitioner reads while it compiles: it is
+    # These are global settings of torch, which its partitioner reads while it compiles: they are
     # changed for just that time.
     def compile_within_budget(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        with autograd_config.patch(activation_memory_budget=budget):
+        with autograd_config.patch(settings):
             return compile_graph(graph, inputs, **options)
 
     return compile_within_budget

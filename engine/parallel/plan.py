@@ -14,9 +14,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
 from ..data.batch import Batch
-from .axis import AxisParts, LocalParts, LocalRank, ParallelModel, SplitSettings, StepSettings
+from .axis import (
+    AxisParts,
+    LocalParts,
+    LocalRank,
+    ParallelModel,
+    Sharing,
+    SplitSettings,
+    StepSettings,
+)
 from .mesh import AXES, MESH, Degrees
-from .pipeline.cut import EndCosts
+from .pipeline.cut import EndCosts, splits_backward
 from .placement import placements_for, require_aligned, require_divisible
 from .tables import Parallel
 
@@ -45,6 +53,16 @@ class Plan(LocalRank):
     def measures_cut(self) -> bool:
         """Whether a pipeline's stages are balanced by measurement."""
         return self.degrees.pipeline > 1 and self.table.pipelining.cost == "measured"
+
+    @property
+    def sharing(self) -> Sharing:
+        """What compiled and recomputed blocks need to know of the plan."""
+        degrees, has_stages = self.degrees, self.degrees.pipeline > 1
+        return Sharing(
+            splits_weights=degrees.tensor > 1,
+            shares_experts=degrees.expert_ranks > 1,
+            splits_backward=has_stages and splits_backward(self.table.pipelining),
+        )
 
     def kernels(self, kernels: Kernels, config: ModelConfig) -> Kernels:
         """Return kernels that compute this rank's part of attention and loss."""

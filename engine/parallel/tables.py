@@ -251,7 +251,7 @@ _SUMS = (
     "_c10d_functional.all_reduce.default",
 )
 
-# Operations of all devices and versions of torch: `blocks.selective_contexts` leaves out those that
+# Operations of all devices and versions of torch: `selective_contexts` leaves out those that
 # this torch does not have.
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "mm": (

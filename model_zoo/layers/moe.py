@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -137,6 +137,20 @@ class Experts(Adapted):
             del self._parameters[name]
 
 
+class RoutedTokens(NamedTuple):
+    """The tokens of a layer, sorted by expert."""
+
+    x: Tensor
+    """[B, S, D]: tokens after the norm"""
+    rows: Tensor
+    """[M, D]: a row for each expert of each token"""
+    weight: Tensor
+    """[M]: the router's weight of each row"""
+    plan: RoutingPlan
+    is_padding: Tensor | None
+    """[T, 1] bool: tokens that no expert takes; None: there is none"""
+
+
 class MoE(nn.Module):
     """Norm, router, experts (Shazeer et al. 2017, arXiv:1701.06538), and the shared expert if any.
 
@@ -200,6 +214,13 @@ class MoE(nn.Module):
             x: what blocks pass on.
             token_weights: see `TokenWeights`; no expert takes padding.
         """
+        routed = self.route(x, token_weights)
+        sent = self.experts.exchange.dispatch(routed.rows, routed.weight, routed.plan.offs)
+        shared_BSD = None if self.shared is None else self.shared(routed.x)  # while rows travel
+        return self.merge(self.experts(*sent), shared_BSD, routed)
+
+    def route(self, x: Tensor, token_weights: TokenWeights) -> RoutedTokens:
+        """Normalise tokens [B, S, D], choose their experts, and sort them; see `forward`."""
         x_BSD = self.norm(x)
         # Dynamo (torch 2.13) traces a graph twice that takes an fp64 scalar and does not use it.
         token_factor = None if token_weights is None else self.token_factor
@@ -217,11 +238,20 @@ class MoE(nn.Module):
         # cleared before it is copied to rows, and after they are summed.
         x_TD = _clear_padding(x_BSD.flatten(0, 1), is_padding_T1)
         rows_MD, weight_M = self._sort_rows(x_TD, _clear_padding(weight_TA, is_padding_T1), plan)
-        sent = self.experts.exchange.dispatch(rows_MD, weight_M, plan.offs)
-        shared_BSD = None if self.shared is None else self.shared(x_BSD)  # while rows travel
-        out_TD = self._combine(self.experts(*sent), plan)
-        out_BSD = _clear_padding(out_TD, is_padding_T1).view_as(x_BSD)
-        return out_BSD if shared_BSD is None else out_BSD + shared_BSD
+        return RoutedTokens(x_BSD, rows_MD, weight_M, plan, is_padding_T1)
+
+    def merge(self, rows: Tensor, shared: Tensor | None, routed: RoutedTokens) -> Tensor:
+        """Return [B, S, D], the sum of what each token's experts and the shared one made of it.
+
+        Args:
+            rows: outputs of the experts, [M, D].
+            shared: output of the shared expert, [B, S, D]; None: there is none.
+            routed: what `route` returned.
+        """
+        plan = routed.plan
+        out_TD = self.permute.combine(self._clear_dropped(rows, plan), plan)
+        out_BSD = _clear_padding(out_TD, routed.is_padding).view_as(routed.x)
+        return out_BSD if shared is None else out_BSD + shared
 
     def _plan(self, chosen: Tensor, is_padding: Tensor | None) -> tuple[RoutingPlan, Tensor]:
         """Return where rows go, and how many are dropped, fp64 [1].
@@ -250,10 +280,6 @@ class MoE(nn.Module):
         return self._clear_dropped(self.permute.gather(x, plan), plan), self._clear_dropped(
             weight_M, plan
         )
-
-    def _combine(self, rows: Tensor, plan: RoutingPlan) -> Tensor:
-        """Return [T, D], the sum of what each token's experts made of it."""
-        return self.permute.combine(self._clear_dropped(rows, plan), plan)
 
     def _clear_dropped(self, rows: Tensor, plan: RoutingPlan) -> Tensor:
         """Clear the rows that are dropped, and their gradients, which products leave undefined."""

@@ -104,6 +104,8 @@ def _draw_values(
     # Each rank compiles for itself, which takes 7 CPU seconds.
     if prod(degrees.values()) <= 2 and draw.random() < 0.2:
         values["compile"] = {"enabled": True, "backend": "aot_eager"}
+        if draw.random() < 0.2:
+            values["memory"]["recompute"] = "budget"
     if draw.random() < 0.12:
         targets = draw.choice([["*.attention.*.weight"], ["*.attention.*.weight", "*.mlp.*"]])
         if "moe" in values["model"]:

@@ -26,7 +26,7 @@ import json, sys
 import torch
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
-from trainer.engine.parallel.blocks import selective_contexts
+from trainer.engine.parallel.selective import selective_contexts
 from trainer.engine.parallel.compiler import make_compiler
 from trainer.engine.parallel.tables import Compile, Memory
 

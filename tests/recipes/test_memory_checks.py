@@ -23,18 +23,6 @@ FAULTS = {
         "memory.recompute", 'the backend "eager" does not choose what is kept',
         'take compile.backend = "inductor"',
     ),
-    "budget of split weights": (
-        '[memory]\nrecompute = "budget"\n[compile]\nenabled = true\n[parallel]\ntensor = 2', 2,
-        "memory.recompute", 'torch finds no "budget" for blocks whose weights are split',
-        'take "selective", or keep parallel.tensor = 1',
-    ),
-    "selective and a split backward pass": (
-        ('[memory]\nrecompute = "selective"\n[data]\nmicro_batch = 1\n[parallel]\npipeline = 2\n'
-        '[parallel.pipelining]\nschedule = "ZBVZeroBubble"'), 2,
-        "memory.recompute",
-        '"ZBVZeroBubble" goes back twice, and what "selective" keeps is used once',
-        'take "full" or "every_n", or the schedule "Interleaved1F1B"',
-    ),
     "an operation misspelt": (
         '[memory]\nrecompute_keep = ["mm", "atention"]', 1,
         "memory.recompute_keep.1", 'no operations are called "atention"',

@@ -188,13 +188,6 @@ MISFITS = {
         "the file says which stages each rank holds",
         "leave it out",
     ),
-    "compiled": (
-        "0F0,0B0\n1F0,1I0,1W0\n",
-        "[compile]\nenabled = true",
-        "csv",
-        "the file splits the backward pass, and compiled blocks cannot",
-        "do not compile",
-    ),
     "blocks": (
         "0F0,2F0,4F0,4B0,2B0,0B0\n1F0,3F0,3B0,1B0\n",
         "",

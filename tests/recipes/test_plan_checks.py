@@ -76,12 +76,6 @@ FAULTS = {
         "the 3 ranks of a stage are no multiple of expert x expert_tensor (6)",
         "nearest that works: 3",
     ),
-    "compiled experts": (
-        EXPERTS + "[compile]\nenabled = true\n[parallel]\nexpert_tensor = 2", 2,
-        "parallel.expert_tensor",
-        "torch.compile cannot trace how many rows ranks send each other",
-        "set compile.enabled = false, or keep expert_tensor = 1",
-    ),
     "rules for experts": (
         EXPERTS + "[parallel]\nexpert = 2\n"
         '[[parallel.rules]]\nmatch = ".*experts.down"\nplace = {}', 2,
@@ -196,13 +190,6 @@ FAULTS = {
         '[parallel.pipelining]\nschedule = "Interleaved1F1B"'), 2,
         "parallel.pipelining.micro_batches",
         '"Interleaved1F1B" cannot deal 7 micro batches to 2 ranks evenly', "give a multiple of 2",
-    ),
-    "compiled": (
-        ("[compile]\nenabled = true\n[data]\nmicro_batch = 1\n[parallel]\npipeline = 2\n"
-        '[parallel.pipelining]\nschedule = "ZBVZeroBubble"'), 2,
-        "parallel.pipelining.schedule",
-        '"ZBVZeroBubble" splits the backward pass, and compiled blocks cannot',
-        'take "1F1B" or "Interleaved1F1B", or do not compile',
     ),
 }  # fmt: skip
 

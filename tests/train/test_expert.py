@@ -81,6 +81,39 @@ def test_settings_change_nothing(plan, others, alone):
     assert_same(found, alone(**{key: value for key, value in changes.items() if key != "memory"}))
 
 
+REGIONS = 5  # attention, routing, the shared expert, the experts, and the sum: blocks are alike
+RECOMPUTED = [
+    *(("expert-2", mode) for mode in ("none", "full", "every_n", "selective", "budget")),
+    *(("hybrid", mode) for mode in ("none", "selective")),
+    *(("within-tensor", mode) for mode in ("none", "full", "selective", "budget")),
+    *(("divided", mode) for mode in ("full", "selective")),
+    *(("context", "full"), ("pipeline", "selective"), ("zero-bubble", "full")),
+]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("plan", "recompute"), RECOMPUTED)
+def test_blocks_compile_around_the_exchange_and_change_nothing(plan, recompute, alone):
+    world, parallel = PLANS[plan]
+    changes = {"model": {"n_layers": 4}} if plan == "zero-bubble" else {}
+    compiled = {"enabled": True, "backend": "aot_eager"}
+    memory = {"recompute": recompute}
+    recipe = moe_recipe(SHARED, parallel=parallel, memory=memory, compile=compiled, **changes)
+    found = run_ranks(world, trained_and_graphs, recipe, timeout=290)
+    assert_same([rank for rank, _ in found], alone(moe=SHARED, **changes))
+    assert [graphs for _, graphs in found] == [REGIONS] * world
+
+
+def trained_and_graphs(recipe):
+    """Return what `trained` does, and the number of compiled graphs; none may break."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    found = trained(recipe)
+    assert not counters["graph_break"]
+    return found, counters["stats"]["unique_graphs"]
+
+
 def order_of_a_step():
     """Return what happens in a step of one block: rows leave, arrive, and the shared expert."""
     parts, seen = assembled(moe_recipe(SHARED, parallel={"expert": 2}, model={"n_layers": 1})), []

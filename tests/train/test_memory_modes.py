@@ -97,24 +97,46 @@ def test_compiled_blocks_that_recompute_change_no_weight():
 @pytest.mark.matrix
 def test_compiled_blocks_of_split_weights_recompute():
     plan = {"parallel": {"tensor": 2}, "compile": COMPILED}
-    assert_equal(2, [plan | {"memory": MODES[mode]} for mode in ("full", "selective")], {})
+    modes = [MODES["full"], SELECTIVE, {"recompute": "budget"}]
+    assert_equal(2, [plan | {"memory": mode} for mode in modes], {})
 
 
-def test_a_budget_bounds_what_a_compiled_block_keeps_in_its_own_run_alone():
-    none, everything, unbound, half = run_ranks(1, kept_within, [0.0, 1.0, None, 0.5], timeout=300)[
-        0
-    ]
-    assert none < half <= everything == unbound
+@pytest.mark.parametrize("schedule", quick(SCHEDULES[1:], "ZBVZeroBubble"))
+def test_split_passes_read_what_selective_recomputation_keeps(schedule):
+    plan = {"pipeline": 2, "pipelining": {"schedule": schedule}}
+    like = {"data": DATA, "model": BASE["model"] | {"n_layers": 4}}
+    modes = [SELECTIVE, MODES["every-second"], MODES["nothing-kept"]]
+    assert_equal(2, [like | {"parallel": plan, "memory": mode} for mode in modes], like)
 
 
-def kept_within(budgets):
+@pytest.mark.matrix
+@pytest.mark.parametrize("others", [{}, {"shard": 2}, {"tensor": 2}])
+@pytest.mark.parametrize("schedule", SCHEDULES[1:])
+def test_split_passes_of_compiled_blocks(schedule, others):
+    plan = {"pipeline": 2, "pipelining": {"schedule": schedule}, **others}
+    like = {"data": DATA, "model": BASE["model"] | {"n_layers": 4}}
+    modes = [{}, MODES["full"], SELECTIVE] + [{"recompute": "budget"}] * (not others)
+    recipes = [like | {"parallel": plan, "memory": mode, "compile": COMPILED} for mode in modes]
+    assert_equal(4 if others else 2, recipes, like)
+
+
+@pytest.mark.parametrize("tensor", [1, *also(2)])
+def test_a_budget_bounds_what_a_compiled_block_keeps_in_its_own_run_alone(tensor):
+    budgets = [0.0, 1.0, None, 0.5]
+    for found in run_ranks(tensor, kept_within, budgets, tensor, timeout=300):
+        none, everything, unbound, half = found
+        assert none < half <= everything == unbound
+
+
+def kept_within(budgets, tensor):
     """Return the bytes that a run's compiled blocks keep, for runs one after the other."""
     import torch._functorch.config as config
 
     found = []
     for budget in budgets:
         memory = {} if budget is None else {"recompute": "budget", "recompute_budget": budget}
-        parts = assembled(recipe_with(memory=memory, compile=COMPILED, model=ONE_BLOCK))
+        plan = {"parallel": {"tensor": tensor}, "compile": COMPILED, "model": ONE_BLOCK}
+        parts = assembled(recipe_with(memory=memory, **plan))
         sizes = {}
 
         def note(tensor, sizes=sizes):

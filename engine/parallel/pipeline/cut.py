@@ -21,6 +21,17 @@ SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SCHEDULES)
 """schedules that compute the gradients of inputs and of weights in two separate passes"""
 
 
+def splits_backward(table: Pipelining) -> bool:
+    """Return whether a schedule computes gradients of inputs and of weights in separate passes.
+
+    Raises:
+        RecipeError: the schedule is in a file, which cannot be read or is wrong.
+    """
+    if table.csv:
+        return read_schedule(Path(table.csv)).splits_backward
+    return table.schedule in SPLIT_BACKWARD
+
+
 @dataclass(frozen=True)
 class StageSplit:
     """The division of a model's blocks into stages, and of stages among the ranks of a pipeline.

@@ -8,7 +8,6 @@ from ...core.errors import nearest
 from ...core.text.positions import KeyPath
 from ...core.text.tree import Finding
 from ...parallel.mesh import DATA_AXES, SEQUENCE_AXES, Degrees
-from ...parallel.pipeline.cut import SPLIT_BACKWARD
 from ...parallel.tables import FULL_NAME, WORDS
 from ...precision.choose import mismatches, required_multiple, select_weights
 from ...precision.tables import MX
@@ -91,28 +90,20 @@ def check_memory(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
         recipe: tables that are each valid alone.
         degrees: the degree of each axis; -1 for one that is not known yet.
     """
-    yield from _recompute(recipe, degrees)
+    yield from _recompute(recipe)
     if recipe.memory.optimizer_in_backward:
         path = ("memory", "optimizer_in_backward")
         for message, hint in _optimizer_in_backward(recipe, degrees):
             yield path, message, hint
 
 
-def _recompute(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
+def _recompute(recipe: Recipe) -> Iterator[Finding]:
     memory, compile_ = recipe.memory, recipe.compile
     path: KeyPath = ("memory", "recompute")
     for index, word in enumerate(memory.recompute_keep):
         if word not in WORDS and not FULL_NAME.fullmatch(word):
             hint = nearest(word, WORDS) or f"known: {', '.join(WORDS)}, or as aten.mm.default"
             yield ("memory", "recompute_keep", index), f'no operations are called "{word}"', hint
-    if memory.recompute == "selective" and degrees.known.pipeline > 1:
-        schedule = recipe.parallel.pipelining.schedule
-        if schedule in SPLIT_BACKWARD:
-            yield (
-                path,
-                f'"{schedule}" goes back twice, and what "selective" keeps is used once',
-                'take "full" or "every_n", or the schedule "Interleaved1F1B"',
-            )
     if memory.recompute != "budget":
         return
     if not compile_.enabled:
@@ -126,12 +117,6 @@ def _recompute(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
             path,
             f'the backend "{compile_.backend}" does not choose what is kept',
             'take compile.backend = "inductor"',
-        )
-    if degrees.known.tensor > 1:
-        yield (
-            path,
-            'torch finds no "budget" for blocks whose weights are split',
-            'take "selective", or keep parallel.tensor = 1',
         )
 
 

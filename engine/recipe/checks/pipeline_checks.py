@@ -51,13 +51,6 @@ def check_pipeline(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
             f"a pipeline needs something to train in each stage: {block} has no adapter",
             "let a pattern match weights of every block",
         )
-    if recipe.compile.enabled and splits_backward:
-        word = "the file" if table.csv else f'"{table.schedule}"'
-        yield (
-            (*PATH, "csv" if table.csv else "schedule"),
-            f"{word} splits the backward pass, and compiled blocks cannot",
-            'take "1F1B" or "Interleaved1F1B", or do not compile',
-        )
     model = recipe.model
     if splits_backward and (model.predictions > 1 or (model.predictions and model.is_tied)):
         # torch (2.13) takes the gradients of a weight's uses at once: of these uses one leads to

@@ -73,12 +73,6 @@ def _expert(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
         works = [n for a, b in product(*sizes.values()) if around % (n := a * b) == 0]
         message = f"the {around} ranks of a stage are no multiple of {axes} ({ranks})"
         yield path, message, _nearest(works, ranks)
-    if recipe.compile.enabled:
-        yield (
-            path,
-            "torch.compile cannot trace how many rows ranks send each other",
-            f"set compile.enabled = false, or keep {path[1]} = 1",
-        )
     # Otherwise `check_rules` says which expression is wrong.
     if not any(True for _ in check_expressions(recipe.parallel)):
         yield from _placed_experts(recipe, path[1])
