@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .engine.inference.generate import generate
     from .engine.inference.infer import infer
     from .engine.inference.open import open_model
+    from .engine.report.frame import load_metrics
     from .engine.run.library import Result, assemble, convert, joined_ranks, load_recipe, train
     from .engine.run.own_loop import open_saver
     from .engine.train.evaluate import validate
@@ -26,6 +27,7 @@ __all__ = [
     "generate",
     "infer",
     "joined_ranks",
+    "load_metrics",
     "load_recipe",
     "open_model",
     "open_saver",
@@ -37,6 +39,7 @@ _HOMES = {
     "evaluate": "inference.evaluate",
     "generate": "inference.generate",
     "infer": "inference.infer",
+    "load_metrics": "report.frame",
     "open_model": "inference.open",
     "open_saver": "run.own_loop",
     "validate": "train.evaluate",

@@ -75,11 +75,15 @@ class Problem:
     column: int = 0
     hint: str = ""
 
-    def render(self) -> str:
+    def describe(self) -> str:
         """Return `file:line:column: key: message; hint`."""
         place = f"{self.file}:{self.line}:{self.column}" if self.line else self.file
         text = ": ".join(part for part in (place, self.key, self.message) if part)
-        return make_lines_printable(f"error: {text}" + (f"; {self.hint}" if self.hint else ""))
+        return make_lines_printable(text + (f"; {self.hint}" if self.hint else ""))
+
+    def render(self) -> str:
+        """Return the line that the command line prints."""
+        return f"error: {self.describe()}"
 
 
 class RecipeError(TrainerError):
@@ -93,8 +97,12 @@ class RecipeError(TrainerError):
         super().__init__("\n".join(problem.message for problem in problems))
         self.problems = list(problems)
 
+    def __str__(self) -> str:
+        """Return one line a problem, each with file, line, key and hint."""
+        return "\n".join(problem.describe() for problem in self.problems)
+
     def render(self) -> str:
-        """Return one line a problem."""
+        """Return one line a problem, as the command line prints it."""
         return "\n".join(problem.render() for problem in self.problems)
 
 

@@ -2,6 +2,8 @@
 
 import pytest
 
+from trainer.engine.core.errors import RecipeError
+
 RUN = "[run]\nsteps = 1\n"
 LATER = "is not available in this version"
 
@@ -157,3 +159,19 @@ def test_long_values_and_control_characters_are_shown_safely(problems):
     [problem] = problems('[run]\nsteps = "' + "x" * 5000 + '\\u001b[31m\\u202e"\n')
     assert len(problem.render()) < 200
     assert problem.render().isprintable()
+
+
+def test_the_text_of_an_error_has_file_line_key_and_hint_of_every_problem(load):
+    with pytest.raises(RecipeError) as caught:
+        load(RUN + "stpes = 2\nseed = 1.5\n")
+    assert str(caught.value).splitlines() == [
+        'recipe.toml:3:1: run.stpes: unknown key "stpes"; did you mean "steps"?',
+        "recipe.toml:4:1: run.seed: expected an integer, got 1.5",
+    ]
+
+
+def test_a_warm_up_longer_than_the_run_says_what_to_set(load):
+    with pytest.raises(RecipeError) as caught:
+        load("[run]\nsteps = 50\n[schedule]\nwarmup_steps = 20\n", "run.steps=2")
+    (problem,) = caught.value.problems
+    assert problem.hint == "set schedule.warmup_steps to at most 2, or more run.steps"

@@ -132,7 +132,7 @@ def _lengths(recipe: Recipe) -> Iterator[Finding]:
         yield (
             ("schedule", "warmup_steps"),
             f"warmup_steps ({warmup}) is more than run.steps ({steps})",
-            "",
+            f"set schedule.warmup_steps to at most {steps}, or more run.steps",
         )
 
 
