@@ -115,7 +115,7 @@ decay = "linear"
 compute = "fp32"
 
 [evaluate]
-interval = 30
+interval = 5
 """
 LORA = """
 [lora]
