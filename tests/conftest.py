@@ -1,10 +1,14 @@
 import os
 import signal
 import sys
+from contextlib import ExitStack
+from unittest.mock import patch
 
 import pytest
 
+from trainer.engine.core.registry import models
 from trainer.engine.recipe.schema import REGISTRIES
+from trainer.engine.sources.configs import sources
 
 # Hundreds of processes import our modules: let the first one leave what it compiled.
 sys.dont_write_bytecode = False
@@ -46,3 +50,14 @@ def without_left_components():
     before = registered()
     yield
     assert registered() == before, "a component of a plugin stayed registered in this process"
+
+
+@pytest.fixture
+def forgotten_plugins():
+    """Forget the components that the plugin of a shipped recipe registers, and its module."""
+    with ExitStack() as stack:
+        for registry in (models, sources):
+            stack.enter_context(patch.dict(registry._places))
+            stack.enter_context(patch.dict(registry._configs))
+        yield
+    sys.modules.pop("trainer.recipes.plugins.mixer", None)

@@ -190,11 +190,7 @@ class TaskConfig(Component):
 
     @classmethod
     def default_loss(cls, table: Mapping[str, Any]) -> str:  # noqa: ARG003 # overrides read it
-        """Return the name of the loss of a recipe that names none.
-
-        Args:
-            table: the recipe's `[task]` as it was written.
-        """
+        """Return the loss of a recipe that names none; `table` is `[task]` as it was written."""
         return cls.losses[0]
 
     def accepts(self, loss: LossConfig) -> bool:

@@ -8,18 +8,17 @@ from trainer.engine.estimate.plan import make_run_plan
 from trainer.engine.estimate.search import search
 from trainer.engine.recipe.load import load_recipe
 from trainer.engine.tasks.tables import tasks
-from trainer.recipes.plugins.mixer import MixerConfig
 
 
 @pytest.fixture
-def recipe(pytestconfig):
+def recipe(pytestconfig, forgotten_plugins):
     return load_recipe(pytestconfig.rootpath / "recipes/supervised_debug.toml", world=2).recipe
 
 
 def test_the_formula_counts_samples_of_a_module_and_positions_of_a_language_model(
     recipe, monkeypatch
 ):
-    monkeypatch.setattr(MixerConfig, "flops_per_token", lambda self, length: 7.0)
+    monkeypatch.setattr(type(recipe.model), "flops_per_token", lambda self, length: 7.0)
     assert make_run_plan(recipe, 2, 8).formula_flops == 7.0 * recipe.data.global_batch
     data = Data(seq_len=48)
     found = {name: tasks[name].model_construct().positions(data) for name in tasks}

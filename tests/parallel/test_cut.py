@@ -138,8 +138,8 @@ def test_modules_by_name_may_leave_the_ends_alone():
 
 
 def test_what_a_part_costs_is_measured():
-    """A head of 256 times as many rows as the block is wide, beside a small block."""
-    config = Llama3Config(dim=32, ffn_dim=32, n_layers=1, vocab_size=8192)
+    """A head of 1,024 times as many rows as the block is wide, beside a small block."""
+    config = Llama3Config(dim=32, ffn_dim=32, n_layers=1, vocab_size=32768)
     kernels = choose({}, "cpu", 32)
     with without_storage():
         model = config.build(kernels)

@@ -83,14 +83,13 @@ def test_dpo_makes_a_finetuned_model_follow_a_rule(tmp_path):
     prompts = [(name, city) for name in NAMES for city in CITIES]
     generator.shuffle(prompts)
     held_out, learned = prompts[:HELD_OUT], prompts[HELD_OUT:]
-    texts, pairs, judged = [], [], []
+    texts, pairs = [], []
     for _ in range(400):
         prompt, polite, short = answers_of(*generator.choice(learned))
         texts.append({"text": prompt + (polite if generator.random() < 0.3 else short)})
         pairs.append({"prompt": prompt, "chosen": polite, "rejected": short})
-    for place in held_out:
-        prompt, polite, short = answers_of(*place)
-        judged.append({"prompt": prompt, "chosen": polite, "rejected": short})
+    keys = ("prompt", "chosen", "rejected")
+    judged = [dict(zip(keys, answers_of(*place), strict=True)) for place in held_out]
     for kind, rows in (("texts", texts), ("pairs", pairs), ("judged", judged)):
         (tmp_path / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = SMALL.format(dim=64, ffn=192)
