@@ -51,7 +51,7 @@ def test_a_whole_task_is_one_file_of_a_plugin(folder):
     alone = train(folder)
     assert len(alone) == 22
     trainer_command(folder, "report", "runs/waves")
-    shown = plot(Page((folder / "runs/waves/report.html").read_text()), "Near")
+    shown = plot(Page((folder / "runs/waves/report.html").read_text()), "Validation near")
     values = [alone["eval", step][2] for step in (10, 20)]
     (series,) = shown["series"]
     assert (series["step"], series["y"]) == ([10, 20], pytest.approx(values))
