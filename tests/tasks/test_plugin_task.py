@@ -54,7 +54,7 @@ def test_a_whole_task_is_one_file_of_a_plugin(folder):
     shown = plot(Page((folder / "runs/waves/report.html").read_text()), "Validation near")
     values = [alone["eval", step][2] for step in (10, 20)]
     (series,) = shown["series"]
-    assert (series["step"], series["y"]) == ([10, 20], pytest.approx(values))
+    assert (series["x"][0], series["y"]) == ([10, 20], pytest.approx(values))
     assert resume(folder) == alone
     shutil.rmtree(folder / "runs")
     two = train(folder, ranks=2)
