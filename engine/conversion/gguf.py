@@ -96,7 +96,8 @@ def open_gguf(file: Path, recipe: Recipe | None) -> SourceWeights:
 
 
 def _read_config(header: GgufHeader, file: Path, recipe: Recipe | None) -> ModelConfig:
-    sizes, stored = read_sizes(header.metadata), header.tensors
+    family = recipe.model.name if recipe else ""
+    sizes, stored = read_sizes(header.metadata, family), header.tensors
     sizes["tie_embeddings"] = gguf_name("head.proj.weight") not in stored
     embed = stored.get(gguf_name("embed.weight"))
     sizes["vocab_size"] = embed.shape[0] if embed else 1

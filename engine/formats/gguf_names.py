@@ -22,6 +22,8 @@ FAMILIES = {
 """`general.architecture` -> our family"""
 WITH_EXPERTS = {"llama": "mixtral", "qwen3moe": "qwen3"}
 """the same where the file says that there are experts"""
+WITHOUT_WINDOWS = {"mistral": "llama"}
+"""our family -> the architecture that computes the same where no block has a window"""
 INTERLEAVED = {"llama": ("attention.q.weight", "attention.k.weight")}
 """weights of queries and keys that an architecture has in interleaved pairs, as Meta has them"""
 ROPE_FACTORS = "rope_freqs.weight"
@@ -95,7 +97,8 @@ def gguf_parts(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, 
 def architecture_of(config: ModelConfig) -> str:
     """Return GGUF's name of a model's architecture; empty: there is none that is written."""
     families = FAMILIES if getattr(config, "moe", None) is None else WITH_EXPERTS
-    return next((name for name, ours in families.items() if ours == config.name), "")
+    own = next((name for name, ours in families.items() if ours == config.name), "")
+    return own or WITHOUT_WINDOWS.get(config.name, "")
 
 
 def is_interleaved(name: str, architecture: str) -> bool:
@@ -103,8 +106,12 @@ def is_interleaved(name: str, architecture: str) -> bool:
     return name.endswith(INTERLEAVED.get(architecture, ()) or "\0")
 
 
-def read_sizes(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def read_sizes(metadata: Mapping[str, Any], family: str = "") -> dict[str, Any]:
     """Return the values of `[model]` that the keys of a GGUF file say.
+
+    Args:
+        metadata: the keys and values of the file.
+        family: the family to read the model as, where several compute what the architecture does.
 
     Raises:
         SettingsError: a size is missing, or a key changes numbers in a way that is not done here.
@@ -152,6 +159,8 @@ def read_sizes(metadata: Mapping[str, Any]) -> dict[str, Any]:
             problems.append(f"the file says {prefix}{key} = {quote(value)}, which is not done here")
     if problems:
         raise SettingsError(problems)
+    if WITHOUT_WINDOWS.get(family) == architecture and not has_experts:
+        sizes["name"] = family
     return sizes
 
 
@@ -176,10 +185,18 @@ def write_sizes(config: ModelConfig) -> dict[str, Any]:
     """
     architecture, moe = architecture_of(config), getattr(config, "moe", None)
     if not architecture:
-        known = ", ".join(dict.fromkeys((*FAMILIES.values(), *WITH_EXPERTS.values())))
+        families = (*FAMILIES.values(), *WITH_EXPERTS.values(), *WITHOUT_WINDOWS)
+        known = ", ".join(dict.fromkeys(families))
         raise ValueError(f"{known} are written")
     if config.task_head or getattr(config, "is_bidirectional", False):
         raise ValueError("causal language models are written")
+    window = getattr(config, "window", None)
+    length = getattr(config, "max_seq_len", 0)
+    if window is not None and window < length:
+        raise ValueError(
+            f"llama.cpp's {architecture!r} has no windows, and model.window is {window}, "
+            f"less than model.max_seq_len ({length})"
+        )
     if moe is not None:
         # llama.cpp always divides the weights of a token's experts by their sum.
         moe.require(normalize=True, balance_bias=False)

@@ -20,7 +20,7 @@ from trainer.engine.checkpoint.tensors import InMemoryTensor
 from trainer.engine.conversion.convert import TARGET_DTYPES
 from trainer.engine.conversion.gguf import Q8Packed, Q8Rows
 from trainer.engine.core.errors import CheckpointError
-from trainer.engine.formats.gguf_names import NAMES
+from trainer.engine.formats.gguf_names import NAMES, read_sizes, write_sizes
 from trainer.model_zoo.layout import translate
 
 SCALING = {"factor": 8.0, "original_max_seq_len": 32}
@@ -31,8 +31,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied": {"tie_embeddings": True},
     "qwen2": {"name": "qwen2"},
     "olmo2": {"name": "olmo2"},
+    "mistral": {"name": "mistral"},
 }
-INTERLEAVED = ("llama", "scaled", "tied")
+INTERLEAVED = ("llama", "scaled", "tied", "mistral")
 QUICK = (("llama", "q8_0"), ("qwen3", "fp16"))
 SIZES = {"dim": 64, "ffn_dim": 96}
 DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
@@ -189,8 +190,22 @@ def test_models_that_gguf_is_not_written_for_are_refused(
     folder = hf_folder(tmp_path / "hf", config_of("gpt_oss"), tokenizer=False)
     assert convert("hf2dcp", folder, tmp_path / "dcp") == 0
     said = refused(capsys, 5, "dcp2gguf", tmp_path / "dcp", tmp_path / "target.gguf")
-    known = "llama3, olmo2, qwen2, qwen3, mixtral are written"
+    known = "llama3, olmo2, qwen2, qwen3, mixtral, mistral are written"
     assert f'GGUF is not written for this "gpt_oss": {known}' in said
+
+
+def test_windows_that_llama_cpp_does_not_compute_are_not_written() -> None:
+    with pytest.raises(ValueError, match=r"model\.window is 9, less than model\.max_seq_len"):
+        write_sizes(config_of("mistral", window=9))
+    as_long = config_of("mistral", window=256)
+    assert write_sizes(as_long) == write_sizes(config_of())
+
+
+def test_a_recipe_says_that_a_file_is_read_as_mistral() -> None:
+    metadata = write_sizes(config_of("mistral"))
+    assert read_sizes(metadata)["name"] == "llama3"
+    assert read_sizes(metadata, "mistral")["name"] == "mistral"
+    assert read_sizes(metadata, "mixtral")["name"] == "llama3"
 
 
 def test_hostile_files_are_refused_at_once(

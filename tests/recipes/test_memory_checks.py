@@ -50,7 +50,7 @@ FAULTS = {
     ),
     "pipeline": (
         IN_BACKWARD + UNCLIPPED + "[data]\nmicro_batch = 1\n[parallel]\npipeline = 2", 2, KEY,
-        "the micro batches of a pipeline add to a gradient one after the other",
+        "a pipeline does not say which backward pass of a stage completes its gradients",
         "keep parallel.pipeline = 1",
     ),
     "copies": (
