@@ -100,7 +100,7 @@ class DecoderConfig(ModelConfig):
 
     @property
     def head_softcap(self) -> float | None:
-        """What the logits of tokens are capped at, see `kernels.softcap`; None: they are not."""
+        """The softcap of token logits, see `kernels.softcap`; None: logits are not capped."""
         return None
 
     @property

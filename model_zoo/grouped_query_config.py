@@ -77,7 +77,7 @@ class GroupedQueryConfig(DecoderConfig):
 
     @property
     def score_softcap(self) -> float | None:
-        """What scores of attention are capped at, see `kernels.softcap`; None: they are not."""
+        """The softcap of attention scores, see `kernels.softcap`; None: scores are not capped."""
         return None
 
     def window_of(self, number: int) -> int | None:

@@ -82,7 +82,7 @@ class Problem:
         return make_lines_printable(text + (f"; {self.hint}" if self.hint else ""))
 
     def render(self) -> str:
-        """Return the line that the command line prints."""
+        """Return the line that a command prints: `error: ` and the description."""
         return f"error: {self.describe()}"
 
 
@@ -102,7 +102,7 @@ class RecipeError(TrainerError):
         return "\n".join(problem.describe() for problem in self.problems)
 
     def render(self) -> str:
-        """Return one line a problem, as the command line prints it."""
+        """Return one line a problem, as a command prints it."""
         return "\n".join(problem.render() for problem in self.problems)
 
 

@@ -83,7 +83,7 @@ class GemmaConfig(GroupedQueryConfig):
     window: Size = 64
     """positions that a block with a window sees, its own the last"""
     full_every: Size = 2
-    """every so many-th block sees the whole row"""
+    """the interval, in blocks, of blocks that see the whole row"""
     query_pre_attn_scalar: Size = 16
     """scores of attention are divided by its square root, whatever the width of a head is"""
 
@@ -172,18 +172,18 @@ class Gemma2Config(GemmaConfig):
 
     name: Literal["gemma2"] = "gemma2"
     attention_softcap: NonNegativeFloat = 50.0
-    """scores of attention are capped softly at this; 0: they are not"""
+    """the softcap of attention scores; 0: scores are not capped"""
     logit_softcap: NonNegativeFloat = 30.0
-    """logits of tokens are capped softly at this; 0: they are not"""
+    """the softcap of token logits; 0: logits are not capped"""
 
     @property
     def score_softcap(self) -> float | None:
-        """What scores of attention are capped at; None: they are not."""
+        """The softcap of attention scores; None: scores are not capped."""
         return self.attention_softcap or None
 
     @property
     def head_softcap(self) -> float | None:
-        """What the logits of tokens are capped at; None: they are not."""
+        """The softcap of token logits; None: logits are not capped."""
         return self.logit_softcap or None
 
     def hf_config(self) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class Head(nn.Module):
         vocab_size: rows of the projection; None where it uses the embedding's weight.
         norm_eps: see `RMSNorm`.
         kernels: the implementations.
-        softcap: what logits are capped at, see `kernels.softcap`; None: they are not.
+        softcap: the softcap of logits, see `kernels.softcap`; None: logits are not capped.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ class LinearScaling(Sizes):
     """what cosine and sine are multiplied by"""
 
     factor: PositiveFloat = 8.0
-    """what they are divided by"""
+    """the divisor of all rotary frequencies"""
 
     def hf_config(self) -> dict[str, Any]:
         """Return what config.json's `rope_parameters` say of it."""

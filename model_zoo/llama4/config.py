@@ -130,13 +130,13 @@ class Llama4Config(GroupedQueryConfig):
     moe: MoESettings = MoESettings.model_validate(ROUTING)
     """experts of the other blocks"""
     moe_every: Size = 2
-    """every so many-th block has experts"""
+    """the interval, in blocks, of blocks that have experts"""
     rope_scaling: RopeScaling | None = None
     """stretching of the rotary frequencies; none leaves them alone"""
     chunk: Size = 64
     """in blocks with RoPE a position sees those of its own chunk of so many"""
     nope_every: Size = 4
-    """every so many-th block is without RoPE and sees the whole row"""
+    """the interval, in blocks, of blocks without RoPE, which see the whole row"""
     qk_norm: bool = True
     """normalise queries and keys after RoPE"""
     temperature_scale: NonNegativeFloat = 0.1

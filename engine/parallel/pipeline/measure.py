@@ -100,7 +100,7 @@ def part_seconds(
     if x.is_floating_point():
         x = torch.empty_like(x).normal_(generator=draw)
     else:
-        # Drawn, because looking up one row again and again would be faster than in training.
+        # Random rows: repeated lookups of one row are faster than the lookups of training.
         num_rows = len(next(model.get_submodule(embed).parameters()))
         x = torch.randint(num_rows, x.shape, generator=draw, device=device)
     positions = torch.arange(x.shape[1], device=device).expand(x.shape[:2])

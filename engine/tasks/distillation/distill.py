@@ -33,7 +33,7 @@ class TeacherHead:
     softcap: float | None = None
 
     def keep(self, weight: Tensor, softcap: float | None) -> None:
-        """Keep the cap, and a copy of the weight as it is gathered in the first forward pass."""
+        """Save the softcap, and copy the gathered weight in the first forward pass."""
         self.softcap = softcap
         # FSDP frees what it gathers: the copy stays. It is frozen, so that one is enough.
         if self.weight is None:

@@ -36,7 +36,7 @@ class TokenScores(OutputRecord):
             outputs: hidden states [T, D], the output projection [V, D], and the next token of each
                 position, [T], or `IGNORED`. Later calls are for what the model learns besides, and
                 are not scored.
-            softcap: what logits are capped at; None: they are not.
+            softcap: the softcap of logits; None: logits are not capped.
         """
         hidden, weight, labels = outputs
         if self.nll is not None:

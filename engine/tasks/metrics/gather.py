@@ -29,7 +29,7 @@ class SampleRows:
 
 
 def gather_rows(rows: Tensor | None, device: torch.device) -> Tensor:
-    """Gather tensors whose first dimensions differ between ranks, which all call it.
+    """Gather tensors whose first dimensions differ between ranks; all ranks call this function.
 
     Args:
         rows: of this rank, [N, ...]; None: it has none, and does not know their shape.

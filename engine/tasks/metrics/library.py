@@ -79,7 +79,7 @@ class LibraryMetric(MetricConfig):
     several: ClassVar[Sequence[Kind]]
     """outputs for which the function returns several numbers whatever the keys are"""
     is_by_output: ClassVar[bool]
-    """whether a regression with several numbers a sample has a result for each"""
+    """whether a regression with several outputs has one result for each output"""
     curve: ClassVar[Sequence[str]]
     """names of the axes, if the function returns a curve"""
 
