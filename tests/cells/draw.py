@@ -225,7 +225,7 @@ def _draw_model(draw: random.Random, *, bidirectional: bool) -> dict[str, Any]:
     name = draw.choice(
         [
             *("llama3", "llama3", "qwen2", "qwen3", "qwen3", "mistral", "olmo2", "phi3"),
-            *("mixtral", "gpt_oss", "llama4", "deepseek_v3", "deepseek_v3"),
+            *("mixtral", "gpt_oss", "llama4", "deepseek_v3", "deepseek_v3", "gemma2", "gemma3"),
         ]
     )
     groups = draw.choice([1, 2, 2, 4])
@@ -251,6 +251,9 @@ def _draw_own(draw: random.Random, name: str) -> dict[str, Any]:
     if name in ("mistral", "phi3"):
         window = {} if draw.random() < 0.5 else {"window": draw.choice([5, 12])}
         return window | ({"rotary_fraction": 0.5} if name == "phi3" else {})
+    if name in ("gemma2", "gemma3"):
+        table = {"window": draw.choice([5, 12]), "query_pre_attn_scalar": draw.choice([8, 12])}
+        return table | {"full_every": draw.choice([2, 3]) if name == "gemma3" else 2}
     if name == "qwen3" and draw.random() < 0.7:
         return {"moe": _draw_experts(draw)}
     if name == "mixtral":
