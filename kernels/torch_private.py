@@ -31,11 +31,21 @@ _DYNAMO = "torch._dynamo"
 _INDUCTOR = "torch._inductor"
 HOMES = {
     # Operations without a public function.
+    "foreach_add": "torch:_foreach_add",
     "foreach_add_": "torch:_foreach_add_",
+    "foreach_addcmul_": "torch:_foreach_addcmul_",
+    "foreach_clamp_max_": "torch:_foreach_clamp_max_",
+    "foreach_clamp_min_": "torch:_foreach_clamp_min_",
     "foreach_copy_": "torch:_foreach_copy_",
+    "foreach_div": "torch:_foreach_div",
+    "foreach_div_": "torch:_foreach_div_",
+    "foreach_lerp": "torch:_foreach_lerp",
     "foreach_lerp_": "torch:_foreach_lerp_",
+    "foreach_mul": "torch:_foreach_mul",
     "foreach_mul_": "torch:_foreach_mul_",
     "foreach_norm": "torch:_foreach_norm",
+    "foreach_sign_": "torch:_foreach_sign_",
+    "foreach_sqrt": "torch:_foreach_sqrt",
     "foreach_sub_": "torch:_foreach_sub_",
     "foreach_zero_": "torch:_foreach_zero_",
     "attend_flash": f"{_ATEN}._scaled_dot_product_flash_attention",

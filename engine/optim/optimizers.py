@@ -23,13 +23,20 @@ class AdamW(OptimizerConfig):
     """decay of the running means of the gradient and of its square"""
     eps: PositiveFloat = 1e-8
     """added to the denominator"""
+    cautious_decay: bool = False
+    """decay only elements that the update moves towards 0 (arXiv:2510.12402)"""
 
     def build(
         self, groups: Sequence[dict[str, Any]], device: torch.device
     ) -> torch.optim.Optimizer:
-        """Return torch's fused AdamW."""
+        """Return torch's fused AdamW, or one over lists of tensors for cautious decay."""
         import torch
 
+        if self.cautious_decay:
+            from .elementwise.qhadam import QHAdam
+
+            options = self.model_dump(include={"lr", "weight_decay", "betas", "eps"})
+            return QHAdam(groups, nus=(1.0, 1.0), cautious_decay=True, **options)
         # Fused: one kernel for many tensors. It runs on CPUs and on shards of DTensors too.
         return torch.optim.AdamW(
             groups, self.lr, self.betas, self.eps, self.weight_decay, fused=True

@@ -22,6 +22,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from ..core.errors import Problem, RecipeError, nearest
 from ..core.local import is_split, local
 from ..core.text.expressions import match_names
+from .elementwise.base import Elementwise
 from .tables import OptimizerConfig
 
 
@@ -85,7 +86,7 @@ def _unmatched(index: int, pattern: str, names: list[str]) -> Problem:
 
 # Optimizers such as Muon, which a plugin may add, need whole parameters instead.
 ELEMENTWISE = (Adam, AdamW, SGD)
-"""the optimizers that update each element of a parameter without looking at the others"""
+"""torch's optimizers that update each element of a parameter without looking at the others"""
 
 
 def avoid_dynamo_import() -> None:
@@ -100,13 +101,14 @@ def avoid_dynamo_import() -> None:
 def undecorated_step(optimizer: Optimizer) -> Callable[[], None]:
     """Return the optimizer's step free of its decorators (compiler, profiler, hooks).
 
-    An optimizer of `ELEMENTWISE` sees the local shards of DTensors. DTensor would search for a
-    sharding of each of its operations: 12 seconds in the first step on a mesh of three axes
-    (torch 2.13, 21 parameters), and a dispatch in Python in every step.
+    An optimizer of `ELEMENTWISE`, or an `Elementwise` one, sees the local shards of DTensors.
+    DTensor would search for a sharding of each of its operations: 12 seconds in the first step on a
+    mesh of three axes (torch 2.13, 21 parameters), and a dispatch in Python in every step.
     """
     step = inspect.unwrap(type(optimizer).step)
-    # The exact type: a subclass may look at whole parameters.
-    shards = local_shards if type(optimizer) in ELEMENTWISE else nullcontext
+    # Of torch's the exact type: a subclass may look at whole parameters.
+    is_elementwise = type(optimizer) in ELEMENTWISE or isinstance(optimizer, Elementwise)
+    shards = local_shards if is_elementwise else nullcontext
 
     def without_gradients() -> None:
         # One of the decorators that are gone switches gradients off.

@@ -68,6 +68,13 @@ optimizers: Registry[OptimizerConfig] = Registry(
         "adamw": "engine.optim.optimizers:AdamW",
         "adam": "engine.optim.optimizers:Adam",
         "sgd": "engine.optim.optimizers:SGD",
+        "adopt": "engine.optim.elementwise.tables:ADOPT",
+        "qhadopt": "engine.optim.elementwise.tables:QHADOPT",
+        "qhadam": "engine.optim.elementwise.tables:QHAdam",
+        "lion": "engine.optim.elementwise.tables:Lion",
+        "ademamix": "engine.optim.elementwise.tables:AdEMAMix",
+        "decoupled_adamw": "engine.optim.elementwise.tables:DecoupledAdamW",
+        "decoupled_sgdw": "engine.optim.elementwise.tables:DecoupledSGDW",
     },
 )
 

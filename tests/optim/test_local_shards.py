@@ -8,10 +8,28 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
+from trainer.engine.optim.elementwise.tables import (
+    ADOPT,
+    QHADOPT,
+    AdEMAMix,
+    DecoupledSGDW,
+    Lion,
+    QHAdam,
+)
 from trainer.engine.optim.optimizers import SGD, Adam, AdamW
 from trainer.engine.optim.parameters import undecorated_step
 
-OPTIMIZERS = [AdamW(), Adam(weight_decay=0.1), SGD(momentum=0.9, nesterov=True)]
+OPTIMIZERS = [
+    AdamW(),
+    Adam(weight_decay=0.1),
+    SGD(momentum=0.9, nesterov=True),
+    ADOPT(),
+    QHADOPT(),
+    QHAdam(nus=(0.7, 0.8), cautious_decay=True),
+    Lion(),
+    AdEMAMix(slow_warmup_steps=2),
+    DecoupledSGDW(momentum=0.9, nesterov=True),
+]
 
 
 def sharded_steps(config, on_shards):
@@ -22,7 +40,8 @@ def sharded_steps(config, on_shards):
     model.scale = nn.Parameter(torch.ones(1))  # one rank holds nothing of it
     fully_shard(model, mesh=mesh)
     frozen = nn.Parameter(torch.ones(2))
-    optimizer = config.build([{"params": [*model.parameters(), frozen]}], torch.device("cpu"))
+    groups = [{"params": [*model.parameters(), frozen], "peak_lr": config.lr}]
+    optimizer = config.build(groups, torch.device("cpu"))
     step = undecorated_step(optimizer) if on_shards else optimizer.step
     for number in range(3):
         for weight in model.parameters():
@@ -41,7 +60,7 @@ def sharded_steps(config, on_shards):
 
 def describe(value):
     if not isinstance(value, DTensor):
-        return value if value is None else value.tolist()
+        return value.tolist() if isinstance(value, torch.Tensor) else value
     return str(value.placements), value.stride(), value.full_tensor().tolist()
 
 
@@ -49,5 +68,5 @@ def describe(value):
 def test_bits_and_state_are_those_of_dtensors(config):
     found, expected = (run_ranks(4, sharded_steps, config, on) for on in (True, False))
     assert found == expected
-    state = found[0]["weight", "momentum_buffer" if config.name == "sgd" else "exp_avg"]
+    state = found[0]["weight", "momentum_buffer" if "sgd" in config.name else "exp_avg"]
     assert "Shard(dim=0)" in state[0]

@@ -21,12 +21,18 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+OTHERS = {
+    name: {"name": name, "clip_norm": 0.0}
+    for name in ("adopt", "lion", "ademamix", "decoupled_adamw", "decoupled_sgdw")
+}
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *OTHERS])
 def test_the_optimizer_in_backward_makes_the_same_weights_to_the_bit(optimizer):
     groups = [{"match": "*.norm.weight", "lr": 0.01}]
     like = {
         "data": WHOLE,
-        "optimizer": OPTIMIZERS[optimizer] | {"groups": groups},
+        "optimizer": (OPTIMIZERS | OTHERS)[optimizer] | {"groups": groups},
         "schedule": {"name": "cosine", "warmup_steps": 3},
     }
     tied = like | {"model": BASE["model"] | {"tie_embeddings": True}}
