@@ -67,7 +67,7 @@ def parameter_groups(
     if problems:
         raise RecipeError(problems)
     # The schedule sets `lr` of a group before each step, as a factor of `peak_lr`.
-    overrides = [*(group.overrides() for group in config.groups), {}]
+    overrides = [*(group.overrides(config) for group in config.groups), {}]
     return [
         {"params": weights, "lr": config.lr, **values, "peak_lr": values.get("lr", config.lr)}
         for weights, values in zip(members, overrides, strict=True)

@@ -11,13 +11,13 @@ from ..core.config import Count, Fraction
 from .tables import PositiveFloat, ScheduleConfig, schedules
 
 
-def _decay(shape: str, progress: float) -> float:
+def _decay(shape: str, progress: float, power: float = 1.0) -> float:
     """Return a curve from 1 at progress 0 to 0 at progress 1."""
     if shape == "cosine":
         return 0.5 * (1 + math.cos(math.pi * progress))
     if shape == "sqrt":
         return 1 - math.sqrt(progress)
-    return 1 - progress
+    return (1 - progress) ** power
 
 
 @schedules.register
@@ -27,8 +27,10 @@ class WSD(ScheduleConfig):
     name: Literal["wsd"] = "wsd"
     decay_fraction: Fraction = 0.2
     """share of all steps over which the rate falls at the end"""
-    decay: Literal["linear", "cosine", "sqrt"] = "linear"
-    """shape of the fall; "sqrt" is 1 - sqrt(progress)"""
+    decay: Literal["linear", "cosine", "sqrt", "power"] = "linear"
+    """shape of the fall; "sqrt" is 1 - sqrt(progress), "power" (1 - progress) ** decay_power"""
+    decay_power: PositiveFloat = 2.0
+    """exponent of the fall where `decay` is "power" """
     min_lr_ratio: Fraction = 0.0
     """the rate at the end, as a share of the peak"""
 
@@ -39,7 +41,8 @@ class WSD(ScheduleConfig):
         start = max(total - decay_steps, self.warmup_steps)
         if step < start or total <= start:
             return super().lr_factor(step, total)
-        fall = _decay(self.decay, min(1.0, (step - start) / (total - start)))
+        power = self.decay_power if self.decay == "power" else 1.0
+        fall = _decay(self.decay, min(1.0, (step - start) / (total - start)), power)
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * fall
 
     def after_warmup(self, step: int, total: int) -> float:

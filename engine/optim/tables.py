@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..core.config import Betas, Component, CountOrZero, Table
 from ..core.registry import Registry
@@ -18,6 +18,10 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 
+SCALED = ("lr", "weight_decay")
+"""values that a group of parameters can also give as a multiple of the optimizer's"""
+
+
 class ParameterGroup(Table):
     """Parameters whose names match get their own values; the first matching group wins."""
 
@@ -25,8 +29,12 @@ class ParameterGroup(Table):
     """glob over parameter names, or `re:` and a regular expression"""
     lr: NonNegativeFloat | None = None
     """peak learning rate of these parameters"""
+    lr_scale: NonNegativeFloat | None = None
+    """multiplies `optimizer.lr` for these parameters, in place of `lr`"""
     weight_decay: NonNegativeFloat | None = None
     """weight decay of these parameters"""
+    weight_decay_scale: NonNegativeFloat | None = None
+    """multiplies `optimizer.weight_decay` for these parameters, in place of `weight_decay`"""
     betas: Betas | None = None
     """betas of these parameters"""
     eps: PositiveFloat | None = None
@@ -34,9 +42,21 @@ class ParameterGroup(Table):
     momentum: NonNegativeFloat | None = None
     """momentum of these parameters"""
 
-    def overrides(self) -> dict[str, Any]:
-        """Return only the values that this group sets."""
-        return self.model_dump(exclude={"match"}, exclude_none=True)
+    @model_validator(mode="after")
+    def _sets_each_value_once(self) -> Self:
+        for key in SCALED:
+            if getattr(self, key) is not None and getattr(self, f"{key}_scale") is not None:
+                raise ValueError(f"{key} and {key}_scale both set the same value: give one")
+        return self
+
+    def overrides(self, config: OptimizerConfig) -> dict[str, Any]:
+        """Return only the values that this group sets, those that it scales multiplied."""
+        found = self.model_dump(exclude={"match"}, exclude_none=True)
+        for key in SCALED:
+            scale = found.pop(f"{key}_scale", None)
+            if scale is not None:
+                found[key] = getattr(config, key) * scale
+        return found
 
 
 class OptimizerConfig(Component):

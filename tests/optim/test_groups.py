@@ -1,5 +1,6 @@
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from trainer.engine.core.errors import RecipeError
@@ -80,3 +81,26 @@ def test_frozen_parameters_are_left_out():
     model.up.weight.requires_grad_(False)
     names, _ = names_by_group(model, SGD())
     assert "up.weight" not in names[0]
+
+
+def test_groups_scale_the_values_of_the_optimizer():
+    config = AdamW(
+        lr=0.4,
+        weight_decay=0.3,
+        groups=[
+            ParameterGroup(match="norm.*", lr_scale=0.5, weight_decay_scale=0.0),
+            ParameterGroup(match="up.*", weight_decay_scale=2.0),
+        ],
+    )
+    optimizer = config.build(
+        parameter_groups(Tiny().named_parameters(), config), torch.device("cpu")
+    )
+    found = [(group["peak_lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert found == [(0.2, 0.0), (0.4, 0.6), (0.4, 0.3)]
+    assert "lr_scale" not in optimizer.param_groups[0]
+
+
+@pytest.mark.parametrize("key", ["lr", "weight_decay"])
+def test_a_value_and_its_scale_exclude_each_other(key):
+    with pytest.raises(ValidationError, match="give one"):
+        ParameterGroup(match="*", **{key: 0.1, f"{key}_scale": 2.0})

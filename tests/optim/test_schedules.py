@@ -90,6 +90,11 @@ def test_sqrt_decay_is_one_minus_the_root_of_progress():
     assert schedule.lr_factor(25, 40) == pytest.approx(1 - math.sqrt(5 / 20))
 
 
+def test_power_decay_falls_as_a_power_of_what_is_left():
+    schedule = WSD(decay_fraction=0.5, decay="power", decay_power=1.2, min_lr_ratio=0.1)
+    assert schedule.lr_factor(25, 40) == pytest.approx(0.1 + 0.9 * (15 / 20) ** 1.2)
+
+
 @pytest.mark.parametrize("name", list(schedules))
 def test_warmup_rises_in_equal_steps_to_the_peak(name):
     schedule = schedules[name](warmup_steps=4)

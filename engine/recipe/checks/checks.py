@@ -188,7 +188,7 @@ def _groups(recipe: Recipe) -> Iterator[Finding]:
     optimizer = recipe.optimizer
     for index, group in enumerate(optimizer.groups):
         path = ("optimizer", "groups", index)
-        for key in sorted(set(group.overrides()) - optimizer.group_keys):
+        for key in sorted(set(group.overrides(optimizer)) - optimizer.group_keys):
             known = ", ".join(sorted(optimizer.group_keys))
             yield (
                 (*path, key),
