@@ -54,7 +54,9 @@ FAULTS = [
     ),
     (
         '[optimizer]\nname = "adamwx"',
-        4, 1, "optimizer.name", 'no optimizer is named "adamwx"; known: adam, adamw, sgd',
+        4, 1, "optimizer.name",
+        'no optimizer is named "adamwx"; known: adam, adamw, ademamix, adopt, decoupled_adamw, '
+        "decoupled_sgdw, lion, qhadam, qhadopt, sgd",
         'did you mean "adamw"?',
     ),
     (
