@@ -39,7 +39,7 @@ def compare(cell: Cell, pool: RankPool) -> str:
     return f"{difference}" if difference else ""
 
 
-def run_cell(number: int, silence_seconds: float = 120.0) -> str:
+def run_cell(number: int, silence_seconds: float = 300.0) -> str:
     """Return why a cell fails; empty: it passes."""
     cell = draw(number)
     with RankPool(silence_seconds) as pool:
