@@ -33,10 +33,10 @@ class AdamW(OptimizerConfig):
         import torch
 
         if self.cautious_decay:
-            from .elementwise.qhadam import QHAdam
+            from .elementwise.qhadam import QHAdamOptimizer
 
             options = self.model_dump(include={"lr", "weight_decay", "betas", "eps"})
-            return QHAdam(groups, nus=(1.0, 1.0), cautious_decay=True, **options)
+            return QHAdamOptimizer(groups, nus=(1.0, 1.0), cautious_decay=True, **options)
         # Fused: one kernel for many tensors. It runs on CPUs and on shards of DTensors too.
         return torch.optim.AdamW(
             groups, self.lr, self.betas, self.eps, self.weight_decay, fused=True

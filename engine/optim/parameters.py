@@ -22,7 +22,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from ..core.errors import Problem, RecipeError, nearest
 from ..core.local import is_split, local
 from ..core.text.expressions import match_names
-from .elementwise.base import Elementwise
+from .elementwise.base import ElementwiseOptimizer
 from .tables import OptimizerConfig
 
 
@@ -101,13 +101,13 @@ def avoid_dynamo_import() -> None:
 def undecorated_step(optimizer: Optimizer) -> Callable[[], None]:
     """Return the optimizer's step free of its decorators (compiler, profiler, hooks).
 
-    An optimizer of `ELEMENTWISE`, or an `Elementwise` one, sees the local shards of DTensors.
+    An optimizer of `ELEMENTWISE`, or an `ElementwiseOptimizer`, sees the local shards of DTensors.
     DTensor would search for a sharding of each of its operations: 12 seconds in the first step on a
     mesh of three axes (torch 2.13, 21 parameters), and a dispatch in Python in every step.
     """
     step = inspect.unwrap(type(optimizer).step)
     # Of torch's the exact type: a subclass may look at whole parameters.
-    is_elementwise = type(optimizer) in ELEMENTWISE or isinstance(optimizer, Elementwise)
+    is_elementwise = type(optimizer) in ELEMENTWISE or isinstance(optimizer, ElementwiseOptimizer)
     shards = local_shards if is_elementwise else nullcontext
 
     def without_gradients() -> None:

@@ -14,10 +14,10 @@ from ....kernels.torch_private import (
     foreach_mul_,
     foreach_sqrt,
 )
-from .base import Elementwise, Tensors
+from .base import ElementwiseOptimizer, Tensors
 
 
-class AdEMAMix(Elementwise):
+class AdEMAMixOptimizer(ElementwiseOptimizer):
     """AdamW with a second, far slower mean of the gradients in the numerator."""
 
     moments = ("exp_avg", "exp_avg_slow", "exp_avg_sq")
@@ -30,7 +30,7 @@ class AdEMAMix(Elementwise):
         gradients: Tensors,
         *moments: Tensors,
     ) -> None:
-        """Change weights and moments; see `Elementwise.update`."""
+        """Change weights and moments; see `ElementwiseOptimizer.update`."""
         fast, slow, squares = moments
         beta1, beta2 = group["betas"]
         number = step + 1

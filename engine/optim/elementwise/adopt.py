@@ -14,10 +14,10 @@ from ....kernels.torch_private import (
     foreach_mul_,
     foreach_sqrt,
 )
-from .base import Elementwise, Tensors
+from .base import ElementwiseOptimizer, Tensors
 
 
-class ADOPT(Elementwise):
+class ADOPTOptimizer(ElementwiseOptimizer):
     """Divides the gradient by the root of the mean square of the gradients before it.
 
     Step 0 only sets the mean square. Quasi-hyperbolic: `nu` weighs the mean of these normalised
@@ -34,7 +34,7 @@ class ADOPT(Elementwise):
         gradients: Tensors,
         *moments: Tensors,
     ) -> None:
-        """Change weights and moments; see `Elementwise.update`."""
+        """Change weights and moments; see `ElementwiseOptimizer.update`."""
         means, squares = moments
         beta1, beta2 = group["betas"]
         if step == 0:

@@ -21,7 +21,7 @@ from ....kernels.torch_private import (
 Tensors = list[Tensor]
 
 
-class Elementwise(Optimizer):
+class ElementwiseOptimizer(Optimizer):
     """Updates lists of tensors at once; a subclass says how.
 
     Since elements are independent, each rank updates its own shard of a weight, in any plan, and

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ....kernels.torch_private import foreach_lerp, foreach_lerp_, foreach_sign_
-from .base import Elementwise, Tensors
+from .base import ElementwiseOptimizer, Tensors
 
 
-class Lion(Elementwise):
+class LionOptimizer(ElementwiseOptimizer):
     """Moves every element by the rate, in the direction of a mean gradient's sign."""
 
     moments = ("exp_avg",)
@@ -21,7 +21,7 @@ class Lion(Elementwise):
         gradients: Tensors,
         *moments: Tensors,
     ) -> None:
-        """Change weights and moments; see `Elementwise.update`."""
+        """Change weights and moments; see `ElementwiseOptimizer.update`."""
         (means,) = moments
         beta1, beta2 = group["betas"]
         updates = foreach_lerp(means, gradients, 1 - beta1)

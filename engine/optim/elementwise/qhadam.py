@@ -15,10 +15,10 @@ from ....kernels.torch_private import (
     foreach_mul_,
     foreach_sqrt,
 )
-from .base import Elementwise, Tensors
+from .base import ElementwiseOptimizer, Tensors
 
 
-class QHAdam(Elementwise):
+class QHAdamOptimizer(ElementwiseOptimizer):
     """Adam whose numerator and denominator are interpolated with those of the newest gradient.
 
     `nus` weigh the running means; (1, 1) is AdamW.
@@ -34,7 +34,7 @@ class QHAdam(Elementwise):
         gradients: Tensors,
         *moments: Tensors,
     ) -> None:
-        """Change weights and moments; see `Elementwise.update`."""
+        """Change weights and moments; see `ElementwiseOptimizer.update`."""
         means, squares = moments
         (beta1, beta2), (nu1, nu2) = group["betas"], group["nus"]
         foreach_lerp_(means, gradients, 1 - beta1)

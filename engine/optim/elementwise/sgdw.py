@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ....kernels.torch_private import foreach_add, foreach_add_, foreach_mul_
-from .base import Elementwise, Tensors
+from .base import ElementwiseOptimizer, Tensors
 
 
-class SGDW(Elementwise):
+class SGDW(ElementwiseOptimizer):
     """Momentum that the decay of the weights does not enter."""
 
     moments = ("momentum_buffer",)
@@ -21,7 +21,7 @@ class SGDW(Elementwise):
         gradients: Tensors,
         *moments: Tensors,
     ) -> None:
-        """Change weights and moments; see `Elementwise.update`."""
+        """Change weights and moments; see `ElementwiseOptimizer.update`."""
         (velocities,) = moments
         momentum = group["momentum"]
         foreach_mul_(velocities, momentum)

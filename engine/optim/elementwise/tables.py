@@ -41,7 +41,7 @@ class ElementwiseConfig(OptimizerConfig):
 class ADOPT(ElementwiseConfig):
     """Adam that converges with any beta2: it divides by the gradients before (arXiv:2411.02853)."""
 
-    implementation = "adopt:ADOPT"
+    implementation = "adopt:ADOPTOptimizer"
 
     name: Literal["adopt"] = "adopt"
     lr: NonNegativeFloat = 1e-3
@@ -56,7 +56,7 @@ class ADOPT(ElementwiseConfig):
 class QHADOPT(ElementwiseConfig):
     """ADOPT whose update mixes the running mean with the newest normalised gradient."""
 
-    implementation = "adopt:ADOPT"
+    implementation = "adopt:ADOPTOptimizer"
 
     name: Literal["qhadopt"] = "qhadopt"
     lr: NonNegativeFloat = 3e-3
@@ -73,7 +73,7 @@ class QHADOPT(ElementwiseConfig):
 class QHAdam(ElementwiseConfig):
     """AdamW with quasi-hyperbolic momentum (Ma & Yarats 2019, arXiv:1810.06801)."""
 
-    implementation = "qhadam:QHAdam"
+    implementation = "qhadam:QHAdamOptimizer"
 
     name: Literal["qhadam"] = "qhadam"
     betas: Betas = (0.995, 0.999)
@@ -89,7 +89,7 @@ class Lion(ElementwiseConfig):
     """Steps by the sign of a mean gradient (Chen et al. 2023, arXiv:2302.06675)."""
 
     group_keys = frozenset({"lr", "weight_decay", "betas"})
-    implementation = "lion:Lion"
+    implementation = "lion:LionOptimizer"
 
     name: Literal["lion"] = "lion"
     lr: NonNegativeFloat = 1e-4
@@ -102,7 +102,7 @@ class Lion(ElementwiseConfig):
 class AdEMAMix(ElementwiseConfig):
     """AdamW with a second, slow mean of the gradients (arXiv:2409.03137)."""
 
-    implementation = "ademamix:AdEMAMix"
+    implementation = "ademamix:AdEMAMixOptimizer"
 
     name: Literal["ademamix"] = "ademamix"
     betas: Betas = (0.9, 0.999)
