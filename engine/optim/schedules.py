@@ -17,7 +17,7 @@ def _decay(shape: str, progress: float, power: float = 1.0) -> float:
         return 0.5 * (1 + math.cos(math.pi * progress))
     if shape == "sqrt":
         return 1 - math.sqrt(progress)
-    return (1 - progress) ** power
+    return float((1 - progress) ** power)
 
 
 @schedules.register
