@@ -12,6 +12,7 @@ import tomli
 import trainer
 from trainer.cli import main as cli
 from trainer.engine.core.errors import CheckpointError, DataError, RunInUse
+from trainer.engine.optim.tables import optimizers
 
 RECIPES = Path(trainer.__file__).parent / "recipes"
 UNEXPECTED_HINT = "run the same with --traceback to see where"
@@ -80,7 +81,7 @@ def test_explain_names_file_set_flavor_and_default(command):
 
 def test_list_shows_kinds_names_and_fields(command):
     kinds = json.loads(command("list", "--json")[1])
-    assert kinds["optimizer"] == "adam, adamw, sgd"
+    assert kinds["optimizer"] == ", ".join(sorted(optimizers))
     assert {"model", "tokenizer", "source", "schedule", "loss", "tracker", "table"} <= set(kinds)
     assert json.loads(command("list", "schedule", "--json")[1])["wsd"].startswith("Warmup, stable")
     fields = json.loads(command("list", "optimizer", "sgd", "--json")[1])

@@ -42,7 +42,7 @@ def test_a_key_is_shown_with_type_default_and_who_has_it(docs):
     shown = rows(out)
     assert shown["type"] == "number >= 0"
     assert "0.0003 (adam, adamw" in shown["default"]
-    assert "0.1 (sgd" in shown["default"]
+    assert "0.1 (decoupled_sgdw, sgd" in shown["default"]
     assert shown["components"].split(", ") == list(REGISTRIES["optimizer"])
     assert shown["on resume"] == "only with --allow-changed optimizer.lr"
 

@@ -161,7 +161,7 @@ def the_warmup_does_not_grow_with_ranks():
 
 
 def forget_the_values_of_groups(patch):
-    patch.setattr(ParameterGroup, "overrides", lambda self: {})
+    patch.setattr(ParameterGroup, "overrides", lambda self, config: {})
 
 
 @known_bug(
