@@ -2,9 +2,9 @@
 
 Both train the same recipe at the same time, and take turns: a slice of steps in one, then the same
 steps in the other, so that both see the load of a shared machine. A pair is two such slices.
-A process is some per cent faster or slower for all of its life, by where its memory lies: with
-`--restarts 20` both are started anew so many times, in either order in turns, and the interval is
-that of the mean of the starts.
+A process is some per cent faster or slower for all of its life, by where its memory lies:
+`--starts 20` starts both processes 20 times, each time in the other order, and computes the
+interval from the mean of each start.
 
     git worktree add /tmp/before COMMIT
     python benchmarks/checkouts.py /tmp/before . --recipe moe_debug --set data.packing=documents
@@ -102,19 +102,19 @@ def main() -> None:
     parser.add_argument("--set", dest="settings", action="append", default=[])
     parser.add_argument("--steps", type=int, default=12, help="steps of a slice")
     parser.add_argument("--pairs", type=int, default=30, help="of each start")
-    parser.add_argument("--restarts", type=int, default=1)
+    parser.add_argument("--starts", type=int, default=1, help="times that both processes start")
     parser.add_argument("--write", action="store_true", help=f"append to {results.FOLDER.name}/")
     options = parser.parse_args()
     trees = {"before": options.before, "after": options.after}
     commits = {name: describe_commit(tree) for name, tree in trees.items()}
-    if options.restarts > 1:
-        starts = [measure(trees, options, start) for start in range(options.restarts)]
+    if options.starts > 1:
+        starts = [measure(trees, options, start) for start in range(options.starts)]
         logs = [statistics.mean(start) for start in starts]
     else:
         logs = measure(trees, options, 0)
     mean = statistics.mean(logs)
-    # The 97.5 % quantile of Student's distribution, by the first terms of its expansion around
-    # the normal distribution's (Abramowitz and Stegun 1964, 26.7.5).
+    # The 97.5 % quantile of Student's t distribution, approximated from the quantile of the normal
+    # distribution (Abramowitz and Stegun 1964, 26.7.5).
     z, free = statistics.NormalDist().inv_cdf(0.975), len(logs) - 1
     quantile = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
     margin = quantile * statistics.stdev(logs) / math.sqrt(len(logs))
@@ -123,13 +123,13 @@ def main() -> None:
     print(f"{options.recipe}: after / before {ratio:.3f}, 95 % interval {low:.3f} to {high:.3f}")
     if options.write:
         names = {"commits": commits, "recipe": options.recipe, "settings": options.settings}
-        names |= {"pairs": options.pairs, "restarts": options.restarts}
+        names |= {"pairs": options.pairs, "starts": options.starts}
         content = {**names, "ratio": ratio, "interval": [low, high]}
         print(f"written to {results.append('checkouts', content).name}")
 
 
 def measure(trees: dict[str, Path], options: argparse.Namespace, start: int) -> list[float]:
-    """Start both, and return the logarithm of the ratio of each pair of slices."""
+    """Start both checkouts, and return the logarithm of the ratio of each pair of slices."""
     order = list(trees.items())[:: -1 if start % 2 else 1]
     with tempfile.TemporaryDirectory() as folder:
         runs = {name: Checkout(tree, options, Path(folder) / name) for name, tree in order}

@@ -24,7 +24,7 @@ class AdamW(OptimizerConfig):
     eps: PositiveFloat = 1e-8
     """added to the denominator"""
     cautious_decay: bool = False
-    """decay only elements that the update moves towards 0 (arXiv:2510.12402)"""
+    """decay only the elements that the update moves towards 0 (arXiv:2510.12402)"""
 
     def build(
         self, groups: Sequence[dict[str, Any]], device: torch.device

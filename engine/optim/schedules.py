@@ -17,7 +17,9 @@ def _decay(shape: str, progress: float, power: float = 1.0) -> float:
         return 0.5 * (1 + math.cos(math.pi * progress))
     if shape == "sqrt":
         return 1 - math.sqrt(progress)
-    return float((1 - progress) ** power)
+    if shape == "power":
+        return float((1 - progress) ** power)
+    return 1 - progress
 
 
 @schedules.register
@@ -30,7 +32,7 @@ class WSD(ScheduleConfig):
     decay: Literal["linear", "cosine", "sqrt", "power"] = "linear"
     """shape of the fall; "sqrt" is 1 - sqrt(progress), "power" (1 - progress) ** decay_power"""
     decay_power: PositiveFloat = 2.0
-    """exponent of the fall where `decay` is "power" """
+    """exponent when `decay` is "power"; the other shapes ignore it"""
     min_lr_ratio: Fraction = 0.0
     """the rate at the end, as a share of the peak"""
 
@@ -41,8 +43,8 @@ class WSD(ScheduleConfig):
         start = max(total - decay_steps, self.warmup_steps)
         if step < start or total <= start:
             return super().lr_factor(step, total)
-        power = self.decay_power if self.decay == "power" else 1.0
-        fall = _decay(self.decay, min(1.0, (step - start) / (total - start)), power)
+        progress = min(1.0, (step - start) / (total - start))
+        fall = _decay(self.decay, progress, self.decay_power)
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * fall
 
     def after_warmup(self, step: int, total: int) -> float:
@@ -131,6 +133,5 @@ class Polynomial(ScheduleConfig):
 
     def after_warmup(self, step: int, total: int) -> float:
         """Return (1 - progress) ** power between the peak and `min_lr_ratio`."""
-        # A negative base with a fractional power would be a complex number.
-        fall = max(0.0, 1 - step / total) ** self.power
-        return float(self.min_lr_ratio + (1 - self.min_lr_ratio) * fall)
+        fall = _decay("power", min(1.0, step / total), self.power)
+        return self.min_lr_ratio + (1 - self.min_lr_ratio) * fall

@@ -19,7 +19,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 
 SCALED = ("lr", "weight_decay")
-"""values that a group of parameters can also give as a multiple of the optimizer's"""
+"""keys whose value a parameter group can give as a multiple of the optimizer's value"""
 
 
 class ParameterGroup(Table):
@@ -43,14 +43,14 @@ class ParameterGroup(Table):
     """momentum of these parameters"""
 
     @model_validator(mode="after")
-    def _sets_each_value_once(self) -> Self:
+    def _check_scales(self) -> Self:
         for key in SCALED:
             if getattr(self, key) is not None and getattr(self, f"{key}_scale") is not None:
                 raise ValueError(f"{key} and {key}_scale both set the same value: give one")
         return self
 
     def overrides(self, config: OptimizerConfig) -> dict[str, Any]:
-        """Return only the values that this group sets, those that it scales multiplied."""
+        """Return the values that this group sets, with scales multiplied by `config`'s values."""
         found = self.model_dump(exclude={"match"}, exclude_none=True)
         for key in SCALED:
             scale = found.pop(f"{key}_scale", None)

@@ -83,7 +83,7 @@ class GemmaConfig(GroupedQueryConfig):
     window: Size = 64
     """positions that a block with a window sees, its own the last"""
     full_every: Size = 2
-    """the interval, in blocks, of blocks that see the whole row"""
+    """one block in every `full_every` attends to the whole row"""
     query_pre_attn_scalar: Size = 16
     """scores of attention are divided by its square root, whatever the width of a head is"""
 

@@ -88,7 +88,7 @@ class Gemma3Config(GemmaConfig):
 
     name: Literal["gemma3"] = "gemma3"
     full_every: Size = 6
-    """the interval, in blocks, of blocks that see the whole row"""
+    """one block in every `full_every` attends to the whole row"""
     rope_theta: PositiveFloat = 1000000.0
     """base of the rotary frequencies of blocks that see the whole row"""
     local_rope_theta: PositiveFloat = 10000.0

@@ -118,7 +118,7 @@ class GptOssConfig(GroupedQueryConfig):
     window: Size = 64
     """positions that a block with a window sees, its own the last"""
     full_every: Size = 2
-    """the interval, in blocks, of blocks that see the whole row"""
+    """one block in every `full_every` attends to the whole row"""
     moe: MoESettings = MoESettings.model_validate(FORM)
     """experts of every block"""
     rope_scaling: YarnScaling | None = None

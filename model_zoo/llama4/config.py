@@ -130,13 +130,13 @@ class Llama4Config(GroupedQueryConfig):
     moe: MoESettings = MoESettings.model_validate(ROUTING)
     """experts of the other blocks"""
     moe_every: Size = 2
-    """the interval, in blocks, of blocks that have experts"""
+    """one block in every `moe_every` has experts"""
     rope_scaling: RopeScaling | None = None
     """stretching of the rotary frequencies; none leaves them alone"""
     chunk: Size = 64
     """in blocks with RoPE a position sees those of its own chunk of so many"""
     nope_every: Size = 4
-    """the interval, in blocks, of blocks without RoPE, which see the whole row"""
+    """one block in every `nope_every` has no RoPE and attends to the whole row"""
     qk_norm: bool = True
     """normalise queries and keys after RoPE"""
     temperature_scale: NonNegativeFloat = 0.1

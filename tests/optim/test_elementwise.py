@@ -1,4 +1,4 @@
-"""Each optimizer of single elements against its paper's update, written out in float64."""
+"""Element-wise optimizers against the update of each paper, computed in float64."""
 
 import json
 import math
@@ -28,14 +28,14 @@ from trainer.engine.recipe.load import load_recipe
 
 STEPS, LR = 6, 0.05
 FACTORS = [0.5, 1.0, 1.0, 0.8, 0.4, 0.1]
-"""of a schedule"""
+"""factor of the learning rate at each step"""
 rng = np.random.default_rng(0)
 START = rng.normal(size=9)
 GRADIENTS = rng.normal(size=(STEPS, 9))
 
 
 def follow(update, decay=0.0, cautious=False):
-    """Return the weights after steps of `update(k, g)`, k from 0; None: no step."""
+    """Return the weights after all steps; `update(k, g)` is step k's update, or None for none."""
     x = START.copy()
     for k, g in enumerate(GRADIENTS):
         lr = LR * FACTORS[k]
@@ -47,7 +47,7 @@ def follow(update, decay=0.0, cautious=False):
 
 
 def adopt(b1, b2, eps, nu=1.0):
-    """Algorithm 2 of arXiv:2411.02853, with the clip of its section 4; nu as in QHAdam."""
+    """Return ADOPT's update with clipping (arXiv:2411.02853); nu as in QHAdam."""
     v, m = np.zeros(9), np.zeros(9)
 
     def update(k, g):
@@ -64,7 +64,7 @@ def adopt(b1, b2, eps, nu=1.0):
 
 
 def qhadam(b1, b2, n1, n2, eps):
-    """Equation 5 of arXiv:1810.06801."""
+    """Return QHAdam's update (arXiv:1810.06801)."""
     v, m = np.zeros(9), np.zeros(9)
 
     def update(k, g):
@@ -77,7 +77,7 @@ def qhadam(b1, b2, n1, n2, eps):
 
 
 def lion(b1, b2):
-    """Algorithm 2 of arXiv:2302.06675."""
+    """Return Lion's update (arXiv:2302.06675, algorithm 2)."""
     m = np.zeros(9)
 
     def update(k, g):
@@ -90,7 +90,7 @@ def lion(b1, b2):
 
 
 def ademamix(b1, b2, b3, alpha, warmup, eps):
-    """Algorithm 1 of arXiv:2409.03137, with the schedules of its section 3."""
+    """Return AdEMAMix's update (arXiv:2409.03137, algorithm 1, schedules of section 3)."""
     fast, slow, v = np.zeros(9), np.zeros(9), np.zeros(9)
 
     def update(k, g):
@@ -110,6 +110,7 @@ def ademamix(b1, b2, b3, alpha, warmup, eps):
 
 
 def sgd(momentum, nesterov):
+    """Return the update of SGD with momentum, in the form where the rate multiplies it."""
     velocity = np.zeros(9)
 
     def update(k, g):
@@ -173,7 +174,7 @@ def test_updates_equal_the_formula(config, expected):
     assert weight.detach().numpy() == pytest.approx(expected, rel=1e-12)
 
 
-def test_without_cautious_decay_adamw_is_the_one_of_torch():
+def test_cautious_adamw_without_decay_equals_adamw_of_torch():
     cautious, plain = (nn.Parameter(torch.from_numpy(START.copy())) for _ in range(2))
     take_steps(AdamW(lr=LR, weight_decay=0.0, cautious_decay=True), cautious)
     take_steps(AdamW(lr=LR, weight_decay=0.0), plain)

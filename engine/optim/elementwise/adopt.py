@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ....kernels.torch_private import (
     foreach_addcmul_,
     foreach_clamp_max_,
@@ -11,43 +9,37 @@ from ....kernels.torch_private import (
     foreach_div,
     foreach_lerp,
     foreach_lerp_,
-    foreach_mul_,
     foreach_sqrt,
 )
-from .base import ElementwiseOptimizer, Tensors
+from .base import ElementwiseOptimizer, Group, Tensors, add_to_mean_squares
 
 
 class ADOPTOptimizer(ElementwiseOptimizer):
-    """Divides the gradient by the root of the mean square of the gradients before it.
+    """ADOPT: normalizes each gradient by the root mean square of the earlier gradients.
 
-    Step 0 only sets the mean square. Quasi-hyperbolic: `nu` weighs the mean of these normalised
-    gradients against the newest one.
+    Step 0 only initializes the mean square. `nu` is the weight of the running mean of the
+    normalized gradients, and the newest normalized gradient gets 1 - nu; 1 is ADOPT, less is
+    QHADOPT.
     """
 
     moments = ("exp_avg", "exp_avg_sq")
 
-    def update(
-        self,
-        group: dict[str, Any],
-        step: int,
-        weights: Tensors,
-        gradients: Tensors,
-        *moments: Tensors,
-    ) -> None:
-        """Change weights and moments; see `ElementwiseOptimizer.update`."""
+    def compute_updates(
+        self, group: Group, step: int, gradients: Tensors, *moments: Tensors
+    ) -> Tensors | None:
+        """Return the updates; see `ElementwiseOptimizer.compute_updates`."""
         means, squares = moments
         beta1, beta2 = group["betas"]
         if step == 0:
             foreach_addcmul_(squares, gradients, gradients)
-            return
+            return None
         roots = foreach_sqrt(squares)
         foreach_clamp_min_(roots, group["eps"])
-        normalised = foreach_div(gradients, roots)
+        normalized = foreach_div(gradients, roots)
         bound = step**0.25
-        foreach_clamp_min_(normalised, -bound)
-        foreach_clamp_max_(normalised, bound)
-        foreach_lerp_(means, normalised, 1 - beta1)
+        foreach_clamp_min_(normalized, -bound)
+        foreach_clamp_max_(normalized, bound)
+        foreach_lerp_(means, normalized, 1 - beta1)
+        add_to_mean_squares(squares, gradients, beta2)
         nu = group.get("nu", 1.0)
-        self.subtract(group, weights, means if nu == 1 else foreach_lerp(normalised, means, nu))
-        foreach_mul_(squares, beta2)
-        foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        return means if nu == 1 else foreach_lerp(normalized, means, nu)

@@ -1,4 +1,4 @@
-"""The base of optimizers whose update of an element needs nothing of the other elements."""
+"""The base class of optimizers that update each element independently of the other elements."""
 
 from __future__ import annotations
 
@@ -12,37 +12,41 @@ from torch.optim import Optimizer
 
 from ....kernels.torch_private import (
     foreach_add_,
+    foreach_addcmul_,
     foreach_clamp_min_,
     foreach_mul,
     foreach_mul_,
     foreach_sign_,
 )
 
+Group = dict[str, Any]
+"""a parameter group of torch: options, and `lr` of this step"""
 Tensors = list[Tensor]
 
 
 class ElementwiseOptimizer(Optimizer):
-    """Updates lists of tensors at once; a subclass says how.
+    """Updates lists of tensors at once; a subclass computes the updates.
 
-    Since elements are independent, each rank updates its own shard of a weight, in any plan, and
-    no step waits for the device.
+    Elements are independent, so that each rank can step its own shards under any parallelism plan.
+    A step never waits for the device.
 
     Args:
         groups: parameter groups of torch.
-        defaults: values for the groups that do not set them; `lr`, `weight_decay` and, where decay
-            may be cautious, `cautious_decay`.
+        defaults: options for the groups that do not set them; `lr`, `weight_decay`,
+            `cautious_decay` and those of the subclass.
     """
 
     moments: ClassVar[Sequence[str]] = ()
-    """keys of the tensors that are kept for each weight, in its shape"""
+    """names of the state tensors of each parameter, which have the parameter's shape"""
 
-    def __init__(self, groups: Sequence[dict[str, Any]], **defaults: Any) -> None:
-        super().__init__(groups, {"cautious_decay": False, **defaults})
+    def __init__(self, groups: Sequence[Group], **defaults: Any) -> None:
+        super().__init__(groups, defaults)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every weight that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
+            # Parameters may differ in how often they had a gradient.
             weights_at = defaultdict[int, Tensors](list)
             for weight in group["params"]:
                 if weight.grad is None:
@@ -56,41 +60,44 @@ class ElementwiseOptimizer(Optimizer):
             for step, weights in weights_at.items():
                 gradients = [cast(Tensor, weight.grad) for weight in weights]
                 moments = [[self.state[weight][key] for weight in weights] for key in self.moments]
-                self.update(group, step, weights, gradients, *moments)
+                updates = self.compute_updates(group, step, gradients, *moments)
+                if updates is not None:
+                    apply_updates(group, weights, updates)
 
-    def update(
-        self,
-        group: dict[str, Any],
-        step: int,
-        weights: Tensors,
-        gradients: Tensors,
-        *moments: Tensors,
-    ) -> None:
-        """Change weights and moments in place.
+    def compute_updates(
+        self, group: Group, step: int, gradients: Tensors, *moments: Tensors
+    ) -> Tensors | None:
+        """Change the moments in place, and return what `lr` multiplies; None: no weight changes.
 
         Args:
-            group: has the options, and `lr` of this step.
-            step: how often these weights were updated before.
-            weights: those with a gradient.
-            gradients: of the weights; they are not changed.
-            moments: a list for each key of `moments`.
+            group: the options.
+            step: number of earlier updates of these parameters.
+            gradients: a tensor for each parameter, which this method must not change.
+            moments: for each name in `moments`, a list with a tensor for each parameter.
         """
         raise NotImplementedError
 
-    def subtract(self, group: dict[str, Any], weights: Tensors, updates: Tensors) -> None:
-        """Decay weights by `lr * weight_decay`, and subtract `lr` times the updates.
 
-        Cautious decay leaves alone the elements that the update moves away from 0, or does not
-        move (Chen et al. 2025, arXiv:2510.12402).
-        """
-        lr = group["lr"]
-        decay = lr * group["weight_decay"]
-        if decay and group["cautious_decay"]:
-            decays = foreach_mul(updates, weights)
-            foreach_sign_(decays)
-            foreach_clamp_min_(decays, 0.0)
-            foreach_mul_(decays, weights)
-            foreach_add_(weights, decays, alpha=-decay)
-        elif decay:
-            foreach_mul_(weights, 1 - decay)
-        foreach_add_(weights, updates, alpha=-lr)
+def apply_updates(group: Group, weights: Tensors, updates: Tensors) -> None:
+    """Decay weights by `lr * weight_decay`, and subtract `lr` times the updates.
+
+    With `cautious_decay`, an element decays only if its update moves it towards 0 (Chen et al.
+    2025, arXiv:2510.12402).
+    """
+    lr = group["lr"]
+    decay = lr * group["weight_decay"]
+    if decay and group["cautious_decay"]:
+        decays = foreach_mul(updates, weights)
+        foreach_sign_(decays)
+        foreach_clamp_min_(decays, 0.0)
+        foreach_mul_(decays, weights)
+        foreach_add_(weights, decays, alpha=-decay)
+    elif decay:
+        foreach_mul_(weights, 1 - decay)
+    foreach_add_(weights, updates, alpha=-lr)
+
+
+def add_to_mean_squares(squares: Tensors, gradients: Tensors, beta: float) -> None:
+    """Update running means of squared gradients, which decay by `beta`, in place."""
+    foreach_mul_(squares, beta)
+    foreach_addcmul_(squares, gradients, gradients, 1 - beta)

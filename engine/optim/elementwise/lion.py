@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ....kernels.torch_private import foreach_lerp, foreach_lerp_, foreach_sign_
-from .base import ElementwiseOptimizer, Tensors
+from .base import ElementwiseOptimizer, Group, Tensors
 
 
 class LionOptimizer(ElementwiseOptimizer):
-    """Moves every element by the rate, in the direction of a mean gradient's sign."""
+    """Lion: each element of an update is the sign of a running mean of the gradients."""
 
     moments = ("exp_avg",)
 
-    def update(
-        self,
-        group: dict[str, Any],
-        step: int,
-        weights: Tensors,
-        gradients: Tensors,
-        *moments: Tensors,
-    ) -> None:
-        """Change weights and moments; see `ElementwiseOptimizer.update`."""
+    def compute_updates(
+        self, group: Group, step: int, gradients: Tensors, *moments: Tensors
+    ) -> Tensors:
+        """Return the updates; see `ElementwiseOptimizer.compute_updates`."""
         (means,) = moments
         beta1, beta2 = group["betas"]
         updates = foreach_lerp(means, gradients, 1 - beta1)
         foreach_sign_(updates)
-        self.subtract(group, weights, updates)
         foreach_lerp_(means, gradients, 1 - beta2)
+        return updates

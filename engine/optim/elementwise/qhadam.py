@@ -1,45 +1,35 @@
-"""QHAdam (Ma & Yarats 2019, arXiv:1810.06801, section 4), of which Adam is a special case."""
+"""QHAdam (Ma & Yarats 2019, arXiv:1810.06801), of which Adam is a special case."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from ....kernels.torch_private import (
     foreach_add_,
-    foreach_addcmul_,
     foreach_div,
     foreach_div_,
     foreach_lerp,
     foreach_lerp_,
     foreach_mul,
-    foreach_mul_,
     foreach_sqrt,
 )
-from .base import ElementwiseOptimizer, Tensors
+from .base import ElementwiseOptimizer, Group, Tensors, add_to_mean_squares
 
 
 class QHAdamOptimizer(ElementwiseOptimizer):
-    """Adam whose numerator and denominator are interpolated with those of the newest gradient.
+    """AdamW that averages each running mean with the newest value of what it is the mean of.
 
-    `nus` weigh the running means; (1, 1) is AdamW.
+    `nus` are the weights of the running means of the gradient and of its square; (1, 1) is AdamW.
     """
 
     moments = ("exp_avg", "exp_avg_sq")
 
-    def update(
-        self,
-        group: dict[str, Any],
-        step: int,
-        weights: Tensors,
-        gradients: Tensors,
-        *moments: Tensors,
-    ) -> None:
-        """Change weights and moments; see `ElementwiseOptimizer.update`."""
+    def compute_updates(
+        self, group: Group, step: int, gradients: Tensors, *moments: Tensors
+    ) -> Tensors:
+        """Return the updates; see `ElementwiseOptimizer.compute_updates`."""
         means, squares = moments
         (beta1, beta2), (nu1, nu2) = group["betas"], group["nus"]
         foreach_lerp_(means, gradients, 1 - beta1)
-        foreach_mul_(squares, beta2)
-        foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        add_to_mean_squares(squares, gradients, beta2)
         updates = foreach_div(means, 1 - beta1 ** (step + 1))
         denominators = foreach_div(squares, 1 - beta2 ** (step + 1))
         if nu1 != 1:
@@ -49,4 +39,4 @@ class QHAdamOptimizer(ElementwiseOptimizer):
         denominators = foreach_sqrt(denominators)
         foreach_add_(denominators, group["eps"])
         foreach_div_(updates, denominators)
-        self.subtract(group, weights, updates)
+        return updates

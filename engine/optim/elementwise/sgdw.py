@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ....kernels.torch_private import foreach_add, foreach_add_, foreach_mul_
-from .base import ElementwiseOptimizer, Tensors
+from .base import ElementwiseOptimizer, Group, Tensors
 
 
-class SGDW(ElementwiseOptimizer):
-    """Momentum that the decay of the weights does not enter."""
+class SGDWOptimizer(ElementwiseOptimizer):
+    """SGD whose weight decay does not enter the momentum."""
 
     moments = ("momentum_buffer",)
 
-    def update(
-        self,
-        group: dict[str, Any],
-        step: int,
-        weights: Tensors,
-        gradients: Tensors,
-        *moments: Tensors,
-    ) -> None:
-        """Change weights and moments; see `ElementwiseOptimizer.update`."""
+    def compute_updates(
+        self, group: Group, step: int, gradients: Tensors, *moments: Tensors
+    ) -> Tensors:
+        """Return the updates; see `ElementwiseOptimizer.compute_updates`."""
         (velocities,) = moments
         momentum = group["momentum"]
         foreach_mul_(velocities, momentum)
         foreach_add_(velocities, gradients)
-        updates = velocities
         if group["nesterov"]:
-            updates = foreach_add(gradients, velocities, alpha=momentum)
-        self.subtract(group, weights, updates)
+            return foreach_add(gradients, velocities, alpha=momentum)
+        return velocities

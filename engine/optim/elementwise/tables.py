@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from ...core.config import Betas, CountOrZero
+from ..optimizers import AdamW
 from ..tables import NonNegativeFloat, OptimizerConfig, PositiveFloat, optimizers
 
 if TYPE_CHECKING:
@@ -18,14 +19,14 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class ElementwiseConfig(OptimizerConfig):
-    """What these optimizers share."""
+    """Base of the tables of optimizers that `ElementwiseOptimizer` implements."""
 
     group_keys = frozenset({"lr", "weight_decay", "betas", "eps"})
     implementation: ClassVar[str]
-    """the module and the class of the optimizer, which takes this table's own keys"""
+    """module and class of the optimizer, whose options are the keys of this table"""
 
     cautious_decay: bool = False
-    """decay only elements that the update moves towards 0 (arXiv:2510.12402)"""
+    """decay only the elements that the update moves towards 0 (arXiv:2510.12402)"""
 
     def build(
         self, groups: Sequence[dict[str, Any]], device: torch.device
@@ -39,7 +40,7 @@ class ElementwiseConfig(OptimizerConfig):
 
 @optimizers.register
 class ADOPT(ElementwiseConfig):
-    """Adam that converges with any beta2: it divides by the gradients before (arXiv:2411.02853)."""
+    """Adam that converges with any beta2 (Taniguchi et al. 2024, arXiv:2411.02853)."""
 
     implementation = "adopt:ADOPTOptimizer"
 
@@ -47,14 +48,14 @@ class ADOPT(ElementwiseConfig):
     lr: NonNegativeFloat = 1e-3
     """peak learning rate; the schedule multiplies it"""
     betas: Betas = (0.9, 0.9999)
-    """decay of the running means of the normalised gradient and of the gradient's square"""
+    """decay of the running means of the normalized gradient and of the gradient's square"""
     eps: PositiveFloat = 1e-6
     """least value of the denominator"""
 
 
 @optimizers.register
 class QHADOPT(ElementwiseConfig):
-    """ADOPT whose update mixes the running mean with the newest normalised gradient."""
+    """ADOPT whose update averages the running mean and the newest normalized gradient."""
 
     implementation = "adopt:ADOPTOptimizer"
 
@@ -62,9 +63,9 @@ class QHADOPT(ElementwiseConfig):
     lr: NonNegativeFloat = 3e-3
     """peak learning rate; the schedule multiplies it"""
     betas: Betas = (0.999, 0.9999)
-    """decay of the running means of the normalised gradient and of the gradient's square"""
+    """decay of the running means of the normalized gradient and of the gradient's square"""
     nu: Share = 0.9
-    """weight of the running mean; the newest normalised gradient has the rest"""
+    """weight of the running mean; the newest normalized gradient gets the remaining weight"""
     eps: PositiveFloat = 1e-6
     """least value of the denominator"""
 
@@ -79,7 +80,7 @@ class QHAdam(ElementwiseConfig):
     betas: Betas = (0.995, 0.999)
     """decay of the running means of the gradient and of its square"""
     nus: tuple[Share, Share] = (0.7, 1.0)
-    """weights of these means; the newest gradient and its square have the rest"""
+    """weight of each running mean; the newest gradient and its square get the remaining weight"""
     eps: PositiveFloat = 1e-8
     """added to the denominator"""
 
@@ -117,48 +118,46 @@ class AdEMAMix(ElementwiseConfig):
     """added to the denominator"""
 
     @model_validator(mode="after")
-    def _starts_above_zero(self) -> AdEMAMix:
+    def _check_warmup_start(self) -> AdEMAMix:
         if self.slow_warmup_steps and not self.betas[0]:
             raise ValueError("slow_warmup_steps begins at betas[0], which must be above 0")
         return self
 
 
-def relative_decay(config: OptimizerConfig, groups: Sequence[dict[str, Any]]) -> None:
-    """Divide the decay of each group by its peak rate, whatever the rate's size then."""
+def divide_decay(config: OptimizerConfig, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return parameter groups whose weight decay is divided by their peak learning rate.
+
+    An optimizer that decays by `lr * weight_decay` then decays by `lr / peak_lr` of the original
+    value. A group with a peak rate of 0 does not decay.
+    """
+    found = []
     for group in groups:
-        decay = group.get("weight_decay", config.weight_decay)
-        group["weight_decay"] = decay / group["peak_lr"] if group["peak_lr"] else 0.0
+        decay, peak = group.get("weight_decay", config.weight_decay), group["peak_lr"]
+        found.append({**group, "weight_decay": decay / peak if peak else 0.0})
+    return found
 
 
 @optimizers.register
-class DecoupledAdamW(ElementwiseConfig):
-    """AdamW whose decay does not scale with the peak rate: a step decays by `lr / peak * decay`."""
+class DecoupledAdamW(AdamW):
+    """AdamW whose decay does not depend on the peak rate: a step decays by `lr / peak * decay`."""
 
-    name: Literal["decoupled_adamw"] = "decoupled_adamw"
+    name: Literal["decoupled_adamw"] = "decoupled_adamw"  # type: ignore[assignment]
     weight_decay: NonNegativeFloat = 1e-5
     """share of a weight that a step at the peak rate takes away"""
-    betas: Betas = (0.9, 0.95)
-    """decay of the running means of the gradient and of its square"""
-    eps: PositiveFloat = 1e-8
-    """added to the denominator"""
 
     def build(
         self, groups: Sequence[dict[str, Any]], device: torch.device
     ) -> torch.optim.Optimizer:
-        """Return AdamW with the decay that has the same effect."""
-        from ..optimizers import AdamW
-
-        relative_decay(self, groups)
-        keys = {"lr", "weight_decay", "betas", "eps", "cautious_decay"}
-        return AdamW(**self.model_dump(include=keys)).build(groups, device)
+        """Return AdamW with the weight decay that has the same effect."""
+        return super().build(divide_decay(self, groups), device)
 
 
 @optimizers.register
 class DecoupledSGDW(ElementwiseConfig):
-    """SGD whose decay enters neither the momentum nor scales with the peak rate."""
+    """SGD whose decay neither enters the momentum nor depends on the peak rate."""
 
     group_keys = frozenset({"lr", "weight_decay", "momentum"})
-    implementation = "sgdw:SGDW"
+    implementation = "sgdw:SGDWOptimizer"
 
     name: Literal["decoupled_sgdw"] = "decoupled_sgdw"
     lr: NonNegativeFloat = 0.1
@@ -174,5 +173,4 @@ class DecoupledSGDW(ElementwiseConfig):
         self, groups: Sequence[dict[str, Any]], device: torch.device
     ) -> torch.optim.Optimizer:
         """Return SGD with decoupled decay."""
-        relative_decay(self, groups)
-        return super().build(groups, device)
+        return super().build(divide_decay(self, groups), device)
