@@ -32,7 +32,7 @@ class AdEMAMixOptimizer(ElementwiseOptimizer):
         foreach_lerp_(fast, gradients, 1 - beta1)
         foreach_lerp_(slow, gradients, 1 - slow_beta)
         add_to_mean_squares(squares, gradients, beta2)
-        updates = foreach_div(fast, 1 - beta1**number)
+        updates: Tensors = foreach_div(fast, 1 - beta1**number)
         foreach_add_(updates, slow, alpha=alpha)
         denominators = foreach_sqrt(squares)
         foreach_div_(denominators, math.sqrt(1 - beta2**number))

@@ -17,7 +17,7 @@ class LionOptimizer(ElementwiseOptimizer):
         """Return the updates; see `ElementwiseOptimizer.compute_updates`."""
         (means,) = moments
         beta1, beta2 = group["betas"]
-        updates = foreach_lerp(means, gradients, 1 - beta1)
+        updates: Tensors = foreach_lerp(means, gradients, 1 - beta1)
         foreach_sign_(updates)
         foreach_lerp_(means, gradients, 1 - beta2)
         return updates

@@ -30,7 +30,7 @@ class QHAdamOptimizer(ElementwiseOptimizer):
         (beta1, beta2), (nu1, nu2) = group["betas"], group["nus"]
         foreach_lerp_(means, gradients, 1 - beta1)
         add_to_mean_squares(squares, gradients, beta2)
-        updates = foreach_div(means, 1 - beta1 ** (step + 1))
+        updates: Tensors = foreach_div(means, 1 - beta1 ** (step + 1))
         denominators = foreach_div(squares, 1 - beta2 ** (step + 1))
         if nu1 != 1:
             updates = foreach_lerp(gradients, updates, nu1)

@@ -19,6 +19,7 @@ class SGDWOptimizer(ElementwiseOptimizer):
         momentum = group["momentum"]
         foreach_mul_(velocities, momentum)
         foreach_add_(velocities, gradients)
+        updates = velocities
         if group["nesterov"]:
-            return foreach_add(gradients, velocities, alpha=momentum)
-        return velocities
+            updates = foreach_add(gradients, velocities, alpha=momentum)
+        return updates
