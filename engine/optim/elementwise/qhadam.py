@@ -15,7 +15,7 @@ from .base import ElementwiseOptimizer, Group, Tensors, add_to_mean_squares
 
 
 class QHAdamOptimizer(ElementwiseOptimizer):
-    """AdamW that averages each running mean with the newest value of what it is the mean of.
+    """AdamW that averages the running means with the newest gradient and its square.
 
     `nus` are the weights of the running means of the gradient and of its square; (1, 1) is AdamW.
     """
