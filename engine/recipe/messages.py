@@ -9,7 +9,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from ..core.errors import Problem, nearest
-from ..core.text.display import format_value, make_printable
+from ..core.text.display import format_value, list_words, make_printable
 from ..core.text.positions import KeyPath
 from ..core.text.tree import Tree
 from .checks.replaced_words import replacement, unavailable
@@ -103,7 +103,7 @@ class _Fault:
         if not table:
             return ""
         if table.registry and (siblings := table.registry.owners(key)):
-            return f"only {' and '.join(siblings)} of the {table.registry.kind}s have it"
+            return f"only {list_words(siblings)} of the {table.registry.kind}s have it"
         elsewhere = [
             _bracketed(each)
             for each in every_table(self.tree.values)

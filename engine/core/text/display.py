@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import date, time
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,11 @@ def list_problems(heading: str, problems: list[str]) -> str:
     if len(problems) > len(some):
         some.append(f"and {len(problems) - len(some)} more")
     return "\n  ".join([heading, *some])
+
+
+def list_words(words: Sequence[str]) -> str:
+    """Return words as a sentence lists them, such as "a, b and c"; there is at least one."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def quote_name(name: str) -> str:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, create_model
 
+from ...core.text.display import list_words
 from .tables import LIBRARY, Kind, MetricConfig, MetricFunction, Outputs
 
 DESCRIPTIONS = {
@@ -142,7 +143,7 @@ def __getattr__(name: str) -> type[LibraryMetric]:
         fields[key] = (_type(value), Field(default, description=DESCRIPTIONS[key]))
     kinds = row["kinds"]
     config = create_model(name, __base__=LibraryMetric, __module__=__name__, **fields)
-    config.__doc__ = f"`{name}` of torchmetrics, for {_enumerate(kinds)} outputs."
+    config.__doc__ = f"`{name}` of torchmetrics, for {list_words(kinds)} outputs."
     config.kinds, config.package = tuple(kinds), row["package"]
     config.higher_is_better, config.takes_labels = row["higher_is_better"], "labels" in row
     config.several, config.curve = row.get("several", ()), row.get("curve", ())
@@ -157,7 +158,3 @@ def _type(key: Mapping[str, Any]) -> Any:
     if words := key.get("words"):
         options.insert(0, Literal[tuple(words)])
     return reduce(or_, options)
-
-
-def _enumerate(words: list[str]) -> str:
-    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
