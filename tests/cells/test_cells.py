@@ -57,7 +57,7 @@ def test_cells_are_valid_and_of_all_kinds():
     cells = [draw(number) for number in range(0, CELLS, 20)]
     assert not any(check(cell.recipe, cell.world) for cell in cells)
     recipes = [cell.recipe for cell in cells]
-    assert len(Counter(recipe.model.name for recipe in recipes)) == 10
+    assert len(Counter(recipe.model.name for recipe in recipes)) == 12
     assert len(Counter(recipe.task.name for recipe in recipes)) == 8
     assert {recipe.data.packing for recipe in recipes} == {"concat", "documents", "none", "ragged"}
     assert {recipe.memory.recompute for recipe in recipes} == {
