@@ -61,7 +61,7 @@ def test_cells_are_valid_and_of_all_kinds():
     assert len(Counter(recipe.task.name for recipe in recipes)) == 8
     assert {recipe.data.packing for recipe in recipes} == {"concat", "documents", "none", "ragged"}
     assert {recipe.memory.recompute for recipe in recipes} == {
-        *("none", "full", "every_n", "selective")
+        *("none", "full", "every_n", "selective", "budget")
     }
     for axis in (*AXES, "expert"):
         assert any(getattr(recipe.parallel, axis) > 1 for recipe in recipes), axis
