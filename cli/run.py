@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .options import Overrides
+from .table import echo
 
 if TYPE_CHECKING:
     from ..engine.launch.signals import StopFlag
@@ -62,7 +64,7 @@ def run(
     from ..engine.checkpoint.find import code_before_training
     from ..engine.core import faults
     from ..engine.core.errors import RecipeError
-    from ..engine.launch.environment import find_world
+    from ..engine.launch.environment import ATTEMPT, find_world
     from ..engine.launch.signals import StopFlag
     from ..engine.recipe.saved import load_recipe_or_run
 
@@ -83,6 +85,10 @@ def run(
             "--max-restarts is about the processes that --nproc starts",
             hint="give --nproc 2 or more; elsewhere the launcher of the job restarts it",
         )
+    # A rank that this command started is silent: its parent has said it.
+    if world.rank == 0 and ATTEMPT not in os.environ:
+        for text in loaded.warnings:
+            echo(f"warning: {text}", err=True)
     allowed = [key.strip() for key in allow_changed.split(",") if key.strip()]
     if replay:
         if nproc > 1:

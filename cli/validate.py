@@ -44,7 +44,8 @@ def validate(
 
 def _problems(path: Path, overrides: list[str], world: int | None) -> list[Problem]:
     try:
-        load_recipe(path, overrides, world)
+        for text in load_recipe(path, overrides, world).warnings:
+            echo(f"warning: {text}", err=True)
     except RecipeError as error:
         return error.problems
     return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,9 @@ FREE_IN_LISTS = re.compile(
     r"data\.(splits\.\d+\.)?sources\.\d+\.label|data\.splits\.\d+\.micro_batch"
 )
 """What metrics call a source is free as well, and the micro batch of a training split."""
+
+RESHAPING = ("lora.rank", "lora.targets", "optimizer.name")
+"""Keys beside the model's sizes after whose change a checkpoint cannot be loaded."""
 
 CHECKED_BY_CONTENT = re.compile(
     r"(tokenizer|data\.(splits\.\d+\.)?sources\.\d+)\.path"
@@ -123,14 +127,40 @@ def require_unchanged(
         for key, before, after in changes
     ]
     if problems:
-        keys = ",".join(key for key, _, _ in changes)
+        keys = [key for key, _, _ in changes]
+        resume = f"to resume anyway, add --allow-changed {','.join([*allowed, *keys])}"
+        if not _fits(old, new, keys):
+            resume = "the checkpoint's weights and optimizer state do not fit this recipe"
         problems.append(
             Problem(
                 "this recipe differs from the checkpoint's in keys that change training",
-                hint=f"to resume anyway, add --allow-changed {keys}",
+                hint=f"to train it as a new run, add {_rename(Recipe.model_validate(new))}; {resume}",
             )
         )
         raise RecipeError(problems)
+
+
+def _fits(old: Mapping[str, Any], new: Mapping[str, Any], changed: Collection[str]) -> bool:
+    """Return whether a checkpoint may be loaded into another recipe's model and optimizer."""
+    if any(_covered(key, RESHAPING) for key in changed):
+        return False
+    try:
+        models = [Recipe.model_validate(each).model for each in (old, new)]
+    except ValidationError:
+        return True  # a recipe of another version: what does not fit is found when it is loaded
+    # An open vocabulary comes from the tokenizer, whose content is checked when it is opened.
+    before, after = (model.with_vocab(1).parameter_shapes() for model in models)
+    return before == after
+
+
+def _rename(recipe: Recipe) -> str:
+    """Return the options that make a recipe a run of a name which no folder has."""
+    folder = recipe.run.folder
+    names = (f"{folder.name}-{number}" for number in count(2))
+    name = next(name for name in names if not folder.with_name(name).exists())
+    # A checkpoint that the recipe names would be resumed under any name.
+    resume = " --set run.resume=auto" * (recipe.run.resume not in ("auto", "never"))
+    return f"--set run.name={name}{resume}"
 
 
 def _leaves(recipe: Mapping[str, Any]) -> dict[str, Any]:

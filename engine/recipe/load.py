@@ -34,6 +34,8 @@ class Loaded:
     tree: Tree
     """what was written, merged"""
     path: Path
+    warnings: Sequence[str] = ()
+    """what `--set` has changed beside its own key"""
 
 
 def load_recipe(
@@ -85,6 +87,7 @@ def load_tree(
         RecipeError: everything that is wrong with it, or modules that are not trusted.
     """
     problems: list[Problem] = []
+    written_steps = _integer(tree, "run", "steps")
     for override in overrides:
         try:
             apply_override(tree, override)
@@ -97,6 +100,7 @@ def load_tree(
     _name_run(tree, path)
     _leave_behind(tree)
     _share_plugin_tables(tree)
+    warnings = _shorten_warmup(tree, written_steps)
     problems += _spread_mesh(tree)
     # Last: the tables that the steps above have copied hold paths too.
     _resolve_paths(tree)
@@ -107,7 +111,7 @@ def load_tree(
     problems += [tree.problem(key, message, hint) for key, message, hint in check(recipe, world)]
     if problems:
         raise RecipeError(problems)
-    return Loaded(recipe, tree, path)
+    return Loaded(recipe, tree, path, warnings)
 
 
 def _named_modules(tree: Tree) -> dict[str, KeyPath]:
@@ -171,6 +175,37 @@ def _leave_behind(tree: Tree) -> None:
             is_older = tree.origin((*table.path, key)).layer < layer
             if is_older and key not in table.config.model_fields and table.registry.owners(key):
                 tree.remove((*table.path, key))
+
+
+def _integer(tree: Tree, table: str, key: str) -> int | None:
+    """Return the value of a key where it is an integer, which a recipe need not have validated."""
+    values = tree.values.get(table)
+    value = values.get(key) if isinstance(values, dict) else None
+    return value if type(value) is int else None
+
+
+def _shorten_warmup(tree: Tree, written_steps: int | None) -> list[str]:
+    """Shrink the warmup of a file where `--set run.steps` makes the run shorter than the warmup.
+
+    Args:
+        tree: the recipe, after all overrides.
+        written_steps: `run.steps` before them. The warmup keeps its share of the steps.
+
+    Returns:
+        a sentence that says so, if it was done.
+    """
+    path: KeyPath = ("schedule", "warmup_steps")
+    warmup, steps = _integer(tree, *path), _integer(tree, "run", "steps")
+    is_set = [tree.origin(key).file == SET for key in (path, ("run", "steps"))]
+    if warmup is None or steps is None or not 0 < steps < warmup or is_set != [False, True]:
+        return []
+    shorter = warmup * steps // max(written_steps or 10 * warmup, warmup)
+    place = tree.origin(path)
+    tree.replace(
+        path, shorter, {path: Origin(f"shrunk to --set run.steps={steps}", layer=place.layer)}
+    )
+    was = f"schedule.warmup_steps is {shorter} instead of {warmup} ({place})"
+    return [f"{was}, because --set run.steps={steps} shortens the run"]
 
 
 def _share_plugin_tables(tree: Tree) -> None:

@@ -92,6 +92,7 @@ def test_the_refusal_lists_old_and_new_and_the_word_that_allows_it(dump):
         "error: data.seq_len: is 64, and 256 in the checkpoint\n"
         "error: run.seed: is 3, and 0 in the checkpoint\n"
         "error: this recipe differs from the checkpoint's in keys that change training; "
+        "to train it as a new run, add --set run.name=recipe-2; "
         "to resume anyway, add --allow-changed data.seq_len,run.seed"
     )
 
@@ -100,3 +101,29 @@ def test_a_misspelled_allowance_is_refused(dump):
     with pytest.raises(RecipeError, match="no recipe has the key") as caught:
         compare(dump(), dump(), ["run.sed"])
     assert caught.value.problems[0].hint == 'did you mean "run.seed"?'
+
+
+@pytest.mark.parametrize(
+    ("override", "is_possible"),
+    [
+        ("optimizer.lr=0.5", True),
+        ("model.max_seq_len=512", True),
+        ("model.dim=128", False),
+        ("model.n_layers=3", False),
+        ("optimizer.name=sgd", False),
+        ("lora.rank=4", False),
+    ],
+)
+def test_a_changed_key_offers_a_new_run_first_and_a_resume_only_where_it_can_work(
+    dump, override, is_possible, tmp_path
+):
+    (tmp_path / "run-2").mkdir()
+    here = [f"run.dir={tmp_path}", "run.name=run"]
+    with pytest.raises(RecipeError) as caught:
+        require_unchanged(dump(*here), dump(*here, override, "run.seed=5"), ["run.seed"])
+    hint = caught.value.problems[-1].hint
+    assert hint.startswith("to train it as a new run, add --set run.name=run-3; ")
+    key = override.partition("=")[0]
+    if is_possible:
+        assert f"--allow-changed run.seed,{key}" in hint
+    assert ("--allow-changed" in hint) == is_possible

@@ -173,7 +173,22 @@ def test_the_text_of_an_error_has_file_line_key_and_hint_of_every_problem(load):
 
 
 def test_a_warm_up_longer_than_the_run_says_what_to_set(load):
-    with pytest.raises(RecipeError) as caught:
-        load("[run]\nsteps = 50\n[schedule]\nwarmup_steps = 20\n", "run.steps=2")
-    (problem,) = caught.value.problems
-    assert problem.hint == "set schedule.warmup_steps to at most 2, or more run.steps"
+    for text, override in (
+        ("[run]\nsteps = 2\n[schedule]\nwarmup_steps = 20\n", "run.seed=1"),
+        ("[run]\nsteps = 50\n[schedule]\nwarmup_steps = 2\n", "schedule.warmup_steps=60"),
+    ):
+        with pytest.raises(RecipeError) as caught:
+            load(text, override)
+        (problem,) = caught.value.problems
+        assert problem.hint.startswith("set schedule.warmup_steps to at most ")
+
+
+def test_a_run_that_set_shortens_keeps_the_share_of_its_warm_up(load):
+    text = "[run]\nsteps = 50\n[schedule]\nwarmup_steps = 20\n"
+    loaded = load(text, "run.steps=10")
+    assert loaded.recipe.schedule.warmup_steps == 4
+    (warning,) = loaded.warnings
+    assert "schedule.warmup_steps is 4 instead of 20 (recipe.toml:4)" in warning
+    assert "--set run.steps=10" in warning
+    assert not load(text, "run.steps=20").warnings
+    assert load("[run]\n" + text[17:], "run.steps=10").recipe.schedule.warmup_steps == 1
