@@ -138,6 +138,9 @@ class _Job:
     ) -> None:
         log_dir.mkdir(parents=True, exist_ok=True)
         prepare = make_preexec_function(command)
+        # Rank 0 reads the terminal, for `breakpoint()`. It is not the controlling terminal of the
+        # rank's session, so that Ctrl-C still reaches this process alone.
+        terminal = None if os.isatty(0) else subprocess.DEVNULL
         for number in range(self._nproc):
             log = log_dir / f"rank-{number}.log"
             log_start = log.stat().st_size if log.exists() else 0
@@ -149,8 +152,7 @@ class _Job:
                 process = subprocess.Popen(
                     command,
                     env=rank_environment(environ, number, self._nproc),
-                    # A rank in a session of its own has no terminal to read from.
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.DEVNULL if number else terminal,
                     stdout=output,
                     stderr=output,
                     start_new_session=True,

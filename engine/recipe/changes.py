@@ -131,10 +131,11 @@ def require_unchanged(
         resume = f"to resume anyway, add --allow-changed {','.join([*allowed, *keys])}"
         if not _fits(old, new, keys):
             resume = "the checkpoint's weights and optimizer state do not fit this recipe"
+        rename = f"to train it as a new run, add {_rename(Recipe.model_validate(new))}"
         problems.append(
             Problem(
                 "this recipe differs from the checkpoint's in keys that change training",
-                hint=f"to train it as a new run, add {_rename(Recipe.model_validate(new))}; {resume}",
+                hint=f"{rename}; {resume}",
             )
         )
         raise RecipeError(problems)
