@@ -81,6 +81,9 @@ def verify(path: AnyPath, as_json: AsJson = False) -> None:
 def prune(
     path: AnyPath,
     keep: Annotated[int, typer.Option(min=1, max=2**53, help="how many of the newest stay")],
+    keep_every: Annotated[
+        int, typer.Option(min=0, max=2**53, help="steps whose multiples stay too; 0: none")
+    ] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would go")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -97,7 +100,8 @@ def prune(
     _checkpoints(path)
     folder = checkpoints_folder(path)
     with _locked(folder.parent) as run:
-        to_remove = retention.list_prunable(folder, keep) + retention.list_abandoned(folder)
+        to_remove = retention.list_prunable(folder, keep, keep_every)
+        to_remove += retention.list_abandoned(folder)
         links = [each for each in to_remove if each.is_symlink()]
         to_remove = [each for each in to_remove if each not in links]
         failures: list[str] = []

@@ -89,6 +89,7 @@ def commit(
     *,
     folder: Path,
     keep: int,
+    keep_every: int,
     aliases: Collection[str],
     ranks: Ranks,
     writer: Writer,
@@ -110,7 +111,7 @@ def commit(
         # `reduce` waits for every rank's part, so rank 0 publishes only what all have synced.
         ranks.reduce(
             lambda: _write_part(temporary, info.step, ranks.rank, writer, staging),
-            lambda parts: _publish(temporary, info, parts, writer, keep, aliases),
+            lambda parts: _publish(temporary, info, parts, writer, keep, keep_every, aliases),
         )
     except (CheckpointError, LostContact):
         if ranks.rank == 0:  # one rank alone: the others would delete files under its hands
@@ -150,6 +151,7 @@ def _publish(
     parts: list[dict[str, FileEntry]],
     writer: Writer,
     keep: int,
+    keep_every: int,
     aliases: Collection[str],
 ) -> None:
     """Complete the folder, give it its final name, and prune older checkpoints; on rank 0."""
@@ -181,6 +183,6 @@ def _publish(
         retention.set_best_alias(temporary.parent, info.step)
         faults.point("checkpoint.after_best", 0, info.step)
     # Only now, after the new checkpoint is durable: until then the old ones are all there is.
-    for path in retention.list_prunable(temporary.parent, keep):
+    for path in retention.list_prunable(temporary.parent, keep, keep_every):
         if why := retention.remove(path):
             retention.warn_once(why)

@@ -89,8 +89,10 @@ def publish(temporary: Path, step: int) -> Path:
     return final
 
 
-def list_prunable(folder: Path, keep: int) -> list[Path]:
-    """Return all checkpoints but the `keep` newest and the one that `best` points to.
+def list_prunable(folder: Path, keep: int, keep_every: int = 0) -> list[Path]:
+    """Return all checkpoints but the `keep` newest, the milestones and the one of `best`.
+
+    Milestones are the checkpoints whose step is a multiple of `keep_every`, unless that is 0.
 
     A checkpoint whose files or sizes are wrong does not count among the newest, and is returned
     only if it is older than all that count. Without a good checkpoint, none is returned.
@@ -99,7 +101,8 @@ def list_prunable(folder: Path, keep: int) -> list[Path]:
     good = [path for path in list_checkpoints(folder) if not verify(path, hashes=False)]
     oldest_kept = parse_step(good[-keep:][0]) if good else 0
     old = [path for path in list_checkpoints(folder) if parse_step(path) < oldest_kept]
-    return [path for path in old if path != read_best_alias(folder)]
+    milestones = {path for path in old if keep_every and parse_step(path) % keep_every == 0}
+    return [path for path in old if path not in {*milestones, read_best_alias(folder)}]
 
 
 def read_best_alias(folder: Path) -> Path | None:

@@ -33,6 +33,7 @@ class CheckpointStore:
     Args:
         mode: a name of `checkpoint_modes`.
         keep: how many of the newest checkpoints are kept.
+        keep_every: checkpoints whose step is a multiple of it are kept too; 0: none.
         group: a gloo group of all ranks that nothing else uses, because a save in the background
             communicates too; None: one process, and no collective is ever called.
         names_latest: whether the alias `latest` points to the newest checkpoint.
@@ -46,10 +47,11 @@ class CheckpointStore:
         keep: int,
         group: ProcessGroup | None,
         names_latest: bool = False,
+        keep_every: int = 0,
     ) -> None:
         self.folder = folder
         self.group = group
-        self._keep = keep
+        self._keep, self._keep_every = keep, keep_every
         self._names_latest = names_latest
         self._ranks = Ranks(group)
         allocate = checkpoint_modes[mode].model_validate({"name": mode}).build()
@@ -167,6 +169,7 @@ class CheckpointStore:
                 info,
                 folder=self.folder,
                 keep=self._keep,
+                keep_every=self._keep_every,
                 aliases=aliases,
                 ranks=self._ranks,
                 writer=self._writer,

@@ -49,6 +49,8 @@ class Checkpoint(Table):
     """epochs between checkpoints, in place of interval"""
     keep: Count = 2
     """how many of the newest are kept"""
+    keep_every: CountOrZero = 0
+    """also keep each checkpoint whose step is a multiple of it, a multiple of interval; 0: none"""
     mode: Annotated[str, OneOf(checkpoint_modes)] = "async"
     """"sync": training waits for the disk; "async": the state is copied and written while training
     continues; "async_pinned": copied through page-locked memory of a GPU's host"""

@@ -87,7 +87,7 @@ class LineProgress(Progress):
 
 
 class LiveProgress(Progress):
-    """A bar with the newest numbers below it; messages and evaluations scroll by above."""
+    """A bar with the newest numbers below it; rows and messages scroll by above."""
 
     def __init__(self, stream: TextIO) -> None:
         self._bar = ProgressBar(stream)
@@ -106,12 +106,13 @@ class LiveProgress(Progress):
         self._draw()
 
     def show(self, row: Mapping[str, Any]) -> None:
-        """Put a training row below the bar, any other above it."""
-        if row["kind"] == "train":
+        """Print the row above the bar; a training row stands below the bar too."""
+        is_step = row["kind"] == "train"
+        if is_step:
             self._step, self._latest = row["step"], dict(row)
-            self._draw()
-        else:
-            self._bar.print(f"{row['kind']} {row['step']}/{self._total}  {_compact(row)}", "cyan")
+        label = f"{'step' if is_step else row['kind']} {row['step']}/{self._total}"
+        self._bar.print(f"{label}  {_compact(row)}", "" if is_step else "cyan")
+        self._draw()
 
     def note(self, text: str) -> None:
         """Print the text above the bar."""

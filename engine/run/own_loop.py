@@ -47,7 +47,11 @@ def open_saver(parts: Assembled) -> Iterator[tuple[Saver, Position]]:
         table, timeout_seconds = recipe.checkpoint, recipe.resilience.collective_timeout_seconds
         group = create_checkpoint_group(world, timeout_seconds)
         store = CheckpointStore(
-            directory.checkpoints, mode=table.mode, keep=table.keep, group=group
+            directory.checkpoints,
+            mode=table.mode,
+            keep=table.keep,
+            keep_every=table.keep_every,
+            group=group,
         )
         store.probe()
         found = store.latest()

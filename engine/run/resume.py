@@ -142,17 +142,22 @@ def ignored_settings(parts: Assembled) -> list[str]:
     return ignored + [f"{key} {without}" for key in given if given[key]]
 
 
-def describe(parts: Assembled) -> list[str]:
-    """Return the lines that describe the run, for `--dry-run`."""
-    recipe = parts.recipe
+def describe_model(parts: Assembled) -> str:
+    """Return the line that names the model and counts the parameters of all ranks."""
     remote = sum(map(prod, parts.model.remote_parameters.values()))
     parameters = remote + sum(weight.numel() for weight in parts.model.parameters())
     frozen = sum(each.numel() for each in parts.model.parameters() if not each.requires_grad)
     of_them = f", {parameters - frozen:,} of them trained" if frozen else ""
+    return f"model: {parts.recipe.model.name}, {parameters:,} parameters{of_them}"
+
+
+def describe(parts: Assembled) -> list[str]:
+    """Return the lines that describe the run, for `--dry-run`."""
+    recipe = parts.recipe
     degrees = parts.degrees
     return [
         *parts.notes,
-        f"model: {recipe.model.name}, {parameters:,} parameters{of_them}",
+        describe_model(parts),
         f"ranks: {parts.world.world_size} on {parts.device.type}",
         "plan: " + " x ".join(f"{axis} {degree}" for axis, degree in asdict(degrees).items()),
         f"task: {recipe.task.name}, loss {recipe.loss.name}",

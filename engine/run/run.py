@@ -38,6 +38,7 @@ from .export import export_run, require_exportable
 from .metadata import find_checkouts, write_recipe
 from .resume import (
     describe,
+    describe_model,
     identify,
     ignored_settings,
     make_state,
@@ -234,6 +235,7 @@ class Session:
             self.directory.checkpoints,
             mode=checkpoint.mode,
             keep=checkpoint.keep,
+            keep_every=checkpoint.keep_every,
             names_latest=True,
             group=create_checkpoint_group(self.world, resilience.collective_timeout_seconds),
         )
@@ -249,7 +251,7 @@ class Session:
         return recorder, Health(recipe.resilience, self.device, scale, warn, recorder.record)
 
     def _print_notes(self, parts: Assembled) -> None:
-        for note in parts.notes:
+        for note in [*parts.notes, describe_model(parts), f"run directory: {self.directory.path}"]:
             self.progress.note(note)
         for text in ignored_settings(parts):
             self.progress.warn(text)

@@ -14,6 +14,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from trainer.cli.checkpoint import app
+from trainer.engine.checkpoint.manifest import SaveInfo
+from trainer.engine.checkpoint.store import CheckpointStore
 from trainer.engine.core.errors import CheckpointError, ExitCode, RecipeError, RunInUse
 from trainer.engine.core.run_dir import RunDirectory
 
@@ -80,8 +82,17 @@ def test_prune_keeps_the_newest_complete_ones(run: Path) -> None:
     would = parsed("prune", run, "--keep", 2, "--dry-run")["removed"]
     assert [Path(path).name for path in would] == ["step-00000001"]
     assert len(list(folder.iterdir())) == 4
+    assert parsed("prune", run, "--keep", 2, "--keep-every", 1, "--dry-run")["removed"] == []
     call("prune", run, "--keep", 1)
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_milestones_stay_beside_the_newest(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, mode="sync", keep=1, keep_every=4, group=None)
+    for step in range(1, 12):
+        store.save(state_of(step), SaveInfo(step=step))
+    names = [f"step-{step:08}" for step in (4, 8, 11)]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == names
 
 
 def test_prune_deletes_what_the_run_turned_away_from(tmp_path: Path) -> None:

@@ -129,6 +129,8 @@ def test_a_terminal_has_a_bar_and_gets_its_cursor_back() -> None:
     assert "step 20000/20000" in shown
     assert "a [b]note[/b]" in shown, "messages are no markup"
     assert "eval 20000/20000  loss 2.5" in shown
+    rows = re.findall(r"step (\d+)/20000  loss 1 ", shown)
+    assert [int(step) for step in rows] == [*range(10, 20_001, 10)], "scrollback keeps all losses"
     assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l"), "the cursor is shown"
     assert process.stderr is not None
     assert process.stderr.read() == "trained True\n"

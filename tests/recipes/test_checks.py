@@ -14,6 +14,18 @@ FAULTS = [
     (RUN + "[data]\nseq_len = 9000", None, "data.seq_len", "model.max_seq_len (8192)"),
     (RUN + "[schedule]\nwarmup_steps = 101", None, "schedule.warmup_steps", "run.steps (100)"),
     (
+        RUN + "[checkpoint]\ninterval = 10\nkeep_every = 25",
+        None,
+        "checkpoint.keep_every",
+        "checkpoint.interval (10)",
+    ),
+    (
+        RUN + "[checkpoint]\ninterval_epochs = 1\nkeep_every = 100",
+        None,
+        "checkpoint.keep_every",
+        "interval_epochs",
+    ),
+    (
         RUN + '[schedule]\nname = "plateau"\n[evaluate]\ninterval = 0',
         None, "evaluate.interval", 'the schedule "plateau" follows evaluate.metric, which is not',
     ),
