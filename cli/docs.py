@@ -24,6 +24,7 @@ from ..engine.recipe.documents.reference import (
 )
 from ..engine.recipe.documents.starter import shipped_recipes
 from ..engine.recipe.schema import REGISTRIES
+from .complete import complete_word
 from .main import COMMANDS, import_command
 from .options import AsJson
 from .table import print_table, table_text
@@ -36,6 +37,7 @@ def docs(
         list[str] | None,
         typer.Argument(
             metavar="WORD",
+            autocompletion=complete_word,
             help="such as optimizer.lr, adamw, data, checkpoint list, quickstart, or 75",
         ),
     ] = None,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..engine.core.errors import RecipeError, nearest
+from .complete import complete_gpu
 from .options import AsJson, Overrides, Recipe
 from .table import print_table
 
@@ -34,7 +35,10 @@ def estimate_memory(
     recipe: Recipe,
     overrides: Overrides = None,
     world: Annotated[int, typer.Option(min=1, max=2**20, help="ranks")] = 1,
-    gpu: Annotated[str, typer.Option(help="say whether it fits, such as h100 or h200")] = "",
+    gpu: Annotated[
+        str,
+        typer.Option(autocompletion=complete_gpu, help="say whether it fits, such as h100 or h200"),
+    ] = "",
     knobs: Annotated[bool, typer.Option(help="say what would save most, also if it fits")] = False,
     cpu: Annotated[bool, typer.Option("--cpu", help="as computed on this machine's CPU")] = False,
     as_json: AsJson = False,

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,12 +24,19 @@ from .model_options import TrainedModel, Weights
 from .options import Plugins
 from .ranks import run_on_ranks
 
+if TYPE_CHECKING:
+    from ..engine.sources.chat_renderer import ChatRenderer
+
 
 def generate(
     context: typer.Context,
     checkpoint: TrainedModel,
     prompt: Annotated[
-        list[str] | None, typer.Option(help="text to continue; give it again for several")
+        list[str] | None,
+        typer.Option(
+            help="text to continue; give it again for several; without, each line of a pipe or "
+            "file that is read from is one"
+        ),
     ] = None,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, max=1_000_000, help="tokens to add at most")
@@ -46,7 +58,8 @@ def generate(
         typer.Option(
             metavar="TEMPLATE",
             help="each prompt is a user's message: lay it out by this chat template (tokenizer, "
-            "chatml, llama3 or a file) and print the answer",
+            "chatml, llama3 or a file) and print the answer; without a prompt on a terminal, talk "
+            "until Ctrl-D",
         ),
     ] = "",
     truncate: Annotated[
@@ -63,9 +76,12 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a prompt")] = False,
 ) -> None:
     """Sample from a checkpoint."""
-    prompts = prompt or [""]
+    context.params["prompt"] = prompts = prompt or _read_prompts() or [""]
     if any("\ud800" <= char <= "\udfff" for text in prompts for char in text):
         raise RecipeError("--prompt: not UTF-8")
+    is_talk = bool(chat) and prompts == [""] and os.isatty(0)
+    if is_talk and nproc > 1:
+        raise RecipeError("a conversation runs in one process", "leave --nproc out")
     run_on_ranks(context, nproc)
     found = find_model(checkpoint, plugin or [])  # errors come before torch is imported
     inputs.require_generation(found.recipe.model, found.recipe.task)
@@ -74,20 +90,59 @@ def generate(
 
     with join_ranks() as world:
         opened = open_found(found, weights=weights, world=world)
-        starts, until = _apply_template(prompts, chat, opened.tokenizer) if chat else (prompts, [])
-        texts = generate_texts(
+        sample = partial(
+            generate_texts,
             opened,
-            starts,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
             seed=seed,
-            until=until,
             truncate=truncate,
         )
+        if is_talk:
+            _talk(sample, chat, opened.tokenizer, as_json=as_json)
+            return
+        starts, until = _apply_template(prompts, chat, opened.tokenizer) if chat else (prompts, [])
+        texts = sample(starts, until=until)
     if world.rank == 0:
         _print(prompts, texts, chat=bool(chat), as_json=as_json)
+
+
+def _read_prompts() -> list[str]:
+    """Return the lines of standard input where that is a pipe or a file; else nothing."""
+    from ..engine.launch.environment import find_world
+
+    mode = os.fstat(0).st_mode
+    if find_world().world_size > 1:
+        return []  # ranks that another launcher has started must all have the same prompts
+    if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
+        return []
+    with open(0, encoding="utf-8", errors="surrogateescape", closefd=False) as stream:
+        return stream.read().splitlines()
+
+
+def _talk(
+    sample: Callable[..., Sequence[str]], template: str, tokenizer: Tokenizer, *, as_json: bool
+) -> None:
+    """Answer the messages that a user types until the end of the input; all turns are read again.
+
+    Args:
+        sample: continues a list of texts.
+        template: the chat template.
+        tokenizer: the tokenizer of the model.
+        as_json: print each answer as an object.
+    """
+    with suppress(ImportError):
+        import_module("readline")  # edits the line that is typed, where Python has it
+    messages: list[dict[str, str]] = []
+    with _open_template(template, tokenizer) as (renderer, until), suppress(EOFError):
+        while True:
+            messages.append({"role": "user", "content": input("> ")})
+            (text,) = sample([renderer.render_prompt(messages)], until=until)
+            messages.append({"role": "assistant", "content": text})
+            _print([messages[-2]["content"]], [text], chat=True, as_json=as_json)
+    print()
 
 
 def _print(prompts: Sequence[str], texts: Sequence[str], *, chat: bool, as_json: bool) -> None:
@@ -104,6 +159,19 @@ def _apply_template(
     prompts: Sequence[str], template: str, tokenizer: Tokenizer
 ) -> tuple[list[str], list[str]]:
     """Return the texts that the answers to the prompts continue, and what ends an answer."""
+    with _open_template(template, tokenizer) as (renderer, until):
+        talks = [[{"role": "user", "content": each}] for each in prompts]
+        return [renderer.render_prompt(talk) for talk in talks], until
+
+
+@contextmanager
+def _open_template(template: str, tokenizer: Tokenizer) -> Iterator[tuple[ChatRenderer, list[str]]]:
+    """Yield what renders conversations by a template, and the texts that end an answer.
+
+    Raises:
+        RecipeError: no template has that name.
+        DataError: the template refuses the messages.
+    """
     from ..engine.core.errors import DataError, nearest
     from ..engine.sources.chat_renderer import TEMPLATES, find_template, open_renderer
 
@@ -117,9 +185,6 @@ def _apply_template(
         raise RecipeError(f"--chat: {template!r} is no template and no file", hint)
     with open_renderer(found) as renderer:
         try:
-            starts = [
-                renderer.render_prompt([{"role": "user", "content": each}]) for each in prompts
-            ]
-            return starts, [end] if (end := renderer.find_end_of_answer()) else []
+            yield renderer, [end] if (end := renderer.find_end_of_answer()) else []
         except ValueError as error:
             raise DataError(f"{found.place}: {error}") from error

@@ -16,13 +16,24 @@ from ..engine.recipe.documents.reference import tables
 from ..engine.recipe.documents.starter import shipped_recipes
 from ..engine.recipe.other_names import find_component
 from ..engine.recipe.schema import REGISTRIES
+from .complete import complete_component, complete_kind
 from .options import AsJson
 from .table import print_table
 
 
 def list_components(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help="such as optimizer, or table")] = "",
-    name: Annotated[str, typer.Argument(metavar="NAME", help="one of that kind: its fields")] = "",
+    kind: Annotated[
+        str,
+        typer.Argument(
+            metavar="KIND", autocompletion=complete_kind, help="such as optimizer, or table"
+        ),
+    ] = "",
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", autocompletion=complete_component, help="one of that kind: its fields"
+        ),
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """List the kinds of components, those of one kind, or the fields of one."""

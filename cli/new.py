@@ -36,5 +36,5 @@ def new(
 ) -> None:
     """Write a commented starter recipe."""
     replaced = describe_start(from_hf) if from_hf else None
-    write_asked(path, starter(source, replaced), replace=force)
+    write_asked(path, starter(source, replaced, path.parent), replace=force)
     echo(f"{path} written; now: trainer validate {path}")

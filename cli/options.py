@@ -12,11 +12,17 @@ import typer
 from ..engine.core.errors import RecipeError
 from ..engine.core.files import path_fault, require_path
 from ..engine.core.text.display import remove_secret
+from .complete import complete_override
 
 Recipe = Annotated[Path, typer.Argument(metavar="RECIPE", help="a TOML file")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="change one value, such as optimizer.lr=1e-4"),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        autocompletion=complete_override,
+        help="change one value, such as optimizer.lr=1e-4",
+    ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="replace a file that is there")]
 Plugins = Annotated[

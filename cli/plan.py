@@ -13,6 +13,7 @@ import typer
 from ..engine.core.errors import RecipeError, nearest
 from ..engine.core.files import require_free, write_asked
 from ..engine.estimate import plan_tables
+from .complete import complete_gpu
 from .options import AsJson, Force, Overrides, Recipe
 from .table import print_table
 
@@ -37,7 +38,10 @@ def plan(
     ] = 8,
     html: Annotated[Path | None, typer.Option(help="also draw it, on a page of its own")] = None,
     search: Annotated[bool, typer.Option("--search", help="rank the plans that fit --gpu")] = False,
-    gpu: Annotated[str, typer.Option(help="whose speed is estimated, such as h200")] = "",
+    gpu: Annotated[
+        str,
+        typer.Option(autocompletion=complete_gpu, help="whose speed is estimated, such as h200"),
+    ] = "",
     cpu: Annotated[bool, typer.Option("--cpu", help="as computed on this machine's CPU")] = False,
     force: Force = False,
     as_json: AsJson = False,

@@ -1,6 +1,10 @@
 """`trainer generate`: what it prints, how a chat template lays prompts out, and what it refuses."""
 
 import json
+import os
+import pty
+import subprocess
+import sys
 
 import pytest
 
@@ -59,6 +63,36 @@ def test_a_chat_template_lays_out_the_prompt_and_only_the_answer_is_printed(gene
     assert found == {"prompt": "Who?", "text": expected["text"]}
     assert found != answers(generate, "--prompt", "Who?")[0]
     assert generate("--prompt", "Who?", *chat, *SHORT)[1] == expected["text"] + "\n"
+
+
+def run_with_input(folder, stdin, *arguments):
+    command = [sys.executable, "-P", "-m", "trainer", "generate", folder, *SHORT, *arguments]
+    return subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, text=True)
+
+
+def test_each_line_of_a_pipe_is_a_prompt(generate, folder):
+    process = run_with_input(folder, subprocess.PIPE, "--json")
+    out, _ = process.communicate("é = \nimport \n", timeout=100)
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert rows == answers(generate, "--prompt", "é = ", "--prompt", "import ")
+
+
+def test_a_conversation_on_a_terminal_keeps_its_turns_until_ctrl_d(generate, folder, tmp_path):
+    template = tmp_path / "mine.jinja"
+    turns = "{{ message.role[0] }}: {{ message.content }}\n"
+    template.write_text("{% for message in messages %}" + turns + "{% endfor %}a:")
+    (first,) = answers(generate, "--prompt", "u: Who?\na:")
+    told = f"u: Who?\na: {first['text']}\nu: Why?\na:"
+    (second,) = answers(generate, "--prompt", told)
+    master, slave = pty.openpty()
+    process = run_with_input(folder, slave, "--chat", str(template), "--json")
+    os.close(slave)
+    os.write(master, b"Who?\nWhy?\n\x04")
+    out, _ = process.communicate(timeout=100)
+    os.close(master)
+    rows = [json.loads(line.removeprefix("> ")) for line in out.splitlines() if "{" in line]
+    assert process.returncode == 0
+    assert [row["text"] for row in rows] == [first["text"], second["text"]]
 
 
 @pytest.mark.parametrize(

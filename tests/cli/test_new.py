@@ -10,6 +10,7 @@ from tests.conversion.models import hf_folder
 from tests.formats.hf_folders import config_of
 from trainer import load_recipe
 from trainer.cli.main import _run
+from trainer.engine.recipe import read
 
 FACTORS = {"short_factor": [1.0, 1.5], "long_factor": [4.0, 8.0]}
 MODELS: dict[str, dict[str, Any]] = {
@@ -34,6 +35,16 @@ def test_a_recipe_takes_model_sizes_and_tokenizer_of_a_folder(family: str, tmp_p
     assert recipe.model.model_dump(exclude=computed) == config.model_dump(exclude=computed)
     assert (recipe.run.init_from, recipe.tokenizer.name) == (str(folder), "hf")
     assert recipe.data.seq_len == min(config.max_seq_len, 2048)
+
+
+def test_the_path_of_the_schema_starts_at_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    path = tmp_path / "link" / "below" / "first.toml"
+    assert _run(["new", str(path)]) == 0
+    (line,) = [line for line in path.read_text().splitlines() if line.startswith("#:schema ")]
+    name = line.removeprefix("#:schema ")
+    assert not Path(name).is_absolute()
+    assert (path.parent.resolve() / name).samefile(read.RECIPES / "schema.json")
 
 
 def test_folders_without_a_language_model_are_refused(

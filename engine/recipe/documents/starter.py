@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ...core.errors import RecipeError, nearest
@@ -23,13 +25,18 @@ def shipped_recipes() -> dict[str, str]:
     }
 
 
-def starter(name: str, replaced: Mapping[str, Mapping[str, Any]] | None = None) -> str:
+def starter(
+    name: str,
+    replaced: Mapping[str, Mapping[str, Any]] | None = None,
+    folder: Path = Path(),
+) -> str:
     """Return a shipped recipe merged with what it extends, with a comment at every key.
 
     Args:
         name: the shipped recipe.
         replaced: values in place of the recipe's by table: `model` and `tokenizer` are replaced as
             a whole, other tables by key.
+        folder: where the recipe will lie; the path of the schema, for editors, starts there.
 
     Raises:
         RecipeError: no recipe of that name is shipped.
@@ -52,7 +59,8 @@ def starter(name: str, replaced: Mapping[str, Mapping[str, Any]] | None = None) 
         for key, text in describe_fields(table.config).items():
             comments.setdefault((*_without_index(table.path), key), text)
     text = format_toml(values, lambda path: comments.get(path, ""))
-    return f"# {known[name]}\n#:schema {RECIPES / 'schema.json'}\n\n{text}"
+    schema = os.path.relpath(RECIPES.resolve() / "schema.json", folder.resolve())
+    return f"# {known[name]}\n#:schema {schema}\n\n{text}"
 
 
 def _without_index(path: KeyPath) -> KeyPath:
