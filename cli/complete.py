@@ -6,6 +6,8 @@ need are imported by the function that asks for them, as in the commands themsel
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import typer
 
 
@@ -50,8 +52,10 @@ def complete_component(ctx: typer.Context, incomplete: str) -> list[str]:
     from ..engine.recipe.documents.starter import shipped_recipes
     from ..engine.recipe.schema import REGISTRIES
 
-    names = {**REGISTRIES, "table": tables(), "recipe": shipped_recipes()}
-    return [name for name in names.get(ctx.params.get("kind"), ()) if name.startswith(incomplete)]
+    names: dict[str, Iterable[str]] = {**REGISTRIES}
+    names |= {"table": tables(), "recipe": shipped_recipes()}
+    known = names.get(str(ctx.params.get("kind")), ())
+    return [name for name in known if name.startswith(incomplete)]
 
 
 def complete_word(incomplete: str) -> list[str]:

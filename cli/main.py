@@ -42,6 +42,7 @@ COMMANDS = {
         "explain:explain", "Show a recipe with every default, and where it comes from."
     ),
     "new": Lazy("new:new", "Write a commented starter recipe."),
+    "migrate": Lazy("migrate:migrate", "Turn another trainer's settings into a recipe."),
     "list": Lazy("list:list_components", "List components by kind, or the fields of one."),
     "docs": Lazy("docs:docs", "Print the help of a key, a component, a table or a command."),
     "schema": Lazy("schema:schema", "Print the JSON Schema of recipes, for editors."),

@@ -195,7 +195,7 @@ def _shorten_warmup(tree: Tree, written_steps: int | None) -> list[str]:
         a sentence that says so, if it was done.
     """
     path: KeyPath = ("schedule", "warmup_steps")
-    warmup, steps = _integer(tree, *path), _integer(tree, "run", "steps")
+    warmup, steps = _integer(tree, "schedule", "warmup_steps"), _integer(tree, "run", "steps")
     is_set = [tree.origin(key).file == SET for key in (path, ("run", "steps"))]
     if warmup is None or steps is None or not 0 < steps < warmup or is_set != [False, True]:
         return []

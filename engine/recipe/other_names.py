@@ -56,11 +56,12 @@ NAMES = {
     "model.moe.bias_rate": "load_balance_coeff",
     "model.moe.capacity_factor": "capacity",
     # data
-    BATCH: "batch_size train_batch_size",
+    BATCH: "batch_size train_batch_size batch_size_training",
     "data.global_batch": "global_batch_size",
     "data.micro_batch": "micro_batch_size local_batch_size per_device_train_batch_size",
     "evaluate.splits.micro_batch": "per_device_eval_batch_size",
-    ACCUMULATION: "gradient_accumulation_steps grad_accum_steps accumulate_grad_batches",
+    ACCUMULATION: "gradient_accumulation_steps grad_accum_steps accumulate_grad_batches "
+    "gradient_accumulation",
     "data.seq_len": (
         "seq_len block_size context_length seq_length sequence_len sequence_length "
         "max_seq_length max_length"
@@ -159,6 +160,9 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "deepseek_v2": "deepseek_v3",
         "deepseekv3": "deepseek_v3",
         "gptoss": "gpt_oss",
+        "gpt2": "llama3 (GPT-2 itself is not there)",
+        "gpt": "llama3 (GPT-2 itself is not there)",
+        "nanogpt": "llama3 (GPT-2 itself is not there)",
         "gemma": "gemma2 or gemma3 (Gemma 1 is not there)",
         "gemma3_text": "gemma3",
         "gemma3text": "gemma3",
@@ -170,6 +174,9 @@ COMPONENTS: dict[str, dict[str, str]] = {
         "adamw_torch": "adamw",
         "adamw_torch_fused": "adamw",
         "adamw_hf": "adamw",
+        "adamw_bnb_8bit": "adamw (8-bit states are not there)",
+        "paged_adamw_8bit": "adamw (8-bit states are not there)",
+        "adamw_8bit": "adamw (8-bit states are not there)",
         "fusedadam": "adamw",
         "fused_adam": "adamw",
     },

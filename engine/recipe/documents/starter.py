@@ -51,6 +51,17 @@ def starter(
     for key, keys in (replaced or {}).items():
         kept = {} if key in ("model", "tokenizer") else written.get(key, {})
         written[key] = {**kept, **keys}
+    return comment_toml(written, known[name], folder)
+
+
+def comment_toml(written: Mapping[str, Any], title: str, folder: Path) -> str:
+    """Return a recipe as TOML with a comment at every key.
+
+    Args:
+        written: the recipe as nested plain data.
+        title: the first comment.
+        folder: where the recipe will lie; the path of the schema, for editors, starts there.
+    """
     values = {key: written[key] for key in Recipe.model_fields if key in written}
     comments: dict[KeyPath, str] = {}
     for table in given_tables(values):
@@ -60,7 +71,7 @@ def starter(
             comments.setdefault((*_without_index(table.path), key), text)
     text = format_toml(values, lambda path: comments.get(path, ""))
     schema = os.path.relpath(RECIPES.resolve() / "schema.json", folder.resolve())
-    return f"# {known[name]}\n#:schema {schema}\n\n{text}"
+    return f"# {title}\n#:schema {schema}\n\n{text}"
 
 
 def _without_index(path: KeyPath) -> KeyPath:

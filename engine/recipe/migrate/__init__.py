@@ -1,0 +1,1 @@
+"""Recipes of the settings of other trainers."""

@@ -1,0 +1,238 @@
+"""Settings of other trainers that make more than one key of a recipe, or take more than one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...core.text.display import make_printable
+
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+HUB = {"c4": ("allenai/c4", "en")}
+TYPES = {"completion": "text", "pretraining": "text"}
+"""axolotl's types of data that are plain documents, and the column that they read by default"""
+
+BASES = ("base_model", "model_name_or_path")
+"""names of the model that is trained further"""
+
+
+@dataclass
+class Migration:
+    """A recipe, and the settings that it lacks.
+
+    Attributes:
+        values: the recipe as nested plain data, which is valid.
+        left: (setting, reason) of everything that was not carried over.
+        carried: how many settings were.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    left: list[tuple[str, str]] = field(default_factory=list)
+    carried: int = 0
+
+
+@dataclass
+class Batch:
+    """The sizes from which the sequences of an optimizer step follow."""
+
+    ranks: int
+    micro: int = 0
+    accumulation: int = 1
+    total: int = 0
+
+    def settle(self, values: dict[str, Any]) -> None:
+        """Put the sizes that are known into a recipe."""
+        if self.micro:
+            values.setdefault("data", {})["micro_batch"] = self.micro
+        # torchtitan's -1 is one micro batch a rank.
+        total = self.total if self.total > 0 else self.micro * self.accumulation * self.ranks
+        if total:
+            values.setdefault("data", {})["global_batch"] = total
+
+
+def put(values: dict[str, Any], target: str, value: Any) -> None:
+    """Set a key such as `optimizer.lr`, and make the tables above it."""
+    *tables, key = target.split(".")
+    for table in tables:
+        values = values.setdefault(table, {})
+    values[key] = value
+
+
+def number(value: Any) -> float:
+    """Return a number that YAML may have read as text, such as 2e-5.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(value, bool) or not NUMBER.fullmatch(str(value)):
+        raise ValueError("expected a number")
+    return float(value)
+
+
+def _switch(word: str) -> Callable[..., None]:
+    def convert(value: Any, _flat: Any, found: Migration, _batch: Batch) -> None:
+        if value is True or value == "auto":
+            put(found.values, "precision.compute", word if value is True else "auto")
+
+    return convert
+
+
+def _batch_part(part: str) -> Callable[..., None]:
+    def convert(value: Any, _flat: Any, _found: Migration, batch: Batch) -> None:
+        setattr(batch, part, int(number(value)))
+
+    return convert
+
+
+def _beta(index: int) -> Callable[..., None]:
+    def convert(value: Any, _flat: Any, found: Migration, _batch: Batch) -> None:
+        optimizer = found.values.setdefault("optimizer", {})
+        betas = list(optimizer.get("betas", (0.9, 0.999)))  # theirs, where one is not given
+        betas[index] = number(value)
+        optimizer["betas"] = betas
+
+    return convert
+
+
+def _warmup_ratio(value: Any, flat: Mapping[Any, Any], found: Migration, _batch: Batch) -> None:
+    steps = flat.get(("max_steps",)) or flat.get(("training", "steps")) or 0
+    if number(steps) <= 0:
+        raise ValueError("a share of unknown steps: set schedule.warmup_steps")
+    put(found.values, "schedule.warmup_steps", round(number(value) * number(steps)))
+
+
+def _steps(value: Any, _flat: Any, found: Migration, _batch: Batch) -> None:
+    if (steps := int(number(value))) > 0:  # -1: epochs count
+        put(found.values, "run.steps", steps)
+        found.values["run"].pop("epochs", None)
+
+
+def _epochs(value: Any, flat: Mapping[Any, Any], found: Migration, _batch: Batch) -> None:
+    if number(flat.get(("max_steps",)) or -1) <= 0:
+        put(found.values, "run.epochs", number(value))
+
+
+def _dataset(value: Any, flat: Mapping[Any, Any], found: Migration, _batch: Batch) -> None:
+    config = flat.get(("dataset_config_name",)) or flat.get(("dataset_config",))
+    column = flat.get(("dataset_text_field",)) or flat.get(("text_column",))
+    repo, known_config = HUB.get(str(value), (str(value), config))
+    if "/" not in repo:
+        raise ValueError("write its place in [[data.sources]]")
+    _add_source(found, repo, known_config, column)
+
+
+def _datasets(value: Any, _flat: Any, found: Migration, _batch: Batch) -> None:
+    left = []
+    for number, entry in enumerate(value if isinstance(value, list) else [value]):
+        kind = str(entry.get("type", "completion"))
+        place = str(entry.get("path", ""))
+        is_file = place.endswith((".jsonl", ".json")) and "json" in str(
+            entry.get("ds_type", "json")
+        )
+        if kind in TYPES and place:
+            column = entry.get("field") or entry.get("text_column") or TYPES[kind]
+            _add_source(found, place, entry.get("name"), column)
+        elif kind in ("chat_template", "sharegpt") and is_file:
+            source = {"name": "chat", "path": place}
+            is_old = kind == "sharegpt" or entry.get("field_messages") == "conversations"
+            old = {"field": "conversations", "role_key": "from", "content_key": "value"}
+            _sources(found).append(source | old if is_old else source)
+        else:
+            left.append(f"{number} ({make_printable(place)}, type {make_printable(kind)})")
+    if left:
+        raise ValueError(f"write in [[data.sources]]: {', '.join(left)}")
+
+
+def _sources(found: Migration) -> list[dict[str, Any]]:
+    sources: list[dict[str, Any]] = found.values.setdefault("data", {}).setdefault("sources", [])
+    return sources
+
+
+def _add_source(found: Migration, place: str, config: Any, column: Any) -> None:
+    if place.endswith((".jsonl", ".json", ".parquet")):
+        kind = "parquet" if place.endswith(".parquet") else "jsonl"
+        source = {"name": kind, "path": place}
+    else:
+        is_folder = place.startswith((".", "/", "~"))
+        source = {"name": "hf", "path" if is_folder else "repo": place}
+        source |= {"config": str(config)} if config else {}
+    _sources(found).append(source | ({"field": str(column)} if column else {}))
+
+
+def _base(value: Any, _flat: Any, _found: Migration, _batch: Batch) -> None:
+    raise ValueError(
+        f"give the folder of {make_printable(str(value))} by --from-hf: its sizes and tokenizer "
+        "are taken from there"
+    )
+
+
+def _adapter(value: Any, _flat: Any, _found: Migration, _batch: Batch) -> None:
+    if value != "lora":
+        raise ValueError("[lora] is the only adapter here")
+
+
+def _report_to(value: Any, _flat: Any, found: Migration, _batch: Batch) -> None:
+    words = value if isinstance(value, list) else [value]
+    if "tensorboard" in words:
+        put(found.values, "metrics.tensorboard", True)
+    if others := [str(word) for word in words if word not in ("tensorboard", "none")]:
+        raise ValueError(f"here it is [[metrics.trackers]]: {', '.join(others)}")
+
+
+def _min_lr(value: Any, flat: Mapping[Any, Any], found: Migration, _batch: Batch) -> None:
+    peak = flat.get(("learning_rate",)) or flat.get(("optimizer", "lr"))
+    put(found.values, "schedule.min_lr_ratio", number(value) / (number(peak) or 1.0))
+
+
+def _profile(_value: Any, flat: Mapping[Any, Any], _found: Migration, _batch: Batch) -> None:
+    if flat.get(("profiling", "enable_profiling")):
+        raise ValueError("here it is [profile], once in a run")
+
+
+def _per_epoch(table: str) -> Callable[..., None]:
+    def convert(value: Any, _flat: Any, found: Migration, _batch: Batch) -> None:
+        if number(value) > 0:
+            put(found.values, f"{table}.interval_epochs", 1 / number(value))
+
+    return convert
+
+
+def _strategy(table: str) -> Callable[..., None]:
+    def convert(value: Any, _flat: Any, found: Migration, _batch: Batch) -> None:
+        if value == "epoch":
+            put(found.values, f"{table}.interval_epochs", 1.0)
+        elif value in ("no", False):
+            put(found.values, f"{table}.interval", 0)
+
+    return convert
+
+
+SPECIAL: dict[str, Callable[..., None]] = {
+    "bf16": _switch("bf16"),
+    "fp16": _switch("fp16"),
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "micro_batch_size", "local_batch_size", "batch_size"),
+        _batch_part("micro"),
+    ),
+    "gradient_accumulation_steps": _batch_part("accumulation"),
+    "global_batch_size": _batch_part("total"),
+    **dict.fromkeys(("adam_beta1", "beta1"), _beta(0)),
+    **dict.fromkeys(("adam_beta2", "beta2"), _beta(1)),
+    "warmup_ratio": _warmup_ratio,
+    **dict.fromkeys(("max_steps", "steps"), _steps),
+    **dict.fromkeys(("num_train_epochs", "num_epochs"), _epochs),
+    **dict.fromkeys(("dataset", "dataset_name"), _dataset),
+    "datasets": _datasets,
+    **dict.fromkeys(BASES, _base),
+    "adapter": _adapter,
+    "report_to": _report_to,
+    "min_lr": _min_lr,
+    **dict.fromkeys(("enable_profiling", "profile_freq"), _profile),
+    "evals_per_epoch": _per_epoch("evaluate"),
+    "saves_per_epoch": _per_epoch("checkpoint"),
+    **dict.fromkeys(("eval_strategy", "evaluation_strategy"), _strategy("evaluate")),
+    "save_strategy": _strategy("checkpoint"),
+}
+"""Settings that take more than one value of the file, or make more than one of the recipe."""
