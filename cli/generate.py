@@ -118,8 +118,7 @@ def _read_prompts() -> list[str]:
         return []  # ranks that another launcher has started must all have the same prompts
     if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
         return []
-    with open(0, encoding="utf-8", errors="surrogateescape", closefd=False) as stream:
-        return stream.read().splitlines()
+    return sys.stdin.buffer.read().decode("utf-8", "surrogateescape").splitlines()
 
 
 def _talk(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -64,7 +65,7 @@ def run(
     from ..engine.checkpoint.find import code_before_training
     from ..engine.core import faults
     from ..engine.core.errors import RecipeError
-    from ..engine.launch.environment import ATTEMPT, find_world
+    from ..engine.launch.environment import find_world
     from ..engine.launch.signals import StopFlag
     from ..engine.recipe.saved import load_recipe_or_run
 
@@ -85,10 +86,7 @@ def run(
             "--max-restarts is about the processes that --nproc starts",
             hint="give --nproc 2 or more; elsewhere the launcher of the job restarts it",
         )
-    # A rank that this command started is silent: its parent has said it.
-    if world.rank == 0 and ATTEMPT not in os.environ:
-        for text in loaded.warnings:
-            echo(f"warning: {text}", err=True)
+    _warn(loaded.warnings, world.rank)
     allowed = [key.strip() for key in allow_changed.split(",") if key.strip()]
     if replay:
         if nproc > 1:
@@ -122,6 +120,15 @@ def run(
         raise typer.Exit(
             run_recipe(loaded.recipe, world, allow_changed=allowed, dry_run=dry_run, stop=stop)
         )
+
+
+def _warn(warnings: Sequence[str], rank: int) -> None:
+    from ..engine.launch.environment import ATTEMPT
+
+    # A rank that this command started is silent: its parent has said it.
+    if rank == 0 and ATTEMPT not in os.environ:
+        for text in warnings:
+            echo(f"warning: {text}", err=True)
 
 
 def _rank_command(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..core.config import Component, Count, CountOrZero, OneOf, Table
 from ..core.registry import Registry
@@ -62,3 +62,14 @@ class Checkpoint(Table):
     """"hf": at the end also write hf/ in the run directory, a folder that transformers loads"""
     export_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """dtype of the weights in that folder; left out: the dtype in which they are trained"""
+
+    @model_validator(mode="after")
+    def _require_saved_milestones(self) -> Self:
+        if self.keep_every and self.interval_epochs is not None:
+            raise ValueError("keep_every counts steps: give interval in place of interval_epochs")
+        if self.keep_every and (not self.interval or self.keep_every % self.interval):
+            raise ValueError(
+                f"keep_every ({self.keep_every}) is no multiple of checkpoint.interval "
+                f"({self.interval}), so the step would not be saved"
+            )
+        return self

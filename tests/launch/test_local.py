@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pty
 import random
 import signal
 import subprocess
 import sys
-import termios
 import time
 import uuid
 from collections.abc import Iterator
@@ -258,32 +255,6 @@ os.kill(os.getpid(), 11) if attempt < 2 and rank else None
     assert job.end()[0] == 0
     sizes = [(job.folder / f"store-{attempt}").read_text() for attempt in range(3)]
     assert sizes == ["0"] * 3
-
-
-def test_a_breakpoint_of_rank_0_talks_to_the_terminal_of_the_launcher(tmp_path: Path) -> None:
-    master, slave = pty.openpty()
-    code = (
-        PRELUDE + "answer = rank\nif not rank:\n    breakpoint()\nready()\nsys.exit(answer - rank)"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", PARENT, "2", "20", "0", str(tmp_path), code, "mark"],
-        env={**os.environ, "PYTHONPATH": str(ROOT / ".dev")},
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-    )
-    os.close(slave)
-    seen = b""
-    while b"(Pdb)" not in seen:
-        seen += os.read(master, 1000)
-    os.write(master, b"answer = 5\ncontinue\n")
-    try:
-        assert process.wait(60) == 5, seen
-    finally:
-        process.kill()
-        os.close(master)
 
 
 def test_a_killed_launcher_leaves_no_files(job: Launched) -> None:

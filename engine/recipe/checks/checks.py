@@ -49,7 +49,6 @@ def _check_table(recipe: Recipe, world: int | None, *, is_split: bool = False) -
         _init,
         check_task,
         _lengths,
-        _milestones,
         _data,
         partial(_streams, has_epochs=is_split),
         _groups,
@@ -135,16 +134,6 @@ def _lengths(recipe: Recipe) -> Iterator[Finding]:
             f"warmup_steps ({warmup}) is more than run.steps ({steps})",
             f"set schedule.warmup_steps to at most {steps}, or more run.steps",
         )
-
-
-def _milestones(recipe: Recipe) -> Iterator[Finding]:
-    table = recipe.checkpoint
-    key, keep_every = ("checkpoint", "keep_every"), table.keep_every
-    if keep_every and table.interval_epochs is not None:
-        yield key, "counts steps, and checkpoint.interval_epochs says none", "give interval"
-    elif keep_every and (not table.interval or keep_every % table.interval):
-        message = f"keep_every ({keep_every}) is no multiple of checkpoint.interval"
-        yield key, f"{message} ({table.interval})", "a step that is not saved cannot be kept"
 
 
 def _data(recipe: Recipe) -> Iterator[Finding]:

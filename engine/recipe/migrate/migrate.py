@@ -21,7 +21,7 @@ from ..load import load_tree
 from ..other_names import KEYS, find_component, find_key
 from ..read import unusable_values
 from ..schema import REGISTRIES
-from .values import BASES, NUMBER, SPECIAL, Batch, Migration, put
+from .values import BASES, NUMBER, SPECIAL, BatchSizes, Migration, put
 
 MOST_SETTINGS = 2000
 MOST_REPAIRS = 20
@@ -86,7 +86,7 @@ def migrate(
         message = f"has more than {MOST_SETTINGS:,} settings"
         raise RecipeError([Problem(message, "", make_printable(str(path)))])
     flat = dict(given)
-    batch = Batch(ranks)
+    batch = BatchSizes(ranks)
     for keys, value in given:
         _carry(keys, value, flat, found, batch)
     batch.settle(found.values)
@@ -125,7 +125,7 @@ def _carry(
     value: Any,
     flat: Mapping[tuple[str, ...], Any],
     found: Migration,
-    batch: Batch,
+    batch: BatchSizes,
 ) -> None:
     """Put one setting into the recipe, or among what is left."""
     name = ".".join(keys)

@@ -34,7 +34,7 @@ class Migration:
 
 
 @dataclass
-class Batch:
+class BatchSizes:
     """The sizes from which the sequences of an optimizer step follow."""
 
     ranks: int
@@ -72,7 +72,7 @@ def number(value: Any) -> float:
 
 
 def _switch(word: str) -> Callable[..., None]:
-    def convert(value: Any, _flat: Any, found: Migration, _batch: Batch) -> None:
+    def convert(value: Any, _flat: Any, found: Migration, _batch: BatchSizes) -> None:
         if value is True or value == "auto":
             put(found.values, "precision.compute", word if value is True else "auto")
 
@@ -80,14 +80,14 @@ def _switch(word: str) -> Callable[..., None]:
 
 
 def _batch_part(part: str) -> Callable[..., None]:
-    def convert(value: Any, _flat: Any, _found: Migration, batch: Batch) -> None:
+    def convert(value: Any, _flat: Any, _found: Migration, batch: BatchSizes) -> None:
         setattr(batch, part, int(number(value)))
 
     return convert
 
 
 def _beta(index: int) -> Callable[..., None]:
-    def convert(value: Any, _flat: Any, found: Migration, _batch: Batch) -> None:
+    def convert(value: Any, _flat: Any, found: Migration, _batch: BatchSizes) -> None:
         optimizer = found.values.setdefault("optimizer", {})
         betas = list(optimizer.get("betas", (0.9, 0.999)))  # theirs, where one is not given
         betas[index] = number(value)
@@ -96,25 +96,27 @@ def _beta(index: int) -> Callable[..., None]:
     return convert
 
 
-def _warmup_ratio(value: Any, flat: Mapping[Any, Any], found: Migration, _batch: Batch) -> None:
+def _warmup_ratio(
+    value: Any, flat: Mapping[Any, Any], found: Migration, _batch: BatchSizes
+) -> None:
     steps = flat.get(("max_steps",)) or flat.get(("training", "steps")) or 0
     if number(steps) <= 0:
         raise ValueError("a share of unknown steps: set schedule.warmup_steps")
     put(found.values, "schedule.warmup_steps", round(number(value) * number(steps)))
 
 
-def _steps(value: Any, _flat: Any, found: Migration, _batch: Batch) -> None:
+def _steps(value: Any, _flat: Any, found: Migration, _batch: BatchSizes) -> None:
     if (steps := int(number(value))) > 0:  # -1: epochs count
         put(found.values, "run.steps", steps)
         found.values["run"].pop("epochs", None)
 
 
-def _epochs(value: Any, flat: Mapping[Any, Any], found: Migration, _batch: Batch) -> None:
+def _epochs(value: Any, flat: Mapping[Any, Any], found: Migration, _batch: BatchSizes) -> None:
     if number(flat.get(("max_steps",)) or -1) <= 0:
         put(found.values, "run.epochs", number(value))
 
 
-def _dataset(value: Any, flat: Mapping[Any, Any], found: Migration, _batch: Batch) -> None:
+def _dataset(value: Any, flat: Mapping[Any, Any], found: Migration, _batch: BatchSizes) -> None:
     config = flat.get(("dataset_config_name",)) or flat.get(("dataset_config",))
     column = flat.get(("dataset_text_field",)) or flat.get(("text_column",))
     repo, known_config = HUB.get(str(value), (str(value), config))
@@ -123,7 +125,7 @@ def _dataset(value: Any, flat: Mapping[Any, Any], found: Migration, _batch: Batc
     _add_source(found, repo, known_config, column)
 
 
-def _datasets(value: Any, _flat: Any, found: Migration, _batch: Batch) -> None:
+def _datasets(value: Any, _flat: Any, found: Migration, _batch: BatchSizes) -> None:
     left = []
     for number, entry in enumerate(value if isinstance(value, list) else [value]):
         kind = str(entry.get("type", "completion"))
@@ -161,19 +163,19 @@ def _add_source(found: Migration, place: str, config: Any, column: Any) -> None:
     _sources(found).append(source | ({"field": str(column)} if column else {}))
 
 
-def _base(value: Any, _flat: Any, _found: Migration, _batch: Batch) -> None:
+def _base(value: Any, _flat: Any, _found: Migration, _batch: BatchSizes) -> None:
     raise ValueError(
         f"give the folder of {make_printable(str(value))} by --from-hf: its sizes and tokenizer "
         "are taken from there"
     )
 
 
-def _adapter(value: Any, _flat: Any, _found: Migration, _batch: Batch) -> None:
+def _adapter(value: Any, _flat: Any, _found: Migration, _batch: BatchSizes) -> None:
     if value != "lora":
         raise ValueError("[lora] is the only adapter here")
 
 
-def _report_to(value: Any, _flat: Any, found: Migration, _batch: Batch) -> None:
+def _report_to(value: Any, _flat: Any, found: Migration, _batch: BatchSizes) -> None:
     words = value if isinstance(value, list) else [value]
     if "tensorboard" in words:
         put(found.values, "metrics.tensorboard", True)
@@ -181,18 +183,18 @@ def _report_to(value: Any, _flat: Any, found: Migration, _batch: Batch) -> None:
         raise ValueError(f"here it is [[metrics.trackers]]: {', '.join(others)}")
 
 
-def _min_lr(value: Any, flat: Mapping[Any, Any], found: Migration, _batch: Batch) -> None:
+def _min_lr(value: Any, flat: Mapping[Any, Any], found: Migration, _batch: BatchSizes) -> None:
     peak = flat.get(("learning_rate",)) or flat.get(("optimizer", "lr"))
     put(found.values, "schedule.min_lr_ratio", number(value) / (number(peak) or 1.0))
 
 
-def _profile(_value: Any, flat: Mapping[Any, Any], _found: Migration, _batch: Batch) -> None:
+def _profile(_value: Any, flat: Mapping[Any, Any], _found: Migration, _batch: BatchSizes) -> None:
     if flat.get(("profiling", "enable_profiling")):
         raise ValueError("here it is [profile], once in a run")
 
 
 def _per_epoch(table: str) -> Callable[..., None]:
-    def convert(value: Any, _flat: Any, found: Migration, _batch: Batch) -> None:
+    def convert(value: Any, _flat: Any, found: Migration, _batch: BatchSizes) -> None:
         if number(value) > 0:
             put(found.values, f"{table}.interval_epochs", 1 / number(value))
 
@@ -200,7 +202,7 @@ def _per_epoch(table: str) -> Callable[..., None]:
 
 
 def _strategy(table: str) -> Callable[..., None]:
-    def convert(value: Any, _flat: Any, found: Migration, _batch: Batch) -> None:
+    def convert(value: Any, _flat: Any, found: Migration, _batch: BatchSizes) -> None:
         if value == "epoch":
             put(found.values, f"{table}.interval_epochs", 1.0)
         elif value in ("no", False):
