@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,13 +41,26 @@ def list_checkpoints(path: AnyPath, as_json: AsJson = False) -> None:
 
 @app.command()
 def inspect(
-    path: AnyPath,
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH",
+            help="a run directory, a checkpoints folder, one checkpoint, a Hugging Face folder, or "
+            "an id of the hub",
+        ),
+    ],
     tensors: Annotated[bool, typer.Option("--tensors", help="list every tensor")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what a checkpoint says of itself; of several, the newest that is complete."""
+    from ..engine.checkpoint.find import candidates
     from ..engine.checkpoint.manifest import read_manifest, verify
+    from ..engine.download.hub import resolve_folder
 
+    path = resolve_folder(path)
+    if not candidates(path) and (path / "config.json").is_file():
+        _print_published(path, tensors, as_json)
+        return
     found = _checkpoints(path)[::-1]
     intact = next((each for each in found if not verify(each, hashes=False)), found[0])
     manifest = read_manifest(intact)
@@ -63,6 +77,27 @@ def inspect(
     if tensors:
         for name, entry in listed.items():
             echo(f"{name}  {entry['dtype']} {entry['shape']}")
+
+
+def _print_published(folder: Path, tensors: bool, as_json: bool) -> None:
+    """Print what a Hugging Face folder holds."""
+    from ..engine.formats.hf_folder import list_tensors, read_config
+
+    stored = list_tensors(folder)
+    facts: dict[str, Any] = {
+        "path": str(folder),
+        "config": read_config(folder) or {},
+        "tensors": len(stored),
+        "parameters": sum(prod(tensor.shape) for tensor in stored.values()),
+    }
+    listed = {name: {"dtype": each.dtype, "shape": each.shape} for name, each in stored.items()}
+    if as_json:
+        typer.echo(json.dumps(facts | {"tensors": listed}, indent=2))
+        return
+    for name, value in facts.items():
+        echo(f"{name:12} {json.dumps(value) if isinstance(value, dict) else value}")
+    for name, entry in listed.items() if tensors else ():
+        echo(f"{name}  {entry['dtype']} {[*entry['shape']]}")
 
 
 @app.command()

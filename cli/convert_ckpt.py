@@ -37,7 +37,9 @@ class GgufType(StrEnum):
     Q8_0 = "q8_0"
 
 
-Source = Annotated[Path, typer.Argument(metavar="SRC", help="a file, a folder or a run")]
+Source = Annotated[
+    Path, typer.Argument(metavar="SRC", help="a file, a folder, a run or an id of the hub")
+]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="must not exist")]
 Dtype = Annotated[inputs.Dtype | None, typer.Option(help="cast to this; default: kept")]
 GgufDtype = Annotated[GgufType | None, typer.Option(help="type of the matrices; default: kept")]
@@ -45,7 +47,8 @@ RecipeFile = Annotated[
     Path | None, typer.Option("--recipe", help="TOML file that describes model and tokenizer")
 ]
 TokenizerPath = Annotated[
-    str | None, typer.Option("--tokenizer", help='tokenizer.json or its folder, or "bytes"')
+    str | None,
+    typer.Option("--tokenizer", help='tokenizer.json, its folder, an id of the hub, or "bytes"'),
 ]
 Verify = Annotated[
     bool, typer.Option("--verify", help="read the target back and compare it bit for bit")

@@ -66,6 +66,7 @@ COMMANDS = {
     "launch": Lazy("launch:app", "Write what starts a run on a cluster."),
     "sweep": Lazy("sweep:sweep", "Run a recipe at each point of a grid of settings."),
     "doctor": Lazy("doctor:doctor", "Check this machine: versions, devices, kernels, disk."),
+    "download": Lazy("download:download", "Download a model of the Hugging Face hub."),
     "convert-ckpt": Lazy("convert_ckpt:app", "Convert checkpoints between formats."),
     "checkpoint": Lazy("checkpoint:app", "List, inspect, verify and prune checkpoints."),
 }

@@ -13,7 +13,8 @@ TrainedModel = Annotated[
     Path,
     typer.Argument(
         metavar="CHECKPOINT",
-        help="a checkpoint, a run directory (its newest), or a Hugging Face folder",
+        help="a checkpoint, a run directory (its newest), a Hugging Face folder, or an id of the "
+        "hub, such as Qwen/Qwen3-0.6B",
     ),
 ]
 DataPaths = Annotated[

@@ -29,7 +29,8 @@ def new(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Hugging Face folder whose model, sizes and tokenizer it takes, to train further",
+            help="Hugging Face folder, or id of the hub, whose model, sizes and tokenizer it "
+            "takes, to train further",
         ),
     ] = None,
     force: Force = False,

@@ -6,7 +6,6 @@ import logging
 import os
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -17,6 +16,7 @@ from ..core.heartbeat import heartbeat
 from ..corpus.checksums import Share
 from ..data.dataset import Turns
 from ..data.loader import TurnLoader
+from ..download.hub import resolve_folder
 from ..launch.environment import World
 from ..lora.peft_folder import load_adapter
 from ..observe.phases import PhaseTimer
@@ -95,9 +95,10 @@ def assemble(
     materialize(model, home, recipe.run.seed, fill=fill)
     notes = [*filter(None, [world.note]), *built.notes, *data.notes]
     if fresh and recipe.run.init_from:
-        notes += load_initial_weights(model, built.config, Path(run.init_from), run.init)
+        notes += load_initial_weights(model, built.config, resolve_folder(run.init_from), run.init)
     if fresh and recipe.lora.rank and recipe.lora.init_from:
-        notes.append(load_adapter(Path(recipe.lora.init_from), model, built.config, recipe.lora))
+        folder = resolve_folder(recipe.lora.init_from)
+        notes.append(load_adapter(folder, model, built.config, recipe.lora))
     frozen, fingerprint = open_frozen(sized, tokenizer, device, plan, notes)
     phases = PhaseTimer(device)
     step = build_step(sized, built, plan, tokenizer, data.separate_labels, phases, frozen)

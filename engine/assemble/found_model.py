@@ -16,6 +16,8 @@ from ..checkpoint.manifest import Manifest
 from ..core.errors import CheckpointError, nearest
 from ..core.plugin_modules import require_plugins
 from ..core.registry import models
+from ..download.hub import MODEL_FILES, download, resolve_folder
+from ..download.hub_ids import parse_hub_id
 from ..formats.hf_folder import read_config
 from ..recipe.changes import load_saved_recipe
 from ..recipe.schema import Recipe
@@ -47,8 +49,8 @@ def find_model(path: str | Path, plugins: Sequence[str] = ()) -> FoundModel:
     """Find the model at a path.
 
     Args:
-        path: a checkpoint, a run directory, whose newest intact checkpoint is taken, or a Hugging
-            Face folder.
+        path: a checkpoint, a run directory, whose newest intact checkpoint is taken, a Hugging Face
+            folder, or the id of a model on the Hugging Face hub, which is downloaded.
         plugins: modules to import first. The plugins that a checkpoint names are not imported on
             its word: a checkpoint never runs code.
 
@@ -56,7 +58,7 @@ def find_model(path: str | Path, plugins: Sequence[str] = ()) -> FoundModel:
         CheckpointError: there is no model, it is damaged, or it needs a plugin.
         RecipeError: a plugin cannot be imported.
     """
-    path = Path(path)
+    path = resolve_folder(path)
     require_plugins(plugins)
     settings = None if not path.is_dir() or candidates(path) else read_config(path)
     if settings is not None:
@@ -99,15 +101,22 @@ def _recipe_for_settings(folder: Path, settings: dict[str, Any]) -> Recipe:
 
 
 def describe_start(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the tables of a recipe that trains a Hugging Face folder's language model further.
+    """Return the tables of a recipe that trains a published language model further.
+
+    Args:
+        folder: a Hugging Face folder, or the id of a model on the hub, which is downloaded.
 
     Raises:
         CheckpointError: the folder holds no language model that can be read, or no tokenizer.
     """
+    place = str(folder.absolute())
+    if wanted := parse_hub_id(folder):
+        folder, pinned, _ = download(wanted, MODEL_FILES)
+        place = str(pinned)
     settings = read_config(folder) if folder.is_dir() else None
     if settings is None:
         raise CheckpointError(f"{folder} has no config.json", "name a Hugging Face folder")
-    recipe, place = _recipe_for_settings(folder, settings), str(folder.absolute())
+    recipe = _recipe_for_settings(folder, settings)
     if recipe.task.name != "language_modeling":
         raise CheckpointError(
             f"{folder} holds a model for {recipe.task.name}, no language model",

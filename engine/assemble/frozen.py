@@ -13,6 +13,7 @@ from ..checkpoint.find import candidates
 from ..checkpoint.manifest import Manifest
 from ..core.errors import Problem, RecipeError
 from ..core.files import open_regular
+from ..download.hub import resolve_folder
 from ..formats.hf_folder import list_tensors
 from ..formats.titan_folder import is_titan_folder, list_files
 from ..lora.tables import LoRA
@@ -65,7 +66,7 @@ class FrozenParts:
         if fill and self.source:
             notes = load_initial_weights(model, config, self.source.path)
         elif fill and run.init_from:
-            notes = load_initial_weights(model, config, Path(run.init_from), run.init)
+            notes = load_initial_weights(model, config, resolve_folder(run.init_from), run.init)
         return [f"frozen model: {note}" for note in notes]
 
     def wrap(self) -> FrozenModel:
@@ -185,7 +186,9 @@ def build_frozen_parts(
 
 def fingerprint_start(run: Run) -> str:
     """Return a text that changes if the weights that training starts from do."""
-    return fingerprint_weights(Path(run.init_from)) if run.init_from else f"seed {run.seed}"
+    return (
+        fingerprint_weights(resolve_folder(run.init_from)) if run.init_from else f"seed {run.seed}"
+    )
 
 
 def fingerprint_weights(path: Path) -> str:

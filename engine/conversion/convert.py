@@ -16,6 +16,7 @@ from ..core.errors import CheckpointError, DataError, RecipeError
 from ..core.files import require_path
 from ..core.text.display import list_problems
 from ..core.unfinished import refuse_existing
+from ..download.hub import TOKENIZER_FILES, resolve_folder
 from ..recipe.load import load_recipe
 from ..recipe.schema import Recipe
 from ..tasks.classification.config import table_of_head
@@ -126,6 +127,7 @@ def convert(
     """
     for path in (source, target, options.tokenizer or ""):
         require_path(path)
+    source = resolve_folder(source)
     _refuse_nesting(source, target)
     recipe = load_recipe(options.recipe).recipe if options.recipe else None
     opener, format_ = CONVERSIONS[conversion]
@@ -233,7 +235,8 @@ def _choose_tokenizer(
     if options.tokenizer == "bytes":
         return BytesTokenizer(), None
     if options.tokenizer:
-        return HFTokenizer(path=str(Path(options.tokenizer).expanduser().absolute())), None
+        folder = resolve_folder(options.tokenizer, TOKENIZER_FILES)
+        return HFTokenizer(path=str(folder.expanduser().absolute())), None
     recorded = opened.recipe.tokenizer if opened.recipe else None
     is_named = options.recipe is not None and not isinstance(recorded, BytesTokenizer)
     side, vocabulary = opened.side, opened.place / "tokenizer.model"

@@ -62,7 +62,13 @@ class RelativeToRecipe:
 
     Given by `--set`, it starts at the working directory, as paths that are written always do
     (`run.dir`, `data.cache_dir`).
+
+    Args:
+        or_hub_id: an id of a model on the Hugging Face hub stays as it is.
     """
+
+    def __init__(self, *, or_hub_id: bool = False) -> None:
+        self.or_hub_id = or_hub_id
 
 
 def _path(text: str) -> str:
@@ -74,6 +80,7 @@ def _path(text: str) -> str:
 # Every key that holds a path has one of these types, so that an address is refused.
 LocalPath = Annotated[str, AfterValidator(_path)]
 RecipePath = Annotated[LocalPath, RelativeToRecipe()]
+HubPath = Annotated[LocalPath, RelativeToRecipe(or_hub_id=True)]
 
 
 class OneOf:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ..core.config import CountOrZero, RecipePath, Table
+from ..core.config import CountOrZero, HubPath, Table
 
 
 class LoRA(Table):
@@ -21,5 +21,5 @@ class LoRA(Table):
         "*.mlp.*.weight",
     ]
     """which weights get one: globs over parameter names, or "re:..." for a regular expression"""
-    init_from: RecipePath = ""
-    """folder of a PEFT adapter to start from; by default adapters start at zero; resume wins"""
+    init_from: HubPath = ""
+    """folder or hub id of a PEFT adapter to start from; by default adapters start at zero; resume wins"""

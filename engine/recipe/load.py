@@ -18,6 +18,7 @@ from ..core.plugin_modules import import_plugins
 from ..core.text.display import format_value
 from ..core.text.positions import KeyPath
 from ..core.text.tree import Origin, Tree, key_paths
+from ..download.hub_ids import parse_hub_id
 from ..parallel.mesh import AXES, EXPERT_AXES, parse_mesh
 from .checks.checks import check
 from .layers import SET, apply_override, read_layers
@@ -271,6 +272,8 @@ def _resolve_paths(tree: Tree) -> None:
             value = table.values.get(key)
             if not (slot(field).is_path and isinstance(value, str) and value):
                 continue
+            folder = tree.origin((*table.path, key)).folder
+            if slot(field).or_hub_id and parse_hub_id(value, folder):
+                continue
             if not address_problem(value):  # the key's own validator refuses one
-                folder = tree.origin((*table.path, key)).folder
                 table.values[key] = os.path.abspath(folder / os.path.expanduser(value))

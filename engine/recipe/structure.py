@@ -6,7 +6,7 @@ import ast
 import inspect
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from types import UnionType
@@ -32,6 +32,7 @@ class Slot:
     registry: Registry[Any] | None = None
     is_list: bool = False
     is_path: bool = False
+    or_hub_id: bool = False
 
     def class_of(self, value: Any) -> TableClass | None:
         """Return the config class of a table given here, or None if its `name` is unknown."""
@@ -59,10 +60,10 @@ def _slot(annotation: Any, metadata: list[Any]) -> Slot:
         if isinstance(item, RegisteredTables):
             return Slot(table=item.table())
         if isinstance(item, RelativeToRecipe):
-            return Slot(is_path=True)
+            return Slot(is_path=True, or_hub_id=item.or_hub_id)
     if origin is list:
         inner_slot = _slot(get_args(annotation)[0], [])
-        return Slot(inner_slot.table, inner_slot.registry, True, inner_slot.is_path)
+        return replace(inner_slot, is_list=True)
     if origin in (Union, UnionType):
         # Of a table or None, and of a table or a list of tables, the option with tables counts.
         slots = [_slot(option, []) for option in get_args(annotation)]

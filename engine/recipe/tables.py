@@ -10,7 +10,7 @@ from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, create_m
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import core_schema
 
-from ..core.config import DEFAULTS, Count, CountOrZero, LocalPath, RecipePath, Table
+from ..core.config import DEFAULTS, Count, CountOrZero, HubPath, LocalPath, Table
 
 
 class InitRename(Table):
@@ -54,9 +54,9 @@ class Run(Table):
     """only use operations that give the same bits each time (slower on GPUs)"""
     resume: LocalPath = "auto"
     """"auto": the newest intact checkpoint, else start; "never"; or a checkpoint's path"""
-    init_from: RecipePath = ""
-    """weights only, from a native checkpoint, a Hugging Face folder, or a folder of torchtitan's;
-    resume wins over it"""
+    init_from: HubPath = ""
+    """weights only, from a native checkpoint, a Hugging Face folder, a folder of torchtitan's, or a
+    model of the Hugging Face hub, such as "Qwen/Qwen3-0.6B@REVISION"; resume wins over it"""
     init: Init = DEFAULTS
     """what is taken of init_from"""
     gc_interval: CountOrZero = 50

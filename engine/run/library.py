@@ -85,6 +85,7 @@ def assemble(recipe: Recipe) -> Assembled:
     from ..assemble.assemble import assemble as build
     from ..checkpoint.state import seed_everything
     from ..launch.group import pick_device
+    from .hub_pins import pin_hub_ids
 
     world = find_world()
     if world.world_size > 1 and not dist.is_initialized():
@@ -92,6 +93,7 @@ def assemble(recipe: Recipe) -> Assembled:
             f"rank {world.rank} of {world.world_size} has not joined the others",
             "assemble inside `with trainer.joined_ranks(recipe):`",
         )
+    recipe = pin_hub_ids(recipe)
     seed_everything(recipe.run.seed, world.rank)
     return build(recipe, world, pick_device(world))
 

@@ -35,6 +35,7 @@ from ..train.loop import Outcome, paced_garbage_collection, train
 from ..train.parts import Position
 from ..train.saving import Saver
 from .export import export_run, require_exportable
+from .hub_pins import pin_hub_ids, require_same_pins
 from .metadata import find_checkouts, write_recipe
 from .resume import (
     describe,
@@ -105,6 +106,8 @@ def _run(
     parts: Assembled | None,
 ) -> ExitCode:
     """Join the other ranks, lock the directory and train."""
+    if parts is None:  # before the ranks meet, as a download may last longer than they wait
+        recipe = pin_hub_ids(recipe)
     device = pick_device(world)
     directory = RunDirectory(recipe.run.folder)
     with ExitStack() as stack:
@@ -112,6 +115,7 @@ def _run(
             stack.enter_context(watch_rank(directory, world, recipe.resilience.hang_seconds))
         timeout_seconds = recipe.resilience.collective_timeout_seconds
         group = stack.enter_context(process_group(world, device, timeout_seconds, stop.join))
+        require_same_pins(recipe, group)
         progress = open_progress(world.rank)
         stack.callback(progress.close)
         stack.enter_context(forward_logs(progress))

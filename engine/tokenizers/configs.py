@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from ..core.config import Component, CountOrZero, RecipePath
+from ..core.config import Component, CountOrZero, HubPath, RecipePath
 from ..core.registry import Registry
 from .tokenizer import Tokenizer
 
@@ -43,16 +43,18 @@ class HFTokenizer(TokenizerConfig):
     """A Hugging Face `tokenizer.json` (extra `[hf]`)."""
 
     name: Literal["hf"] = "hf"
-    path: RecipePath
-    """the file, or the folder that holds `tokenizer.json`; relative to the recipe"""
+    path: HubPath
+    """the file, or the folder that holds `tokenizer.json`, relative to the recipe; or the id of a
+    model on the Hugging Face hub, such as "Qwen/Qwen3-0.6B" or "Qwen/Qwen3-0.6B@REVISION" """
     eos_token: str | None = None
     """end-of-document token; default: what `tokenizer_config.json` beside it says"""
 
     def build(self) -> Tokenizer:
         """Return the tokenizer read from the file."""
+        from ..download.hub import TOKENIZER_FILES, resolve_folder
         from .hf_tokenizer import HuggingFaceTokenizer
 
-        return HuggingFaceTokenizer(Path(self.path), self.eos_token)
+        return HuggingFaceTokenizer(resolve_folder(self.path, TOKENIZER_FILES), self.eos_token)
 
 
 @tokenizers.register
