@@ -29,6 +29,14 @@ Plugins = Annotated[
     list[str] | None,
     typer.Option("--plugin", help="Python module that registers the model or tokenizer"),
 ]
+Offline = Annotated[
+    bool,
+    typer.Option(
+        "--offline",
+        help="what the recipe reads must be here, and the hub's models in the cache; else exit "
+        "code 2",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 

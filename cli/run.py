@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .dry_run import describe_dry_run
 from .options import Overrides
 from .table import echo
 
@@ -33,6 +34,12 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="build everything, say what would run, train nothing")
     ] = False,
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            "--world", min=1, max=2**20, help="with --dry-run: as it would run on so many ranks"
+        ),
+    ] = None,
     allow_changed: Annotated[
         str,
         typer.Option(metavar="KEYS", help="keys that may differ from the checkpoint's, by commas"),
@@ -69,6 +76,14 @@ def run(
     from ..engine.launch.signals import StopFlag
     from ..engine.recipe.saved import load_recipe_or_run
 
+    if world_size is not None:
+        if not dry_run or nproc > 1:
+            raise RecipeError(
+                "--world is about --dry-run, on one process", "--nproc starts processes"
+            )
+        loaded = load_recipe_or_run(recipe, overrides or [], world_size, plugin or [])
+        describe_dry_run(loaded, world_size)
+        return
     world = find_world()
     ranks = nproc if nproc > 1 else world.world_size
     loaded = load_recipe_or_run(recipe, overrides or [], ranks, plugin or [])

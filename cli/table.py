@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from shutil import get_terminal_size
 
+from ..engine.core.errors import Problem
 from ..engine.core.text.display import make_lines_printable, make_printable
 
 GAP = "  "
@@ -15,6 +16,12 @@ GAP = "  "
 def echo(text: str = "", *, err: bool = False) -> None:
     """Print text with words of others: nothing in it acts upon a terminal."""
     print(make_lines_printable(text), file=sys.stderr if err else sys.stdout)
+
+
+def print_warnings(warnings: Iterable[Problem]) -> None:
+    """Print a line for each warning about a recipe."""
+    for warning in warnings:
+        echo(f"warning: {warning.describe()}", err=True)
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:

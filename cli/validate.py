@@ -12,8 +12,9 @@ import typer
 
 from ..engine.core.errors import ExitCode, Problem, RecipeError
 from ..engine.recipe.load import load_recipe
-from .options import AsJson, Overrides
-from .table import echo
+from ..engine.recipe.assets import find_missing_assets
+from .options import AsJson, Offline, Overrides
+from .table import echo, print_warnings
 
 
 def validate(
@@ -22,30 +23,45 @@ def validate(
     world: Annotated[
         int | None, typer.Option(min=1, max=2**20, help="check for this number of ranks")
     ] = None,
+    offline: Offline = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check recipes: every problem at once, with file, line and key."""
-    found = {str(path): _problems(path, overrides or [], world) for path in recipes}
+    """Check recipes: every problem at once, with file, line and key.
+
+    Files that do not exist are warned about; with --offline they are errors.
+    """
+    found = {str(path): _problems(path, overrides or [], world, offline) for path in recipes}
     if as_json:
         report = [
-            {"recipe": path, "valid": not problems, "problems": [asdict(each) for each in problems]}
-            for path, problems in found.items()
+            {
+                "recipe": path,
+                "valid": not problems,
+                "problems": [asdict(each) for each in problems],
+                "warnings": [asdict(each) for each in warnings],
+            }
+            for path, (problems, warnings) in found.items()
         ]
         print(json.dumps(report, indent=1))
     else:
-        for path, problems in found.items():
+        for path, (problems, warnings) in found.items():
             for problem in problems:
                 print(problem.render(), file=sys.stderr)
+            print_warnings(warnings)
             if not problems:
                 echo(f"{path}: valid")
-    if any(found.values()):
+    if any(problems for problems, _ in found.values()):
         raise typer.Exit(ExitCode.RECIPE)
 
 
-def _problems(path: Path, overrides: list[str], world: int | None) -> list[Problem]:
+def _problems(
+    path: Path, overrides: list[str], world: int | None, offline: bool
+) -> tuple[list[Problem], list[Problem]]:
+    """Return the problems of a recipe, and what is warned about."""
     try:
-        for text in load_recipe(path, overrides, world).warnings:
+        recipe = load_recipe(path, overrides, world)
+        for text in recipe.warnings:
             echo(f"warning: {text}", err=True)
+        missing = find_missing_assets(recipe, offline=offline)
     except RecipeError as error:
-        return error.problems
-    return []
+        return error.problems, []
+    return (missing, []) if offline else ([], missing)

@@ -160,8 +160,7 @@ def _compare(path: Path, file: HubFile) -> str:
 
 def _find_commit(hub: Any, wanted: HubId) -> str:
     """Return the commit of a tag or branch; without the hub, the one that it was last."""
-    branch = PurePosixPath(wanted.revision or "main")
-    last = _record(wanted.pin(str(branch).replace("/", "--")), "commit")
+    last = _last_record(wanted)
     try:
         with _explain(wanted):
             info = hub.HfApi().model_info(
@@ -171,12 +170,42 @@ def _find_commit(hub: Any, wanted: HubId) -> str:
             atomic_write(last, str(info.sha))
         return str(info.sha)
     except EnvironmentFault:
-        for file in (last, _cache(hub, wanted) / "refs" / branch):
-            with suppress(OSError, ValueError):
-                pinned = wanted.pin(read_regular(file).decode().strip())
-                log.warning("the hub cannot be reached: %s is taken from the cache", pinned)
-                return pinned.revision
+        if commit := _find_last_commit(hub, wanted):
+            log.warning("%s is taken from the cache: no hub can be reached", wanted.pin(commit))
+            return commit
         raise
+
+
+def _last_record(wanted: HubId) -> Path:
+    return _record(wanted.pin((wanted.revision or "main").replace("/", "--")), "commit")
+
+
+def _find_last_commit(hub: Any, wanted: HubId) -> str:
+    """Return the commit that a revision was when the hub last answered; empty if it never did."""
+    for file in (_last_record(wanted), _cache(hub, wanted) / "refs" / (wanted.revision or "main")):
+        with suppress(OSError, ValueError):
+            return read_regular(file).decode().strip()
+    return ""
+
+
+def is_cached(wanted: HubId, patterns: Collection[str] = MODEL_FILES) -> bool:
+    """Return whether a run without a network finds the files of a model in the cache.
+
+    Raises:
+        EnvironmentFault: the hub's library is not installed.
+    """
+    hub = require_package("huggingface_hub", f"{wanted.repo} of the Hugging Face hub", "hf")
+    commit = wanted.revision if wanted.is_pinned else _find_last_commit(hub, wanted)
+    pinned = wanted.pin(commit)
+    try:
+        listed = [HubFile(*each).name for each in json.loads(read_regular(_record(pinned, "json")))]
+    except (OSError, ValueError, TypeError):
+        return bool(commit) and (_cache(hub, pinned) / "snapshots" / commit).is_dir()
+    names = [name for name in listed if _is_wanted(name, patterns)]
+    return all(
+        isinstance(hub.try_to_load_from_cache(pinned.repo, name, revision=commit), str)
+        for name in names
+    )
 
 
 def _list_files(hub: Any, pinned: HubId) -> list[HubFile] | None:

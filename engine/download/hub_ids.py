@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 from typing import NamedTuple, Self
 
-_NAME = r"[A-Za-z0-9][\w.-]{0,95}"
-_ID = re.compile(rf"({_NAME}/{_NAME})(?:@(\w[\w./-]{{0,199}}))?", re.ASCII)
+_ID = re.compile(
+    r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(\w[\w./-]{0,199}))?", re.ASCII
+)
 _FILE = re.compile(
     r"\.(json|jsonl|toml|ya?ml|safetensors|bin|pth?|ckpt|gguf|model|tiktoken|txt|zip|tar|gz|html)$"
 )

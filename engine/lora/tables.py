@@ -22,4 +22,5 @@ class LoRA(Table):
     ]
     """which weights get one: globs over parameter names, or "re:..." for a regular expression"""
     init_from: HubPath = ""
-    """folder or hub id of a PEFT adapter to start from; by default adapters start at zero; resume wins"""
+    """folder or hub id of a PEFT adapter to start from; default: adapters start at zero; resume
+    wins"""

@@ -1,13 +1,10 @@
-"""Pins the hub's models that a recipe names to commits, which are recorded with the run."""
+"""Pins the hub's models that a recipe names to commits, which a run records. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
 from operator import attrgetter
-
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from ..core.errors import RecipeError
 from ..core.run_dir import RunDirectory
@@ -29,7 +26,7 @@ def pin_hub_ids(recipe: Recipe) -> Recipe:
     before = {}
     with suppress(RecipeError):  # of a new run there is none
         before = read_layers(recorded).values
-    for table, key, wanted in _list_ids(recipe):
+    for table, key, wanted in list_hub_ids(recipe):
         kept = before.get(table, {})
         kept = parse_hub_id(str(kept.get(key, "")) if isinstance(kept, dict) else "")
         if kept and kept.is_pinned and kept.repo == wanted.repo and not wanted.revision:
@@ -41,26 +38,7 @@ def pin_hub_ids(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def require_same_pins(recipe: Recipe, group: ProcessGroup | None) -> None:
-    """Refuse ranks that found different commits, because a branch moved between their downloads.
-
-    Raises:
-        RecipeError: the commits of each model, of which one can be named in the recipe.
-    """
-    mine = [f"{table}.{key} = {pinned}" for table, key, pinned in _list_ids(recipe)]
-    if group is None or not mine:
-        return
-    found: list[list[str] | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    texts = sorted({text for each in found for text in each or ()})
-    if len(texts) > len(mine):
-        raise RecipeError(
-            f"ranks found different commits of one model: {'; '.join(texts)}",
-            "name the commit in the recipe",
-        )
-
-
-def _list_ids(recipe: Recipe) -> Iterator[tuple[str, str, HubId]]:
+def list_hub_ids(recipe: Recipe) -> Iterator[tuple[str, str, HubId]]:
     """Yield table, key and id of each of the hub's models that a recipe names."""
     keys = ["run.init_from", "lora.init_from", "tokenizer.path"]
     if recipe.task.frozen_key:

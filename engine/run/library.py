@@ -14,6 +14,7 @@ from ..observe.metrics import read
 from ..recipe import load
 from ..recipe.schema import Recipe
 from ..recipe.write import toml_value
+from .hub_pins import pin_hub_ids
 
 if TYPE_CHECKING:
     from ..assemble.assemble import Assembled
@@ -85,7 +86,6 @@ def assemble(recipe: Recipe) -> Assembled:
     from ..assemble.assemble import assemble as build
     from ..checkpoint.state import seed_everything
     from ..launch.group import pick_device
-    from .hub_pins import pin_hub_ids
 
     world = find_world()
     if world.world_size > 1 and not dist.is_initialized():

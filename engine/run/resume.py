@@ -10,7 +10,9 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 import xxhash
+from torch.distributed import ProcessGroup
 
 from ... import __version__
 from ..checkpoint.find import IntactCheckpoint
@@ -18,8 +20,10 @@ from ..checkpoint.manifest import Manifest, SaveInfo
 from ..core.errors import Problem, RecipeError
 from ..core.run_state import RunState
 from ..core.text.display import remove_secrets
+from ..recipe.schema import Recipe
 from ..recipe.tables import Init
 from ..train.parts import Best
+from .hub_pins import list_hub_ids
 from .metadata import Checkout, name_run
 
 if TYPE_CHECKING:
@@ -178,3 +182,22 @@ def _describe_steps(parts: Assembled) -> Iterator[str]:
         steps = f"split {turn.name}" if turn.name else f"steps: {parts.total_steps:,}"
         yield f"{steps} of {size:,} samples{tokens}"
         yield f"a rank's step: {-(-share // micro)} x {micro:,} samples"
+
+
+def require_same_pins(recipe: Recipe, group: ProcessGroup | None) -> None:
+    """Refuse ranks that found different commits, because a branch moved between their downloads.
+
+    Raises:
+        RecipeError: the commits of each model, of which one can be named in the recipe.
+    """
+    mine = [f"{table}.{key} = {pinned}" for table, key, pinned in list_hub_ids(recipe)]
+    if group is None or not mine:
+        return
+    found: list[list[str] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    texts = sorted({text for each in found for text in each or ()})
+    if len(texts) > len(mine):
+        raise RecipeError(
+            f"ranks found different commits of one model: {'; '.join(texts)}",
+            "name the commit in the recipe",
+        )

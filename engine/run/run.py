@@ -35,7 +35,7 @@ from ..train.loop import Outcome, paced_garbage_collection, train
 from ..train.parts import Position
 from ..train.saving import Saver
 from .export import export_run, require_exportable
-from .hub_pins import pin_hub_ids, require_same_pins
+from .hub_pins import pin_hub_ids
 from .metadata import find_checkouts, write_recipe
 from .resume import (
     describe,
@@ -45,6 +45,7 @@ from .resume import (
     make_state,
     reason_to_end,
     require_same_data,
+    require_same_pins,
 )
 from .tasks import load_tasks, open_tasks
 from .watch import open_observer, watch_rank
