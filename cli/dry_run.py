@@ -27,7 +27,7 @@ def describe_dry_run(loaded: Loaded, world_size: int) -> None:
 
     recipe = loaded.recipe
     plan = make_run_plan(recipe, world_size, RANKS_PER_NODE, on_gpu=True)
-    echo(f"{recipe.run.name}: {world_size} ranks; {plan_tables.describe_mesh(plan)}")
+    echo(f"{recipe.run.name}: {plan_tables.describe_mesh(plan)}")
     print_table(list(plan_tables.cost_rows(plan)))
     echo(plan_tables.describe_flops(plan))
     echo("nothing was trained or written; `trainer plan` shows placement and traffic")

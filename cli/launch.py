@@ -21,10 +21,12 @@ from ..engine.launch.cluster import (
     require_time,
     torchrun_commands,
 )
+from ..engine.launch.kubernetes import Pods, job_set, resource_name, to_yaml
+from ..engine.recipe.assets import find_missing_assets
 from ..engine.recipe.load import load_recipe
 from ..engine.recipe.schema import Recipe as RecipeModel
-from .options import Force, Overrides, Recipe, require_no_secret
-from .table import echo
+from .options import Force, Offline, Overrides, Recipe, require_no_secret
+from .table import echo, print_warnings
 
 app = typer.Typer(no_args_is_help=True, help="Write what starts a run on a cluster.")
 
@@ -32,6 +34,9 @@ Nodes = Annotated[int, typer.Option("--nodes", min=1, max=65_536, help="machines
 GPUs = Annotated[
     int, typer.Option("--gpus-per-node", min=1, max=64, help="of each machine; a rank on each")
 ]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="write it here, and say so")]
+RESERVED = ("open-mode", "requeue", "no-requeue", "signal", "time", "partition", "account")
+"""options of sbatch that have an option here, or that a resumed run depends on"""
 
 
 @app.command()
@@ -48,14 +53,29 @@ def slurm(
     requeue: Annotated[
         bool, typer.Option(help="submit the job again when its time is over, to resume")
     ] = True,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="write it here, and say so")
+    cpus: Annotated[
+        int,
+        typer.Option("--cpus-per-task", min=0, help="cores of a rank; 0: the cluster's default"),
+    ] = 0,
+    container: Annotated[
+        str,
+        typer.Option(
+            metavar="IMAGE", help="run in this container (srun's --container-image: Pyxis)"
+        ),
+    ] = "",
+    mounts: Annotated[
+        str, typer.Option(metavar="FROM:TO,...", help="folders in the container besides this one")
+    ] = "",
+    directive: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="another option of sbatch, such as qos=high"),
     ] = None,
+    output: Output = None,
     force: Force = False,
+    offline: Offline = False,
 ) -> None:
     """Write a batch script for sbatch; the recipe is checked for that many ranks first."""
-    require_no_secret(overrides or [])
-    checked = load_recipe(recipe, overrides or [], nodes * gpus).recipe
+    checked = _load(recipe, overrides, nodes * gpus, offline)
     options: dict[str, str | int] = {
         "job-name": checked.run.name,
         "nodes": nodes,
@@ -70,12 +90,30 @@ def slurm(
     for name, value in (("partition", partition), ("account", account)):
         if value:
             options[name] = _word(f"--{name}", value)
+    if cpus:
+        options["cpus-per-task"] = cpus
+    for text in directive or []:
+        name, _, value = text.partition("=")
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", name) or name in (*options, *RESERVED):
+            hint = "NAME=VALUE or NAME, of an option that this command does not write itself"
+            raise RecipeError(f"--directive {format_value(text)}", hint)
+        options[name] = value
     if requeue:
         _require_resume(checked)
-    from ..engine.launch.child import trainer_command
+    srun = [f"--cpus-per-task={cpus}"] * bool(cpus)  # srun does not take it from sbatch
+    if container:
+        here = os.getcwd()
+        folders = ",".join(filter(None, [f"{here}:{here}", mounts]))
+        srun += [f"--container-image={container}", f"--container-workdir={here}"]
+        srun += [f"--container-mounts={folders}"]
+        command = ["trainer", *_arguments(recipe, overrides)]
+    else:
+        from ..engine.launch.child import trainer_command
 
-    command = trainer_command(_arguments(recipe, overrides))
-    text = batch_script(options, shlex.join(command), _notes(requeue), requeue=requeue)
+        command = trainer_command(_arguments(recipe, overrides))
+    text = batch_script(
+        options, shlex.join(command), _notes(requeue), requeue=requeue, srun=shlex.join(srun)
+    )
     if output is None:
         print(text, end="")
     else:
@@ -95,11 +133,69 @@ def torchrun(
     port: Annotated[int, typer.Option(min=1024, max=65_535, help="free there")] = 29_400,
 ) -> None:
     """Print each machine's torchrun command; the recipe is checked for that many ranks first."""
-    load_recipe(recipe, overrides or [], nodes * gpus)
+    loaded = load_recipe(recipe, overrides or [], nodes * gpus)
+    print_warnings(find_missing_assets(loaded))
     host = _word("--host", host or socket.gethostname())
     arguments = [require_one_line(each) for each in _arguments(recipe, overrides)]
     for number, command in enumerate(torchrun_commands(nodes, gpus, host, port, arguments)):
         print(f"# machine {number}\n{command}")
+
+
+@app.command()
+def kubernetes(
+    recipe: Recipe,
+    image: Annotated[str, typer.Option(help="container image that has this package")],
+    overrides: Overrides = None,
+    nodes: Nodes = 1,
+    gpus: GPUs = 8,
+    cpus: Annotated[int, typer.Option(min=0, help="cores of a pod; 0: the cluster's default")] = 0,
+    memory: Annotated[str, typer.Option(help="memory of a pod, such as 512Gi")] = "",
+    volume: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CLAIM:PATH", help="persistent volume claim, and where it appears"),
+    ] = None,
+    folder: Annotated[str, typer.Option("--workdir", help="working directory")] = "/workspace",
+    namespace: Annotated[str, typer.Option(help="where it is created")] = "",
+    max_restarts: Annotated[
+        int, typer.Option(min=0, max=1000, help="how often all pods are started again")
+    ] = 10,
+    output: Output = None,
+    force: Force = False,
+    offline: Offline = False,
+) -> None:
+    """Write a JobSet for kubectl; the recipe is checked for that many ranks first."""
+    checked = _load(recipe, overrides, nodes * gpus, offline)
+    if max_restarts:
+        _require_resume(checked)
+    claims = {}
+    for text in volume or []:
+        claim, _, path = text.partition(":")
+        if not path.startswith("/"):
+            raise RecipeError(f"--volume {format_value(text)}", "such as corpus:/workspace")
+        claims[path] = _word("--volume", claim)
+    if memory and not re.fullmatch(r"[1-9]\d{0,9}(Ki|Mi|Gi|Ti|k|M|G|T)?", memory):
+        raise RecipeError(f"--memory {format_value(memory)} is no size", "such as 512Gi")
+    pods = Pods(require_one_line(image), nodes, gpus, cpus, memory, claims, folder)
+    name = resource_name(checked.run.name)
+    namespace = namespace and _word("--namespace", namespace)
+    manifest = job_set(name, namespace, pods, _arguments(recipe, overrides), max_restarts)
+    if output is None:
+        print(to_yaml(manifest), end="")
+    else:
+        write_asked(output, to_yaml(manifest), replace=force)
+        ranks = f"{nodes * gpus} ranks in {nodes} pods"
+        echo(f"{output}: {ranks}; now: {shlex.join(['kubectl', 'apply', '-f', str(output)])}")
+
+
+def _load(recipe: Path, overrides: list[str] | None, ranks: int, offline: bool) -> RecipeModel:
+    """Return a recipe that is checked for so many ranks; what it reads and is missing is told."""
+    require_no_secret(overrides or [])
+    loaded = load_recipe(recipe, overrides or [], ranks)
+    missing = find_missing_assets(loaded, offline=offline)
+    if offline and missing:
+        raise RecipeError(missing)
+    print_warnings(missing)
+    return loaded.recipe
 
 
 def _arguments(recipe: Path, overrides: list[str] | None) -> list[str]:

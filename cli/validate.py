@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from ..engine.core.errors import ExitCode, Problem, RecipeError
-from ..engine.recipe.load import load_recipe
 from ..engine.recipe.assets import find_missing_assets
+from ..engine.recipe.load import load_recipe
 from .options import AsJson, Offline, Overrides
 from .table import echo, print_warnings
 

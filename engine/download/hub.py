@@ -92,7 +92,7 @@ def download(
             hub's library is not installed.
         DataError: there is no such model or file, or what came has another checksum.
     """
-    hub = require_package("huggingface_hub", f"{wanted.repo} of the Hugging Face hub", "hf")
+    hub = _import_hub(wanted)
     commit = wanted.revision if wanted.is_pinned else _find_commit(hub, wanted)
     pinned = wanted.pin(commit)
     listed = _list_files(hub, pinned)
@@ -188,13 +188,21 @@ def _find_last_commit(hub: Any, wanted: HubId) -> str:
     return ""
 
 
+def _import_hub(wanted: HubId) -> Any:
+    """Return the package of the hub; its parts are imported by name before they are attributes."""
+    user = f"{wanted.repo} of the Hugging Face hub"
+    for part in ("constants", "utils"):
+        require_package(f"huggingface_hub.{part}", user, "hf")
+    return require_package("huggingface_hub", user, "hf")
+
+
 def is_cached(wanted: HubId, patterns: Collection[str] = MODEL_FILES) -> bool:
     """Return whether a run without a network finds the files of a model in the cache.
 
     Raises:
         EnvironmentFault: the hub's library is not installed.
     """
-    hub = require_package("huggingface_hub", f"{wanted.repo} of the Hugging Face hub", "hf")
+    hub = _import_hub(wanted)
     commit = wanted.revision if wanted.is_pinned else _find_last_commit(hub, wanted)
     pinned = wanted.pin(commit)
     try:

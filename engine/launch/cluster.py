@@ -40,7 +40,7 @@ SCRIPT = """\
 {notes}
 
 trap : TERM  # the job's steps handle it; this shell waits for them
-srun {command}
+srun {srun}{command}
 code=$?
 {requeue}exit "$code"
 """
@@ -59,6 +59,7 @@ def batch_script(
     *,
     job: str = "$SLURM_JOB_ID",
     requeue: bool = True,
+    srun: str = "",
 ) -> str:
     """Return the text of a batch script.
 
@@ -68,6 +69,7 @@ def batch_script(
         notes: lines of a comment.
         job: shell words that name the job to requeue.
         requeue: whether to requeue the job when the run was stopped and has saved.
+        srun: further options of srun, quoted for the shell.
 
     Raises:
         RecipeError: a value has a character that a script cannot hold.
@@ -90,6 +92,7 @@ def batch_script(
     return SCRIPT.format(
         options="\n".join(f"#SBATCH {line}" for line in lines),
         notes="\n".join(f"# {require_one_line(line)}" for line in notes),
+        srun=f"{require_one_line(srun)} " if srun else "",
         command=require_one_line(command),
         requeue=again if requeue else "",
     )

@@ -208,3 +208,44 @@ def test_torchrun_refuses_what_cannot_work(launch):
     assert launch("torchrun", "r.toml", "--nodes", "2", "--host", "a b")[0] == 2
     assert launch("torchrun", "r.toml", "--set", 'run.dir="a\\nb"\n')[0] == 2
     assert launch("torchrun", "r.toml", "--nodes", "0")[0] == 2
+
+
+def test_cores_a_container_and_further_options_are_passed_on(launch, tmp_path):
+    code, out, err = launch(
+        "slurm", "r.toml", "--gpus-per-node", "4", "--cpus-per-task", "12", "--container",
+        "reg#a/b:1", "--mounts", "/data:/data", "--directive", "qos=high", "--directive",
+        "exclusive",
+    )  # fmt: skip
+    assert code == 0, err
+    found = options(out)
+    assert (found["--cpus-per-task"], found["--qos"], found["--exclusive"]) == ("12", "high", "")
+    assert run_script(out, 0, tmp_path) == 0
+    assert (tmp_path / "ran").read_text().splitlines() == [
+        "--cpus-per-task=12",
+        "--container-image=reg#a/b:1",
+        f"--container-workdir={tmp_path}",
+        f"--container-mounts={tmp_path}:{tmp_path},/data:/data",
+        "trainer", "run", "r.toml",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["signal=USR1@5", "nodes=9", "Bad=1", "=x", "time=1"])
+def test_options_that_the_script_writes_itself_are_refused(launch, text):
+    code, _, err = launch("slurm", "r.toml", "--directive", text)
+    assert code == 2
+    assert "--directive" in err
+
+
+@pytest.mark.parametrize("kind", [["slurm"], ["torchrun"], ["kubernetes", "--image", "i"]])
+def test_files_that_are_not_here_are_warned_about(launch, tmp_path, kind):
+    text = RECIPE.replace('name = "synthetic"', 'name = "text"\npath = "corpus/*.txt"')
+    (tmp_path / "r.toml").write_text(text)
+    code, _, err = launch(*kind, "r.toml")
+    assert code == 0
+    assert "warning: r.toml:" in err
+    assert "does not exist on this machine" in err
+    if kind != ["torchrun"]:
+        assert launch(*kind, "r.toml", "--offline")[0] == 2
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus/a.txt").touch()
+    assert launch(*kind, "r.toml")[2] == ""
