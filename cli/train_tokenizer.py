@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,13 @@ from .table import echo
 
 if TYPE_CHECKING:
     from ..engine.sources.configs import DocumentSource, SourceConfig
+
+
+class OnError(StrEnum):
+    """What happens to a document that cannot be read."""
+
+    STOP = "stop"
+    SKIP = "skip"
 
 
 def train_tokenizer(
@@ -43,6 +51,9 @@ def train_tokenizer(
     max_bytes: Annotated[
         int, typer.Option(min=0, max=2**53, help="read only so many bytes of text; 0: all")
     ] = 0,
+    on_error: Annotated[
+        OnError, typer.Option(help="documents that cannot be read; recipes say it themselves")
+    ] = OnError.STOP,
     as_json: AsJson = False,
 ) -> None:
     """Train a tokenizer; the recipe's [tokenizer] then has name = "bpe" and path = the folder."""
@@ -50,7 +61,7 @@ def train_tokenizer(
 
     started = time.monotonic()
     tokenizer, corpus = training.train_tokenizer(
-        document_sources(sources, field),
+        document_sources(sources, field, on_error),
         out,
         vocab_size=vocab_size,
         special_tokens=special_token or ["<|endoftext|>"],
@@ -73,20 +84,24 @@ def train_tokenizer(
         f"{out}: {tokenizer.vocab_size:,} tokens from {corpus.documents:,} documents "
         f"({corpus.bytes:,} bytes) in {summary['seconds']} s"
     )
+    if corpus.skipped:
+        echo(f"note: {corpus.skipped:,} documents could not be read and were skipped")
     if tokenizer.vocab_size < vocab_size:
         echo(f"note: the text has too few frequent pairs for {vocab_size:,} tokens")
 
 
-def document_sources(paths: Sequence[str], field: str) -> list[DocumentSource]:
+def document_sources(
+    paths: Sequence[str], field: str, on_error: OnError = OnError.STOP
+) -> list[DocumentSource]:
     """Return the training sources of recipes, and sources of other files by their names.
 
     Raises:
         RecipeError: a recipe is not valid, or has no sources of documents.
     """
-    return [source for path in paths for source in _open_path(path, field)]
+    return [source for path in paths for source in _open_path(path, field, on_error)]
 
 
-def _open_path(path: str, field: str) -> list[DocumentSource]:
+def _open_path(path: str, field: str, on_error: OnError) -> list[DocumentSource]:
     from ..engine.core.errors import RecipeError
     from ..engine.core.files import require_path
     from ..engine.recipe.load import load_recipe
@@ -102,6 +117,7 @@ def _open_path(path: str, field: str) -> list[DocumentSource]:
     else:
         config = sources[infer_source(path)]
         keys = {"name": infer_source(path), "path": path, "field": field}
+        keys["on_error"] = on_error.value
         configs = [config.model_validate({k: keys[k] for k in keys if k in config.model_fields})]
     readable = [each for each in configs if isinstance(each, DocumentSource)]
     if not readable:

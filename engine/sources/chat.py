@@ -13,7 +13,14 @@ from ..tokenizers.tokenizer import MaskedDocument, Tokenizer
 from .chat_renderer import ChatRenderer, ChatTemplate, find_template, open_renderer
 from .configs import DocumentSource, FileSource, RecordSource, sources
 from .documents import Document, DocumentFault, Record
-from .files import json_kind, read_line_records, read_objects, require_field, split_line_files
+from .files import (
+    json_kind,
+    read_line_records,
+    read_objects,
+    require_field,
+    require_text,
+    split_line_files,
+)
 
 OTHER_NAMES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
 FOLLOWS = {
@@ -32,7 +39,8 @@ class ChatSource(RecordSource, FileSource):
 
     name: Literal["chat"] = "chat"
     field: str = "messages"
-    """the key that holds the list of messages; "conversations" in ShareGPT's format"""
+    """the key that holds the list of messages; "conversations" in ShareGPT's format; a line without
+    it may have prompt and completion, or Alpaca's instruction, input and output"""
     role_key: str = "role"
     """the key of a message that says whose it is; "from" in ShareGPT's format"""
     content_key: str = "content"
@@ -103,7 +111,9 @@ class ChatSource(RecordSource, FileSource):
         Raises:
             ValueError: what is wrong with them.
         """
-        values = require_field(line, self.field)
+        values = pair_messages(line, *self.message_keys()) if self.field not in line else None
+        if values is None:
+            values = require_field(line, self.field)
         messages = parse_messages(values, self.field, *self.message_keys())
         roles = {message["role"] for message in messages}
         if self.learn == "assistant" and "assistant" not in roles:
@@ -114,6 +124,35 @@ class ChatSource(RecordSource, FileSource):
         if self._template is None:
             raise RuntimeError("call for_tokenizer first: it finds the chat template")
         return self._template
+
+
+def pair_messages(
+    line: Mapping[str, Any], role_key: str, content_key: str
+) -> list[dict[str, Any]] | None:
+    """Return the messages of a prompt with its completion, or of Alpaca's fields; None: neither.
+
+    Args:
+        line: "prompt" and "completion", texts or lists of messages; or "instruction" and "output",
+            and perhaps "input" and "system", as in https://github.com/tatsu-lab/stanford_alpaca.
+        role_key: the key of a message that says whose it is.
+        content_key: the key of a message that holds its text.
+
+    Raises:
+        ValueError: Alpaca's instruction or input is no text.
+    """
+    if "prompt" in line and "completion" in line:
+        parts = [("user", line["prompt"]), ("assistant", line["completion"])]
+    elif "instruction" in line and "output" in line:
+        asked = require_text(line, "instruction")
+        asked += f"\n\n{require_text(line, 'input')}" if line.get("input") else ""
+        parts = [("user", asked), ("assistant", line["output"])]
+        parts = [("system", line["system"])] * bool(line.get("system")) + parts
+    else:
+        return None
+    messages: list[dict[str, Any]] = []
+    for role, value in parts:
+        messages += value if isinstance(value, list) else [{role_key: role, content_key: value}]
+    return messages
 
 
 def parse_messages(

@@ -220,7 +220,7 @@ class FileSource(DocumentSource):
 
 @sources.register
 class TextSource(FileSource):
-    """Text files in UTF-8, one document a file."""
+    """Text files in UTF-8, one document a file; also .gz, .bz2, .xz and .zst."""
 
     name: Literal["text"] = "text"
 
@@ -244,7 +244,7 @@ class TextSource(FileSource):
 
 @sources.register
 class JsonlSource(RecordSource, FileSource):
-    """JSON lines, one document or record a line."""
+    """JSON lines, one document or record a line; also .gz, .bz2, .xz and .zst."""
 
     name: Literal["jsonl"] = "jsonl"
     field: str = "text"

@@ -14,6 +14,7 @@ from ..core.errors import nearest
 from ..core.files import open_regular
 from ..core.text.display import make_printable
 from ..tokenizers.tokenizer import MaskedDocument
+from .compressed import is_compressed
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,8 @@ def _spans(files: Iterable[Path], length: int) -> Iterator[ByteSpan]:
         start = size = 0
         with suppress(OSError), open_regular(path) as file:  # the reader reports the error
             size = os.fstat(file.fileno()).st_size
-            while start + length < size:
+            # Compressed data can only be read from the beginning.
+            while start + length < size and not is_compressed(path):
                 file.seek(start + length)
                 stop = start + length + skip_line(file)
                 yield ByteSpan(str(path), start, stop)

@@ -14,6 +14,7 @@ from xxhash import xxh3_128_hexdigest
 from ..core.errors import DataError
 from ..core.files import open_regular
 from ..tokenizers.tokenizer import MaskedDocument
+from .compressed import is_compressed, open_text, plain_path
 from .documents import (
     PART_BYTES,
     ByteSpan,
@@ -30,6 +31,9 @@ from .documents import (
 # Larger text files become several documents; a longer line of JSON is a fault.
 MAX_DOCUMENT_BYTES = 2**26
 FINGERPRINT_BYTES = 2**14
+LINES = ".jsonl"
+NEVER = 2**62
+"""the end of what has no known length in bytes"""
 SAVED_SPLIT, SAVED_SPLITS = "state.json", "dataset_dict.json"
 """files by which `save_to_disk` of the datasets library marks one split, and several splits"""
 HALF_SURROGATE = "its text holds half of a surrogate pair (\\ud800-\\udfff)"
@@ -53,8 +57,9 @@ def find_files(pattern: str, suffix: str) -> list[Path]:
     if path.is_dir():
         files = [
             file
-            for file in path.rglob(f"*{suffix}")
-            if not any(part.startswith(".") for part in file.relative_to(path).parts)
+            for file in path.rglob("*")
+            if (plain_path(file) if suffix == LINES else file).name.endswith(suffix)
+            and not any(part.startswith(".") for part in file.relative_to(path).parts)
         ]
     elif path.exists() or not has_magic(pattern):
         files = [path]
@@ -117,21 +122,25 @@ def split_line_files(pattern: str, suffix: str) -> list[Part]:
 
 def read_text(part: Part) -> Iterator[Document]:
     """Yield a document for each span, and several for a large span that has no line ends."""
-    for file, start, stop in part:
-        while True:
-            try:
-                with open_regular(file) as opened:
-                    opened.seek(start)
-                    block = opened.read(min(stop - start, 2 * MAX_DOCUMENT_BYTES))
-            except OSError as error:
-                yield DocumentFault(file, str(error.strerror))
-                break
-            if start + len(block) < stop:
-                block = _drop_partial_character(block)
-            if not block:
-                break
-            yield decode(block, file, 1, start)
-            start += len(block)
+    for span in part:
+        file, start, stop = span
+        rest = b""
+        try:
+            with open_text(file, start) as opened:
+                stop = NEVER if is_compressed(file) else stop
+                while start < stop:
+                    length = min(stop - start, 2 * MAX_DOCUMENT_BYTES)
+                    block = rest + opened.read(length - len(rest))
+                    whole = block
+                    if len(block) == length and start + length < stop:
+                        whole = _drop_partial_character(block)
+                    if not whole:
+                        break
+                    yield decode(whole, file, 1, start)
+                    rest = block[len(whole) :]
+                    start += len(whole)
+        except OSError as error:
+            yield DocumentFault(file, str(error.strerror))
 
 
 def _drop_partial_character(block: bytes) -> bytes:
@@ -228,9 +237,8 @@ def _lines(span: ByteSpan) -> Iterator[tuple[int, str | DocumentFault]]:
     """Yield the lines of a span that are not blank, with their numbers from 1 within the span."""
     number = 0
     try:
-        with open_regular(span.file) as file:
-            file.seek(span.start)
-            left = span.stop - span.start
+        with open_text(span.file, span.start) as file:
+            left = NEVER if is_compressed(span.file) else span.stop - span.start
             while left > 0 and (line := file.readline(MAX_DOCUMENT_BYTES)):
                 number += 1
                 left -= len(line)
@@ -288,7 +296,8 @@ def infer_source(path: str) -> str:
     folder = Path(path).expanduser()
     if any((folder / name).is_file() for name in (SAVED_SPLIT, SAVED_SPLITS)):
         return "hf"
-    for suffix in (".jsonl", ".parquet"):
-        if folder.suffix == suffix or (folder.is_dir() and any(folder.rglob(f"*{suffix}"))):
+    for suffix in (LINES, ".parquet"):
+        names = map(plain_path, folder.rglob("*")) if folder.is_dir() else [plain_path(folder)]
+        if any(each.suffix == suffix for each in names):
             return suffix.removeprefix(".")
     return "text"

@@ -183,7 +183,8 @@ def test_the_ports_of_a_pod_are_what_ranks_read():
 def test_the_commands_of_the_dockerfile_make_an_environment(tmp_path):
     """No image is built here: each RUN line is executed, with folders of the test's own."""
     source = tmp_path / "source"
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".git", ".venv", "build", "runs"))
+    left_out = shutil.ignore_patterns(*(ROOT / ".dockerignore").read_text().split())
+    shutil.copytree(ROOT, source, symlinks=True, ignore=left_out)
     lines = (ROOT / "Dockerfile").read_text().splitlines()
     commands = [line.removeprefix("RUN ") for line in lines if line.startswith("RUN ")]
     environ = {

@@ -175,3 +175,27 @@ def test_a_damaged_line_stops_the_preparation_or_is_skipped(tmp_path: Path) -> N
         open_source(chats(file), ByteTokenizer(), tmp_path / "cache")
     store = open_source(chats(file, on_error="skip"), ByteTokenizer(), tmp_path / "cache")
     assert (store.num_documents, store.skipped) == (1, 1)
+
+
+def test_pairs_and_alpaca_are_the_same_conversations_as_messages(tmp_path: Path) -> None:
+    talk = [user("Add 1.\n\n2"), answer("3")]
+    rules = {"role": "system", "content": "Be brief."}
+    expected = documents(
+        write(tmp_path / "a.jsonl", *[{"messages": talk}] * 3, {"messages": [rules, *talk]}),
+        template="chatml",
+    )
+    alpaca = {"instruction": "Add 1.", "input": "2", "output": "3"}
+    given = [
+        {"prompt": "Add 1.\n\n2", "completion": "3"},
+        {"prompt": [user("Add 1.\n\n2")], "completion": [answer("3")]},
+        alpaca,
+        {**alpaca, "system": "Be brief."},
+    ]
+    assert documents(write(tmp_path / "b.jsonl", *given), template="chatml") == expected
+
+
+def test_alpaca_without_text_is_a_fault(tmp_path: Path) -> None:
+    lines = [{"instruction": 3, "output": "a"}, {"prompt": "x", "completion": None}]
+    found = documents(write(tmp_path / "a.jsonl", *lines), template="chatml")
+    assert '"instruction" is a number, expected a string' in str(found[0])
+    assert '"content" is null, expected a string' in str(found[1])
