@@ -146,7 +146,7 @@ def pair_messages(
         asked = require_text(line, "instruction")
         asked += f"\n\n{require_text(line, 'input')}" if line.get("input") else ""
         parts = [("user", asked), ("assistant", line["output"])]
-        parts = [("system", line["system"])] * bool(line.get("system")) + parts
+        parts = [("system", line.get("system"))] * bool(line.get("system")) + parts
     else:
         return None
     messages: list[dict[str, Any]] = []

@@ -49,7 +49,7 @@ class _ZstdFrames:
 OPENERS: dict[str, Callable[[BinaryIO], tuple[Any, type[Exception]]]] = {
     ".gz": lambda file: (gzip.GzipFile(fileobj=file), zlib.error),
     ".bz2": lambda file: (bz2.BZ2File(file), OSError),
-    ".xz": lambda file: (lzma.open(file), lzma.LZMAError),  # noqa: SIM115: closed with the file
+    ".xz": lambda file: (lzma.LZMAFile(file), lzma.LZMAError),  # noqa: SIM115 - `_Decompressed` closes it
     ".zst": _open_zstd,
 }
 """suffix -> what returns a stream of the content, and its error for damaged files"""
