@@ -3,7 +3,7 @@
 # torch's wheels bring CUDA; the base image has the C compiler that Triton needs.
 FROM python:3.12
 
-ENV SOURCE=/opt/source VENV=/opt/trainer PIP_NO_CACHE_DIR=1
+ENV SOURCE=/trainer/source VENV=/trainer/venv PIP_NO_CACHE_DIR=1
 COPY . $SOURCE
 
 RUN python3 -m venv "$VENV"

@@ -78,29 +78,14 @@ def run(
 
     if world_size is not None:
         if not dry_run or nproc > 1:
-            raise RecipeError(
-                "--world is about --dry-run, on one process", "--nproc starts processes"
-            )
+            raise RecipeError("--world is about --dry-run, on one process", "leave out --nproc")
         loaded = load_recipe_or_run(recipe, overrides or [], world_size, plugin or [])
         describe_dry_run(loaded, world_size)
         return
     world = find_world()
     ranks = nproc if nproc > 1 else world.world_size
     loaded = load_recipe_or_run(recipe, overrides or [], ranks, plugin or [])
-    if as_json and not replay:
-        raise RecipeError(
-            "--json belongs to --replay", hint="`trainer status RUN --json` describes a run"
-        )
-    if nproc > 1 and world.launcher != "none":
-        raise RecipeError(
-            f"--nproc {nproc} inside a job of {world.launcher}",
-            hint="leave --nproc out: the job's own processes are the ranks",
-        )
-    if max_restarts and (world.launcher != "none" or nproc == 1):
-        raise RecipeError(
-            "--max-restarts is about the processes that --nproc starts",
-            hint="give --nproc 2 or more; elsewhere the launcher of the job restarts it",
-        )
+    _check_options(world.launcher, nproc, max_restarts, as_json=as_json and not replay)
     _warn(loaded.warnings, world.rank)
     allowed = [key.strip() for key in allow_changed.split(",") if key.strip()]
     if replay:
@@ -144,6 +129,26 @@ def _warn(warnings: Sequence[str], rank: int) -> None:
     if rank == 0 and ATTEMPT not in os.environ:
         for text in warnings:
             echo(f"warning: {text}", err=True)
+
+
+def _check_options(launcher: str, nproc: int, max_restarts: int, *, as_json: bool) -> None:
+    """Refuse options that belong to others, which are not given."""
+    from ..engine.core.errors import RecipeError
+
+    if as_json:
+        raise RecipeError(
+            "--json belongs to --replay", hint="`trainer status RUN --json` describes a run"
+        )
+    if nproc > 1 and launcher != "none":
+        raise RecipeError(
+            f"--nproc {nproc} inside a job of {launcher}",
+            hint="leave --nproc out: the job's own processes are the ranks",
+        )
+    if max_restarts and (launcher != "none" or nproc == 1):
+        raise RecipeError(
+            "--max-restarts is about the processes that --nproc starts",
+            hint="give --nproc 2 or more; elsewhere the launcher of the job restarts it",
+        )
 
 
 def _rank_command(

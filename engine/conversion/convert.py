@@ -16,7 +16,7 @@ from ..core.errors import CheckpointError, DataError, RecipeError
 from ..core.files import require_path
 from ..core.text.display import list_problems
 from ..core.unfinished import refuse_existing
-from ..download.hub import TOKENIZER_FILES, resolve_folder
+from ..download.hub import resolve_folder, resolve_tokenizer
 from ..recipe.load import load_recipe
 from ..recipe.schema import Recipe
 from ..tasks.classification.config import table_of_head
@@ -127,8 +127,7 @@ def convert(
     """
     for path in (source, target, options.tokenizer or ""):
         require_path(path)
-    source = resolve_folder(source)
-    _refuse_nesting(source, target)
+    _refuse_nesting(source := resolve_folder(source), target)
     recipe = load_recipe(options.recipe).recipe if options.recipe else None
     opener, format_ = CONVERSIONS[conversion]
     if options.section != "model":
@@ -235,8 +234,7 @@ def _choose_tokenizer(
     if options.tokenizer == "bytes":
         return BytesTokenizer(), None
     if options.tokenizer:
-        folder = resolve_folder(options.tokenizer, TOKENIZER_FILES)
-        return HFTokenizer(path=str(folder.expanduser().absolute())), None
+        return HFTokenizer(path=str(resolve_tokenizer(options.tokenizer))), None
     recorded = opened.recipe.tokenizer if opened.recipe else None
     is_named = options.recipe is not None and not isinstance(recorded, BytesTokenizer)
     side, vocabulary = opened.side, opened.place / "tokenizer.model"

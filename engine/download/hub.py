@@ -22,6 +22,7 @@ from ..core.errors import DataError, EnvironmentFault
 from ..core.files import atomic_write, open_regular, read_regular, user_cache
 from ..core.processes import lock_file, unlock
 from ..core.registry import require_package
+from .hub_errors import explain_hub_errors
 from .hub_ids import HubId, parse_hub_id
 
 TOKENIZER_FILES = (
@@ -67,6 +68,11 @@ def resolve_folder(text: str | Path, patterns: Collection[str] = MODEL_FILES) ->
     """
     found = parse_hub_id(text)
     return download(found, patterns).folder if found else Path(text)
+
+
+def resolve_tokenizer(text: str) -> Path:
+    """Return the absolute path of a tokenizer's file or folder, which an id of the hub may name."""
+    return resolve_folder(text, TOKENIZER_FILES).expanduser().absolute()
 
 
 def download(
@@ -128,7 +134,7 @@ def _fetch(hub: Any, pinned: HubId, file: HubFile, to: Path | None, *, check: bo
     if is_new:
         if not sys.stderr.isatty():
             hub.utils.disable_progress_bars()
-        with _explain(pinned):
+        with explain_hub_errors(pinned):
             found = hub.hf_hub_download(**place, local_dir=to, etag_timeout=HUB_SECONDS)
     path = Path(found)
     if (is_new or check) and (wrong := _compare(path, file)):
@@ -162,7 +168,7 @@ def _find_commit(hub: Any, wanted: HubId) -> str:
     """Return the commit of a tag or branch; without the hub, the one that it was last."""
     last = _last_record(wanted)
     try:
-        with _explain(wanted):
+        with explain_hub_errors(wanted):
             info = hub.HfApi().model_info(
                 wanted.repo, revision=wanted.revision or None, timeout=HUB_SECONDS
             )
@@ -225,7 +231,7 @@ def _list_files(hub: Any, pinned: HubId) -> list[HubFile] | None:
     with suppress(OSError, ValueError, TypeError):
         return [HubFile(*each) for each in json.loads(read_regular(kept))]
     try:
-        with _explain(pinned):
+        with explain_hub_errors(pinned):
             info = hub.HfApi().model_info(
                 pinned.repo, revision=pinned.revision, timeout=HUB_SECONDS, files_metadata=True
             )
@@ -261,38 +267,6 @@ def _lock(pinned: HubId) -> Iterator[None]:
         yield
     finally:
         unlock(descriptor)
-
-
-@contextmanager
-def _explain(wanted: HubId) -> Iterator[None]:
-    """Turn the errors of the hub's library into ours."""
-    from huggingface_hub import errors
-
-    fetch = f"where there is a network, `trainer download {wanted} --to assets/...` downloads it"
-    try:
-        yield
-    except errors.GatedRepoError as error:
-        raise EnvironmentFault(
-            f"{wanted.repo}: its owner asks for consent before it can be downloaded",
-            "agree on its page of the hub, then set HF_TOKEN or run `hf auth login`",
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise DataError(f"{wanted.repo} has no revision {wanted.revision!r}") from error
-    except errors.RepositoryNotFoundError as error:
-        raise DataError(
-            f"{wanted.repo}: no such path here, and no such model on the Hugging Face hub",
-            "check the name; a private model needs HF_TOKEN or `hf auth login`",
-        ) from error
-    except errors.OfflineModeIsEnabled as error:
-        raise EnvironmentFault(
-            f"{wanted} is not in the cache, and HF_HUB_OFFLINE forbids a download", fetch
-        ) from error
-    except Exception as error:  # of its HTTP library, which changes
-        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
-        raise EnvironmentFault(
-            f"{wanted}: the Hugging Face hub cannot be reached: {reason}",
-            f"{fetch}; a download that was cut off resumes",
-        ) from error
 
 
 def describe_files(files: Sequence[HubFile]) -> str:

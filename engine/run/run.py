@@ -107,8 +107,7 @@ def _run(
     parts: Assembled | None,
 ) -> ExitCode:
     """Join the other ranks, lock the directory and train."""
-    if parts is None:  # before the ranks meet, as a download may last longer than they wait
-        recipe = pin_hub_ids(recipe)
+    recipe = pin_hub_ids(recipe)  # before the ranks meet: a download may outlast their timeout
     device = pick_device(world)
     directory = RunDirectory(recipe.run.folder)
     with ExitStack() as stack:
@@ -285,8 +284,7 @@ class Session:
         resume = self.recipe.run.resume
         if resume not in ("auto", "never"):
             return find_checkpoint(Path(resume), store.group)
-        found = store.latest()
-        if found is None:
+        if (found := store.latest()) is None:
             return None
         if resume == "never":
             message = f"{store.folder} already has checkpoints, the newest of step"

@@ -31,9 +31,7 @@ from .documents import (
 # Larger text files become several documents; a longer line of JSON is a fault.
 MAX_DOCUMENT_BYTES = 2**26
 FINGERPRINT_BYTES = 2**14
-LINES = ".jsonl"
-NEVER = 2**62
-"""the end of what has no known length in bytes"""
+LINES, NEVER = ".jsonl", 2**62  # NEVER: the last byte of what has no known length
 SAVED_SPLIT, SAVED_SPLITS = "state.json", "dataset_dict.json"
 """files by which `save_to_disk` of the datasets library marks one split, and several splits"""
 HALF_SURROGATE = "its text holds half of a surrogate pair (\\ud800-\\udfff)"
@@ -122,17 +120,16 @@ def split_line_files(pattern: str, suffix: str) -> list[Part]:
 
 def read_text(part: Part) -> Iterator[Document]:
     """Yield a document for each span, and several for a large span that has no line ends."""
-    for span in part:
-        file, start, stop = span
+    for file, start, stop in part:
         rest = b""
         try:
             with open_text(file, start) as opened:
-                stop = NEVER if is_compressed(file) else stop
-                while start < stop:
-                    length = min(stop - start, 2 * MAX_DOCUMENT_BYTES)
+                end = NEVER if is_compressed(file) else stop
+                while start < end:
+                    length = min(end - start, 2 * MAX_DOCUMENT_BYTES)
                     block = rest + opened.read(length - len(rest))
                     whole = block
-                    if len(block) == length and start + length < stop:
+                    if len(block) == length and start + length < end:
                         whole = _drop_partial_character(block)
                     if not whole:
                         break

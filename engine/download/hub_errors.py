@@ -1,0 +1,41 @@
+"""Explains the errors of the hub's library. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..core.errors import DataError, EnvironmentFault
+from .hub_ids import HubId
+
+
+@contextmanager
+def explain_hub_errors(wanted: HubId) -> Iterator[None]:
+    """Turn the errors of the hub's library into ours."""
+    from huggingface_hub import errors
+
+    fetch = f"where there is a network, `trainer download {wanted} --to assets/...` downloads it"
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise EnvironmentFault(
+            f"{wanted.repo}: its owner asks for consent before it can be downloaded",
+            "agree on its page of the hub, then set HF_TOKEN or run `hf auth login`",
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise DataError(f"{wanted.repo} has no revision {wanted.revision!r}") from error
+    except errors.RepositoryNotFoundError as error:
+        raise DataError(
+            f"{wanted.repo}: no such path here, and no such model on the Hugging Face hub",
+            "check the name; a private model needs HF_TOKEN or `hf auth login`",
+        ) from error
+    except errors.OfflineModeIsEnabled as error:
+        raise EnvironmentFault(
+            f"{wanted} is not in the cache, and HF_HUB_OFFLINE forbids a download", fetch
+        ) from error
+    except Exception as error:  # of its HTTP library, which changes
+        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+        raise EnvironmentFault(
+            f"{wanted}: the Hugging Face hub cannot be reached: {reason}",
+            f"{fetch}; a download that was cut off resumes",
+        ) from error
