@@ -71,8 +71,7 @@ class Options:
     """The options of a conversion.
 
     Args:
-        dtype: a key of `TARGET_DTYPES`, or of a GGUF file "q8_0"; None keeps the dtype of each
-            tensor.
+        dtype: a key of `TARGET_DTYPES`, or "q8_0" for a GGUF file; None keeps each tensor's dtype.
         shard_bytes: largest size in bytes of a Hugging Face file, unless one tensor is larger.
         recipe: a recipe that describes the model; None takes the description in the source.
         tokenizer: "bytes", a tokenizer.json or its folder; None takes the tokenizer of the source.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from glob import glob, has_magic
-from pathlib import Path
 
 from ..core.errors import Problem
 from ..download.hub import MODEL_FILES, TOKENIZER_FILES, is_cached
@@ -34,6 +34,6 @@ def find_missing_assets(loaded: Loaded, *, offline: bool = False) -> list[Proble
                 if offline and not is_cached(wanted, files):
                     hint = f"`trainer download {wanted}` downloads it"
                     problems.append(tree.problem(place, f"{wanted} is not in the cache", hint))
-            elif not Path(value).exists() and not (has_magic(value) and glob(value)):
+            elif not os.path.exists(value) and not (has_magic(value) and glob(value)):
                 problems.append(tree.problem(place, f"{value} does not exist on this machine"))
     return problems

@@ -155,7 +155,9 @@ def check(arguments, code, out, err, folder):
     """Compare an outcome with the contract; return whether the recipe was refused."""
     assert "Traceback" not in err
     if code == 0:
-        assert (out, err) == ("main.toml: valid\n", "")
+        assert out == "main.toml: valid\n"
+        for line in err.splitlines():  # a damaged path may lead nowhere
+            assert re.fullmatch(r"warning: main\.toml.*: .* does not exist on this machine", line)
         tomli.loads((folder / "main.toml").read_text("utf-8-sig"))
         return False
     assert code == 2, (arguments, err)
