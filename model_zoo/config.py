@@ -107,6 +107,11 @@ class ModelConfig(Sizes):
         return 0
 
     @property
+    def vocabulary_weights(self) -> frozenset[str]:
+        """Names of the weights that have a row for each token."""
+        return frozenset({f"{self.layout.embed}.weight", f"{self.layout.head}.proj.weight"})
+
+    @property
     def task_head(self) -> HeadSettings | None:
         """The head in place of the language head; no key of a recipe, because the task says it."""
         return self._head

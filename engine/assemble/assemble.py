@@ -30,8 +30,9 @@ from ..tasks.tables import TaskData
 from ..train.average import WeightAverage
 from ..train.balance import warn_of_capacity
 from ..train.parts import Parts
-from .build import build_model, build_step, load_initial_weights, may_start_fresh, select_weights
+from .build import build_model, build_step
 from .frozen import open_frozen
+from .initial_weights import load_initial_weights, may_start_fresh, select_weights
 from .precomputed import open_outputs
 from .splits import open_splits
 from .training import open_training
@@ -95,7 +96,8 @@ def assemble(
     materialize(model, home, recipe.run.seed, fill=fill)
     notes = [*filter(None, [world.note]), *built.notes, *data.notes]
     if fresh and recipe.run.init_from:
-        notes += load_initial_weights(model, built.config, resolve_folder(run.init_from), run.init)
+        grows, start = recipe.has_own_vocabulary, resolve_folder(run.init_from)
+        notes += load_initial_weights(model, built.config, start, run.init, may_grow=grows)
     if fresh and recipe.lora.rank and recipe.lora.init_from:
         folder = resolve_folder(recipe.lora.init_from)
         notes.append(load_adapter(folder, model, built.config, recipe.lora))

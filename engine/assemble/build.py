@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,14 +12,7 @@ from ...kernels.choose import Kernels, UnavailableKernelsError, choose
 from ...kernels.registry import kernels as registered_kernels
 from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
-from ...model_zoo.heads import is_head_layer
-from ...model_zoo.matrices import is_adapter
-from ..checkpoint.find import candidates
-from ..checkpoint.reader import load_weights
-from ..core.errors import CheckpointError, Problem, RecipeError
-from ..core.text.selection import NameSelection, Renaming
-from ..formats.hf_load import load_huggingface
-from ..formats.titan_folder import is_titan_folder, load_titan
+from ..core.errors import Problem, RecipeError
 from ..lora.apply import add_adapters, require_adapters
 from ..observe.monitors.monitored_model import MonitoredModel
 from ..observe.monitors.monitors import Monitors
@@ -35,7 +27,6 @@ from ..precision.choose import float8_layers
 from ..precision.hardware import DTYPES, LossScale, compute_dtype, dtype_name
 from ..precision.products import enable_low_precision
 from ..recipe.schema import Recipe
-from ..recipe.tables import Init
 from ..tasks.frozen import FrozenModel, base_alone
 from ..tasks.tables import TaskSettings
 from ..tasks.task import Task
@@ -75,7 +66,7 @@ def build_model(
         RecipeError: its vocabulary is smaller than the tokenizer's, or a kernel that it asks for
             cannot run on the device.
     """
-    config = _settle_vocab(recipe.model, vocab_size + recipe.task.extra_tokens)
+    config = _settle_vocab(recipe, vocab_size + recipe.task.extra_tokens)
     kernels = choose_kernels(recipe, device.type, trains=plan is not None)
     # Before the cut of a pipeline is measured, which computes losses.
     compiled = kernels.reasons["linear_cross_entropy"].startswith("compiled:")
@@ -190,58 +181,13 @@ def build_task(
     )
 
 
-def load_initial_weights(
-    model: Model, config: ModelConfig, source: Path, init: Init | None = None
-) -> list[str]:
-    """Load weights only, from a checkpoint of ours, Hugging Face's or torchtitan's; return notes.
-
-    Adapters and the layer of a task's head stay as they are where the source has none, and so do
-    the weights that `run.init.exclude` names.
-    """
-    init = init or Init()
-    selection, average = select_weights(init), init.weights == "ema"
-    kept = [name for name, _ in model.named_parameters() if selection.excludes(name)]
-    left_out = [f"{len(kept)} weights keep initial values: {', '.join(kept)}"] * bool(kept)
-    if source.is_dir() and candidates(source):
-        manifest = load_weights(
-            source,
-            model,
-            may_lack=(is_adapter, is_head_layer),
-            left=config.replaced_prefixes,
-            selection=selection,
-            average=average,
-        )
-        averaged = "averaged " * average
-        notes = [f"{averaged}weights from {source} (step {manifest.step})", *left_out]
-        layer = [name for name, _ in model.named_parameters() if is_head_layer(name)]
-        layer = [name for name in layer if name not in kept]
-        if lacking := [name for name in layer if f"model.{name}" not in manifest.tensors]:
-            notes.append(f"the checkpoint holds no {', '.join(lacking)}: new ones are trained")
-        return notes
-    if average:
-        raise CheckpointError(f"{source} is no checkpoint of ours: it has one set of weights")
-    if is_titan_folder(source):
-        return [f"weights from {source}", *left_out, *load_titan(source, model, config, selection)]
-    notes = load_huggingface(source, model, config, fresh_head=True, selection=selection)
-    return [f"weights from {source}", *left_out, *notes]
-
-
-def select_weights(init: Init) -> NameSelection:
-    """Return the weights that `[run.init]` takes."""
-    renamings = [Renaming(entry.match, entry.to) for entry in init.rename]
-    return NameSelection(init.exclude, renamings, "run.init")
-
-
-def may_start_fresh(name: str) -> bool:
-    """Return whether a weight may get initial values although `run.init_from` is given."""
-    return is_adapter(name) or is_head_layer(name)
-
-
-def _settle_vocab(config: ModelConfig, vocab_size: int) -> ModelConfig:
-    config = config.with_vocab(vocab_size)
+def _settle_vocab(recipe: Recipe, vocab_size: int) -> ModelConfig:
+    config = recipe.model.with_vocab(vocab_size)
     if 0 < config.vocab < vocab_size:  # 0: the model embeds no tokens
         message = f"{config.vocab} rows cannot embed the tokenizer's {vocab_size} tokens"
-        hint = "leave it out to take the tokenizer's"
+        hint = f"set model.vocab_size = {vocab_size}"
+        if recipe.run.init_from:
+            hint += ": the weights of run.init_from then get the rows that they lack"
         raise RecipeError([Problem(message, key="model.vocab_size", hint=hint)])
     return config
 

@@ -27,8 +27,9 @@ from ..recipe.schema import Recipe
 from ..recipe.tables import Run
 from ..tasks.frozen import FrozenModel
 from ..tokenizers.tokenizer import Tokenizer
-from .build import BuiltModel, build_model, load_initial_weights
+from .build import BuiltModel, build_model
 from .found_model import FoundModel, find_model
+from .initial_weights import load_initial_weights
 
 FINGERPRINT_BYTES = 2**20
 """of each end of a file"""
@@ -66,7 +67,8 @@ class FrozenParts:
         if fill and self.source:
             notes = load_initial_weights(model, config, self.source.path)
         elif fill and run.init_from:
-            notes = load_initial_weights(model, config, resolve_folder(run.init_from), run.init)
+            grows, start = self.recipe.has_own_vocabulary, resolve_folder(run.init_from)
+            notes = load_initial_weights(model, config, start, run.init, may_grow=grows)
         return [f"frozen model: {note}" for note in notes]
 
     def wrap(self) -> FrozenModel:

@@ -14,12 +14,12 @@ from ..core.local import local
 from ..core.text.display import MAX_SHOWN, list_problems
 from ..core.text.selection import NameSelection
 from .box import local_box
-from .chunks import read_chunks
+from .chunks import DTYPES, read_chunks
 from .find import IntactCheckpoint, find_checkpoint
 from .manifest import Manifest, TensorEntry
 from .ranks import Ranks
 from .state import model_state
-from .tensors import dtype_name, fill_box
+from .tensors import StoredChunk, add_mean_rows, dtype_name, fill_box
 
 
 def load_state(
@@ -30,6 +30,7 @@ def load_state(
     remote: Collection[str] = (),
     *,
     may_cast: bool = False,
+    may_grow: Collection[str] = (),
 ) -> None:
     """Fill `state` in place from a checkpoint that was saved by any number of ranks.
 
@@ -45,6 +46,7 @@ def load_state(
         remote: names of weights and buffers that other ranks hold instead of this one.
         may_cast: whether floating-point numbers are read into another dtype; of a checkpoint that
             holds weights only, they always are.
+        may_grow: names of tensors that may have more rows here; see `add_mean_rows`.
 
     Raises:
         CheckpointError: names, shapes or dtypes differ, all listed, and no tensor was touched; or
@@ -57,7 +59,9 @@ def load_state(
         remote = {*remote, *left}
     ranks = Ranks(group)
     # All ranks agree that the state fits before any tensor of any rank is changed.
-    ranks.reduce(lambda: _check_fit(path, manifest, state, remote, may_cast), lambda _: None)
+    ranks.reduce(
+        lambda: _check_fit(path, manifest, state, remote, may_cast, may_grow), lambda _: None
+    )
     ranks.reduce(lambda: read_tensors(path, manifest, state), lambda _: None)
 
 
@@ -70,6 +74,7 @@ def load_weights(
     left: tuple[str, ...] = (),
     selection: NameSelection | None = None,
     average: bool = False,
+    may_grow: Collection[str] = (),
 ) -> Manifest:
     """Fill a model's weights; return the manifest.
 
@@ -82,6 +87,7 @@ def load_weights(
         left: what names of the checkpoint's weights begin with that are not read.
         selection: the weights that stay as they are, and those of other names.
         average: read averaged weights where the checkpoint has them.
+        may_grow: names of weights that may have more rows here; see `add_mean_rows`.
 
     Raises:
         CheckpointError: there is none, it is damaged, it is of another model, or it has no average.
@@ -103,7 +109,8 @@ def load_weights(
     remote |= {_parameter(name) for name in names.values() if _parameter(name).startswith(left)}
     remote |= {_parameter(there) for name, there in names.items() if selection.excludes(name)}
     remote |= {_parameter(name) for name in state if _section(name) == "ema"}
-    load_state(found.path, found.manifest, state, group, remote, may_cast=True)
+    grown = [names[name] for name in may_grow if name in names]
+    load_state(found.path, found.manifest, state, group, remote, may_cast=True, may_grow=grown)
     return found.manifest
 
 
@@ -140,6 +147,7 @@ def find_mismatches(
     remote: Collection[str] = (),
     *,
     may_cast: bool = False,
+    may_grow: Collection[str] = (),
 ) -> list[str]:
     """Return how names, shapes and dtypes of a state differ from a checkpoint's."""
     may_cast = may_cast or manifest.contents == "weights"
@@ -162,6 +170,8 @@ def find_mismatches(
             both = (here["dtype"], saved[name]["dtype"])
             if may_cast and all("float" in dtype for dtype in both):
                 here["dtype"] = both[1]  # cast while it is read
+            if name in may_grow and _lacks_rows(saved[name], here):
+                continue
             if here != saved[name]:
                 problems.append(f"{name} is {_text(saved[name])} there and {_text(here)} here")
     return problems
@@ -173,13 +183,14 @@ def _check_fit(
     state: Mapping[str, Tensor],
     remote: Collection[str],
     may_cast: bool,
+    may_grow: Collection[str],
 ) -> None:
     if manifest.contents == "weights" and any(_section(name) == "optimizer" for name in state):
         raise CheckpointError(
             f"{path} holds weights only: it has no optimizer state to resume from",
             "start another run from its weights with run.init_from",
         )
-    problems = find_mismatches(state, manifest, remote, may_cast=may_cast)
+    problems = find_mismatches(state, manifest, remote, may_cast=may_cast, may_grow=may_grow)
     if problems:
         raise CheckpointError(list_problems(f"{path} does not fit:", problems))
 
@@ -190,7 +201,12 @@ def read_tensors(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) ->
     Raises:
         CheckpointError: the files are not what the manifest says, or cannot be read.
     """
-    chunks = read_chunks(path, manifest, state)
+    chunks: dict[str, Sequence[StoredChunk]] = {**read_chunks(path, manifest, state)}
+    for name, tensor in state.items():
+        shape, dtype = manifest.tensors[name]["shape"], manifest.tensors[name]["dtype"]
+        if shape and tensor.shape[0] > shape[0]:  # `find_mismatches` allowed it
+            grown = add_mean_rows(DTYPES[dtype], shape, chunks[name], tensor.shape[0])
+            chunks[name] = grown.parts
     try:
         for name, tensor in state.items():
             box = local_box(tensor)
@@ -198,6 +214,12 @@ def read_tensors(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) ->
                 fill_box(local(tensor), box, chunks[name])
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _lacks_rows(there: TensorEntry, here: TensorEntry) -> bool:
+    """Return whether a stored tensor differs from one here by having fewer rows."""
+    first, *others = there["shape"]
+    return 0 < first < here["shape"][0] and {**there, "shape": [here["shape"][0], *others]} == here
 
 
 def _section(name: str) -> str:

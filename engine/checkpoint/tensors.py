@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -243,6 +244,53 @@ class DerivedTensor:
     def dtype(self) -> torch.dtype:
         """The type of its elements."""
         return self.source.dtype
+
+
+@dataclass(frozen=True)
+class MeanRows:
+    """Rows that all equal the mean of another tensor's rows.
+
+    Added tokens start so (Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language
+    Models"): a new token then takes little probability from the others.
+    """
+
+    source: TensorRows
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of its elements."""
+        return self.source.dtype
+
+    @cached_property
+    def mean(self) -> Tensor:
+        """One row, summed in fp64 so that the result does not depend on the blocks read."""
+        rows = row_count(self.source.shape)
+        total = torch.zeros(self.source.shape[1:], dtype=torch.float64)
+        for start, end in _steps(self.source, 0, rows):
+            total += self.source.read(start, end).double().sum(0)
+        return (total / rows).to(self.dtype)
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Return some rows."""
+        return self.mean.expand(last - first, *self.shape[1:]).contiguous()
+
+
+def add_mean_rows(
+    dtype: torch.dtype, shape: Sequence[int], parts: Iterable[StoredChunk], rows: int
+) -> ConcatenatedTensor:
+    """Return a tensor of `rows` rows: the stored ones, then rows that equal their mean.
+
+    Args:
+        dtype: of the stored tensor.
+        shape: of the stored tensor.
+        parts: the chunks of the stored tensor.
+        rows: how many rows the result has, at least as many as are stored.
+    """
+    stored = ConcatenatedTensor(dtype, tuple(shape), tuple(parts))
+    added = MeanRows(stored, (rows - shape[0], *shape[1:]))
+    start = (shape[0], *(0 for _ in shape[1:]))
+    return ConcatenatedTensor(dtype, (rows, *shape[1:]), (*stored.parts, StoredChunk(start, added)))
 
 
 def _part(shape: tuple[int, ...], first: int, last: int) -> tuple[int, ...]:

@@ -13,7 +13,14 @@ from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
 from ...model_zoo.matrices import is_adapter
 from ..checkpoint.box import contiguous_box
-from ..checkpoint.tensors import BLOCK_BYTES, TensorRows, row_bytes, row_count
+from ..checkpoint.tensors import (
+    BLOCK_BYTES,
+    StoredChunk,
+    TensorRows,
+    add_mean_rows,
+    row_bytes,
+    row_count,
+)
 from ..core.errors import CheckpointError
 from ..core.text.display import list_problems
 from ..core.text.selection import NameSelection
@@ -31,6 +38,7 @@ def load_huggingface(
     *,
     fresh_head: bool = False,
     selection: NameSelection | None = None,
+    may_grow: bool = False,
 ) -> list[str]:
     """Fill a model's weights in place from a Hugging Face folder, cast to the model's dtypes.
 
@@ -46,6 +54,7 @@ def load_huggingface(
             is.
         selection: the weights that stay as they are, by our names, and tensors of the folder that
             have other names than Hugging Face's.
+        may_grow: whether the folder may have fewer tokens: see `add_mean_rows`.
 
     Returns:
         Sentences that the user should read.
@@ -73,11 +82,21 @@ def load_huggingface(
     if selection is not None:
         stored, settings = _select(stored, settings, shapes, config, selection)
         shapes = {name: shape for name, shape in shapes.items() if not selection.excludes(name)}
-    found = match(stored, shapes, config, settings, fresh_head=fresh_head)
+    wanted, theirs, notes = shapes, config, list[str]()
+    rows = _count_missing_rows(stored, shapes, config)
+    if rows and may_grow:
+        names = config.vocabulary_weights & shapes.keys()
+        # Everything is compared with the model as it is before rows are added.
+        shapes = {n: (s[0] - rows, *s[1:]) if n in names else s for n, s in shapes.items()}
+        theirs = config.model_copy(update={"vocab_size": config.vocab - rows})
+        notes = [describe_added_rows(config.vocab - rows, config.vocab)]
+    found = match(stored, shapes, theirs, settings, fresh_head=fresh_head)
     if not found.problems:
-        found.problems = compare_tied_weights(stored, found, config)
+        found.problems = compare_tied_weights(stored, found, theirs)
         found.hint = "give it two with model.tie_embeddings = false"
     if found.problems:
+        if rows and not may_grow:
+            found.hint = hint_at_rows(config.vocab - rows)
         text = list_problems(f"{folder} does not fit the model:", found.problems)
         raise CheckpointError(text, found.hint)
     if settings is None:
@@ -85,8 +104,35 @@ def load_huggingface(
     rows = found.rows({name: shapes[name] for name in parameters if name in shapes}, stored)
     with torch.no_grad():
         for name, tensor in rows.items():
+            if (rows := wanted[name]) != shapes[name]:
+                start = (0,) * len(rows)
+                chunk = StoredChunk(start, tensor)
+                tensor = add_mean_rows(tensor.dtype, tensor.shape, [chunk], rows[0])
             fill_parameter(parameters[name], tensor)
-    return found.notes
+    return found.notes + notes
+
+
+def describe_added_rows(there: int, here: int) -> str:
+    """Return a note about tokens that the source of the weights does not have."""
+    return f"rows added for tokens {there} to {here - 1}: each is the mean of the rows before them"
+
+
+def hint_at_rows(there: int) -> str:
+    """Return what to do where a source has fewer tokens and the recipe asks for no rows."""
+    return f"set model.vocab_size = {there}; with a larger number rows are added for new tokens"
+
+
+def _count_missing_rows(
+    stored: Mapping[str, StoredTensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    config: ModelConfig,
+) -> int:
+    """Return how many tokens a folder's vocabulary lacks; 0 also where it holds no embedding."""
+    for name in config.vocabulary_weights & shapes.keys():
+        for part in config.hf_parts(name, shapes[name], stored):
+            if part.name in stored and stored[part.name].shape:
+                return max(0, config.vocab - stored[part.name].shape[0])
+    return 0
 
 
 def _select(

@@ -92,6 +92,11 @@ class Recipe(Table):
         return self.model_copy(update={"data": self.data.largest}) if self.data.splits else self
 
     @property
+    def has_own_vocabulary(self) -> bool:
+        """Whether the recipe says how many tokens the model embeds, so that rows may be added."""
+        return getattr(self.model, "vocab_size", None) is not None
+
+    @property
     def vocab_size(self) -> int:
         """Tokens that the model embeds: the tokenizer is asked if the model does not say."""
         given: int | None = getattr(self.model, "vocab_size", None)

@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.conversion.models import ALSO, VARIANTS
 from tests.formats.hf_folders import config_of, empty_model
-from trainer.engine.assemble.build import load_initial_weights
+from trainer.engine.assemble.initial_weights import load_initial_weights
 from trainer.engine.conversion.convert import Options, convert
 from trainer.engine.conversion.export import export_huggingface
 from trainer.engine.conversion.peft import save_adapter

@@ -23,7 +23,7 @@ from tests.conversion.models import (
 )
 from tests.conversion.run import convert
 from tests.formats.hf_folders import config_of, empty_model
-from trainer.engine.assemble.build import load_initial_weights
+from trainer.engine.assemble.initial_weights import load_initial_weights
 from trainer.engine.checkpoint.manifest import read_manifest, verify
 from trainer.engine.inference.inputs import Dtype
 from trainer.engine.inference.open import open_model

@@ -15,8 +15,8 @@ from tests.conversion.models import VARIANTS, transformers_model
 from tests.distributed import run_ranks
 from tests.formats.hf_folders import config_of
 from tests.model_zoo.peers import built
-from trainer.engine.assemble.build import load_initial_weights
 from trainer.engine.assemble.frozen import fingerprint_weights
+from trainer.engine.assemble.initial_weights import load_initial_weights
 from trainer.engine.checkpoint.chunks import read_dcp
 from trainer.engine.checkpoint.reader import load_weights
 from trainer.engine.conversion.convert import Options, convert
