@@ -71,7 +71,8 @@ def load_initial_weights(
     if average:
         raise CheckpointError(f"{source} is no checkpoint of ours: it has one set of weights")
     if is_titan_folder(source):
-        return [f"weights from {source}", *left_out, *load_titan(source, model, config, selection)]
+        notes = load_titan(source, model, config, selection, may_grow=may_grow)
+        return [f"weights from {source}", *left_out, *notes]
     notes = load_huggingface(
         source, model, config, fresh_head=True, selection=selection, may_grow=may_grow
     )

@@ -19,7 +19,7 @@ from .find import IntactCheckpoint, find_checkpoint
 from .manifest import Manifest, TensorEntry
 from .ranks import Ranks
 from .state import model_state
-from .tensors import StoredChunk, add_mean_rows, dtype_name, fill_box
+from .tensors import ConcatenatedTensor, StoredChunk, add_mean_rows, dtype_name, fill_box
 
 
 def load_state(
@@ -203,10 +203,11 @@ def read_tensors(path: Path, manifest: Manifest, state: Mapping[str, Tensor]) ->
     """
     chunks: dict[str, Sequence[StoredChunk]] = {**read_chunks(path, manifest, state)}
     for name, tensor in state.items():
-        shape, dtype = manifest.tensors[name]["shape"], manifest.tensors[name]["dtype"]
-        if shape and tensor.shape[0] > shape[0]:  # `find_mismatches` allowed it
-            grown = add_mean_rows(DTYPES[dtype], shape, chunks[name], tensor.shape[0])
-            chunks[name] = grown.parts
+        entry = manifest.tensors[name]
+        if tensor.ndim and tensor.shape[0] > entry["shape"][0]:  # `find_mismatches` allowed it
+            shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
+            stored = ConcatenatedTensor(dtype, shape, tuple(chunks[name]))
+            chunks[name] = add_mean_rows(stored, tensor.shape[0]).parts
     try:
         for name, tensor in state.items():
             box = local_box(tensor)

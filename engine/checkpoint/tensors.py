@@ -276,21 +276,13 @@ class MeanRows:
         return self.mean.expand(last - first, *self.shape[1:]).contiguous()
 
 
-def add_mean_rows(
-    dtype: torch.dtype, shape: Sequence[int], parts: Iterable[StoredChunk], rows: int
-) -> ConcatenatedTensor:
-    """Return a tensor of `rows` rows: the stored ones, then rows that equal their mean.
-
-    Args:
-        dtype: of the stored tensor.
-        shape: of the stored tensor.
-        parts: the chunks of the stored tensor.
-        rows: how many rows the result has, at least as many as are stored.
-    """
-    stored = ConcatenatedTensor(dtype, tuple(shape), tuple(parts))
-    added = MeanRows(stored, (rows - shape[0], *shape[1:]))
-    start = (shape[0], *(0 for _ in shape[1:]))
-    return ConcatenatedTensor(dtype, (rows, *shape[1:]), (*stored.parts, StoredChunk(start, added)))
+def add_mean_rows(stored: TensorRows, rows: int) -> ConcatenatedTensor:
+    """Return a tensor of `rows` rows: the stored ones, then rows that equal their mean."""
+    first, *others = stored.shape
+    added = MeanRows(stored, (rows - first, *others))
+    zeros = (0,) * len(others)
+    parts = (StoredChunk((0, *zeros), stored), StoredChunk((first, *zeros), added))
+    return ConcatenatedTensor(stored.dtype, (rows, *others), parts)
 
 
 def _part(shape: tuple[int, ...], first: int, last: int) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ from ...model_zoo.matrices import is_adapter
 from ..checkpoint.box import contiguous_box
 from ..checkpoint.tensors import (
     BLOCK_BYTES,
-    StoredChunk,
     TensorRows,
     add_mean_rows,
     row_bytes,
@@ -25,7 +24,7 @@ from ..core.errors import CheckpointError
 from ..core.text.display import list_problems
 from ..core.text.selection import NameSelection
 from .hf_folder import CONFIG, StoredTensor, list_tensors, read_config
-from .hf_match import compare_tied_weights, match
+from .hf_match import Shape, compare_tied_weights, match
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -83,20 +82,19 @@ def load_huggingface(
         stored, settings = _select(stored, settings, shapes, config, selection)
         shapes = {name: shape for name, shape in shapes.items() if not selection.excludes(name)}
     wanted, theirs, notes = shapes, config, list[str]()
-    rows = _count_missing_rows(stored, shapes, config)
-    if rows and may_grow:
-        names = config.vocabulary_weights & shapes.keys()
+    lacking = _count_missing_rows(stored, shapes, config)
+    if lacking and may_grow:
         # Everything is compared with the model as it is before rows are added.
-        shapes = {n: (s[0] - rows, *s[1:]) if n in names else s for n, s in shapes.items()}
-        theirs = config.model_copy(update={"vocab_size": config.vocab - rows})
-        notes = [describe_added_rows(config.vocab - rows, config.vocab)]
+        shapes = remove_rows(shapes, lacking, config)
+        theirs = config.model_copy(update={"vocab_size": config.vocab - lacking})
+        notes = [describe_added_rows(config.vocab - lacking, config.vocab)]
     found = match(stored, shapes, theirs, settings, fresh_head=fresh_head)
     if not found.problems:
         found.problems = compare_tied_weights(stored, found, theirs)
         found.hint = "give it two with model.tie_embeddings = false"
     if found.problems:
-        if rows and not may_grow:
-            found.hint = hint_at_rows(config.vocab - rows)
+        if lacking and not may_grow:
+            found.hint = hint_at_rows(config.vocab - lacking)
         text = list_problems(f"{folder} does not fit the model:", found.problems)
         raise CheckpointError(text, found.hint)
     if settings is None:
@@ -104,12 +102,16 @@ def load_huggingface(
     rows = found.rows({name: shapes[name] for name in parameters if name in shapes}, stored)
     with torch.no_grad():
         for name, tensor in rows.items():
-            if (rows := wanted[name]) != shapes[name]:
-                start = (0,) * len(rows)
-                chunk = StoredChunk(start, tensor)
-                tensor = add_mean_rows(tensor.dtype, tensor.shape, [chunk], rows[0])
+            if wanted[name] != shapes[name]:
+                tensor = add_mean_rows(tensor, wanted[name][0])
             fill_parameter(parameters[name], tensor)
     return found.notes + notes
+
+
+def remove_rows(shapes: Mapping[str, Shape], count: int, config: ModelConfig) -> dict[str, Shape]:
+    """Return the shapes of a model's weights where it embeds `count` tokens fewer."""
+    names = config.vocabulary_weights
+    return {n: (s[0] - count, *s[1:]) if n in names else s for n, s in shapes.items()}
 
 
 def describe_added_rows(there: int, here: int) -> str:

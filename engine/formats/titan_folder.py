@@ -21,12 +21,12 @@ from ...model_zoo.llama3.meta import ROTATED
 from ...model_zoo.matrices import is_adapter
 from ..checkpoint.chunks import read_dcp
 from ..checkpoint.manifest import CONTENTS
-from ..checkpoint.tensors import TensorRows, differs
+from ..checkpoint.tensors import TensorRows, add_mean_rows, differs
 from ..core.errors import CheckpointError
 from ..core.text.display import list_problems, quote_name
 from ..core.text.selection import NameSelection
 from .hf_layout import Interleaved, stack_halves
-from .hf_load import fill_parameter
+from .hf_load import describe_added_rows, fill_parameter, hint_at_rows, remove_rows
 from .hf_match import Shape
 
 BLOCK = "layers.{i}."
@@ -152,7 +152,12 @@ def _join(ours: str, parts: list[TensorRows], shape: Shape, config: ModelConfig)
 
 
 def load_titan(
-    folder: Path, model: Model, config: ModelConfig, selection: NameSelection
+    folder: Path,
+    model: Model,
+    config: ModelConfig,
+    selection: NameSelection,
+    *,
+    may_grow: bool = False,
 ) -> list[str]:
     """Fill a model's weights in place from a checkpoint of torchtitan, cast to the model's dtypes.
 
@@ -163,6 +168,7 @@ def load_titan(
         model: the model, with storage for its parameters.
         config: the config that the model was built from.
         selection: the weights that stay as they are, and tensors that have other names.
+        may_grow: whether the checkpoint may have fewer tokens: see `add_mean_rows`.
 
     Returns:
         Sentences that the user should read.
@@ -188,8 +194,21 @@ def load_titan(
     excluded |= {source for name in excluded & shapes.keys() for source in _sources(name)}
     stored = {name: tensor for name, tensor in stored.items() if name not in excluded}
     shapes = {name: shape for name, shape in shapes.items() if name not in excluded}
+    wanted, notes = shapes, list[str]()
+    lacking = config.vocab - stored[EMBED].shape[0] if EMBED in stored else 0
+    if lacking > 0:
+        if not may_grow:
+            message = f"{folder} has fewer tokens than the model's {config.vocab}"
+            raise CheckpointError(message, hint_at_rows(config.vocab - lacking))
+        shapes = remove_rows(shapes, lacking, config)
+        notes = [describe_added_rows(config.vocab - lacking, config.vocab)]
     rows = match_titan(folder, stored, shapes, config)
     with torch.no_grad():
         for name in here.keys() & rows.keys():
-            fill_parameter(here[name], rows[name])
-    return [f"{name} starts again: not in the folder" for name in buffers if name not in here]
+            tensor = rows[name]
+            if wanted[name] != shapes[name]:
+                tensor = add_mean_rows(tensor, wanted[name][0])
+            fill_parameter(here[name], tensor)
+    return notes + [
+        f"{name} starts again: not in the folder" for name in buffers if name not in here
+    ]

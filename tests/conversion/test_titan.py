@@ -133,6 +133,15 @@ def test_a_step_is_converted_and_started_from_with_equal_logits(variant, tmp_pat
     for ours in (converted, started):
         torch.testing.assert_close(logits(ours), logits(theirs), atol=1e-5, rtol=1e-5)
     assert fingerprint_weights(source) == fingerprint_weights(source)
+    wide_config = config_of(**VARIANTS[variant], vocab_size=328)
+    wide = built(wide_config)
+    with pytest.raises(CheckpointError, match="fewer tokens") as refused:
+        load_initial_weights(wide, wide_config, source)
+    assert "model.vocab_size = 320" in refused.value.hint
+    load_initial_weights(wide, wide_config, source, may_grow=True)
+    embed, mean = wide.embed.weight, started.embed.weight.mean(0)
+    assert torch.equal(embed[:320], started.embed.weight)
+    torch.testing.assert_close(embed[320:], mean.expand(8, -1), rtol=0, atol=1e-6)
 
 
 def test_biases_of_experts_are_read_and_what_differs_is_listed(tmp_path):
