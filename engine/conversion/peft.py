@@ -17,13 +17,13 @@ from torch.distributed import ProcessGroup
 from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
 from ...model_zoo.heads import is_head_layer
-from ...model_zoo.layers.dense import Adapted
 from ...model_zoo.matrices import DOWN, adapted_weight, is_adapter
 from ..checkpoint.find import find_checkpoint
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.tensors import row_count
 from ..core.errors import CheckpointError
 from ..lora.peft_folder import CONFIG, PREFIX, WEIGHTS, adapted_in_peft, name_in_peft, to_peft
+from ..lora.tables import LoRA
 from ..recipe.changes import load_saved_recipe
 from .hf_files import write_json
 from .native import read_section
@@ -42,6 +42,7 @@ def save_adapter(
     folder: Path,
     model: Model,
     config: ModelConfig,
+    table: LoRA,
     *,
     base: str = "",
     dtype: torch.dtype | None = None,
@@ -56,6 +57,7 @@ def save_adapter(
         folder: path of the folder, which must not exist yet.
         model: a model with adapters, plain or sharded.
         config: the config that the model was built from.
+        table: the recipe's `[lora]`.
         base: name or folder of the base model, recorded in adapter_config.json.
         dtype: the dtype of the file; None keeps the dtype of the adapters.
         group: a gloo process group of all ranks; None for a single process.
@@ -70,14 +72,12 @@ def save_adapter(
         if is_adapter(name) or is_head_layer(name):
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value
             adapters[name] = whole.detach().to("cpu", dtype)
-    layers = [each for each in model.modules() if isinstance(each, Adapted)]
-    alphas = [each.alpha for each in layers if each.alpha]
-    if not alphas:
-        raise CheckpointError("the model has no adapters", "set lora.rank")
     names = [*model.remote_parameters, *(name for name, _ in model.named_parameters())]
+    if not any(map(is_adapter, names)):
+        raise CheckpointError("the model has no adapters", "set lora.rank")
 
     def write(parts: list[dict[str, Tensor]]) -> None:
-        _write(folder, dict(ChainMap(*parts)), names, config, alphas[0], base)
+        _write(folder, dict(ChainMap(*parts)), names, config, table, base)
 
     # Stages of a pipeline hold different adapters; what several ranks hold is sent once.
     ranks = Ranks(group)
@@ -115,7 +115,7 @@ def export_adapter(checkpoint: Path, folder: Path, *, base: str | None = None) -
     found = find_checkpoint(checkpoint)
     recipe = load_saved_recipe(found.path, found.manifest)
     saved = read_section(found.path, found.manifest, "model")
-    merge_tensors(found.path, saved, recipe.lora.alpha)  # raises if an adapter does not fit
+    merge_tensors(found.path, saved, recipe.lora)  # raises if an adapter does not fit
     adapters = {
         name: rows.read(0, row_count(rows.shape))
         for name, rows in saved.items()
@@ -124,7 +124,7 @@ def export_adapter(checkpoint: Path, folder: Path, *, base: str | None = None) -
     if not any(map(is_adapter, adapters)):
         raise CheckpointError(f"{found.path} has no adapters", "it was trained without [lora]")
     base = recipe.run.init_from if base is None else base
-    _write(folder, adapters, saved, recipe.model, recipe.lora.alpha, base)
+    _write(folder, adapters, saved, recipe.model, recipe.lora, base)
     return len(adapters)
 
 
@@ -133,7 +133,7 @@ def _write(
     adapters: Mapping[str, Tensor],
     names: Collection[str],
     config: ModelConfig,
-    alpha: float,
+    table: LoRA,
     base: str,
 ) -> None:
     """Write a PEFT folder, which appears only when it is complete.
@@ -143,7 +143,7 @@ def _write(
         adapters: the weights of adapters and of a task's head by our names.
         names: the names of all parameters of the model.
         config: the model's config, with its table of Hugging Face names and its head.
-        alpha: the numerator of LoRA's scale, alpha / rank.
+        table: how adapters are scaled.
         base: name or folder of the base model; empty if unknown.
     """
     from safetensors.torch import save_file
@@ -167,7 +167,7 @@ def _write(
         tensors[theirs] = to_peft(name, value, config.layout).contiguous()
     every = {config.hf_name(name) for name in names} - {None}
     rank = max(value.shape[-2] for name, value in adapters.items() if name.endswith(DOWN))
-    settings = _settings(rank, alpha, _targets(modules, every), base)
+    settings = _settings(rank, table, _targets(modules, every), base)
     if parameters:
         settings["target_parameters"] = sorted(parameters)
     if config.task_head and heads:
@@ -201,18 +201,18 @@ def _targets(modules: set[str], weights: Collection[str | None]) -> list[str]:
     return sorted(targets)
 
 
-def _settings(rank: int, alpha: float, targets: list[str], base: str) -> dict[str, Any]:
+def _settings(rank: int, table: LoRA, targets: list[str], base: str) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base or None,
         "r": rank,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_alpha": int(table.alpha) if table.alpha == int(table.alpha) else table.alpha,
         "lora_dropout": 0.0,
         "target_modules": targets,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
-        "use_rslora": False,
+        "use_rslora": table.rslora,
     }

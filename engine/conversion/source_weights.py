@@ -21,6 +21,7 @@ from ..core.errors import CheckpointError
 from ..core.text.display import list_problems
 from ..formats.hf_match import Shape, list_mismatches
 from ..lora.adapter_weights import merge
+from ..lora.tables import LoRA
 from ..parallel.materialize import without_storage
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ class Merged(DerivedTensor):
         shape: its shape.
         down: the adapter's first matrix, [rank, in] or [E, rank, in].
         up: the adapter's second matrix, [out, rank] or [E, ..., rank].
-        scale: the factor of the adapter, alpha / rank.
+        scale: the factor of the adapter.
     """
 
     down: Tensor
@@ -214,14 +215,14 @@ class Merged(DerivedTensor):
 
 
 def merge_tensors(
-    place: Path, tensors: Mapping[str, TensorRows], alpha: float
+    place: Path, tensors: Mapping[str, TensorRows], table: LoRA
 ) -> dict[str, TensorRows]:
     """Merge each LoRA adapter of a checkpoint into its base weight, lazily.
 
     Args:
         place: path of the checkpoint, for messages.
         tensors: weights and adapters by name.
-        alpha: the numerator of the scale alpha / rank; the rank is read from the adapter's shape.
+        table: says how adapters are scaled; the rank is read from the adapter's shape.
 
     Returns:
         The weights by name, without the adapters.
@@ -240,7 +241,7 @@ def merge_tensors(
             problems.append(f"{name}, {down_name} and {up_name} are {shapes}")
             continue
         whole = [part.read(0, part.shape[0]) for part in (down, up)]
-        scale = alpha / down.shape[-2]
+        scale = table.scale(down.shape[-2])
         weights[name] = Merged(weight, weight.shape, whole[0], whole[1], scale)
     if problems:
         raise CheckpointError(list_problems(f"{place} has adapters that do not fit:", problems))

@@ -138,8 +138,8 @@ def open_native(path: Path, recipe: Recipe | None, section: str = "model") -> So
         )
     if any(map(is_adapter, tensors)):  # the base weights are frozen and have no average
         tensors = read_section(folder, manifest, "model") | tensors
-        alpha = LoRA.model_validate(manifest.recipe.get("lora", {})).alpha
-        tensors = merge_tensors(folder, tensors, alpha)
+        table = LoRA.model_validate(manifest.recipe.get("lora", {}))
+        tensors = merge_tensors(folder, tensors, table)
     found = {name: tensor.shape for name, tensor in tensors.items()}
     config = saved.model.with_vocab(rows_of(found, f"{saved.model.layout.embed}.weight"))
     shapes = parameter_shapes(config, found, folder)

@@ -26,7 +26,7 @@ def merge(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
             stack of experts, [E, ..., in].
         down: A, [rank, in], or [E, rank, in].
         up: B, [out, rank], or [E, ..., rank].
-        scale: alpha / rank.
+        scale: see `LoRA.scale`.
     """
     if is_split(weight):
         return _merge_pieces(cast("DTensor", weight), down, up, scale)

@@ -52,7 +52,7 @@ def add_adapters(model: Model, layout: Layout, table: LoRA) -> str:
     for path, layer in layers.items():
         keys = [key for key in layer.matrices if f"{path}.{key}" in chosen]
         for key in keys:
-            layer = layer.with_adapter(key, table.rank, table.alpha)
+            layer = layer.with_adapter(key, table.rank, table.scale())
         if keys:
             model.set_submodule(path, layer)
             rules |= {f"{path}.{name}": rule for name, rule in layer.initial_values().items()}

@@ -36,7 +36,6 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     "use_dora": (False, None),
-    "use_rslora": (False, None),
     "fan_in_fan_out": (False, None),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
@@ -193,4 +192,7 @@ def _compare_settings(settings: Mapping[str, Any], table: LoRA) -> list[str]:
         if settings.get(key) != value:
             there = quote_name(str(settings.get(key)))
             problems.append(f"lora.{ours} is {value:g}, {CONFIG} says {key} = {there}")
+    if bool(settings.get("use_rslora")) != table.rslora:
+        there = str(not table.rslora).lower()
+        problems.append(f"lora.rslora is {str(table.rslora).lower()}, {CONFIG} means {there}")
     return problems

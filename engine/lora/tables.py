@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 from pydantic import Field
@@ -16,11 +17,23 @@ class LoRA(Table):
     """width of the adapters; 0: none, all weights are trained"""
     alpha: Annotated[float, Field(gt=0)] = 16.0
     """the adapters' output is scaled by alpha / rank"""
+    rslora: bool = False
+    """scale by alpha / sqrt(rank) instead, which suits large ranks (Kalajdzievski 2023, arXiv
+    2312.03732)"""
     targets: Annotated[list[str], Field(min_length=1, max_length=100)] = [
-        "*.attention.[qkvo].weight",
+        "*.attention.*.weight",
         "*.mlp.*.weight",
     ]
     """which weights get one: globs over parameter names, or "re:..." for a regular expression"""
     init_from: HubPath = ""
     """folder or hub id of a PEFT adapter to start from; default: adapters start at zero; resume
     wins"""
+
+    def scale(self, rank: int | None = None) -> float:
+        """Return what the output of an adapter is multiplied by.
+
+        Args:
+            rank: width of the adapter; None: the table's.
+        """
+        rank = rank or self.rank
+        return self.alpha / (math.sqrt(rank) if self.rslora else rank)

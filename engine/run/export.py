@@ -85,7 +85,13 @@ def export_run(
             base = parts.recipe.run.init_from
             to = DTYPES.get(dtype or "")
             save_adapter(
-                run / ADAPTER, parts.model, parts.model_config, base=base, dtype=to, group=group
+                run / ADAPTER,
+                parts.model,
+                parts.model_config,
+                parts.recipe.lora,
+                base=base,
+                dtype=to,
+                group=group,
             )
         elif name == AVERAGE and parts.average is not None:
             with parts.average.swap_in():

@@ -42,7 +42,6 @@ class Adapted(LocalParameters):
 
     Attributes:
         matrices: names of the parameters that may have one.
-        alpha: scale of the adapters, before it is divided by their rank; 0: there are none.
         scale: what the adapters' output is multiplied by; 0: they are switched off.
     """
 
@@ -50,15 +49,15 @@ class Adapted(LocalParameters):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.alpha = self.scale = 0.0
+        self.scale = 0.0
 
-    def with_adapter(self, key: str, rank: int, alpha: float) -> Adapted:
+    def with_adapter(self, key: str, rank: int, scale: float) -> Adapted:
         """Return the layer with an adapter beside the parameter `key`, which is frozen by others.
 
         Args:
             key: one of `matrices`.
             rank: width of the adapter.
-            alpha: scale of the adapter, which is divided by `rank`.
+            scale: what the adapter's output is multiplied by.
         """
         raise NotImplementedError
 
@@ -93,30 +92,29 @@ class Linear(Adapted, nn.Linear):
         bias = None if self.bias is None else self.local("bias").to(x.dtype)
         return self.product(x, self.local("weight").to(x.dtype), bias)
 
-    def with_adapter(self, key: str, rank: int, alpha: float) -> AdaptedLinear:
+    def with_adapter(self, key: str, rank: int, scale: float) -> AdaptedLinear:
         """Return a projection with the same weight and an adapter."""
-        return AdaptedLinear(self, rank, alpha)
+        return AdaptedLinear(self, rank, scale)
 
 
 class AdaptedLinear(Linear):
     """A projection with a low-rank adapter, of which only A and B are trained.
 
-    It computes x W^T + alpha / rank * (x A^T) B^T (LoRA, arXiv:2106.09685, equation 3).
+    It computes x W^T + scale * (x A^T) B^T (LoRA, arXiv:2106.09685, equation 3).
 
     The weight keeps its name; A and B are `lora_a` [rank, in] and `lora_b` [out, rank] beside it.
 
     Args:
         base: the projection, whose weight and bias it takes.
         rank: width of the adapter.
-        alpha: scale of the adapter, which is divided by `rank`.
+        scale: what the adapter's output is multiplied by.
     """
 
-    def __init__(self, base: Linear, rank: int, alpha: float) -> None:
+    def __init__(self, base: Linear, rank: int, scale: float) -> None:
         super().__init__(base.in_features, base.out_features)
         # The same parameter objects, so that their names and whatever refers to them stay.
         self.weight, self.bias = base.weight, base.bias
-        self.alpha = alpha
-        self.scale = alpha / rank
+        self.scale = scale
         self.lora_a = nn.Parameter(torch.empty(rank, base.in_features))
         self.lora_b = nn.Parameter(torch.empty(base.out_features, rank))
 

@@ -122,12 +122,12 @@ class Experts(Adapted):
         """Return a stack [E, ..., out, in] as [E, out, in]."""
         return self.local(key).to(dtype).flatten(1, -2)
 
-    def with_adapter(self, key: str, rank: int, alpha: float) -> Experts:
+    def with_adapter(self, key: str, rank: int, scale: float) -> Experts:
         """Put an adapter beside a stack of matrices; return the layer itself."""
         experts, *rows, columns = getattr(self, key).shape
         self.register_parameter(f"{key}_{DOWN}", nn.Parameter(torch.empty(experts, rank, columns)))
         self.register_parameter(f"{key}_{UP}", nn.Parameter(torch.empty(experts, *rows, rank)))
-        self.alpha, self.scale = alpha, alpha / rank
+        self.scale = scale
         return self
 
     def replace_adapted(self, key: str, weight: Tensor) -> None:

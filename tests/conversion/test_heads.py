@@ -228,7 +228,7 @@ def test_peft_loads_adapters_with_the_layer_of_the_head_and_back(tmp_path: Path,
         for number, weight in enumerate(trained):
             generator = torch.Generator().manual_seed(number)
             weight.copy_(torch.randn(weight.shape, generator=generator))
-    save_adapter(tmp_path / "adapter", model, config, base=str(base))
+    save_adapter(tmp_path / "adapter", model, config, table, base=str(base))
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert settings["modules_to_save"] == [config.task_head.layer]
     name = json.loads((base / "config.json").read_text())["architectures"][0]

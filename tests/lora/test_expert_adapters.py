@@ -51,7 +51,7 @@ def pair(family, targets, tmp_path):
     with torch.no_grad():
         for value in adapters(ours).values():
             value.copy_(torch.randn(value.shape, generator=generator) * 0.1)
-    save_adapter(tmp_path / "adapter", ours, config)
+    save_adapter(tmp_path / "adapter", ours, config, table)
     loaded = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter", is_trainable=True)
     return ours, loaded, table
 
@@ -154,12 +154,13 @@ def test_flops_of_a_step_are_those_of_the_experts_that_a_token_takes():
 def test_a_checkpoint_is_merged_expert_by_expert():
     config = config_of(**VARIANTS["mixtral"])
     ours = built(config)
-    add_adapters(ours, config.layout, LoRA(rank=2, alpha=6.0, targets=["*.experts.*"]))
+    table = LoRA(rank=2, alpha=6.0, targets=["*.experts.*"])
+    add_adapters(ours, config.layout, table)
     with torch.no_grad():
         for value in adapters(ours).values():
             value.normal_()
     stored = {name: InMemoryTensor(value.detach()) for name, value in ours.named_parameters()}
-    merged = merge_tensors(Path("x"), stored, 6.0)
+    merged = merge_tensors(Path("x"), stored, table)
     expected = merged_weights(ours)
     assert merged.keys() == expected.keys()
     for name, tensor in merged.items():
@@ -168,4 +169,4 @@ def test_a_checkpoint_is_merged_expert_by_expert():
     down = "layers.0.mlp.experts.down"
     stored[f"{down}_lora_a"] = InMemoryTensor(torch.zeros(4, 2, 24))
     with pytest.raises(CheckpointError, match=r"experts\.down_lora_a.*\(4, 2, 24\)"):
-        merge_tensors(Path("x"), stored, 6.0)
+        merge_tensors(Path("x"), stored, table)

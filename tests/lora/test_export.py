@@ -81,7 +81,7 @@ def save_below_a_file(path):
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
     try:
-        save_adapter(path, model, model.config, group=dist.new_group())
+        save_adapter(path, model, model.config, LoRA(rank=2), group=dist.new_group())
     except EnvironmentFault as error:
         return error.message
     return ""

@@ -25,6 +25,7 @@ TARGETS = {
         ["model.layers.1.mlp.down_proj", "model.layers.1.mlp.up_proj"],
         {},
     ),
+    "scaled for large ranks": ({"rslora": True}, ALL, {}),
     "tied, another alpha": ({"alpha": 5.0}, ALL, {"tie_embeddings": True}),
 }
 OPTIMIZERS = {
@@ -40,7 +41,11 @@ def pair(table, their_targets, sizes):
     table = LoRA(**{"rank": 3, "alpha": 6.0} | table)
     add_adapters(ours, ours.config.layout, table)
     settings = peft.LoraConfig(
-        r=table.rank, lora_alpha=table.alpha, target_modules=their_targets, task_type="CAUSAL_LM"
+        r=table.rank,
+        lora_alpha=table.alpha,
+        use_rslora=table.rslora,
+        target_modules=their_targets,
+        task_type="CAUSAL_LM",
     )
     adapted = peft.get_peft_model(theirs, settings)
     generator = torch.Generator().manual_seed(4)
@@ -108,12 +113,13 @@ def test_losses_gradients_and_weights_are_pefts_over_several_steps(targets, opti
 
 @pytest.mark.parametrize("targets", TARGETS)
 def test_peft_loads_a_saved_adapter_and_gives_our_logits(targets, tmp_path):
-    table, their_targets, sizes = TARGETS[targets]
-    ours, _ = pair(table, their_targets, sizes)
+    changes, their_targets, sizes = TARGETS[targets]
+    ours, _ = pair(changes, their_targets, sizes)
+    table = LoRA(**{"rank": 3, "alpha": 6.0} | changes)
     base = their_model(our_model(**sizes))
     x = tokens(9)
     before = logits(base, x)
-    save_adapter(tmp_path / "adapter", ours, ours.config, base="some/model")
+    save_adapter(tmp_path / "adapter", ours, ours.config, table, base="some/model")
     settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert settings["target_modules"] == sorted(their_targets)
     assert settings["base_model_name_or_path"] == "some/model"
@@ -151,7 +157,7 @@ def test_an_adapter_is_not_written_over_anything(tmp_path):
     ours, _ = pair({}, ALL, {})
     (tmp_path / "taken").mkdir()
     with pytest.raises(RecipeError, match="taken exists: not replaced"):
-        save_adapter(tmp_path / "taken", ours, ours.config)
+        save_adapter(tmp_path / "taken", ours, ours.config, LoRA(rank=3))
     with pytest.raises(CheckpointError, match="no adapters"):
-        save_adapter(tmp_path / "new", our_model(), ours.config)
+        save_adapter(tmp_path / "new", our_model(), ours.config, LoRA(rank=3))
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]

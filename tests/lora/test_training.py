@@ -22,6 +22,7 @@ from trainer.engine.core.errors import CheckpointError, RecipeError
 from trainer.engine.inference.inputs import Weights
 from trainer.engine.inference.open import open_model
 from trainer.engine.launch.environment import World
+from trainer.engine.lora.tables import LoRA
 from trainer.engine.recipe.schema import Recipe
 
 RECIPE = """
@@ -183,7 +184,7 @@ def test_an_adapter_that_does_not_fit_its_weight_is_refused():
     weights = {"a.weight": (4, 6), "a.lora_a": (2, 5), "a.lora_b": (4, 2), "b.lora_a": (2, 6)}
     tensors = {name: InMemoryTensor(torch.zeros(shape)) for name, shape in weights.items()}
     with pytest.raises(CheckpointError, match=r"(?s)a\.weight.*\(2, 5\).*b\.weight.*None"):
-        merge_tensors(Path("x"), tensors, 8.0)
+        merge_tensors(Path("x"), tensors, LoRA(alpha=8.0))
 
 
 def test_rows_are_merged_to_the_same_bits_however_they_are_cut():
@@ -196,7 +197,7 @@ def test_rows_are_merged_to_the_same_bits_however_they_are_cut():
         "a.lora_a": InMemoryTensor(down),
         "a.lora_b": InMemoryTensor(up),
     }
-    rows = merge_tensors(Path("x"), tensors, 4.0)["a.weight"]
+    rows = merge_tensors(Path("x"), tensors, LoRA(alpha=4.0))["a.weight"]
     whole = rows.read(0, 200)
     torch.testing.assert_close(whole, weight + up @ down * 0.5)
     for first, last in [(0, 7), (7, 130), (130, 200), (64, 128)]:

@@ -15,6 +15,7 @@ from trainer.engine.checkpoint.tensors import InMemoryTensor
 from trainer.engine.checkpoint.writer import Writer
 from trainer.engine.conversion import meta
 from trainer.engine.lora import adapter_weights
+from trainer.engine.lora.tables import LoRA
 from trainer.kernels.rotary.reference import rotary
 from trainer.model_zoo.layers import rotary as angles
 from trainer.model_zoo.layers.dense import AdaptedLinear, Linear
@@ -26,7 +27,7 @@ LORA = {"lora": {"rank": 2, "alpha": 6, "targets": ["*.q.weight", "*.down.weight
 def adapted():
     """Return an adapted projection with random weights, and what it computes of a tensor."""
     generator = torch.Generator().manual_seed(0)
-    layer = AdaptedLinear(Linear(6, 5), rank=2, alpha=6.0)
+    layer = AdaptedLinear(Linear(6, 5), rank=2, scale=LoRA(rank=2, alpha=6.0).scale())
     with torch.no_grad():
         for weight in layer.parameters():
             weight.copy_(torch.randn(weight.shape, generator=generator))
@@ -36,13 +37,7 @@ def adapted():
 
 
 def scale_by_alpha_alone(patch):
-    original = AdaptedLinear.__init__
-
-    def init(self, base, rank, alpha):
-        original(self, base, rank, alpha)
-        self.scale = alpha
-
-    patch.setattr(AdaptedLinear, "__init__", init)
+    patch.setattr(LoRA, "scale", lambda table, rank=None: table.alpha)
 
 
 @known_bug(
