@@ -13,6 +13,7 @@ from ...kernels.registry import kernels as registered_kernels
 from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
 from ..core.errors import Problem, RecipeError
+from ..core.softcaps import check_softcap
 from ..lora.apply import add_adapters, require_adapters
 from ..observe.monitors.monitored_model import MonitoredModel
 from ..observe.monitors.monitors import Monitors
@@ -68,6 +69,7 @@ def build_model(
     """
     config = _settle_vocab(recipe, vocab_size + recipe.task.extra_tokens)
     kernels = choose_kernels(recipe, device.type, trains=plan is not None)
+    _require_softcaps(kernels, config)
     # Before the cut of a pipeline is measured, which computes losses.
     compiled = kernels.reasons["linear_cross_entropy"].startswith("compiled:")
     compiler = (
@@ -190,6 +192,23 @@ def _settle_vocab(recipe: Recipe, vocab_size: int) -> ModelConfig:
             hint += ": the weights of run.init_from then get the rows that they lack"
         raise RecipeError([Problem(message, key="model.vocab_size", hint=hint)])
     return config
+
+
+def _require_softcaps(kernels: Kernels, config: ModelConfig) -> None:
+    problems = []
+    caps = {
+        "attention": ("attention scores", getattr(config, "score_softcap", None)),
+        "linear_cross_entropy": ("logits", getattr(config, "head_softcap", None)),
+    }
+    for operation, (capped, softcap) in caps.items():
+        function = getattr(kernels, operation)
+        if operation == "attention":  # `attend`, whose first argument is the implementation
+            (function,) = function.args
+        if softcap is not None:
+            name = kernels.reasons[operation].partition(":")[0]
+            problems += check_softcap(function, capped, f"kernels.{operation}", name)
+    if problems:
+        raise RecipeError(problems)
 
 
 def choose_kernels(recipe: Recipe, device_type: str, *, trains: bool = True) -> Kernels:

@@ -3,10 +3,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer.engine.assemble.build import choose_kernels, describe_choices
+from trainer.engine.assemble.build import (
+    build_model,
+    build_task,
+    choose_kernels,
+    describe_choices,
+)
 from trainer.engine.assemble.tables import KernelChoices as Table
 from trainer.engine.core.errors import RecipeError
 from trainer.engine.parallel.tables import Compile
+from trainer.engine.recipe.schema import Recipe
+from trainer.engine.tasks.tables import LossConfig
 from trainer.kernels import registry
 from trainer.kernels.attention import reference as attention
 from trainer.kernels.choose import UnavailableKernelsError, choose
@@ -141,3 +148,62 @@ def test_attention_of_a_plugin_reaches_as_far_as_a_model_says(monkeypatch):
         expected.attention(query, key, value, window=3),
     )
     assert chosen.partial_attention is expected.partial_attention
+
+
+def plain_attention(query, key, value, mask=None, sinks=None, causal=True):
+    raise AssertionError("it is not called")
+
+
+def plain_loss(hidden, weight, labels, token_losses=None):
+    raise AssertionError("it is not called")
+
+
+class PlainLoss(LossConfig):
+    """A loss without a softcap."""
+
+    name: str = "plain_loss"
+
+    def build(self, kernels):
+        return plain_loss
+
+
+@pytest.mark.parametrize(
+    ("operation", "function", "capped"),
+    [
+        ("attention", "plain_attention", "attention scores"),
+        ("linear_cross_entropy", "plain_loss", "logits"),
+    ],
+)
+def test_a_kernel_without_a_softcap_is_refused_for_a_model_that_caps(
+    monkeypatch, operation, function, capped
+):
+    known = kernels[operation]
+    implementations = Implementations(operation, {name: known[name] for name in known})
+    implementations.register("plain", f"{__name__}:{function}")
+    monkeypatch.setitem(kernels, operation, implementations)
+    for name in ("gemma2", "llama3"):
+        recipe = Recipe.model_validate({"run": {"steps": 1}, "model": {"name": name}})
+        choices = recipe.kernels.model_copy(update={operation: "plain"})
+        recipe = recipe.model_copy(update={"kernels": choices})
+        if name == "llama3":
+            build_model(recipe, 257, torch.device("cpu"))
+            continue
+        with pytest.raises(RecipeError) as refused:
+            build_model(recipe, 257, torch.device("cpu"))
+        (problem,) = refused.value.problems
+        assert problem.key == f"kernels.{operation}"
+        assert (
+            problem.message == f'"plain" has no parameter "softcap", and this model caps {capped}'
+        )
+
+
+def test_a_loss_without_a_softcap_is_refused_for_a_model_that_caps():
+    for name in ("gemma2", "llama3"):
+        recipe = Recipe.model_validate({"run": {"steps": 1}, "model": {"name": name}})
+        recipe = recipe.model_copy(update={"loss": PlainLoss()})
+        built = build_model(recipe, 257, torch.device("cpu"))
+        if name == "llama3":
+            build_task(recipe, built.kernels, built.config)
+            continue
+        with pytest.raises(RecipeError, match='"plain_loss" has no parameter "softcap"'):
+            build_task(recipe, built.kernels, built.config)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from ...core.errors import RecipeError
+from ...core.softcaps import check_softcap
 from ..metrics.tables import Outputs
 from ..tables import LossConfig, TaskConfig, TaskData, TaskSettings
 
@@ -57,8 +59,13 @@ class LanguageModeling(TaskConfig):
         """Return next-token prediction."""
         from .next_token import NextToken, find_token_bytes
 
+        loss = settings.loss.build(settings.kernels)
+        if getattr(settings.model, "head_softcap", None) is not None and (
+            problems := check_softcap(loss, "logits", "loss.name", settings.loss.name)
+        ):
+            raise RecipeError(problems)
         return NextToken(
-            loss=settings.loss.build(settings.kernels),
+            loss=loss,
             sources=tuple(settings.sources),
             data=settings.data,
             token_bytes=find_token_bytes(settings.tokenizer),

@@ -7,7 +7,7 @@ from functools import reduce
 from operator import or_
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, create_model
+from pydantic import AfterValidator, Field, create_model
 
 from ...core.text.display import list_words
 from .tables import LIBRARY, Kind, MetricConfig, MetricFunction, Outputs
@@ -56,6 +56,30 @@ DESCRIPTIONS = {
     "zero_division": "the value of 0 / 0",
     "zero_mean": "subtract the means first",
 }
+_SHARE = Field(ge=0, le=1)
+_LIMITS: dict[str, dict[str, Any]] = {
+    "adjusted": {"int": Field(ge=0)},
+    "base": {"float": Field(gt=1)},
+    "beta": {"float": Field(gt=0)},
+    "block_size": {"int": Field(ge=1)},
+    "data_range": {"float": Field(gt=0)},
+    "filter_length": {"int": Field(ge=1)},
+    "max_fpr": {"float": Field(gt=0, le=1)},
+    "min_precision": {"float": _SHARE},
+    "min_recall": {"float": _SHARE},
+    "min_sensitivity": {"float": _SHARE},
+    "min_specificity": {"float": _SHARE},
+    "mouth_map": {"ints": Field(min_length=1)},
+    "n_bins": {"int": Field(ge=1)},
+    "p": {"int": Field(ge=1), "float": Field(ge=1)},
+    "ratio": {"float": Field(gt=0)},
+    "sigma_n_sq": {"float": Field(gt=0)},
+    "thresholds": {"int": Field(ge=2), "floats": Field(min_length=1)},
+    "top_k": {"int": Field(ge=1)},
+    "window_size": {"int": Field(ge=1)},
+    "zero_division": {"float": _SHARE},
+}
+"""the values of a key that functions take, by the word of the type"""
 _TYPES: dict[str, Any] = {
     "bool": bool,
     "int": int,
@@ -65,6 +89,19 @@ _TYPES: dict[str, Any] = {
     "pair": Annotated[tuple[float, float], Field(strict=False)],
     "none": None,
 }
+# What the functions do with [N, K], read in torchmetrics 1.9 and compared by a test.
+_BY_TARGET = {
+    "critical_success_index",
+    "mean_absolute_error",
+    "mean_absolute_percentage_error",
+    "mean_squared_error",
+    "mean_squared_log_error",
+    "minkowski_distance",
+    "symmetric_mean_absolute_percentage_error",
+    "tweedie_deviance_score",
+    "weighted_mean_absolute_percentage_error",
+}
+_BY_OUTPUT = {"explained_variance", "r2_score", "relative_squared_error"}
 _CLASSES_NOT_SCORES = ("nominal", "clustering")
 _AVERAGES = {"average", "multioutput"}
 
@@ -93,6 +130,20 @@ class LibraryMetric(MetricConfig):
         return outputs.kind not in self.several and not any(
             arguments[key] in (None, "none", "raw_values") for key in _AVERAGES & arguments.keys()
         )
+
+    @property
+    def missing(self) -> Literal["targets", "outputs", "samples"]:
+        """What a missing target leaves out: see `MetricConfig.missing`."""
+        if self.name in _BY_TARGET:
+            return "targets"
+        is_weighted = getattr(self, "multioutput", "") == "variance_weighted"
+        by_output = self.is_by_output or self.name in _BY_OUTPUT
+        return "outputs" if by_output and not is_weighted else "samples"
+
+    @property
+    def averages_outputs(self) -> bool:
+        """Whether the metric is the mean of the numbers of columns."""
+        return self.name in _BY_OUTPUT and getattr(self, "multioutput", "") != "raw_values"
 
     def uses_labels(self, outputs: Outputs) -> bool:
         """Return whether predicted classes suffice."""
@@ -140,7 +191,7 @@ def __getattr__(name: str) -> type[LibraryMetric]:
     fields: dict[str, Any] = {"name": (Literal[name], name)}
     for key, value in row["keys"].items():
         default = value.get("default", ...)
-        fields[key] = (_type(value), Field(default, description=DESCRIPTIONS[key]))
+        fields[key] = (_type(key, value, row), Field(default, description=DESCRIPTIONS[key]))
     kinds = row["kinds"]
     config = create_model(name, __base__=LibraryMetric, __module__=__name__, **fields)
     config.__doc__ = f"`{name}` of torchmetrics, for {list_words(kinds)} outputs."
@@ -153,8 +204,35 @@ def __getattr__(name: str) -> type[LibraryMetric]:
     return config
 
 
-def _type(key: Mapping[str, Any]) -> Any:
-    options = [_TYPES[word] for word in key.get("types", [])]
-    if words := key.get("words"):
+def _type(key: str, value: Mapping[str, Any], row: Mapping[str, Any]) -> Any:
+    limits = _LIMITS.get(key, {})
+    if row["package"] == "classification" and key in ("threshold", "thresholds", "fpr_range"):
+        limits = {"pair": AfterValidator(_require_range), "float": _SHARE} | limits
+        limits["floats"] = AfterValidator(_require_shares)
+    if key == "power":
+        limits = {"float": AfterValidator(_require_power)}
+    options = [
+        Annotated[_TYPES[word], limits[word]] if word in limits else _TYPES[word]
+        for word in value.get("types", [])
+    ]
+    if words := value.get("words"):
         options.insert(0, Literal[tuple(words)])
     return reduce(or_, options)
+
+
+def _require_shares(thresholds: list[float]) -> list[float]:
+    if not thresholds or not all(0 <= each <= 1 for each in thresholds):
+        raise ValueError("thresholds are probabilities, from 0 to 1, and at least one")
+    return thresholds
+
+
+def _require_range(rates: tuple[float, float]) -> tuple[float, float]:
+    if not 0 <= rates[0] < rates[1] <= 1:
+        raise ValueError("the least rate is below the largest, and both are from 0 to 1")
+    return rates
+
+
+def _require_power(power: float) -> float:
+    if 0 < power < 1:
+        raise ValueError("there is no Tweedie distribution of a power between 0 and 1")
+    return power

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...core.errors import DataError
 from .gather import SampleRows
 from .meters import MeanMeters
+from .missing import measure_given
 from .tables import MISSING, MetricConfig, Outputs
 
 MAX_CLASSES = 1024
@@ -84,7 +85,7 @@ class MetricSet:
         Args:
             predictions: logits, numbers of a regression, or classes; shapes as in `Outputs`.
             targets: classes, 0 or 1 for each label, or numbers. A negative class and NaN are no
-                target, and the sample does not count; of several labels, that label alone.
+                target, and the sample does not count; of several labels or numbers, that one alone.
 
         Raises:
             DataError: a target is no class, shapes do not match, or torchmetrics refuses them.
@@ -132,7 +133,7 @@ class MetricSet:
         if kind == "regression":
             predictions, targets = predictions.float().reshape(targets.shape), targets.float()
             is_target = ~targets.isnan()
-            is_target = is_target.flatten(1).all(1) if is_target.dim() > 1 else is_target
+            is_target = is_target.flatten(1).any(1) if is_target.dim() > 1 else is_target
             return predictions[is_target], targets[is_target]
         targets = targets.nan_to_num(nan=MISSING) if targets.is_floating_point() else targets
         # Labels of one sample have a row; everything else is a sample of its own.
@@ -241,6 +242,8 @@ class MetricSet:
     def _call(
         self, config: MetricConfig, predictions: Tensor, targets: Tensor
     ) -> Tensor | Mapping[str, Tensor]:
+        if self._outputs.kind == "regression":
+            return measure_given(config, self._functions[config.row_key], predictions, targets)
         if self._outputs.kind == "multilabel" and not hasattr(config, "ignore_index"):
             whole = (targets >= 0).all(1)  # it has no word for a label that is missing
             predictions, targets = predictions[whole], targets[whole]
@@ -279,8 +282,12 @@ def _ignored(config: MetricConfig) -> int | None:
 
 def _weigh(config: MetricConfig, targets: Tensor, outputs: Outputs) -> float:
     """Return how many samples a metric counts; a label that it ignores is a part of one."""
-    if outputs.kind == "regression" or not len(targets):
-        return float(len(targets))
+    if not len(targets):
+        return 0.0
+    if outputs.kind == "regression":
+        is_given = ~targets.isnan().view(len(targets), -1)
+        is_part = config.missing != "samples"
+        return float(is_given.double().mean(1).sum() if is_part else is_given.all(1).sum())
     is_counted = targets >= 0
     if (ignored := _ignored(config)) is not None:
         is_counted &= targets != ignored

@@ -58,6 +58,20 @@ class MetricConfig(Component):
     """what `evaluate.direction` defaults to"""
 
     @property
+    def missing(self) -> Literal["targets", "outputs", "samples"]:
+        """What a missing target of a regression leaves out of the metric.
+
+        "targets": that target alone, for functions of each number by itself; "outputs": that
+        target, for functions of each column; "samples": the sample.
+        """
+        return "samples"
+
+    @property
+    def averages_outputs(self) -> bool:
+        """Whether the metric is the mean of the numbers of columns."""
+        return False
+
+    @property
     def row_key(self) -> str:
         """The key of the metric in rows of evaluations."""
         return self.key or self.name

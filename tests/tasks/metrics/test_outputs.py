@@ -158,9 +158,15 @@ def test_a_rank_without_samples_learns_the_classes_of_the_others():
             'top_k" of the metric "accuracy": there are 3',
         ),
         (["accuracy"], (5, 3), (4,), r"outputs \[5, 3\], targets \[4\]"),
-        ([{"name": "roc", "thresholds": 1}], (5, 3), (5,), 'metric "roc" fails'),
     ],
 )
 def test_what_does_not_fit_is_named(tables, logits, classes, message):
     with pytest.raises(DataError, match=message):
         measure(build(OPEN, *tables), torch.zeros(logits), torch.zeros(classes).long())
+
+
+def test_what_torchmetrics_refuses_of_the_samples_is_told_with_their_shapes():
+    collected = build(Outputs("regression", 1), {"name": "r2_score"})
+    collected.update(torch.zeros(1), torch.zeros(1))
+    with pytest.raises(DataError, match=r'metric "r2_score" fails for predictions \[1\]'):
+        collected.compute()
