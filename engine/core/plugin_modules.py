@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.abc import Loader  # costs a start ten milliseconds
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import cast
 
@@ -30,11 +32,18 @@ GONE = "trainer.engine.loss"
 """the package of a moved module that has no package now"""
 
 
-def import_plugins(modules: Sequence[str]) -> list[tuple[str, str]]:
-    """Import the modules that register components; return those that cannot be, and why."""
+def import_plugins(modules: Mapping[str, Path | None]) -> list[tuple[str, str]]:
+    """Import the modules that register components; return those that cannot be, and why.
+
+    Args:
+        modules: for each module's name, the folder in which it is looked for if Python does not
+            find it; None: in none.
+    """
     broken = []
-    for module in modules:
+    for module, folder in modules.items():
         try:
+            if folder is not None:
+                _look_beside(module, folder)
             import_module(module)
         # A plugin runs any code, `sys.exit` included: it must not hide what else is wrong.
         except (Exception, SystemExit) as error:
@@ -42,13 +51,25 @@ def import_plugins(modules: Sequence[str]) -> list[tuple[str, str]]:
     return broken
 
 
+def _look_beside(module: str, folder: Path) -> None:
+    """Let Python find a module in a folder, and what the module imports from there.
+
+    The folder comes last, so that nothing in it hides an installed module.
+    """
+    top = module.partition(".")[0]
+    if top in sys.modules or find_spec(top) is not None:
+        return
+    if PathFinder.find_spec(top, [str(folder)]) is not None:
+        sys.path.append(str(folder))
+
+
 def require_plugins(modules: Sequence[str]) -> None:
-    """Import the modules that `--plugin` names.
+    """Import the modules that `--plugin` names, from the working directory too.
 
     Raises:
         RecipeError: those that cannot be imported, and why.
     """
-    broken = import_plugins(modules)
+    broken = import_plugins(dict.fromkeys(modules, Path.cwd()))
     if broken:
         raise RecipeError([Problem(message, "--plugin") for _, message in broken])
 

@@ -12,9 +12,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from ..checkpoint.manifest import MANIFEST
 from ..core.errors import Problem, RecipeError
 from ..core.files import address_problem, require_path
 from ..core.plugin_modules import import_plugins
+from ..core.run_dir import RunDirectory
 from ..core.text.display import format_value
 from ..core.text.positions import KeyPath
 from ..core.text.tree import Origin, Tree, key_paths
@@ -97,7 +99,7 @@ def load_tree(
     # Before anything looks up a component: plugins register the names that recipes use.
     if trusted is not None:
         _require_trusted(tree, trusted)
-    problems += _import_plugins(tree)
+    problems += _import_plugins(tree, is_users=trusted is None)
     _name_run(tree, path)
     _leave_behind(tree)
     _share_plugin_tables(tree)
@@ -149,9 +151,29 @@ def _require_trusted(tree: Tree, trusted: Collection[str]) -> None:
         raise RecipeError(problems)
 
 
-def _import_plugins(tree: Tree) -> list[Problem]:
+def _import_plugins(tree: Tree, *, is_users: bool) -> list[Problem]:
+    """Import the modules of `[plugins]`.
+
+    Args:
+        tree: the recipe.
+        is_users: whether the user named its file, so that modules beside it are the user's too.
+    """
     named = _named_modules(tree)
-    return [tree.problem(named[module], message) for module, message in import_plugins([*named])]
+    folders = {
+        module: _search_folder(tree.origin(path), is_users) for module, path in named.items()
+    }
+    return [tree.problem(named[module], message) for module, message in import_plugins(folders)]
+
+
+def _search_folder(origin: Origin, is_users: bool) -> Path | None:
+    """Return the folder beside which a module may lie; None: only where Python looks."""
+    folder = origin.folder.absolute()
+    if origin.file == SET:
+        return folder
+    # What lies in the folder of a run or a checkpoint may be another's.
+    run = RunDirectory(folder)
+    is_run = run.checkpoints.exists() or run.metrics.exists() or (folder / MANIFEST).exists()
+    return folder if is_users and not is_run else None
 
 
 def _name_run(tree: Tree, path: Path) -> None:
