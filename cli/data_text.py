@@ -74,7 +74,12 @@ def print_inspection(inspection: Inspection) -> None:
         ]
     )
     for number, text in inspection.samples.items():
-        echo(f"\ndocument {number:,}:\n  {make_printable(text[:SAMPLE_CHARACTERS])}")
+        if pieces := inspection.loss_samples.get(number):
+            marked = "".join(f"»{each.text}«" if each.in_loss else each.text for each in pieces)
+            echo(f"\ndocument {number:,}, »between these marks« what counts in the loss:")
+            echo(f"  {make_printable(marked)}")
+        else:
+            echo(f"\ndocument {number:,}:\n  {make_printable(text[:SAMPLE_CHARACTERS])}")
     for name in inspection.damaged:
         echo(f"\ndamaged: {name} is not what was written")
     if inspection.unchecked:

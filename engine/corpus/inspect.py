@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128_digest
 
 from ..core.errors import DataError
-from ..tokenizers.tokenizer import Tokenizer
+from ..tokenizers.tokenizer import SpecialTokenDecoder, Tokenizer
 from .manifest import OFFSETS, find_damaged_files, list_unchecked_files, read_manifest
 from .retokenize import load_bundled_tokenizer
 from .store import TokenStore
@@ -37,6 +37,14 @@ class LengthBin:
     shortest: int
     longest: int
     documents: int
+
+
+@dataclass(frozen=True)
+class LossPiece:
+    """A run of tokens of a document."""
+
+    text: str
+    in_loss: bool
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,9 @@ class Inspection:
     """names of files without checksums, which older versions did not write"""
     samples: dict[int, str]
     """decoded beginnings of documents, by index of the document"""
+    loss_samples: dict[int, list[LossPiece]]
+    """the same with special tokens, in pieces whose tokens all count in the loss or do not; empty
+    where every token of the corpus counts"""
 
 
 def inspect_folder(folder: Path, samples: int, tokenizer: Tokenizer | None = None) -> Inspection:
@@ -134,6 +145,7 @@ def inspect_store(store: TokenStore, tokenizer: Tokenizer | None, samples: int =
         damaged=[],
         unchecked=[],
         samples=_decode_samples(store, tokenizer, samples) if tokenizer else {},
+        loss_samples=_decode_loss_samples(store, tokenizer, samples) if tokenizer else {},
     )
 
 
@@ -179,9 +191,36 @@ def find_duplicates(store: TokenStore, lengths: NDArray[np.int64]) -> Duplicates
     )
 
 
+def _choose_samples(store: TokenStore, count: int) -> list[int]:
+    spread = np.linspace(0, store.num_documents - 1, count)
+    numbers: list[int] = np.unique(spread.round().astype(int)).tolist()
+    return numbers
+
+
+def _decode_loss_samples(
+    store: TokenStore, tokenizer: Tokenizer, count: int
+) -> dict[int, list[LossPiece]]:
+    """Decode beginnings of documents with special tokens, in runs of one loss mask each."""
+    if store.loss_mask is None:
+        return {}
+    is_able = isinstance(tokenizer, SpecialTokenDecoder)
+    decode = tokenizer.decode_with_special if is_able else tokenizer.decode
+    pieces = {}
+    for number in _choose_samples(store, count):
+        start, stop = store.offsets[number], store.offsets[number + 1]
+        stop = min(stop, start + SAMPLE_TOKENS)
+        tokens, mask = store.tokens[start:stop], np.asarray(store.loss_mask[start:stop], dtype=bool)
+        borders = np.flatnonzero(np.diff(mask)) + 1
+        runs = zip(np.split(tokens, borders), np.split(mask, borders), strict=True)
+        pieces[number] = [
+            LossPiece(decode(run.tolist()), bool(of[0])) for run, of in runs if len(run)
+        ]
+    return pieces
+
+
 def _decode_samples(store: TokenStore, tokenizer: Tokenizer, count: int) -> dict[int, str]:
     """Decode the beginnings of documents at equal distances over the corpus, by document index."""
-    numbers = np.unique(np.linspace(0, store.num_documents - 1, count).round().astype(int)).tolist()
+    numbers = _choose_samples(store, count)
     starts, stops = store.offsets[numbers], store.offsets[[number + 1 for number in numbers]] - 1
     stops = np.minimum(stops, starts + SAMPLE_TOKENS)
     return {

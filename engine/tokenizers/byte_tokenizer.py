@@ -53,6 +53,11 @@ class ByteTokenizer:
         """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
         return bytes(int(token) for token in ids if token < 256).decode(errors="replace")
 
+    def decode_with_special(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, with `<|endoftext|>` for id 256."""
+        parts = (b"<|endoftext|>" if token == 256 else bytes([token]) for token in map(int, ids))
+        return b"".join(parts).decode(errors="replace")
+
     def save(self, folder: Path) -> None:
         """Write files with which transformers gives the same ids; this class does not read them."""
         vocabulary = {character: byte for byte, character in enumerate(byte_characters())}

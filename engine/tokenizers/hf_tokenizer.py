@@ -129,6 +129,10 @@ class HuggingFaceTokenizer:
         """Return the text of ids without special tokens."""
         return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True))
 
+    def decode_with_special(self, ids: Sequence[int]) -> str:
+        """Return the text of ids with special tokens."""
+        return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))
+
     @cached_property
     def token_bytes(self) -> NDArray[np.int64] | None:
         """The bytes of text of each id, [ids]; None if the vocabulary does not tell."""

@@ -42,6 +42,14 @@ class OffsetTokenizer(Protocol):
         """
 
 
+@runtime_checkable
+class SpecialTokenDecoder(Protocol):
+    """A tokenizer that can show special tokens. Those of plugins need not."""
+
+    def decode_with_special(self, ids: Sequence[int]) -> str:
+        """Return the text of the ids with the texts of special tokens."""
+
+
 class Tokenizer(Protocol):
     """The interface that data, evaluation and generation use."""
 

@@ -14,6 +14,7 @@ from tests.docs.walk import ROOT, Reading, Walk
 from trainer.cli.main import COMMANDS
 from trainer.engine.core.errors import RecipeError
 from trainer.engine.recipe.load import load_recipe
+from trainer.engine.recipe.schema import REGISTRIES
 
 
 @pytest.mark.slow
@@ -66,3 +67,9 @@ def test_what_is_measured_is_what_the_newest_results_say():
     )
     table = done.stdout.partition("\n\n")[0]
     assert table in (ROOT / "README.md").read_text(), "put the table under Measured too"
+
+
+def test_every_kind_of_component_has_an_example():
+    page = (ROOT / "docs" / "guide" / "components.md").read_text("utf-8")
+    rows = {line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")}
+    assert REGISTRIES.keys() <= rows
