@@ -271,7 +271,8 @@ def _build(
         raise CheckpointError(
             f"{opened.config.vocab} rows cannot embed the {tokenizer.vocab_size} tokens of the "
             "tokenizer",
-            "give the tokenizer that it was trained with by --tokenizer",
+            "give the tokenizer that it was trained with by --tokenizer; or train with "
+            f"run.init_from and model.vocab_size = {tokenizer.vocab_size}, which adds rows",
         )
     return tokenizer
 

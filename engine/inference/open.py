@@ -167,6 +167,13 @@ def open_found(
             f"{found.path} was trained with another tokenizer than {recipe.tokenizer.name} is now",
             "restore the tokenizer's files as they were",
         )
+    if manifest is None and tokenizer.vocab_size > recipe.model.vocab:
+        raise CheckpointError(
+            f"the tokenizer of {found.path} has {tokenizer.vocab_size} tokens, and its model has "
+            f"rows for {recipe.model.vocab}",
+            f"train it with run.init_from and model.vocab_size = {tokenizer.vocab_size}, which "
+            "adds rows, or restore the tokenizer that it was trained with",
+        )
     if manifest is not None and average and not _averaged(manifest):
         raise CheckpointError(
             f"{found.path} holds no averaged weights", "train with [ema] decay, such as 0.999"

@@ -217,3 +217,22 @@ def test_a_recipe_whose_task_reads_no_documents_is_refused(
     done = run_trainer("data", *command.split(), path, folder=tmp_path)
     assert done.returncode == 2
     assert f"reads {reads}, and no documents" in done.stderr
+
+
+def test_a_conversation_shows_special_tokens_and_what_counts_in_the_loss(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hé"}, {"role": "assistant", "content": "ho"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{% generation %}{{ m.content }}{% endgeneration %}"
+    )
+    (tmp_path / "t.jinja").write_text(template + "{% endfor %}")
+    (tmp_path / "recipe.toml").write_text(
+        '[run]\nsteps = 1\n[data]\npacking = "documents"\ncache_dir = "cache"\n'
+        '[[data.sources]]\nname = "chat"\npath = "chat.jsonl"\ntemplate_file = "t.jinja"\n'
+    )
+    (found,) = inspected(tmp_path / "recipe.toml")
+    pieces = [(piece["text"], piece["in_loss"]) for piece in found["loss_samples"]["0"]]
+    assert "".join(text for text, _ in pieces) == "<user>hé<assistant>ho<|endoftext|>"
+    assert pieces == [("<user>hé<assistant>", False), ("ho<|endoftext|>", True)]
+    output = run("inspect", tmp_path / "recipe.toml").output
+    assert "»ho" in output
