@@ -203,8 +203,9 @@ def _decode_loss_samples(
     """Decode beginnings of documents with special tokens, in runs of one loss mask each."""
     if store.loss_mask is None:
         return {}
-    is_able = isinstance(tokenizer, SpecialTokenDecoder)
-    decode = tokenizer.decode_with_special if is_able else tokenizer.decode
+    decode = tokenizer.decode
+    if isinstance(tokenizer, SpecialTokenDecoder):
+        decode = tokenizer.decode_with_special
     pieces = {}
     for number in _choose_samples(store, count):
         start, stop = store.offsets[number], store.offsets[number + 1]

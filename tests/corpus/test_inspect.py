@@ -233,6 +233,8 @@ def test_a_conversation_shows_special_tokens_and_what_counts_in_the_loss(tmp_pat
     (found,) = inspected(tmp_path / "recipe.toml")
     pieces = [(piece["text"], piece["in_loss"]) for piece in found["loss_samples"]["0"]]
     assert "".join(text for text, _ in pieces) == "<user>hé<assistant>ho<|endoftext|>"
-    assert pieces == [("<user>hé<assistant>", False), ("ho<|endoftext|>", True)]
+    # The template marks both contents as learned.
+    expected = [("<user>", False), ("hé", True), ("<assistant>", False), ("ho<|endoftext|>", True)]
+    assert pieces == expected
     output = run("inspect", tmp_path / "recipe.toml").output
     assert "»ho" in output
