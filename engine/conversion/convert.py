@@ -271,8 +271,7 @@ def _build(
         raise CheckpointError(
             f"{opened.config.vocab} rows cannot embed the {tokenizer.vocab_size} tokens of the "
             "tokenizer",
-            "give the tokenizer that it was trained with by --tokenizer; or train with "
-            f"run.init_from and model.vocab_size = {tokenizer.vocab_size}, which adds rows",
+            "give the tokenizer of its training by --tokenizer, or add rows: run.init_from",
         )
     return tokenizer
 

@@ -162,18 +162,7 @@ def open_found(
     if average and manifest is None:
         raise CheckpointError(f"{found.path} is a Hugging Face folder: it has one set of weights")
     tokenizer = recipe.tokenizer.build()
-    if manifest is not None and tokenizer.fingerprint != manifest.tokenizer:
-        raise CheckpointError(
-            f"{found.path} was trained with another tokenizer than {recipe.tokenizer.name} is now",
-            "restore the tokenizer's files as they were",
-        )
-    if manifest is None and tokenizer.vocab_size > recipe.model.vocab:
-        raise CheckpointError(
-            f"the tokenizer of {found.path} has {tokenizer.vocab_size} tokens, and its model has "
-            f"rows for {recipe.model.vocab}",
-            f"train it with run.init_from and model.vocab_size = {tokenizer.vocab_size}, which "
-            "adds rows, or restore the tokenizer that it was trained with",
-        )
+    _check_tokenizer(found, tokenizer)
     if manifest is not None and average and not _averaged(manifest):
         raise CheckpointError(
             f"{found.path} holds no averaged weights", "train with [ema] decay, such as 0.999"
@@ -260,6 +249,18 @@ def _replace_plan(recipe: Recipe, parallel: Parallel) -> Recipe:
             "precision": precision,
         }
     )
+
+
+def _check_tokenizer(found: FoundModel, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer that the model was not trained with."""
+    name, rows, size = found.recipe.tokenizer.name, found.recipe.model.vocab, tokenizer.vocab_size
+    if found.manifest is None and size > rows:
+        message = f"{rows} rows of {found.path} cannot embed its tokenizer's {size} tokens"
+        hint = f"train it with run.init_from and model.vocab_size = {size}, which adds rows"
+        raise CheckpointError(message, hint)
+    if found.manifest is not None and tokenizer.fingerprint != found.manifest.tokenizer:
+        message = f"{found.path} was trained with another tokenizer than {name} is now"
+        raise CheckpointError(message, "restore the tokenizer's files as they were")
 
 
 class PipelinedModel(LanguageModel):
