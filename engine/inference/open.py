@@ -253,8 +253,9 @@ def _replace_plan(recipe: Recipe, parallel: Parallel) -> Recipe:
 
 def _check_tokenizer(found: FoundModel, tokenizer: Tokenizer) -> None:
     """Refuse a tokenizer that the model was not trained with."""
-    name, rows, size = found.recipe.tokenizer.name, found.recipe.model.vocab, tokenizer.vocab_size
-    if found.manifest is None and size > rows:
+    name, size = found.recipe.tokenizer.name, tokenizer.vocab_size
+    # config.json says how many rows there are; a checkpoint's recipe may leave it open.
+    if found.manifest is None and size > (rows := found.recipe.model.vocab):
         message = f"{rows} rows of {found.path} cannot embed its tokenizer's {size} tokens"
         hint = f"train it with run.init_from and model.vocab_size = {size}, which adds rows"
         raise CheckpointError(message, hint)
