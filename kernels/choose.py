@@ -12,6 +12,7 @@ from .attention.local import attend
 from .attention.partial import MATMUL, PartialAttention
 from .attention.partial_sdpa import SDPA
 from .attention.reference import document_mask
+from .attention.varlen import attend_rows, find_documents, has_flash
 from .permute.permutation import Permutation
 from .registry import kernels, load
 from .rms_norm.reference import zero_centered_rms_norm
@@ -43,7 +44,7 @@ class Kernels:
     attention: Callable[..., Tensor]
     """see `attention.local.attend`, less its first argument"""
     attention_mask: Callable[..., Tensor]
-    """see `attention.reference.document_mask`"""
+    """see `attention.varlen.find_documents`"""
     ragged_attention: Callable[..., Tensor]
     """what `attention` does with flat rows; see `attention.ragged.attend_in_blocks`"""
     partial_attention: PartialAttention
@@ -120,12 +121,16 @@ def choose(
     if faults:
         raise UnavailableKernelsError(faults)
     attention = reasons["attention"].partition(":")[0]
+    varlen = None
+    if attention == "sdpa" and device_type == "cuda" and has_flash():
+        varlen = attend_rows
+    ragged = chosen["ragged_attention"]
     return Kernels(
         **{
             **chosen,
-            "attention": partial(attend, chosen["attention"], ragged=chosen["ragged_attention"]),
+            "attention": partial(attend, chosen["attention"], ragged=ragged, varlen=varlen),
         },
-        attention_mask=document_mask,
+        attention_mask=document_mask if varlen is None else find_documents,
         # A plugin's attention has no partial form; torch's computes the same.
         partial_attention=PARTIAL_ATTENTION.get(attention, SDPA),
         reasons=reasons,

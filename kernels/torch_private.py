@@ -52,6 +52,8 @@ HOMES = {
     "attend_flash_backward": f"{_ATEN}._scaled_dot_product_flash_attention_backward",
     "attend_flash_cpu": f"{_ATEN}._scaled_dot_product_flash_attention_for_cpu",
     "attend_flash_cpu_backward": f"{_ATEN}._scaled_dot_product_flash_attention_for_cpu_backward",
+    "attend_flash_varlen": f"{_ATEN}._flash_attention_forward",
+    "attend_flash_varlen_backward": f"{_ATEN}._flash_attention_backward",
     "attend_efficient": f"{_ATEN}._scaled_dot_product_efficient_attention",
     "attend_efficient_backward": f"{_ATEN}._scaled_dot_product_efficient_attention_backward",
     # Dispatch, autograd and tensor subclasses.

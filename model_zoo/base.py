@@ -58,6 +58,8 @@ class Model(nn.Module):
     """names and shapes of the parameters that other pipeline stages hold instead of this rank"""
     remote_buffers: Mapping[str, tuple[int, ...]] = {}
     """names and shapes of the saved buffers that other pipeline stages hold instead of this rank"""
+    takes_max_documents: bool = False
+    """whether `forward` takes the most documents of a row beside their ids"""
     takes_padding: bool = False
     """whether `forward` takes `padding_mask`"""
     own_positions: Callable[[Tensor], Tensor] = staticmethod(lambda whole: whole)

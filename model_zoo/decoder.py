@@ -78,6 +78,7 @@ class Decoder(LanguageModel):
         kernels: the implementations.
     """
 
+    takes_max_documents = True
     writers: ClassVar[tuple[str, ...]] = (
         "attention.o.weight",
         "mlp.down.weight",
@@ -151,7 +152,11 @@ class Decoder(LanguageModel):
         return rotation(positions, self.frequencies, scale)
 
     def tables(
-        self, positions: Tensor, document_ids: Tensor | None, cache: KVCache | None
+        self,
+        positions: Tensor,
+        document_ids: Tensor | None,
+        cache: KVCache | None,
+        max_documents: int | None = None,
     ) -> Sequence[Tables]:
         """Return rotation and mask for each block, and count the positions into the cache.
 
@@ -159,13 +164,14 @@ class Decoder(LanguageModel):
             positions: [S] or [B, S].
             document_ids: see `LanguageModel.forward`.
             cache: see there.
+            max_documents: see there.
         """
         keys = document_ids
         if cache is not None:
             keys = cache.extend(positions.shape[-1], document_ids)
         mask = None
         if document_ids is not None and keys is not None:
-            mask = self.attention_mask(document_ids, keys)
+            mask = self.attention_mask(document_ids, keys, max_documents=max_documents)
         return [(*self.rotation(positions), mask)] * self.config.n_layers
 
     def embed_tokens(self, tokens: Tensor | None) -> Tensor:
@@ -202,6 +208,7 @@ class Decoder(LanguageModel):
         loss: LossFunction | None = None,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
+        max_documents: int | None = None,
         padding_mask: Tensor | None = None,
         lengths: SampleLengths | None = None,
         cache: KVCache | None = None,
@@ -229,7 +236,9 @@ class Decoder(LanguageModel):
             # Samples of a flat row are told apart by their lengths.
             mask = None if lengths is not None else padding_mask
             document_ids = apart_from_padding(document_ids, mask)
-        tables = self.tables(positions, document_ids, cache)
+            if max_documents is not None and mask is not None:
+                max_documents += 1  # the filler at the end of a row
+        tables = self.tables(positions, document_ids, cache, max_documents)
         if lengths is not None:
             tables = [(cos, sin, lengths) for cos, sin, _ in tables]
         weights = self.token_weights(padding_mask, lengths)

@@ -86,6 +86,7 @@ class LanguageModel(Model):
         loss: LossFunction | None = None,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
+        max_documents: int | None = None,
         padding_mask: Tensor | None = None,
         lengths: SampleLengths | None = None,
         cache: KVCache | None = None,
@@ -103,6 +104,9 @@ class LanguageModel(Model):
                 It is called for the labels first, then for what else the model learns to predict.
             positions: [B, S] position of each token in its document; default 0..S-1.
             document_ids: [B, S] attention stays inside runs of equal numbers; default: no borders.
+            max_documents: a number that the documents of no row exceed, so that attention on a GPU
+                needs no mask (see `kernels.attention.varlen.find_documents`); a model may leave
+                it out: see `Model.takes_max_documents`.
             padding_mask: [B, S] bool of whole rows, True at filler, which belongs to no document:
                 experts take no such token, and routers do not count it; default: there is none.
             lengths: of the samples of a flat row, where B = 1 and S = T: attention and positions

@@ -98,6 +98,10 @@ class Batch:
         """Return the batch without what only a model with experts reads."""
         return self
 
+    def count_documents(self) -> Self:
+        """Return the batch, which lies on the host, with the most documents of a row."""
+        return self
+
     def _slice(self, first: int, stop: int) -> Self:
         """Return some of the rows."""
 
@@ -136,6 +140,7 @@ class TokenBatch(Batch):
             label, such as a prompt's, is no filler. None: there is none.
         row_lengths: tokens of each row, where rows have no padding: tokens, labels and positions
             are then [1, T], the rows one after the other. None: rows have one length.
+        max_documents: a number that the documents of no row exceed; see `LanguageModel.forward`.
     """
 
     tokens: Tensor
@@ -145,6 +150,7 @@ class TokenBatch(Batch):
     sources: Tensor | None = None
     padding_mask: Tensor | None = None
     row_lengths: SampleLengths | None = None
+    max_documents: int | None = None
 
     @property
     def padding(self) -> Tensor | None:
@@ -166,6 +172,18 @@ class TokenBatch(Batch):
     def without_padding(self) -> Self:
         """Return the batch without the padding mask, which only routers read."""
         return replace(self, padding_mask=None)
+
+    def count_documents(self) -> Self:
+        """Return the batch with the most documents of a row, rounded up to a power of two.
+
+        The host counts, because a model on a GPU would wait for the number. A power of two, so
+        that few sizes are compiled.
+        """
+        ids = self.document_ids
+        if ids is None:
+            return self
+        most = int((ids[:, 1:] != ids[:, :-1]).sum(1).max()) + 1
+        return replace(self, max_documents=1 << (most - 1).bit_length())
 
 
 @dataclass(frozen=True)

@@ -281,6 +281,7 @@ class PipelinedModel(LanguageModel):
         self.pipeline = pipeline
         self.vocab = vocab
         self.takes_padding = model.takes_padding
+        self.takes_max_documents = model.takes_max_documents
         self._caches: tuple[KVCache | None, dict[int, KVCache]] = None, {}
 
     def forward(

@@ -114,13 +114,14 @@ class TextScorer:
         taken = self.plan.take(batch, self.model).to(self.plan.device)
         batch = cast("TokenBatch", taken)
         scores = TokenScores(self.vocabulary)
+        given = {"max_documents": batch.max_documents, "padding_mask": batch.padding_mask}
         self.model(
             batch.tokens,
             labels=batch.labels,
             loss=scores,
             positions=batch.positions,
             document_ids=batch.document_ids,
-            **({} if batch.padding_mask is None else {"padding_mask": batch.padding_mask}),
+            **{name: value for name, value in given.items() if value is not None},
         )
         shape = batch.labels.shape
         assert scores.nll is not None, "the model called it"

@@ -75,6 +75,8 @@ class Plan(LocalRank):
         # Only routers read the mask: without experts it need not be split and copied to the device.
         if not model.takes_padding:
             batch = batch.without_padding()
+        if self.device.type == "cuda" and model.takes_max_documents:
+            batch = batch.count_documents()
         for axis in self.axes:
             batch = axis.take(batch)
         return batch

@@ -267,6 +267,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "aten._scaled_dot_product_flash_attention_for_cpu.default",
         "aten._scaled_dot_product_efficient_attention.default",
         "aten._scaled_dot_product_cudnn_attention.default",
+        "trainer.varlen_attention.default",
         "higher_order.flex_attention",
     ),
     # Where torch has no fused RMSNorm kernel, as on a CPU, rsqrt is one of the operations it makes.

@@ -1,7 +1,8 @@
 """Sliding-window and chunked attention, by any implementation of `reference`.
 
 A row is cut into blocks, and each block attends to the keys that it can reach as if it were a row
-of its own. So work and memory grow with the reach, and not with the length of the row.
+of its own. So work and memory grow with the reach, and not with the length of the row. On GPUs
+flash attention leaves out the rest by itself: see `varlen`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from torch import Tensor
 
 from ..ragged.lengths import SampleLengths
 from .ragged import attend_in_blocks
+from .varlen import Documents, takes_varlen
 
 Attention = Callable[..., Tensor]
-Mask = Tensor | SampleLengths | None
-"""which keys a query sees; lengths: the keys before it in its sample of a flat row"""
+Mask = Tensor | Documents | tuple[Tensor | Documents, ...] | SampleLengths | None
+"""which keys a query sees; lengths: the keys before it in its sample of a flat row; several: one
+for each of the pieces of a rank of the context axis"""
 SMALLEST_BLOCK = 64
 
 
@@ -28,7 +31,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Mask = None,
+    mask: Tensor | Documents | SampleLengths | None = None,
     *,
     window: int | None = None,
     chunk: int | None = None,
@@ -36,6 +39,7 @@ def attend(
     causal: bool = True,
     softcap: float | None = None,
     ragged: Attention = attend_in_blocks,
+    varlen: Attention | None = None,
 ) -> Tensor:
     """Attend to the keys within reach.
 
@@ -44,7 +48,8 @@ def attend(
         query: see there.
         key: see there.
         value: see there.
-        mask: see there; or the lengths of the samples of a flat row, where B = 1.
+        mask: see there; or the documents of packed rows; or the lengths of the samples of a flat
+            row, where B = 1.
         window: how many keys a query sees at most, its own the last (arXiv:2004.05150, section 3).
         chunk: a query sees the keys of its own chunk of so many positions, counted from the first
             key (Llama 4). Not with a mask: chunks are then told apart in it, as documents are.
@@ -52,6 +57,8 @@ def attend(
         causal: see there; windows and chunks are of causal attention.
         softcap: see there.
         ragged: attends within the samples of a flat row; see `ragged.attend_in_blocks`.
+        varlen: attends in place of `base` where that would need a mask, if it takes the dtype and
+            the width of heads; see `varlen.attend_rows`. None: `base` does it all.
 
     Returns:
         [B, S, H, K].
@@ -64,13 +71,23 @@ def attend(
         if softcap is not None:
             limits["softcap"] = softcap
         return ragged(partial(attend, base), query, key, value, mask, **limits)
+    length = key.shape[1]
+    documents = mask if isinstance(mask, Documents) else None
+    if varlen is not None and softcap is None and takes_varlen(query):
+        is_local = window is not None and window < length
+        reaches_all = chunk is None or chunk >= length
+        is_masked = causal and mask is None and (is_local or 1 < query.shape[1] < length)
+        if documents is not None or (reaches_all and is_masked):
+            limits = {"window": window, "sinks": sinks, "causal": causal}
+            return varlen(query, key, value, documents, **limits)
+    if documents is not None:
+        mask = documents.mask(causal=causal)
     if softcap is not None:
         # Only where it is set, so that an implementation without it serves other models.
         base = partial(base, softcap=softcap)
     if not causal:
         return base(query, key, value, mask, sinks, causal=False)
     assert chunk is None or mask is None, "a mask tells chunks apart itself"
-    length = key.shape[1]
     if window is not None and window < length:
         return _attend_windows(base, query, key, value, mask, window, sinks)
     if chunk is not None and chunk < length:

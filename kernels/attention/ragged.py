@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from inspect import signature
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..ragged.lengths import SampleBlocks, SampleLengths
+from .varlen import attend_runs, takes_varlen
 
 Attention = Callable[..., Tensor]
-FLASH_MAX_WIDTH = 256
 
 
 def attend_in_blocks(
@@ -114,18 +111,6 @@ class _FromBlocks(torch.autograd.Function):
         return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, slots, grad), None
 
 
-@cache
-def _varlen() -> tuple[Callable[..., Any], bool] | None:
-    """Return torch's attention of flat rows, and whether heads may share keys; None without it."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    known = signature(varlen_attn).parameters
-    # Before windows came, it had another argument for causal attention.
-    return (varlen_attn, "enable_gqa" in known) if "window_size" in known else None
-
-
 def attend_varlen(
     attend: Attention,
     query: Tensor,
@@ -139,39 +124,20 @@ def attend_varlen(
     causal: bool = True,
     softcap: float | None = None,
 ) -> Tensor:
-    """Attend with torch's flash attention for flat rows; what it cannot do is done in blocks.
+    """Attend with flash attention for flat rows; what it cannot do is done in blocks.
 
-    That is fp32, chunks, sinks, capped scores, and heads of more than 256 numbers. See
+    That is fp32, chunks, capped scores, and heads of more than 256 numbers. See
     `attend_in_blocks`.
     """
-    varlen, width = _varlen(), query.shape[-1]
     reaches_all = chunk is None or chunk >= lengths.longest
-    is_half = query.dtype in (torch.float16, torch.bfloat16)
-    if (
-        varlen is None
-        or not is_half
-        or not reaches_all
-        or sinks is not None
-        or softcap is not None
-        or width % 8
-        or width > FLASH_MAX_WIDTH
-    ):
+    if not reaches_all or softcap is not None or not takes_varlen(query):
         limits = {"window": window, "chunk": chunk, "sinks": sinks, "softcap": softcap}
         return attend_in_blocks(attend, query, key, value, lengths, causal=causal, **limits)
-    function, shares_heads = varlen
-    missing, W = width - value.shape[-1], value.shape[-1]
-    if missing:
-        value = F.pad(value, (0, missing))  # flash attention has one width for all
-    repeats, arguments = query.shape[2] // key.shape[2], {}
-    if repeats > 1 and shares_heads:
-        arguments = {"enable_gqa": True}
-    elif repeats > 1:
-        key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
-    out: Tensor = function(
+    out = attend_runs(
         *(query[0], key[0], value[0], lengths.offsets, lengths.offsets),
-        *(lengths.longest, lengths.longest),
-        # How many keys before and after its own a query sees: -1 is all.
-        window_size=(-1 if window is None else window - 1, 0 if causal else -1),
-        **arguments,
+        longest=(lengths.longest, lengths.longest),
+        window=window,
+        sinks=sinks,
+        causal=causal,
     )
-    return out[None, ..., :W]
+    return out.unsqueeze(0)

@@ -53,7 +53,8 @@ def sdpa(
         mask = torch.ones(S, L, dtype=torch.bool, device=query.device).tril(L - S)
     repeats = query.shape[2] // key.shape[2]
     if repeats > 1 and mask is not None and query.is_cuda:
-        # torch's only fused CUDA kernel with a mask does not know grouped heads.
+        # What is left to masks on GPUs is fp32 and unusual widths (see `varlen`): the only fused
+        # kernel for those does not know grouped heads.
         k_BGLK, v_BGLK = (x.repeat_interleave(repeats, dim=1) for x in (k_BGLK, v_BGLK))
     out_BHSK = F.scaled_dot_product_attention(
         q_BHSK,
@@ -68,13 +69,16 @@ def sdpa(
     return out_BHSK.transpose(1, 2)[..., :W]
 
 
-def document_mask(queries: Tensor, keys: Tensor, *, causal: bool = True) -> Tensor:
+def document_mask(
+    queries: Tensor, keys: Tensor, *, causal: bool = True, max_documents: int | None = None
+) -> Tensor:
     """Return which positions see which: those before them, and themselves, of their document.
 
     Args:
         queries: [B, S] number of each position's document; the last one stands at the last key.
         keys: [B, L].
         causal: whether positions see no later ones; else they see all of their document.
+        max_documents: unused; see `varlen.find_documents`.
 
     Returns:
         [B, 1, S, L] bool.

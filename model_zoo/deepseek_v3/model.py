@@ -94,6 +94,7 @@ class DeepSeekV3(Decoder):
         loss: LossFunction | None = None,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
+        max_documents: int | None = None,
         padding_mask: Tensor | None = None,
         lengths: SampleLengths | None = None,
         cache: KVCache | None = None,
@@ -113,6 +114,7 @@ class DeepSeekV3(Decoder):
             loss=loss,
             positions=positions,
             document_ids=document_ids,
+            max_documents=max_documents,
             padding_mask=padding_mask,
             lengths=lengths,
             cache=cache,
@@ -131,7 +133,8 @@ class DeepSeekV3(Decoder):
         # A function, and not the targets: they are computed inside the head, from its norm's
         # output.
         targets = partial(
-            self._further_targets, tokens, labels, positions, document_ids, padding_mask, lengths
+            self._further_targets,
+            *(tokens, labels, positions, document_ids, max_documents, padding_mask, lengths),
         )
         tied_weight = self.embed.local("weight") if self.config.is_tied else None
         out: Tensor = self.head(before, labels, loss, tied_weight, further_targets=targets)
@@ -143,6 +146,7 @@ class DeepSeekV3(Decoder):
         labels: Tensor,
         positions: Tensor,
         document_ids: Tensor | None,
+        max_documents: int | None,
         padding_mask: Tensor | None,
         lengths: SampleLengths | None,
         hidden_BSD: Tensor,
@@ -155,7 +159,7 @@ class DeepSeekV3(Decoder):
         cos, sin = self.rotation(positions)
         mask: Mask = lengths
         if document_ids is not None:
-            mask = self.attention_mask(document_ids, document_ids)
+            mask = self.attention_mask(document_ids, document_ids, max_documents=max_documents)
         if lengths is not None:
             # Samples of a flat row end as documents do.
             document_ids = lengths.numbers.unsqueeze(0)

@@ -33,10 +33,14 @@ class Gemma3(GroupedQueryDecoder):
         return frequencies(self.config.rotary_width, self.local_theta, torch.device("cpu"))
 
     def tables(
-        self, positions: Tensor, document_ids: Tensor | None, cache: KVCache | None
+        self,
+        positions: Tensor,
+        document_ids: Tensor | None,
+        cache: KVCache | None,
+        max_documents: int | None = None,
     ) -> Sequence[Tables]:
         """Return rotation and mask for each block; see `Decoder.tables`."""
-        whole = super().tables(positions, document_ids, cache)
+        whole = super().tables(positions, document_ids, cache, max_documents)
         near = rotation(positions, self.local_frequencies)
         return [
             table if self.config.window_of(number) is None else (*near, table[2])

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ...kernels.attention.local import Mask
 from ...kernels.choose import Kernels
+from ...kernels.ragged.lengths import SampleLengths
 from ..grouped_query_config import GroupedQueryConfig
 from ..language_model import BlockCache
 from .dense import Linear, LocalParameters, RMSNorm, make_norms
@@ -105,7 +106,7 @@ class GroupedQueryAttention(LocalParameters):
 
     def _limits(self, mask: Mask) -> dict[str, Any]:
         """Return the keyword arguments of attention; a mask separates chunks already."""
-        chunk = None if isinstance(mask, Tensor) else self.chunk
+        chunk = self.chunk if mask is None or isinstance(mask, SampleLengths) else None
         sinks = None if self.sinks is None else self.local("sinks")
         limits = {"window": self.window, "chunk": chunk}
         given = {**limits, "sinks": sinks, "softcap": self.softcap}

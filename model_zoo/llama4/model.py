@@ -95,7 +95,11 @@ class Llama4(Decoder):
         return Llama4MoE(config.dim, config.moe, config.norm_eps, kernels)
 
     def tables(
-        self, positions: Tensor, document_ids: Tensor | None, cache: KVCache | None
+        self,
+        positions: Tensor,
+        document_ids: Tensor | None,
+        cache: KVCache | None,
+        max_documents: int | None = None,
     ) -> Sequence[Tables]:
         """Return rotation and mask, or queries' scale and mask, for each block."""
         ids = document_ids
@@ -110,8 +114,11 @@ class Llama4(Decoder):
         keys = ids if cache is None else cache.extend(positions.shape[-1], ids)
         near = far = None
         if ids is not None and keys is not None:
-            near = self.attention_mask(ids, keys)
-            far = self.attention_mask(ids >> 32, keys >> 32)
+            most = max_documents
+            if most is not None:  # each full chunk may end one run more
+                most += keys.shape[1] // self.config.chunk
+            near = self.attention_mask(ids, keys, max_documents=most)
+            far = self.attention_mask(ids >> 32, keys >> 32, max_documents=max_documents)
         scale = self._scale(positions)
         # Blocks without rotation take their scale in place of cosine and sine: all blocks are
         # called alike.

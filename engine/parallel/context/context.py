@@ -7,7 +7,7 @@ arXiv:2407.21783, section 3.3.2), or passed around in a ring.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 
+from ....kernels.attention.local import Mask
+from ....kernels.attention.varlen import Documents
 from ....kernels.choose import Kernels
 from ....kernels.sequence import SequenceShard
 from ....model_zoo.base import Model
@@ -118,15 +120,30 @@ class ContextParallel(AxisParts):
         whole = self._in_order(all_gather_no_grad(x, 1, self.group))
         return torch.cat(self._mine(base(whole, count, fill, document_ids)), dim=1)
 
-    def _documents(self, _queries: Tensor, keys: Tensor) -> Tensor:
+    def _documents(
+        self, _queries: Tensor, keys: Tensor, *, max_documents: int | None = None
+    ) -> Tensor:
         """Return each rank's part of the document ids of whole sequences, [B, C, S / C]."""
         pieces = keys.view(len(keys), 2 * self.ranks, -1)
         first, second = pieces.chunk(2, dim=1)
         return torch.cat([first, second.flip(1)], dim=2)
 
-    def _mask(self, base: Attention, queries: Tensor, keys: Tensor, **reach: Any) -> Tensor:
-        """Return the mask of this rank's queries, [B, 1, S / C, S], from ids of whole sequences."""
-        return torch.cat(self._mine(base(queries, keys, **reach), dim=2), dim=2)
+    def _mask(
+        self, base: Attention, queries: Tensor, keys: Tensor, *, causal: bool = True, **bound: Any
+    ) -> Mask:
+        """Return what this rank's queries see, from ids of whole sequences.
+
+        For causal attention that is a mask, or documents, for each piece, with the keys up to the
+        end of the piece; else a mask [B, 1, S / C, S].
+        """
+        if not causal:
+            return torch.cat(self._mine(base(queries, keys, causal=False), dim=2), dim=2)
+        length = queries.shape[1] // (2 * self.ranks)
+        ends = [(number + 1) * length for number in self.pieces]
+        return tuple(
+            base(piece, keys[:, :end], **bound)
+            for piece, end in zip(self._mine(queries), ends, strict=True)
+        )
 
     def _attend(
         self,
@@ -134,7 +151,7 @@ class ContextParallel(AxisParts):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | None = None,
+        mask: tuple[Tensor | Documents, ...] | Tensor | None = None,
         **reach: Any,
     ) -> Tensor:
         """Attend from this rank's queries, [B, S / C, H, K], to the keys of the whole sequence."""
@@ -146,16 +163,13 @@ class ContextParallel(AxisParts):
         if not reach.get("causal", True):
             return base(query, key, value, mask, **reach)
         length = query.shape[1] // 2
-        masks: Sequence[Tensor | None] = (
-            (None, None) if mask is None else torch.split(mask, length, 2)
-        )
+        masks = (None, None) if mask is None else mask
         outs = []
         for number, part, seen in zip(
             self.pieces, torch.split(query, length, 1), masks, strict=True
         ):
             # Causal attention: later keys are left out, which saves the work of masking them.
             end = (number + 1) * length
-            seen = None if seen is None else seen[..., :end]
             outs.append(base(part, key[:, :end], value[:, :end], seen, **reach))
         return torch.cat(outs, dim=1)
 

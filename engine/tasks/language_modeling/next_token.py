@@ -158,11 +158,12 @@ class NextToken(Task[TokenBatch]):
 
     def arguments(self, batch: TokenBatch) -> dict[str, Any]:
         """Return positions, document ids and, if there are some, the padding mask or lengths."""
-        columns = {"positions": batch.positions, "document_ids": batch.document_ids}
+        columns: dict[str, Any] = {"positions": batch.positions, "document_ids": batch.document_ids}
         if batch.row_lengths is not None:
             return {"positions": batch.positions, "lengths": batch.row_lengths}
-        padding = {} if batch.padding_mask is None else {"padding_mask": batch.padding_mask}
-        return {**columns, **padding}
+        # Only what there is: a plugin's model need not know all.
+        given = {"max_documents": batch.max_documents, "padding_mask": batch.padding_mask}
+        return {**columns, **{k: v for k, v in given.items() if v is not None}}
 
     def loss_arguments(self, batch: TokenBatch, record: LossRecord) -> dict[str, Any]:
         """Return the labels, which a model may learn more from than the task's loss."""
