@@ -70,7 +70,11 @@ def sdpa(
 
 
 def document_mask(
-    queries: Tensor, keys: Tensor, *, causal: bool = True, max_documents: int | None = None
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    causal: bool = True,
+    max_documents: int | None = None,  # noqa: ARG001 # called as `find_documents` is
 ) -> Tensor:
     """Return which positions see which: those before them, and themselves, of their document.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..operators import operator
 from ..torch_private import attend_flash_varlen, attend_flash_varlen_backward
-from .partial import add_sinks, sinks_gradient
+from .partial import add_sinks, sinks_gradient, wide_dtype
 from .reference import document_mask
 
 FLASH_MAX_WIDTH = 256
@@ -179,7 +179,7 @@ def _varlen_like(
     before: int,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    sums = query.new_empty(query.shape[1], len(query), dtype=torch.float32)
+    sums = query.new_empty(query.shape[1], len(query), dtype=wide_dtype(query.dtype))
     return torch.empty_like(query, memory_format=torch.contiguous_format), sums
 
 

@@ -34,7 +34,9 @@ def check(query, key, value, query_offsets, key_offsets, max_queries, max_keys):
 def runs(query_offsets, key_offsets):
     """Yield the slices of each run of queries, and of its keys."""
     pairs = [offsets.tolist() for offsets in (query_offsets, key_offsets)]
-    for first, last, start, end in zip(pairs[0], pairs[0][1:], pairs[1], pairs[1][1:], strict=False):
+    for first, last, start, end in zip(
+        pairs[0], pairs[0][1:], pairs[1], pairs[1][1:], strict=False
+    ):
         yield slice(first, last), slice(start, end)
 
 
@@ -54,7 +56,17 @@ def scores(query, key, causal, before, after):
 
 
 def forward(
-    query, key, value, query_offsets, key_offsets, max_queries, max_keys, dropout, causal, debug, **how
+    query,
+    key,
+    value,
+    query_offsets,
+    key_offsets,
+    max_queries,
+    max_keys,
+    dropout,
+    causal,
+    debug,
+    **how,
 ):
     check(query, key, value, query_offsets, key_offsets, max_queries, max_keys)
     assert dropout == 0

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.flash_formula import flash_on_cpu
 from trainer.kernels.attention import ragged
 from trainer.kernels.attention.local import attend
-from trainer.kernels.attention.ragged import attend_in_blocks, attend_varlen
+from trainer.kernels.attention.ragged import attend_varlen
 from trainer.kernels.ragged import samples
 from trainer.kernels.ragged.lengths import SampleLengths
 from trainer.kernels.registry import kernels, load
@@ -75,44 +76,20 @@ def test_samples_of_one_length_are_not_copied(monkeypatch):
     assert_same(out, one_at_a_time(ATTENTION["matmul"], inputs, [8, 8, 8]), inputs, direction)
 
 
-def varlen_formula(has_grouped_heads):
-    """torch's interface, one sample at a time: (left, 0) sees that many keys before its own."""
-
-    def attend_rows(q, k, v, cu_q, cu_k, longest, _, *, window_size, **options):
-        assert options == ({"enable_gqa": True} if has_grouped_heads else {})
-        assert q.shape[1] == k.shape[1] or has_grouped_heads
-        assert q.shape[2] == k.shape[2] == v.shape[2]
-        assert (cu_q == cu_k).all() and cu_q.dtype == torch.int32  # noqa: PT018 # one interface
-        assert longest == cu_q.diff().max()
-        left, right = window_size
-        assert right == 0
-        window = None if left == -1 else left + 1
-        inputs = [x.unsqueeze(0) for x in (q, k, v)]
-        base = ATTENTION["matmul"]
-        return one_at_a_time(base, inputs, cu_q.diff().tolist(), window=window)[0]
-
-    return attend_rows
-
-
-@pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize("window", [None, 6])
-def test_flat_rows_reach_torchs_kernel_as_it_takes_them(grouped, window, monkeypatch):
-    monkeypatch.setattr(ragged, "_varlen", lambda: (varlen_formula(grouped), grouped))
+def test_flat_rows_reach_torchs_kernel_as_it_takes_them(window):
     lengths = [5, 1, 17, 9]
-    inputs, _ = columns(sum(lengths), width=8, value_width=4)
-    inputs = [x.detach().bfloat16() for x in inputs]
+    inputs, direction = columns(sum(lengths), width=8, value_width=4)
     base = partial(attend, ATTENTION["matmul"])
-    out = attend_varlen(base, *inputs, SampleLengths(lengths), window=window)
-    expected = attend_in_blocks(base, *inputs, SampleLengths(lengths), window=window)
-    assert out.shape == expected.shape
-    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+    with flash_on_cpu():
+        out = attend_varlen(base, *inputs, SampleLengths(lengths), window=window)
+        expected = one_at_a_time(ATTENTION["matmul"], inputs, lengths, window=window)
+        assert_same(out, expected, inputs, direction)
 
 
-@pytest.mark.parametrize(
-    "limits", [{"chunk": 4}, {"sinks": torch.zeros(4, dtype=torch.float64)}, {}]
-)
+@pytest.mark.parametrize("limits", [{"chunk": 4}, {"softcap": 0.5}, {}])
 def test_what_torchs_kernel_cannot_do_is_done_in_blocks(limits, monkeypatch):
-    monkeypatch.setattr(ragged, "_varlen", lambda: (None, True))  # calling it would fail
+    monkeypatch.setattr(ragged, "attend_runs", None)  # calling it would fail
     lengths = [5, 1, 17, 9]
     inputs, direction = columns(sum(lengths))
     base = partial(attend, ATTENTION["matmul"])

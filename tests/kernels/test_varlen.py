@@ -8,7 +8,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cases import also
 from tests.distributed import run_ranks
@@ -23,7 +22,7 @@ from trainer.kernels.attention.reference import document_mask, sdpa
 from trainer.kernels.attention.varlen import attend_rows, find_documents
 from trainer.kernels.choose import choose
 from trainer.kernels.ragged.lengths import SampleLengths
-from trainer.kernels.torch_private import FakeTensorMode
+from trainer.kernels.torch_private import TorchDispatchMode
 
 HEADS, GROUPS, WIDTH, VALUE_WIDTH = 4, 2, 8, 6
 # Of one length in all: short and long documents, one alone, and one token each.
@@ -87,14 +86,12 @@ def test_documents_are_attended_to_in_both_directions():
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize(("queries", "keys"), [(24, 24), (6, 24), (2, 3)])
 def test_queries_at_the_end_of_more_keys_and_windows_need_no_mask(queries, keys, window):
-    (*inputs, sinks), direction = columns(2, queries, keys)
+    (*inputs, _), direction = columns(2, queries, keys)
     place = torch.arange(keys - queries, keys).unsqueeze(1) - torch.arange(keys)
     mask = (place >= 0) & (place < (window or keys))
     expected = sdpa(*inputs, mask.expand(2, 1, -1, -1))
-    needs_none = window is None and queries == keys
     with flash_on_cpu(), patch("torch.ones", None), patch("torch.Tensor.unfold", None):
         found = ATTEND(*inputs, window=window)
-        assert needs_none or "Varlen" in type(found.grad_fn).__name__ or found.grad_fn is not None
         assert_same(found, expected, inputs, direction)
 
 
@@ -251,19 +248,18 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("window", [None, 64])
 @pytest.mark.parametrize("queries", [512, 4096])
-def test_on_a_gpu_nothing_grows_with_the_square_of_the_length_and_nothing_waits(queries, window):
-    with FakeTensorMode(), Largest() as largest:
-        make = partial(torch.empty, device="cuda", dtype=torch.bfloat16)
+def test_no_tensor_grows_with_the_square_of_the_length_and_no_value_is_read(queries, window):
+    with Largest() as largest:
+        make = partial(torch.empty, device="meta", dtype=torch.bfloat16)
         q, k, v = make(1, queries, 4, 64), make(1, 4096, 2, 64), make(1, 4096, 2, 32)
-        sinks = torch.empty(4, device="cuda")
-        ids = torch.empty(1, 4096, dtype=torch.int32, device="cuda")
+        sinks = torch.empty(4, device="meta")
+        ids = torch.empty(1, 4096, dtype=torch.int32, device="meta")
         documents = find_documents(ids[:, -queries:], ids, max_documents=16)
         assert documents.query_offsets.shape == documents.key_offsets.shape == (17,)
         for seen in (documents, None) if window or queries < 4096 else (documents,):
             out = ATTEND(q, k, v, seen, window=window, sinks=sinks)
             assert out.shape == (1, queries, 4, 32)
             assert out.dtype == torch.bfloat16
-            assert out.device.type == "cuda"
     assert largest.numel <= 4096 * 4 * 64
     assert largest.numel < queries * 4096
 
@@ -278,9 +274,5 @@ def test_documents_are_compiled_whole_for_any_number_of_them(backend):
         for most in (21, 32, 64):
             documents = find_documents(ids, ids, max_documents=most)
             found = compiled(q, k, v, documents, window=4, sinks=sinks)
-            expected = sdpa_with(q, k, v, document_mask(ids, ids), sinks)
+            expected = attend(sdpa, q, k, v, document_mask(ids, ids), window=4, sinks=sinks)
             assert_same(found, expected, [q, k, v, sinks], direction)
-
-
-def sdpa_with(q, k, v, mask, sinks):
-    return attend(sdpa, q, k, v, mask, window=4, sinks=sinks)
