@@ -12,8 +12,8 @@ class KernelChoices(Table):
     """Operation -> implementation; "auto" picks by device and shape."""
 
     attention: Annotated[str, OneOf(kernels["attention"], "auto")] = "auto"
-    """"matmul": plain products, fastest on CPUs for short rows; "sdpa": torch's fused attention, and
-    on GPUs in 16 bits flash attention of flat rows for documents and windows, without masks"""
+    """"matmul": plain products, fastest on CPUs for short rows; "sdpa": torch's fused attention,
+    and on GPUs in 16 bits flash attention of flat rows for documents and windows, without masks"""
     ragged_attention: Annotated[str, OneOf(kernels["ragged_attention"], "auto")] = "auto"
     """attention where data.packing = "ragged"; "blocks": samples of about one length at a time;
     "varlen": torch's flash attention for flat rows, on GPUs, and blocks for what it cannot do"""
