@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from .attention.local import attend
+from .attention.local import Mask, attend
 from .attention.partial import MATMUL, PartialAttention
 from .attention.partial_sdpa import SDPA
 from .attention.reference import document_mask
@@ -43,7 +43,7 @@ class Kernels:
 
     attention: Callable[..., Tensor]
     """see `attention.local.attend`, less its first argument"""
-    attention_mask: Callable[..., Tensor]
+    attention_mask: Callable[..., Mask]
     """see `attention.varlen.find_documents`"""
     ragged_attention: Callable[..., Tensor]
     """what `attention` does with flat rows; see `attention.ragged.attend_in_blocks`"""

@@ -72,7 +72,7 @@ def attend(
             limits["softcap"] = softcap
         return ragged(partial(attend, base), query, key, value, mask, **limits)
     length = key.shape[1]
-    documents = mask if isinstance(mask, Documents) else None
+    documents, mask = (mask, None) if isinstance(mask, Documents) else (None, mask)
     if varlen is not None and softcap is None and takes_varlen(query):
         is_local = window is not None and window < length
         reaches_all = chunk is None or chunk >= length

@@ -116,9 +116,10 @@ def attend_rows(
         offsets = _row_offsets(starts_B1, S), _row_offsets(starts_B1, L)
     else:
         offsets = documents.query_offsets, documents.key_offsets
-    flat = (x.flatten(0, 1) for x in (query, key, value))
-    out = attend_runs(*flat, *offsets, longest=(S, L), window=window, sinks=sinks, causal=causal)
-    return out.unflatten(0, (B, S))
+    q_THK, k_UGK, v_UGW = (x.flatten(0, 1) for x in (query, key, value))
+    limits: dict[str, Any] = {"window": window, "sinks": sinks, "causal": causal}
+    out = attend_runs(q_THK, k_UGK, v_UGW, *offsets, longest=(S, L), **limits)
+    return out.view(B, S, *out.shape[1:])
 
 
 def attend_runs(

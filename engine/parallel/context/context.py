@@ -129,7 +129,13 @@ class ContextParallel(AxisParts):
         return torch.cat([first, second.flip(1)], dim=2)
 
     def _mask(
-        self, base: Attention, queries: Tensor, keys: Tensor, *, causal: bool = True, **bound: Any
+        self,
+        base: Callable[..., Any],
+        queries: Tensor,
+        keys: Tensor,
+        *,
+        causal: bool = True,
+        **bound: Any,
     ) -> Mask:
         """Return what this rank's queries see, from ids of whole sequences.
 
