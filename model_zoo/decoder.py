@@ -233,8 +233,7 @@ class Decoder(LanguageModel):
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         if self.config.is_bidirectional:
             assert cache is None, "bidirectional attention generates nothing"
-            # Samples of a flat row are told apart by their lengths.
-            mask = None if lengths is not None else padding_mask
+            mask = None if lengths is not None else padding_mask  # lengths tell samples apart
             document_ids = apart_from_padding(document_ids, mask)
             if max_documents is not None and mask is not None:
                 max_documents += 1  # the filler at the end of a row
