@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from .attention.local import Mask, attend
@@ -21,6 +22,13 @@ from .swiglu.reference import geglu
 from .vocabulary import WHOLE, VocabularyShard
 
 MATMUL_ATTENTION_UP_TO = 1024
+
+CPU = 0
+"""as a compute capability"""
+# Of AMD's GPUs nothing is known; of a GPU that is not here, a simulation's, an H100 is assumed.
+UNKNOWN_GPU, AMPERE, HOPPER, BLACKWELL, SMALL_BLACKWELL = 1, 80, 90, 100, 110
+FUSED = ("rotary", "swiglu", "linear_cross_entropy", "permute")
+"""operations that are several kernels in eager mode and one of Triton's"""
 
 PARTIAL_ATTENTION = {implementation.name: implementation for implementation in (MATMUL, SDPA)}
 
@@ -87,7 +95,12 @@ class Kernels:
 
 
 def choose(
-    wanted: Mapping[str, str], device_type: str, seq_len: int, *, compiling: bool = False
+    wanted: Mapping[str, str],
+    device_type: str,
+    seq_len: int,
+    *,
+    compiling: bool = False,
+    capability: int | None = None,
 ) -> Kernels:
     """Return the implementations for a device and a row length.
 
@@ -96,17 +109,25 @@ def choose(
         device_type: "cpu" or "cuda".
         seq_len: tokens a row.
         compiling: whether the run pays for torch.compile anyway.
+        capability: see `choose_automatically`; None: that of the device in use.
 
     Raises:
         KeyError: an operation or implementation is unknown.
         UnavailableKernelsError: an implementation cannot run on this device or machine.
     """
+    if capability is None:
+        capability = _capability(device_type)
     chosen, reasons, faults = {}, {}, {}
     # All operations first, so that one error names every implementation that cannot run.
     for operation, name in {**dict.fromkeys(kernels, "auto"), **wanted}.items():
         reason = "requested"
         if name == "auto":
-            name, reason = _automatic(operation, device_type, seq_len, compiling)
+            name, reason = choose_automatically(
+                operation, capability, compiled=compiling, seq_len=seq_len
+            )
+            # torch's implementations run everywhere; Triton is no dependency of this package.
+            if fault := kernels[operation][name].obstacle(device_type):
+                name, reason = "torch", fault
         implementation = kernels[operation][name]
         reasons[operation] = f"{name}: {reason}"
         if fault := implementation.obstacle(device_type):
@@ -137,15 +158,49 @@ def choose(
     )
 
 
-def _automatic(operation: str, device_type: str, seq_len: int, compiling: bool) -> tuple[str, str]:
+def choose_automatically(
+    operation: str, capability: int, *, compiled: bool, seq_len: int
+) -> tuple[str, str]:
+    """Return the implementation that "auto" stands for, and why.
+
+    Args:
+        operation: a key of `registry.kernels`.
+        capability: compute capability of the GPU, as 90 for 9.0; `CPU` for a CPU.
+        compiled: whether torch.compile compiles the model's blocks.
+        seq_len: tokens a row.
+    """
     if operation == "attention":
-        if device_type == "cpu" and seq_len <= MATMUL_ATTENTION_UP_TO:
+        if capability == CPU and seq_len <= MATMUL_ATTENTION_UP_TO:
             return "matmul", f"fastest on CPUs for rows of up to {MATMUL_ATTENTION_UP_TO} tokens"
         return "sdpa", "torch's fused attention"
     if operation == "ragged_attention":
-        if device_type == "cuda":
-            return "varlen", "torch's flash attention for flat rows"
-        return "blocks", "samples of about one length at a time"
-    if operation == "linear_cross_entropy" and compiling:
+        if capability == CPU:
+            return "blocks", "samples of about one length at a time"
+        return "varlen", "torch's flash attention for flat rows"
+    if operation == "linear_cross_entropy" and compiled:
         return "compiled", "blocks are compiled too"
-    return "torch", "fastest measured"
+    if capability == CPU:
+        return "torch", "fastest measured"
+    if capability < AMPERE:
+        return "torch", "no GPU of compute capability 8.0 or higher"
+    if operation == "grouped_gemm":
+        place = f"on compute capability {capability // 10}.{capability % 10}"
+        # Elsewhere F.grouped_mm (torch 2.13, GroupedBlas.cpp) copies the offsets to the host and
+        # launches a product for each expert.
+        if capability == HOPPER or BLACKWELL <= capability < SMALL_BLACKWELL:
+            return "torch", f"F.grouped_mm does not wait for the host {place}"
+        return "triton", f"F.grouped_mm waits for the host {place}"
+    if operation in FUSED:
+        return ("torch", "torch.compile fuses it") if compiled else ("triton", "one kernel")
+    return "torch", "one kernel of torch's own"
+
+
+def _capability(device_type: str) -> int:
+    if device_type != "cuda":
+        return CPU
+    if torch.version.hip:
+        return UNKNOWN_GPU
+    if not torch.cuda.is_available():
+        return HOPPER
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor

@@ -9,7 +9,7 @@ from ..core.config import OneOf, Table
 
 
 class KernelChoices(Table):
-    """Operation -> implementation; "auto" picks by device and shape."""
+    """Operation -> implementation; "auto" chooses by device, shape, and eager or compiled."""
 
     attention: Annotated[str, OneOf(kernels["attention"], "auto")] = "auto"
     """"matmul": plain products, fastest on CPUs for short rows; "sdpa": torch's fused attention,

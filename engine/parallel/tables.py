@@ -259,6 +259,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "aten.addmm.default",
         "aten._scaled_mm.default",
         "aten._grouped_mm.default",
+        "trainer.grouped_mm.default",
         "trainer.grouped_mm_fp8.default",
     ),
     "bmm": ("aten.bmm.default", "aten.baddbmm.default"),

@@ -43,6 +43,13 @@ def row_dots(x: Tensor, y: Tensor, slot: Tensor) -> Tensor:
     return reference.row_dots(x, y, slot)
 
 
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+    """Keep the rows, which are large, only where the gradient of their weights is wanted."""
+    rows, slot, weight = inputs
+    wants_rows = weight is not None and ctx.needs_input_grad[2]
+    ctx.save_for_backward(rows if wants_rows else None, slot, weight)
+
+
 def _permute_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, slot, weight = ctx.saved_tensors
     grad_x = unpermute(grad, slot, weight) if ctx.needs_input_grad[0] else None
@@ -69,6 +76,6 @@ def _row_dots_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, grad_y, None
 
 
-permute.register_autograd(_permute_backward, setup_context=save_inputs)
-unpermute.register_autograd(_unpermute_backward, setup_context=save_inputs)
+permute.register_autograd(_permute_backward, setup_context=_save)
+unpermute.register_autograd(_unpermute_backward, setup_context=_save)
 row_dots.register_autograd(_row_dots_backward, setup_context=save_inputs)

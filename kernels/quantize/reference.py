@@ -117,7 +117,9 @@ def _by_rows(x: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
 def _scale(blocks: Tensor, dims: tuple[int, ...], pow2: bool) -> Tensor:
     # NaN stays what it is, and does not take its block with it.
     size = blocks.float().abs().nan_to_num(0.0, float("inf"))
-    scale = size.amax(dims, keepdim=True).clamp(min=LEAST) / LARGEST
+    largest = size.amax(dims, keepdim=True).clamp(min=LEAST)
+    # By a tensor of the same device: CUDA multiplies by the rounded reciprocal of a number.
+    scale = largest / torch.full_like(largest, LARGEST)
     if pow2:
         # The next exponent, unless all bits below it are 0.
         bits = scale.view(torch.int32) + 0x7FFFFF

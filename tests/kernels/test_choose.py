@@ -16,7 +16,7 @@ from trainer.engine.recipe.schema import Recipe
 from trainer.engine.tasks.tables import LossConfig
 from trainer.kernels import registry
 from trainer.kernels.attention import reference as attention
-from trainer.kernels.choose import UnavailableKernelsError, choose
+from trainer.kernels.choose import UnavailableKernelsError, choose, choose_automatically
 from trainer.kernels.registry import Implementations, kernels, load
 
 
@@ -67,10 +67,56 @@ def test_triton_serves_what_asks_for_it_on_a_gpu(monkeypatch):
         assert chosen.reasons[operation] == "triton: requested"
 
 
-def test_auto_takes_no_kernel_that_is_not_measured_to_be_faster():
+TORCH_ALONE = dict.fromkeys(
+    ["rms_norm", "rotary", "swiglu", "linear_cross_entropy", "grouped_gemm", "permute"], "torch"
+)
+FUSED = dict.fromkeys(["rotary", "swiglu", "linear_cross_entropy", "permute"], "triton")
+COMPILED = {"linear_cross_entropy": "compiled"}
+OWN_GEMM = {"grouped_gemm": "triton"}
+AUTO = {
+    # (compute capability, compiled) -> what differs from torch's
+    (0, False): {},
+    (0, True): COMPILED,
+    (1, False): {},  # an AMD GPU
+    (75, False): {},
+    (75, True): COMPILED,
+    (80, False): FUSED | OWN_GEMM,
+    (80, True): COMPILED | OWN_GEMM,
+    (89, False): FUSED | OWN_GEMM,
+    (90, False): FUSED,
+    (90, True): COMPILED,
+    (100, False): FUSED,
+    (103, True): COMPILED,
+    (110, False): FUSED | OWN_GEMM,
+    (120, True): COMPILED | OWN_GEMM,
+}
+
+
+@pytest.mark.parametrize(("where", "expected"), AUTO.items(), ids=str)
+def test_auto_chooses_by_capability_and_by_eager_or_compiled(where, expected):
+    capability, compiled = where
+    chosen = {
+        operation: choose_automatically(operation, capability, compiled=compiled, seq_len=8)[0]
+        for operation in kernels
+    }
+    attention = {"attention": "sdpa", "ragged_attention": "varlen"}
+    if capability == 0:
+        attention = {"attention": "matmul", "ragged_attention": "blocks"}
+    assert chosen == TORCH_ALONE | attention | expected
+
+
+def test_auto_asks_the_gpu_in_use_and_takes_torch_where_triton_is_missing(monkeypatch):
+    monkeypatch.setattr(registry, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
     reasons = choose({}, "cuda", 8).reasons
-    assert not [reason for reason in reasons.values() if reason.startswith("triton")]
-    assert reasons["rms_norm"] == "torch: fastest measured"
+    assert reasons["grouped_gemm"] == (
+        "triton: F.grouped_mm waits for the host on compute capability 8.6"
+    )
+    assert reasons["rms_norm"] == "torch: one kernel of torch's own"
+    monkeypatch.setattr(registry, "find_spec", lambda name: None)
+    reasons = choose({}, "cuda", 8).reasons
+    assert reasons["grouped_gemm"] == "torch: the package triton is not installed"
 
 
 def test_a_recipe_that_asks_for_what_cannot_run_is_told_where_and_what_instead():

@@ -82,6 +82,35 @@ def test_there_and_back_is_a_multiple():
     torch.testing.assert_close(op.unpermute(op.permute(x, slot), slot), 3 * x)
 
 
+def saved_bytes(function, *inputs):
+    """Return a result and the bytes of the tensors that its backward pass reads."""
+    sizes = []
+
+    def pack(tensor):
+        sizes.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        return function(*inputs), sum(sizes)
+
+
+def test_rows_are_saved_for_the_gradient_of_their_weights_alone():
+    x, y, slot, weight = inputs(8, 2, 64, torch.bfloat16)
+    slot_bytes, weight_bytes = slot.numel() * 4, weight.numel() * weight.element_size()
+    for function, rows in ((op.permute, x), (op.unpermute, y)):
+        rows.requires_grad_()
+        assert saved_bytes(function, rows, slot)[1] == slot_bytes
+        assert saved_bytes(function, rows, slot, weight)[1] == slot_bytes + weight_bytes
+        wanted = weight.clone().requires_grad_()
+        everything = slot_bytes + weight_bytes + rows.numel() * 2
+        assert saved_bytes(function, rows, slot, wanted)[1] == everything
+    out, _ = saved_bytes(op.unpermute, y, slot)
+    grad = torch.randn_like(out)
+    (grad_y,) = torch.autograd.grad(out, y, grad)
+    for token, places in enumerate(slot.tolist()):
+        assert torch.equal(grad_y[places], grad[token].expand(2, -1))
+
+
 @pytest.mark.parametrize("check", [gradcheck, gradgradcheck])
 def test_gradients(check):
     x, y, slot, weight = inputs(4, 2, 3)

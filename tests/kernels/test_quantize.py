@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.child import needs_triton
 from tests.kernels.compiled import compiled, on_each_triton
@@ -111,6 +112,30 @@ def test_operators_keep_their_promises(layout, dtype):
     q, scale = reference.quant_weight(values(1, 130, 100))
     tests = ("test_faketensor", "test_aot_dispatch_dynamic")  # others compare inputs: no fp8
     opcheck(op.dequant, (q[0], scale[0], torch.bfloat16), test_utils=tests)
+
+
+class DividesAsCUDA(TorchDispatchMode):
+    """Multiply by the rounded reciprocal of a number (torch's BinaryDivTrueKernel.cu)."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.div.Tensor:
+            divisor = torch.as_tensor(args[1], dtype=torch.float32)
+            # A tensor of no dimensions on the CPU is a number to CUDA.
+            if not divisor.ndim:
+                return args[0] * divisor.reciprocal()
+        return function(*args, **(kwargs or {}))
+
+
+def test_scales_are_the_rounded_quotient_where_cuda_divides():
+    x = torch.randn(4096, 128, generator=torch.Generator().manual_seed(0))
+    largest = x.abs().amax(1)
+    # Rounding a quotient of fp32 numbers to fp64 first changes no bit of its fp32 (Figueroa 1995).
+    expected = (largest.double() / 448).float()
+    with DividesAsCUDA():
+        _, scale = reference.quant_act(x)
+        approximate = largest / 448.0
+    assert torch.equal(scale[0], expected)
+    assert (approximate != expected).float().mean() > 0.3
 
 
 def same_bits(found, expected):
