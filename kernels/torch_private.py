@@ -69,6 +69,7 @@ HOMES = {
     "current_dispatch_mode": "torch.utils._python_dispatch:_get_current_dispatch_mode",
     "current_graph_task_id": "torch._C:_current_graph_task_id",
     "dispatch_op_names": "torch._C:_dispatch_get_all_op_names",
+    "graph_is_kept": "torch._C._autograd:_get_current_graph_task_keep_graph",
     "has_mkldnn": "torch._C:_has_mkldnn",
     "pop_mode_temporarily": "torch.utils._python_dispatch:_pop_mode_temporarily",
     "top_saved_tensors_hooks": "torch._C._autograd:_top_saved_tensors_default_hooks",

@@ -13,11 +13,12 @@ from torch.autograd.function import once_differentiable
 from ..softcap import softcap as cap_softly
 from ..softcap import softcap_slope
 from ..vocabulary import project
+from .product import add_product, scale_gradient
 
 IGNORED = -100
 
 # Each chunk's pass over the weight's gradient should vanish beside its products.
-CPU_ROWS, GPU_ROWS = 512, 2048
+CPU_ROWS, GPU_ROWS = 512, 4096
 # So many logits stay, in fp32, in a CPU core's own cache between the passes over them.
 CPU_BLOCK_LOGITS = 2**19
 
@@ -180,13 +181,5 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_weight is not None:
-            grad_weight = (grad_weight * grad).to(ctx.weight_dtype)
+            grad_weight = scale_gradient(grad_weight, grad, ctx.weight_dtype)
         return (grad_hidden * grad).to(grad_hidden.dtype), grad_weight, *[None] * 6
-
-
-def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """Return total + a @ b, summed over chunks in fp32 at least."""
-    if total is None:
-        return (a @ b).to(torch.promote_types(a.dtype, torch.float32))
-    # addmm_ adds in the product's own pass; a bf16 product is widened before it is added to fp32.
-    return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(a @ b)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..cross_entropy.reference import CPU_ROWS, GPU_ROWS, add_product
-from ..log_probs.reference import linear_class_log_probs
+from ..cross_entropy.product import add_product, scale_gradient
+from ..cross_entropy.reference import CPU_ROWS
+from ..log_probs.reference import GPU_ROWS, linear_class_log_probs
 from ..softcap import softcap_slope
 from ..vocabulary import WHOLE, VocabularyShard, project
 
@@ -209,5 +210,5 @@ class _LinearDivergence(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = (grad_hidden * grad).to(grad_hidden.dtype)
         if grad_weight is not None:
-            grad_weight = (grad_weight * grad).to(ctx.weight_dtype)
+            grad_weight = scale_gradient(grad_weight, grad, ctx.weight_dtype)
         return grad_hidden, grad_weight, *[None] * 9

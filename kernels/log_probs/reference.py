@@ -14,9 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..cross_entropy.reference import CPU_ROWS, GPU_ROWS, IGNORED, add_product
+from ..cross_entropy.product import add_product
+from ..cross_entropy.reference import CPU_ROWS, IGNORED
 from ..softcap import softcap_slope
 from ..vocabulary import WHOLE, VocabularyShard, project
+
+GPU_ROWS = 2048
+"""rows at a time on a GPU, where several times as many logits are held in fp32"""
 
 
 def linear_log_probs(

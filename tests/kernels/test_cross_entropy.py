@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.implementations import load_implementations
-from trainer.kernels.cross_entropy import op, reference
+from trainer.kernels.cross_entropy import op, product, reference
 
 IGNORED = -100
 INNER = [reference.replace_by_gradient, op.fusible_replace_by_gradient]
@@ -132,6 +134,49 @@ def test_weight_gradient_of_many_chunks_is_summed_in_fp32():
     formula(hidden.double(), exact, labels).backward()
     # One rounding to bf16 at the end is 2^-9 of each value; 256 roundings would be far more.
     assert (weight.grad - exact.grad).norm() < 4e-3 * exact.grad.norm()
+
+
+def test_products_on_a_gpu_are_added_without_a_copy(monkeypatch):
+    """The traced loss calls only our operation, and that calls only torch.addmm on a GPU."""
+    shapes = []
+
+    class Shapes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.shape == (4096, 16):
+                shapes.append(func.name())
+            return out
+
+    with FakeTensorMode():
+        hidden, weight = (
+            torch.empty(rows, 16, dtype=torch.bfloat16, requires_grad=True)
+            for rows in (96, 4096)
+        )
+        labels = torch.zeros(96, dtype=torch.int64)
+        with Shapes():
+            loss = reference.linear_cross_entropy(hidden, weight.float(), labels, chunk=32)
+            loss.backward()
+    made = [name for name in shapes if "view" not in name and "detach" not in name]
+    # One buffer; its scale in place; the cast of the weight before and of its gradient after.
+    assert made.count("aten::new_empty") == made.count("aten::mul_.Tensor") == 1, made
+    assert not {"aten::mm", "aten::add_.Tensor", "aten::mul.Tensor"} & set(made), made
+
+    calls = []
+    monkeypatch.setattr(
+        torch, "addmm", lambda total, a, b, **options: calls.append((total, a, b, options))
+    )
+    total, a, b = torch.empty(4, 3), OnGPU(torch.empty(4, 2)), torch.empty(2, 3)
+    for is_first in (True, False):
+        product._write_wide_product._init_fn(total, a, b, is_first)
+    for (given, *_, options), beta in zip(calls, (0, 1), strict=True):
+        assert given is options["out"] is total
+        assert (options["beta"], options["out_dtype"]) == (beta, torch.float32)
+
+
+class OnGPU(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
 
 
 def test_without_gradients_no_gradient_work_is_done(monkeypatch):

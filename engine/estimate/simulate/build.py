@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....kernels.cross_entropy.reference import GPU_ROWS
+from ....kernels.cross_entropy.op import replace_by_gradient
+from ....kernels.cross_entropy.reference import GPU_ROWS, linear_cross_entropy
 from ....kernels.rms_norm.reference import zero_centered_rms_norm
 from ....kernels.torch_private import FakeTensorMode
 from ....model_zoo.layers.dense import RMSNorm
@@ -127,7 +128,7 @@ def _adapt(recipe: Recipe, *, on_gpu: bool, compiles: bool) -> Recipe:
 
 AVAILABLE = ("auto", "torch", "matmul", "sdpa", "blocks")
 """implementations of kernels that run without a GPU and without values"""
-REPLACEMENTS = {"attention": "sdpa", "ragged_attention": "blocks"}
+REPLACEMENTS = {"attention": "sdpa", "ragged_attention": "blocks", "linear_cross_entropy": "auto"}
 """what replaces other implementations of an operation, where it is not "torch" """
 
 
@@ -143,6 +144,10 @@ def with_gpu_kernels(built: BuiltModel) -> BuiltModel:
             module.kernel = partial(zero_centered_rms_norm, _fused_norm)
     # `is_split` keeps chunks whole, as on a GPU; a CPU's are cut to fit a core's cache.
     loss = partial(built.kernels.linear_cross_entropy, chunk=GPU_ROWS, is_split=True)
+    is_requested = built.kernels.reasons["linear_cross_entropy"] == "torch: requested"
+    if loss.func is linear_cross_entropy and not is_requested:
+        # One kernel, Triton's or a compiled one: it holds nothing beside the logits.
+        loss = partial(loss, inner=replace_by_gradient)
     return replace(built, kernels=replace(built.kernels, linear_cross_entropy=loss))
 
 
