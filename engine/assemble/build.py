@@ -94,7 +94,12 @@ def build_model(
             for weight in model.parameters():
                 weight.data = weight.data.to(torch.bfloat16)
     if plan and recipe.precision.low_precision:
-        notes += enable_low_precision(model, config, recipe.precision.low_precision)
+        notes += enable_low_precision(
+            model,
+            config,
+            recipe.precision.low_precision,
+            keeps_experts=not recipe.parallel.shards_experts(plan.degrees),
+        )
     notes += describe_choices(kernels, ragged=recipe.data.packing == "ragged")
     model.compute_dtype = dtype
     pieces = LocalParts()

@@ -18,7 +18,7 @@ from ..core.config import (
     RecipePath,
     Table,
 )
-from .mesh import AXES, EXPERT_AXES, Degrees, parse_mesh
+from .mesh import AXES, EXPERT_AXES, Degrees, expert_grid, parse_mesh
 from .strategies import Strategy, strategies
 
 Degree = Annotated[int, Field(ge=-1, le=2**20)]
@@ -153,6 +153,13 @@ class Parallel(Table):
         """Return whether FSDP shards parameters over the ranks that compute different tokens."""
         # Only FSDP can offload to CPU memory, so it is used for that on a single rank too.
         return self.fsdp.sharding.shards and (degrees.fsdp > 1 or self.fsdp.offload)
+
+    def shards_experts(self, degrees: Degrees) -> bool:
+        """Return whether FSDP shards the weights of experts that a rank computes with."""
+        is_sharded = self.is_sharded(degrees)
+        if degrees.expert_ranks == 1:
+            return is_sharded
+        return self.fsdp.offload or expert_grid(degrees, sharded=is_sharded)[1] > 1
 
     def uses_fsdp(self, degrees: Degrees) -> bool:
         """Return whether FSDP2 reduces the gradients.

@@ -10,7 +10,7 @@ from typing import cast
 
 from torch import Tensor
 
-from ...kernels.grouped_gemm_fp8.op import grouped_linear_fp8
+from ...kernels.grouped_gemm_fp8.op import StepWeights
 from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
 from ...model_zoo.layers.dense import Linear
@@ -25,7 +25,11 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def enable_low_precision(
-    model: Model, config: ModelConfig, tables: dict[str, LowPrecision]
+    model: Model,
+    config: ModelConfig,
+    tables: dict[str, LowPrecision],
+    *,
+    keeps_experts: bool = False,
 ) -> list[str]:
     """Let the weights that tables name multiply in low precision, in place.
 
@@ -36,6 +40,8 @@ def enable_low_precision(
         model: the model before it is split over ranks, with its adapters.
         config: the model's config.
         tables: the enabled tables of `[precision]` by their key.
+        keeps_experts: whether experts' weights in float8 are kept for all passes of a step; see
+            `StepWeights`.
 
     Returns:
         a line for each format that says which weights multiply in it.
@@ -57,7 +63,7 @@ def enable_low_precision(
             projection.product = product
         for name in experts:
             layer = cast("Experts", model.get_submodule(name.rpartition(".")[0]))
-            layer.product = grouped_linear_fp8
+            layer.product = StepWeights(is_kept=keeps_experts)
         if names:
             notes.append(_describe(word, table, len(projections), len(experts)))
     return notes

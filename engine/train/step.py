@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...kernels.grouped_gemm_fp8.op import weights_unchanged
 from ..data.batch import Batch
 from ..observe.monitors.monitors import Monitors
 from ..observe.numbers import Number
@@ -106,11 +107,13 @@ class TrainStep:
         # over: it is divided by the global count.
         factor = self.task.factors(counts, self.loss_factor)
         self.balance.start(self.loss_factor, batches, self._sum_over_ranks)
-        if pipeline := self.parallel_model.pipeline:
-            with self.phase("pipeline"):
-                sums = pipeline.forward_backward(batches, self.task, factor)
-        else:
-            sums = self._forward_backward(batches, factor, before_update)
+        # Where the backward pass updates weights, it does so after the last use of each.
+        with weights_unchanged():
+            if pipeline := self.parallel_model.pipeline:
+                with self.phase("pipeline"):
+                    sums = pipeline.forward_backward(batches, self.task, factor)
+            else:
+                sums = self._forward_backward(batches, factor, before_update)
         # Only the last pipeline stage has a loss, so its tensor ranks alone hold the same one.
         self._sum_over_ranks(sums, self.degrees.loss_copies)
         if self.balance.exists:

@@ -20,7 +20,7 @@ from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import Tiling, mm_tiling
-from .triton_tiles import GROUP_M, current_arch, find_tile, list_tiles, num_programs
+from .triton_tiles import GROUP_M, current_arch, find_tile, list_tiles, num_programs, take_tile
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -45,7 +45,8 @@ def _pointers_kernel(
     # Persistent programs: the number of tiles is known on the device alone.
     tiles_m = tl.load(n_tiles_ptr)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+    tile = take_tile(n_tiles_ptr + 1)
+    while tile < tiles_m * tiles_n:
         expert, row, end, column = find_tile(
             tile, tiles_m, tiles_n, tile_map_ptr, offs_ptr, M, E, BLOCK_M, GROUP_M
         )
@@ -74,6 +75,8 @@ def _pointers_kernel(
             total = tl.dot(a, b, total, input_precision="ieee")
             a_ptrs += BLOCK_K
             b_ptrs += b_step
+        # Asked for while this tile is stored, which hides the time that the answer takes.
+        tile = take_tile(n_tiles_ptr + 1)
         y_ptrs = y_ptr + rm[:, None].to(tl.int64) * N + rn[None, :]
         y_mask = (rm < end)[:, None] & (rn < N)[None, :]
         tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=y_mask)
@@ -84,6 +87,35 @@ def _store_rows(y, row, end, column, value, ROWS: tl.constexpr, COLUMNS: tl.cons
     """Store a tile whose rows from `end` on belong to others."""
     far: tl.constexpr = 0x40000000  # as many rows as a ragged descriptor pretends to have
     y.store([far, end, far - end + row, column], tl.reshape(value, (1, 1, ROWS, COLUMNS)))
+
+
+@triton.jit
+def _tma_sum(
+    x,
+    w,
+    expert,
+    row,
+    n,
+    N,
+    K,
+    E,
+    TRANS_W: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return the products of a tile, read through descriptors; 0 without an expert."""
+    # Experts lie below each other: one descriptor serves all.
+    w_row = expert * (N if TRANS_W else K)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, tl.where(expert < E, tl.cdiv(K, BLOCK_K), 0)):
+        a = x.load([row, k * BLOCK_K])
+        if TRANS_W:
+            b = w.load([w_row + n, k * BLOCK_K]).T
+        else:
+            b = w.load([w_row + k * BLOCK_K, n])
+        total = tl.dot(a, b, total, input_precision="ieee")
+    return total
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -118,39 +150,40 @@ def _tma_kernel(
     tiles_m = tl.load(n_tiles_ptr)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n
-    for tile in tl.range(
-        tl.program_id(0), tiles, tl.num_programs(0), flatten=False, warp_specialize=SPECIALISED
-    ):
-        expert, row, end, column = find_tile(
-            tile, tiles_m, tiles_n, tile_map_ptr, offs_ptr, M, E, BLOCK_M, GROUP_M
-        )
-        n = column * BLOCK_N
-        # Experts lie below each other: one descriptor serves all.
-        w_row = expert * (N if TRANS_W else K)
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(0, tl.where(expert < E, tl.cdiv(K, BLOCK_K), 0)):
-            a = x.load([row, k * BLOCK_K])
-            if TRANS_W:
-                b = w.load([w_row + n, k * BLOCK_K]).T
-            else:
-                b = w.load([w_row + k * BLOCK_K, n])
-            total = tl.dot(a, b, total, input_precision="ieee")
-        if SPECIALISED:
+    # The compiler specialises the warps of for loops alone, whose programs have fixed shares.
+    if SPECIALISED:
+        for tile in tl.range(
+            tl.program_id(0), tiles, tl.num_programs(0), flatten=False, warp_specialize=True
+        ):
+            expert, row, end, column = find_tile(
+                tile, tiles_m, tiles_n, tile_map_ptr, offs_ptr, M, E, BLOCK_M, GROUP_M
+            )
+            n = column * BLOCK_N
+            total = _tma_sum(x, w, expert, row, n, N, K, E, TRANS_W, BLOCK_M, BLOCK_N, BLOCK_K)
             rm = row + tl.arange(0, BLOCK_M)
             rn = n + tl.arange(0, BLOCK_N)
             y_ptrs = y + rm[:, None].to(tl.int64) * N + rn[None, :]
             y_mask = (rm < end)[:, None] & (rn < N)[None, :]
             tl.store(y_ptrs, total.to(y.dtype.element_ty), mask=y_mask)
-        elif HALVES:
-            half: tl.constexpr = BLOCK_N // 2
-            # Stored in two halves, through a buffer of half the size: a further stage of loads then
-            # fits into shared memory.
-            pairs = tl.permute(tl.reshape(total, (BLOCK_M, 2, half)), (0, 2, 1))
-            left, right = tl.split(pairs)
-            _store_rows(y, row, end, n, left.to(y.dtype), BLOCK_M, half)
-            _store_rows(y, row, end, n + half, right.to(y.dtype), BLOCK_M, half)
-        else:
-            _store_rows(y, row, end, n, total.to(y.dtype), BLOCK_M, BLOCK_N)
+    else:
+        tile = take_tile(n_tiles_ptr + 1)
+        while tile < tiles:
+            expert, row, end, column = find_tile(
+                tile, tiles_m, tiles_n, tile_map_ptr, offs_ptr, M, E, BLOCK_M, GROUP_M
+            )
+            n = column * BLOCK_N
+            total = _tma_sum(x, w, expert, row, n, N, K, E, TRANS_W, BLOCK_M, BLOCK_N, BLOCK_K)
+            tile = take_tile(n_tiles_ptr + 1)
+            if HALVES:
+                half: tl.constexpr = BLOCK_N // 2
+                # Stored in two halves, through a buffer of half the size: a further stage of loads
+                # then fits into shared memory.
+                pairs = tl.permute(tl.reshape(total, (BLOCK_M, 2, half)), (0, 2, 1))
+                left, right = tl.split(pairs)
+                _store_rows(y, row, end, n, left.to(y.dtype), BLOCK_M, half)
+                _store_rows(y, row, end, n + half, right.to(y.dtype), BLOCK_M, half)
+            else:
+                _store_rows(y, row, end, n, total.to(y.dtype), BLOCK_M, BLOCK_N)
 
 
 def grouped_mm(

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor
 
 from .launch import Tiling, dw_tiling
-from .triton_tiles import current_arch, num_programs
+from .triton_tiles import current_arch, num_programs, take_tile
 
 
 @triton.jit
@@ -25,6 +25,7 @@ def _dw_kernel(
     x,
     dw_ptr,
     offs_ptr,
+    counter_ptr,
     N,
     K,
     E,
@@ -37,7 +38,8 @@ def _dw_kernel(
     """Read dy and x through ragged descriptors (TMA) or pointers."""
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_k = tl.cdiv(K, BLOCK_K)
-    for tile in range(tl.program_id(0), E * tiles_n * tiles_k, tl.num_programs(0)):
+    tile = take_tile(counter_ptr)
+    while tile < E * tiles_n * tiles_k:
         expert = tile // (tiles_n * tiles_k)
         n = tile // tiles_k % tiles_n * BLOCK_N
         k = tile % tiles_k * BLOCK_K
@@ -61,6 +63,7 @@ def _dw_kernel(
                 g = tl.load(g_ptrs, mask=(rm < end)[None, :] & (rn < N)[:, None], other=0.0)
                 rows = tl.load(x_ptrs, mask=(rm < end)[:, None] & (rk < K)[None, :], other=0.0)
             total = tl.dot(g, rows, total, input_precision="ieee")
+        tile = take_tile(counter_ptr)
         dw_ptrs = dw_ptr + expert.to(tl.int64) * N * K
         dw_ptrs += rn[:, None].to(tl.int64) * K + rk[None, :]
         mask = (rn < N)[:, None] & (rk < K)[None, :]
@@ -132,6 +135,7 @@ def _launch(
         *operands,
         dw,
         offs,
+        offs.new_zeros(1),
         N,
         K,
         E,

@@ -34,11 +34,14 @@ def num_programs(tiling: Tiling) -> int:
 
 
 def list_tiles(offs: Tensor, M: int, block_m: int) -> tuple[Tensor, Tensor]:
-    """Return the tile map of the groups and of the rows behind them, and its length."""
+    """Return the tile map of the groups and of the rows behind them, and a pair of numbers.
+
+    The first number is the length of the map, the second `take_tile`'s counter for one launch.
+    """
     # The rows after the last group are group E, which stores zeros.
     E = len(offs)
     bound = tile_bound(M, E + 1, block_m)
-    tile_map, n_tiles = offs.new_empty(bound), offs.new_empty(1)
+    tile_map, n_tiles = offs.new_empty(bound), offs.new_empty(2)
     _list_tiles_kernel[(triton.cdiv(bound, ENTRIES),)](
         offs,
         tile_map,
@@ -71,6 +74,18 @@ def _list_tiles_kernel(
     counts = tl.where(expert <= E, ends - starts, 0)
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     write_tiles(entry, counts, tile_map_ptr, n_tiles_ptr, bound, BLOCK_M)
+    if tl.program_id(0) == 0:
+        tl.store(n_tiles_ptr + 1, 0)
+
+
+@triton.jit
+def take_tile(counter_ptr):
+    """Return the next tile that no program has taken.
+
+    A fixed share for each program would wait for those that found no multiprocessor because a
+    collective holds it, and for those whose tiles are longer.
+    """
+    return tl.atomic_add(counter_ptr, 1, sem="relaxed")
 
 
 @triton.jit

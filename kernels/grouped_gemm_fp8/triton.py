@@ -21,6 +21,7 @@ from ..grouped_gemm.triton_tiles import (
     find_tile,
     list_tiles,
     num_programs,
+    take_tile,
 )
 from ..quantize.reference import BLOCK
 from .reference import check_shapes
@@ -112,7 +113,8 @@ def _grouped_mm_fp8(
 ):
     tiles_m = tl.load(n_tiles_ptr)
     tiles_n, steps = N // BLOCK, K // BLOCK
-    for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+    tile = take_tile(n_tiles_ptr + 1)
+    while tile < tiles_m * tiles_n:
         expert, row, end, column = find_tile(
             tile, tiles_m, tiles_n, tile_map_ptr, offs_ptr, M, E, BLOCK_M, GROUP_M
         )
@@ -139,5 +141,6 @@ def _grouped_mm_fp8(
             total += tl.dot(a, b) * scale[:, None]
             # Scales of the next block of K are the next row.
             x_scale += M
+        tile = take_tile(n_tiles_ptr + 1)
         y_ptrs = y_ptr + rm[:, None].to(tl.int64) * N + rn[None, :]
         tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=live[:, None])

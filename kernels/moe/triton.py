@@ -22,6 +22,7 @@ from ..grouped_gemm.triton_tiles import (
     find_tile,
     list_tiles,
     num_programs,
+    take_tile,
 )
 from ..operators import require_float
 from ..swiglu.triton import backward_into
@@ -170,7 +171,8 @@ def _moe_up_swiglu(
 ):
     tiles_m = tl.load(n_tiles_ptr)
     tiles_n = tl.cdiv(I, BLOCK_N)
-    for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+    tile = take_tile(n_tiles_ptr + 1)
+    while tile < tiles_m * tiles_n:
         expert, row, end, column = find_tile(
             tile, tiles_m, tiles_n, tile_map_ptr, offs_ptr, M, E, BLOCK_M, GROUP_M
         )
@@ -184,7 +186,8 @@ def _moe_up_swiglu(
         first = expert * 2 * I + column * BLOCK_N
         gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(tl.cdiv(K, BLOCK_K)):
+        # Rows behind the last group have no weight.
+        for k in range(tl.where(expert < E, tl.cdiv(K, BLOCK_K), 0)):
             a_mask, b_mask = live[:, None], (rn < I)[None, :]
             if not EVEN_K:
                 a_mask = a_mask & (rk < K - k * BLOCK_K)[None, :]
@@ -203,6 +206,7 @@ def _moe_up_swiglu(
             gate = tl.dot(a, gate_w, gate, input_precision="ieee")
             up = tl.dot(a, up_w, up, input_precision="ieee")
             a_ptrs += BLOCK_K
+        tile = take_tile(n_tiles_ptr + 1)
         mask = live[:, None] & (rn < I)[None, :]
         wide = rm.to(tl.int64)[:, None]
         # Gate and up are rounded only where they are saved: SwiGLU takes them in fp32.

@@ -37,6 +37,14 @@ def grouped_mm_of_rows(k: int, trans_w: bool, out_dtype: torch.dtype | None = No
     triton.grouped_mm(rows(k), w, offs(), trans_w=trans_w, out_dtype=out_dtype)
 
 
+def grouped_mm_of_columns(columns: int, trans_w: bool) -> None:
+    from trainer.kernels.grouped_gemm import triton
+
+    shape = (columns, INNER) if trans_w else (INNER, columns)
+    w = torch.empty(EXPERTS, *shape, dtype=torch.bfloat16)
+    triton.grouped_mm(rows(INNER), w, offs(), trans_w=trans_w)
+
+
 def grouped_mm_specialised(trans_w: bool) -> None:
     from trainer.kernels.grouped_gemm import launch, triton
 
@@ -101,6 +109,10 @@ LAUNCHES = {
     "grouped_mm, uneven tiles, dx": (grouped_mm_of_rows, (UNEVEN, False), EVERYWHERE),
     "grouped_mm, wide": (grouped_mm_of_rows, (INNER, True, torch.float32), EVERYWHERE),
     "grouped_mm, wide, dx": (grouped_mm_of_rows, (INNER, False, torch.float32), EVERYWHERE),
+    "grouped_mm, 128 columns": (grouped_mm_of_columns, (128, True), EVERYWHERE),
+    "grouped_mm, 128 columns, dx": (grouped_mm_of_columns, (128, False), EVERYWHERE),
+    "grouped_mm, 64 columns": (grouped_mm_of_columns, (64, True), EVERYWHERE),
+    "grouped_mm, 64 columns, dx": (grouped_mm_of_columns, (64, False), EVERYWHERE),
     "grouped_mm, specialised": (grouped_mm_specialised, (True,), HOPPER),
     "grouped_mm, specialised, dx": (grouped_mm_specialised, (False,), HOPPER),
     "grouped_mm, fp32": (grouped_mm_fp32, (), EVERYWHERE),
@@ -114,5 +126,11 @@ LAUNCHES = {
 }
 """name -> (what launches, its arguments, the compute capabilities that it is for)"""
 PRODUCTS = ("grouped_mm", "grouped_dw")
-WITH_TMA = {"grouped_mm", "grouped_mm, dx", "grouped_dw", "grouped_dw, added"}
+WITH_TMA = {
+    "grouped_mm",
+    "grouped_mm, dx",
+    "grouped_dw",
+    "grouped_dw, added",
+    *(name for name in LAUNCHES if "columns" in name),
+}
 SPECIALISED = {"grouped_mm, specialised", "grouped_mm, specialised, dx"}

@@ -13,6 +13,7 @@ from tests.kernels.child import needs_triton
 from tests.kernels.guarded import TOLERANCE, group_sizes, guards, relative_error, surrounded
 from tests.kernels.interpreted import interpreted
 from trainer.kernels.grouped_gemm import op, reference
+from trainer.kernels.grouped_gemm import launch
 from trainer.kernels.grouped_gemm.launch import Tiling
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -115,6 +116,50 @@ def test_triton_multiplies_each_group(name, trans_w, dtype):
 def test_a_result_can_be_wider_than_its_operands():
     for name in ("pointers", "specialised"):
         assert interpreted(worst_mm, name, torch.bfloat16, True, torch.float32) < 1e-6
+
+
+COLUMNS = {
+    # (compute capability, N, K) -> columns of a tile
+    (90, 64, 2048): 64,
+    (90, 128, 2048): 128,
+    (90, 192, 2048): 64,
+    (90, 256, 2048): 256,
+    (90, 384, 2048): 128,
+    (90, 1408, 2048): 128,
+    (90, 2048, 2048): 256,
+    (90, 2048, 512): 128,
+    (100, 128, 2048): 128,
+    (80, 64, 2048): 64,
+    (80, 192, 2048): 64,
+    (80, 2048, 512): 128,
+}
+
+
+@pytest.mark.parametrize(("shape", "columns"), COLUMNS.items(), ids=str)
+def test_tiles_are_as_wide_as_the_weights_fill_them(shape, columns):
+    arch, N, K = shape
+    x, w, y = (torch.empty(8, *sizes, dtype=torch.bfloat16) for sizes in ((K,), (N, K), (N,)))
+    tiling = launch.mm_tiling(arch, x, w, y, trans_w=True)
+    assert tiling.block_n == columns
+    # At most two stay on a multiprocessor, with what else it keeps of its 228 KiB.
+    stage = 2 * tiling.block_k * (tiling.block_m + tiling.block_n)
+    assert tiling.per_processor * tiling.stages * stage <= 227 * 1024
+
+
+def columns_of_every_width(N):
+    from trainer.kernels.grouped_gemm import triton
+
+    for tiling in (launch.TMA, launch.TMA_HALF, launch.TMA_QUARTER, launch.POINTERS_HALF):
+        options = {"tiling": tiling, "programs": 2}
+        case = ([5, 0, 130], N, 64, torch.bfloat16, True, 3)
+        error = mm_error(triton.grouped_mm, *case, **options)
+        assert error < TOLERANCE[torch.bfloat16], (N, tiling)
+
+
+@needs_triton
+@pytest.mark.parametrize("N", [64, 192, *also(128, 256, 320)])
+def test_tiles_of_every_width_multiply_any_number_of_columns(N):
+    interpreted(columns_of_every_width, N)
 
 
 def worst_dw(tma, dtype, out_dtype, add):

@@ -1,7 +1,9 @@
 """Training in narrow formats: near the run without, the same on ranks, and on after a stop."""
 
 import json
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from trainer.engine.core.errors import RecipeError
 from trainer.engine.launch.environment import World
 from trainer.engine.run.library import load_recipe
 from trainer.engine.run.run import run
+from trainer.engine.train import step
+from trainer.kernels.grouped_gemm_fp8 import op
 
 STEPS = 3
 ROOT = Path(__file__).parents[2]
@@ -82,6 +86,48 @@ def test_two_ranks_compute_what_one_process_does(alone):
         ("experts", "float8", {"expert": 2}),
     ]
     check(2, cases, alone)
+
+
+def quantised(recipes, is_kept):
+    """Return, run after run, losses and norms, and how often weights of experts are quantised."""
+    found = []
+    for each in recipes:
+        with ExitStack() as stack:
+            quantise = stack.enter_context(patch.object(op, "quant_weight", wraps=op.quant_weight))
+            if not is_kept:
+                stack.enter_context(patch.object(step, "weights_unchanged", nullcontext))
+            found.append((train(assembled(each), STEPS), quantise.call_count))
+    return found
+
+
+def test_experts_are_quantised_once_a_step_and_nothing_else_changes():
+    """With micro batches, recomputation, an update in the backward pass, and on ranks."""
+    pytest.importorskip("torchao")
+    rows = {"data": {"micro_batch": 2}}
+    every = [
+        (1, {}, {"memory": {"recompute": "full"}}),
+        (1, {}, {"optimizer": {"name": "sgd", "lr": 0.1}, "memory": {"optimizer_in_backward": True}}),
+        (2, {"expert": 2}, {}),
+        (2, {"shard": 2}, {"memory": {"recompute": "full"}}),
+    ]
+    for world, parallel, changes in every:
+        one = expert_recipe(parallel, rows | changes)
+        kept = run_ranks(world, quantised, [one], True, timeout=280)
+        anew = run_ranks(world, quantised, [one], False, timeout=280)
+        for ((found, count),), ((wanted, more),) in zip(kept, anew, strict=True):
+            assert found == wanted, "bit for bit"
+            if "shard" in parallel:  # gathered weights are not kept
+                assert count == more
+            else:
+                assert count == 2 * STEPS
+                assert more >= 4 * count
+
+
+def expert_recipe(parallel, changes):
+    moe = {"expert_ffn_dim": 128, "num_experts": 4}
+    optimizer = {"optimizer": {"name": "sgd", "lr": 0.1, "clip_norm": 0.5}}
+    changes = optimizer | {"precision": FORMATS["float8"], "parallel": parallel} | changes
+    return moe_recipe(moe, model=EXPERTS, **changes)
 
 
 PLANS = {

@@ -52,6 +52,8 @@ def count_flops(
         flops = scores + values
     elif operation.name().startswith(_GROUPED):
         flops = 2 * args[0].numel() * out.shape[-1]
+    elif operation.name() == "trainer::write_wide_product":
+        flops = 2 * args[1].numel() * args[2].shape[-1]
     elif formula := flop_registry.get(_IN_PLACE.get(packet, packet)):
         flops = formula(*args, **kwargs, out_val=out)
     else:
