@@ -69,6 +69,8 @@ class Kernels:
     """see `grouped_gemm.op.library_mm`"""
     permute: Permutation
     """see `permute.permutation`"""
+    moe: Callable[..., Tensor] | None
+    """see `moe.layer.fused_experts`; None: experts are computed by `grouped_gemm` and `permute`"""
     reasons: Mapping[str, str]
     """operation -> "implementation: why" (for the log and `trainer doctor`)"""
 
@@ -179,7 +181,8 @@ def choose_automatically(
         return "varlen", "torch's flash attention for flat rows"
     if operation == "linear_cross_entropy" and compiled:
         return "compiled", "blocks are compiled too"
-    if capability == CPU:
+    # The fused experts are experimental until they are measured on a GPU.
+    if capability == CPU or operation == "moe":
         return "torch", "fastest measured"
     if capability < AMPERE:
         return "torch", "no GPU of compute capability 8.0 or higher"

@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from .registry import load
+from .registry import INTERPRETED, load
 
 P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
@@ -51,15 +51,21 @@ def operator(
 
     def define(function: Callable[P, R]) -> TorchOperator[P, R]:
         # torch reads the schema from the function's types, which know no classes of ours.
+        schema = torch.library.infer_schema(function, mutates_args=mutates_args)
+        target = f"{__package__}.{cuda}"
+
+        def launch(*args: Any) -> Any:
+            return load(target)(*args)
+
         operation = torch.library.custom_op(
             f"trainer::{name}",
-            function,
+            launch if cuda and INTERPRETED else function,
             mutates_args=mutates_args,
             device_types="cpu" if cuda else None,
+            schema=schema,
         )
         if cuda:
-            target = f"{__package__}.{cuda}"
-            operation.register_kernel("cuda", lambda *args: load(target)(*args))
+            operation.register_kernel("cuda", launch)
         if fake is not None:
             operation.register_fake(fake)
         return cast("TorchOperator[P, R]", operation)

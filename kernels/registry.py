@@ -6,6 +6,7 @@ an implementation is imported when a run first chooses it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +14,10 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any
+
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""whether Triton's interpreter runs kernels, on any device, to find faults in them"""
 
 
 @cache
@@ -24,7 +29,7 @@ def load(target: str) -> Any:
 
 def without_triton(device_type: str) -> str:
     """Return why Triton's kernels cannot run on a device type; empty where they can."""
-    if device_type != "cuda":
+    if device_type != "cuda" and not INTERPRETED:
         return f"Triton's kernels run on a GPU, and this is a {device_type.upper()}"
     return "" if find_spec("triton") else "the package triton is not installed"
 
@@ -126,9 +131,10 @@ _OURS = {
         "torch": "permute.permutation:TORCH",
         "triton": "permute.permutation:TRITON",
     },
+    "moe": {"torch": "moe.layer:TORCH", "fused": "moe.layer:fused_experts"},
 }
 
-_OBSTACLES = {"triton": without_triton, "varlen": without_gpu}
+_OBSTACLES = {"triton": without_triton, "fused": without_triton, "varlen": without_gpu}
 
 kernels: Mapping[str, Implementations] = {
     operation: Implementations(

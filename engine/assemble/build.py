@@ -12,6 +12,7 @@ from ...kernels.choose import Kernels, UnavailableKernelsError, choose
 from ...kernels.registry import kernels as registered_kernels
 from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
+from ...model_zoo.layers.moe import moe_layers
 from ..core.errors import Problem, RecipeError
 from ..core.softcaps import check_softcap
 from ..lora.apply import add_adapters, require_adapters
@@ -100,6 +101,8 @@ def build_model(
             recipe.precision.low_precision,
             keeps_experts=not recipe.parallel.shards_experts(plan.degrees),
         )
+    if kernels.moe is not None:
+        _require_fused(model)
     notes += describe_choices(kernels, ragged=recipe.data.packing == "ragged")
     model.compute_dtype = dtype
     pieces = LocalParts()
@@ -111,6 +114,16 @@ def build_model(
         if pieces.cut and recipe.lora.rank:
             require_adapters(model, config.layout, pieces.cut)
     return BuiltModel(model, config, kernels, notes, pieces)
+
+
+def _require_fused(model: Model) -> None:
+    for name, layer in moe_layers(model).items():
+        if not layer.is_fused:
+            message = (
+                f'"fused" computes SwiGLU experts, and {name} has {type(layer.experts).__name__}'
+            )
+            hint = 'choose "torch", or leave it to "auto"'
+            raise RecipeError([Problem(message, key="kernels.moe", hint=hint)])
 
 
 def build_step(

@@ -30,3 +30,7 @@ class KernelChoices(Table):
     """products of the rows of each expert with its weights; "triton": one kernel, for GPUs"""
     permute: Annotated[str, OneOf(kernels["permute"], "auto")] = "auto"
     """sorts tokens by expert, and back; "triton": three kernels, for GPUs"""
+    moe: Annotated[str, OneOf(kernels["moe"], "auto")] = "auto"
+    """"torch": `grouped_gemm`, `swiglu` and `permute` compute experts one after another; "fused":
+    two kernels for GPUs do, which sort no copy of the tokens; experimental: not measured on GPUs
+    yet, and not for experts that ranks share, in float8 or with adapters"""

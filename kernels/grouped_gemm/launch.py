@@ -10,7 +10,7 @@ from torch import Tensor
 from .op import ALIGNMENT
 
 # Compute capabilities; from SMALL_BLACKWELL on, GPUs have less shared memory.
-HOPPER, BLACKWELL, SMALL_BLACKWELL = 90, 100, 120
+AMPERE, HOPPER, BLACKWELL, SMALL_BLACKWELL = 80, 90, 100, 120
 
 
 @dataclass(frozen=True)

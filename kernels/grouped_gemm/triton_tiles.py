@@ -11,9 +11,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
+from ..registry import INTERPRETED
 from ..routing.reference import tile_bound
 from ..routing.triton import write_tiles
-from .launch import Tiling
+from .launch import AMPERE, Tiling
 
 ENTRIES = 32
 """Entries of the tile map a program."""
@@ -23,11 +24,14 @@ GROUP_M = 8
 
 def current_arch() -> int:
     """Return the compute capability of the GPU in use, as 90 for Hopper."""
-    return int(driver.active.get_current_target().arch)
+    # The interpreter has no driver; what runs everywhere runs there.
+    return AMPERE if INTERPRETED else int(driver.active.get_current_target().arch)
 
 
 def num_programs(tiling: Tiling) -> int:
     """Return how many programs of a tiling run at the same time on the GPU in use."""
+    if INTERPRETED:
+        return 2  # one after another
     active = driver.active
     properties = active.utils.get_device_properties(active.get_current_device())
     return int(properties["multiprocessor_count"]) * tiling.per_processor

@@ -137,15 +137,40 @@ class Experts(Adapted):
             del self._parameters[name]
 
 
+class FusedExperts(Experts):
+    """SwiGLU feed-forward layers that read tokens where they are, and add up their outputs.
+
+    Args:
+        fused: see `kernels.moe.layer.fused_experts`.
+    """
+
+    def __init__(
+        self, dim: int, settings: MoESettings, kernels: Kernels, fused: Callable[..., Tensor]
+    ) -> None:
+        super().__init__(dim, settings, kernels)
+        self.fused = fused
+
+    def compute(self, rows: Tensor, weight: Tensor, plan: RoutingPlan) -> Tensor:  # type: ignore[override]  # the whole plan, not the ends of groups alone
+        """Return [T, D], what each token's experts make of it.
+
+        Args:
+            rows: [T, D], tokens in their own order.
+            weight: [T, A].
+            plan: of their choices.
+        """
+        matrices = (self._matrices(key, rows.dtype) for key in self.matrices)
+        return self.fused(rows, *matrices, plan, weight)
+
+
 class RoutedTokens(NamedTuple):
-    """The tokens of a layer, sorted by expert."""
+    """The tokens of a layer, sorted by expert; `FusedExperts` take them unsorted."""
 
     x: Tensor
     """[B, S, D]: tokens after the norm"""
     rows: Tensor
-    """[M, D]: a row for each expert of each token"""
+    """[M, D]: a row for each expert of each token; unsorted: [T, D]"""
     weight: Tensor
-    """[M]: the router's weight of each row"""
+    """[M]: the router's weight of each row; unsorted: [T, A]"""
     plan: RoutingPlan
     is_padding: Tensor | None
     """[T, 1] bool: tokens that no expert takes; None: there is none"""
@@ -184,6 +209,7 @@ class MoE(nn.Module):
         self.shared: GatedMLP | None = None
         if settings.shared_width:
             self.shared = GatedMLP(dim, settings.shared_width, None, kernels)
+        self.is_fused = isinstance(self.experts, FusedExperts)
         self.permute = kernels.permute
         self.register_buffer("loss_factor", torch.ones(()), persistent=False)
         one = torch.ones((), dtype=torch.float64)
@@ -198,6 +224,8 @@ class MoE(nn.Module):
 
     def make_experts(self, dim: int, kernels: Kernels) -> Experts:
         """Return the experts; a family with other experts overrides it."""
+        if kernels.moe is not None:
+            return FusedExperts(dim, self.settings, kernels, kernels.moe)
         return Experts(dim, self.settings, kernels)
 
     def init_buffers(self, device: torch.device) -> None:
@@ -215,7 +243,9 @@ class MoE(nn.Module):
             token_weights: see `TokenWeights`; no expert takes padding.
         """
         routed = self.route(x, token_weights)
-        sent = self.experts.exchange.dispatch(routed.rows, routed.weight, routed.plan.offs)
+        sent: tuple[Any, ...] = routed.rows, routed.weight, routed.plan
+        if not self.is_fused:
+            sent = self.experts.exchange.dispatch(routed.rows, routed.weight, routed.plan.offs)
         shared_BSD = None if self.shared is None else self.shared(routed.x)  # while rows travel
         return self.merge(self.experts(*sent), shared_BSD, routed)
 
@@ -237,19 +267,22 @@ class MoE(nn.Module):
         # Products leave the rows behind those of experts undefined, and their gradients: padding is
         # cleared before it is copied to rows, and after they are summed.
         x_TD = _clear_padding(x_BSD.flatten(0, 1), is_padding_T1)
-        rows_MD, weight_M = self._sort_rows(x_TD, _clear_padding(weight_TA, is_padding_T1), plan)
-        return RoutedTokens(x_BSD, rows_MD, weight_M, plan, is_padding_T1)
+        rows, weight = x_TD, _clear_padding(weight_TA, is_padding_T1)
+        if not self.is_fused:
+            rows, weight = self._sort_rows(rows, weight, plan)
+        return RoutedTokens(x_BSD, rows, weight, plan, is_padding_T1)
 
     def merge(self, rows: Tensor, shared: Tensor | None, routed: RoutedTokens) -> Tensor:
         """Return [B, S, D], the sum of what each token's experts and the shared one made of it.
 
         Args:
-            rows: outputs of the experts, [M, D].
+            rows: outputs of the experts, [M, D]; of `FusedExperts` [T, D], the sums of each token.
             shared: output of the shared expert, [B, S, D]; None: there is none.
             routed: what `route` returned.
         """
-        plan = routed.plan
-        out_TD = self.permute.combine(self._clear_dropped(rows, plan), plan)
+        plan, out_TD = routed.plan, rows
+        if not self.is_fused:
+            out_TD = self.permute.combine(self._clear_dropped(rows, plan), plan)
         out_BSD = _clear_padding(out_TD, routed.is_padding).view_as(routed.x)
         return out_BSD if shared is None else out_BSD + shared
 

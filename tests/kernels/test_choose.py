@@ -68,7 +68,8 @@ def test_triton_serves_what_asks_for_it_on_a_gpu(monkeypatch):
 
 
 TORCH_ALONE = dict.fromkeys(
-    ["rms_norm", "rotary", "swiglu", "linear_cross_entropy", "grouped_gemm", "permute"], "torch"
+    ["rms_norm", "rotary", "swiglu", "linear_cross_entropy", "grouped_gemm", "permute", "moe"],
+    "torch",
 )
 FUSED = dict.fromkeys(["rotary", "swiglu", "linear_cross_entropy", "permute"], "triton")
 COMPILED = {"linear_cross_entropy": "compiled"}
@@ -150,7 +151,7 @@ def test_the_log_names_what_serves_each_operation():
     )
     assert lines == [
         "attention: matmul (fastest on CPUs for rows of up to 1024 tokens)",
-        "rms_norm, rotary, linear_cross_entropy: torch (fastest measured)",
+        "rms_norm, rotary, linear_cross_entropy, moe: torch (fastest measured)",
         "swiglu, grouped_gemm, permute: torch (requested)",
     ]
 

@@ -149,8 +149,7 @@ def test_products_on_a_gpu_are_added_without_a_copy(monkeypatch):
 
     with FakeTensorMode():
         hidden, weight = (
-            torch.empty(rows, 16, dtype=torch.bfloat16, requires_grad=True)
-            for rows in (96, 4096)
+            torch.empty(rows, 16, dtype=torch.bfloat16, requires_grad=True) for rows in (96, 4096)
         )
         labels = torch.zeros(96, dtype=torch.int64)
         with Shapes():

@@ -106,7 +106,11 @@ def test_experts_are_quantised_once_a_step_and_nothing_else_changes():
     rows = {"data": {"micro_batch": 2}}
     every = [
         (1, {}, {"memory": {"recompute": "full"}}),
-        (1, {}, {"optimizer": {"name": "sgd", "lr": 0.1}, "memory": {"optimizer_in_backward": True}}),
+        (
+            1,
+            {},
+            {"optimizer": {"name": "sgd", "lr": 0.1}, "memory": {"optimizer_in_backward": True}},
+        ),
         (2, {"expert": 2}, {}),
         (2, {"shard": 2}, {"memory": {"recompute": "full"}}),
     ]

@@ -1,0 +1,36 @@
+"""Whether the experts of a model can be computed as `[kernels] moe` says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...core.text.tree import Finding
+from ....model_zoo.matrices import is_adapter
+from ...lora.sizes import with_adapters
+from ...precision.choose import select_weights
+from ..schema import Recipe
+from .plan_checks import OPEN_VOCABULARY
+
+
+def check_experts(recipe: Recipe) -> Iterator[Finding]:
+    """Yield what fused experts do not compute."""
+    if recipe.kernels.moe != "fused":
+        return
+    path, is_expert = ("kernels", "moe"), recipe.model.layout.is_expert
+    leave = 'leave kernels.moe to "auto"'
+    if not recipe.model.layout.experts:
+        yield path, f'"fused" computes experts, and the model "{recipe.model.name}" has none', leave
+    for axis in ("expert", "expert_tensor"):
+        if (degree := getattr(recipe.parallel, axis)) > 1:
+            message = (
+                f'"fused" computes experts that one rank holds, not parallel.{axis} = {degree}'
+            )
+            yield path, message, leave
+    for word, table in recipe.precision.low_precision.items():
+        if any(map(is_expert, select_weights(table, recipe.model))):
+            message = f'"fused" has no kernel in {word}, and precision.{word} names experts'
+            yield path, message, f'set precision.{word}.exclude = ["*.experts.*"], or {leave}'
+    shapes = recipe.model.with_vocab(OPEN_VOCABULARY).parameter_shapes()
+    names = with_adapters(shapes, recipe.model.layout, recipe.lora)
+    if any(is_adapter(name) and is_expert(name) for name in names):
+        yield path, '"fused" has no kernel for adapters, and lora.targets names experts', leave

@@ -1,0 +1,111 @@
+"""Fused experts train as the separate operations do, in Triton's interpreter, or are refused."""
+
+import os
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.kernels.child import needs_triton
+from tests.kernels.interpreted import interpreted
+from tests.train.moe_family import moe_recipe
+from tests.train.plans import assembled, recipe_with, train, whole
+from trainer.engine.core.errors import RecipeError
+from trainer.engine.recipe.checks.checks import check
+
+CASES = {
+    "plain": ({"num_experts": 4}, {}),
+    "shared and dropped": (
+        {"num_experts": 4, "num_shared": 1, "capacity_factor": 1.0, "aux_weight": 0.05},
+        {"memory": {"recompute": "full"}},
+    ),
+}
+
+
+def curves(case, word):
+    """Return losses, norms and weights after some steps."""
+    moe, changes = CASES[case]
+    small = {"seq_len": 16, "global_batch": 2}
+    recipe = moe_recipe(moe, data=small, kernels={"moe": word}, **changes)
+    with patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": "1"}):
+        parts = assembled(recipe)
+        losses, norms = train(parts)
+    return losses, norms, whole(parts.model)
+
+
+def difference(case):
+    from trainer.kernels.moe import triton
+
+    launched = []
+    up = triton.moe_up_swiglu
+    with patch.object(triton, "moe_up_swiglu", lambda *a, **k: launched.append(a) or up(*a, **k)):
+        *fused, weights = curves(case, "fused")
+    *wanted, expected = curves(case, "torch")
+    assert launched, "the kernel runs, not the reference"
+    torch.testing.assert_close(fused, wanted, rtol=1e-5, atol=1e-6)
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(
+            torch.as_tensor(weight), torch.as_tensor(expected[name]), rtol=1e-4, atol=1e-5
+        )
+    return True
+
+
+@needs_triton
+@pytest.mark.parametrize("case", CASES)
+def test_fused_experts_train_as_separate_operations_do(case):
+    assert interpreted(difference, case)
+
+
+FUSED = {"kernels": {"moe": "fused"}}
+
+
+def test_fused_experts_are_refused_on_a_cpu():
+    with (
+        patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": "1"}),
+        pytest.raises(RecipeError, match="run on a GPU, and this is a CPU") as error,
+    ):
+        assembled(moe_recipe({"num_experts": 4}, **FUSED))
+    assert [problem.key for problem in error.value.problems] == ["kernels.moe"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (lambda: recipe_with(**FUSED), "has none"),
+        (
+            lambda: moe_recipe({"num_experts": 4}, **FUSED, parallel={"expert": 2}),
+            "parallel.expert = 2",
+        ),
+        (
+            lambda: moe_recipe(
+                {"num_experts": 4, "expert_ffn_dim": 128},
+                model={"dim": 128},
+                **FUSED,
+                precision={"float8": {"enabled": True}},
+            ),
+            "no kernel in float8",
+        ),
+        (
+            lambda: moe_recipe({"num_experts": 4}, **FUSED, lora={"rank": 2, "targets": ["*"]}),
+            "no kernel for adapters",
+        ),
+    ],
+    ids=["dense", "expert parallel", "float8", "adapters"],
+)
+def test_what_fused_experts_do_not_compute_is_refused(recipe, message):
+    found = [text for path, text, _ in check(recipe()) if path == ("kernels", "moe")]
+    assert len(found) == 1
+    assert message in found[0]
+
+
+def unfused():
+    with patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": "1"}), pytest.raises(RecipeError) as e:
+        sizes = {"name": "gpt_oss", "flavor": "debug"}
+        assembled(recipe_with(model=sizes, **FUSED))
+    return e.value.problems[0].message
+
+
+@needs_triton
+def test_a_family_with_other_experts_is_refused():
+    assert "has ClampedExperts" in interpreted(unfused)
