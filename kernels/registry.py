@@ -15,7 +15,6 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import Any
 
-
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """whether Triton's interpreter runs kernels, on any device, to find faults in them"""
 

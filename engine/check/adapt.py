@@ -110,11 +110,15 @@ def _adapt_compute(recipe: Recipe, notes: list[str]) -> dict[str, Any]:
     parallel = recipe.parallel
     if parallel.async_tensor:
         notes.append("parallel.async_tensor: left out; it needs GPUs")
+    if parallel.expert_exchange != "all_to_all":
+        notes.append('parallel.expert_exchange: "all_to_all" here; the other needs GPUs')
     return {
         "kernels": recipe.kernels.model_copy(update=words),
         "memory": recipe.memory.model_copy(update=memory),
         "compile": Compile(),
-        "parallel": parallel.model_copy(update={"async_tensor": False}),
+        "parallel": parallel.model_copy(
+            update={"async_tensor": False, "expert_exchange": "all_to_all"}
+        ),
     }
 
 

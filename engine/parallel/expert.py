@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from ...kernels.all_to_all.exchange import Exchange
 from ...model_zoo.layers.moe import TokenExchange, moe_layers
 from ...model_zoo.matrices import is_adapter
 from .axis import LocalRank
@@ -40,6 +41,7 @@ from .collectives import (
     wait_for_rows,
 )
 from .mesh import EXPERT_AXES, Degrees, expert_grid
+from .on_device import OnDeviceExchange, require_device
 from .tensor.local_views import distribute_parameter, placement
 
 
@@ -62,6 +64,7 @@ def shard_experts(
     gradient_factor = local.degrees.tensor / local.degrees.expert_ranks
     expert_group, tensor_group = map(mesh.get_group, EXPERT_AXES)
     layers = moe_layers(model)
+    exchanges: dict[Any, Exchange] = {}  # layers take turns with the same buffers
     for path, layer in layers.items():
         for key in list(layer.experts._parameters):
             dims = [split_dims[f"{path}.experts.{key}"][axis] for axis in EXPERT_AXES]
@@ -74,9 +77,17 @@ def shard_experts(
             view = ScaledView(factor, gradient_factor, tensor_group if is_partial else None)
             placements = list(map(placement, dims))
             distribute_parameter(layer.experts, key, mesh[EXPERT_AXES], placements, view)
-        layer.experts.exchange = AllToAllExchange(
-            expert_group, tensor_group, layer.permute, local.is_simulated
-        )
+        if local.table.expert_exchange == "on_device":
+            if not local.is_simulated:
+                require_device(local.device)
+            capacity = layer.settings.capacity_factor
+            layer.experts.exchange = OnDeviceExchange(
+                expert_group, layer.permute, capacity, local.is_simulated, exchanges
+            )
+        else:
+            layer.experts.exchange = AllToAllExchange(
+                expert_group, tensor_group, layer.permute, local.is_simulated
+            )
     return [layer.experts for layer in layers.values()]
 
 

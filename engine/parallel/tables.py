@@ -134,6 +134,11 @@ class Parallel(Table):
     expert: Count = 1
     """expert parallel: so many ranks share the experts of a mixture, and send each other the tokens
     that these compute; carved out of replicate, shard, context and tensor"""
+    expert_exchange: Literal["all_to_all", "on_device"] = "all_to_all"
+    """how tokens travel: "all_to_all": by torch's collectives, for which the host waits once a
+    layer; "on_device": through memory that the GPUs of a node share, without waiting, with room for
+    the most tokens that can arrive (`model.moe.capacity_factor` limits them); experimental: not
+    measured on GPUs yet"""
     expert_tensor: Count = 1
     """tensor parallel inside the experts: so many neighbours share each of them; carved out too"""
     fsdp: FSDP = DEFAULTS

@@ -20,7 +20,6 @@ from ..operators import operator
 from ..quantize.op import quant_act, quant_weight
 from . import reference
 
-
 _kept: dict[Any, list[Tensor]] | None = None
 # Global, because the backward pass runs in threads of autograd's.
 

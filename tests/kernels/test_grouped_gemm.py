@@ -12,8 +12,7 @@ from tests.cases import also
 from tests.kernels.child import needs_triton
 from tests.kernels.guarded import TOLERANCE, group_sizes, guards, relative_error, surrounded
 from tests.kernels.interpreted import interpreted
-from trainer.kernels.grouped_gemm import op, reference
-from trainer.kernels.grouped_gemm import launch
+from trainer.kernels.grouped_gemm import launch, op, reference
 from trainer.kernels.grouped_gemm.launch import Tiling
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

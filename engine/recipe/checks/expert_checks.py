@@ -1,11 +1,11 @@
-"""Whether the experts of a model can be computed as `[kernels] moe` says."""
+"""Whether experts can be computed and reached as `[kernels] moe` and `[parallel]` say."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...core.text.tree import Finding
 from ....model_zoo.matrices import is_adapter
+from ...core.text.tree import Finding
 from ...lora.sizes import with_adapters
 from ...precision.choose import select_weights
 from ..schema import Recipe
@@ -13,7 +13,15 @@ from .plan_checks import OPEN_VOCABULARY
 
 
 def check_experts(recipe: Recipe) -> Iterator[Finding]:
-    """Yield what fused experts do not compute."""
+    """Yield what fused experts do not compute, and ranks that cannot exchange on the device."""
+    parallel = recipe.parallel
+    if parallel.expert_exchange == "on_device" and parallel.expert == 1:
+        message = '"on_device" exchanges tokens between expert ranks, and parallel.expert is 1'
+        yield ("parallel", "expert_exchange"), message, "leave it out"
+    if parallel.expert_exchange == "on_device" and parallel.expert_tensor > 1:
+        degree = parallel.expert_tensor
+        message = f'"on_device" takes whole experts, not parallel.expert_tensor = {degree}'
+        yield ("parallel", "expert_exchange"), message, 'choose "all_to_all"'
     if recipe.kernels.moe != "fused":
         return
     path, is_expert = ("kernels", "moe"), recipe.model.layout.is_expert
