@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...kernels.all_to_all.exchange import Exchange, make_exchange
+from ...kernels.permute.permutation import Permutation
 from ...kernels.registry import INTERPRETED
 from ...model_zoo.layers.moe import TokenExchange
 from ..core.errors import EnvironmentFault
@@ -52,7 +53,7 @@ class OnDeviceExchange(TokenExchange):
     """
 
     expert_group: ProcessGroup
-    permutation: Any
+    permutation: Permutation
     capacity_factor: float | None
     is_simulated: bool = False
     _exchanges: dict[Any, Exchange] = field(default_factory=dict, repr=False)
@@ -103,7 +104,7 @@ class OnDeviceExchange(TokenExchange):
 
         outputs = experts(gather(rows), gather(weight.unsqueeze(1)).squeeze(1), plan.offs[:local])
         outputs = outputs.masked_fill(is_behind.unsqueeze(1), 0)
-        own_outputs, _ = exchange(self.permutation.combine(outputs, plan), received)
+        own_outputs: Tensor = exchange(self.permutation.combine(outputs, plan), received)[0]
         return own_outputs[:count]
 
     def _most_rows(self, rows: int, experts: int) -> int:

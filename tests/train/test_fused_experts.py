@@ -103,10 +103,11 @@ def test_what_fused_experts_do_not_compute_is_refused(recipe, message):
 
 
 def unfused():
-    with patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": "1"}), pytest.raises(RecipeError) as e:
-        sizes = {"name": "gpt_oss", "flavor": "debug"}
-        assembled(recipe_with(model=sizes, **FUSED))
-    return e.value.problems[0].message
+    recipe = recipe_with(model={"name": "gpt_oss", "flavor": "debug"}, **FUSED)
+    alone = patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": "1"})
+    with alone, pytest.raises(RecipeError) as error:
+        assembled(recipe)
+    return error.value.problems[0].message
 
 
 @needs_triton
@@ -165,6 +166,5 @@ def test_an_exchange_on_the_device_is_refused_where_it_cannot_run():
         (ON_DEVICE | {"expert_tensor": 2}, "parallel.expert_tensor = 2"),
     ):
         found = check(moe_recipe(MOE, parallel=parallel))
-        assert [text for path, text, _ in found if path[-1] == "expert_exchange"][0].endswith(
-            message
-        )
+        (text,) = (text for path, text, _ in found if path[-1] == "expert_exchange")
+        assert text.endswith(message)
