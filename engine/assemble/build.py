@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
-from ...kernels.choose import Kernels, UnavailableKernelsError, choose
-from ...kernels.registry import kernels as registered_kernels
+from ...kernels.choose import Kernels
 from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
-from ...model_zoo.layers.moe import moe_layers
 from ..core.errors import Problem, RecipeError
 from ..core.softcaps import check_softcap
 from ..lora.apply import add_adapters, require_adapters
@@ -21,6 +19,7 @@ from ..observe.monitors.monitors import Monitors
 from ..observe.phases import Phase, no_phase
 from ..parallel.axis import LocalParts, ParallelModel
 from ..parallel.blocks import open_compiler, transform_blocks
+from ..parallel.expert import shards_experts
 from ..parallel.materialize import without_storage
 from ..parallel.pipeline.cut import num_micro_batches
 from ..parallel.pipeline.measure import measure_costs
@@ -35,6 +34,7 @@ from ..tasks.task import Task
 from ..tokenizers.tokenizer import Tokenizer
 from ..train.balance import Balance
 from ..train.step import TrainStep
+from .kernel_choice import choose_kernels, describe_choices, require_fused
 from .update import build_update
 
 
@@ -99,10 +99,10 @@ def build_model(
             model,
             config,
             recipe.precision.low_precision,
-            keeps_experts=not recipe.parallel.shards_experts(plan.degrees),
+            keeps_experts=not shards_experts(recipe.parallel, plan.degrees),
         )
     if kernels.moe is not None:
-        _require_fused(model)
+        require_fused(model)
     notes += describe_choices(kernels, ragged=recipe.data.packing == "ragged")
     model.compute_dtype = dtype
     pieces = LocalParts()
@@ -114,16 +114,6 @@ def build_model(
         if pieces.cut and recipe.lora.rank:
             require_adapters(model, config.layout, pieces.cut)
     return BuiltModel(model, config, kernels, notes, pieces)
-
-
-def _require_fused(model: Model) -> None:
-    for name, layer in moe_layers(model).items():
-        if not layer.is_fused:
-            message = (
-                f'"fused" computes SwiGLU experts, and {name} has {type(layer.experts).__name__}'
-            )
-            hint = 'choose "torch", or leave it to "auto"'
-            raise RecipeError([Problem(message, key="kernels.moe", hint=hint)])
 
 
 def build_step(
@@ -227,55 +217,3 @@ def _require_softcaps(kernels: Kernels, config: ModelConfig) -> None:
             problems += check_softcap(function, capped, f"kernels.{operation}", name)
     if problems:
         raise RecipeError(problems)
-
-
-def choose_kernels(recipe: Recipe, device_type: str, *, trains: bool = True) -> Kernels:
-    """Return the implementation of each operation.
-
-    Args:
-        recipe: the run's recipe.
-        device_type: "cpu" or "cuda".
-        trains: whether the recipe is that of a run on this machine. Where a checkpoint is read, an
-            implementation that its recipe names and that cannot run here is replaced by "auto".
-
-    Raises:
-        RecipeError: an implementation that the recipe names cannot run on this device or machine.
-    """
-    compiling = trains and recipe.compile.enabled and recipe.compile.backend == "inductor"
-    wanted = {
-        operation: name
-        for operation, name in recipe.kernels.model_dump().items()
-        if trains or name == "auto" or not registered_kernels[operation][name].obstacle(device_type)
-    }
-    if not trains and wanted.get("linear_cross_entropy") == "compiled":
-        del wanted["linear_cross_entropy"]  # compiling takes longer than a few losses
-    try:
-        return choose(wanted, device_type, recipe.data.seq_len, compiling=compiling)
-    except UnavailableKernelsError as error:
-        raise RecipeError(
-            [
-                Problem(
-                    f'"{wanted[operation]}" cannot run here: {why}',
-                    key=f"kernels.{operation}",
-                    hint='choose "torch", or leave it to "auto"',
-                )
-                for operation, why in error.reasons.items()
-            ]
-        ) from None
-
-
-def describe_choices(kernels: Kernels, *, ragged: bool = False) -> list[str]:
-    """Return a line for each implementation: its operations, its name, and why it was chosen.
-
-    Args:
-        kernels: the implementations.
-        ragged: whether rows have unequal lengths; else nothing attends within them.
-    """
-    operations: dict[str, list[str]] = {}
-    for operation, reason in kernels.reasons.items():
-        if ragged or operation != "ragged_attention":
-            operations.setdefault(reason, []).append(operation)
-    return [
-        f"{', '.join(names)}: {reason.replace(': ', ' (', 1)})"
-        for reason, names in operations.items()
-    ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...model_zoo.layers.dense import Adapted, AdaptedLinear, Linear
-from ...model_zoo.layers.moe import Experts
+from ...model_zoo.layers.experts import Experts
 from ...model_zoo.matrices import DOWN, UP, adapter_names, is_adapter
 from ..core.local import is_split
 

@@ -26,7 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from ...kernels.all_to_all.exchange import Exchange
-from ...model_zoo.layers.moe import TokenExchange, moe_layers
+from ...model_zoo.layers.experts import TokenExchange
+from ...model_zoo.layers.moe import moe_layers
 from ...model_zoo.matrices import is_adapter
 from .axis import LocalRank
 from .collectives import (
@@ -42,6 +43,7 @@ from .collectives import (
 )
 from .mesh import EXPERT_AXES, Degrees, expert_grid
 from .on_device import OnDeviceExchange, require_device
+from .tables import Parallel
 from .tensor.local_views import distribute_parameter, placement
 
 
@@ -198,6 +200,14 @@ def build_expert_mesh(degrees: Degrees, device_type: str, *, sharded: bool) -> D
         (degrees.pipeline, replicate, shard, degrees.expert, degrees.expert_tensor),
         mesh_dim_names=("pipeline", "replicate", "shard", *EXPERT_AXES),
     )
+
+
+def shards_experts(table: Parallel, degrees: Degrees) -> bool:
+    """Return whether FSDP shards the weights of experts that a rank computes with."""
+    is_sharded = table.is_sharded(degrees)
+    if degrees.expert_ranks == 1:
+        return is_sharded
+    return table.fsdp.offload or expert_grid(degrees, sharded=is_sharded)[1] > 1
 
 
 @dataclass(frozen=True)

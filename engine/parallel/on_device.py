@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from ...kernels.all_to_all.exchange import Exchange, make_exchange
 from ...kernels.permute.permutation import Permutation
 from ...kernels.registry import INTERPRETED
-from ...model_zoo.layers.moe import TokenExchange
+from ...model_zoo.layers.experts import TokenExchange
 from ..core.errors import EnvironmentFault
 from .collectives import Splits, start_all_to_all, wait
 

@@ -18,7 +18,7 @@ from ..core.config import (
     RecipePath,
     Table,
 )
-from .mesh import AXES, EXPERT_AXES, Degrees, expert_grid, parse_mesh
+from .mesh import AXES, EXPERT_AXES, Degrees, parse_mesh
 from .strategies import Strategy, strategies
 
 Degree = Annotated[int, Field(ge=-1, le=2**20)]
@@ -135,10 +135,9 @@ class Parallel(Table):
     """expert parallel: so many ranks share the experts of a mixture, and send each other the tokens
     that these compute; carved out of replicate, shard, context and tensor"""
     expert_exchange: Literal["all_to_all", "on_device"] = "all_to_all"
-    """how tokens travel: "all_to_all": by torch's collectives, for which the host waits once a
-    layer; "on_device": through memory that the GPUs of a node share, without waiting, with room for
-    the most tokens that can arrive (`model.moe.capacity_factor` limits them); experimental: not
-    measured on GPUs yet"""
+    """how tokens travel: "all_to_all": by collectives, for which the host waits once a layer;
+    "on_device": through memory that a node's GPUs share, without waiting, with room for the most
+    that can arrive (`model.moe.capacity_factor`); experimental: not measured on GPUs yet"""
     expert_tensor: Count = 1
     """tensor parallel inside the experts: so many neighbours share each of them; carved out too"""
     fsdp: FSDP = DEFAULTS
@@ -158,13 +157,6 @@ class Parallel(Table):
         """Return whether FSDP shards parameters over the ranks that compute different tokens."""
         # Only FSDP can offload to CPU memory, so it is used for that on a single rank too.
         return self.fsdp.sharding.shards and (degrees.fsdp > 1 or self.fsdp.offload)
-
-    def shards_experts(self, degrees: Degrees) -> bool:
-        """Return whether FSDP shards the weights of experts that a rank computes with."""
-        is_sharded = self.is_sharded(degrees)
-        if degrees.expert_ranks == 1:
-            return is_sharded
-        return self.fsdp.offload or expert_grid(degrees, sharded=is_sharded)[1] > 1
 
     def uses_fsdp(self, degrees: Degrees) -> bool:
         """Return whether FSDP2 reduces the gradients.

@@ -14,7 +14,7 @@ from ...kernels.grouped_gemm_fp8.op import StepWeights
 from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
 from ...model_zoo.layers.dense import Linear
-from ...model_zoo.layers.moe import Experts
+from ...model_zoo.layers.experts import Experts
 from ..core.errors import EnvironmentFault
 from ..core.extras import install_command
 from .choose import select_weights

@@ -11,7 +11,8 @@ from ...kernels.swiglu.reference import clamped_swiglu
 from ..decoder import Decoder
 from ..layers.attention import GroupedQueryAttention
 from ..layers.configs import MoESettings
-from ..layers.moe import Experts, MoE
+from ..layers.experts import Experts
+from ..layers.moe import MoE
 from ..layers.router import Router
 from .config import GptOssConfig
 

@@ -16,7 +16,8 @@ from ...kernels.choose import Kernels
 from ..decoder import Decoder, Tables
 from ..language_model import KVCache
 from ..layers.attention import GroupedQueryAttention
-from ..layers.moe import Experts, MoE
+from ..layers.experts import Experts
+from ..layers.moe import MoE
 from ..layers.rotary import interleaved_to_half
 from .config import Llama4Config
 

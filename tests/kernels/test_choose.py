@@ -3,12 +3,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer.engine.assemble.build import (
-    build_model,
-    build_task,
-    choose_kernels,
-    describe_choices,
-)
+from trainer.engine.assemble.build import build_model, build_task
+from trainer.engine.assemble.kernel_choice import choose_kernels, describe_choices
 from trainer.engine.assemble.tables import KernelChoices as Table
 from trainer.engine.core.errors import RecipeError
 from trainer.engine.parallel.tables import Compile

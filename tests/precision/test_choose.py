@@ -7,7 +7,7 @@ from trainer.engine.parallel.materialize import without_storage
 from trainer.engine.precision.choose import matmul_weights
 from trainer.kernels.choose import choose
 from trainer.model_zoo.layers.dense import Linear
-from trainer.model_zoo.layers.moe import Experts
+from trainer.model_zoo.layers.experts import Experts
 
 SAMPLES = [
     (name, {"flavor": flavor} | more)

@@ -15,7 +15,7 @@ from trainer.engine.precision.tables import MX, Float8
 from trainer.engine.recipe.schema import Recipe
 from trainer.kernels.choose import choose
 from trainer.model_zoo.layers.configs import MoESettings
-from trainer.model_zoo.layers.moe import Experts
+from trainer.model_zoo.layers.experts import Experts
 
 ROWS, IN, OUT = 64, 96, 32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
