@@ -74,6 +74,9 @@ class Writer:
             an event that the GPU passes when it has made the copies, or None without a GPU.
         """
         assert self._allocate is not None
+        if after is not None:
+            # A thread starts with GPU 0, on which leaving the stream below would open a context.
+            torch.cuda.set_device(after.device)
         # A stream of its own lets the copies run beside the next step's kernels.
         side = None if after is None else torch.cuda.Stream(after.device)  # type: ignore[no-untyped-call]
         with torch.no_grad(), torch.cuda.stream(side):

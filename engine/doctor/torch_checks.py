@@ -14,6 +14,7 @@ from ...kernels.choose import choose
 from ...kernels.registry import without_triton
 from ...kernels.torch_private import FileStore
 from ..data.tables import Data
+from ..launch.assembler import choose_assembler
 from ..observe.throughput import device_peak_flops
 from ..precision.hardware import multiplies_bf16, multiplies_low_precision
 from .machine import GIB, Finding, cpu_name
@@ -33,6 +34,9 @@ def check_devices() -> Iterator[Finding]:
             known = f"{peak / 1e12:g} TFLOP/s in bf16" if peak else "peak unknown: no MFU"
             name = torch.cuda.get_device_name(device)
             yield Finding(str(device), "ok", f"{name}, {memory:.0f} GiB, {known}")
+            capability = torch.cuda.get_device_capability(device)
+            assembler = choose_assembler(capability, torch.version.cuda)
+            yield Finding(f"{device} assembler", "ok", assembler.reason)
         native, reason = multiplies_bf16(device)
         word = "bf16" if native else "fp32"
         yield Finding(f"{device} computes in", "ok", f'{word} with compute = "auto": {reason}')

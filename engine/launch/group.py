@@ -19,6 +19,7 @@ from ...kernels.torch_private import FileStore, PrefixStore, Store, TCPStore
 from ..core.errors import EnvironmentFault, ExitCode, LostContact
 from .ending import TICK_SECONDS, skip_teardown
 from .environment import World
+from .assembler import set_assembler
 
 
 def pick_device(world: World) -> torch.device:
@@ -38,6 +39,8 @@ def pick_device(world: World) -> torch.device:
             "start at most one process a GPU",
         )
     torch.cuda.set_device(number)
+    # Only now, because reading the capability opens a context on the current device.
+    set_assembler(torch.cuda.get_device_capability(number), torch.version.cuda)
     return torch.device("cuda", number)
 
 
