@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from ...kernels.torch_private import FileStore, PrefixStore, Store, TCPStore
 from ..core.errors import EnvironmentFault, ExitCode, LostContact
+from .assembler import set_assembler
 from .ending import TICK_SECONDS, skip_teardown
 from .environment import World
-from .assembler import set_assembler
 
 
 def pick_device(world: World) -> torch.device:

@@ -1,8 +1,8 @@
 """Counts in this process, which believes in a GPU from then on.
 
-    python -m tests.cuda                   count all cases and write tests/cuda/counts.json
-    python -m tests.cuda count NAME ...    print the counts of these cases as JSON
-    python -m tests.cuda damage            print those of steps that were made worse
+python -m tests.cuda                   count all cases and write tests/cuda/counts.json
+python -m tests.cuda count NAME ...    print the counts of these cases as JSON
+python -m tests.cuda damage            print those of steps that were made worse
 """
 
 import json
@@ -18,10 +18,9 @@ from tests.cuda.device import add_device  # noqa: E402 - the guard comes first
 
 add_device()  # before modules look for a GPU
 
+import trainer  # noqa: E402 - the device comes first
 from tests.cuda.count import count_graphs, count_step  # noqa: E402 - the device comes first
 from tests.cuda.damage import DAMAGE  # noqa: E402 - the device comes first
-
-import trainer  # noqa: E402 - the device comes first
 from trainer.engine.recipe.load import load_recipe  # noqa: E402 - the device comes first
 
 COUNTS = Path(__file__).with_name("counts.json")

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 FEWER = ("model.n_layers=2", "data.global_batch=64", "data.micro_batch=1")
-COMPILED = ("compile.enabled=true",)
+EAGER, COMPILED = ("compile.enabled=false",), ("compile.enabled=true",)
 TRITON = tuple(
     f"kernels.{name}=triton" for name in ("grouped_gemm", "permute", "swiglu", "rotary", "rms_norm")
 )
@@ -43,9 +43,9 @@ CASES = {
     "llama4_debug": Case("llama4_debug"),
     "deepseek_v3_debug": Case("deepseek_v3_debug"),
     "lora_debug": Case("lora_debug"),
-    "llama3_1b": Case("llama3_1b", 8, FEWER),
-    "llama3_8b": Case("llama3_8b", 8, FEWER),
-    "moe_1b": Case("moe_1b", 8, FEWER),
+    "llama3_1b": Case("llama3_1b", 8, (*FEWER, *EAGER)),
+    "llama3_8b": Case("llama3_8b", 8, (*FEWER, *EAGER)),
+    "moe_1b": Case("moe_1b", 8, (*FEWER, *EAGER)),
     "llama3_debug compiled": Case("llama3_debug", 1, COMPILED),
     "shard compiled": Case("llama3_debug", 4, ("parallel.shard=4", *COMPILED)),
     "tensor compiled": Case("llama3_debug", 2, ("parallel.tensor=2", *COMPILED)),

@@ -69,8 +69,9 @@ class Cost(TorchDispatchMode):
             is_async = kwargs.get("non_blocking") or (name == "copy_" and args[2:3] == (True,))
             if ends[0] != ends[1] and not is_async:
                 self.waits[f"copy {ends[0]} to {ends[1]}"] += 1
-        makes_view = any(each.alias_info and not each.alias_info.is_write
-                         for each in func._schema.returns)
+        makes_view = any(
+            each.alias_info and not each.alias_info.is_write for each in func._schema.returns
+        )
         if name in NO_KERNEL or makes_view:
             return
         self.kernels += 1
@@ -79,8 +80,17 @@ class Cost(TorchDispatchMode):
         if name == "_grouped_mm" and torch.cuda.get_device_capability()[0] not in (9, 10):
             self.waits[name] += 1  # the fallback copies the offsets to the host
 
-    def attend(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
-               scale=None, enable_gqa=False):
+    def attend(
+        self,
+        query,
+        key,
+        value,
+        attn_mask=None,
+        dropout_p=0.0,
+        is_causal=False,
+        scale=None,
+        enable_gqa=False,
+    ):
         """Compute as SDPA of a CUDA build does: flash, or another fused kernel with a mask."""
         if attn_mask is None:
             flash = torch.ops.aten._scaled_dot_product_flash_attention
@@ -160,10 +170,13 @@ def count_step(recipe, ranks, vocab_size, inject=lambda step: None):
         inject: changes the step before it runs.
     """
     cost = Cost()
-    with on_imaginary_gpu(), simulate_rank(recipe, ranks - 1, ranks, vocab_size) as (
-        recipe,
-        step,
-        plan,
+    with (
+        on_imaginary_gpu(),
+        simulate_rank(recipe, ranks - 1, ranks, vocab_size) as (
+            recipe,
+            step,
+            plan,
+        ),
     ):
         inject(step)
         for _ in range(2):  # the first one makes the optimizer's state
@@ -193,8 +206,9 @@ def count_graphs(recipe, ranks, vocab_size):
     """Count the graphs that a run compiles, their operations and what breaks them."""
 
     def one_length(recipe, unit):
-        return [recipe.data.seq_len]  # another one takes SDPA's path for CPUs, which breaks
+        return [recipe.data.seq_len]  # another one takes SDPA's path that has no CUDA kernel here
 
+    torch.compiler.reset()  # sizes of cases before would make those of this one symbols
     with on_imaginary_gpu(), replace_attribute(graphs, "_lengths", one_length):
         parts = graphs.trace(recipe, ranks, vocab_size)
     return {

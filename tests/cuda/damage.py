@@ -40,6 +40,7 @@ def kernel(recipe):
 
 def mask(recipe):
     """Give attention a dense mask in place of the causal flag."""
+
     def attend_densely(query, key, value, **options):
         S, L = query.shape[2], key.shape[2]
         dense = torch.ones(S, L, dtype=torch.bool, device=query.device).tril()

@@ -26,7 +26,8 @@ def load_guard() -> ctypes.CDLL:
 def compile_guard(folder: Path) -> Path:
     """Compile `device.cpp` against the installed PyTorch, once for each version of both."""
     spec = find_spec("torch")
-    assert spec and spec.submodule_search_locations
+    assert spec
+    assert spec.submodule_search_locations
     (torch,) = map(Path, spec.submodule_search_locations)
     key = sha256(SOURCE.read_bytes() + version("torch").encode() + bytes(torch)).hexdigest()[:16]
     made = folder / f"{key}.so"
