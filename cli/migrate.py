@@ -31,7 +31,8 @@ def migrate(
     from_hf: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="Hugging Face folder of the model that is trained further"
+            metavar="FOLDER",
+            help="Hugging Face folder, or id of the hub, of the model that is trained further",
         ),
     ] = None,
     world: Annotated[

@@ -71,16 +71,14 @@ def run(
     """Train; run the same command again to resume after a stop."""
     from ..engine.checkpoint.find import code_before_training
     from ..engine.core import faults
-    from ..engine.core.errors import RecipeError
     from ..engine.launch.environment import find_world
     from ..engine.launch.signals import StopFlag
     from ..engine.recipe.saved import load_recipe_or_run
 
     if world_size is not None:
-        if not dry_run or nproc > 1:
-            raise RecipeError("--world is about --dry-run, on one process", "leave out --nproc")
         loaded = load_recipe_or_run(recipe, overrides or [], world_size, plugin or [])
-        describe_dry_run(loaded, world_size)
+        _warn(loaded.warnings, rank=0)
+        describe_dry_run(loaded, world_size, trains=not dry_run, nproc=nproc)
         return
     world = find_world()
     ranks = nproc if nproc > 1 else world.world_size

@@ -250,10 +250,7 @@ class Compile(Table):
 
 
 _GATHERS = ("_c10d_functional.all_gather_into_tensor.default",)
-_SUMS = (
-    "_c10d_functional.reduce_scatter_tensor.default",
-    "_c10d_functional.all_reduce.default",
-)
+_SUMS = ("_c10d_functional.reduce_scatter_tensor.default", "_c10d_functional.all_reduce.default")
 
 # Operations of all devices and versions of torch: `selective_contexts` leaves out those that
 # this torch does not have.

@@ -224,11 +224,10 @@ def _shorten_warmup(tree: Tree, written_steps: int | None) -> list[str]:
         return []
     shorter = warmup * steps // max(written_steps or 10 * warmup, warmup)
     place = tree.origin(path)
-    tree.replace(
-        path, shorter, {path: Origin(f"shrunk to --set run.steps={steps}", layer=place.layer)}
-    )
-    was = f"schedule.warmup_steps is {shorter} instead of {warmup} ({place})"
-    return [f"{was}, because --set run.steps={steps} shortens the run"]
+    origin = Origin(f"shrunk to --set run.steps={steps}", layer=place.layer)
+    tree.replace(path, shorter, {path: origin})
+    change = f"schedule.warmup_steps is {shorter} instead of {warmup} ({place})"
+    return [f"{change}, because --set run.steps={steps} shortens the run"]
 
 
 def _share_plugin_tables(tree: Tree) -> None:

@@ -287,16 +287,12 @@ class Session:
         if (found := store.latest()) is None:
             return None
         if resume == "never":
-            message = f"{store.folder} already has checkpoints, the newest of step"
-            raise RecipeError(
-                [
-                    Problem(
-                        f'{message} {found.manifest.step}, and "never" would mix two runs',
-                        key="run.resume",
-                        hint="give another run.name, or remove the old run",
-                    )
-                ]
+            message = (
+                f"{store.folder} already has checkpoints, the newest of step {found.manifest.step}, "
+                'and "never" would mix two runs'
             )
+            hint = "give another run.name, or remove the old run"
+            raise RecipeError([Problem(message, key="run.resume", hint=hint)])
         for reason in found.skipped:
             self.progress.warn(f"skipped {reason}")
         return found

@@ -165,8 +165,8 @@ def _add_source(found: Migration, place: str, config: Any, column: Any) -> None:
 
 def _base(value: Any, _flat: Any, _found: Migration, _batch: BatchSizes) -> None:
     raise ValueError(
-        f"give the folder of {make_printable(str(value))} by --from-hf: its sizes and tokenizer "
-        "are taken from there"
+        f"add --from-hf {make_printable(str(value))} to train it further, with its sizes and "
+        "its tokenizer"
     )
 
 
