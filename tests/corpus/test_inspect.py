@@ -227,7 +227,7 @@ def test_a_conversation_shows_special_tokens_and_what_counts_in_the_loss(tmp_pat
     )
     (tmp_path / "t.jinja").write_text(template + "{% endfor %}")
     (tmp_path / "recipe.toml").write_text(
-        '[run]\nsteps = 1\n[data]\npacking = "documents"\ncache_dir = "cache"\n'
+        f'[run]\nsteps = 1\n[data]\npacking = "documents"\ncache_dir = "{tmp_path / "cache"}"\n'
         '[[data.sources]]\nname = "chat"\npath = "chat.jsonl"\ntemplate_file = "t.jinja"\n'
     )
     (found,) = inspected(tmp_path / "recipe.toml")
