@@ -13,7 +13,7 @@ from ..engine.core.files import require_path
 from ..engine.core.text.display import format_value
 from ..engine.download.hub import MODEL_FILES, describe_files
 from ..engine.download.hub import download as download_model
-from ..engine.download.hub_ids import HubId, read_hub_id
+from ..engine.download.hub_ids import read_hub_id
 from .options import AsJson
 from .table import echo
 
@@ -38,13 +38,12 @@ def download(
     as_json: AsJson = False,
 ) -> None:
     """Download a model; an interrupted download resumes, and every file's checksum is compared."""
-    wanted = read_hub_id(model)
+    text = f"{model.partition('@')[0]}@{revision}" if revision else model
+    wanted = read_hub_id(text)
     if wanted is None:
         raise RecipeError(
-            f"{format_value(model)} is no id of the Hugging Face hub", "such as Qwen/Qwen3-0.6B"
+            f"{format_value(text)} is no id of the Hugging Face hub", "such as Qwen/Qwen3-0.6B"
         )
-    if revision:
-        wanted = HubId(wanted.repo, revision)
     if to is not None:
         require_path(to)
     done = download_model(wanted, include or MODEL_FILES, to and to.expanduser(), check_all=True)

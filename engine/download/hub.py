@@ -82,7 +82,7 @@ def download(
     *,
     check_all: bool = False,
 ) -> Download:
-    """Download files of a model; those that are there already are kept.
+    """Download the files of a model that are not there yet, or that differ from the hub's.
 
     An interrupted download resumes where it stopped. Of processes that need the same files, one
     downloads them, and the others wait.
@@ -91,7 +91,8 @@ def download(
         wanted: the model and its revision.
         patterns: globs of the names of the files.
         to: a folder for the files; None takes the hub's cache.
-        check_all: compare the files with their checksums that were there already, too.
+        check_all: compare the checksums of files that are there already too. Without it, their
+            sizes are compared.
 
     Raises:
         EnvironmentFault: the hub cannot be reached or refuses, and the cache lacks a file; or the
@@ -101,7 +102,7 @@ def download(
     hub = _import_hub(wanted)
     commit = wanted.revision if wanted.is_pinned else _find_commit(hub, wanted)
     pinned = wanted.pin(commit)
-    listed = _list_files(hub, pinned)
+    listed = _list_files(hub, pinned, is_needed=check_all or to is not None)
     if listed is None:
         return Download(_cache(hub, pinned) / "snapshots" / commit, pinned, [])
     files = [file for file in listed if _is_wanted(file.name, patterns)]
@@ -123,37 +124,41 @@ def _is_wanted(name: str, patterns: Collection[str]) -> bool:
 
 
 def _fetch(hub: Any, pinned: HubId, file: HubFile, to: Path | None, *, check: bool) -> Path:
-    """Download a file unless it is there; return the folder of the model."""
+    """Download a file unless its content is there; return the folder of the model."""
     place = {"repo_id": pinned.repo, "filename": file.name, "revision": pinned.revision}
-    if to is None:
-        found = hub.try_to_load_from_cache(**place)
-        is_new = not isinstance(found, str)
-    else:
-        found = to / file.name
-        is_new = not found.is_file() or found.stat().st_size != file.size
-    if is_new:
+    found = hub.try_to_load_from_cache(**place) if to is None else to / file.name
+    path = Path(found) if isinstance(found, str | Path) and os.path.exists(found) else None
+    wrong = _compare(path, file, size_alone=not check) if path else ""
+    if wrong:
+        log.warning("%s %s: it is downloaded again", path, wrong)
+    if path is None or wrong:
         if not sys.stderr.isatty():
             hub.utils.disable_progress_bars()
         with explain_hub_errors(pinned):
-            found = hub.hf_hub_download(**place, local_dir=to, etag_timeout=HUB_SECONDS)
-    path = Path(found)
-    if (is_new or check) and (wrong := _compare(path, file)):
-        # The blob of the cache, to which the snapshot's name is a link.
-        for each in (Path(os.path.realpath(path)), path):
-            each.unlink(missing_ok=True)
-        raise DataError(
-            f"{pinned}: {file.name} {wrong}; it was deleted",
-            "run the same again, which downloads it again",
-        )
+            # Without force, the hub's library may take a file that is there for the right one.
+            done = hub.hf_hub_download(
+                **place, local_dir=to, etag_timeout=HUB_SECONDS, force_download=path is not None
+            )
+        path = Path(done)
+        if wrong := _compare(path, file):
+            if to is None:  # the blob of the cache, to which the snapshot's name is a link
+                Path(os.path.realpath(path)).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+            raise DataError(
+                f"{pinned}: {file.name} {wrong}; it was deleted",
+                "run the same again, which downloads it again",
+            )
     return path.parents[len(PurePosixPath(file.name).parts) - 1]
 
 
-def _compare(path: Path, file: HubFile) -> str:
-    """Return how a file differs from what the hub says, or an empty text."""
+def _compare(path: Path, file: HubFile, *, size_alone: bool = False) -> str:
+    """Return how a file's size and checksum differ from what the hub says, or an empty text."""
     with open_regular(path) as opened:
         size = os.fstat(opened.fileno()).st_size
         if size != file.size:
             return f"has {size:,} bytes, and {file.size:,} on the hub"
+        if size_alone:
+            return ""
         # Source of the prefix: git's object format, https://git-scm.com/book/en/v2/Git-Internals
         digest = hashlib.sha256() if file.sha256 else hashlib.sha1(b"blob %d\0" % size)
         while block := opened.read(BLOCK_BYTES):
@@ -183,7 +188,7 @@ def _find_commit(hub: Any, wanted: HubId) -> str:
 
 
 def _last_record(wanted: HubId) -> Path:
-    return _record(wanted.pin((wanted.revision or "main").replace("/", "--")), "commit")
+    return _record(wanted.pin(wanted.revision or "main"), "commit")
 
 
 def _find_last_commit(hub: Any, wanted: HubId) -> str:
@@ -222,10 +227,15 @@ def is_cached(wanted: HubId, patterns: Collection[str] = MODEL_FILES) -> bool:
     )
 
 
-def _list_files(hub: Any, pinned: HubId) -> list[HubFile] | None:
+def _list_files(hub: Any, pinned: HubId, *, is_needed: bool) -> list[HubFile] | None:
     """Return the files of a commit; None: the hub cannot be reached, and the cache has a copy.
 
     A commit never changes, so that its list is kept.
+
+    Args:
+        hub: the hub's library.
+        pinned: the model and its commit.
+        is_needed: whether a copy in the cache without a list is no substitute.
     """
     kept = _record(pinned, "json")
     with suppress(OSError, ValueError, TypeError):
@@ -236,7 +246,7 @@ def _list_files(hub: Any, pinned: HubId) -> list[HubFile] | None:
                 pinned.repo, revision=pinned.revision, timeout=HUB_SECONDS, files_metadata=True
             )
     except EnvironmentFault:
-        if (_cache(hub, pinned) / "snapshots" / pinned.revision).is_dir():
+        if not is_needed and (_cache(hub, pinned) / "snapshots" / pinned.revision).is_dir():
             return None
         raise
     files = [
@@ -256,8 +266,12 @@ def _cache(hub: Any, wanted: HubId) -> Path:
 def _record(pinned: HubId, suffix: str) -> Path:
     """Return a file of the user's cache that belongs to a revision."""
     folder = user_cache("", "hub", "XDG_CACHE_HOME")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{pinned.repo.replace('/', '--')}@{pinned.revision}.{suffix}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"{folder} cannot be used: {error.strerror}"
+        raise EnvironmentFault(message, "set XDG_CACHE_HOME to a folder for caches") from error
+    return folder / f"{pinned}.{suffix}".replace("/", "--")
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..core.errors import DataError, EnvironmentFault
+from ..core.files import path_fault
 from .hub_ids import HubId
 
 
@@ -31,11 +32,14 @@ def explain_hub_errors(wanted: HubId) -> Iterator[None]:
         ) from error
     except errors.OfflineModeIsEnabled as error:
         raise EnvironmentFault(
-            f"{wanted} is not in the cache, and HF_HUB_OFFLINE forbids a download", fetch
+            f"{wanted} is no path here and not in the cache, and HF_HUB_OFFLINE forbids a download",
+            fetch,
         ) from error
     except Exception as error:  # of its HTTP library, which changes
+        if isinstance(error, OSError) and (fault := path_fault(error)):
+            raise fault from error
         reason = (str(error) or type(error).__name__).splitlines()[0][:200]
         raise EnvironmentFault(
-            f"{wanted}: the Hugging Face hub cannot be reached: {reason}",
-            f"{fetch}; a download that was cut off resumes",
+            f"{wanted} is no path here, and the Hugging Face hub cannot be reached: {reason}",
+            f"{fetch}; an interrupted download resumes",
         ) from error

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 _ID = re.compile(
-    r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(\w[\w./-]{0,199}))?", re.ASCII
+    r"(?!.*\.\.)(?![^@]*--)"  # no name on the hub has these
+    r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(\w[\w./-]{0,199}))?",
+    re.ASCII,
 )
 _FILE = re.compile(
     r"\.(json|jsonl|toml|ya?ml|safetensors|bin|pth?|ckpt|gguf|model|tiktoken|txt|zip|tar|gz|html)$"

@@ -113,14 +113,55 @@ def test_wrong_content_is_refused_and_deleted(hub, trainer, files, name, to):
     assert trainer("download", REPO, *to).returncode == 0
 
 
-def test_what_was_damaged_on_disk_is_found(hub, trainer, files, tmp_path):
+@pytest.mark.parametrize("to", [[], ["--to", "x"]])
+def test_what_was_damaged_on_disk_is_downloaded_again(hub, trainer, files, tmp_path, to):
+    hub.commit(REPO, files)
+    assert trainer("download", REPO, *to).returncode == 0
+    (weights,) = (path for path in tmp_path.rglob("model.safetensors") if path.is_symlink() or to)
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
+    done = trainer("download", REPO, *to)
+    assert done.returncode == 0, done.stderr
+    assert "model.safetensors has the sha256" in done.stderr
+    assert weights.read_bytes() == files["model.safetensors"]
+
+
+def test_a_folder_takes_the_files_of_a_newer_commit_and_links_lead_to_what_they_did(
+    hub, trainer, files, tmp_path
+):
     hub.commit(REPO, files)
     assert trainer("download", REPO, "--to", "x").returncode == 0
-    weights = tmp_path / "work/x/model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
+    weights, mine = tmp_path / "work/x/model.safetensors", tmp_path / "mine"
+    weights.rename(mine)
+    weights.symlink_to(mine)
+    newer = make_model(seed=1)
+    assert len(newer["model.safetensors"]) == len(files["model.safetensors"])
+    commit = hub.commit(REPO, newer)
     done = trainer("download", REPO, "--to", "x")
-    assert done.returncode == 4
-    assert "model.safetensors has the sha256" in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert f"pinned: {REPO}@{commit}" in done.stdout
+    assert weights.read_bytes() == newer["model.safetensors"]
+    assert mine.read_bytes() == files["model.safetensors"]
+
+
+def test_without_the_hub_nothing_is_said_to_be_compared(hub, trainer, files, tmp_path):
+    commit = hub.commit(REPO, files)
+    assert trainer("download", REPO).returncode == 0
+    for record in (tmp_path / "cache").rglob("*.json"):
+        record.unlink()  # as if another program had filled the hub's cache
+    for words in ([], ["--to", "x"]):
+        done = trainer("download", f"{REPO}@{commit}", *words, HF_HUB_OFFLINE="1")
+        assert (done.returncode, done.stdout) == (3, ""), done.stderr
+
+
+def test_bad_revisions_and_unusable_caches_are_named(hub, trainer, files, tmp_path):
+    hub.commit(REPO, files)
+    done = trainer("download", REPO, "--revision", "../../x")
+    assert done.returncode == 2
+    assert f'"{REPO}@../../x" is no id' in done.stderr
+    (tmp_path / "file").touch()
+    done = trainer("download", REPO, XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert done.returncode == 3, done.stderr
+    assert "set XDG_CACHE_HOME" in done.stderr
 
 
 def test_errors_of_the_hub_are_explained(hub, trainer, files):
