@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -23,9 +23,6 @@ from ..engine.tokenizers.tokenizer import Tokenizer
 from .model_options import TrainedModel, Weights
 from .options import Plugins
 from .ranks import run_on_ranks
-
-if TYPE_CHECKING:
-    from ..engine.sources.chat_renderer import ChatRenderer
 
 
 def generate(
@@ -78,9 +75,9 @@ def generate(
     """Sample from a checkpoint."""
     context.params["prompt"] = prompts = prompt or _read_prompts() or [""]
     if any("\ud800" <= char <= "\udfff" for text in prompts for char in text):
-        raise RecipeError("--prompt: not UTF-8")
+        raise RecipeError("--prompt: not UTF-8" if prompt else "standard input: not UTF-8")
     is_talk = bool(chat) and prompts == [""] and os.isatty(0)
-    if is_talk and nproc > 1:
+    if is_talk and max(nproc, _count_ranks()) > 1:
         raise RecipeError("a conversation runs in one process", "leave --nproc out")
     run_on_ranks(context, nproc)
     found = find_model(checkpoint, plugin or [])  # errors come before torch is imported
@@ -109,16 +106,25 @@ def generate(
         _print(prompts, texts, chat=bool(chat), as_json=as_json)
 
 
-def _read_prompts() -> list[str]:
-    """Return the lines of standard input where that is a pipe or a file; else nothing."""
+def _count_ranks() -> int:
     from ..engine.launch.environment import find_world
 
-    mode = os.fstat(0).st_mode
-    if find_world().world_size > 1:
+    return find_world().world_size
+
+
+def _read_prompts() -> list[str]:
+    """Return the lines of standard input where that is a pipe or a file; else nothing."""
+    if _count_ranks() > 1:
         return []  # ranks that another launcher has started must all have the same prompts
+    try:
+        mode = os.fstat(0).st_mode
+    except OSError:  # it is closed
+        return []
     if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
         return []
-    return sys.stdin.buffer.read().decode("utf-8", "surrogateescape").splitlines()
+    text = sys.stdin.buffer.read().decode("utf-8", "surrogateescape")
+    # `splitlines` would also split at characters that a prompt may hold, such as U+2028.
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
 
 
 def _talk(
@@ -135,13 +141,20 @@ def _talk(
     with suppress(ImportError):
         import_module("readline")  # edits the line that is typed, where Python has it
     messages: list[dict[str, str]] = []
-    with _open_template(template, tokenizer) as (renderer, until), suppress(EOFError):
+    with _open_template(template, tokenizer) as (render, until), suppress(EOFError):
         while True:
-            messages.append({"role": "user", "content": input("> ")})
-            (text,) = sample([renderer.render_prompt(messages)], until=until)
+            messages.append({"role": "user", "content": _read_message()})
+            (text,) = sample([render(messages)], until=until)
             messages.append({"role": "assistant", "content": text})
             _print([messages[-2]["content"]], [text], chat=True, as_json=as_json)
     print()
+
+
+def _read_message() -> str:
+    try:
+        return input("> ")
+    except UnicodeDecodeError:
+        raise RecipeError("standard input: not UTF-8") from None
 
 
 def _print(prompts: Sequence[str], texts: Sequence[str], *, chat: bool, as_json: bool) -> None:
@@ -158,14 +171,15 @@ def _apply_template(
     prompts: Sequence[str], template: str, tokenizer: Tokenizer
 ) -> tuple[list[str], list[str]]:
     """Return the texts that the answers to the prompts continue, and what ends an answer."""
-    with _open_template(template, tokenizer) as (renderer, until):
-        talks = [[{"role": "user", "content": each}] for each in prompts]
-        return [renderer.render_prompt(talk) for talk in talks], until
+    with _open_template(template, tokenizer) as (render, until):
+        return [render([{"role": "user", "content": each}]) for each in prompts], until
 
 
 @contextmanager
-def _open_template(template: str, tokenizer: Tokenizer) -> Iterator[tuple[ChatRenderer, list[str]]]:
-    """Yield what renders conversations by a template, and the texts that end an answer.
+def _open_template(
+    template: str, tokenizer: Tokenizer
+) -> Iterator[tuple[Callable[[list[dict[str, str]]], str], list[str]]]:
+    """Yield a function that renders conversations by a template, and the texts that end an answer.
 
     Raises:
         RecipeError: no template has that name.
@@ -183,7 +197,15 @@ def _open_template(template: str, tokenizer: Tokenizer) -> Iterator[tuple[ChatRe
         hint = nearest(template, names) or f"known: {', '.join(names)}"
         raise RecipeError(f"--chat: {template!r} is no template and no file", hint)
     with open_renderer(found) as renderer:
+
+        def render(messages: list[dict[str, str]]) -> str:
+            try:
+                return renderer.render_prompt(messages)
+            except ValueError as error:
+                raise DataError(f"{found.place}: {error}") from error
+
         try:
-            yield renderer, [end] if (end := renderer.find_end_of_answer()) else []
+            end = renderer.find_end_of_answer()
         except ValueError as error:
             raise DataError(f"{found.place}: {error}") from error
+        yield render, [end] if end else []

@@ -21,7 +21,7 @@ from ..engine.launch.cluster import (
     require_time,
     torchrun_commands,
 )
-from ..engine.launch.kubernetes import Pods, job_set, resource_name, to_yaml
+from ..engine.launch.kubernetes import NAME, SHARED_MEMORY, Pods, job_set, resource_name, to_yaml
 from ..engine.recipe.assets import find_missing_assets
 from ..engine.recipe.load import load_recipe
 from ..engine.recipe.schema import Recipe as RecipeModel
@@ -107,6 +107,8 @@ def slurm(
         srun += [f"--container-image={container}", f"--container-workdir={here}"]
         srun += [f"--container-mounts={folders}"]
         command = ["trainer", *_arguments(recipe, overrides)]
+    elif mounts:
+        raise RecipeError("--mounts is about a container", "name one with --container")
     else:
         from ..engine.launch.child import trainer_command
 
@@ -170,15 +172,22 @@ def kubernetes(
     claims = {}
     for text in volume or []:
         claim, _, path = text.partition(":")
-        if not path.startswith("/"):
-            raise RecipeError(f"--volume {format_value(text)}", "such as corpus:/workspace")
-        claims[path] = _word("--volume", claim)
+        path = path if path == "/" else path.rstrip("/")
+        if not path.startswith("/") or path in (*claims, SHARED_MEMORY):
+            hint = "such as corpus:/workspace, each path once"
+            raise RecipeError(f"--volume {format_value(text)}", hint)
+        claims[path] = _object_name("--volume", claim)
     if memory and not re.fullmatch(r"[1-9]\d{0,9}(Ki|Mi|Gi|Ti|k|M|G|T)?", memory):
         raise RecipeError(f"--memory {format_value(memory)} is no size", "such as 512Gi")
+    if not image or re.search(r"\s", image):
+        raise RecipeError(f"--image {format_value(image)} is no image", "such as team/trainer:1")
+    if not folder.startswith("/"):
+        raise RecipeError(f"--workdir {format_value(folder)} is no absolute path", "/workspace")
     pods = Pods(require_one_line(image), nodes, gpus, cpus, memory, claims, folder)
     name = resource_name(checked.run.name)
-    namespace = namespace and _word("--namespace", namespace)
-    manifest = job_set(name, namespace, pods, _arguments(recipe, overrides), max_restarts)
+    namespace = namespace and _object_name("--namespace", namespace)
+    arguments = [require_one_line(each) for each in _arguments(recipe, overrides)]
+    manifest = job_set(name, namespace, pods, arguments, max_restarts)
     if output is None:
         print(to_yaml(manifest), end="")
     else:
@@ -196,6 +205,13 @@ def _load(recipe: Path, overrides: list[str] | None, ranks: int, offline: bool) 
         raise RecipeError(missing)
     print_warnings(missing)
     return loaded.recipe
+
+
+def _object_name(option: str, text: str) -> str:
+    if not NAME.fullmatch(text):
+        hint = "small letters, digits, `-` and `.`, the first and last a letter or digit"
+        raise RecipeError(f"{option} {format_value(text)} is no name in Kubernetes", hint)
+    return text
 
 
 def _arguments(recipe: Path, overrides: list[str] | None) -> list[str]:

@@ -14,6 +14,9 @@ from .cluster import SECONDS_TO_SAVE
 
 MASTER_PORT = 29_400
 JOB = "ranks"
+NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+"""names of objects; source: https://kubernetes.io/docs/concepts/overview/working-with-objects/names"""
+SHARED_MEMORY = "/dev/shm"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
@@ -67,12 +70,12 @@ def job_set(
         # The headless service of a JobSet has its name, and each pod the name of its index.
         command += [f"--nnodes={pods.nodes}", "--node-rank=$(NODE_RANK)"]
         command += [f"--master-addr={name}-{JOB}-0-0.{name}", f"--master-port={MASTER_PORT}"]
-    # Kubernetes replaces $(NAME) in a command, and $$ stands for a $ of the recipe's settings.
-    words = [each.replace("$(", "$$(") for each in arguments]
+    # Kubernetes replaces $(NAME) in a command, and reads $$ as one $.
+    words = [each.replace("$", "$$") for each in arguments]
     limits: dict[str, Any] = {"nvidia.com/gpu": pods.gpus}
     limits |= {"cpu": pods.cpus} if pods.cpus else {}
     limits |= {"memory": pods.memory} if pods.memory else {}
-    mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
+    mounts = [{"name": "shm", "mountPath": SHARED_MEMORY}]
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     for number, (path, claim) in enumerate(pods.claims.items()):
         mounts.append({"name": f"volume-{number}", "mountPath": path})
@@ -117,7 +120,8 @@ def to_yaml(value: Any, indent: int = 0) -> str:
     for key, each in value.items() if isinstance(value, dict) else enumerate(value):
         head = f"{margin}{key}:" if isinstance(value, dict) else f"{margin}-"
         if not isinstance(each, dict | list) or not each:
-            lines.append(f"{head} {json.dumps(each)}\n")
+            # Escaped, a character beyond U+FFFF would be two halves, which YAML refuses.
+            lines.append(f"{head} {json.dumps(each, ensure_ascii=False)}\n")
         elif isinstance(value, dict):
             lines.append(f"{head}\n{to_yaml(each, indent + 2)}")
         else:

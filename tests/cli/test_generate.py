@@ -77,6 +77,20 @@ def test_each_line_of_a_pipe_is_a_prompt(generate, folder):
     assert rows == answers(generate, "--prompt", "é = ", "--prompt", "import ")
 
 
+def test_only_line_ends_separate_prompts(generate, folder):
+    process = run_with_input(folder, subprocess.PIPE, "--json")
+    out, _ = process.communicate("a\u2028b\x0c\nc\r\n", timeout=100)
+    prompts = [json.loads(line)["prompt"] for line in out.splitlines()]
+    assert prompts == ["a\u2028b\x0c", "c"]
+
+
+def test_a_closed_standard_input_is_no_prompt(folder):
+    words = " ".join([sys.executable, "-P", "-m", "trainer", "generate", folder, *SHORT, "--json"])
+    done = subprocess.run(f"{words} <&-", shell=True, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["prompt"] == ""
+
+
 def test_a_conversation_on_a_terminal_keeps_its_turns_until_ctrl_d(generate, folder, tmp_path):
     template = tmp_path / "mine.jinja"
     turns = "{{ message.role[0] }}: {{ message.content }}\n"

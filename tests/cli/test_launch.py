@@ -236,6 +236,12 @@ def test_options_that_the_script_writes_itself_are_refused(launch, text):
     assert "--directive" in err
 
 
+def test_folders_of_a_container_that_is_not_named_are_refused(launch):
+    code, _, err = launch("slurm", "r.toml", "--mounts", "/data:/data")
+    assert code == 2
+    assert "--container" in err
+
+
 @pytest.mark.parametrize("kind", [["slurm"], ["torchrun"], ["kubernetes", "--image", "i"]])
 def test_files_that_are_not_here_are_warned_about(launch, tmp_path, kind):
     text = RECIPE.replace('name = "synthetic"', 'name = "text"\npath = "corpus/*.txt"')

@@ -145,14 +145,27 @@ def test_the_command_of_a_pod_starts_ranks(launch, tmp_path):
 
 
 def test_what_kubernetes_would_replace_in_a_setting_is_escaped(launch):
-    out = launch("--image", "i", "--set", "data.cache_dir=$(HOME)/x")[1]
-    assert "--set=data.cache_dir=$$(HOME)/x" in container_of(yaml.safe_load(out))["command"]
+    out = launch("--image", "i", "--set", "data.cache_dir=$(HOME)/$$x")[1]
+    # In the API's words "$$" is a "$", and "$(NAME)" a variable.
+    assert "--set=data.cache_dir=$$(HOME)/$$$$x" in container_of(yaml.safe_load(out))["command"]
+
+
+def test_characters_beyond_16_bits_are_no_halves(launch):
+    out = launch("--image", "i", "--set", "data.cache_dir=\U0001f600")[1]
+    assert "\\u" not in out
+    assert "--set=data.cache_dir=\U0001f600" in container_of(yaml.safe_load(out))["command"]
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
         (["--volume", "data"], "--volume"),
+        (["--volume", "data_1:/data"], "no name in Kubernetes"),
+        (["--volume", "a:/data", "--volume", "b:/data/"], "each path once"),
+        (["--volume", "a:/dev/shm"], "each path once"),
+        (["--namespace", "Team"], "no name in Kubernetes"),
+        (["--image", ""], "--image"),
+        (["--workdir", "work"], "--workdir"),
         (["--memory", "lots"], "--memory"),
         (["--nodes", "3", "--gpus-per-node", "7"], "global_batch"),
         (["--set", "run.resume=never"], "run.resume"),
