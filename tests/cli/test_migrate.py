@@ -157,6 +157,34 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 
 
+MERGES = "m0: &m0 {a: 1, b: 2, c: 3}\n" + "".join(
+    f"m{n}: &m{n} {{<<: [{', '.join([f'*m{n - 1}'] * 9)}]}}\n" for n in range(1, 12)
+)
+
+
+@pytest.mark.parametrize("value", ["mine/data", "[mine/data, 3, null]", "true"])
+def test_datasets_of_another_form_are_left(migrate, value):
+    recipe, left = migrate("datasets.yaml", f"max_steps: 7\ndatasets: {value}\n")
+    assert recipe.run.steps == 7
+    assert left <= {"datasets", "data.sources.1", "data.sources.0"}
+
+
+def test_settings_that_the_recipe_refuses_are_not_counted(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text("max_steps: 7\nlearning_rate: fast\n")
+    assert _run(["migrate", "a.yaml", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["carried"], [each["setting"] for each in report["left"]]) == (
+        1,
+        ["optimizer.lr"],
+    )
+
+
+def test_a_name_with_a_line_end_stays_a_comment(migrate):
+    recipe, _ = migrate("a\nsteps = 9.yaml", "max_steps: 7\n")
+    assert recipe.run.steps == 7
+
+
 def test_endless_yaml_is_left_out(migrate):
     recipe, left = migrate("laughs.yaml", f"max_steps: 7\nseed: &a [*a]\n{LAUGHS}")
     assert recipe.run.steps == 7
@@ -171,6 +199,9 @@ def test_endless_yaml_is_left_out(migrate):
         ("a: [1\n", "is not YAML"),
         ("[" * 5000, "is not YAML: "),
         ("a: 1\n" + "x" * 1_000_001, "is larger than"),
+        ('steps: !!int ""\n', "a value does not fit its tag"),
+        ("steps: !!timestamp soon\n", "a value does not fit its tag"),
+        (MERGES, "merge keys make more than 2,000 settings"),
     ],
 )
 def test_no_code_is_run_and_bad_files_are_refused(tmp_path, capsys, monkeypatch, text, message):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import RecipeError, nearest
+from ...core.text.display import make_printable
 from ...core.text.positions import KeyPath
 from ..layers import read_layers
 from ..read import RECIPES
@@ -71,7 +72,7 @@ def comment_toml(written: Mapping[str, Any], title: str, folder: Path) -> str:
             comments.setdefault((*_without_index(table.path), key), text)
     text = format_toml(values, lambda path: comments.get(path, ""))
     schema = os.path.relpath(RECIPES.resolve() / "schema.json", folder.resolve())
-    return f"# {title}\n#:schema {schema}\n\n{text}"
+    return f"# {make_printable(title)}\n#:schema {schema}\n\n{text}"
 
 
 def _without_index(path: KeyPath) -> KeyPath:

@@ -21,9 +21,9 @@ from ..load import load_tree
 from ..other_names import KEYS, find_component, find_key
 from ..read import unusable_values
 from ..schema import REGISTRIES
+from .settings import MOST_SETTINGS
 from .values import BASES, NUMBER, SPECIAL, BatchSizes, Migration, put
 
-MOST_SETTINGS = 2000
 MOST_REPAIRS = 20
 SAME = {
     "model.name": "model.name",
@@ -199,7 +199,8 @@ def _repair(found: Migration, path: Path) -> None:
             return
         except RecipeError as error:
             before = len(found.left)
-            for problem in error.problems:
+            # Entries of lists from the last on: the numbers of those before stay what they are.
+            for problem in reversed(error.problems):
                 parts = re.split(r"[.\[\]]+", problem.key.strip("]"))
                 key = tuple(int(part) if part.isdigit() else part for part in parts)
                 _drop(found, key, problem.message)
@@ -234,4 +235,5 @@ def _drop(found: Migration, key: KeyPath, message: str) -> None:
     for part in key[:-1]:
         container = container[part]
     del container[key[-1]]
+    found.carried = max(0, found.carried - 1)
     found.left.append((".".join(map(str, key)), message))

@@ -127,7 +127,8 @@ def _dataset(value: Any, flat: Mapping[Any, Any], found: Migration, _batch: Batc
 
 def _datasets(value: Any, _flat: Any, found: Migration, _batch: BatchSizes) -> None:
     left = []
-    for number, entry in enumerate(value if isinstance(value, list) else [value]):
+    for index, entry in enumerate(value if isinstance(value, list) else [value]):
+        entry = entry if isinstance(entry, dict) else {"path": entry}
         kind = str(entry.get("type", "completion"))
         place = str(entry.get("path", ""))
         is_file = place.endswith((".jsonl", ".json")) and "json" in str(
@@ -142,7 +143,7 @@ def _datasets(value: Any, _flat: Any, found: Migration, _batch: BatchSizes) -> N
             old = {"field": "conversations", "role_key": "from", "content_key": "value"}
             _sources(found).append(source | old if is_old else source)
         else:
-            left.append(f"{number} ({make_printable(place)}, type {make_printable(kind)})")
+            left.append(f"{index} ({make_printable(place)}, type {make_printable(kind)})")
     if left:
         raise ValueError(f"write in [[data.sources]]: {', '.join(left)}")
 
