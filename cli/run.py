@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .dry_run import describe_dry_run
+from .dry_run import describe_dry_run, require_dry_run
 from .options import Overrides
 from .table import echo
 
@@ -76,9 +76,12 @@ def run(
     from ..engine.recipe.saved import load_recipe_or_run
 
     if world_size is not None:
+        others = {"--nproc": nproc > 1, "--max-restarts": max_restarts, "--replay": replay}
+        others |= {"--json": as_json, "--allow-changed": allow_changed}
+        require_dry_run(dry_run, others)
         loaded = load_recipe_or_run(recipe, overrides or [], world_size, plugin or [])
         _warn(loaded.warnings, rank=0)
-        describe_dry_run(loaded, world_size, trains=not dry_run, nproc=nproc)
+        describe_dry_run(loaded, world_size)
         return
     world = find_world()
     ranks = nproc if nproc > 1 else world.world_size
@@ -123,14 +126,14 @@ def run(
 def _warn(warnings: Sequence[str], rank: int) -> None:
     from ..engine.launch.environment import ATTEMPT
 
-    # A rank that this command started is silent: its parent has said it.
+    # A rank that this command started is silent: its parent process has printed them.
     if rank == 0 and ATTEMPT not in os.environ:
         for text in warnings:
             echo(f"warning: {text}", err=True)
 
 
 def _check_options(launcher: str, nproc: int, max_restarts: int, *, as_json: bool) -> None:
-    """Refuse options that belong to others, which are not given."""
+    """Refuse options without the option or the launcher that they belong to."""
     from ..engine.core.errors import RecipeError
 
     if as_json:

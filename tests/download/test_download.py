@@ -273,4 +273,6 @@ def test_a_dry_run_of_many_ranks_says_what_is_missing(trainer, tmp_path):
     assert not (work / "runs").exists()
     refused = trainer("run", "r.toml", "--dry-run", "--world", "5")
     assert refused.returncode == 2
-    assert trainer("run", "r.toml", "--world", "4").returncode == 2
+    for words in (["--world", "4"], ["--world", "4", "--dry-run", "--replay", "1"]):
+        done = trainer("run", "r.toml", *words)
+        assert (done.returncode, "--world" in done.stderr) == (2, True), done.stderr
