@@ -161,10 +161,11 @@ def refused_on_a_cpu():
 
 def test_an_exchange_on_the_device_is_refused_where_it_cannot_run():
     run_ranks(2, refused_on_a_cpu)
-    for parallel, message in (
-        ({"expert_exchange": "on_device"}, "parallel.expert is 1"),
-        (ON_DEVICE | {"expert_tensor": 2}, "parallel.expert_tensor = 2"),
+    for parallel, data, message in (
+        ({"expert_exchange": "on_device"}, {}, "parallel.expert is 1"),
+        (ON_DEVICE | {"expert_tensor": 2}, {}, "parallel.expert_tensor = 2"),
+        (ON_DEVICE, {"packing": "ragged"}, 'rows are "ragged"'),
     ):
-        found = check(moe_recipe(MOE, parallel=parallel))
+        found = check(moe_recipe(MOE, parallel=parallel, data=data))
         (text,) = (text for path, text, _ in found if path[-1] == "expert_exchange")
         assert text.endswith(message)

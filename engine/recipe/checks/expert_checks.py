@@ -22,6 +22,10 @@ def check_experts(recipe: Recipe) -> Iterator[Finding]:
         degree = parallel.expert_tensor
         message = f'"on_device" takes whole experts, not parallel.expert_tensor = {degree}'
         yield ("parallel", "expert_exchange"), message, 'choose "all_to_all"'
+    if parallel.expert_exchange == "on_device" and recipe.data.packing == "ragged":
+        # Each rank would make room for the rows of its own batch, and drop those of longer ones.
+        message = '"on_device" needs as many tokens on each rank, and rows are "ragged"'
+        yield ("parallel", "expert_exchange"), message, 'choose "all_to_all"'
     if recipe.kernels.moe != "fused":
         return
     path, is_expert = ("kernels", "moe"), recipe.model.layout.is_expert
