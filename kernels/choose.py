@@ -176,7 +176,7 @@ def choose_automatically(
             return "matmul", f"fastest on CPUs for rows of up to {MATMUL_ATTENTION_UP_TO} tokens"
         return "sdpa", "torch's fused attention"
     if operation == "ragged_attention":
-        if capability == CPU:
+        if capability == CPU or UNKNOWN_GPU < capability < AMPERE:
             return "blocks", "samples of about one length at a time"
         return "varlen", "torch's flash attention for flat rows"
     if operation == "linear_cross_entropy" and compiled:

@@ -59,7 +59,8 @@ class Model(nn.Module):
     remote_buffers: Mapping[str, tuple[int, ...]] = {}
     """names and shapes of the saved buffers that other pipeline stages hold instead of this rank"""
     takes_max_documents: bool = False
-    """whether `forward` takes the most documents of a row beside their ids"""
+    """whether `forward` takes the most documents of a row beside their ids; not where attention
+    needs a mask, as for capped scores: without the number it is made once for all blocks"""
     takes_padding: bool = False
     """whether `forward` takes `padding_mask`"""
     own_positions: Callable[[Tensor], Tensor] = staticmethod(lambda whole: whole)

@@ -78,7 +78,6 @@ class Decoder(LanguageModel):
         kernels: the implementations.
     """
 
-    takes_max_documents = True
     writers: ClassVar[tuple[str, ...]] = (
         "attention.o.weight",
         "mlp.down.weight",
@@ -97,6 +96,7 @@ class Decoder(LanguageModel):
         if config.has_geglu:
             kernels = kernels.with_geglu()
         self.attention_mask = kernels.attention_mask
+        self.takes_max_documents = getattr(config, "score_softcap", None) is None  # see `Model`
         self.embed = Embedding(config.vocab, config.dim)
         self.layers = nn.ModuleList(self.make_block(i, kernels) for i in range(config.num_blocks))
         self.has_experts = bool(moe_layers(self))

@@ -75,7 +75,9 @@ class Plan(LocalRank):
         # Only routers read the mask: without experts it need not be split and copied to the device.
         if not model.takes_padding:
             batch = batch.without_padding()
-        if self.device.type == "cuda" and model.takes_max_documents:
+        # Flash attention, which needs no mask then, is for GPUs and 16 bits.
+        is_half = model.compute_dtype in (torch.float16, torch.bfloat16)
+        if self.device.type == "cuda" and is_half and model.takes_max_documents:
             batch = batch.count_documents()
         for axis in self.axes:
             batch = axis.take(batch)

@@ -288,8 +288,8 @@ class Session:
             return None
         if resume == "never":
             message = (
-                f"{store.folder} already has checkpoints, the newest of step {found.manifest.step}, "
-                'and "never" would mix two runs'
+                f"{store.folder} already has checkpoints, the newest of step "
+                f'{found.manifest.step}, and "never" would mix two runs'
             )
             hint = "give another run.name, or remove the old run"
             raise RecipeError([Problem(message, key="run.resume", hint=hint)])

@@ -81,7 +81,9 @@ def takes_varlen(query: Tensor) -> bool:
 
 
 def has_flash() -> bool:
-    """Whether this machine's GPU runs flash attention."""
+    """Whether this machine's GPU runs flash attention; AMD's were not tried."""
+    if torch.version.hip:
+        return False
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= FLASH_CAPABILITY
 
 

@@ -15,6 +15,8 @@ from tests.kernels.flash_formula import flash_on_cpu
 from trainer.engine.core.registry import models
 from trainer.engine.data.batch import TokenBatch
 from trainer.engine.parallel.context.context import ContextParallel
+from trainer.engine.parallel.plan import make_plan
+from trainer.engine.parallel.tables import Parallel
 from trainer.kernels.attention import varlen
 from trainer.kernels.attention.local import attend
 from trainer.kernels.attention.ragged import attend_varlen
@@ -133,6 +135,26 @@ def test_the_host_counts_the_documents_of_a_row():
     one = TokenBatch(ids[1:2].long(), ids[1:2].long(), document_ids=ids[1:2])
     assert one.count_documents().max_documents == 1
     assert TokenBatch(ids, ids).count_documents().max_documents is None
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "device", "expected"),
+    [
+        ("llama3", torch.bfloat16, "cuda", 32),
+        ("llama3", torch.float32, "cuda", None),
+        ("llama3", torch.bfloat16, "cpu", None),
+        ("gemma2", torch.bfloat16, "cuda", None),
+    ],
+)
+def test_documents_are_counted_only_where_no_mask_is_needed(family, dtype, device, expected):
+    # A mask would else be made in each block in place of once.
+    config = models[family].model_validate({"name": family, **SIZES, **FAMILIES[family]})
+    model = config.build(kernels_of(has_varlen=True))
+    model.compute_dtype = dtype
+    plan = replace(make_plan(Parallel(), 0, 1, torch.device("cpu")), device=torch.device(device))
+    ids = ids_of()
+    batch = TokenBatch(ids.long(), ids.long(), document_ids=ids)
+    assert plan.take(batch, model).max_documents == expected
 
 
 # Each with windows, chunks, sinks or wide values where the family has them.
