@@ -73,7 +73,15 @@ def test_every_command_that_prints_a_table_has_json():
     }
     groups = {name for name in COMMANDS if hasattr(import_command(name), "commands")}
     # Predictions are JSON in any case.
-    own = {"new", "schema", "infer", "precompute", "launch slurm", "launch torchrun", "launch kubernetes"}
+    own = {
+        "new",
+        "schema",
+        "infer",
+        "precompute",
+        "launch slurm",
+        "launch torchrun",
+        "launch kubernetes",
+    }
     assert without - groups == own
 
 
