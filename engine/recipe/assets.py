@@ -34,6 +34,6 @@ def find_missing_assets(loaded: Loaded, *, offline: bool = False) -> list[Proble
                 if offline and not is_cached(wanted, files):
                     hint = f"`trainer download {wanted}` downloads it"
                     problems.append(tree.problem(place, f"{wanted} is not in the cache", hint))
-            elif not os.path.exists(value) and not (has_magic(value) and glob(value)):
+            elif not (os.path.exists(value) or (has_magic(value) and glob(value, recursive=True))):
                 problems.append(tree.problem(place, f"{value} does not exist on this machine"))
     return problems

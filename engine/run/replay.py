@@ -29,6 +29,7 @@ from ..train.parts import Position
 from ..train.probe import LayerSums, Probe, merge
 from ..train.saving import Saver
 from ..train.update import UpdateAfterBackward
+from .hub_pins import pin_hub_ids
 from .resume import require_same_data
 
 
@@ -87,6 +88,7 @@ def replay(recipe: Recipe, world: World, word: str, allow_changed: Sequence[str]
     """
     folder = recipe.run.folder
     target = find_target(folder, word)
+    recipe = pin_hub_ids(recipe)  # the commits of the run, also if a branch has moved since
     device = pick_device(world)
     timeout_seconds = recipe.resilience.collective_timeout_seconds
     with process_group(world, device, timeout_seconds):

@@ -12,6 +12,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+from trainer.engine.core.files import make_private
+
 SOURCE = Path(__file__).with_name("device.cpp")
 FOLDER = Path(tempfile.gettempdir()) / f"trainer-imaginary-cuda-{os.getuid()}"
 
@@ -30,9 +32,9 @@ def compile_guard(folder: Path) -> Path:
     assert spec.submodule_search_locations
     (torch,) = map(Path, spec.submodule_search_locations)
     key = sha256(SOURCE.read_bytes() + version("torch").encode() + bytes(torch)).hexdigest()[:16]
+    make_private(folder, "TMPDIR")  # also where the file is there: another user may have put it
     made = folder / f"{key}.so"
     if not made.exists():
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         own = folder / f"{made.name}.{os.getpid()}"
         include, library = torch / "include", torch / "lib"
         paths = include, include / "torch/csrc/api/include", sysconfig.get_paths()["include"]

@@ -234,6 +234,10 @@ def test_a_run_records_the_commit_and_resumes_with_it(hub, trainer, files, tmp_p
     done = trainer("run", "r.toml", "--set", "run.steps=3", "--allow-changed", "run.steps")
     assert done.returncode == 0, done.stderr
     assert "resumed from" in done.stderr + done.stdout
+    replayed = trainer("run", "r.toml", "--set", "run.steps=3", "--replay", "step:1", "--json")
+    assert replayed.returncode == 0, replayed.stderr
+    found = json.loads(replayed.stdout)
+    assert found["loss"] == found["target"]["recorded"]["loss"]
     assert not hub.requests
     assert tomli.loads((work / "runs/r/recipe.toml").read_text())["run"]["init_from"].endswith(
         commit
@@ -270,6 +274,9 @@ def test_a_dry_run_of_many_ranks_says_what_is_missing(trainer, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "t.txt does not exist on this machine" in done.stderr
     assert "16 ranks = shard 16" in done.stdout
+    (work / "some/below").mkdir(parents=True)
+    (work / "some/below/t.txt").write_text("text")
+    assert trainer("validate", "r.toml", "--set", "data.sources.0.path=some/**/t.txt").stderr == ""
     assert not (work / "runs").exists()
     refused = trainer("run", "r.toml", "--dry-run", "--world", "5")
     assert refused.returncode == 2
