@@ -71,6 +71,7 @@ class ModelConfig(Sizes):
     takes_heads: ClassVar[bool] = False
 
     _head: HeadSettings | None = PrivateAttr(default=None)
+    _trains_predictions: bool = PrivateAttr(default=True)
 
     name: str
     """which model family"""
@@ -145,6 +146,25 @@ class ModelConfig(Sizes):
     def predictions(self) -> int:
         """How many further tokens are predicted, each by a block after the last layer."""
         return 0
+
+    @property
+    def trained_predictions(self) -> int:
+        """How many of the further predictions are in the loss; the blocks of others are frozen."""
+        return self.predictions if self._trains_predictions else 0
+
+    def freeze_predictions(self) -> Self:
+        """Return the config of the same model whose further predictions are in no loss.
+
+        Their blocks are kept, so that a checkpoint of the model is still whole.
+        """
+        changed = self.model_copy()
+        changed._trains_predictions = False
+        return changed
+
+    @property
+    def frozen_prefixes(self) -> tuple[str, ...]:
+        """What the names of parameters of blocks that no training step computes begin with."""
+        return ()
 
     @property
     def is_tied(self) -> bool:

@@ -105,8 +105,19 @@ class DecoderConfig(ModelConfig):
 
     @property
     def num_blocks(self) -> int:
-        """Number of all blocks that are trained; a family may have more than `n_layers`."""
-        return self.n_layers
+        """The number of blocks, those of further predictions included."""
+        return self.n_layers + self.predictions
+
+    @property
+    def trained_blocks(self) -> int:
+        """The number of blocks that a training step computes, which come first."""
+        return self.n_layers + self.trained_predictions
+
+    @property
+    def frozen_prefixes(self) -> tuple[str, ...]:
+        """What the names of parameters of blocks that no training step computes begin with."""
+        numbers = range(self.trained_blocks, self.num_blocks)
+        return tuple(f"{self.layout.blocks}.{number}." for number in numbers)
 
     @property
     def rotary_width(self) -> int:
@@ -181,7 +192,7 @@ class DecoderConfig(ModelConfig):
         times = 2 if self.is_bidirectional else 1
         blocks = sum(
             self.matmul_parameters(number) + times * self.attention_multiplications(number, seq_len)
-            for number in range(self.num_blocks)
+            for number in range(self.trained_blocks)
         )
         # Two operations a weight in the forward pass, four in the backward pass. The head
         # multiplies; the embedding is a lookup and does not count.

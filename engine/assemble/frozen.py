@@ -174,7 +174,8 @@ def build_frozen_parts(
         plan: how ranks share the model that is trained, and this one.
         source: where its weights are; None: it is the recipe's own model, before training.
     """
-    model = source.recipe.model if source else recipe.model
+    # It is only evaluated, and so has no use of further predictions.
+    model = (source.recipe.model if source else recipe.model).freeze_predictions()
     precision = recipe.precision.model_copy(update={"float8": Float8(), "mx": MX()})
     pipelining = recipe.parallel.pipelining.model_copy(update={"cost": "estimated"})
     parallel = recipe.parallel.model_copy(update={"pipelining": pipelining})

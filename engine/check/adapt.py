@@ -134,8 +134,7 @@ def _adapt_model(model: Any, notes: list[str]) -> Any:
         notes.append("model.moe.force_balanced: left out; which experts come depends on the plan")
     if not changes:
         return model
-    changed = model.model_copy(update={"moe": experts.model_copy(update=changes)})
-    return changed.with_head(model.task_head)
+    return model.model_copy(update={"moe": experts.model_copy(update=changes)})
 
 
 def _without_files(task: TaskConfig, recipe: Recipe, notes: list[str]) -> TaskConfig:

@@ -81,7 +81,8 @@ _REACHES = ("window", "chunk", "temperature_floor")
 
 
 def _rebuild(model: ModelConfig, sizes: dict[str, Any]) -> ModelConfig:
-    return type(model).model_validate(sizes).with_head(model.task_head)
+    # A copy, which keeps what the task says of the model.
+    return model.model_copy(update=dict(type(model).model_validate(sizes)))
 
 
 def _shrink_heads(sizes: dict[str, Any], given: int, tensor: int) -> dict[str, int]:

@@ -37,7 +37,8 @@ def add_adapters(model: Model, layout: Layout, table: LoRA) -> str:
     layers = {
         f"{layout.blocks}.{path}": module
         for path, module in blocks.named_modules()
-        if isinstance(module, Adapted)
+        # Blocks that no step computes are frozen already: their adapters would not be trained.
+        if isinstance(module, Adapted) and any(w.requires_grad for w in module.parameters())
     }
     names = [f"{path}.{key}" for path, layer in layers.items() for key in layer.matrices]
     chosen = _choose(table.targets, names, model)

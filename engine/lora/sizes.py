@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING
 
-from ...model_zoo.layout import Layout
 from ...model_zoo.matrices import adapted_weight, adapter_names, is_adapter, is_matrix
 from ..core.text.expressions import match_names
 
@@ -17,20 +15,25 @@ if TYPE_CHECKING:
     from .tables import LoRA
 
 
-def with_adapters(
-    shapes: Mapping[str, tuple[int, ...]], layout: Layout, table: LoRA
-) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of parameters, and of the adapters that a table asks for, by name."""
+def with_adapters(config: ModelConfig, table: LoRA) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of parameters, and of the adapters that a table asks for, by name.
+
+    Args:
+        config: the model's, with the vocabulary settled.
+        table: the recipe's `[lora]`.
+    """
+    layout, frozen = config.layout, config.frozen_prefixes
     tests = [match_names(pattern) for pattern in table.targets] if table.rank else []
     found: dict[str, tuple[int, ...]] = {}
     behind: dict[str, tuple[int, ...]] = {}
     path = ""
-    for name, shape in shapes.items():
+    for name, shape in config.parameter_shapes().items():
         if name.rpartition(".")[0] != path:
             # A module holds its adapters after all its weights.
             path, found, behind = name.rpartition(".")[0], found | behind, {}
         found[name] = shape
-        if is_matrix(name, shape, layout) and any(test(name) for test in tests):
+        can_adapt = is_matrix(name, shape, layout) and not name.startswith(frozen)
+        if can_adapt and any(test(name) for test in tests):
             down, up = adapter_names(name)
             behind[down] = (*shape[: layout.is_expert(name)], table.rank, shape[-1])
             behind[up] = (*shape[:-1], table.rank)
@@ -71,7 +74,8 @@ def _multiplying(model: Model, config: ModelConfig) -> tuple[list[float], list[f
     prefix = f"{layout.blocks}."
     for name, shape in {**shapes, **model.remote_parameters}.items():
         is_adapted = is_adapter(name)
-        if is_matrix(adapted_weight(name) if is_adapted else name, shape, layout):
+        weight = adapted_weight(name) if is_adapted else name
+        if is_matrix(weight, shape, layout) and not name.startswith(config.frozen_prefixes):
             number = int(name.removeprefix(prefix).partition(".")[0])
             share = taken if layout.is_expert(name) else 1
             counts[number][not is_adapted] += prod(shape) * share

@@ -269,7 +269,9 @@ def _prefetch(root: nn.Module, units: Sequence[nn.Module], depth: int) -> None:
     """
     if not depth:
         return
-    wrapped = cast("list[FSDPModule]", units)
+    # A block that the task leaves untrained may never run, and would stay gathered.
+    trained = [unit for unit in units if any(w.requires_grad for w in unit.parameters())]
+    wrapped = cast("list[FSDPModule]", trained)
     cast("FSDPModule", root).set_modules_to_forward_prefetch(wrapped[:depth])
     for number, unit in enumerate(wrapped):
         unit.set_modules_to_forward_prefetch(wrapped[number + 1 : number + 1 + depth])

@@ -19,5 +19,5 @@ def placements(recipe: Recipe, degrees: Degrees, vocab_size: int) -> list[ShardP
         vocab_size: of the tokenizer.
     """
     config = recipe.model.with_vocab(vocab_size)
-    shapes = with_adapters(config.parameter_shapes(), config.layout, recipe.lora)
+    shapes = with_adapters(config, recipe.lora)
     return placements_for(shapes, config, recipe.parallel, degrees)

@@ -151,8 +151,8 @@ class Balance:
             # without gradient.
             if router.bias is not None and next(router.parameters()).requires_grad:
                 router.bias.add_(signs[row], alpha=layer.settings.bias_rate)
-            if router.load is not None:
-                router.load.copy_(shares[row])
+            if router.load is not None:  # it stays where no gradient reaches, so nothing is counted
+                router.load.copy_(shares[row].where(mean[row] > 0, router.load))
 
     def metrics(self) -> dict[str, Tensor]:
         """Return the metrics of the step, on the device.

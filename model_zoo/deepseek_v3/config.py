@@ -116,11 +116,6 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
     """weight of the mean loss of these predictions"""
 
     @property
-    def num_blocks(self) -> int:
-        """The number of blocks, those of multi-token prediction included."""
-        return self.n_layers + self.predictions
-
-    @property
     def predictions(self) -> int:
         """How many further tokens are predicted: by a task's head, none."""
         return 0 if self.task_head else self.mtp_depth
@@ -171,7 +166,8 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
     def flops_per_token(self, seq_len: int) -> float:
         """Return floating-point operations a token of one training step."""
         # The head computes logits once more for each further token.
-        return super().flops_per_token(seq_len) + 6.0 * self.predictions * self.dim * self.vocab
+        further = self.trained_predictions * self.dim * self.vocab
+        return super().flops_per_token(seq_len) + 6.0 * further
 
     @model_validator(mode="after")
     def _check_predictions(self) -> Self:
@@ -182,7 +178,7 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
     @property
     def shares_embedding(self) -> bool:
         """Whether the last stage of a pipeline computes with the embedding's weight."""
-        return self.is_tied or self.predictions > 0
+        return self.is_tied or self.trained_predictions > 0
 
     @property
     def head_cost(self) -> float:
@@ -190,7 +186,7 @@ class DeepSeekV3Config(DecoderConfig, LatentSizes):
 
         Each of them ends in the same projection.
         """
-        return super().head_cost * (1 + self.predictions) + self.predictions
+        return super().head_cost * (1 + self.trained_predictions) + self.trained_predictions
 
     @property
     def hf_version(self) -> int:

@@ -77,7 +77,8 @@ class DeepSeekV3(Decoder):
         config, block = self.config, super().make_block(number, kernels)
         if number < config.n_layers:
             return block
-        return PredictionBlock(block, config.dim, config.norm_eps, kernels)
+        further = PredictionBlock(block, config.dim, config.norm_eps, kernels)
+        return further.requires_grad_(number < config.trained_blocks)
 
     def make_attention(self, number: int, kernels: Kernels) -> nn.Module:
         """Return latent attention."""
@@ -107,7 +108,9 @@ class DeepSeekV3(Decoder):
         In training the loss of a language head includes multi-token prediction.
         """
         count, ends = self.config.n_layers, blocks is None or blocks.stop > self.config.n_layers
-        predicts_further = self.training and ends and self.config.predictions and loss is not None
+        predicts_further = (
+            self.training and ends and self.config.trained_predictions and loss is not None
+        )
         before = super().forward(
             tokens,
             labels=labels,

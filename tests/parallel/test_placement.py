@@ -34,7 +34,7 @@ def test_adapters_have_the_names_and_shapes_of_the_real_ones(targets):
         model = config.build(choose({}, "cpu", 16))
         add_adapters(model, config.layout, table)
     found = [(name, tuple(weight.shape)) for name, weight in model.named_parameters()]
-    assert list(with_adapters(config.parameter_shapes(), config.layout, table).items()) == found
+    assert list(with_adapters(config, table).items()) == found
 
 
 def test_the_first_rule_that_matches_decides():

@@ -51,15 +51,15 @@ def check_pipeline(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
             f"a pipeline needs something to train in each stage: {block} has no adapter",
             "let a pattern match weights of every block",
         )
-    model = recipe.model
-    if splits_backward and (model.predictions > 1 or (model.predictions and model.is_tied)):
+    model, further = recipe.model, recipe.model.trained_predictions
+    if splits_backward and (further > 1 or (further and model.is_tied)):
         # torch (2.13) takes the gradients of a weight's uses at once: of these uses one leads to
         # the other.
         yield (
             ("model", "mtp_depth"),
             (
                 "a backward pass that is split takes a weight once, and further predictions look "
-                f"up the embedding {model.predictions + model.is_tied} times"
+                f"up the embedding {further + model.is_tied} times"
             ),
             'take "1F1B" or "Interleaved1F1B", or mtp_depth = 1 without tie_embeddings',
         )
@@ -69,12 +69,12 @@ def check_pipeline(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
 
 def _block_without_adapter(recipe: Recipe) -> str:
     """Return the path of the first block that has none, or an empty string."""
-    layout, prefix = recipe.model.layout, f"{recipe.model.layout.blocks}."
+    prefix, frozen = f"{recipe.model.layout.blocks}.", recipe.model.frozen_prefixes
     # Only the names are used, so any vocabulary will do.
-    shapes = recipe.model.with_vocab(1).parameter_shapes()
+    names = with_adapters(recipe.model.with_vocab(1), recipe.lora)
     has_adapter: dict[str, bool] = {}
-    for name in with_adapters(shapes, layout, recipe.lora):
-        if name.startswith(prefix):
+    for name in names:
+        if name.startswith(prefix) and not name.startswith(frozen):
             block = prefix + name.removeprefix(prefix).partition(".")[0]
             has_adapter[block] = has_adapter.get(block, False) or is_adapter(name)
     return next((block for block, has in has_adapter.items() if not has), "")

@@ -79,8 +79,7 @@ def _expert(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
 
 
 def _placed_experts(recipe: Recipe, axis: int | str) -> Iterator[Finding]:
-    shapes = recipe.model.with_vocab(OPEN_VOCABULARY).parameter_shapes()
-    names = with_adapters(shapes, recipe.model.layout, recipe.lora)
+    names = with_adapters(recipe.model.with_vocab(OPEN_VOCABULARY), recipe.lora)
     experts = list(filter(recipe.model.layout.is_expert, names))
     for index, rule in enumerate(recipe.parallel.rules):
         for name in list(deciding_rules(experts, [rule]))[:1]:
@@ -220,7 +219,7 @@ def _sequence(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
 
 def _rules(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
     config, tensor = recipe.model.with_vocab(OPEN_VOCABULARY), degrees.known.tensor
-    shapes = with_adapters(config.parameter_shapes(), config.layout, recipe.lora)
+    shapes = with_adapters(config, recipe.lora)
     shard = degrees.known.fsdp if recipe.parallel.fsdp.sharding.shards else 1
     has_plan = tensor > 1 and config.layout.tensor
     ranks = tensor if has_plan else 1

@@ -13,6 +13,7 @@ from ..tables import LossConfig, TaskConfig, TaskData, TaskSettings
 from .losses import PreferenceLoss
 
 if TYPE_CHECKING:
+    from ....model_zoo.config import ModelConfig
     from ...corpus.records.encode_records import RecordEncoding
     from ...data.collate import Collation
     from ...data.dataset import OpenedData
@@ -39,6 +40,10 @@ class Preference(TaskConfig):
     precomputed: LocalPath = ""
     """folder of the reference's log-probabilities, which `trainer precompute` writes: the reference
     itself is then not opened"""
+
+    def adapt_model(self, config: ModelConfig) -> ModelConfig:
+        """Return the model without training of further predictions: criteria are of answers."""
+        return config.freeze_predictions()
 
     def frozen_model(self, loss: LossConfig) -> str | None:
         """Return the place of the reference; None for a loss without one, or with `precomputed`."""
