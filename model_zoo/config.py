@@ -213,6 +213,10 @@ class ModelConfig(Sizes):
     def require_hf(self) -> None:
         """Raise a ValueError of what the Hugging Face models of the family cannot be."""
 
+    def describe_block(self, number: int) -> tuple[object, ...]:
+        """Return what tells block `number` from blocks of another kind; by default all are alike."""
+        return ()
+
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of every parameter, in the module's order.
 

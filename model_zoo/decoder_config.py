@@ -156,6 +156,15 @@ class DecoderConfig(ModelConfig):
             "mlp.down.weight": (self.dim, self.ffn_dim),
         }
 
+    def describe_block(self, number: int) -> tuple[object, ...]:
+        """Return what tells block `number` from blocks of another kind."""
+        window, rotary = getattr(self, "window_of", None), getattr(self, "has_rotary", None)
+        return (
+            *self.block_shapes(number),
+            bool(window and window(number)),
+            bool(rotary and not rotary(number)),
+        )
+
     def matmul_parameters(self, number: int) -> float:
         """Return how many weights of block `number` multiply each token, of experts those taken."""
         experts = self.experts_of(number)

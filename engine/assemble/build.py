@@ -107,7 +107,8 @@ def build_model(
     model.compute_dtype = dtype
     pieces = LocalParts()
     if plan:
-        transform_blocks(model, config.layout, recipe.memory, compiler, plan.sharing)
+        describe, sharing = config.describe_block, plan.sharing
+        transform_blocks(model, config.layout, recipe.memory, compiler, sharing, describe)
         narrow = float8_layers(recipe.precision.float8, config)
         reduce = DTYPES[recipe.precision.reduce]
         pieces = plan.split(model, config, dtype, reduce, costs, narrow)

@@ -134,15 +134,5 @@ def _shrink_experts(
 
 def _count_kinds(model: Any) -> int:
     """Return how many of the first blocks there must be to have one of each kind."""
-    kinds = [describe_block(model, number) for number in range(model.n_layers)]
+    kinds = [model.describe_block(number) for number in range(model.n_layers)]
     return max(kinds.index(kind) + 1 for kind in set(kinds))
-
-
-def describe_block(model: Any, number: int) -> tuple[object, ...]:
-    """Return what tells block `number` of a decoder from blocks of another kind."""
-    window, rotary = getattr(model, "window_of", None), getattr(model, "has_rotary", None)
-    return (
-        *model.block_shapes(number),
-        bool(window and window(number)),
-        bool(rotary and not rotary(number)),
-    )

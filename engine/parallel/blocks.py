@@ -5,9 +5,10 @@ arXiv:1604.06174) and torch.compile.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import nullcontext
 from functools import wraps
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -38,6 +39,7 @@ def transform_blocks(
     memory: Memory,
     compiler: Compiler | None,
     sharing: Sharing = ALONE,
+    describe_block: Callable[[int], Hashable] = lambda number: None,
 ) -> None:
     """Make each block recompute its activations or compile, as the recipe says, in place.
 
@@ -49,11 +51,12 @@ def transform_blocks(
         memory: the recipe's `[memory]`.
         compiler: compiles a block's forward pass; None: blocks are not compiled.
         sharing: how ranks will share the blocks.
+        describe_block: returns what tells a block from blocks of another kind, by its number.
 
     Raises:
         RecipeError: torch has no such operation.
     """
-    contexts = None
+    contexts, copies = None, dict[Hashable, CodeType]()
     if memory.recompute == "selective":
         # A compiled block keeps what its backward pass reads, however often that runs.
         is_read_twice = sharing.splits_backward and not compiler
@@ -64,16 +67,45 @@ def transform_blocks(
         # Torch cannot trace the recomputation of a block whose weights are DTensors: it goes around
         # the compiled block, but for a selective one, which must see its operations.
         outside = (sharing.splits_weights or has_regions) and contexts is None
-        if compiler and has_regions:
-            compile_regions(block, compiler, contexts)
+        compile_kind = compiler and _compile_apart(compiler, describe_block(number), copies)
+        if compile_kind and has_regions:
+            compile_regions(block, compile_kind, contexts)
         # `forward` is replaced, not the module: torch.compile(module) is a wrapper that would put
         # `_orig_mod` into the names of parameters.
-        elif compiler and outside:
-            block.forward = compiler(block.forward)
+        elif compile_kind and outside:
+            block.forward = compile_kind(block.forward)
         if memory.recompute in ("full", "every_n") or (contexts and not (compiler and has_regions)):
             recompute(block, number, memory, contexts)
-        if compiler and not outside and not has_regions:
-            block.forward = compiler(block.forward)
+        if compile_kind and not outside and not has_regions:
+            block.forward = compile_kind(block.forward)
+
+
+def _compile_apart(
+    compiler: Compiler, kind: Hashable, copies: dict[Hashable, CodeType]
+) -> Compiler:
+    """Return a compiler that gives blocks of one kind in one model their own recompile limit.
+
+    Torch keeps what it compiles by code object, 8 versions each, and the kinds of blocks of a model
+    share code. A model under training, its frozen reference, evaluations and rows of other lengths
+    need some versions of each kind.
+
+    Args:
+        compiler: compiles a function.
+        kind: blocks with the same kind share what is compiled.
+        copies: the code objects of the model's kinds so far, which is extended.
+    """
+
+    def compile_copy(function: Any, **options: Any) -> Forward:
+        plain = getattr(function, "__func__", function)
+        if not isinstance(plain, FunctionType):  # of a plugin, such as a `functools.partial`
+            return compiler(function, **options)
+        code = copies.setdefault((kind, plain.__code__), plain.__code__.replace())
+        copy = FunctionType(code, plain.__globals__, plain.__name__, None, plain.__closure__)
+        copy.__defaults__, copy.__kwdefaults__ = plain.__defaults__, plain.__kwdefaults__
+        is_method = plain is not function
+        return compiler(MethodType(copy, function.__self__) if is_method else copy, **options)
+
+    return compile_copy
 
 
 def compile_regions(block: nn.Module, compiler: Compiler, contexts: Contexts | None) -> None:

@@ -9,7 +9,6 @@ import trainer
 from trainer.engine.check.adapt import adapt
 from trainer.engine.check.check_plan import find_world
 from trainer.engine.check.shrink import RANKS, select_axes, shrink, shrink_degrees
-from trainer.engine.check.sizes import describe_block
 from trainer.engine.core.errors import RecipeError
 from trainer.engine.parallel.mesh import AXES, EXPERT_AXES, Degrees
 from trainer.engine.recipe.checks.checks import check
@@ -47,7 +46,7 @@ def recipe_of(name, **parallel):
 
 
 def kinds(model):
-    return {describe_block(model, number) for number in range(model.n_layers)}
+    return {model.describe_block(number) for number in range(model.n_layers)}
 
 
 def ratio(first, second):
