@@ -62,12 +62,15 @@ def test_a_plan_trains_experts_as_one_process_does(plan, aux_scope, alone):
     assert_same(found, alone(moe=moe))
 
 
-@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", *also("Interleaved1F1B")])
-def test_schedules_count_each_row_once(schedule, alone):
+@pytest.mark.parametrize(
+    ("schedule", "is_compiled"),
+    [("ZBVZeroBubble", False), *also(("Interleaved1F1B", False), ("DualPipeV", True))],
+)
+def test_schedules_count_each_row_once(schedule, is_compiled, alone):
     parallel = {"pipeline": 2, "pipelining": {"schedule": schedule}}
-    model = {"n_layers": 4}
-    found = run_ranks(2, trained, moe_recipe(model=model, parallel=parallel), timeout=240)
-    assert_same(found, alone(model=model))
+    model, compiled = {"n_layers": 4}, {"enabled": is_compiled, "backend": "aot_eager"}
+    recipe = moe_recipe(model=model, parallel=parallel, compile=compiled)
+    assert_same(run_ranks(2, trained, recipe, timeout=240), alone(model=model))
 
 
 @pytest.mark.parametrize("moe", [BALANCED, GLOBAL], ids=["sequence", "global"])

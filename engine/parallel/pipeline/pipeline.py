@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     get_schedule_class,
@@ -23,7 +22,7 @@ from ...core.errors import EnvironmentFault
 from ...data.batch import Batch
 from .cut import SPLIT_BACKWARD, StageSplit
 from .objective import Objective
-from .reducing_stage import ReducingStage
+from .reducing_stage import CountingStage, ReducingStage
 from .schedule_file import ScheduleFile
 from .stage import Stage
 
@@ -96,7 +95,7 @@ class Pipeline:
         # torch (2.13) also takes strides from the examples, and rows of an expanded tensor overlap;
         # with requires_grad it allocates buffers for the gradients that stages send back.
         hidden = self.hidden.expand(rows, -1, -1).contiguous().requires_grad_()
-        stages, make_stage = [], ReducingStage if self.reduces_often else PipelineStage
+        stages, make_stage = [], ReducingStage if self.reduces_often else CountingStage
         for number, stage in self.stages.items():
             stages.append(
                 make_stage(

@@ -1,4 +1,4 @@
-"""A stage of torch's pipelines that reduces the gradients of each micro batch."""
+"""Stages of torch's pipelines that count each token once, and reduce the gradients more often."""
 
 from __future__ import annotations
 
@@ -8,8 +8,37 @@ from typing import Any
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
+from ....model_zoo.layers.moe import moe_layers
 
-class ReducingStage(PipelineStage):
+
+class CountingStage(PipelineStage):
+    """Lets routers count the tokens of a micro batch once, however many backward passes it has.
+
+    A compiled block runs all of its backward pass for the gradients of inputs, and all of it again
+    for those of weights (torch 2.13), with what its routers count there.
+    """
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """Run one backward pass; that for weights alone leaves the counts as they are.
+
+        Args:
+            backward_type: "full", "input", or "weight": which gradients are computed.
+            bwd_kwargs: the outputs and gradients of the pass.
+            last_backward: whether it is the stage's last one of the step.
+        """
+        is_repeated = backward_type == "weight"
+        layers = moe_layers(self.submod).values() if is_repeated else ()
+        counts = [layer.load_counter.clone() for layer in layers]
+        found = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        for layer, count in zip(layers, counts, strict=True):
+            # As the counter is written: compiled blocks have saved it for backward passes to come.
+            layer.load_counter.data.copy_(count)
+        return found
+
+
+class ReducingStage(CountingStage):
     """Lets FSDP reduce-scatter after each micro batch, where torch's stage does so once a step.
 
     A rank then holds the sharded sum of the gradients, not that of whole ones. Weights stay
