@@ -67,14 +67,16 @@ class StepSizes:
         """Return the sizes of a recipe's model; activations as in section 4 of arXiv:2205.05198."""
         config: Any = recipe.model.with_vocab(recipe.vocab_size)
         shapes, seq_len = config.parameter_shapes(), recipe.data.largest.seq_len
-        start, numbers = f"{config.layout.blocks}.", range(config.num_blocks)
+        start, numbers = f"{config.layout.blocks}.", range(config.trained_blocks)
         blocks = sum(prod(shape) for name, shape in shapes.items() if name.startswith(start))
-        experts = sum(prod(s) for name, s in shapes.items() if config.layout.is_expert(name))
+        stacks = {name: prod(s) for name, s in shapes.items() if config.layout.is_expert(name)}
+        experts, frozen = sum(stacks.values()), config.frozen_prefixes
         moe = getattr(config, "moe", None)
         taken = moe.experts_per_token / moe.num_experts if moe else 0.0
+        routed = taken * sum(n for name, n in stacks.items() if not name.startswith(frozen))
         heads = (config.n_heads + config.n_kv_heads) * config.head_width
         wide = 3 * config.ffn_dim if moe is None else moe.saved_activations(config.dim)
-        dense = sum(map(config.matmul_parameters, numbers)) - experts * taken
+        dense = sum(map(config.matmul_parameters, numbers)) - routed
         attention = sum(config.attention_multiplications(each, seq_len) for each in numbers)
         precision, is_frozen = recipe.precision, bool(recipe.lora.rank)
         return cls(
@@ -88,8 +90,8 @@ class StepSizes:
             saved=2 * config.dim + 3 * heads + wide,
             replicated=2 * config.dim,
             dense=dense,
-            routed=experts * taken,
-            head=config.flops_per_token(seq_len) / 6 - dense - experts * taken - attention,
+            routed=routed,
+            head=config.flops_per_token(seq_len) / 6 - dense - routed - attention,
             attention=attention,
             moe=moe,
             expert_blocks=sum(bool(config.experts_of(each)) for each in numbers) / len(numbers),

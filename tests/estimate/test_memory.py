@@ -76,6 +76,16 @@ PLANS = {
     ),
     "predictions": (2, {"pipeline": 2}, {"model": PREDICTIONS | {"mtp_depth": 1}}),
     "two predictions": (2, {"pipeline": 2}, {"model": PREDICTIONS | {"mtp_depth": 2}}),
+    "frozen predictions": (
+        2,
+        {"pipeline": 2},
+        {
+            "model": PREDICTIONS | {"mtp_depth": 1},
+            "task": {"name": "preference"},
+            "loss": {"name": "simpo"},
+            "data": BASE["data"] | {"packing": "none"},
+        },
+    ),
     "pairs": (
         4,
         {"shard": 4, "fsdp": {"reshard_after_forward": 2, "ignored": ["*.up.weight", "embed.*"]}},

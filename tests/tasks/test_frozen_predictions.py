@@ -10,6 +10,7 @@ from trainer.engine.check.adapt import adapt
 from trainer.engine.check.jobs import PlanJob
 from trainer.engine.check.rank import run_job
 from trainer.engine.check.workers import RankPool
+from trainer.engine.estimate.step_sizes import StepSizes
 from trainer.engine.recipe.checks.checks import check
 from trainer.engine.recipe.schema import Recipe
 from trainer.engine.train.step import TrainStep
@@ -29,6 +30,7 @@ MODEL = {
     "mtp_depth": 1,
     "moe": {"num_experts": 4, "expert_ffn_dim": 8, "aux_weight": 0.01, "aux_scope": "global"},
 }
+WITHOUT = {**MODEL, "mtp_depth": 0}
 LABELS = {"labels": ["a", "b"]}
 TASKS = {
     "preference": {},
@@ -48,7 +50,7 @@ def recipe_of(task, world=1, **changes):
     """Return a valid recipe of a task that trains a model of further predictions."""
     model = MODEL
     if task == "masked_language_modeling":  # with `mtp_depth` bidirectional attention is refused
-        model = {**MODEL, "attention": "bidirectional", "mtp_depth": 0}
+        model = {**WITHOUT, "attention": "bidirectional"}
     source = {"name": "synthetic"} if task in READS_DOCUMENTS else {"name": "jsonl", "path": "x"}
     recipe = Recipe.model_validate(
         {
@@ -126,6 +128,10 @@ def test_a_model_whose_further_predictions_are_frozen_costs_what_one_without_the
     assert frozen.flops_per_token(64) == without.flops_per_token(64) < config.flops_per_token(64)
     assert frozen.head_cost == without.head_cost < config.head_cost
     assert (frozen.num_blocks, frozen.trained_blocks) == (4, 3)
+    sizes = [StepSizes.of(recipe_of("preference", model=model)) for model in (MODEL, WITHOUT)]
+    for name in ("dense", "routed", "head", "attention", "expert_blocks"):
+        assert getattr(sizes[0], name) == getattr(sizes[1], name), name
+    assert sizes[0].ends == sizes[1].ends
 
 
 PLANS = {
