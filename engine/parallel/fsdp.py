@@ -93,6 +93,7 @@ class ShardedParts(AxisParts):
             parts.stages.values(),
             arguments,
             experts,
+            config.frozen_prefixes,
         )
         return replace(parts, fsdp_ignored=ignored)
 
@@ -113,11 +114,16 @@ class ShardedParts(AxisParts):
         """Let a step say when FSDP reduces gradients, and average those of ignored parameters."""
         fsdp = cast("FSDPModule", wrapped.model)
         always = self.local.table.fsdp.reduce_every == "micro_batch"
+        units = [unit for unit in wrapped.model.modules() if isinstance(unit, FSDPModule)]
+        frozen = [unit for unit in units if not any(w.requires_grad for w in unit.parameters())]  # type: ignore[attr-defined]
 
         def synchronize(last: bool) -> None:
             # Without the sync FSDP holds whole gradients until the last micro batch. With `always`
             # each micro batch is reduce-scattered; HSDP's all-reduce still runs once a step.
             fsdp.set_requires_gradient_sync(last or always)
+            # Of a unit that never runs FSDP (torch 2.13) cannot hold gradients back.
+            for unit in frozen:
+                unit.set_requires_gradient_sync(True)
             fsdp.set_requires_all_reduce(last)
             fsdp.set_is_last_backward(last or always)
 
@@ -186,6 +192,7 @@ def apply_fsdp(
     stages: Collection[Stage] = (),
     placement_arguments: Mapping[str, Any] | None = None,
     experts: ExpertSharding | None = None,
+    frozen_prefixes: Sequence[str] = (),
 ) -> None:
     """Apply FSDP2 to a model on the meta device, in place; HSDP if the replicate axis is above 1.
 
@@ -204,6 +211,7 @@ def apply_fsdp(
         placement_arguments: further arguments of `fully_shard`; default: dimension 0 of every
             parameter is split.
         experts: modules that are sharded over a mesh of their own.
+        frozen_prefixes: what the names of parameters of blocks that never run begin with.
     """
     # torch 2.13 cannot pin host memory without an accelerator, and pins by default.
     pinned = device.type == "cuda"
@@ -250,11 +258,13 @@ def apply_fsdp(
     # then share parameters, and the head is no unit.
     head = model.get_submodule(layout.head)
     embedding = set(model.get_submodule(layout.embed).parameters())
-    units = blocks
+    # A block that never runs would stay gathered if another one prefetched it.
+    idle = {model.get_submodule(prefix.removesuffix(".")) for prefix in frozen_prefixes}
+    units = [block for block in blocks if block not in idle]
     if embedding.isdisjoint(head.parameters()):
         # Backward needs the head at once: freeing it after forward would only gather it again.
         wrap(head, False, **placement_arguments)
-        units = [*blocks, head]
+        units.append(head)
     wrap(model, False, **placement_arguments)
     _prefetch(model, units, table.fsdp.prefetch)
 
@@ -269,9 +279,7 @@ def _prefetch(root: nn.Module, units: Sequence[nn.Module], depth: int) -> None:
     """
     if not depth:
         return
-    # A block that the task leaves untrained may never run, and would stay gathered.
-    trained = [unit for unit in units if any(w.requires_grad for w in unit.parameters())]
-    wrapped = cast("list[FSDPModule]", trained)
+    wrapped = cast("list[FSDPModule]", units)
     cast("FSDPModule", root).set_modules_to_forward_prefetch(wrapped[:depth])
     for number, unit in enumerate(wrapped):
         unit.set_modules_to_forward_prefetch(wrapped[number + 1 : number + 1 + depth])

@@ -43,6 +43,7 @@ class StageSplit:
         shares_embedding: whether the last stage also computes with the embedding's weight.
         num_predictions: number of blocks after the last layer, which the last stage holds; they
             predict further tokens.
+        num_idle: how many of these blocks no step computes.
     """
 
     ranks: int
@@ -50,6 +51,7 @@ class StageSplit:
     stage_to_rank: tuple[int, ...]
     shares_embedding: bool = False
     num_predictions: int = 0
+    num_idle: int = 0
 
     @property
     def stages(self) -> int:
@@ -64,6 +66,11 @@ class StageSplit:
         """Return the numbers of a stage's layers, and of its blocks that predict further tokens."""
         layers, is_last = self.blocks(stage), stage == self.stages - 1
         return range(layers.start, layers.stop + is_last * self.num_predictions)
+
+    def computed_blocks(self, stage: int) -> range:
+        """Return the numbers of the blocks of a stage that a training step computes."""
+        held, is_last = self.held_blocks(stage), stage == self.stages - 1
+        return range(held.start, held.stop - is_last * self.num_idle)
 
     def rank_of(self, stage: int) -> int:
         """Return the rank that holds a stage."""
@@ -122,7 +129,8 @@ def cut_blocks(
         cut = tuple(accumulate(table.layers_per_stage))
     else:
         cut = balance_stages(blocks, len(stage_to_rank), costs.embedding, costs.head)
-    return StageSplit(ranks, cut, stage_to_rank, config.shares_embedding, config.predictions)
+    further, idle = config.predictions, config.predictions - config.trained_predictions
+    return StageSplit(ranks, cut, stage_to_rank, config.shares_embedding, further, idle)
 
 
 def stage_costs(cut: StageSplit, config: ModelConfig) -> list[float]:

@@ -40,7 +40,7 @@ class Stage(nn.Module):
         """the criterion of the last forward pass with a loss"""
         # The modules are the model's own: FSDP and the schedule look for them here.
         self.parts = nn.ModuleList(
-            model.get_submodule(f"{layout.blocks}.{held}") for held in cut.held_blocks(number)
+            model.get_submodule(f"{layout.blocks}.{block}") for block in cut.computed_blocks(number)
         )
         if cut.has_embedding(number):
             embedding = model.get_submodule(layout.embed)
