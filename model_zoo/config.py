@@ -214,7 +214,7 @@ class ModelConfig(Sizes):
         """Raise a ValueError of what the Hugging Face models of the family cannot be."""
 
     def describe_block(self, number: int) -> tuple[object, ...]:
-        """Return what tells block `number` from blocks of another kind; by default all are alike."""
+        """Return what tells block `number` from blocks of another kind; by default, nothing."""
         return ()
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -95,9 +95,9 @@ def assemble(
     fill = fresh and (not run.init_from or (lambda name: may_start_fresh(name) or excludes(name)))
     materialize(model, home, recipe.run.seed, fill=fill)
     notes = [*filter(None, [world.note]), *built.notes, *data.notes]
-    if frozen_blocks := built.config.frozen_prefixes:
-        blocks = ", ".join(prefix.removesuffix(".") for prefix in frozen_blocks)
-        notes.append(f'the task "{recipe.task.name}" trains no further predictions: {blocks} frozen')
+    if frozen_blocks := [prefix.removesuffix(".") for prefix in built.config.frozen_prefixes]:
+        task = f'the task "{recipe.task.name}" trains no further predictions'
+        notes.append(f"{task}: frozen are {', '.join(frozen_blocks)}")
     if fresh and recipe.run.init_from:
         grows, start = recipe.has_own_vocabulary, resolve_folder(run.init_from)
         notes += load_initial_weights(model, built.config, start, run.init, may_grow=grows)
