@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from tests.cases import quick
 from tests.distributed import run_ranks
 from trainer.engine.estimate.memory import line_through
 from trainer.engine.estimate.simulate.extrapolate import Simulation, simulate_memory
@@ -59,7 +58,8 @@ def peak(recipe, rank, ranks, whole):
     return simulate_memory(recipe, rank, ranks, 500, on_gpu=True, whole=whole)
 
 
-@pytest.mark.parametrize("plan", quick(PLANS, "1F1B"))
+@pytest.mark.matrix
+@pytest.mark.parametrize("plan", PLANS)
 def test_short_runs_tell_the_peak_of_the_whole_one(plan):
     ranks, changes = PLANS[plan]
     recipe = Recipe.model_validate(BASE | changes)

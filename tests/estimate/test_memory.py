@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tests.cases import also, quick
+from tests.cases import quick
 from tests.distributed import run_ranks
 from trainer.engine.assemble.build import build_model, build_step
 from trainer.engine.estimate.simulate.build import empty_batches
@@ -189,7 +189,8 @@ def recorded(recipe):
     return sum(tensor.nbytes for tensor in tensors) + peak, len(events)
 
 
-@pytest.mark.parametrize(("recompute", "copies"), [("none", 2), *also(("none", 1), ("full", 1))])
+@pytest.mark.matrix
+@pytest.mark.parametrize(("recompute", "copies"), [("none", 2), ("none", 1), ("full", 1)])
 def test_the_allocator_records_the_same_peak(recompute, copies):
     """Under DDP too, which makes its buckets where no operation is seen."""
     model = BASE["model"] | {"dim": 256, "ffn_dim": 768}

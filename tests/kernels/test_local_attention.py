@@ -6,6 +6,7 @@ from torch.autograd import gradcheck
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.cases import also
 from tests.kernels.implementations import load_implementations
 from tests.kernels.test_attention import document_mask, inputs
 
@@ -50,9 +51,9 @@ SHAPES = [
     (1, 9, 4, 1, 4),
     (5, 12, 6, 3, 2),
     (64, 64, 2, 1, 2),
-    (130, 131, 2, 2, 2),
     (3, 140, 2, 1, 2),
 ]
+LONG = (130, 131, 2, 2, 2)
 
 
 def compare(name, shape, with_sinks, mask, reach):
@@ -75,7 +76,7 @@ def compare(name, shape, with_sinks, mask, reach):
 @pytest.mark.parametrize("name", ATTENTION)
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("reach", REACHES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, LONG])
 def test_outputs_and_gradients_equal_the_formula(name, with_sinks, reach, shape):
     compare(name, shape, with_sinks, None, REACHES[reach])
 
@@ -83,7 +84,7 @@ def test_outputs_and_gradients_equal_the_formula(name, with_sinks, reach, shape)
 @pytest.mark.parametrize("name", ATTENTION)
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("reach", [key for key in REACHES if "chunk" not in key])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *also((LONG,))])
 def test_documents_bound_what_is_in_reach(name, with_sinks, reach, shape):
     compare(name, shape, with_sinks, document_mask(2, *shape[:2]), REACHES[reach])
 

@@ -150,6 +150,7 @@ def test_the_highest_score_is_the_best_with_direction_max(reference, tmp_path):
     assert os.readlink(checkpoints(tmp_path / "run") / "best") == f"step-{step:08d}"
 
 
+@pytest.mark.matrix
 def test_kills_change_neither_the_best_nor_the_end(reference, tmp_path):
     settings = [*UNSTEADY, f"evaluate.patience={PATIENCE}", "ema.decay=0.5"]
     whole = write_recipe(tmp_path / "whole", steps=STEPS)

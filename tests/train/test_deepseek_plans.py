@@ -31,8 +31,11 @@ def alone():
     "parallel",
     [
         {"tensor": 2, "shard": 2},
-        {"context": 2, "context_exchange": "ring", "pipeline": 2},
-        *also({"tensor": 2, "pipeline": 2}, {"context": 2, "shard": 2}),
+        *also(
+            {"context": 2, "context_exchange": "ring", "pipeline": 2},
+            {"tensor": 2, "pipeline": 2},
+            {"context": 2, "shard": 2},
+        ),
     ],
 )
 def test_latent_attention_is_shared_by_ranks(parallel, alone):
@@ -40,11 +43,13 @@ def test_latent_attention_is_shared_by_ranks(parallel, alone):
     assert_same_weights(4, alone, parallel=parallel, model=model, data=DATA)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "parallel",
     [
         {"shard": 2, "fsdp": {"strategy": "shard_grad_op"}},
-        *also({"replicate": 2, "shard": 1}, {"shard": 2}),
+        {"replicate": 2, "shard": 1},
+        {"shard": 2},
     ],
 )
 def test_experts_and_predictions_farther_ahead_are_shared_by_ranks(parallel, alone):

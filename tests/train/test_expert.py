@@ -35,7 +35,6 @@ PLANS = {
     "pipeline-context-tensor": (8, {"expert": 4, "pipeline": 2, "context": 2, "tensor": 2}),
 }
 QUICK = {
-    ("pipeline",),
     ("divided-expert",),
     ("expert-2", "selective"),
 }

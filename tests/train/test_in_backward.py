@@ -67,6 +67,7 @@ def test_the_optimizer_in_backward_under_plans(optimizer):
     assert_equal(2, changes, like)
 
 
+@pytest.mark.matrix
 def test_the_optimizer_in_backward_on_two_axes():
     """Norms and shared heads are whole on each tensor rank: their gradients come late."""
     like = {"data": WHOLE, "optimizer": OPTIMIZERS["sgd"]}

@@ -131,7 +131,8 @@ def launched(folder, fault, *options):
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("point", ["before_write", *also("after_write", "before_copy")])
+@pytest.mark.matrix
+@pytest.mark.parametrize("point", ["before_write", "after_write", "before_copy"])
 def test_a_rank_that_dies_in_its_last_save_is_named_and_nothing_is_finished(tmp_path, point):
     code, printed = launched(
         tmp_path / "run", f"checkpoint.{point}:rank1:step10:kill", "--set=checkpoint.mode=sync"

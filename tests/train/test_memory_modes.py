@@ -101,7 +101,8 @@ def test_compiled_blocks_of_split_weights_recompute():
     assert_equal(2, [plan | {"memory": mode} for mode in modes], {})
 
 
-@pytest.mark.parametrize("schedule", quick(SCHEDULES[1:], "ZBVZeroBubble"))
+@pytest.mark.matrix
+@pytest.mark.parametrize("schedule", SCHEDULES[1:])
 def test_split_passes_read_what_selective_recomputation_keeps(schedule):
     plan = {"pipeline": 2, "pipelining": {"schedule": schedule}}
     like = {"data": DATA, "model": BASE["model"] | {"n_layers": 4}}
@@ -120,7 +121,8 @@ def test_split_passes_of_compiled_blocks(schedule, others):
     assert_equal(4 if others else 2, recipes, like)
 
 
-@pytest.mark.parametrize("tensor", [1, *also(2)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("tensor", [1, 2])
 def test_a_budget_bounds_what_a_compiled_block_keeps_in_its_own_run_alone(tensor):
     budgets = [0.0, 1.0, None, 0.5]
     for found in run_ranks(tensor, kept_within, budgets, tensor, timeout=300):
@@ -171,6 +173,7 @@ def test_options_of_fsdp_change_no_weight():
     assert_equal(2, [{"data": DATA, "parallel": plan} for plan in plans], {"data": DATA})
 
 
+@pytest.mark.matrix
 def test_options_of_fsdp_on_two_axes_change_no_weight():
     each = {"reduce_every": "micro_batch"}
     hybrid = each | {"strategy": "hybrid_shard", "prefetch": 1}
@@ -195,7 +198,8 @@ def test_gradients_of_each_micro_batch_are_reduced_in_a_pipeline(schedule):
         assert_equal(8, [like | {"parallel": pipeline | hybrid}], like)
 
 
-@pytest.mark.parametrize("schedule", quick(SCHEDULES[1:], "ZBVZeroBubble"))
+@pytest.mark.matrix
+@pytest.mark.parametrize("schedule", SCHEDULES[1:])
 def test_split_passes_reduce_often_in_a_lower_dtype_too(schedule):
     plan = {"pipeline": 2, "shard": 2, "pipelining": {"schedule": schedule}}
     model = BASE["model"] | {"n_layers": 4}

@@ -23,11 +23,11 @@ DATA = BASE["data"] | {"micro_batch": 2}
 DOCUMENTS = DATA | {"packing": "documents"}
 RING = {"context": 2, "context_exchange": "ring"}
 QUICK = {
-    "tensor-4-shared-kv": (4, {"tensor": 4}),
     "pipeline-2-ring-2": (4, {"pipeline": 2, **RING}),
     "pipeline-2-shard-2-tensor-2": (8, {"pipeline": 2, "tensor": 2, "shard": 2}),
 }
 MORE = {
+    "tensor-4-shared-kv": (4, {"tensor": 4}),
     "context-2": (2, {"context": 2}),
     "tensor-2": (2, {"tensor": 2}),
     "pipeline-2": (2, {"pipeline": 2}),
