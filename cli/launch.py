@@ -169,7 +169,7 @@ def kubernetes(
     checked = _load(recipe, overrides, nodes * gpus, offline)
     if max_restarts:
         _require_resume(checked)
-    claims = {}
+    claims: dict[str, str] = {}
     for text in volume or []:
         claim, _, path = text.partition(":")
         path = path if path == "/" else path.rstrip("/")

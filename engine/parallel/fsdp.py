@@ -115,7 +115,7 @@ class ShardedParts(AxisParts):
         fsdp = cast("FSDPModule", wrapped.model)
         always = self.local.table.fsdp.reduce_every == "micro_batch"
         units = [unit for unit in wrapped.model.modules() if isinstance(unit, FSDPModule)]
-        frozen = [unit for unit in units if not any(w.requires_grad for w in unit.parameters())]  # type: ignore[attr-defined]
+        frozen = [unit for unit in units if not any(w.requires_grad for w in unit.parameters())]
 
         def synchronize(last: bool) -> None:
             # Without the sync FSDP holds whole gradients until the last micro batch. With `always`

@@ -42,7 +42,6 @@ def check_experts(recipe: Recipe) -> Iterator[Finding]:
         if any(map(is_expert, select_weights(table, recipe.model))):
             message = f'"fused" has no kernel in {word}, and precision.{word} names experts'
             yield path, message, f'set precision.{word}.exclude = ["*.experts.*"], or {leave}'
-    shapes = recipe.model.with_vocab(OPEN_VOCABULARY).parameter_shapes()
-    names = with_adapters(shapes, recipe.model.layout, recipe.lora)
+    names = with_adapters(recipe.model.with_vocab(OPEN_VOCABULARY), recipe.lora)
     if any(is_adapter(name) and is_expert(name) for name in names):
         yield path, '"fused" has no kernel for adapters, and lora.targets names experts', leave
