@@ -1,6 +1,6 @@
 """What a shell completes: keys of recipes and their values, kinds, components, words and GPUs.
 
-A shell runs the command anew at each press of its key. Modules that commands of other kinds do not
+A shell runs the command each time that Tab is pressed. Modules that commands of other kinds do not
 need are imported by the function that asks for them, as in the commands themselves.
 """
 
@@ -12,7 +12,7 @@ import typer
 
 
 def complete_override(incomplete: str) -> list[str]:
-    """Return the `KEY=` that begin so; after the `=`, the values that are words."""
+    """Return the keys that start with a text, with `=`; after the `=`, values that are words."""
     from ..engine.recipe.documents.reference import components, sections
 
     key, equals, value = incomplete.partition("=")
@@ -40,14 +40,14 @@ def _words(type_text: str) -> list[str]:
 
 
 def complete_kind(incomplete: str) -> list[str]:
-    """Return the kinds of components that begin so."""
+    """Return the kinds of components that start with a text."""
     from ..engine.recipe.schema import REGISTRIES
 
     return [kind for kind in (*REGISTRIES, "table", "recipe") if kind.startswith(incomplete)]
 
 
 def complete_component(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the components of the kind before it that begin so."""
+    """Return the components of the given kind that start with a text."""
     from ..engine.recipe.documents.reference import tables
     from ..engine.recipe.documents.starter import shipped_recipes
     from ..engine.recipe.schema import REGISTRIES
@@ -59,7 +59,7 @@ def complete_component(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def complete_word(incomplete: str) -> list[str]:
-    """Return what `trainer docs` knows and begins so."""
+    """Return the words of `trainer docs` that start with a text."""
     from ..engine.recipe.documents.reference import sections
     from ..engine.recipe.documents.starter import shipped_recipes
     from .main import COMMANDS
@@ -72,7 +72,7 @@ def complete_word(incomplete: str) -> list[str]:
 
 
 def complete_gpu(incomplete: str) -> list[str]:
-    """Return the GPUs that begin so."""
+    """Return the GPUs whose names start with a text."""
     from ..engine.estimate.devices import DEVICES
 
     return [name for name in DEVICES if name.startswith(incomplete)]

@@ -1,4 +1,4 @@
-"""`trainer run --dry-run --world N`: what a run of N ranks would be, from one process."""
+"""`trainer run --dry-run --world N`: builds a run of N ranks in one process."""
 
 from __future__ import annotations
 

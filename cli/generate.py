@@ -31,8 +31,8 @@ def generate(
     prompt: Annotated[
         list[str] | None,
         typer.Option(
-            help="text to continue; give it again for several; without, each line of a pipe or "
-            "file that is read from is one"
+            help="text to continue; repeat it for several; without it, each line of a pipe or file "
+            "on standard input is a prompt"
         ),
     ] = None,
     max_new_tokens: Annotated[
@@ -55,8 +55,8 @@ def generate(
         typer.Option(
             metavar="TEMPLATE",
             help="each prompt is a user's message: lay it out by this chat template (tokenizer, "
-            "chatml, llama3 or a file) and print the answer; without a prompt on a terminal, talk "
-            "until Ctrl-D",
+            "chatml, llama3 or a file) and print the answer; without a prompt on a terminal, hold "
+            "a conversation until Ctrl-D",
         ),
     ] = "",
     truncate: Annotated[
@@ -130,7 +130,7 @@ def _read_prompts() -> list[str]:
 def _talk(
     sample: Callable[..., Sequence[str]], template: str, tokenizer: Tokenizer, *, as_json: bool
 ) -> None:
-    """Answer the messages that a user types until the end of the input; all turns are read again.
+    """Answer the messages that a user types, each after all turns, until the end of the input.
 
     Args:
         sample: continues a list of texts.

@@ -197,7 +197,7 @@ def kubernetes(
 
 
 def _load(recipe: Path, overrides: list[str] | None, ranks: int, offline: bool) -> RecipeModel:
-    """Return a recipe that is checked for so many ranks; what it reads and is missing is told."""
+    """Load a recipe for a number of ranks; warn about files that it reads and that do not exist."""
     require_no_secret(overrides or [])
     loaded = load_recipe(recipe, overrides or [], ranks)
     missing = find_missing_assets(loaded, offline=offline)

@@ -1,4 +1,4 @@
-"""`trainer migrate`: a recipe of another trainer's settings. Imports no torch."""
+"""`trainer migrate`: a recipe from another trainer's settings. Imports no torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def migrate(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a valid recipe of another trainer's settings, and list what it lacks."""
+    """Write a valid recipe from another trainer's settings, and list those not carried over."""
     started = describe_start(from_hf) if from_hf else None
     found = migrate_settings(read_settings(file), file, world, started)
     to = to or Path(f"{file.stem}-recipe.toml")
@@ -53,7 +53,7 @@ def migrate(
             json.dumps({"recipe": str(to), "carried": found.carried, "left": left}, indent=1)
         )
         return
-    echo(f"{to} written: valid, of {found.carried} settings; now: trainer explain {to}")
+    echo(f"{to} written: valid, from {found.carried} settings; now: trainer explain {to}")
     if found.left:
         echo("not carried over:")
         print_table([[f"  {name}", reason] for name, reason in found.left])

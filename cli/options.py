@@ -33,8 +33,8 @@ Offline = Annotated[
     bool,
     typer.Option(
         "--offline",
-        help="what the recipe reads must be here, and the hub's models in the cache; else exit "
-        "code 2",
+        help="files that the recipe reads must exist, and models of the hub must be in the cache; "
+        "else exit code 2",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]

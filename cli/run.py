@@ -36,9 +36,7 @@ def run(
     ] = False,
     world_size: Annotated[
         int | None,
-        typer.Option(
-            "--world", min=1, max=2**20, help="with --dry-run: as it would run on so many ranks"
-        ),
+        typer.Option("--world", min=1, max=2**20, help="with --dry-run: build the run of N ranks"),
     ] = None,
     allow_changed: Annotated[
         str,

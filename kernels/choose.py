@@ -25,7 +25,7 @@ MATMUL_ATTENTION_UP_TO = 1024
 
 CPU = 0
 """as a compute capability"""
-# Of AMD's GPUs nothing is known; of a GPU that is not here, a simulation's, an H100 is assumed.
+# AMD's GPUs are not measured. Where no GPU is here, as in a simulation, an H100 is assumed.
 UNKNOWN_GPU, AMPERE, HOPPER, BLACKWELL, SMALL_BLACKWELL = 1, 80, 90, 100, 110
 FUSED = ("rotary", "swiglu", "linear_cross_entropy", "permute")
 """operations that are several kernels in eager mode and one of Triton's"""

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class HubFile(NamedTuple):
-    """What the hub says of a file."""
+    """A file of a model, as the hub describes it."""
 
     name: str
     size: int
@@ -170,7 +170,7 @@ def _compare(path: Path, file: HubFile, *, size_alone: bool = False) -> str:
 
 
 def _find_commit(hub: Any, wanted: HubId) -> str:
-    """Return the commit of a tag or branch; without the hub, the one that it was last."""
+    """Return the commit of a tag or branch; without the hub, the newest one that is known here."""
     last = _last_record(wanted)
     try:
         with explain_hub_errors(wanted):
@@ -182,7 +182,7 @@ def _find_commit(hub: Any, wanted: HubId) -> str:
         return str(info.sha)
     except EnvironmentFault:
         if commit := _find_last_commit(hub, wanted):
-            log.warning("%s is taken from the cache: no hub can be reached", wanted.pin(commit))
+            log.warning("%s is taken from the cache: the hub cannot be reached", wanted.pin(commit))
             return commit
         raise
 
@@ -230,7 +230,7 @@ def is_cached(wanted: HubId, patterns: Collection[str] = MODEL_FILES) -> bool:
 def _list_files(hub: Any, pinned: HubId, *, is_needed: bool) -> list[HubFile] | None:
     """Return the files of a commit; None: the hub cannot be reached, and the cache has a copy.
 
-    A commit never changes, so that its list is kept.
+    The list is kept, because a commit never changes.
 
     Args:
         hub: the hub's library.

@@ -20,7 +20,7 @@ def explain_hub_errors(wanted: HubId) -> Iterator[None]:
         yield
     except errors.GatedRepoError as error:
         raise EnvironmentFault(
-            f"{wanted.repo}: its owner asks for consent before it can be downloaded",
+            f"{wanted.repo} is gated: its owner asks for consent before a download",
             "agree on its page of the hub, then set HF_TOKEN or run `hf auth login`",
         ) from error
     except errors.RevisionNotFoundError as error:

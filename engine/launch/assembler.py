@@ -13,7 +13,7 @@ from pathlib import Path
 
 ASSEMBLER = "TRITON_PTXAS_PATH"
 HOPPER = (9, 0)
-FIRST_SOUND_TRITON = (3, 9)
+FIRST_FIXED_TRITON = (3, 9)
 """the first Triton whose own assembler for compute capability 9.0 is newer than 13.0"""
 
 
@@ -54,8 +54,8 @@ def choose_assembler(
     except PackageNotFoundError:
         return AssemblerChoice(None, "none: Triton is not installed")
     usual = f"the usual one of Triton {triton}"
-    if cuda is None or capability != HOPPER or _numbers(triton) >= FIRST_SOUND_TRITON:
-        return AssemblerChoice(None, f"{usual}: nothing is known against it on this GPU")
+    if cuda is None or capability != HOPPER or _numbers(triton) >= FIRST_FIXED_TRITON:
+        return AssemblerChoice(None, f"{usual}: no defect of it is known on this GPU")
     folder = _triton_folder()
     newer = folder / "ptxas-blackwell"
     release, before = _release(newer), _release(folder / "ptxas")

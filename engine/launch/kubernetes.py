@@ -21,7 +21,7 @@ INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
 class Pods(NamedTuple):
-    """What the pods of a run are.
+    """The pods of a run.
 
     Attributes:
         image: the container image, with this package in it.

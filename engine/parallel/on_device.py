@@ -90,7 +90,7 @@ class OnDeviceExchange(TokenExchange):
         """
         rows, weight, arriving, received, exchange, count = sent
         local = len(arriving) // self.expert_group.size()
-        # Rows arrive by sender and then by expert. An expert more takes what is behind all rows.
+        # Rows arrive by sender and then by expert. One more expert takes the rows after the last.
         ends = arriving.cumsum(0)
         place = torch.arange(len(rows), device=rows.device)
         sender_expert = torch.searchsorted(ends, place, right=True)
@@ -108,7 +108,7 @@ class OnDeviceExchange(TokenExchange):
         return own_outputs[:count]
 
     def _most_rows(self, rows: int, experts: int) -> int:
-        """Return how many rows can arrive if every rank has so many."""
+        """Return the most rows that can arrive where every rank has `rows`."""
         if self.capacity_factor is None:
             return rows * self.expert_group.size()
         # Each rank keeps at most this many rows for each expert (`MoE._plan`).

@@ -1,4 +1,4 @@
-"""Finds out which files and models a recipe names that are not there. Torch-free."""
+"""Finds the files and models that a recipe names and this machine lacks. Torch-free."""
 
 from __future__ import annotations
 

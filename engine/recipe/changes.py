@@ -58,7 +58,7 @@ FREE_IN_LISTS = re.compile(
 """What metrics call a source is free as well, and the micro batch of a training split."""
 
 RESHAPING = ("lora.rank", "lora.targets", "optimizer.name")
-"""Keys beside the model's sizes after whose change a checkpoint cannot be loaded."""
+"""Keys, beside the model's sizes, whose change makes the checkpoint impossible to load."""
 
 CHECKED_BY_CONTENT = re.compile(
     r"(tokenizer|data\.(splits\.\d+\.)?sources\.\d+)\.path"
@@ -155,7 +155,7 @@ def _fits(old: Mapping[str, Any], new: Mapping[str, Any], changed: Collection[st
 
 
 def _rename(recipe: Recipe) -> str:
-    """Return the options that make a recipe a run of a name which no folder has."""
+    """Return the options that give the run a name for which there is no folder."""
     folder = recipe.run.folder
     names = (f"{folder.name}-{number}" for number in count(2))
     name = next(name for name in names if not folder.with_name(name).exists())

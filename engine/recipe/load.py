@@ -38,7 +38,7 @@ class Loaded:
     """what was written, merged"""
     path: Path
     warnings: Sequence[str] = ()
-    """what `--set` has changed beside its own key"""
+    """changes that `--set` made to other keys than its own"""
 
 
 def load_recipe(
@@ -166,7 +166,7 @@ def _import_plugins(tree: Tree, *, is_users: bool) -> list[Problem]:
 
 
 def _search_folder(origin: Origin, is_users: bool) -> Path | None:
-    """Return the folder beside which a module may lie; None: only where Python looks."""
+    """Return the folder in which a plugin may lie; None: Python's search path alone."""
     folder = origin.folder.absolute()
     if origin.file == SET:
         return folder

@@ -17,7 +17,7 @@ from ..core.registry import require_package
 
 BUFFER_BYTES = 2**20
 ZSTD_BYTES = 2**11
-"""compressed bytes a step: four of them can stand for 128 KiB of text"""
+"""compressed bytes a step: four of them can expand to 128 KiB of text"""
 
 
 def _open_zstd(file: BinaryIO) -> tuple[Any, type[Exception]]:
@@ -26,7 +26,7 @@ def _open_zstd(file: BinaryIO) -> tuple[Any, type[Exception]]:
 
 
 class _ZstdFrames:
-    """The content of Zstandard frames; unlike the library's own reader, it notices a cut file."""
+    """The content of Zstandard frames; unlike the library's reader, it detects a truncated file."""
 
     def __init__(self, file: BinaryIO, decompressor: Any) -> None:
         self._file, self._decompressor = file, decompressor
@@ -41,7 +41,7 @@ class _ZstdFrames:
             self._ready = memoryview(self._frame.decompress(packed))
             self._packed = self._frame.unused_data
         if not self._ready and self._frame is not None and not self._frame.eof:
-            raise EOFError("the file is cut off")
+            raise EOFError("the file is truncated")
         content, self._ready = self._ready[:length], self._ready[length:]
         return content
 

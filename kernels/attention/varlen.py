@@ -235,7 +235,7 @@ def _varlen_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value; `sums` may include the sinks'."""
-    # Of dropout, which is none: what it would start from.
+    # The random state of dropout, which is not used.
     seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
     unused = torch.empty(0, device=query.device)
     reach = _reach(before, causal)

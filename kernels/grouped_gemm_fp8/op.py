@@ -40,7 +40,7 @@ class StepWeights:
     """Multiplies rows by a layer's weights, which are quantised once for all passes of a step.
 
     Inside of `weights_unchanged`, both layouts are kept, two bytes for each weight. Outside of it,
-    without gradients (an evaluation may exchange the weights) and in compiled code, every call
+    without gradients (an evaluation may swap in averaged weights) and in compiled code, every call
     quantises.
 
     Attributes:

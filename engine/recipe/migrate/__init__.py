@@ -1,1 +1,1 @@
-"""Recipes of the settings of other trainers."""
+"""Recipes from the settings of other trainers."""

@@ -39,7 +39,7 @@ SAME = {
     "torch_dtype": "precision.compute",
     "fsdp_reshard_after_forward": "parallel.fsdp.strategy",
 }
-"""Names, some with the table that holds them, whose entry in `other_names` is no key alone."""
+"""Settings, some with their table, whose entry in `other_names` is more than a key."""
 
 WORDS: dict[str, dict[Any, Any]] = {
     "memory.recompute": {True: "full", False: "none"},
@@ -51,13 +51,13 @@ WORDS: dict[str, dict[Any, Any]] = {
     "model.flavor": {"debugmodel": "debug"},
     "checkpoint.last": {True: "weights", False: "full"},
 }
-"""For each key, how values are written elsewhere and here."""
+"""key -> the other trainer's value -> the recipe's value"""
 
 SWITCHES = {
     ("checkpoint", "enable"): "checkpoint.interval",
     ("validation", "enable"): "evaluate.interval",
 }
-"""Switches, and the key that is 0 here where they are off."""
+"""Switches, and the key of a recipe that is 0 where they are off."""
 
 KINDS = {"model.name": "model", "optimizer.name": "optimizer", "schedule.name": "schedule"}
 
@@ -74,7 +74,7 @@ def migrate(
         settings: the settings, as `read_settings` returns them.
         path: the file that they were read from, where relative paths start.
         ranks: the number of data-parallel ranks, by which a batch is multiplied.
-        started: tables of a recipe that starts from a model's folder, which win.
+        started: tables of a recipe that starts from a model's folder; they override the settings.
 
     Raises:
         RecipeError: there are too many settings, or no recipe can be made of them.
@@ -89,7 +89,7 @@ def migrate(
     batch = BatchSizes(ranks)
     for keys, value in given:
         _carry(keys, value, flat, found, batch)
-    batch.settle(found.values)
+    batch.set_sizes(found.values)
     for switch, key in SWITCHES.items():
         if flat.get(switch) is False:
             put(found.values, key, 0)
@@ -130,7 +130,7 @@ def _carry(
     """Put one setting into the recipe, or among what is left."""
     name = ".".join(keys)
     if value is None or value in ("", "default") or keys in SWITCHES:
-        return  # the default elsewhere, as here
+        return  # not set: the default applies
     around = ".".join(keys[-2:])
     is_special = keys[-1] in SPECIAL and (len(keys) == 1 or around not in KEYS)
     try:
@@ -143,8 +143,8 @@ def _carry(
             target = SAME.get(around) or SAME.get(keys[-1]) or find_key(*keys)
             if not re.fullmatch(r"[a-z]\w*(\.\w+)+", target):
                 if value is False:
-                    return  # off there, and not there here
-                raise ValueError(f"here it is {target}" if target else "nothing here is like it")
+                    return  # a feature that is switched off, and that a recipe does not have
+                raise ValueError(f"here it is {target}" if target else "no equivalent in a recipe")
             put(found.values, target, _convert(target, value))
         found.carried += 1
     except (ValueError, TypeError, KeyError, OverflowError) as error:
@@ -171,7 +171,7 @@ def _convert(target: str, value: Any) -> Any:
     """Return a value as it is written here.
 
     Raises:
-        ValueError: nothing here is like it.
+        ValueError: a recipe has no equivalent.
     """
     if isinstance(value, str) and NUMBER.fullmatch(value):
         value = float(value) if re.search("[.eE]", value) else int(value)  # YAML reads 2e-5 as text
@@ -180,7 +180,7 @@ def _convert(target: str, value: Any) -> Any:
         known = REGISTRIES[kind]
         ours = word.lower() if word.lower() in known else find_component(kind, word)
         if ours not in known:
-            raise ValueError(f"no {kind} here is like {make_printable(word)}")
+            raise ValueError(f"no {kind} is equivalent to {make_printable(word)}")
         return ours
     words = WORDS.get(target, {})
     value = words.get(value, value) if isinstance(value, str | bool) else value

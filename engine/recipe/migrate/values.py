@@ -15,17 +15,17 @@ TYPES = {"completion": "text", "pretraining": "text"}
 """axolotl's types of data that are plain documents, and the column that they read by default"""
 
 BASES = ("base_model", "model_name_or_path")
-"""names of the model that is trained further"""
+"""settings that name the base model"""
 
 
 @dataclass
 class Migration:
-    """A recipe, and the settings that it lacks.
+    """A recipe, and the settings that were not carried over.
 
     Attributes:
         values: the recipe as nested plain data, which is valid.
         left: (setting, reason) of everything that was not carried over.
-        carried: how many settings were.
+        carried: the number of settings that were carried over.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class BatchSizes:
     accumulation: int = 1
     total: int = 0
 
-    def settle(self, values: dict[str, Any]) -> None:
+    def set_sizes(self, values: dict[str, Any]) -> None:
         """Put the sizes that are known into a recipe."""
         if self.micro:
             values.setdefault("data", {})["micro_batch"] = self.micro
@@ -60,7 +60,7 @@ def put(values: dict[str, Any], target: str, value: Any) -> None:
     values[key] = value
 
 
-def number(value: Any) -> float:
+def parse_number(value: Any) -> float:
     """Return a number that YAML may have read as text, such as 2e-5.
 
     Raises:
@@ -81,7 +81,7 @@ def _switch(word: str) -> Callable[..., None]:
 
 def _batch_part(part: str) -> Callable[..., None]:
     def convert(value: Any, _flat: Any, _found: Migration, batch: BatchSizes) -> None:
-        setattr(batch, part, int(number(value)))
+        setattr(batch, part, int(parse_number(value)))
 
     return convert
 
@@ -89,8 +89,8 @@ def _batch_part(part: str) -> Callable[..., None]:
 def _beta(index: int) -> Callable[..., None]:
     def convert(value: Any, _flat: Any, found: Migration, _batch: BatchSizes) -> None:
         optimizer = found.values.setdefault("optimizer", {})
-        betas = list(optimizer.get("betas", (0.9, 0.999)))  # theirs, where one is not given
-        betas[index] = number(value)
+        betas = list(optimizer.get("betas", (0.9, 0.999)))  # the other trainer's defaults
+        betas[index] = parse_number(value)
         optimizer["betas"] = betas
 
     return convert
@@ -100,20 +100,20 @@ def _warmup_ratio(
     value: Any, flat: Mapping[Any, Any], found: Migration, _batch: BatchSizes
 ) -> None:
     steps = flat.get(("max_steps",)) or flat.get(("training", "steps")) or 0
-    if number(steps) <= 0:
-        raise ValueError("a share of unknown steps: set schedule.warmup_steps")
-    put(found.values, "schedule.warmup_steps", round(number(value) * number(steps)))
+    if parse_number(steps) <= 0:
+        raise ValueError("a share of an unknown number of steps: set schedule.warmup_steps")
+    put(found.values, "schedule.warmup_steps", round(parse_number(value) * parse_number(steps)))
 
 
 def _steps(value: Any, _flat: Any, found: Migration, _batch: BatchSizes) -> None:
-    if (steps := int(number(value))) > 0:  # -1: epochs count
+    if (steps := int(parse_number(value))) > 0:  # -1: epochs count
         put(found.values, "run.steps", steps)
         found.values["run"].pop("epochs", None)
 
 
 def _epochs(value: Any, flat: Mapping[Any, Any], found: Migration, _batch: BatchSizes) -> None:
-    if number(flat.get(("max_steps",)) or -1) <= 0:
-        put(found.values, "run.epochs", number(value))
+    if parse_number(flat.get(("max_steps",)) or -1) <= 0:
+        put(found.values, "run.epochs", parse_number(value))
 
 
 def _dataset(value: Any, flat: Mapping[Any, Any], found: Migration, _batch: BatchSizes) -> None:
@@ -121,7 +121,7 @@ def _dataset(value: Any, flat: Mapping[Any, Any], found: Migration, _batch: Batc
     column = flat.get(("dataset_text_field",)) or flat.get(("text_column",))
     repo, known_config = HUB.get(str(value), (str(value), config))
     if "/" not in repo:
-        raise ValueError("write its place in [[data.sources]]")
+        raise ValueError("name its path or repository in [[data.sources]]")
     _add_source(found, repo, known_config, column)
 
 
@@ -186,7 +186,7 @@ def _report_to(value: Any, _flat: Any, found: Migration, _batch: BatchSizes) -> 
 
 def _min_lr(value: Any, flat: Mapping[Any, Any], found: Migration, _batch: BatchSizes) -> None:
     peak = flat.get(("learning_rate",)) or flat.get(("optimizer", "lr"))
-    put(found.values, "schedule.min_lr_ratio", number(value) / (number(peak) or 1.0))
+    put(found.values, "schedule.min_lr_ratio", parse_number(value) / (parse_number(peak) or 1.0))
 
 
 def _profile(_value: Any, flat: Mapping[Any, Any], _found: Migration, _batch: BatchSizes) -> None:
@@ -196,8 +196,8 @@ def _profile(_value: Any, flat: Mapping[Any, Any], _found: Migration, _batch: Ba
 
 def _per_epoch(table: str) -> Callable[..., None]:
     def convert(value: Any, _flat: Any, found: Migration, _batch: BatchSizes) -> None:
-        if number(value) > 0:
-            put(found.values, f"{table}.interval_epochs", 1 / number(value))
+        if parse_number(value) > 0:
+            put(found.values, f"{table}.interval_epochs", 1 / parse_number(value))
 
     return convert
 

@@ -79,7 +79,7 @@ _LIMITS: dict[str, dict[str, Any]] = {
     "window_size": {"int": Field(ge=1)},
     "zero_division": {"float": _SHARE},
 }
-"""the values of a key that functions take, by the word of the type"""
+"""key -> type -> bounds of the values that functions take"""
 _TYPES: dict[str, Any] = {
     "bool": bool,
     "int": int,

@@ -16,7 +16,7 @@ def measure_given(
     """Return a metric of the targets that are given; NaN is none.
 
     Args:
-        config: the metric's table, which says how it takes samples apart.
+        config: the metric's table, which says what a missing target leaves out.
         function: the metric.
         predictions: numbers, [N, ...].
         targets: numbers of the same shape. Each sample has at least one.
