@@ -74,9 +74,13 @@ def run(
     from ..engine.recipe.saved import load_recipe_or_run
 
     if world_size is not None:
-        others = {"--nproc": nproc > 1, "--max-restarts": max_restarts, "--replay": replay}
-        others |= {"--json": as_json, "--allow-changed": allow_changed}
-        require_dry_run(dry_run, others)
+        require_dry_run(
+            dry_run,
+            {
+                "--nproc": nproc > 1, "--max-restarts": max_restarts, "--replay": replay,
+                "--json": as_json, "--allow-changed": allow_changed,
+            },
+        )  # fmt: skip
         loaded = load_recipe_or_run(recipe, overrides or [], world_size, plugin or [])
         _warn(loaded.warnings, rank=0)
         describe_dry_run(loaded, world_size)
