@@ -65,7 +65,7 @@ PLANS = {
     ),
     "expert-pipeline": ({"expert": 2, "pipeline": 2}, {"model": EXPERTS}),
 }
-CASES = quick(PLANS, "pipeline-shard", "expert-divided")
+CASES = quick(PLANS, "expert-divided")
 
 
 def recipe_of(plan):
@@ -119,6 +119,7 @@ def test_a_simulated_step_is_the_real_one(name, real):
         assert simulations[rank // (4 // recipe_of(name).parallel.pipeline)] == expected
 
 
+@pytest.mark.matrix
 def test_torch_sees_as_many_collectives(real):
     for counts, _, seen in real("replicate-shard"):
         ours = Counter()

@@ -41,7 +41,6 @@ PLANS = {
 }
 QUICK = {
     ("deepseek_v3", "shared", "expert-shard"),
-    ("gpt_oss", "experts", "expert-divided"),
 }
 ALL_MOE = {"qwen3", "mixtral", "gpt_oss"}
 HAVE_SHARED = {"deepseek_v3", "llama4"}

@@ -89,9 +89,10 @@ def test_predictions_farther_ahead_in_other_rows(packing, parallel):
     assert_same_weights(4, by_one_process(weights), parallel=parallel, model=model, data=data)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "parallel",
-    [{"pipeline": 2, "shard": 2}, *also({"tensor": 2, "shard": 2}, {"tensor": 2, "expert": 2})],
+    [{"pipeline": 2, "shard": 2}, {"tensor": 2, "shard": 2}, {"tensor": 2, "expert": 2}],
 )
 def test_experts_are_in_stages_and_beside_split_attention(parallel, alone):
     assert_same_weights(4, alone, parallel=parallel, model=SIZES, data=DATA)

@@ -251,7 +251,7 @@ def fail_two_saves():
     writer.Writer.write = failing
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["async", *also("sync")])
 def test_the_run_outlives_two_failed_saves(tmp_path, mode):
     recipe = write_recipe(tmp_path / "run", steps=12)
     mode = [f"checkpoint.mode={mode}"]

@@ -152,6 +152,7 @@ def kept_within(budgets, tensor):
     return found
 
 
+@pytest.mark.matrix
 def test_names_of_a_compiled_run_are_plain(tmp_path):
     recipe = write_recipe(tmp_path / "run", steps=2)
     compiled = ["compile.enabled=true", "compile.backend=eager", "memory.recompute=full"]

@@ -62,7 +62,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", quick(PLANS, "1F1B", "shard-V"))
+@pytest.mark.parametrize("plan", quick(PLANS, "shard-V"))
 def test_one_weight_at_both_ends(plan, one_process):
     """Both copies keep the same bits, and have those of one process, to rounding."""
     world, parallel = PLANS[plan]
