@@ -94,10 +94,8 @@ def assemble(
     excludes = select_weights(run.init).excludes
     fill = fresh and (not run.init_from or (lambda name: may_start_fresh(name) or excludes(name)))
     materialize(model, home, recipe.run.seed, fill=fill)
-    notes = [*filter(None, [world.note]), *built.notes, *data.notes]
-    if frozen_blocks := [prefix.removesuffix(".") for prefix in built.config.frozen_prefixes]:
-        task = f'the task "{recipe.task.name}" trains no further predictions'
-        notes.append(f"{task}: frozen are {', '.join(frozen_blocks)}")
+    frozen_blocks = _describe_frozen(recipe.task.name, built.config)
+    notes = [*filter(None, [world.note, frozen_blocks]), *built.notes, *data.notes]
     if fresh and recipe.run.init_from:
         grows, start = recipe.has_own_vocabulary, resolve_folder(run.init_from)
         notes += load_initial_weights(model, built.config, start, run.init, may_grow=grows)
@@ -175,6 +173,13 @@ def total_steps(recipe: Recipe, turns: Turns) -> int:
         message = f"{rows} rows do not fill one batch of {turns.turns[0].table.global_batch}"
         raise RecipeError([Problem(message, key="run.epochs", hint="lower data.global_batch")])
     return steps
+
+
+def _describe_frozen(task: str, model: ModelConfig) -> str:
+    """Return a line that says which blocks a task leaves untrained; empty: none."""
+    blocks = [prefix.removesuffix(".") for prefix in model.frozen_prefixes]
+    trains = f'the task "{task}" trains no further predictions'
+    return f"{trains}: frozen are {', '.join(blocks)}" if blocks else ""
 
 
 def _settle_schedule(recipe: Recipe, turns: Turns) -> ScheduleConfig:

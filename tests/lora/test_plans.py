@@ -130,9 +130,7 @@ def assert_same(result, expected):
     "plan",
     quick(
         PLANS,
-        "offload-2",
         "hybrid-2x2",
-        "replicate-2 recomputed",
         "pipeline-2, split backward",
         "tensor-2-shard-2, by rules",
     ),
