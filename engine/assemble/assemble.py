@@ -100,8 +100,9 @@ def assemble(
         grows, start = recipe.has_own_vocabulary, resolve_folder(run.init_from)
         notes += load_initial_weights(model, built.config, start, run.init, may_grow=grows)
     if fresh and recipe.lora.rank and recipe.lora.init_from:
-        folder = resolve_folder(recipe.lora.init_from)
-        notes.append(load_adapter(folder, model, built.config, recipe.lora))
+        notes.append(
+            load_adapter(resolve_folder(recipe.lora.init_from), model, built.config, recipe.lora)
+        )
     frozen, fingerprint = open_frozen(sized, tokenizer, device, plan, notes)
     phases = PhaseTimer(device)
     step = build_step(sized, built, plan, tokenizer, data.separate_labels, phases, frozen)

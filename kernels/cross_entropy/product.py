@@ -34,8 +34,9 @@ def scale_gradient(total: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor:
     The saved one is overwritten, unless `retain_graph` announces another backward pass: a copy in
     fp32 would be as large as the output layer.
     """
-    scaled = total * grad if graph_is_kept() else total.mul_(grad)
-    return scaled.to(dtype)
+    # The compiler decides by itself what it overwrites, and cannot trace the question.
+    keeps = torch.compiler.is_compiling() or graph_is_kept()
+    return (total * grad if keeps else total.mul_(grad)).to(dtype)
 
 
 # An operation of ours, because tracing (torch 2.13) does not know addmm with an out_dtype.
