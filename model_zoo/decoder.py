@@ -16,9 +16,9 @@ from ..kernels.ragged.samples import positions_in_samples
 from .base import Constant, Normal
 from .decoder_config import DecoderConfig
 from .grouped_query_config import GroupedQueryConfig
-from .language_model import BlockCache, KVCache, LanguageModel, LossFunction
+from .language_model import BlockCache, KVCache, LanguageModel, LossFunction, apart_from_padding
 from .layers.attention import GroupedQueryAttention
-from .layers.dense import Embedding, GatedMLP
+from .layers.dense import AdaptedLinear, Embedding, GatedMLP
 from .layers.head import ClassificationHead, Head
 from .layers.moe import MoE, moe_layers
 from .layers.rope_scaling import LinearScaling, LongRopeScaling, YarnScaling
@@ -36,12 +36,16 @@ class Block(nn.Module):
         attention: takes [B, S, D], rotation, mask and cache, as `GroupedQueryAttention` does.
         mlp: takes [B, S, D] and token weights, as `MoE` does. Each half has its own norm and
             returns what is added to the residual stream.
+
+    Attributes:
+        dropping: the layers with an adapter whose input is dropped in training.
     """
 
     def __init__(self, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
         self.attention = attention
         self.mlp = mlp
+        self.dropping: tuple[AdaptedLinear, ...] = ()
 
     def forward(
         self,
@@ -51,11 +55,16 @@ class Block(nn.Module):
         mask: Mask = None,
         cache: BlockCache | None = None,
         token_weights: TokenWeights = None,
+        dropout_keys: Tensor | None = None,
     ) -> Tensor:
         """Map [B, S, D] to [B, S, D].
 
-        See `MoE` for `token_weights`, and `GroupedQueryAttention` for the rest.
+        See `MoE` for `token_weights`, `AdaptedLinear` for `dropout_keys`, and
+        `GroupedQueryAttention` for the rest.
         """
+        # Here and not in the model: a block that is recomputed gets the keys of its micro batch.
+        for layer in self.dropping:
+            layer.dropout_keys = dropout_keys
         x_BSD = self.attend(x, cos, sin, mask, cache)
         out_BSD: Tensor = x_BSD + self.mlp(x_BSD, token_weights)
         return out_BSD
@@ -221,7 +230,8 @@ class Decoder(LanguageModel):
         With a task's head the logits are [B, S, outputs], and `loss` takes them alone.
 
         Args:
-            dropout_keys: [B, S] int64, see `layers.head.drop`; for a head with dropout.
+            dropout_keys: [B, S] int64, see `layers.dropout.drop`; for a head or adapters with
+                dropout.
         """
         count = self.config.n_layers
         blocks = range(count + 1) if blocks is None else blocks
@@ -245,7 +255,9 @@ class Decoder(LanguageModel):
         for number in range(blocks.start, min(blocks.stop, count)):
             block_cache = None if cache is None else cache.block(number)
             # By name: a stage of a pipeline has some of them alone.
-            x_BSD = getattr(self.layers, str(number))(x_BSD, *tables[number], block_cache, weights)
+            block = getattr(self.layers, str(number))
+            keys = {"dropout_keys": dropout_keys} if getattr(block, "dropping", ()) else {}
+            x_BSD = block(x_BSD, *tables[number], block_cache, weights, **keys)
         if blocks.stop <= count:
             return x_BSD
         if isinstance(self.head, ClassificationHead):
@@ -275,19 +287,6 @@ class Decoder(LanguageModel):
         self.frequencies = self.rotary_frequencies(torch.device("cpu")).to(device)
         for layer in moe_layers(self).values():
             layer.init_buffers(device)
-
-
-def apart_from_padding(document_ids: Tensor | None, padding_mask: Tensor | None) -> Tensor | None:
-    """Return document ids, [B, S], in which the filler of a row is a document of its own.
-
-    Not masked out: each query must see a key, and filler sees filler.
-    """
-    if padding_mask is None:
-        return document_ids
-    ids = (
-        torch.zeros_like(padding_mask, dtype=torch.int32) if document_ids is None else document_ids
-    )
-    return ids.masked_fill(padding_mask, -1)
 
 
 class GroupedQueryDecoder(Decoder):

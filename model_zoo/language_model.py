@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ..kernels.ragged.lengths import SampleLengths
@@ -120,3 +121,16 @@ class LanguageModel(Model):
             before the head.
         """
         raise NotImplementedError
+
+
+def apart_from_padding(document_ids: Tensor | None, padding_mask: Tensor | None) -> Tensor | None:
+    """Return document ids, [B, S], in which the filler of a row is a document of its own.
+
+    Not masked out: each query must see a key, and filler sees filler.
+    """
+    if padding_mask is None:
+        return document_ids
+    ids = (
+        torch.zeros_like(padding_mask, dtype=torch.int32) if document_ids is None else document_ids
+    )
+    return ids.masked_fill(padding_mask, -1)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .layout import Layout
 
-DOWN, UP = "lora_a", "lora_b"
+DOWN, UP, MAGNITUDE = "lora_a", "lora_b", "lora_magnitude"
 
 
 def is_adapter(name: str) -> bool:
     """Return whether a parameter's name, with any prefix, is one of an adapter's."""
-    return name.endswith((DOWN, UP))
+    return name.endswith((DOWN, UP, MAGNITUDE))
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
@@ -26,9 +26,14 @@ def adapter_names(weight: str) -> tuple[str, str]:
     return start + DOWN, start + UP
 
 
+def magnitude_name(weight: str) -> str:
+    """Return the name of the magnitudes of DoRA beside a projection's weight."""
+    return weight.removesuffix("weight") + MAGNITUDE
+
+
 def adapted_weight(name: str) -> str:
     """Return the name of the weight that an adapter's parameter lies beside."""
-    start = name.removesuffix(DOWN).removesuffix(UP)
+    start = name.removesuffix(DOWN).removesuffix(UP).removesuffix(MAGNITUDE)
     return start[:-1] if start.endswith("_") else f"{start}weight"
 
 

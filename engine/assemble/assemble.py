@@ -18,7 +18,9 @@ from ..data.dataset import Turns
 from ..data.loader import TurnLoader
 from ..download.hub import resolve_folder
 from ..launch.environment import World
+from ..lora.adapter_weights import start_magnitudes
 from ..lora.peft_folder import load_adapter
+from ..lora.tables import LoRA
 from ..observe.phases import PhaseTimer
 from ..optim.tables import ScheduleConfig
 from ..parallel.materialize import materialize
@@ -30,7 +32,7 @@ from ..tasks.tables import TaskData
 from ..train.average import WeightAverage
 from ..train.balance import warn_of_capacity
 from ..train.parts import Parts
-from .build import build_model, build_step
+from .build import BuiltModel, build_model, build_step
 from .frozen import open_frozen
 from .initial_weights import load_initial_weights, may_start_fresh, select_weights
 from .precomputed import open_outputs
@@ -78,7 +80,7 @@ def assemble(
     share = Share(world.rank, world.world_size, world.local_rank, world.local_world_size)
     run = recipe.run
     opening = TaskData(recipe.data, tokenizer, run.seed, str(run.folder), share, recipe.loss)
-    data = open_training(recipe.task, opening)
+    data = open_training(recipe.task, opening, has_dropout=recipe.lora.dropout > 0)
     outputs = open_outputs(recipe, tokenizer, share)
     if outputs:
         outputs.require(data.turns[0].opened, recipe.data)
@@ -99,10 +101,8 @@ def assemble(
     if fresh and recipe.run.init_from:
         grows, start = recipe.has_own_vocabulary, resolve_folder(run.init_from)
         notes += load_initial_weights(model, built.config, start, run.init, may_grow=grows)
-    if fresh and recipe.lora.rank and recipe.lora.init_from:
-        notes.append(
-            load_adapter(resolve_folder(recipe.lora.init_from), model, built.config, recipe.lora)
-        )
+    if fresh and recipe.lora.rank:
+        notes += _start_adapters(built, recipe.lora)
     frozen, fingerprint = open_frozen(sized, tokenizer, device, plan, notes)
     phases = PhaseTimer(device)
     step = build_step(sized, built, plan, tokenizer, data.separate_labels, phases, frozen)
@@ -157,6 +157,17 @@ def assemble(
         resilience=recipe.resilience,
         notes=notes,
     )
+
+
+def _start_adapters(built: BuiltModel, table: LoRA) -> list[str]:
+    """Fill in the adapters of a fresh run beside the weights that are there; return notes."""
+    notes = []
+    if table.init_from:
+        folder = resolve_folder(table.init_from)
+        notes.append(load_adapter(folder, built.model, built.config, table))
+    if table.dora:
+        start_magnitudes(built.model)
+    return notes
 
 
 def total_steps(recipe: Recipe, turns: Turns) -> int:

@@ -23,6 +23,7 @@ from ..core.local import is_split
 from ..corpus.checksums import Share
 from ..data.batch import IGNORED, Batch
 from ..data.loader import TurnLoader
+from ..lora.adapter_weights import start_magnitudes
 from ..parallel.materialize import materialize
 from ..parallel.plan import Plan, make_plan
 from ..recipe.schema import Recipe
@@ -91,10 +92,12 @@ def _assemble(rank: int, ranks: int, report: Report, job: PlanJob) -> tuple[Trai
     tokenizer = recipe.tokenizer.build()
     share = Share(rank, ranks, rank, ranks)
     opening = TaskData(recipe.data, tokenizer, recipe.run.seed, "", share, recipe.loss)
-    data = open_training(recipe.task, opening)
+    data = open_training(recipe.task, opening, has_dropout=recipe.lora.dropout > 0)
     built = build_model(recipe, tokenizer.vocab_size, CPU, plan)
     model = built.model
     materialize(model, CPU, recipe.run.seed)
+    if recipe.lora.dora:
+        start_magnitudes(model)
     frozen = _open_frozen(recipe, tokenizer.vocab_size, plan)
     report("wrap the model")
 

@@ -208,11 +208,12 @@ def _settings(rank: int, table: LoRA, targets: list[str], base: str) -> dict[str
         "base_model_name_or_path": base or None,
         "r": rank,
         "lora_alpha": int(table.alpha) if table.alpha == int(table.alpha) else table.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": table.dropout,
         "target_modules": targets,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
         "use_rslora": table.rslora,
+        "use_dora": table.dora,
     }

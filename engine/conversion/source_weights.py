@@ -14,7 +14,7 @@ from torch import Tensor
 from ...kernels.choose import choose
 from ...model_zoo.config import ModelConfig
 from ...model_zoo.layout import Part
-from ...model_zoo.matrices import adapted_weight, adapter_names, is_adapter
+from ...model_zoo.matrices import adapted_weight, adapter_names, is_adapter, magnitude_name
 from ...model_zoo.sizes import SettingsError
 from ..checkpoint.tensors import DerivedTensor, TensorRows
 from ..core.errors import CheckpointError
@@ -193,11 +193,13 @@ class Merged(DerivedTensor):
         down: the adapter's first matrix, [rank, in] or [E, rank, in].
         up: the adapter's second matrix, [out, rank] or [E, ..., rank].
         scale: the factor of the adapter.
+        magnitude: [out], the norms that DoRA gives the rows; None: it is no DoRA.
     """
 
     down: Tensor
     up: Tensor
     scale: float
+    magnitude: Tensor | None = None
 
     def read(self, first: int, last: int) -> Tensor:
         """Return rows `first` to `last`, exclusive, of the merged weight."""
@@ -210,7 +212,8 @@ class Merged(DerivedTensor):
             end = min(start + step, high)
             down = self.down[start:end] if is_stack else self.down
             weight = self.source.read(start, end)
-            blocks.append(merge(weight, down, self.up[start:end], self.scale))
+            norms = None if self.magnitude is None else self.magnitude[start:end]
+            blocks.append(merge(weight, down, self.up[start:end], self.scale, norms))
         return torch.cat(blocks)[first - low : last - low]
 
 
@@ -240,9 +243,14 @@ def merge_tensors(
         if weight is None or down is None or up is None or not _fits(*shapes):
             problems.append(f"{name}, {down_name} and {up_name} are {shapes}")
             continue
-        whole = [part.read(0, part.shape[0]) for part in (down, up)]
+        magnitude = tensors.get(magnitude_name(name))
+        norms = magnitude.shape if magnitude else None
+        if norms != (weight.shape[:1] if table.dora else None):
+            problems.append(f"lora.dora is {str(table.dora).lower()}, and {name} has norms {norms}")
+            continue
+        whole = [part.read(0, part.shape[0]) for part in (down, up, magnitude) if part]
         scale = table.scale(down.shape[-2])
-        weights[name] = Merged(weight, weight.shape, whole[0], whole[1], scale)
+        weights[name] = Merged(weight, weight.shape, *whole[:2], scale, *whole[2:])
     if problems:
         raise CheckpointError(list_problems(f"{place} has adapters that do not fit:", problems))
     return weights

@@ -138,8 +138,9 @@ class TokenBatch(Batch):
         sources: [B] int64, from which source each row is; None: all are from one.
         padding_mask: [B, S] bool; True at filler, which belongs to no document. A token without a
             label, such as a prompt's, is no filler. None: there is none.
-        row_lengths: tokens of each row, where rows have no padding: tokens, labels and positions
-            are then [1, T], the rows one after the other. None: rows have one length.
+        dropout_keys: [B, S] int64, from which dropout draws; None: there is none.
+        row_lengths: tokens of each row, where rows have no padding: tokens, labels, positions and
+            keys are then [1, T], the rows one after the other. None: rows have one length.
         max_documents: a number that the documents of no row exceed; see `LanguageModel.forward`.
     """
 
@@ -149,6 +150,7 @@ class TokenBatch(Batch):
     document_ids: Tensor | None = None
     sources: Tensor | None = None
     padding_mask: Tensor | None = None
+    dropout_keys: Tensor | None = None
     row_lengths: SampleLengths | None = None
     max_documents: int | None = None
 
@@ -167,7 +169,8 @@ class TokenBatch(Batch):
         if positions is None:
             positions = torch.arange(self.tokens.shape[1]).expand_as(self.tokens)
         tokens, labels, positions = map(take, (self.tokens, self.labels, positions))
-        return replace(self, tokens=tokens, labels=labels, positions=positions)
+        keys = None if self.dropout_keys is None else take(self.dropout_keys)
+        return replace(self, tokens=tokens, labels=labels, positions=positions, dropout_keys=keys)
 
     def without_padding(self) -> Self:
         """Return the batch without the padding mask, which only routers read."""

@@ -19,6 +19,8 @@ Arrays = dict[str, NDArray[Any]]
 
 # Odd numbers, so that their products mod 2**64 are a permutation (SplitMix64's constants).
 KEY_STRIDE, KEY_FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
+# None of the numbers in `layers.dropout.drop`, so that positions and columns do not meet.
+POSITION_STRIDE = 0x2545F4914F6CDD1D
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Collation:
             as many rows a sample.
         length: returns the number of tokens of a sample; None: samples are not of tokens, and are
             not padded.
-        seed: of the field `sample_keys` that the batches have; None: they have no such field.
+        seed: of the field `sample_keys` that the batches have, see `make_keys`; None: they have no
+            such field.
         add_partner: adds to a sample what it needs of its partner; None: nothing. Samples 2 k and
             2 k + 1 of a run are partners, whichever ranks and micro batches they are in; the last
             one of a validation may be its own.
@@ -42,15 +45,6 @@ class Collation:
     length: Callable[[Any], int] | None = None
     seed: int | None = None
     add_partner: Callable[[Any, Any], Sample] | None = None
-
-    def make_keys(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return a number for each sample of a run, [B], from which random masks are drawn.
-
-        It depends on the seed and on the sample's number in the run, which says the step too.
-        """
-        assert self.seed is not None, "only seeded batches have keys"
-        start = np.uint64(self.seed * KEY_STRIDE % 2**64)
-        return ((samples.astype(np.uint64) + start) * np.uint64(KEY_FACTOR)).view(np.int64)
 
     def find_length(self, samples: Sequence[Sample], seq_len: int, pad_to: int) -> int:
         """Return the length to which the samples of a step are padded.
@@ -64,6 +58,15 @@ class Collation:
             return seq_len
         longest = max(1, *map(self.length, samples))
         return min(-(-longest // pad_to) * pad_to, seq_len)
+
+
+def make_keys(samples: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+    """Return a number for each sample of a run, [B], from which random masks are drawn.
+
+    It depends on the seed and on the sample's number in the run, which says the step too.
+    """
+    start = np.uint64(seed * KEY_STRIDE % 2**64)
+    return ((samples.astype(np.uint64) + start) * np.uint64(KEY_FACTOR)).view(np.int64)
 
 
 def pad_arrays(

@@ -33,6 +33,7 @@ class PackedRows(NamedTuple):
     document_ids: NDArray[np.int32] | None = None
     sources: Indices | None = None
     padding_mask: NDArray[np.bool_] | None = None
+    dropout_keys: Indices | None = None
     lengths: Indices | None = None
 
     def to_batch(self) -> TokenBatch:
@@ -41,10 +42,15 @@ class PackedRows(NamedTuple):
         columns: Any = [None if column is None else torch.from_numpy(column) for column in arrays]
         if lengths is None:
             return TokenBatch(*columns)
-        tokens, labels, positions, _, sources, _ = columns
+        tokens, labels, positions, _, sources, _, keys = columns
         tokens, labels, positions = (x.unsqueeze(0) for x in (tokens, labels, positions))
         return TokenBatch(
-            tokens, labels, positions, sources=sources, row_lengths=SampleLengths(lengths.tolist())
+            tokens,
+            labels,
+            positions,
+            sources=sources,
+            dropout_keys=None if keys is None else keys.unsqueeze(0),
+            row_lengths=SampleLengths(lengths.tolist()),
         )
 
     def select(self, rows: Indices) -> PackedRows:

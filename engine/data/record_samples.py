@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from ..core.errors import DataError, TrainerError
 from ..sources.configs import MapDataset
 from .batch import IGNORED, Batch
-from .collate import Arrays, Collation, Sample
+from .collate import Arrays, Collation, Sample, make_keys
 from .order import Indices, Order
 from .samples import NumberedSamples, RowSource
 from .tables import Data
@@ -139,6 +140,12 @@ class RecordSamples(NumberedSamples):
         self.collation = collation
         self.table = table
 
+    def with_dropout(self, seed: int) -> Self:
+        """Return samples whose batches have `sample_keys`; see `NumberedSamples.with_dropout`."""
+        changed = copy(self)
+        changed.collation = replace(self.collation, seed=seed)
+        return changed
+
     def gather(self, samples: Indices) -> CollatedRows:
         """Return the samples of these numbers, [B], ascending."""
         add_partner, partners = self.collation.add_partner, samples ^ 1
@@ -155,7 +162,7 @@ class RecordSamples(NumberedSamples):
         if self.separate_labels:
             arrays["sources"] = np.repeat(self.source_ids[source], batch_class.rows_per_sample)
         if self.collation.seed is not None:
-            keys = self.collation.make_keys(samples)
+            keys = make_keys(samples, self.collation.seed)
             arrays["sample_keys"] = np.repeat(keys, batch_class.rows_per_sample)
         return CollatedRows(arrays, batch_class)
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..core.errors import DataError
 from .batch import Batch, TokenBatch
+from .collate import POSITION_STRIDE, make_keys
 from .order import Indices, Order, StorageOrder, TrainingOrder, ValidationOrder
 from .packing import Packed, PackedRows
 from .stream import Stream
@@ -77,6 +78,14 @@ class NumberedSamples:
         renumbered.separate_labels = labels if len(labels) > 1 else ()
         renumbered.source_ids = np.array([labels.index(label) for label in self.labels])
         return renumbered
+
+    def with_dropout(self, seed: int) -> Self:
+        """Return the same samples, whose batches have keys from which dropout draws.
+
+        Args:
+            seed: other seeds draw other numbers.
+        """
+        raise NotImplementedError
 
     def each_once(self) -> Self:
         """Return the same samples, each once and in the order of its source, for a validation."""
@@ -166,6 +175,13 @@ class Samples(NumberedSamples):
         super().__init__(sources, order, labels)
         self.sources = sources
         self.vocab_size = vocab_size
+        self.dropout_seed: int | None = None
+
+    def with_dropout(self, seed: int) -> Self:
+        """Return samples whose batches have keys; see `NumberedSamples.with_dropout`."""
+        changed = copy(self)
+        changed.dropout_seed = seed
+        return changed
 
     def batch(self, first: int, count: int) -> TokenBatch:
         """Return samples `first` to `first + count - 1`."""
@@ -182,6 +198,8 @@ class Samples(NumberedSamples):
         alone = len(self.sources) == 1
         rows = self.sources[0].gather(row) if alone else self._merge(source, row)
         self._check_vocabulary(rows, source)
+        if self.dropout_seed is not None:
+            rows = rows._replace(dropout_keys=_draw_keys(rows, samples, self.dropout_seed))
         return rows._replace(sources=self.source_ids[source]) if self.separate_labels else rows
 
     def _check_vocabulary(self, rows: PackedRows, source: Indices) -> None:
@@ -207,6 +225,21 @@ class Samples(NumberedSamples):
         )
         # The inverse of the permutation `order`.
         return rows.select(np.argsort(order))
+
+
+def _draw_keys(rows: PackedRows, samples: Indices, seed: int) -> Indices:
+    """Return a number for each position of rows, from which dropout draws; flat if rows are.
+
+    It depends on the number of the sample and on the position in the row alone.
+    """
+    keys = make_keys(samples, seed)
+    if rows.lengths is None:
+        places, keys = np.arange(rows.tokens.shape[1]), keys[:, None]
+    else:
+        assert rows.positions is not None, "flat rows have them"
+        places, keys = rows.positions, np.repeat(keys, rows.lengths)
+    drawn: Indices = keys + places * POSITION_STRIDE
+    return drawn
 
 
 class TrainingSamples(Samples):

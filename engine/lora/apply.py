@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from torch import nn
 
 from ...model_zoo.base import Constant, Model, Normal
+from ...model_zoo.decoder import Block
 from ...model_zoo.heads import is_head_layer
-from ...model_zoo.layers.dense import Adapted
+from ...model_zoo.layers.dense import Adapted, AdaptedLinear
 from ...model_zoo.layout import Layout
 from ...model_zoo.matrices import is_adapter
 from ..core.errors import Problem, RecipeError, nearest
@@ -53,18 +56,38 @@ def add_adapters(model: Model, layout: Layout, table: LoRA) -> str:
     for path, layer in layers.items():
         keys = [key for key in layer.matrices if f"{path}.{key}" in chosen]
         for key in keys:
-            layer = layer.with_adapter(key, table.rank, table.scale())
+            options: dict[str, Any] = {"dropout": table.dropout, "dora": table.dora}
+            layer = layer.with_adapter(key, table.rank, table.scale(), **options)
         if keys:
             model.set_submodule(path, layer)
+            if isinstance(layer, AdaptedLinear):
+                digest = hashlib.blake2b(path.encode(), digest_size=8).digest()
+                layer.dropout_seed = int.from_bytes(digest, signed=True)
             rules |= {f"{path}.{name}": rule for name, rule in layer.initial_values().items()}
             named = layer.named_parameters(recurse=False)
             trained += sum(value.numel() for name, value in named if is_adapter(name))
+    if table.dropout:
+        pass_keys(layout.find_blocks(model))
     initial_values = partial(_initial_values, rules, model.initial_values)
     model.initial_values = initial_values  # type: ignore[method-assign]
     return (
         f"lora: adapters of rank {table.rank} on {len(chosen)} weights: "
         f"{trained:,} parameters are trained, {total:,} are frozen"
     )
+
+
+def pass_keys(blocks: Iterable[nn.Module]) -> None:
+    """Let blocks give their adapters the keys from which dropout draws.
+
+    Raises:
+        RecipeError: a block is of a kind that gives none.
+    """
+    for block in blocks:
+        if not isinstance(block, Block):
+            message = f"{type(block).__name__} gives its layers no keys from which dropout draws"
+            raise RecipeError([Problem(message, key="lora.dropout", hint="leave it out")])
+        layers = (each for each in block.modules() if isinstance(each, AdaptedLinear))
+        block.dropping = tuple(each for each in layers if each.dropout)
 
 
 @contextmanager

@@ -18,7 +18,14 @@ from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
 from ...model_zoo.heads import is_head_layer
 from ...model_zoo.layout import Layout
-from ...model_zoo.matrices import DOWN, UP, adapted_weight, adapter_names, is_adapter
+from ...model_zoo.matrices import (
+    DOWN,
+    MAGNITUDE,
+    UP,
+    adapted_weight,
+    adapter_names,
+    is_adapter,
+)
 from ..checkpoint.tensors import InMemoryTensor
 from ..core.errors import CheckpointError
 from ..core.text.display import list_problems, quote_name
@@ -31,11 +38,10 @@ from .tables import LoRA
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-THEIRS = {DOWN: "lora_A", UP: "lora_B"}
+THEIRS = {DOWN: "lora_A.weight", UP: "lora_B.weight", MAGNITUDE: "lora_magnitude_vector"}
 PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    "use_dora": (False, None),
     "fan_in_fan_out": (False, None),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
@@ -111,19 +117,19 @@ def name_in_peft(name: str, config: ModelConfig, adapters: Collection[str]) -> s
     if not is_adapter(name):
         theirs = config.hf_name(name)
         return theirs and PREFIX + theirs
-    weight, ours = adapted_weight(name), DOWN if name.endswith(DOWN) else UP
+    weight, ours = adapted_weight(name), next(filter(name.endswith, THEIRS))
     module = adapted_in_peft(weight, config)
     if module is None:
         return None
     if not config.layout.is_expert(name):
-        return f"{PREFIX}{module}.{THEIRS[ours]}.weight"
+        return f"{PREFIX}{module}.{THEIRS[ours]}"
     if config.layout.peft_swaps:
         ours = DOWN if ours == UP else UP
     path, _, leaf = module.rpartition(".")
     # PEFT wraps a module once for each parameter, in the order of the class: the first is inside.
     last = adapter_names(weight.replace("gate_up", "down"))[0]
     inner = ".base_layer" if leaf != "down_proj" and last in adapters else ""
-    return f"{PREFIX}{path}{inner}.{THEIRS[ours]}.weight"
+    return f"{PREFIX}{path}{inner}.{THEIRS[ours]}"
 
 
 def adapted_in_peft(weight: str, config: ModelConfig) -> str | None:
@@ -192,7 +198,8 @@ def _compare_settings(settings: Mapping[str, Any], table: LoRA) -> list[str]:
         if settings.get(key) != value:
             there = quote_name(str(settings.get(key)))
             problems.append(f"lora.{ours} is {value:g}, {CONFIG} says {key} = {there}")
-    if bool(settings.get("use_rslora")) != table.rslora:
-        there = str(not table.rslora).lower()
-        problems.append(f"lora.rslora is {str(table.rslora).lower()}, {CONFIG} means {there}")
+    for key, value in (("rslora", table.rslora), ("dora", table.dora)):
+        if bool(settings.get(f"use_{key}")) != value:
+            here, there = str(value).lower(), str(not value).lower()
+            problems.append(f"lora.{key} is {here}, {CONFIG} means {there}")
     return problems

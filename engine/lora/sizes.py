@@ -6,7 +6,14 @@ from collections import defaultdict
 from math import prod
 from typing import TYPE_CHECKING
 
-from ...model_zoo.matrices import adapted_weight, adapter_names, is_adapter, is_matrix
+from ...model_zoo.matrices import (
+    MAGNITUDE,
+    adapted_weight,
+    adapter_names,
+    is_adapter,
+    is_matrix,
+    magnitude_name,
+)
 from ..core.text.expressions import match_names
 
 if TYPE_CHECKING:
@@ -37,6 +44,8 @@ def with_adapters(config: ModelConfig, table: LoRA) -> dict[str, tuple[int, ...]
             down, up = adapter_names(name)
             behind[down] = (*shape[: layout.is_expert(name)], table.rank, shape[-1])
             behind[up] = (*shape[:-1], table.rank)
+            if table.dora and not layout.is_expert(name):
+                behind[magnitude_name(name)] = shape[:1]
     return found | behind
 
 
@@ -73,6 +82,8 @@ def _multiplying(model: Model, config: ModelConfig) -> tuple[list[float], list[f
     counts: dict[int, list[float]] = defaultdict(lambda: [0, 0])
     prefix = f"{layout.blocks}."
     for name, shape in {**shapes, **model.remote_parameters}.items():
+        if name.endswith(MAGNITUDE):  # multiplies no matrix
+            continue
         is_adapted = is_adapter(name)
         weight = adapted_weight(name) if is_adapted else name
         if is_matrix(weight, shape, layout) and not name.startswith(config.frozen_prefixes):

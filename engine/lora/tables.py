@@ -20,6 +20,11 @@ class LoRA(Table):
     rslora: bool = False
     """scale by alpha / sqrt(rank) instead, which suits large ranks (Kalajdzievski 2023, arXiv
     2312.03732)"""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """share of each adapter's input that is dropped in training"""
+    dora: bool = False
+    """also train the norm of each weight's rows, and let adapters change directions alone (Liu et
+    al. 2024, arXiv 2402.09353)"""
     targets: Annotated[list[str], Field(min_length=1, max_length=100)] = [
         "*.attention.*.weight",
         "*.mlp.*.weight",

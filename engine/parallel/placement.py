@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...model_zoo.layout import translate
-from ...model_zoo.matrices import DOWN, UP, adapted_weight, is_adapter
+from ...model_zoo.matrices import DOWN, MAGNITUDE, UP, adapted_weight, is_adapter
 from ..core.errors import Problem, RecipeError
 from ..core.text.display import join_key
 from .mesh import EXPERT_AXES, Degrees, expert_grid
@@ -21,8 +21,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 """the global shape of each parameter, by name"""
 
 CUT_DIMS = {
-    "columns": {"weight": 0, "bias": 0, UP: 0},
-    "key_value": {"weight": 0, "bias": 0, UP: 0},
+    "columns": {"weight": 0, "bias": 0, UP: 0, MAGNITUDE: 0},
+    "key_value": {"weight": 0, "bias": 0, UP: 0, MAGNITUDE: 0},
     "heads": {"sinks": 0},
     "rows": {"weight": 1, DOWN: 1},
     "vocabulary": {"weight": 0},

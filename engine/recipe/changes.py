@@ -57,8 +57,8 @@ FREE_IN_LISTS = re.compile(
 )
 """What metrics call a source is free as well, and the micro batch of a training split."""
 
-RESHAPING = ("lora.rank", "lora.targets", "optimizer.name")
-"""Keys, beside the model's sizes, whose change makes the checkpoint impossible to load."""
+RESHAPING = ("lora.rank", "lora.targets", "lora.dora", "optimizer.name")
+"""Keys beside the model's sizes after whose change a checkpoint cannot be loaded."""
 
 CHECKED_BY_CONTENT = re.compile(
     r"(tokenizer|data\.(splits\.\d+\.)?sources\.\d+)\.path"

@@ -139,6 +139,9 @@ NAMES = {
     # adapters, averages
     "lora.rank": "lora_r r",
     "lora.alpha": "lora_alpha",
+    "lora.dropout": "lora_dropout",
+    "lora.rslora": "use_rslora",
+    "lora.dora": "use_dora",
     "lora.targets": "lora_target_modules target_modules",
     "[lora]": "adapter peft_config",
     "ema.decay": "ema_decay",

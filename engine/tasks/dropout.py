@@ -1,4 +1,4 @@
-"""Dropout before a task's head, which depends on seed, step and sample, and never on the rank."""
+"""Keys of dropout, which depend on seed, step and sample, and never on the rank."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from torch import Tensor
 
 from ...kernels.ragged.lengths import SampleLengths
 from ...kernels.ragged.samples import repeat_for_positions
-
-# An odd number that is none of those in `layers.head.drop`: positions and columns do not meet.
-POSITION_STRIDE = 0x2545F4914F6CDD1D
+from ..data.collate import POSITION_STRIDE
 
 
 def find_dropout_keys(
     sample_keys: Tensor | None, positions: Tensor, lengths: SampleLengths | None
 ) -> dict[str, Tensor]:
-    """Return the argument `dropout_keys` of a model with a head; none without keys.
+    """Return the argument `dropout_keys` of a model; none without keys.
 
     Args:
         sample_keys: [B] int64, of each row; see `Collation.make_keys`. None: there is no dropout.

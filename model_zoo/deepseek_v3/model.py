@@ -50,6 +50,7 @@ class PredictionBlock(Block):
         mask: Mask = None,
         cache: BlockCache | None = None,
         token_weights: TokenWeights = None,
+        dropout_keys: Tensor | None = None,
     ) -> Tensor:
         """Return normed hidden states [B, S, D] (equations 21 and 22).
 
@@ -62,7 +63,7 @@ class PredictionBlock(Block):
         # first.
         normed = (self.embed_norm(embedded_BSD), self.hidden_norm(hidden_BSD))
         joined_BSD = self.join(torch.cat(normed, dim=-1))
-        added_BSD = super().forward(joined_BSD, cos, sin, mask, cache, token_weights)
+        added_BSD = super().forward(joined_BSD, cos, sin, mask, cache, token_weights, dropout_keys)
         out_BSD: Tensor = self.norm(added_BSD)
         return out_BSD
 
@@ -138,6 +139,7 @@ class DeepSeekV3(Decoder):
         targets = partial(
             self._further_targets,
             *(tokens, labels, positions, document_ids, max_documents, padding_mask, lengths),
+            dropout_keys,
         )
         tied_weight = self.embed.local("weight") if self.config.is_tied else None
         out: Tensor = self.head(before, labels, loss, tied_weight, further_targets=targets)
@@ -152,6 +154,7 @@ class DeepSeekV3(Decoder):
         max_documents: int | None,
         padding_mask: Tensor | None,
         lengths: SampleLengths | None,
+        dropout_keys: Tensor | None,
         hidden_BSD: Tensor,
     ) -> Iterator[FurtherTarget]:
         """Yield hidden states and labels of tokens 2, 3, ... after each position (section 2.2).
@@ -177,7 +180,7 @@ class DeepSeekV3(Decoder):
             elif lengths is not None and document_ids is not None:
                 is_padding = shift(document_ids, depth, -1) != document_ids
             weights = self.token_weights(is_padding, lengths)
-            hidden_BSD = block(x_BS2D, cos, sin, mask, None, weights)
+            hidden_BSD = block(x_BS2D, cos, sin, mask, None, weights, dropout_keys)
             targets_BS = self.shift(labels, depth, IGNORED, document_ids)
             # Equation 25: the weight is for the mean over depths.
             yield FurtherTarget(hidden_BSD, targets_BS, config.mtp_weight / config.mtp_depth)

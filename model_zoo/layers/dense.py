@@ -14,6 +14,7 @@ from ...kernels.choose import Kernels
 from ..base import Constant, Normal
 from ..matrices import DOWN, is_adapter
 from .configs import NormPlacement
+from .dropout import drop
 
 
 class LocalParameters(nn.Module):
@@ -51,20 +52,28 @@ class Adapted(LocalParameters):
         super().__init__(*args, **kwargs)
         self.scale = 0.0
 
-    def with_adapter(self, key: str, rank: int, scale: float) -> Adapted:
+    def with_adapter(
+        self, key: str, rank: int, scale: float, *, dropout: float = 0.0, dora: bool = False
+    ) -> Adapted:
         """Return the layer with an adapter beside the parameter `key`, which is frozen by others.
 
         Args:
             key: one of `matrices`.
             rank: width of the adapter.
             scale: what the adapter's output is multiplied by.
+            dropout: the share of the adapter's input that is dropped in training.
+            dora: whether the adapter also learns the norm of each row; see `DoRALinear`.
+
+        Raises:
+            ValueError: the layer's adapters have no dropout, or no DoRA.
         """
         raise NotImplementedError
 
     def initial_values(self) -> dict[str, Normal | Constant]:
         """Return how A and B start: B is zero, so that the model starts as it was.
 
-        A has the standard deviation that `nn.Linear` starts with.
+        A has the standard deviation that `nn.Linear` starts with. Magnitudes of DoRA are zero until
+        the weights that they are the norms of are known.
         """
         # `nn.Linear` draws uniformly within 1 / sqrt(in), which has this standard deviation.
         return {
@@ -92,15 +101,18 @@ class Linear(Adapted, nn.Linear):
         bias = None if self.bias is None else self.local("bias").to(x.dtype)
         return self.product(x, self.local("weight").to(x.dtype), bias)
 
-    def with_adapter(self, key: str, rank: int, scale: float) -> AdaptedLinear:
+    def with_adapter(
+        self, key: str, rank: int, scale: float, *, dropout: float = 0.0, dora: bool = False
+    ) -> AdaptedLinear:
         """Return a projection with the same weight and an adapter."""
-        return AdaptedLinear(self, rank, scale)
+        return (DoRALinear if dora else AdaptedLinear)(self, rank, scale, dropout)
 
 
 class AdaptedLinear(Linear):
     """A projection with a low-rank adapter, of which only A and B are trained.
 
-    It computes x W^T + scale * (x A^T) B^T (LoRA, arXiv:2106.09685, equation 3).
+    It computes x W^T + scale * (x A^T) B^T (LoRA, arXiv:2106.09685, equation 3); in training
+    dropout is applied to the x that A multiplies.
 
     The weight keeps its name; A and B are `lora_a` [rank, in] and `lora_b` [out, rank] beside it.
 
@@ -108,13 +120,28 @@ class AdaptedLinear(Linear):
         base: the projection, whose weight and bias it takes.
         rank: width of the adapter.
         scale: what the adapter's output is multiplied by.
+        dropout: the share of the adapter's input that is dropped in training.
+
+    Attributes:
+        dropout_seed: tells the random numbers of layers apart.
+        dropout_keys: [B, S] int64, see `drop`; a block sets them before the layer is called. None:
+            torch's generator draws.
+        own_positions: maps the keys of whole rows to the positions that the layer is called with,
+            where ranks share a sequence.
+        first_column: the number of the first column of x, where ranks share the columns.
+        sum_columns: sums a tensor over the ranks that share the columns.
     """
 
-    def __init__(self, base: Linear, rank: int, scale: float) -> None:
+    def __init__(self, base: Linear, rank: int, scale: float, dropout: float = 0.0) -> None:
         super().__init__(base.in_features, base.out_features)
         # The same parameter objects, so that their names and whatever refers to them stay.
         self.weight, self.bias = base.weight, base.bias
         self.scale = scale
+        self.dropout, self.dropout_seed = dropout, 0
+        self.dropout_keys: Tensor | None = None
+        self.own_positions: Callable[[Tensor], Tensor] = _all_of
+        self.first_column = 0
+        self.sum_columns: Callable[[Tensor], Tensor] = _all_of
         self.lora_a = nn.Parameter(torch.empty(rank, base.in_features))
         self.lora_b = nn.Parameter(torch.empty(base.out_features, rank))
 
@@ -122,9 +149,73 @@ class AdaptedLinear(Linear):
         """Map [..., in_features] to [..., out_features]."""
         if not self.scale:  # switched off
             return super().forward(x)
+        return super().forward(x) + self.adapt(self.drop_input(x))
+
+    def adapt(self, x: Tensor) -> Tensor:
+        """Return the adapter's output, [..., out_features]."""
         # Two narrow products: B A has as many entries as the weight, and is not computed here.
         narrow = F.linear(x, self.local("lora_a").to(x.dtype))
-        return super().forward(x) + F.linear(narrow, self.local("lora_b").to(x.dtype)) * self.scale
+        return F.linear(narrow, self.local("lora_b").to(x.dtype)) * self.scale
+
+    def drop_input(self, x: Tensor) -> Tensor:
+        """Apply dropout to the input of the adapter, in training alone."""
+        if not (self.training and self.dropout):
+            return x
+        keys = self.dropout_keys
+        if keys is not None:
+            # A layer of experts computes this rank's positions; before it, a norm gathers all.
+            if keys.shape[1] != x.shape[1]:
+                keys = self.own_positions(keys)
+            keys = keys + self.dropout_seed
+        return drop(x, self.dropout, keys, self.first_column)
+
+
+class DoRALinear(AdaptedLinear):
+    """A projection whose adapter changes directions of rows, and whose rows' norms are trained.
+
+    It computes x V^T with V = m * (W + scale * B A) / |W + scale * B A|, with the norm of each row
+    (DoRA, arXiv:2402.09353, equation 5), which is a constant in the backward pass (section 4.3).
+
+    The magnitudes m are `lora_magnitude` [out] beside the weight.
+
+    Args:
+        base: see `AdaptedLinear`, as for the others.
+    """
+
+    def __init__(self, base: Linear, rank: int, scale: float, dropout: float = 0.0) -> None:
+        super().__init__(base, rank, scale, dropout)
+        self.lora_magnitude = nn.Parameter(torch.empty(base.out_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., in_features] to [..., out_features]."""
+        if not self.scale:  # switched off
+            return super().forward(x)
+        weight, dropped = self.local("weight").to(x.dtype), self.drop_input(x)
+        plain = self.product(dropped, weight, None)
+        ratio = (self.local("lora_magnitude") / self.norms()).to(x.dtype)
+        out = ratio * (plain + self.adapt(dropped))
+        if dropped is not x:
+            # Dropout is for what the adapter changes, as in PEFT: x W^T has all of x.
+            out = out + self.product(x, weight, None) - plain
+        return out if self.bias is None else out + self.local("bias").to(x.dtype)
+
+    @torch.no_grad()
+    def norms(self) -> Tensor:
+        """Return the norm of each row of W + scale * B A, [out], in fp32 or wider."""
+        weight, down, up = map(self.local, ("weight", "lora_a", "lora_b"))
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        down, up = down.to(wide), up.to(wide)
+        # |w + s b A|^2 = |w|^2 + 2 s (w A^T) b + s^2 (b A A^T) b: without B A, which is as large
+        # as the weight.
+        squares = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square()
+        crossed = F.linear(weight, down.to(weight.dtype)).to(wide)
+        added = up @ (down @ down.mT) * self.scale
+        squares = squares + ((2 * crossed + added) * up).sum(1) * self.scale
+        return self.sum_columns(squares).clamp(min=torch.finfo(wide).tiny).sqrt()
+
+
+def _all_of(x: Tensor) -> Tensor:
+    return x
 
 
 class Embedding(LocalParameters, nn.Embedding):

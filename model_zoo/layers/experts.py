@@ -117,8 +117,12 @@ class Experts(Adapted):
         """Return a stack [E, ..., out, in] as [E, out, in]."""
         return self.local(key).to(dtype).flatten(1, -2)
 
-    def with_adapter(self, key: str, rank: int, scale: float) -> Experts:
+    def with_adapter(
+        self, key: str, rank: int, scale: float, *, dropout: float = 0.0, dora: bool = False
+    ) -> Experts:
         """Put an adapter beside a stack of matrices; return the layer itself."""
+        if dropout or dora:
+            raise ValueError("adapters of experts have neither dropout nor DoRA")
         experts, *rows, columns = getattr(self, key).shape
         self.register_parameter(f"{key}_{DOWN}", nn.Parameter(torch.empty(experts, rank, columns)))
         self.register_parameter(f"{key}_{UP}", nn.Parameter(torch.empty(experts, *rows, rank)))

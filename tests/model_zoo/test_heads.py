@@ -11,7 +11,7 @@ from trainer.engine.parallel.tables import Parallel
 from trainer.kernels.choose import choose
 from trainer.model_zoo.deepseek_v3.config import DeepSeekV3Config
 from trainer.model_zoo.heads import HeadSettings
-from trainer.model_zoo.layers.head import drop
+from trainer.model_zoo.layers.dropout import drop
 from trainer.model_zoo.llama3.config import Llama3Config
 from trainer.model_zoo.qwen3.config import Qwen3Config
 

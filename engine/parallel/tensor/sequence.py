@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from ..collectives import all_gather, all_reduce, reduce_scatter
+from ....model_zoo.layers.dense import AdaptedLinear
+from ..collectives import all_gather, all_reduce, all_reduce_no_grad, reduce_scatter
 from .float8_gather import all_gather_float8
 
 SEQUENCE = 1
@@ -81,3 +84,22 @@ def rms_norm_over_ranks(x: Tensor, weight: Tensor, eps: float, group: ProcessGro
     total = all_reduce(wide.square().sum(-1, keepdim=True), group)
     inverse = (total / (x.shape[-1] * group.size()) + eps).rsqrt()
     return (wide * inverse * weight.to(x.dtype)).to(x.dtype)
+
+
+def slice_sequence(own: Callable[[Tensor], Tensor], whole: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return this rank's positions of what `own` returns for whole rows, [B, S / ranks, ...]."""
+    return own(whole).chunk(mesh.size(), SEQUENCE)[mesh.get_local_rank()]
+
+
+def share_adapter(layer: AdaptedLinear, mesh: DeviceMesh, *, shares_columns: bool) -> None:
+    """Let an adapter draw dropout and sum the norms of DoRA as one rank does, in place.
+
+    Args:
+        layer: a projection with an adapter.
+        mesh: the tensor axis of the device mesh.
+        shares_columns: whether each rank has some columns of the weight.
+    """
+    layer.own_positions = partial(slice_sequence, layer.own_positions, mesh=mesh)
+    if shares_columns:
+        layer.first_column = -(-layer.in_features // mesh.size()) * mesh.get_local_rank()
+        layer.sum_columns = partial(all_reduce_no_grad, group=mesh.get_group())

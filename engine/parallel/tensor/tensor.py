@@ -24,7 +24,7 @@ from ....kernels.cross_entropy import reference
 from ....kernels.cross_entropy.reference import IGNORED
 from ....model_zoo.base import Model
 from ....model_zoo.config import ModelConfig
-from ....model_zoo.layers.dense import Embedding, RMSNorm
+from ....model_zoo.layers.dense import AdaptedLinear, Embedding, RMSNorm
 from ....model_zoo.layers.moe import moe_layers
 from ..axis import (
     AxisParts,
@@ -44,11 +44,12 @@ from ..placement import CUT_DIMS, used_dim
 from .local_views import LocalView, distribute_parameter, placement
 from .sequence import (
     HOOKS,
-    SEQUENCE,
     SPLIT_NORMS,
     all_gather_float8_sequence,
     all_gather_input,
     rms_norm_over_ranks,
+    share_adapter,
+    slice_sequence,
 )
 from .vocabulary import SplitVocabulary
 
@@ -136,8 +137,8 @@ def split(
     layers = moe_layers(model).values()
     # A mixture of experts computes its rank's part of the sequence, so that no two ranks send the
     # same token to experts. The norm before it therefore gathers nothing.
-    model.own_positions = partial(_slice_sequence, model.own_positions, mesh=mesh)
-    model.own_hidden = partial(_slice_sequence, model.own_hidden, mesh=mesh)
+    model.own_positions = partial(slice_sequence, model.own_positions, mesh=mesh)
+    model.own_hidden = partial(slice_sequence, model.own_hidden, mesh=mesh)
     inside = {layer.norm for layer in layers}
     for layer in layers:
         # The balance loss needs the counts of whole sequences. Counts have no gradient.
@@ -157,6 +158,8 @@ def split(
         if style == "vocabulary":
             first_row = rows_per_rank(config.vocab, mesh.size()) * mesh.get_local_rank()
             cast("Embedding", module).lookup = partial(_look_up_rows, first_row=first_row)
+        if isinstance(module, AdaptedLinear):
+            share_adapter(module, mesh, shares_columns=style == "rows")
         if isinstance(module, RMSNorm) and style in SPLIT_NORMS:
             module.kernel = partial(rms_norm_over_ranks, group=mesh.get_group())
         if style in HOOKS and module not in inside:
@@ -174,10 +177,6 @@ def split(
         gather_logits = partial(_gather_logits, vocab_size=config.vocab, group=mesh.get_group())
         head.register_forward_hook(gather_logits)
     return whole
-
-
-def _slice_sequence(own: Callable[[Tensor], Tensor], whole: Tensor, mesh: DeviceMesh) -> Tensor:
-    return own(whole).chunk(mesh.size(), SEQUENCE)[mesh.get_local_rank()]
 
 
 def _count_over_ranks(

@@ -15,6 +15,7 @@ from ...core.text.tree import Finding
 from ...observe.tables import Histograms
 from ...parallel.mesh import AXES, DATA_AXES, Degrees
 from ..schema import Recipe
+from .adapter_checks import check_adapters
 from .compute_checks import check_memory, check_precision
 from .expert_checks import check_experts
 from .metric_checks import check_metrics
@@ -62,7 +63,7 @@ def _check_table(recipe: Recipe, world: int | None, *, is_split: bool = False) -
     findings = [finding for part in parts for finding in part(recipe)]
     if not any(path[:1] == ("precision",) for path, _, _ in findings):  # patterns are usable
         findings += check_precision(recipe, known_degrees(recipe, world))
-        findings += check_experts(recipe)
+        findings += [*check_experts(recipe), *check_adapters(recipe)]
     return findings + list(_ranks(recipe, world))
 
 

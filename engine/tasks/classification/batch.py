@@ -32,7 +32,7 @@ class TextBatch(Batch):
         is_valid: [B] bool; False for a text that only fills up the last batch of a validation.
             None: all are valid.
         sources: [B] int64, from which source each text is; None: all are from one.
-        sample_keys: [B] int64, from which dropout draws; see `Collation.make_keys`. None: there is
+        sample_keys: [B] int64, from which dropout draws; see `make_keys`. None: there is
             no dropout.
     """
 

@@ -175,7 +175,8 @@ class Distill(NextToken):
     def ask_frozen(self, batch: TokenBatch) -> dict[str, Tensor]:
         """Return what the teacher says of rows, by the fields of `DistillationBatch`."""
         assert self.frozen is not None, "a step and a validation have a teacher"
-        record = run_frozen(self.frozen, self, batch, lambda _: TeacherRecord(self))
+        rows = replace(batch, dropout_keys=None)
+        record = run_frozen(self.frozen, self, rows, lambda _: TeacherRecord(self))
         shape = batch.tokens.shape
         return {k: told.view(*shape, -1) for k, told in record.told.items()} if record else {}
 

@@ -97,6 +97,10 @@ class MaskedSamples(Samples):
         """Return the samples of these numbers, [B], with tokens hidden."""
         return self._masking.apply(self._rows.gather(samples), samples)
 
+    def with_dropout(self, seed: int) -> Self:
+        """Return samples whose batches have keys; see `NumberedSamples.with_dropout`."""
+        return type(self)(self._rows.with_dropout(seed), self._masking)
+
     def among(self, labels: Sequence[str]) -> Self:
         """Return the same samples among longer labels; see `NumberedSamples.among`."""
         renumbered = super().among(labels)

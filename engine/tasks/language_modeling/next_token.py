@@ -157,12 +157,16 @@ class NextToken(Task[TokenBatch]):
         return batch.tokens
 
     def arguments(self, batch: TokenBatch) -> dict[str, Any]:
-        """Return positions, document ids and, if there are some, the padding mask or lengths."""
+        """Return positions, document ids or lengths, and what else there is."""
         columns: dict[str, Any] = {"positions": batch.positions, "document_ids": batch.document_ids}
         if batch.row_lengths is not None:
-            return {"positions": batch.positions, "lengths": batch.row_lengths}
+            columns = {"positions": batch.positions, "lengths": batch.row_lengths}
         # Only what there is: a plugin's model need not know all.
-        given = {"max_documents": batch.max_documents, "padding_mask": batch.padding_mask}
+        given = {
+            "max_documents": batch.max_documents,
+            "padding_mask": batch.padding_mask,
+            "dropout_keys": batch.dropout_keys,
+        }
         return {**columns, **{k: v for k, v in given.items() if v is not None}}
 
     def loss_arguments(self, batch: TokenBatch, record: LossRecord) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from ....kernels.log_probs.reference import linear_log_probs
 from ...data.batch import IGNORED, Batch
 from ...observe.numbers import Mean, Number
 from ...parallel.axis import ParallelModel
+from ..dropout import find_dropout_keys
 from ..frozen import FrozenModel, evaluation_mode
 from ..metrics.tables import Outputs
 from ..outputs import OutputRecord, run_frozen
@@ -158,10 +159,11 @@ class Pairs(Task[PairBatch]):
         return batch.tokens
 
     def arguments(self, batch: PairBatch) -> dict[str, Any]:
-        """Return positions and, if there are such, the padding mask or lengths."""
+        """Return positions and, if there are such, padding mask, lengths, and keys of dropout."""
         others = {"padding_mask": batch.padding_mask, "lengths": batch.ragged}
         given = {name: value for name, value in others.items() if value is not None}
-        return {"positions": batch.positions, **given}
+        keys = find_dropout_keys(batch.sample_keys, batch.position_of_each, batch.ragged)
+        return {"positions": batch.positions, **given, **keys}
 
     def loss_arguments(self, batch: PairBatch, record: LossRecord) -> dict[str, Any]:
         """Return the labels, which the head passes on."""

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ....kernels.choose import Kernels
 from ....kernels.ragged.samples import last_of_sample
-from ..dropout import find_dropout_keys
 from ..metrics.tables import Outputs
 from ..outputs import KeptOutputs
 from ..task import LossRecord
@@ -58,11 +57,6 @@ def score_rows(scores: Tensor, batch: PairBatch) -> Tensor:
 @dataclass(frozen=True, kw_only=True)
 class Rewards(Pairs):
     """Learns to score answers; the loss is a mean over pairs."""
-
-    def arguments(self, batch: PairBatch) -> dict[str, Any]:
-        """Return those of pairs, and the keys of dropout."""
-        keys = find_dropout_keys(batch.sample_keys, batch.position_of_each, batch.ragged)
-        return super().arguments(batch) | keys
 
     def loss_arguments(self, batch: PairBatch, record: LossRecord) -> dict[str, Any]:
         """Return the criterion alone: the head has no labels."""

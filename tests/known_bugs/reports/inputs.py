@@ -22,7 +22,7 @@ from trainer.engine.tasks.classification.task import TextTask
 from trainer.engine.tasks.language_modeling.next_token import NextToken
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from trainer.model_zoo.layers.attention import GroupedQueryAttention
-from trainer.model_zoo.layers.head import drop
+from trainer.model_zoo.layers.dropout import drop
 
 LENGTHS = [5, 9, 3, 7, 4]
 
