@@ -33,15 +33,14 @@ from .engine.optim.tables import OptimizerConfig, ScheduleConfig, optimizers, sc
 from .engine.parallel.strategies import Strategy, strategies
 from .engine.recipe.tables import register_table
 from .engine.sources.configs import (
-    DatasetSource,
     DocumentSource,
     FileSource,
-    MapDataset,
     RecordSource,
     SourceConfig,
     sources,
 )
 from .engine.sources.documents import Document, DocumentFault, Record
+from .engine.sources.plugin_datasets import DatasetSource, MapDataset
 from .engine.tasks.metrics.tables import MetricConfig, Outputs, metrics
 from .engine.tasks.supervised.config import Supervised
 from .engine.tasks.tables import LossConfig, TaskConfig, losses, tasks

@@ -262,7 +262,7 @@ def _run(jobs: dict[Path, Preparation], as_json: bool, *, has_splits: bool = Fal
 def _inspect_recipe(path: Path, samples: int) -> list[Inspection]:
     from ..engine.corpus.cache import cache_folder
     from ..engine.corpus.inspect import inspect_folder, inspect_store
-    from ..engine.corpus.prepare import open_source
+    from ..engine.corpus.prepare import open_stores
     from ..engine.sources.configs import DocumentSource
 
     recipe = _load(path, [])
@@ -273,10 +273,10 @@ def _inspect_recipe(path: Path, samples: int) -> list[Inspection]:
         if isinstance(source, DocumentSource) and source.is_streamed:
             echo(f"note: the streaming source {source.name} is left out", err=True)
             continue
-        store = open_source(source, tokenizer, cache)
-        inspections.append(
+        inspections += [
             inspect_folder(store.folder, samples, tokenizer)
             if store.folder
             else inspect_store(store, tokenizer, samples)
-        )
+            for store in open_stores(source, tokenizer, cache)
+        ]
     return [replace(each, tokenizer=recipe.tokenizer.name) for each in inspections]

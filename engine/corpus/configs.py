@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from glob import glob, has_magic
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from ..core.config import Count, CountOrZero, RecipePath
+from ..core.errors import DataError
 from ..sources.configs import SourceConfig, sources
 from ..tokenizers.tokenizer import Tokenizer
 
@@ -25,16 +27,33 @@ class TokenSource(SourceConfig):
         raise NotImplementedError
 
 
+INDEX = "tokens.json"
+
+
 @sources.register
 class TokensSource(TokenSource):
     """Token shards made by `trainer data prepare`, memory-mapped."""
 
     name: Literal["tokens"] = "tokens"
     path: RecipePath
-    """the folder with `tokens.json`; relative to the recipe"""
+    """the folder with `tokens.json`, or a glob of such folders, which are then one source, in the
+    order of their names; relative to the recipe"""
     verify: Literal["first", "never"] = "first"
     """"first": a run that reads files which no run has read before, or which were touched since,
     compares them with their checksums; "never": `trainer data inspect` alone does"""
+
+    def each_folder(self) -> list[Self]:
+        """Return a source for each folder, sorted by name.
+
+        Raises:
+            DataError: the glob matches no folder of tokens.
+        """
+        if Path(self.path).exists() or not has_magic(self.path):
+            return [self]
+        found = sorted(match for match in glob(self.path) if (Path(match) / INDEX).is_file())
+        if not found:
+            raise DataError(f"{self.path}: no folder of tokens", f"each of them holds {INDEX}")
+        return [self.model_copy(update={"path": folder}) for folder in found]
 
     def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:
         """Return the folder's tokens.

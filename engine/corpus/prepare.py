@@ -17,6 +17,7 @@ from ..core.text.display import remove_secrets
 from ..sources.configs import DocumentSource, SourceConfig, SourcePart
 from ..tokenizers.tokenizer import Tokenizer
 from .cache import discard_other_inputs, hold_lock, open_or_make, unfinished_folder
+from .configs import TokensSource
 from .manifest import TOKENIZER_FOLDER, read_manifest
 from .part_stores import PartStores
 from .progress import TokenisingProgress, Watch, log_every_ten_seconds
@@ -74,6 +75,21 @@ def open_source(source: SourceConfig, tokenizer: Tokenizer, cache: Path) -> Toke
         return open_or_prepare(source.for_tokenizer(tokenizer), tokenizer, cache)
     store: TokenStore = source.open(tokenizer, cache)  # type: ignore[attr-defined] # a plugin's need not be a TokenSource
     return store
+
+
+def open_stores(source: SourceConfig, tokenizer: Tokenizer, cache: Path) -> list[TokenStore]:
+    """Return the documents of a source as tokens; a glob of folders has a store for each folder.
+
+    Args:
+        source: the config of the source.
+        tokenizer: the tokenizer.
+        cache: see `open_source`.
+
+    Raises:
+        DataError: see `open_source`.
+    """
+    folders = source.each_folder() if isinstance(source, TokensSource) else [source]
+    return [open_source(each, tokenizer, cache) for each in folders]
 
 
 def open_or_prepare(source: DocumentSource, tokenizer: Tokenizer, cache: Path) -> TokenStore:

@@ -12,10 +12,11 @@ import numpy as np
 from ..core.errors import DataError
 from ..corpus.cache import cache_folder
 from ..corpus.checksums import ALONE, Share, require_intact
-from ..corpus.prepare import open_source
+from ..corpus.prepare import open_stores
 from ..corpus.store import TokenStore
 from ..sources.configs import DocumentSource, SourceConfig
 from ..tokenizers.tokenizer import Tokenizer
+from .joined.joined_rows import join_rows
 from .order import TrainingOrder, ValidationOrder, source_key
 from .packing import PACKINGS, Packed
 from .samples import NumberedSamples, Samples, TrainingSamples
@@ -196,17 +197,20 @@ def open_data(
             opening.fingerprint[name] = {"stream": stream.fingerprint}
             opening.notes.append(f"{label}: a stream, tokenised while training")
         else:
-            store = open_source(source, tokenizer, cache)
-            if store.folder and getattr(source, "verify", "first") == "first":
-                require_intact(store.folder, cache, share)
-            border = store.num_tokens
-            if source.split == "validation":
-                border = 0
-            elif fraction:
-                border = split_point(store, fraction, max(table.seq_len, longest))
-            _split(opening, table, source, label, store, border)
-            opening.fingerprint[name] = {"tokens": store.num_tokens, "xxh3": store.fingerprint}
-            opening.notes.append(_note(label, store))
+            stores = open_stores(source, tokenizer, cache)
+            borders = []
+            for store in stores:
+                if store.folder and getattr(source, "verify", "first") == "first":
+                    require_intact(store.folder, cache, share)
+                borders.append(0 if source.split == "validation" else store.num_tokens)
+                if borders[-1] and fraction:
+                    borders[-1] = split_point(store, fraction, max(table.seq_len, longest))
+            _split(opening, table, source, label, stores, borders)
+            opening.fingerprint[name] = {
+                "tokens": sum(store.num_tokens for store in stores),
+                "xxh3": " ".join(store.fingerprint for store in stores),
+            }
+            opening.notes += [_note(label, store) for store in stores]
     if not opening.train:
         raise DataError('no source has split = "train"', "data.sources needs one")
     packed, weights, labels = zip(*opening.train, strict=True)
@@ -232,25 +236,28 @@ def _split(
     table: Data,
     source: SourceConfig,
     label: str,
-    store: TokenStore,
-    border: int,
+    stores: Sequence[TokenStore],
+    borders: Sequence[int],
 ) -> None:
-    """Add a source's rows before a token to the training samples, those after to the validation."""
-    end = store.num_tokens
-    for part, start, stop in ((opening.train, 0, border), (opening.validation, border, end)):
-        if start < stop:
-            packed = PACKINGS[table.packing](store, start, stop, table.seq_len)
-            # A held-out tail may be too short for a row, but not the source that a recipe names.
-            is_tail = part is opening.validation and source.split == "train"
-            if not packed.num_rows and not is_tail:
-                needed = table.seq_len + 1 if table.packing == "concat" else 2
-                raise DataError(
-                    f'the "{source.name}" source has {stop - start} tokens for {source.split}; '
-                    f"a row needs {needed}",
-                    "give it more text, or lower data.seq_len",
-                )
-            if packed.num_rows:
-                part.append(_PackedSource(packed, source.weight, label))
+    """Add rows before a token of each store to the training samples, others to the validation."""
+    for part in (opening.train, opening.validation):
+        packed, tokens = list[Packed](), 0
+        for store, border in zip(stores, borders, strict=True):
+            start, stop = (0, border) if part is opening.train else (border, store.num_tokens)
+            if start < stop:
+                tokens += stop - start
+                packed.append(PACKINGS[table.packing](store, start, stop, table.seq_len))
+        packed = [each for each in packed if each.num_rows]
+        if packed:
+            part.append(_PackedSource(join_rows(packed), source.weight, label))
+        # A held-out tail may be too short for a row, but not the source that a recipe names.
+        elif tokens and not (part is opening.validation and source.split == "train"):
+            needed = table.seq_len + 1 if table.packing == "concat" else 2
+            raise DataError(
+                f'the "{source.name}" source has {tokens} tokens for {source.split}; '
+                f"a row needs {needed}",
+                "give it more text, or lower data.seq_len",
+            )
 
 
 def split_point(store: TokenStore, fraction: float, seq_len: int) -> int:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..core.errors import DataError, TrainerError
-from ..sources.configs import MapDataset
+from ..sources.plugin_datasets import MapDataset
 from .batch import IGNORED, Batch
 from .collate import Arrays, Collation, Sample, make_keys
 from .order import Indices, Order

@@ -15,7 +15,8 @@ from ..corpus.cache import cache_folder
 from ..corpus.checksums import ALONE, Share, require_intact
 from ..corpus.records.encode_records import RecordEncoding, RecordPreparation, open_or_encode
 from ..corpus.records.record_manifest import RecordManifest
-from ..sources.configs import DatasetSource, SourceConfig
+from ..sources.configs import SourceConfig
+from ..sources.plugin_datasets import DatasetSource
 from ..tokenizers.tokenizer import Tokenizer
 from .collate import Collation
 from .dataset import OpenedData

@@ -17,7 +17,7 @@ from ..assemble.training import open_training
 from ..core.errors import DataError, RecipeError, nearest
 from ..corpus.cache import default_cache
 from ..corpus.checksums import ALONE
-from ..corpus.prepare import open_source
+from ..corpus.prepare import open_stores
 from ..data.batch import IGNORED, Batch, TokenBatch
 from ..data.loader import iterate_validation
 from ..observe.metrics import VALIDATION
@@ -281,8 +281,8 @@ def _encode(source: SourceConfig, tokenizer: Tokenizer, measured: Measured) -> I
 
 def _read_stored(source: SourceConfig, tokenizer: Tokenizer) -> Iterator[Encoded]:
     """Yield documents that are stored as tokens; end-of-document tokens are not scored."""
-    store = open_source(source, tokenizer, default_cache())
-    for number in range(store.num_documents):
+    stores = open_stores(source, tokenizer, default_cache())
+    for store, number in ((each, n) for each in stores for n in range(each.num_documents)):
         start, stop = int(store.offsets[number]), int(store.offsets[number + 1]) - 1
         ids = np.asarray(store.tokens[start:stop])
         counted = None if store.loss_mask is None else np.asarray(store.loss_mask[start:stop])

@@ -18,8 +18,9 @@ from ..corpus.records.record_writer import RecordTally
 from ..data.batch import Batch
 from ..data.collate import Collation
 from ..data.record_samples import CollatedRows, DatasetRows
-from ..sources.configs import DatasetSource, DocumentSource, RecordSource, SourceConfig
+from ..sources.configs import DocumentSource, RecordSource, SourceConfig
 from ..sources.documents import DocumentFault, Record
+from ..sources.plugin_datasets import DatasetSource
 from ..tasks.tables import LossConfig, TaskConfig
 from ..tokenizers.tokenizer import Tokenizer
 

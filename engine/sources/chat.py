@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
@@ -10,7 +10,8 @@ from pydantic import Field, PrivateAttr, model_validator
 from ..core.config import RecipePath
 from ..core.errors import nearest
 from ..tokenizers.tokenizer import MaskedDocument, Tokenizer
-from .chat_renderer import ChatRenderer, ChatTemplate, find_template, open_renderer
+from .chat_renderer import ChatTemplate, find_template, open_renderer
+from .chat_rows import find_rows, iterate_rows, select_columns
 from .configs import DocumentSource, FileSource, RecordSource, sources
 from .documents import Document, DocumentFault, Record
 from .files import (
@@ -35,12 +36,23 @@ FOLLOWS = {
 
 @sources.register
 class ChatSource(RecordSource, FileSource):
-    """Conversations for finetuning: JSON lines of messages, laid out by a chat template."""
+    """Conversations for finetuning, laid out by a chat template: JSON lines, Parquet, datasets."""
 
     name: Literal["chat"] = "chat"
+    path: RecipePath = ""
+    """JSON lines or Parquet: a file, a folder or a glob; or a folder that `datasets` saved;
+    relative to the recipe"""
+    repo: str = ""
+    """a dataset on the hub, such as "HuggingFaceH4/no_robots"; instead of `path`"""
+    config: str | None = None
+    """the configuration (subset) of a dataset"""
+    split_name: str = "train"
+    """which of the dataset's splits; what it is used for says `split`"""
+    revision: str | None = None
+    """a commit, tag or branch of the hub's dataset; default: the newest commit"""
     field: str = "messages"
-    """the key that holds the list of messages; "conversations" in ShareGPT's format; a line without
-    it may have prompt and completion, or Alpaca's instruction, input and output"""
+    """the key or column that holds the list of messages; "conversations" in ShareGPT's format; in
+    its place there may be prompt and completion, or Alpaca's instruction, input and output"""
     role_key: str = "role"
     """the key of a message that says whose it is; "from" in ShareGPT's format"""
     content_key: str = "content"
@@ -62,6 +74,8 @@ class ChatSource(RecordSource, FileSource):
 
     @model_validator(mode="after")
     def _has_one_template(self) -> Self:
+        if bool(self.path) == bool(self.repo):
+            raise ValueError("give either path (local files) or repo (a dataset on the hub)")
         if self.template_file and self.template != "tokenizer":
             raise ValueError("give either template or template_file")
         return self
@@ -75,21 +89,52 @@ class ChatSource(RecordSource, FileSource):
         return source
 
     def parts(self) -> Sequence[Any]:
-        """Return runs of files in the order of their names, and whole lines of large ones."""
-        return split_line_files(self.path, self.suffix)
+        """Return runs of files in the order of their names, and pieces of large ones."""
+        rows = find_rows(self)
+        return rows.parts() if rows else split_line_files(self.path, self.suffix)
 
     def read(self, part: Any) -> Iterator[Document]:
-        """Yield one conversation a line."""
+        """Yield one conversation a line or row."""
+        rows = find_rows(self)
         with open_renderer(self._resolved()) as renderer:
 
             def render(line: dict[str, Any]) -> MaskedDocument:
                 return renderer.render(self.parse_messages(line), line.get("tools"), self.learn)
 
-            yield from read_objects(part, render)
+            if rows is None:
+                yield from read_objects(part, render)
+                return
+            for row in iterate_rows(rows, part):
+                try:
+                    yield render(row.values) if isinstance(row, Record) else row
+                except ValueError as error:
+                    assert isinstance(row, Record), "a fault is not rendered"
+                    yield row.make_fault(str(error))
 
     def read_records(self, part: Any) -> Iterator[Record | DocumentFault]:
-        """Yield one record a line."""
-        return read_line_records(part, self._columns)
+        """Yield one record a line or row."""
+        rows = find_rows(self)
+        return iterate_rows(rows, part) if rows else read_line_records(part, self._columns)
+
+    def select_columns(self, known: Collection[str]) -> dict[str, str]:
+        """Return the column of each field that is read, in a table that has these columns.
+
+        Raises:
+            ValueError: there is no conversation.
+        """
+        return self._columns or select_columns(self.field, known)
+
+    def fingerprint(self) -> str:
+        """Return what identifies the files or the dataset, and the settings."""
+        rows = find_rows(self)
+        return rows.fingerprint() + self.settings() if rows else super().fingerprint()
+
+    def content_fingerprint(self) -> str:
+        """Return the same, equal on all machines."""
+        rows = find_rows(self)
+        if rows is None:
+            return super().content_fingerprint()
+        return rows.content_fingerprint() + self.settings()
 
     def template_settings(self) -> dict[str, Any]:
         """Return the arguments of `find_template`."""
@@ -209,76 +254,3 @@ def _find_role(name: Any) -> str:
         hint = nearest(name, [*FOLLOWS, *OTHER_NAMES]) or f"known: {', '.join(FOLLOWS)}"
         raise ValueError(f"unknown role {name!r}; {hint}")
     return role
-
-
-PAIR = ("chosen", "rejected")
-"""the fields of two answers; a single one is `answer`"""
-
-
-def answer_names(values: Mapping[str, Any]) -> list[str]:
-    """Return the fields of a record or sample that are answers to its prompt."""
-    return [name for name in (*PAIR, "answer") if name in values]
-
-
-def holds_messages(values: Mapping[str, Any]) -> bool:
-    """Return whether the answers of a record are lists of messages."""
-    return any(isinstance(values[name], list) for name in answer_names(values))
-
-
-def render_answers(
-    renderer: ChatRenderer, values: Mapping[str, Any], role_key: str, content_key: str
-) -> dict[str, Any]:
-    """Return a record of answers with text in place of messages.
-
-    The prompt is a list of messages as well. If it is not, it is the messages with which both
-    answers begin, or all but the last one of a single answer, or else a message of the user.
-
-    Args:
-        renderer: renders the chat template.
-        values: the fields chosen and rejected, or answer, and perhaps prompt.
-        role_key: the key of a message that says whose it is.
-        content_key: the key of a message that holds its text.
-
-    Raises:
-        ValueError: the messages are not as expected, or the template rejects them.
-    """
-    prompt = values.get("prompt", "")
-    given = {name: values[name] for name in answer_names(values)}
-    first, last = next(iter(given)), list(given)[-1]
-    messages: list[dict[str, Any]] = []
-    if isinstance(prompt, list):
-        messages = parse_messages(prompt, "prompt", role_key, content_key)
-        before = messages[-1]["role"] if messages else ""
-    else:
-        before = "user" if _begins_with_answer(given[first], role_key) else ""
-    answers = {
-        name: parse_messages(answer, name, role_key, content_key, before)
-        for name, answer in given.items()
-    }
-    if not isinstance(prompt, list):
-        shared = _count_shared(answers[first], answers[last])
-        messages = answers[first][:shared]
-        answers = {name: answer[shared:] for name, answer in answers.items()}
-        if prompt and not messages:
-            messages = [{"role": "user", "content": prompt}]
-    if not messages:
-        raise ValueError("chosen and rejected begin with different messages: there is no prompt")
-    text = renderer.render_prompt(messages)
-    rendered = {
-        name: renderer.render_answer(messages, text, answer) for name, answer in answers.items()
-    }
-    return {"prompt": text, **rendered}
-
-
-def _begins_with_answer(messages: Any, role_key: str) -> bool:
-    first = messages[0] if isinstance(messages, list) and messages else None
-    role = first.get(role_key) if isinstance(first, dict) else None
-    return isinstance(role, str) and OTHER_NAMES.get(role, role) == "assistant"
-
-
-def _count_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return with how many equal messages two conversations begin; each keeps its last one."""
-    shared = 0
-    while shared < min(len(one), len(other)) - 1 and one[shared] == other[shared]:
-        shared += 1
-    return shared

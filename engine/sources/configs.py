@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import islice
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -154,6 +154,7 @@ class RecordSource(DocumentSource):
     """Jinja chat template of fields that hold messages: "tokenizer" takes the one in the
     tokenizer's files"""
     _columns: dict[str, str] = PrivateAttr({})
+    _select: Callable[[Collection[str]], dict[str, str]] | None = PrivateAttr(None)
 
     @model_validator(mode="after")
     def _leaves_out_a_prompt_alone(self) -> Self:
@@ -172,6 +173,24 @@ class RecordSource(DocumentSource):
         names = {"text": self.text_column, **self.fields}
         source._columns = {field: names.get(field, field) for field in fields}
         return source
+
+    def select_known(self, select: Callable[[Collection[str]], dict[str, str]]) -> Self:
+        """Return the source with fields that depend on the columns that a table has.
+
+        Args:
+            select: maps a table's columns to the column of each field, or raises ValueError.
+        """
+        source = self.model_copy()
+        source._select = select
+        return source
+
+    def columns_among(self, known: Collection[str]) -> dict[str, str]:
+        """Return the column of each field in a table that has these columns.
+
+        Raises:
+            ValueError: the table has not those that are needed.
+        """
+        return self._select(known) if self._select else self._columns
 
     @property
     def text_column(self) -> str:
@@ -266,32 +285,3 @@ class JsonlSource(RecordSource, FileSource):
     def settings(self) -> str:
         """Return the keys that are read."""
         return f" {self.describe_columns()}"
-
-
-class MapDataset(Protocol):
-    """Samples by number, such as a map-style `torch.utils.data.Dataset`."""
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        """Return a sample: an array, a tensor or a number for each field, always the same."""
-
-
-class DatasetSource(SourceConfig):
-    """Base of sources of a plugin's own samples, such as images, for the "supervised" task."""
-
-    def build(self, split: str) -> MapDataset:
-        """Return the samples of a split, "train" or "validation"; see `MapDataset`.
-
-        Raises:
-            DataError: the samples cannot be read; the message names the file.
-        """
-        raise NotImplementedError
-
-    def fingerprint(self) -> str:
-        """Return a text that changes whenever the samples may have changed.
-
-        The number of samples need not be in it.
-        """
-        return self.model_dump_json(exclude={"label", "weight"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypeVar
@@ -91,13 +91,14 @@ class HFSource(RecordSource):
         """Yield one record a row; a class label is the name of its class."""
 
         def read_columns(table: Any, row: int) -> Iterator[Record | DocumentFault]:
-            for record in read_rows(table, self._columns, self._dataset, row):
+            columns = self.columns_among(table.schema.names)
+            for record in read_rows(table, columns, self._dataset, row):
                 if isinstance(record, Record):
                     for field, names in classes.items():
                         record.values[field] = _name_classes(record.values[field], names)
                 yield record
 
-        classes = self._class_names() if self._columns else {}
+        classes = self._class_names(self._columns)
         return self._read_part(part, 0, read_columns)
 
     def _read_part(
@@ -120,11 +121,11 @@ class HFSource(RecordSource):
                 where = self._dataset if part.stop else f"{self._dataset}, shard {part.start}"
                 yield DocumentFault(f"{where}, row {row + 1}", summarize_error(error))
 
-    def _class_names(self) -> dict[str, list[str]]:
+    def _class_names(self, columns: Mapping[str, str]) -> dict[str, list[str]]:
         """Return the names of the classes of each field whose column holds their numbers."""
-        features = open_dataset(self).features or {}
+        features = open_dataset(self).features or {} if columns else {}
         found = {}
-        for field, column in self._columns.items():
+        for field, column in columns.items():
             kind = features.get(column)
             names = getattr(getattr(kind, "feature", kind), "names", None)
             if names:
@@ -231,8 +232,11 @@ def open_dataset(source: HFSource) -> Any:
     except Exception as error:  # what the library raises is as varied as its formats
         raise DataError(f"{source._dataset}: {summarize_error(error)}") from error
     if dataset.column_names is not None:  # a streamed dataset may not know them
-        wanted = (source._columns or {"text": source.text_column}).items()
-        columns = {field: column.split(".")[0] for field, column in wanted if column}
+        try:
+            wanted = source.columns_among(dataset.column_names) or {"text": source.text_column}
+        except ValueError as error:
+            raise DataError(f"{source._dataset}: {error}") from error
+        columns = {field: column.split(".")[0] for field, column in wanted.items() if column}
         for field, column in columns.items():
             if column not in dataset.column_names:
                 reason, _, hint = describe_missing_column(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -74,15 +74,16 @@ class ParquetSource(RecordSource, FileSource):
                 select_column(batch, self.text_column), self.text_column, part.file, row
             )
 
-        return _read_part(part, {"text": self.text_column}, read_column, first)
+        return _read_part(part, lambda _: {"text": self.text_column}, read_column, first)
 
     def read_records(self, part: Any) -> Iterator[Record | DocumentFault]:
         """Yield one record a row."""
 
         def read_columns(batch: Any, row: int) -> Iterator[Record | DocumentFault]:
-            return read_rows(batch, self._columns, part.file, row)
+            columns = self.columns_among(batch.schema.names)
+            return read_rows(batch, columns, part.file, row)
 
-        return _read_part(part, self._columns, read_columns)
+        return _read_part(part, self.columns_among, read_columns)
 
     def settings(self) -> str:
         """Return the columns that are read."""
@@ -92,10 +93,12 @@ class ParquetSource(RecordSource, FileSource):
 Item = TypeVar("Item")
 ReadBatch = Callable[[Any, int], Iterator[Item | DocumentFault]]
 """reads the rows of an Arrow batch, of which the first has a given number in the file"""
+SelectColumns = Callable[[Collection[str]], Mapping[str, str]]
+"""maps the columns of a file to the column of each field that is read, or raises ValueError"""
 
 
 def _read_part(
-    part: RowGroups, columns: Mapping[str, str], read: ReadBatch[Item], first: int = 0
+    part: RowGroups, select: SelectColumns, read: ReadBatch[Item], first: int = 0
 ) -> Iterator[Item | DocumentFault]:
     """Yield what each row of a part holds, from row `first` of the part on, or a fault."""
     opened = _open(Path(part.file))
@@ -109,14 +112,14 @@ def _read_part(
         for group in range(part.start, part.stop or file.num_row_groups):
             end = row + file.metadata.row_group(group).num_rows
             if end > first:
-                yield from _read_group(file, group, columns, row, max(first - row, 0), part, read)
+                yield from _read_group(file, group, select, row, max(first - row, 0), part, read)
             row = end
 
 
 def _read_group(
     file: Any,
     group: int,
-    columns: Mapping[str, str],
+    select: SelectColumns,
     row: int,
     skipped: int,
     part: RowGroups,
@@ -124,8 +127,10 @@ def _read_group(
 ) -> Iterator[Item | DocumentFault]:
     metadata = file.metadata.row_group(group)
     end = row + metadata.num_rows
-    name, wanted = part.file, [column for column in columns.values() if column]
+    name = part.file
     try:
+        columns = select(file.schema_arrow.names)
+        wanted = [column for column in columns.values() if column]
         for field, column in columns.items():
             if column:
                 _check_column(file.schema_arrow, column, field)

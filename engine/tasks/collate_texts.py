@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..data.batch import IGNORED
 from ..data.collate import Arrays, Sample, pad_arrays
-from ..sources.chat import answer_names
+from ..sources.chat_answers import answer_names
 
 
 def collate_texts(samples: Sequence[Sample], length: int, eos_id: int) -> Arrays:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..corpus.records.encode_records import RecordEncoding
-from ..sources.chat import PAIR, answer_names
+from ..sources.chat_answers import PAIR, answer_names
 from ..sources.files import json_kind, require_field, require_text
 from ..tokenizers.byte_tokenizer import begin_text
 from ..tokenizers.tokenizer import Tokenizer

@@ -19,7 +19,8 @@ from trainer.engine.data.collate import Collation, pad_arrays, stack_samples
 from trainer.engine.data.loader import Loader, iterate_validation
 from trainer.engine.data.records import RecordOpener, split_rows
 from trainer.engine.data.tables import Data
-from trainer.engine.sources.configs import DatasetSource, JsonlSource
+from trainer.engine.sources.configs import JsonlSource
+from trainer.engine.sources.plugin_datasets import DatasetSource
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
 
 SEQ_LEN = 16

@@ -19,7 +19,7 @@ from xxhash import xxh3_128_hexdigest
 from ...core.errors import DataError, RecipeError
 from ...core.files import publish
 from ...core.text.display import remove_secrets
-from ...sources.chat import holds_messages, render_answers
+from ...sources.chat_answers import holds_messages, render_answers
 from ...sources.chat_renderer import ChatRenderer, ChatTemplate, find_template, open_renderer
 from ...sources.configs import DocumentSource, RecordSource, SourcePart
 from ...sources.documents import DocumentFault, Record

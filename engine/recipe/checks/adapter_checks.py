@@ -29,9 +29,7 @@ def check_adapters(recipe: Recipe) -> Iterator[Finding]:
     if not lora.dropout:
         return
     if not recipe.task.needs_language_model:
-        message = (
-            f'samples of the task "{recipe.task.name}" have no keys that dropout draws from'
-        )
+        message = f'samples of the task "{recipe.task.name}" have no keys that dropout draws from'
         yield ("lora", "dropout"), message, "leave it out"
     is_selective = recipe.memory.recompute == "selective"
     if recipe.parallel.pipeline > 1 and recipe.compile.enabled and is_selective and layout.experts:

@@ -17,7 +17,7 @@ from ....kernels.ragged.samples import repeat_for_positions
 from ...core.errors import DataError
 from ...data.batch import Batch, RaggedSamples, SampleBatch
 from ...data.collate import Arrays, Collation, Sample, concatenate_samples, stack_samples
-from ...sources.configs import DatasetSource
+from ...sources.plugin_datasets import DatasetSource
 from ..criteria import Fields
 from ..metrics.tables import Outputs
 from ..sample_task import CriterionRecord, CriterionTask
