@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..engine.core.errors import ExitCode, RecipeError
-from .data_text import format_prepared, format_recipe, print_inspection
+from .data_merge import Dedup, merge, parse_part
+from .data_text import describe_prepared, format_prepared, format_recipe, print_inspection
 from .options import AsJson
 from .table import echo
 from .train_tokenizer import train_tokenizer
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Tokenise a corpus, look into it, train a tokenizer.")
 app.command("train-tokenizer")(train_tokenizer)
+app.command()(merge)
 
 TokenizerName = Annotated[
     str, typer.Option("--tokenizer", help="one of trainer list tokenizer; default: hf with a path")
@@ -68,6 +70,10 @@ def prepare(
     ] = None,
     workers: Workers = 0,
     shard_tokens: ShardTokens = 2**28,
+    dedup: Dedup = "",
+    part: Annotated[
+        str, typer.Option(metavar="I/N", help="of the corpus, for one of N machines; then merge")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Tokenise once, for the source "tokens"; run the same command again after an interruption.
@@ -75,10 +81,13 @@ def prepare(
     Each document is followed by the end-of-document token. Several sources given here become one
     corpus, in their order; those of a recipe become a folder each.
     """
+    from ..engine.corpus.merging.duplicates import parse_dedup
     from ..engine.corpus.prepare import Preparation
 
     overrides = _tokenizer_overrides(tokenizer, tokenizer_path)
-    settings = settings or []
+    settings, dedup, share = settings or [], parse_dedup(dedup), parse_part(part)
+    if dedup and part:
+        raise RecipeError(f"--dedup {dedup} needs all parts", "give it to `trainer data merge`")
     if not recipe and sources and sources[0].endswith(".toml"):
         recipe, sources = Path(sources[0]), sources[1:]
     chosen = _source_overrides(
@@ -95,6 +104,8 @@ def prepare(
             loaded.tokenizer.name,
             _check_shard_tokens(shard_tokens),
             workers,
+            dedup,
+            share,
         )
         for name, group in _group_sources(loaded, is_one_corpus=bool(chosen)).items()
     }
@@ -237,7 +248,6 @@ def _check_shard_tokens(shard_tokens: int) -> int:
 
 
 def _run(jobs: dict[Path, Preparation], as_json: bool, *, has_splits: bool = False) -> None:
-    from ..engine.corpus.manifest import read_manifest
     from ..engine.corpus.prepare import prepare_folder
     from ..engine.corpus.progress import show_progress
 
@@ -246,11 +256,7 @@ def _run(jobs: dict[Path, Preparation], as_json: bool, *, has_splits: bool = Fal
         started = time.monotonic()
         with show_progress() as watch:
             is_new = prepare_folder(job, folder, watch)
-        seconds = round(time.monotonic() - started, 2)
-        manifest = read_manifest(folder)
-        counts = {"num_tokens", "num_documents", "text_bytes", "empty", "skipped", "faults"}
-        facts = {"out": str(folder), "new": is_new, "seconds": seconds}
-        rows.append({**facts, **manifest.model_dump(mode="json", include=counts)})
+        rows.append(describe_prepared(folder, is_new, started))
         if not as_json:
             echo(format_prepared(rows[-1]))
     if as_json:

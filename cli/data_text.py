@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,22 @@ BAR_WIDTH = 40
 SAMPLE_CHARACTERS = 300
 
 
+def describe_prepared(folder: Path, is_new: bool, started: float) -> dict[str, Any]:
+    """Return the counts of a folder of tokens.
+
+    Args:
+        folder: the folder.
+        is_new: whether it was made now.
+        started: when, by `time.monotonic`.
+    """
+    from ..engine.corpus.manifest import read_manifest
+
+    counts = {"num_tokens", "num_documents", "text_bytes", "empty", "skipped", "faults"}
+    facts = {"out": str(folder), "new": is_new, "seconds": round(time.monotonic() - started, 2)}
+    found = read_manifest(folder).model_dump(mode="json", include={*counts, "duplicates"})
+    return {**facts, **found}
+
+
 def format_prepared(row: Mapping[str, Any]) -> str:
     """Return the size of a folder of tokens, in a line."""
     text = f"{row['out']}: {row['num_tokens']:,} tokens in {row['num_documents']:,} documents"
@@ -25,6 +42,8 @@ def format_prepared(row: Mapping[str, Any]) -> str:
         return f"{text}, already done"
     if row["empty"]:
         text += f", {row['empty']:,} empty"
+    if row["duplicates"]:
+        text += f", {row['duplicates']:,} duplicates left out"
     if row["skipped"]:
         text += f", {row['skipped']:,} skipped, such as {row['faults'][0]}"
     return f"{text}; {row['text_bytes'] / 1e6:,.2f} MB of text in {row['seconds']} s"

@@ -103,7 +103,7 @@ def inspect_folder(folder: Path, samples: int, tokenizer: Tokenizer | None = Non
     return replace(
         inspection,
         tokenizer=manifest.tokenizer_name,
-        text_bytes=manifest.text_bytes or None,
+        text_bytes=None if manifest.duplicates else manifest.text_bytes or None,
         empty=inspection.empty + manifest.empty,
         damaged=damaged,
         unchecked=list_unchecked_files(manifest),

@@ -36,6 +36,18 @@ class TokenFileEntry(Table):
     xxh3: str
 
 
+class PartEntry(Table):
+    """Which part of a corpus a folder holds; see `trainer data prepare --part`."""
+
+    number: Count
+    """from 1"""
+    of: Count
+    inputs: str
+    """`CorpusManifest.inputs` of the whole corpus"""
+    contents: str
+    """a hash of what the whole corpus is made from, equal on all machines"""
+
+
 class CorpusManifest(Table):
     """`tokens.json`."""
 
@@ -60,9 +72,15 @@ class CorpusManifest(Table):
     others: Annotated[dict[str, TokenFileEntry], Field(max_length=100)] = {}
     """files beside the tokens, such as the tokenizer's"""
     text_bytes: CountOrZero = 0
+    """of all documents that became tokens, duplicates too"""
     empty: CountOrZero = 0
     skipped: CountOrZero
     faults: Annotated[list[str | DocumentFault], Field(max_length=100)]
+    duplicates: CountOrZero = 0
+    """documents that were left out because the corpus has them already"""
+    dedup: str = ""
+    """how duplicates were found; empty: they were not looked for"""
+    part: PartEntry | None = None
     sources: list[dict[str, Any]] = []
     """the sources' tables, as a recipe has them"""
     inputs: str = ""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from xxhash import xxh3_128_hexdigest
@@ -19,44 +18,16 @@ from ..tokenizers.tokenizer import Tokenizer
 from .cache import discard_other_inputs, hold_lock, open_or_make, unfinished_folder
 from .configs import TokensSource
 from .manifest import TOKENIZER_FOLDER, read_manifest
+from .merging.duplicates import make_duplicates
+from .merging.preparation import Preparation as Preparation
 from .part_stores import PartStores
 from .progress import TokenisingProgress, Watch, log_every_ten_seconds
-from .store import SHARD_TOKENS, StoreWriter, TokenStore
+from .store import StoreWriter, TokenStore
 from .tokenise import Chunk, tokenise
 
 # Part of the names in the cache: another number makes every source be tokenised again.
 CACHE_VERSION = 1
 DYING_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """The inputs of one folder of tokens.
-
-    Attributes:
-        sources: the sources, whose documents are concatenated.
-        tokenizer: the tokenizer.
-        tokenizer_name: the tokenizer's name in a recipe; if given, the tokenizer's files are stored
-            beside the tokens.
-        shard_tokens: the number of tokens in a file.
-        workers: the number of processes; 0 is one for each core.
-    """
-
-    sources: Sequence[DocumentSource]
-    tokenizer: Tokenizer
-    tokenizer_name: str = ""
-    shard_tokens: int = SHARD_TOKENS
-    workers: int = 0
-
-    def inputs(self) -> str:
-        """Return a hash of everything that the tokens depend on."""
-        states = [f"{source.on_error} {source.fingerprint()}" for source in self.sources]
-        inputs = [self.tokenizer.fingerprint, self.tokenizer_name, self.shard_tokens, states]
-        return xxh3_128_hexdigest(repr(inputs).encode())
-
-    def parts(self) -> list[SourcePart]:
-        """Return the parts of every source, in order."""
-        return [(source, part) for source in self.sources for part in source.parts()]
 
 
 def open_source(source: SourceConfig, tokenizer: Tokenizer, cache: Path) -> TokenStore:
@@ -130,13 +101,36 @@ def prepare_folder(job: Preparation, folder: Path, watch: Watch) -> bool:
         DataError: a document cannot be read and `on_error` is "stop", or there is no text.
         EnvironmentFault: the folder cannot be written.
     """
-    folder = Path(os.path.abspath(folder))  # "." has no name, and so nothing can lie beside it
+    return make_once(folder, job.inputs(), lambda: prepare(job, _absolute(folder), watch))
+
+
+def _absolute(folder: Path) -> Path:
+    return Path(os.path.abspath(folder))  # "." has no name, and so nothing can lie beside it
+
+
+def make_once(folder: Path, inputs: str, make: Callable[[], None]) -> bool:
+    """Make a folder of tokens unless it is there.
+
+    Args:
+        folder: the folder to create.
+        inputs: a hash of everything that the tokens depend on.
+        make: writes it.
+
+    Returns:
+        True if this call made the folder, False if it was complete before.
+
+    Raises:
+        RecipeError: the folder holds something else.
+        RunInUse: another process makes the folder.
+        EnvironmentFault: the folder cannot be written.
+    """
+    folder = _absolute(folder)
     try:
         with _lock_target(folder):
             if is_new := not folder.exists() or not any(folder.iterdir()):
-                prepare(job, folder, watch)
+                make()
             else:
-                _require_same_inputs(job, folder)
+                _require_same_inputs(inputs, folder)
                 shutil.rmtree(unfinished_folder(folder), ignore_errors=True)
             return is_new
     except OSError as error:
@@ -146,13 +140,13 @@ def prepare_folder(job: Preparation, folder: Path, watch: Watch) -> bool:
         ) from error
 
 
-def _require_same_inputs(job: Preparation, folder: Path) -> None:
+def _require_same_inputs(inputs: str, folder: Path) -> None:
     other = "give another folder, or delete this one"
     try:
         manifest = read_manifest(folder)
     except DataError as error:
         raise RecipeError(f"{folder} is there already: {error.message}", other) from error
-    if manifest.inputs != job.inputs():
+    if manifest.inputs != inputs:
         raise RecipeError(
             f"{folder} is there already, made from other documents or settings", other
         )
@@ -194,10 +188,10 @@ def prepare(job: Preparation, folder: Path, watch: Watch) -> None:
             "choose a folder outside of the source's folder",
         )
     shutil.rmtree(work / "store", ignore_errors=True)
-    progress = TokenisingProgress(len(parts))
+    progress, duplicates = TokenisingProgress(len(parts)), make_duplicates(job.dedup)
     with StoreWriter(work / "store", job.tokenizer, job.shard_tokens) as writer:
         for chunk in _tokenise_parts(job, parts, work / "parts", progress):
-            writer.write(chunk)
+            writer.write(duplicates.drop(chunk) if duplicates else chunk)
             progress.documents, progress.tokens = writer.num_documents, writer.num_tokens
             watch(progress)
         names = ", ".join(sorted({f'"{source.name}"' for source in job.sources}))
@@ -214,6 +208,8 @@ def prepare(job: Preparation, folder: Path, watch: Watch) -> None:
             inputs=inputs,
             tokenizer_name=job.tokenizer_name,
             sources=[remove_secrets(source.model_dump(mode="json")) for source in job.sources],
+            dedup=job.dedup,
+            part=job.describe_share(),
         )
     publish(work / "store", folder)
     shutil.rmtree(work, ignore_errors=True)

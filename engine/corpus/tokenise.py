@@ -33,6 +33,8 @@ class Tally:
     """documents left out because they cannot be read"""
     faults: list[str | DocumentFault] = field(default_factory=list)
     """the reasons for the first skipped documents"""
+    duplicates: int = 0
+    """documents left out because the corpus has them already"""
 
     def add(self, other: Tally, max_faults: int = 20) -> None:
         """Add the counts of later documents.
@@ -44,6 +46,7 @@ class Tally:
         self.text_bytes += other.text_bytes
         self.empty += other.empty
         self.skipped += other.skipped
+        self.duplicates += other.duplicates
         self.faults += other.faults[: max(max_faults - len(self.faults), 0)]
 
 
