@@ -160,7 +160,7 @@ def assemble(
 
 
 def _start_adapters(built: BuiltModel, table: LoRA) -> list[str]:
-    """Fill in the adapters of a fresh run beside the weights that are there; return notes."""
+    """Fill adapters from a folder, and magnitudes that still have no values; return notes."""
     notes = []
     if table.init_from:
         folder = resolve_folder(table.init_from)

@@ -248,9 +248,10 @@ def merge_tensors(
         if norms != (weight.shape[:1] if table.dora else None):
             problems.append(f"lora.dora is {str(table.dora).lower()}, and {name} has norms {norms}")
             continue
-        whole = [part.read(0, part.shape[0]) for part in (down, up, magnitude) if part]
+        whole = [part.read(0, part.shape[0]) for part in (down, up)]
+        learned = magnitude.read(0, weight.shape[0]) if magnitude else None
         scale = table.scale(down.shape[-2])
-        weights[name] = Merged(weight, weight.shape, *whole[:2], scale, *whole[2:])
+        weights[name] = Merged(weight, weight.shape, whole[0], whole[1], scale, learned)
     if problems:
         raise CheckpointError(list_problems(f"{place} has adapters that do not fit:", problems))
     return weights

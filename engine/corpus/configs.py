@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from glob import glob, has_magic
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
 from ..core.config import Count, CountOrZero, RecipePath
-from ..core.errors import DataError
 from ..sources.configs import SourceConfig, sources
 from ..tokenizers.tokenizer import Tokenizer
 
@@ -27,9 +25,6 @@ class TokenSource(SourceConfig):
         raise NotImplementedError
 
 
-INDEX = "tokens.json"
-
-
 @sources.register
 class TokensSource(TokenSource):
     """Token shards made by `trainer data prepare`, memory-mapped."""
@@ -41,19 +36,6 @@ class TokensSource(TokenSource):
     verify: Literal["first", "never"] = "first"
     """"first": a run that reads files which no run has read before, or which were touched since,
     compares them with their checksums; "never": `trainer data inspect` alone does"""
-
-    def each_folder(self) -> list[Self]:
-        """Return a source for each folder, sorted by name.
-
-        Raises:
-            DataError: the glob matches no folder of tokens.
-        """
-        if Path(self.path).exists() or not has_magic(self.path):
-            return [self]
-        found = sorted(match for match in glob(self.path) if (Path(match) / INDEX).is_file())
-        if not found:
-            raise DataError(f"{self.path}: no folder of tokens", f"each of them holds {INDEX}")
-        return [self.model_copy(update={"path": folder}) for folder in found]
 
     def open(self, tokenizer: Tokenizer, cache: Path) -> TokenStore:
         """Return the folder's tokens.

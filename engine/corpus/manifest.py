@@ -14,10 +14,9 @@ from ..core.config import Count, CountOrZero, Table
 from ..core.errors import DataError, EnvironmentFault
 from ..core.files import open_regular
 from ..sources.documents import DocumentFault
-from .configs import INDEX as INDEX
 
 FORMAT: Final = 3
-OFFSETS = "offsets.npy"
+INDEX, OFFSETS = "tokens.json", "offsets.npy"
 TOKENS, LEARNED = "tokens", "learned"
 TOKENIZER_FOLDER = "tokenizer"
 # A shard's bytes are a multiple of every machine's page size, so that shards can be mapped end to

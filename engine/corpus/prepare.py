@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from glob import glob, has_magic
 from pathlib import Path
 
 from xxhash import xxh3_128_hexdigest
@@ -17,8 +18,8 @@ from ..sources.configs import DocumentSource, SourceConfig, SourcePart
 from ..tokenizers.tokenizer import Tokenizer
 from .cache import discard_other_inputs, hold_lock, open_or_make, unfinished_folder
 from .configs import TokensSource
-from .manifest import TOKENIZER_FOLDER, read_manifest
-from .merging.duplicates import make_duplicates
+from .manifest import INDEX, TOKENIZER_FOLDER, read_manifest
+from .merging.near_duplicates import make_filter
 from .merging.preparation import Preparation as Preparation
 from .part_stores import PartStores
 from .progress import TokenisingProgress, Watch, log_every_ten_seconds
@@ -59,8 +60,16 @@ def open_stores(source: SourceConfig, tokenizer: Tokenizer, cache: Path) -> list
     Raises:
         DataError: see `open_source`.
     """
-    folders = source.each_folder() if isinstance(source, TokensSource) else [source]
-    return [open_source(each, tokenizer, cache) for each in folders]
+    if not isinstance(source, TokensSource) or not _is_glob(source.path):
+        return [open_source(source, tokenizer, cache)]
+    folders = sorted(match for match in glob(source.path) if (Path(match) / INDEX).is_file())
+    if not folders:
+        raise DataError(f"{source.path}: no folder of tokens", f"each of them holds {INDEX}")
+    return [TokenStore.open(Path(folder), tokenizer) for folder in folders]
+
+
+def _is_glob(path: str) -> bool:
+    return has_magic(path) and not Path(path).exists()
 
 
 def open_or_prepare(source: DocumentSource, tokenizer: Tokenizer, cache: Path) -> TokenStore:
@@ -188,7 +197,7 @@ def prepare(job: Preparation, folder: Path, watch: Watch) -> None:
             "choose a folder outside of the source's folder",
         )
     shutil.rmtree(work / "store", ignore_errors=True)
-    progress, duplicates = TokenisingProgress(len(parts)), make_duplicates(job.dedup)
+    progress, duplicates = TokenisingProgress(len(parts)), make_filter(job.dedup)
     with StoreWriter(work / "store", job.tokenizer, job.shard_tokens) as writer:
         for chunk in _tokenise_parts(job, parts, work / "parts", progress):
             writer.write(duplicates.drop(chunk) if duplicates else chunk)

@@ -11,10 +11,11 @@ from ..core.config import RecipePath
 from ..core.errors import nearest
 from ..tokenizers.tokenizer import MaskedDocument, Tokenizer
 from .chat_renderer import ChatTemplate, find_template, open_renderer
-from .chat_rows import find_rows, iterate_rows, select_columns
+from .chat_rows import iterate_rows, select_columns
 from .configs import DocumentSource, FileSource, RecordSource, sources
 from .documents import Document, DocumentFault, Record
 from .files import (
+    infer_source,
     json_kind,
     read_line_records,
     read_objects,
@@ -22,6 +23,8 @@ from .files import (
     require_text,
     split_line_files,
 )
+from .hub import HFSource
+from .parquet import ParquetSource
 
 OTHER_NAMES = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
 FOLLOWS = {
@@ -90,12 +93,12 @@ class ChatSource(RecordSource, FileSource):
 
     def parts(self) -> Sequence[Any]:
         """Return runs of files in the order of their names, and pieces of large ones."""
-        rows = find_rows(self)
+        rows = self._find_rows()
         return rows.parts() if rows else split_line_files(self.path, self.suffix)
 
     def read(self, part: Any) -> Iterator[Document]:
         """Yield one conversation a line or row."""
-        rows = find_rows(self)
+        rows = self._find_rows()
         with open_renderer(self._resolved()) as renderer:
 
             def render(line: dict[str, Any]) -> MaskedDocument:
@@ -113,7 +116,7 @@ class ChatSource(RecordSource, FileSource):
 
     def read_records(self, part: Any) -> Iterator[Record | DocumentFault]:
         """Yield one record a line or row."""
-        rows = find_rows(self)
+        rows = self._find_rows()
         return iterate_rows(rows, part) if rows else read_line_records(part, self._columns)
 
     def select_columns(self, known: Collection[str]) -> dict[str, str]:
@@ -126,12 +129,12 @@ class ChatSource(RecordSource, FileSource):
 
     def fingerprint(self) -> str:
         """Return what identifies the files or the dataset, and the settings."""
-        rows = find_rows(self)
+        rows = self._find_rows()
         return rows.fingerprint() + self.settings() if rows else super().fingerprint()
 
     def content_fingerprint(self) -> str:
         """Return the same, equal on all machines."""
-        rows = find_rows(self)
+        rows = self._find_rows()
         if rows is None:
             return super().content_fingerprint()
         return rows.content_fingerprint() + self.settings()
@@ -164,6 +167,19 @@ class ChatSource(RecordSource, FileSource):
         if self.learn == "assistant" and "assistant" not in roles:
             raise ValueError("no message is the assistant's: there is nothing to learn from")
         return messages
+
+    def _find_rows(self) -> RecordSource | None:
+        """Return the source that reads rows of tables; None: the files hold JSON lines."""
+        rows: RecordSource
+        kind = "hf" if self.repo else infer_source(self.path)
+        if kind == "hf":
+            keys = self.model_dump(include={"path", "repo", "config", "split_name", "revision"})
+            rows = HFSource(**keys, streaming=self.streaming)
+        elif kind == "parquet":
+            rows = ParquetSource(path=self.path, streaming=self.streaming)
+        else:
+            return None
+        return rows.select_known(self.select_columns)
 
     def _resolved(self) -> ChatTemplate:
         if self._template is None:

@@ -3,37 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .configs import RecordSource
 from .documents import DocumentFault, Record
-from .files import infer_source
-
-if TYPE_CHECKING:
-    from .chat import ChatSource
 
 PAIRS = (("prompt", "completion"), ("instruction", "output"))
 COLUMNS = ("tools", "prompt", "completion", "instruction", "input", "output", "system")
 """the columns beside the messages that a conversation may be in"""
-
-
-def find_rows(source: ChatSource) -> RecordSource | None:
-    """Return the source that reads a chat source's rows; None: its files hold JSON lines."""
-    from .hub import HFSource
-    from .parquet import ParquetSource
-
-    rows: RecordSource
-    keys = {"split_name": source.split_name, "config": source.config, "streaming": source.streaming}
-    kind = "hf" if source.repo else infer_source(source.path)
-    if source.repo:
-        rows = HFSource(repo=source.repo, revision=source.revision, **keys)
-    elif kind == "hf":
-        rows = HFSource(path=source.path, **keys)
-    elif kind == "parquet":
-        rows = ParquetSource(path=source.path, streaming=source.streaming)
-    else:
-        return None
-    return rows.select_known(source.select_columns)
 
 
 def select_columns(field: str, known: Collection[str]) -> dict[str, str]:

@@ -9,8 +9,8 @@ from datasketch import MinHash
 
 from tests.sources.chats import TALK
 from trainer.cli.main import _run
-from trainer.engine.corpus.merging.duplicates import Duplicates, make_duplicates, parse_dedup
-from trainer.engine.corpus.merging.near_duplicates import hash_runs
+from trainer.engine.corpus.merging.duplicates import DuplicateFilter, parse_dedup
+from trainer.engine.corpus.merging.near_duplicates import hash_runs, make_filter
 from trainer.engine.corpus.store import TokenStore
 from trainer.engine.corpus.tokenise import Tally, make_chunk
 from trainer.engine.tokenizers.byte_tokenizer import ByteTokenizer
@@ -126,7 +126,7 @@ def test_exact_duplicates_are_counted_and_masks_follow():
     documents = [np.frombuffer(text, np.uint8) for text in (b"one", b"two", b"one", b"onee")]
     masks = [np.arange(len(ids) + 1) % 2 == 0 for ids in documents]
     chunk = make_chunk(tokenizer, documents, masks, Tally(duplicates=0, empty=2))
-    duplicates = Duplicates()
+    duplicates = DuplicateFilter()
     found = duplicates.drop(chunk)
     assert found.lengths.tolist() == [4, 4, 5]
     assert found.tokens.tobytes() == chunk.tokens[np.r_[0:8, 12:17]].tobytes()
@@ -145,7 +145,7 @@ def test_near_duplicates_are_those_whose_runs_are_mostly_equal():
     shares = [share_of_runs(one, other) for one, other in zip(texts, changed, strict=True)]
     assert max(shares) > 0.95
     assert min(shares) < 0.6
-    duplicates = make_duplicates(parse_dedup("near"))
+    duplicates = make_filter(parse_dedup("near"))
     assert all(duplicates.is_new(text) for text in texts)
     for text, share in zip(changed, shares, strict=True):
         is_new = duplicates.is_new(text)

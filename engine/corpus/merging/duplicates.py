@@ -16,7 +16,7 @@ NEAR = 0.8
 """the share of equal runs of tokens from which documents are near duplicates"""
 
 
-class Duplicates:
+class DuplicateFilter:
     """Leaves out documents with exactly the same tokens as one before them.
 
     It holds a hash of 128 bits of each document, about 90 bytes in all.
@@ -63,16 +63,3 @@ def parse_dedup(text: str) -> str:
         hint = f"a share from 0 to 1 follows near, such as near:{NEAR}"
         raise RecipeError(f"--dedup {text}: expected exact, near or near:SHARE", hint)
     return f"near:{share}"
-
-
-def make_duplicates(dedup: str) -> Duplicates | None:
-    """Return what finds duplicates as `parse_dedup` says; None: nothing does.
-
-    Raises:
-        EnvironmentFault: near duplicates need a package that is not installed.
-    """
-    if dedup.startswith("near:"):
-        from .near_duplicates import NearDuplicates
-
-        return NearDuplicates(float(dedup.removeprefix("near:")))
-    return Duplicates() if dedup else None

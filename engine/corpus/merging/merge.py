@@ -19,7 +19,7 @@ from ..progress import TokenisingProgress, Watch
 from ..retokenize import load_bundled_tokenizer
 from ..store import StoreWriter, TokenStore
 from ..tokenise import Chunk, Tally
-from .duplicates import make_duplicates
+from .near_duplicates import make_filter
 from .preparation import combine_inputs
 
 CHUNK_TOKENS = 2**24
@@ -54,7 +54,7 @@ def merge_parts(folders: Sequence[Path], folder: Path, dedup: str, watch: Watch)
         work = unfinished_folder(folder)
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        tokenizer, duplicates = load_bundled_tokenizer(ordered[0]), make_duplicates(dedup)
+        tokenizer, duplicates = load_bundled_tokenizer(ordered[0]), make_filter(dedup)
         progress = TokenisingProgress(len(ordered))
         with StoreWriter(work / "store", tokenizer, first.shard_tokens) as writer:
             for place in ordered:

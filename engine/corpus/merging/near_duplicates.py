@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ...core.hashing import GOLDEN, Words, mix
 from ...core.registry import require_package
 from ...tokenizers.tokenizer import Ids
-from .duplicates import Duplicates
+from .duplicates import DuplicateFilter
 
 RUN = 5
 """tokens of a run; documents are compared by the sets of their runs"""
@@ -18,7 +18,7 @@ PERMUTATIONS, SEED = 128, 1
 BATCH = 4096
 
 
-class NearDuplicates(Duplicates):
+class NearDuplicateFilter(DuplicateFilter):
     """Leaves out documents whose runs of 5 tokens are mostly those of one that was kept.
 
     The share of equal runs (Jaccard's index) is estimated by 128 permutations, with an error of
@@ -72,3 +72,14 @@ def hash_runs(tokens: Ids) -> Words:
     for place in range(count):
         words = mix(words + ids[place : place + len(words)] * GOLDEN)
     return np.unique(words >> np.uint64(32))
+
+
+def make_filter(dedup: str) -> DuplicateFilter | None:
+    """Return what leaves out duplicates as `parse_dedup` says; None: nothing does.
+
+    Raises:
+        EnvironmentFault: near duplicates need a package that is not installed.
+    """
+    if dedup.startswith("near:"):
+        return NearDuplicateFilter(float(dedup.removeprefix("near:")))
+    return DuplicateFilter() if dedup else None

@@ -91,14 +91,16 @@ def slice_sequence(own: Callable[[Tensor], Tensor], whole: Tensor, mesh: DeviceM
     return own(whole).chunk(mesh.size(), SEQUENCE)[mesh.get_local_rank()]
 
 
-def share_adapter(layer: AdaptedLinear, mesh: DeviceMesh, *, shares_columns: bool) -> None:
+def share_adapter(layer: nn.Module, mesh: DeviceMesh, *, shares_columns: bool) -> None:
     """Let an adapter draw dropout and sum the norms of DoRA as one rank does, in place.
 
     Args:
-        layer: a projection with an adapter.
+        layer: a projection; without an adapter it stays as it is.
         mesh: the tensor axis of the device mesh.
         shares_columns: whether each rank has some columns of the weight.
     """
+    if not isinstance(layer, AdaptedLinear):
+        return
     layer.own_positions = partial(slice_sequence, layer.own_positions, mesh=mesh)
     if shares_columns:
         layer.first_column = -(-layer.in_features // mesh.size()) * mesh.get_local_rank()

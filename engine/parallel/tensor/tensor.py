@@ -24,7 +24,7 @@ from ....kernels.cross_entropy import reference
 from ....kernels.cross_entropy.reference import IGNORED
 from ....model_zoo.base import Model
 from ....model_zoo.config import ModelConfig
-from ....model_zoo.layers.dense import AdaptedLinear, Embedding, RMSNorm
+from ....model_zoo.layers.dense import Embedding, RMSNorm
 from ....model_zoo.layers.moe import moe_layers
 from ..axis import (
     AxisParts,
@@ -158,8 +158,7 @@ def split(
         if style == "vocabulary":
             first_row = rows_per_rank(config.vocab, mesh.size()) * mesh.get_local_rank()
             cast("Embedding", module).lookup = partial(_look_up_rows, first_row=first_row)
-        if isinstance(module, AdaptedLinear):
-            share_adapter(module, mesh, shares_columns=style == "rows")
+        share_adapter(module, mesh, shares_columns=style == "rows")
         if isinstance(module, RMSNorm) and style in SPLIT_NORMS:
             module.kernel = partial(rms_norm_over_ranks, group=mesh.get_group())
         if style in HOOKS and module not in inside:
