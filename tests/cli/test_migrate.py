@@ -54,11 +54,18 @@ load_in_8bit: false
 datasets:
   - path: talks.jsonl
     type: chat_template
+  - path: org/talks
+    name: short
+    type: sharegpt
+  - path: talks.parquet
+    type: chat_template
   - path: mhenrichsen/alpaca_2k_test
     type: alpaca
 val_set_size: 0.05
 adapter: lora
 lora_r: 32
+lora_dropout: 0.05
+peft_use_dora: true
 sequence_len: 1024
 sample_packing: true
 gradient_accumulation_steps: 4
@@ -130,7 +137,16 @@ def test_axolotl_with_the_folder_of_its_model(migrate, tmp_path):
     assert (recipe.data.micro_batch, recipe.data.global_batch) == (2, 8)
     assert (recipe.run.epochs, recipe.evaluate.interval_epochs) == (3, 0.25)
     assert (recipe.data.sources[0].name, recipe.data.packing) == ("chat", "documents")
+    lines, hub, table = recipe.data.sources
+    assert (lines.path.rpartition("/")[2], hub.repo, hub.config) == (
+        "talks.jsonl",
+        "org/talks",
+        "short",
+    )
+    assert (hub.name, hub.field, table.name) == ("chat", "conversations", "chat")
+    assert table.path.endswith("talks.parquet")
     assert (recipe.lora.rank, recipe.memory.recompute) == (32, "full")
+    assert (recipe.lora.dropout, recipe.lora.dora) == (0.05, True)
     assert (recipe.optimizer.name, recipe.schedule.name) == ("adamw", "cosine")
     assert left == {"datasets"}
 

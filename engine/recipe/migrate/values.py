@@ -14,6 +14,7 @@ HUB = {"c4": ("allenai/c4", "en")}
 TYPES = {"completion": "text", "pretraining": "text"}
 """axolotl's types of data that are plain documents, and the column that they read by default"""
 
+FILES = (".jsonl", ".json", ".parquet")
 BASES = ("base_model", "model_name_or_path")
 """settings that name the base model"""
 
@@ -131,14 +132,11 @@ def _datasets(value: Any, _flat: Any, found: Migration, _batch: BatchSizes) -> N
         entry = entry if isinstance(entry, dict) else {"path": entry}
         kind = str(entry.get("type", "completion"))
         place = str(entry.get("path", ""))
-        is_file = place.endswith((".jsonl", ".json")) and "json" in str(
-            entry.get("ds_type", "json")
-        )
         if kind in TYPES and place:
             column = entry.get("field") or entry.get("text_column") or TYPES[kind]
             _add_source(found, place, entry.get("name"), column)
-        elif kind in ("chat_template", "sharegpt") and is_file:
-            source = {"name": "chat", "path": place}
+        elif kind in ("chat_template", "sharegpt") and place:
+            source = {"name": "chat", **_find_place(place, entry.get("name"))}
             is_old = kind == "sharegpt" or entry.get("field_messages") == "conversations"
             old = {"field": "conversations", "role_key": "from", "content_key": "value"}
             _sources(found).append(source | old if is_old else source)
@@ -154,14 +152,17 @@ def _sources(found: Migration) -> list[dict[str, Any]]:
 
 
 def _add_source(found: Migration, place: str, config: Any, column: Any) -> None:
-    if place.endswith((".jsonl", ".json", ".parquet")):
-        kind = "parquet" if place.endswith(".parquet") else "jsonl"
-        source = {"name": kind, "path": place}
-    else:
-        is_folder = place.startswith((".", "/", "~"))
-        source = {"name": "hf", "path" if is_folder else "repo": place}
-        source |= {"config": str(config)} if config else {}
+    kind = "parquet" if place.endswith(".parquet") else "jsonl"
+    kind = kind if place.endswith(FILES) else "hf"
+    source = {"name": kind, **_find_place(place, config)}
     _sources(found).append(source | ({"field": str(column)} if column else {}))
+
+
+def _find_place(place: str, config: Any) -> dict[str, str]:
+    """Return the keys of a source that name files, a folder, or a dataset on the hub."""
+    if place.endswith(FILES) or place.startswith((".", "/", "~")):
+        return {"path": place}
+    return {"repo": place} | ({"config": str(config)} if config else {})
 
 
 def _base(value: Any, _flat: Any, _found: Migration, _batch: BatchSizes) -> None:
