@@ -39,6 +39,7 @@ class Block(nn.Module):
 
     Attributes:
         dropping: the layers with an adapter whose input is dropped in training.
+        sets_keys: whether `forward` gives these layers their keys, and not what calls it.
     """
 
     def __init__(self, attention: nn.Module, mlp: nn.Module) -> None:
@@ -46,6 +47,7 @@ class Block(nn.Module):
         self.attention = attention
         self.mlp = mlp
         self.dropping: tuple[AdaptedLinear, ...] = ()
+        self.sets_keys = True
 
     def forward(
         self,
@@ -63,7 +65,7 @@ class Block(nn.Module):
         `GroupedQueryAttention` for the rest.
         """
         # Here and not in the model: a block that is recomputed gets the keys of its micro batch.
-        for layer in self.dropping:
+        for layer in self.dropping if self.sets_keys else ():
             layer.dropout_keys = dropout_keys
         x_BSD = self.attend(x, cos, sin, mask, cache)
         out_BSD: Tensor = x_BSD + self.mlp(x_BSD, token_weights)
@@ -230,8 +232,7 @@ class Decoder(LanguageModel):
         With a task's head the logits are [B, S, outputs], and `loss` takes them alone.
 
         Args:
-            dropout_keys: [B, S] int64, see `layers.dropout.drop`; for a head or adapters with
-                dropout.
+            dropout_keys: [B, S] int64, for a head or adapters with dropout; see `dropout.drop`.
         """
         count = self.config.n_layers
         blocks = range(count + 1) if blocks is None else blocks

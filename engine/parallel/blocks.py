@@ -78,6 +78,8 @@ def transform_blocks(
             recompute(block, number, memory, contexts)
         if compile_kind and not outside and not has_regions:
             block.forward = compile_kind(block.forward)
+            if isinstance(block, Block) and block.dropping:
+                set_keys_before(block)
 
 
 def _compile_apart(
@@ -106,6 +108,23 @@ def _compile_apart(
         return compiler(MethodType(copy, function.__self__) if is_method else copy, **options)
 
     return compile_copy
+
+
+def set_keys_before(block: Block) -> None:
+    """Let a compiled block find the keys of dropout in its layers, in place.
+
+    torch.compile (2.13) refuses a recomputation that sets attributes. What it compiles saves the
+    keys for the backward pass, so that they need not be set again.
+    """
+    compiled, block.sets_keys = block.forward, False
+
+    @wraps(compiled)
+    def run_with_keys(*args: Any, **kwargs: Any) -> Any:
+        for layer in block.dropping:
+            layer.dropout_keys = kwargs.get("dropout_keys")
+        return compiled(*args, **kwargs)
+
+    block.forward = run_with_keys  # type: ignore[method-assign] # as compiled blocks are
 
 
 def compile_regions(block: nn.Module, compiler: Compiler, contexts: Contexts | None) -> None:

@@ -98,17 +98,6 @@ FAULTS = {
         "lora.dropout",
         "adapters of experts have no dropout, as in PEFT",
     ),
-    "regions": (
-        {
-            "model": {"name": "mixtral"},
-            "lora": {"rank": 2, "dropout": 0.1},
-            "parallel": {"pipeline": 2},
-            "compile": {"enabled": True},
-            "memory": {"recompute": "selective"},
-        },
-        "lora.dropout",
-        "a pipeline cannot recompute it selectively",
-    ),
 }
 
 

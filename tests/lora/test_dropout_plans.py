@@ -37,6 +37,37 @@ PLANS = {
         | {"model": DENSE | {"n_layers": 4}},
     ),
     "latent, expert": (2, {"parallel": {"expert": 2}, "model": LATENT}),
+    "latent, expert, compiled and selective": (
+        2,
+        {"parallel": {"expert": 2}, "model": LATENT, "memory": {"recompute": "selective"}}
+        | COMPILED,
+    ),
+    "latent, pipeline, expert, compiled and selective": (
+        4,
+        {
+            "parallel": {"pipeline": 2, "expert": 2},
+            "model": LATENT,
+            "memory": {"recompute": "selective"},
+        }
+        | COMPILED,
+    ),
+    "compiled and recomputed": (
+        2,
+        {"parallel": {"shard": 2}, "memory": {"recompute": "full"}, **COMPILED},
+    ),
+    "tensor, compiled and recomputed": (
+        2,
+        {"parallel": {"tensor": 2}, "memory": {"recompute": "full"}, **COMPILED},
+    ),
+    "pipeline, compiled and selective": (
+        2,
+        {"parallel": {"pipeline": 2}, "memory": {"recompute": "selective"}, **COMPILED},
+    ),
+    "pipeline, tensor, compiled and recomputed": (
+        4,
+        {"parallel": {"pipeline": 2, "tensor": 2}, "memory": {"recompute": "full"}, **COMPILED},
+    ),
+    "selective": (2, {"parallel": {"shard": 2}, "memory": {"recompute": "selective"}}),
     "latent, tensor": (2, {"parallel": {"tensor": 2}, "model": LATENT, **DOCUMENTS}),
     "ragged, shard": (2, {"parallel": {"shard": 2}, "data": BASE["data"] | {"packing": "ragged"}}),
     "tensor and shard, by rules": (

@@ -26,14 +26,6 @@ def check_adapters(recipe: Recipe) -> Iterator[Finding]:
         for key in given:
             hint = 'leave experts out of lora.targets, such as "*.experts.*"'
             yield ("lora", key), f"adapters of experts have no {key}, as in PEFT", hint
-    if not lora.dropout:
-        return
-    if not recipe.task.needs_language_model:
+    if lora.dropout and not recipe.task.needs_language_model:
         message = f'samples of the task "{recipe.task.name}" have no keys that dropout draws from'
         yield ("lora", "dropout"), message, "leave it out"
-    is_selective = recipe.memory.recompute == "selective"
-    if recipe.parallel.pipeline > 1 and recipe.compile.enabled and is_selective and layout.experts:
-        # Each compiled region of a block is then recomputed alone, when another micro batch has
-        # given the layers its keys.
-        message = "a pipeline cannot recompute it selectively in compiled blocks of experts"
-        yield ("lora", "dropout"), message, 'set memory.recompute = "full", or leave it out'
