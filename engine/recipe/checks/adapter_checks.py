@@ -20,8 +20,7 @@ def check_adapters(recipe: Recipe) -> Iterator[Finding]:
         yield ("lora", key), "has no meaning without adapters", "set lora.rank"
     if not lora.rank or not given:
         return
-    shapes = recipe.model.with_vocab(OPEN_VOCABULARY).parameter_shapes()
-    names = with_adapters(shapes, layout, lora)
+    names = with_adapters(recipe.model.with_vocab(OPEN_VOCABULARY), lora)
     if any(is_adapter(name) and layout.is_expert(name) for name in names):
         for key in given:
             hint = 'leave experts out of lora.targets, such as "*.experts.*"'
