@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -37,3 +39,29 @@ def num_parts(tensor: Tensor) -> int:
 def norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     """Return fp32, in which norms are summed, or fp64 if tensors have it: torch narrows none."""
     return torch.float64 if any(x.dtype is torch.float64 for x in tensors) else torch.float32
+
+
+def sum_over_shards(tensors: Sequence[Tensor], values: Tensor) -> Tensor:
+    """Return, for each tensor, the sum of a value over the ranks that hold the different shards.
+
+    All ranks that share a tensor must call this with the same tensors in the same order. Values of
+    tensors with the same placement travel together.
+
+    Args:
+        tensors: DTensors, or tensors that are whole on this rank.
+        values: this rank's value of each tensor along dimension 0.
+    """
+    by_group: dict[Any, list[int]] = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        if is_split(tensor):
+            placed = cast("DTensor", tensor)
+            axes = [axis for axis, at in enumerate(placed.placements) if not at.is_replicate()]
+            by_group[placed.device_mesh, tuple(axes)].append(index)
+    sums = list(values.unbind())
+    for (mesh, axes), indices in by_group.items():
+        total = values[indices]
+        for axis in axes:
+            dist.all_reduce(total, group=mesh.get_group(axis))
+        for index, value in zip(indices, total.unbind(), strict=True):
+            sums[index] = value
+    return torch.stack(sums)

@@ -107,7 +107,9 @@ def undecorated_step(optimizer: Optimizer) -> Callable[[], None]:
     """
     step = inspect.unwrap(type(optimizer).step)
     # Of torch's the exact type: a subclass may look at whole parameters.
-    is_elementwise = type(optimizer) in ELEMENTWISE or isinstance(optimizer, ElementwiseOptimizer)
+    is_elementwise = type(optimizer) in ELEMENTWISE or (
+        isinstance(optimizer, ElementwiseOptimizer) and optimizer.takes_shards
+    )
     shards = local_shards if is_elementwise else nullcontext
 
     def without_gradients() -> None:

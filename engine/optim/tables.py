@@ -93,6 +93,7 @@ optimizers: Registry[OptimizerConfig] = Registry(
         "qhadam": "engine.optim.elementwise.tables:QHAdam",
         "lion": "engine.optim.elementwise.tables:Lion",
         "ademamix": "engine.optim.elementwise.tables:AdEMAMix",
+        "mars": "engine.optim.elementwise.tables:MARS",
         "decoupled_adamw": "engine.optim.elementwise.tables:DecoupledAdamW",
         "decoupled_sgdw": "engine.optim.elementwise.tables:DecoupledSGDW",
     },

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+import pytorch_optimizer
 import torch
 from torch import nn
 
@@ -14,6 +15,7 @@ from trainer.engine.core.errors import RecipeError
 from trainer.engine.optim.elementwise.ademamix import interpolate
 from trainer.engine.optim.elementwise.tables import (
     ADOPT,
+    MARS,
     QHADOPT,
     AdEMAMix,
     DecoupledAdamW,
@@ -109,6 +111,19 @@ def ademamix(b1, b2, b3, alpha, warmup, eps):
     return update
 
 
+def mars(b1, b2, gamma, eps):
+    """Return the update of MARS-AdamW (arXiv:2411.10438, algorithm 2)."""
+    step, last = qhadam(b1, b2, 1.0, 1.0, eps), np.zeros(9)
+
+    def update(k, g):
+        nonlocal last
+        c = g + gamma * b1 / (1 - b1) * (g - last)
+        last = g
+        return step(k, c / max(1.0, np.linalg.norm(c)))
+
+    return update
+
+
 def sgd(momentum, nesterov):
     """Return the update of SGD with momentum, in the form where the rate multiplies it."""
     velocity = np.zeros(9)
@@ -143,6 +158,11 @@ CASES = {
         AdamW(weight_decay=0.5, cautious_decay=True),
         follow(qhadam(0.9, 0.95, 1.0, 1.0, 1e-8), 0.5, cautious=True),
     ),
+    "mars": (MARS(weight_decay=0.3), follow(mars(0.95, 0.99, 0.025, 1e-8), 0.3)),
+    "mars-strong": (
+        MARS(betas=(0.8, 0.9), gamma=0.5, eps=1e-3, weight_decay=0.0),
+        follow(mars(0.8, 0.9, 0.5, 1e-3)),
+    ),
     # The decay of a step is the factor of the schedule times `weight_decay`.
     "decoupled_adamw": (
         DecoupledAdamW(weight_decay=1e-2),
@@ -172,6 +192,18 @@ def test_updates_equal_the_formula(config, expected):
     weight = nn.Parameter(torch.from_numpy(START.copy()))
     take_steps(config.model_copy(update={"lr": LR}), weight)
     assert weight.detach().numpy() == pytest.approx(expected, rel=1e-12)
+
+
+def test_mars_equals_another_implementation():
+    ours, theirs = (nn.Parameter(torch.from_numpy(START.copy()) / 5) for _ in range(2))
+    take_steps(MARS(lr=LR, weight_decay=0.0), ours)
+    # It adds eps before it corrects the bias.
+    optimizer = pytorch_optimizer.MARS([theirs], lr=LR, optimize_1d=True, eps=1e-12)
+    for factor, gradient in zip(FACTORS, GRADIENTS, strict=True):
+        optimizer.param_groups[0]["lr"] = LR * factor
+        theirs.grad = torch.from_numpy(gradient.copy())
+        optimizer.step()
+    assert ours.detach().numpy() == pytest.approx(theirs.detach().numpy(), rel=1e-6)
 
 
 def test_cautious_adamw_without_decay_equals_adamw_of_torch():
@@ -238,7 +270,7 @@ def test_the_default_rate_lowers_the_loss_in_ten_steps(name, tmp_path):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("name", ["adopt", "ademamix"])
+@pytest.mark.parametrize("name", ["adopt", "ademamix", "mars"])
 def test_a_resumed_run_makes_the_weights_of_no_interruption(name, tmp_path):
     keys = f'name = "{name}"' + ("\nslow_warmup_steps = 4" if name == "ademamix" else "")
     weights = []

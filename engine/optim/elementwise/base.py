@@ -38,6 +38,8 @@ class ElementwiseOptimizer(Optimizer):
 
     moments: ClassVar[Sequence[str]] = ()
     """names of the state tensors of each parameter, which have the parameter's shape"""
+    takes_shards: ClassVar[bool] = True
+    """whether a step may see this rank's shards in place of DTensors"""
 
     def __init__(self, groups: Sequence[Group], **defaults: Any) -> None:
         super().__init__(groups, defaults)
@@ -60,9 +62,15 @@ class ElementwiseOptimizer(Optimizer):
             for step, weights in weights_at.items():
                 gradients = [cast(Tensor, weight.grad) for weight in weights]
                 moments = [[self.state[weight][key] for weight in weights] for key in self.moments]
-                updates = self.compute_updates(group, step, gradients, *moments)
-                if updates is not None:
-                    apply_updates(group, weights, updates)
+                self.update(group, step, weights, gradients, moments)
+
+    def update(
+        self, group: Group, step: int, weights: Tensors, gradients: Tensors, moments: list[Tensors]
+    ) -> None:
+        """Change weights and moments in place; the arguments are those of `compute_updates`."""
+        updates = self.compute_updates(group, step, gradients, *moments)
+        if updates is not None:
+            apply_updates(group, weights, updates)
 
     def compute_updates(
         self, group: Group, step: int, gradients: Tensors, *moments: Tensors

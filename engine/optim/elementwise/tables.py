@@ -124,6 +124,23 @@ class AdEMAMix(ElementwiseConfig):
         return self
 
 
+@optimizers.register
+class MARS(ElementwiseConfig):
+    """AdamW on gradients of reduced variance (Yuan et al. 2024, arXiv:2411.10438)."""
+
+    implementation = "mars:MARSOptimizer"
+
+    name: Literal["mars"] = "mars"
+    lr: NonNegativeFloat = 3e-3
+    """peak learning rate; the schedule multiplies it"""
+    betas: Betas = (0.95, 0.99)
+    """decay of the running means of the corrected gradient and of its square"""
+    gamma: NonNegativeFloat = 0.025
+    """strength of the correction by the gradient of the step before"""
+    eps: PositiveFloat = 1e-8
+    """added to the denominator"""
+
+
 def divide_decay(config: OptimizerConfig, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return parameter groups whose weight decay is divided by their peak learning rate.
 
