@@ -37,9 +37,18 @@ def build_update(
         run_step = make_rounded_step(optimizer, named, seed, is_simulated=simulated)
     if recipe.memory.optimizer_in_backward:
         late = parallel_model.manually_reduced
-        return optimizer, UpdateInBackward(optimizer, run_step, late, degrees.world, device)
-    clip_norm = recipe.optimizer.clip_norm
+        clip_value = recipe.optimizer.clip_value
+        return optimizer, UpdateInBackward(
+            optimizer, run_step, clip_value, late, degrees.world, device
+        )
     update = UpdateAfterBackward(
-        optimizer, run_step, clip_norm, scale, parallel_model, degrees, device
+        optimizer,
+        run_step,
+        recipe.optimizer.clip_norm,
+        recipe.optimizer.clip_value,
+        scale,
+        parallel_model,
+        degrees,
+        device,
     )
     return optimizer, update

@@ -71,6 +71,8 @@ class OptimizerConfig(Component):
     """decoupled weight decay"""
     clip_norm: NonNegativeFloat = 1.0
     """largest global gradient norm; 0 does not clip"""
+    clip_value: NonNegativeFloat = 0.0
+    """largest absolute value of an element of a gradient, after `clip_norm`; 0 does not clip"""
     groups: list[ParameterGroup] = []
     """other values for parameters chosen by name"""
 

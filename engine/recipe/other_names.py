@@ -80,6 +80,7 @@ NAMES = {
     "optimizer.betas": "beta1 beta2 adam_beta1 adam_beta2",
     "optimizer.eps": "adam_epsilon adam_eps",
     "optimizer.weight_decay": "wd",
+    "optimizer.clip_value": "clip_grad_value gradient_clip_value max_grad_value",
     "optimizer.clip_norm": "grad_clip clip_grad gradient_clip_val max_grad_norm max_norm",
     "optimizer.name": "optim",
     "memory.optimizer_in_backward": "early_step_in_backward",

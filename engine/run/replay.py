@@ -191,6 +191,7 @@ def _compute(
         step.optimizer,
         step.weight_update.run_step,
         0.0,
+        0.0,
         step.scale,
         step.parallel_model,
         step.degrees,

@@ -11,7 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...kernels.torch_private import foreach_mul_, foreach_norm
+from ...kernels.torch_private import (
+    foreach_clamp_max_,
+    foreach_clamp_min_,
+    foreach_mul_,
+    foreach_norm,
+)
 from ..core.local import local, norm_dtype, num_parts
 from ..parallel.axis import ParallelModel
 from ..parallel.mesh import Degrees
@@ -25,6 +30,7 @@ class UpdateAfterBackward:
         optimizer: each of its groups has `peak_lr`.
         run_step: steps the groups that the optimizer has at the time.
         clip_norm: largest global gradient norm; 0 does not clip.
+        clip_value: largest absolute value of an element of a gradient; 0 does not clip.
         scale: the loss scale that gradients are divided by.
         parallel_model: names the duplicate parameters, which the norm leaves out.
         degrees: of the ranks.
@@ -34,13 +40,14 @@ class UpdateAfterBackward:
     in_backward = False
     """whether weights change while the backward pass runs"""
     clip_factor: Tensor | None = None
-    """what `finish` multiplied the gradients by; None: they are not clipped"""
+    """what `finish` multiplied the gradients by; None: their norm is not clipped"""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         run_step: Callable[[], None],
         clip_norm: float,
+        clip_value: float,
         scale: LossScale,
         parallel_model: ParallelModel,
         degrees: Degrees,
@@ -49,6 +56,7 @@ class UpdateAfterBackward:
         self._optimizer = optimizer
         self.run_step = run_step
         self._clip_norm = clip_norm
+        self._clip_value = clip_value
         self._scale = scale
         self._duplicates = set(map(id, parallel_model.duplicate_parameters))
         self._num_holders = degrees.world // degrees.pipeline
@@ -86,8 +94,11 @@ class UpdateAfterBackward:
         return norm
 
     def apply(self, lr_factor: float) -> None:
-        """Step the optimizer."""
-        _set_rates(self._optimizer.param_groups, lr_factor)
+        """Clip the elements of the gradients, which monitors measure before, and step."""
+        groups = self._optimizer.param_groups
+        _set_rates(groups, lr_factor)
+        weights = [weight for group in groups for weight in group["params"]]
+        clip_elements([weight.grad for weight in weights], self._clip_value)
         self.run_step()
 
 
@@ -101,6 +112,7 @@ class UpdateInBackward:
     Args:
         optimizer: its parameters get hooks; each of its groups has `peak_lr`.
         run_step: steps the groups that the optimizer has at the time.
+        clip_value: largest absolute value of an element of a gradient; 0 does not clip.
         late: parameters whose gradients are complete only after the backward pass.
         ranks: number of ranks that hold the same gradients, whole or in parts.
         device: where collectives run; offloaded parameters are elsewhere.
@@ -113,12 +125,14 @@ class UpdateInBackward:
         self,
         optimizer: torch.optim.Optimizer,
         run_step: Callable[[], None],
+        clip_value: float,
         late: Collection[nn.Parameter],
         ranks: int,
         device: torch.device,
     ) -> None:
         self._optimizer = optimizer
         self.run_step = run_step
+        self._clip_value = clip_value
         self._device = device
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         self._norms = torch.zeros(len(weights), device=weights[0].device)
@@ -166,6 +180,7 @@ class UpdateInBackward:
             # FSDP copies an offloaded gradient asynchronously: the copy must have arrived.
             torch.cuda.current_stream(self._device).synchronize()
         torch.linalg.vector_norm(gradient, dtype=norm.dtype, out=norm)
+        clip_elements([gradient], self._clip_value)
         # torch's optimizers step all groups: this call shall see one parameter.
         groups = self._optimizer.param_groups
         self._optimizer.param_groups = [own_group]
@@ -195,6 +210,14 @@ Update = UpdateAfterBackward | UpdateInBackward
 def _set_rates(groups: Sequence[dict[str, Any]], lr_factor: float) -> None:
     for group in groups:
         group["lr"] = group["peak_lr"] * lr_factor
+
+
+def clip_elements(gradients: Sequence[Tensor | None], limit: float) -> None:
+    """Clamp each element of this rank's gradients to [-limit, limit] in place; 0 does nothing."""
+    parts = [local(gradient) for gradient in gradients if gradient is not None]
+    if limit and parts:
+        foreach_clamp_min_(parts, -limit)
+        foreach_clamp_max_(parts, limit)
 
 
 def global_norm(

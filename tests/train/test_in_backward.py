@@ -23,7 +23,7 @@ OPTIMIZERS = {
 
 OTHERS = {
     name: {"name": name, "clip_norm": 0.0}
-    for name in ("adopt", "lion", "ademamix", "decoupled_adamw", "decoupled_sgdw")
+    for name in ("adopt", "lion", "ademamix", "mars", "decoupled_adamw", "decoupled_sgdw")
 }
 
 

@@ -35,7 +35,9 @@ class ElementwiseConfig(OptimizerConfig):
         module, name = self.implementation.split(":")
         make: Callable[..., torch.optim.Optimizer]
         make = getattr(import_module(f".{module}", __package__), name)
-        return make(groups, **self.model_dump(exclude={"name", "clip_norm", "groups"}))
+        return make(
+            groups, **self.model_dump(exclude={"name", "clip_norm", "clip_value", "groups"})
+        )
 
 
 @optimizers.register
