@@ -201,7 +201,7 @@ def _settle_schedule(recipe: Recipe, turns: Turns) -> ScheduleConfig:
         RecipeError: a warmup in epochs is longer than the run, or a schedule follows the score of a
             validation split that is empty.
     """
-    schedule = recipe.schedule.settle(turns.steps_per_epoch)
+    schedule = recipe.schedule.settle(turns.steps_per_epoch, recipe.optimizer.lr)
     steps = total_steps(recipe, turns)
     if schedule.warmup_epochs is not None and schedule.warmup_steps > steps:
         message = f"{schedule.warmup_epochs:g} epochs are {schedule.warmup_steps} steps"

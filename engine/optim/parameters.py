@@ -17,7 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 
 from ..core.errors import Problem, RecipeError, nearest
 from ..core.local import is_split, local
@@ -85,7 +98,9 @@ def _unmatched(index: int, pattern: str, names: list[str]) -> Problem:
 
 
 # Optimizers such as Muon, which a plugin may add, need whole parameters instead.
-ELEMENTWISE = (Adam, AdamW, SGD)
+ELEMENTWISE = (
+    ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop,
+)  # fmt: skip
 """torch's optimizers that update each element of a parameter without looking at the others"""
 
 

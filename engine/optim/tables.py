@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from ..core.config import Betas, Component, CountOrZero, Table
+from ..core.config import Betas, Component, CountOrZero, Decay, Table
 from ..core.registry import Registry
+from .library.table import (
+    OPTIMIZERS,
+    PREFIX,
+    SCHEDULES,
+    UNSUPPORTED_OPTIMIZERS,
+    UNSUPPORTED_SCHEDULES,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +105,9 @@ optimizers: Registry[OptimizerConfig] = Registry(
         "mars": "engine.optim.elementwise.tables:MARS",
         "decoupled_adamw": "engine.optim.elementwise.tables:DecoupledAdamW",
         "decoupled_sgdw": "engine.optim.elementwise.tables:DecoupledSGDW",
+        **{f"{PREFIX}{name}": f"engine.optim.library.optimizers:{name}" for name in OPTIMIZERS},
     },
+    unsupported=UNSUPPORTED_OPTIMIZERS,
 )
 
 
@@ -126,9 +135,15 @@ class ScheduleConfig(Component):
     """steps over which the rate rises linearly from nearly 0 to its peak"""
     warmup_epochs: Annotated[float, Field(ge=0, le=1e9)] | None = None
     """the same in epochs, in place of warmup_steps"""
+    momentum_warmup_steps: CountOrZero = 0
+    """steps over which the momentum, or the first beta, rises linearly from `momentum_min`"""
+    momentum_cooldown_steps: CountOrZero = 0
+    """last steps of the run, over which it falls linearly to `momentum_min`"""
+    momentum_min: Decay = 0.85
+    """momentum at the first step of its warmup and at the last step of its cooldown"""
 
-    def settle(self, steps_per_epoch: float) -> Self:
-        """Return the schedule with its warmup in steps."""
+    def settle(self, steps_per_epoch: float, peak_lr: float) -> Self:
+        """Return the schedule with its warmup in steps, for the peak rate `optimizer.lr`."""
         if self.warmup_epochs is None:
             return self
         steps = round(self.warmup_epochs * steps_per_epoch)
@@ -144,6 +159,27 @@ class ScheduleConfig(Component):
     def after_warmup(self, step: int, total: int) -> float:
         """Return the factor at `step` of `total`, both counted from the end of the warmup."""
         raise NotImplementedError
+
+    @property
+    def changes_momentum(self) -> bool:
+        """Whether the momentum of optimizers changes."""
+        return self.momentum_warmup_steps > 0 or self.momentum_cooldown_steps > 0
+
+    def momentum(self, step: int, total: int, own: float) -> float:
+        """Return the momentum, or the first beta, of a parameter group at a step of the run.
+
+        Args:
+            step: finished optimizer steps.
+            total: optimizer steps of the run.
+            own: the value of the group in the recipe.
+        """
+        shares = [1.0]
+        if self.momentum_warmup_steps:
+            shares.append(step / self.momentum_warmup_steps)
+        if self.momentum_cooldown_steps:  # the last step has the least momentum
+            shares.append(max(0, total - 1 - step) / self.momentum_cooldown_steps)
+        low = min(self.momentum_min, own)
+        return low + min(shares) * (own - low)
 
     def after_evaluation(
         self, state: ScheduleState, step: int, score: float, *, maximize: bool
@@ -175,5 +211,7 @@ schedules: Registry[ScheduleConfig] = Registry(
         "exponential": "engine.optim.schedules:Exponential",
         "polynomial": "engine.optim.schedules:Polynomial",
         "plateau": "engine.optim.plateau:Plateau",
+        **{f"{PREFIX}{name}": f"engine.optim.library.schedules:{name}" for name in SCHEDULES},
     },
+    unsupported=UNSUPPORTED_SCHEDULES,
 )

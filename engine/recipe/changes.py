@@ -83,9 +83,10 @@ def compare(
     # What was kept has no passwords: without them, both are the same again.
     before, after = _leaves(remove_secrets(old)), _leaves(remove_secrets(new))
     _check_known(allowed, {*before, *after, "run.steps", "run.epochs"})
-    free, schedule = {*FREE}, schedules[new["schedule"]["name"]]
+    free = {*FREE}
+    schedule = schedules[new["schedule"]["name"]].model_validate(new["schedule"])
     # More steps then change none of those that are done.
-    if not schedule.depends_on_total:
+    if not schedule.depends_on_total and not schedule.momentum_cooldown_steps:
         free |= {"run.steps", "run.epochs"}
     if schedule.follows_score:
         free = free - {"evaluate"} | {*WITHOUT_SCORE}

@@ -71,6 +71,7 @@ def train(
         if stop.agree() or batch is None:
             return _save_and_stop(parts, position, saver, observer)
         lr_factor = parts.lr_factor(position)
+        step.set_momentum(parts.momentum(position))
         faults.point("train.step", parts.world.rank, position.step + 1)
         step.monitors.begin(position.step + 1)
         gradients = step.accumulate(batch, lr_factor, before_update=saver.wait_staged)

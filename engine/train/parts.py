@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..observe.metrics import VALIDATION
@@ -180,6 +181,15 @@ class Parts:
         """Return what the peak learning rates are multiplied by in the step after a position."""
         factor = self.schedule.lr_factor(position.step, self.total_steps)
         return factor * position.schedule.ratio
+
+    def momentum(self, position: Position) -> Callable[[float], float] | None:
+        """Return what maps the momentum of a parameter group to its value in the next step.
+
+        None: the schedule does not change it.
+        """
+        if not self.schedule.changes_momentum:
+            return None
+        return partial(self.schedule.momentum, position.step, self.total_steps)
 
 
 @dataclass

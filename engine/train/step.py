@@ -20,7 +20,7 @@ from ..parallel.mesh import Degrees
 from ..precision.hardware import LossScale
 from ..tasks.task import Task
 from .balance import Balance
-from .update import Update
+from .update import Update, set_momentum
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,15 @@ class TrainStep:
     def loss_factor(self) -> float:
         """What multiplies every loss, so that gradients are sums times the loss scale."""
         return self.scale.value * self.parallel_model.gradient_divisor
+
+    def set_momentum(self, change: Callable[[float], float] | None) -> None:
+        """Set the momentum, or the first beta, of each parameter group for the next update.
+
+        Args:
+            change: maps the group's own value to the value to set; None leaves all as they are.
+        """
+        if change:
+            set_momentum(self.weight_update.groups, change)
 
     def accumulate(
         self,

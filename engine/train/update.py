@@ -62,6 +62,11 @@ class UpdateAfterBackward:
         self._num_holders = degrees.world // degrees.pipeline
         self._device = device
 
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups whose values a step uses."""
+        return self._optimizer.param_groups
+
     def start(self, lr_factor: float | None) -> None:
         """Do nothing: rates matter when `apply` is called."""
 
@@ -95,9 +100,8 @@ class UpdateAfterBackward:
 
     def apply(self, lr_factor: float) -> None:
         """Clip the elements of the gradients, which monitors measure before, and step."""
-        groups = self._optimizer.param_groups
-        _set_rates(groups, lr_factor)
-        weights = [weight for group in groups for weight in group["params"]]
+        _set_rates(self.groups, lr_factor)
+        weights = [weight for group in self.groups for weight in group["params"]]
         clip_elements([weight.grad for weight in weights], self._clip_value)
         self.run_step()
 
@@ -156,6 +160,11 @@ class UpdateInBackward:
                 else:
                     weight.register_post_accumulate_grad_hook(lambda _, update=update: update())
 
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups whose values a step uses."""
+        return [*self._optimizer.param_groups, *self._groups]
+
     def start(self, lr_factor: float | None) -> None:
         """Set the rates with which the backward pass updates weights.
 
@@ -164,7 +173,7 @@ class UpdateInBackward:
         """
         if lr_factor is None:
             raise ValueError("optimizer_in_backward: accumulate needs lr_factor")
-        _set_rates([*self._optimizer.param_groups, *self._groups], lr_factor)
+        _set_rates(self.groups, lr_factor)
         self._norms.zero_()
 
     def start_backward(self, last: bool) -> None:
@@ -210,6 +219,15 @@ Update = UpdateAfterBackward | UpdateInBackward
 def _set_rates(groups: Sequence[dict[str, Any]], lr_factor: float) -> None:
     for group in groups:
         group["lr"] = group["peak_lr"] * lr_factor
+
+
+def set_momentum(groups: Sequence[dict[str, Any]], change: Callable[[float], float]) -> None:
+    """Set `momentum`, or the first of `betas`, of parameter groups to a function of its value."""
+    for group in groups:
+        key = "momentum" if "momentum" in group else "betas"
+        own = group.setdefault("peak_momentum", group[key] if key == "momentum" else group[key][0])
+        value = change(own)
+        group[key] = value if key == "momentum" else (value, *group[key][1:])
 
 
 def clip_elements(gradients: Sequence[Tensor | None], limit: float) -> None:

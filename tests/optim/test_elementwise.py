@@ -261,7 +261,7 @@ def test_a_slow_mean_cannot_begin_at_zero(tmp_path):
     assert "optimizer" in str(error.value)
 
 
-@pytest.mark.parametrize("name", list(optimizers))
+@pytest.mark.parametrize("name", [name for name in optimizers if not name.startswith("torch.")])
 def test_the_default_rate_lowers_the_loss_in_ten_steps(name, tmp_path):
     done = run_trainer("run", write(tmp_path, f'name = "{name}"'), folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -270,7 +270,7 @@ def test_the_default_rate_lowers_the_loss_in_ten_steps(name, tmp_path):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("name", ["adopt", "ademamix", "mars"])
+@pytest.mark.parametrize("name", ["adopt", "ademamix", "mars", "torch.NAdam", "torch.Adagrad"])
 def test_a_resumed_run_makes_the_weights_of_no_interruption(name, tmp_path):
     keys = f'name = "{name}"' + ("\nslow_warmup_steps = 4" if name == "ademamix" else "")
     weights = []
@@ -284,6 +284,6 @@ def test_a_resumed_run_makes_the_weights_of_no_interruption(name, tmp_path):
         weights.append(newest(tmp_path / folder / "runs/few")[1])
     through, resumed = weights
     assert through.keys() == resumed.keys()
-    assert any("exp_avg" in name for name in through)
+    assert any(name.startswith("optimizer.") for name in through)
     for name, value in through.items():
         assert torch.equal(value, resumed[name]), name

@@ -16,6 +16,7 @@ from trainer.engine.optim.schedules import (
 from trainer.engine.optim.tables import schedules
 
 TOTAL = 40
+OWN = [name for name in schedules if not name.startswith("torch.")]
 
 
 def factors(schedule, total=TOTAL):
@@ -95,23 +96,33 @@ def test_power_decay_falls_as_a_power_of_what_is_left():
     assert schedule.lr_factor(25, 40) == pytest.approx(0.1 + 0.9 * (15 / 20) ** 1.2)
 
 
-@pytest.mark.parametrize("name", list(schedules))
+@pytest.mark.parametrize("name", OWN)
 def test_warmup_rises_in_equal_steps_to_the_peak(name):
     schedule = schedules[name](warmup_steps=4)
     assert factors(schedule)[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
     assert schedule.lr_factor(4, TOTAL) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("name", list(schedules))
+@pytest.mark.parametrize("name", OWN)
 def test_only_schedules_that_say_so_depend_on_the_total(name):
     schedule = schedules[name]()
     changes = any(schedule.lr_factor(s, 40) != schedule.lr_factor(s, 80) for s in range(1, 40))
     assert changes == schedule.depends_on_total
 
 
-@pytest.mark.parametrize("name", list(schedules))
+@pytest.mark.parametrize("name", OWN)
 def test_factors_stay_between_zero_and_one_for_any_length(name):
     for warmup in (0, 1, 5, 50):
         schedule = schedules[name](warmup_steps=warmup)
         for total in (1, 2, 5, 51):
             assert all(0 <= factor <= 1 for factor in factors(schedule, total))
+
+
+def test_the_momentum_rises_at_the_start_and_falls_at_the_end():
+    schedule = WSD(momentum_warmup_steps=4, momentum_cooldown_steps=2, momentum_min=0.5)
+    found = [schedule.momentum(step, 10, 0.9) for step in range(10)]
+    expected = [0.5, 0.6, 0.7, 0.8, 0.9, 0.9, 0.9, 0.9, 0.7, 0.5]
+    assert found == pytest.approx(expected)
+    assert [schedule.momentum(step, 10, 0.3) for step in (0, 5, 9)] == [0.3] * 3, "never higher"
+    assert schedule.changes_momentum
+    assert not WSD().changes_momentum

@@ -23,8 +23,16 @@ OPTIMIZERS = {
 
 OTHERS = {
     name: {"name": name, "clip_norm": 0.0}
-    for name in ("adopt", "lion", "ademamix", "mars", "decoupled_adamw", "decoupled_sgdw")
-}
+    for name in (
+        "adopt",
+        "lion",
+        "ademamix",
+        "mars",
+        "decoupled_adamw",
+        "decoupled_sgdw",
+        "torch.NAdam",
+    )
+} | {"torch.NAdam": {"name": "torch.NAdam", "clip_norm": 0.0}}
 
 
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *OTHERS])

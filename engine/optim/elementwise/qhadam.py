@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 from ....kernels.torch_private import (
     foreach_add_,
     foreach_div,
@@ -20,7 +23,7 @@ class QHAdamOptimizer(ElementwiseOptimizer):
     `nus` are the weights of the running means of the gradient and of its square; (1, 1) is AdamW.
     """
 
-    moments = ("exp_avg", "exp_avg_sq")
+    moments: ClassVar[Sequence[str]] = ("exp_avg", "exp_avg_sq")
 
     def compute_updates(
         self, group: Group, step: int, gradients: Tensors, *moments: Tensors

@@ -54,6 +54,7 @@ def _check_table(recipe: Recipe, world: int | None, *, is_split: bool = False) -
         _data,
         partial(_streams, has_epochs=is_split),
         _groups,
+        _momentum,
         _targets,
         _degrees,
         _timeouts,
@@ -199,6 +200,18 @@ def _groups(recipe: Recipe) -> Iterator[Finding]:
                 f"known: {known}",
             )
         yield from _pattern((*path, "match"), group.match)
+
+
+def _momentum(recipe: Recipe) -> Iterator[Finding]:
+    optimizer, schedule = recipe.optimizer, recipe.schedule
+    if not schedule.changes_momentum or {"momentum", "betas"} & type(optimizer).model_fields.keys():
+        return
+    keys = ("momentum_warmup_steps", "momentum_cooldown_steps", "cycle_momentum")
+    for key in keys:
+        if value := getattr(schedule, key, 0):
+            off = "false" if value is True else "0"
+            message = f'"{optimizer.name}" has no momentum that the schedule could change'
+            yield ("schedule", key), message, f"set schedule.{key} = {off}"
 
 
 def _init(recipe: Recipe) -> Iterator[Finding]:
