@@ -41,7 +41,7 @@ def norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if any(x.dtype is torch.float64 for x in tensors) else torch.float32
 
 
-def sum_over_shards(tensors: Sequence[Tensor], values: Tensor) -> Tensor:
+def sum_over_shards(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
     """Return, for each tensor, the sum of a value over the ranks that hold the different shards.
 
     All ranks that share a tensor must call this with the same tensors in the same order. Values of
@@ -49,7 +49,7 @@ def sum_over_shards(tensors: Sequence[Tensor], values: Tensor) -> Tensor:
 
     Args:
         tensors: DTensors, or tensors that are whole on this rank.
-        values: this rank's value of each tensor along dimension 0.
+        values: this rank's value for each tensor, of any shape, all of one dtype.
     """
     by_group: dict[Any, list[int]] = defaultdict(list)
     for index, tensor in enumerate(tensors):
@@ -57,11 +57,41 @@ def sum_over_shards(tensors: Sequence[Tensor], values: Tensor) -> Tensor:
             placed = cast("DTensor", tensor)
             axes = [axis for axis, at in enumerate(placed.placements) if not at.is_replicate()]
             by_group[placed.device_mesh, tuple(axes)].append(index)
-    sums = list(values.unbind())
+    sums = list(values)
     for (mesh, axes), indices in by_group.items():
-        total = values[indices]
+        total = torch.cat([values[index].reshape(-1) for index in indices])
         for axis in axes:
             dist.all_reduce(total, group=mesh.get_group(axis))
-        for index, value in zip(indices, total.unbind(), strict=True):
-            sums[index] = value
-    return torch.stack(sums)
+        parts = torch.split(total, [values[index].numel() for index in indices])
+        for index, part in zip(indices, parts, strict=True):
+            sums[index] = part.view(values[index].shape)
+    return sums
+
+
+def local_indices(tensor: Tensor, without: int) -> tuple[Any, ...]:
+    """Return what selects this rank's part of a whole tensor that lacks one dimension.
+
+    Args:
+        tensor: a DTensor with any placement, or a tensor that is whole on this rank.
+        without: the dimension that is missing, counted from the end.
+    """
+    if not is_split(tensor):
+        return (...,)
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    placed = cast("DTensor", tensor)
+    dims = [dim for dim in range(tensor.ndim) if dim != tensor.ndim + without]
+    found = []
+    for number, dim in enumerate(dims):
+        places = [
+            at if getattr(at, "dim", None) == dim else Replicate() for at in placed.placements
+        ]
+        # An index that is split like the tensor: it knows strided and uneven shards.
+        sizes = [1] * tensor.ndim
+        sizes[dim] = tensor.shape[dim]
+        index = torch.arange(tensor.shape[dim], device=tensor.device).view(sizes)
+        part = distribute_tensor(index, placed.device_mesh, places, src_data_rank=None)
+        shape = [1] * len(dims)
+        shape[number] = -1
+        found.append(part.to_local().reshape(shape))
+    return tuple(found)

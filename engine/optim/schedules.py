@@ -135,3 +135,44 @@ class Polynomial(ScheduleConfig):
         """Return (1 - progress) ** power between the peak and `min_lr_ratio`."""
         fall = _decay("power", min(1.0, step / total), self.power)
         return self.min_lr_ratio + (1 - self.min_lr_ratio) * fall
+
+
+@schedules.register
+class Scaled(ScheduleConfig):
+    """Warmup and cooldown multiply a curve that falls from the first step on (DanLing).
+
+    The warmup is `warmup_steps` long if that is given. Progress is counted from 1 / steps to 1.
+    """
+
+    name: Literal["scaled"] = "scaled"
+    curve: Literal["linear", "cosine", "constant"] = "cosine"
+    """how the curve advances from the peak to `final_lr_ratio`"""
+    scaling: Literal["percentile", "numerical"] = "percentile"
+    """"percentile": by equal factors; "numerical": by equal differences"""
+    final_lr_ratio: Annotated[float, Field(gt=0, le=1)] = 1e-3
+    """the end of the curve, as a share of the peak"""
+    warmup_fraction: Fraction = 0.05
+    """share of all steps of the warmup"""
+    cooldown_fraction: Fraction = 0.2
+    """share of all steps at the end over which the rate falls to `min_lr_ratio`"""
+    min_lr_ratio: Fraction = 1e-6
+    """the lowest rate, as a share of the peak"""
+
+    def lr_factor(self, step: int, total: int) -> float:
+        """Return the factor: the curve, between which and the lowest rate the ends are."""
+        number = min(step + 1, total)
+        share = number / total
+        ratio = {"linear": share, "cosine": 1 - _decay("cosine", share), "constant": 0.0}[
+            self.curve
+        ]
+        if self.scaling == "percentile":
+            factor = float(self.final_lr_ratio**ratio)
+        else:
+            factor = (1 - ratio) * (1 - self.final_lr_ratio) + self.final_lr_ratio
+        # Fractions such as 0.05 are no exact numbers: the margin rounds like integer division.
+        warmup = self.warmup_steps or int(total * self.warmup_fraction + 1e-9)
+        cooldown = int(total * self.cooldown_fraction + 1e-9)
+        strength = min(1.0, number / warmup) if warmup else 1.0
+        if number > total - cooldown:
+            strength *= (total - number) / cooldown
+        return max(self.min_lr_ratio, strength * (factor - self.min_lr_ratio) + self.min_lr_ratio)

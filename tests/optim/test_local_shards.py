@@ -68,7 +68,7 @@ def sharded_norms():
     tensors = list(model.parameters())
     with torch.no_grad():
         squares = [local(weight.fill_(2.0)).square().sum() for weight in tensors]
-    return sum_over_shards(tensors, torch.stack(squares)).tolist()
+    return [value.item() for value in sum_over_shards(tensors, squares)]
 
 
 def test_values_are_summed_over_the_ranks_of_different_shards_alone():

@@ -29,7 +29,7 @@ NOT_KEYS = {
 }  # fmt: skip
 # What a recipe cannot name: engine/optim/library/table.py says why.
 NOT_NAMES = {
-    "Optimizer", "LBFGS", "SparseAdam", "Muon", "LRScheduler", "LambdaLR",
+    "Optimizer", "Adafactor", "LBFGS", "SparseAdam", "Muon", "LRScheduler", "LambdaLR",
     "MultiplicativeLR", "ChainedScheduler", "SequentialLR", "ReduceLROnPlateau", "SWALR",
     "AveragedModel",
 }  # fmt: skip
@@ -56,7 +56,6 @@ def describe(annotation: ast.expr, default: ast.expr | None) -> dict[str, Any]:
     if words := re.match(r"Literal\[(.*)\]", text):
         found["words"] = list(ast.literal_eval(f"[{words[1]}]"))
     elif text.startswith("tuple["):
-        # Elements that may be None too are numbers in a recipe.
         assert text.count(",") == 1, f"{text} is no pair"
         found["type"] = "pair"
     else:

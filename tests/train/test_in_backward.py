@@ -32,7 +32,7 @@ OTHERS = {
         "decoupled_sgdw",
         "torch.NAdam",
     )
-} | {"torch.NAdam": {"name": "torch.NAdam", "clip_norm": 0.0}}
+} | {name: {"name": name, "clip_norm": 0.0} for name in ("adafactor", "torch.NAdam")}
 
 
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *OTHERS])

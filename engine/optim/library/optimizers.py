@@ -36,8 +36,7 @@ class TorchOptimizer(OptimizerConfig):
         import torch
 
         make: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, self.torch_name)
-        keys = OPTIMIZERS[self.torch_name]
-        options = {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
+        options = {key: getattr(self, key) for key in OPTIMIZERS[self.torch_name]}
         options["fused" if self.torch_name in FUSED else "foreach"] = True
         is_on_gpu = groups[0]["params"][0].is_cuda
         if is_on_gpu and "capturable" in make.__init__.__annotations__:
@@ -72,7 +71,6 @@ def __getattr__(name: str) -> type[TorchOptimizer]:
     config = create_model(name, __base__=TorchOptimizer, __module__=__name__, **fields)
     config.__doc__ = f"`torch.optim.{name}`, with the keys and the defaults of torch."
     config.torch_name = name
-    keys = {key for key in OPTIMIZERS[name] if key != "eps" or name != "Adafactor"}
-    config.group_keys = frozenset(GROUP_KEYS & keys)
+    config.group_keys = frozenset(GROUP_KEYS & OPTIMIZERS[name].keys())
     globals()[name] = config
     return config

@@ -26,6 +26,7 @@ _SCHEDULES = "takes other schedules as its arguments, which a recipe cannot writ
 UNSUPPORTED_OPTIMIZERS = {
     "torch.LBFGS": "evaluates the loss several times in a step, and a training step does it once",
     "torch.SparseAdam": "updates sparse gradients alone, and those of models here are dense",
+    "torch.Adafactor": 'is "adafactor" here, with the same rules and defaults',
     "torch.Muon": "updates matrices alone, and a model has other parameters too",
 }
 """optimizers of torch that a recipe cannot name -> the end of a sentence that says why"""
@@ -47,11 +48,9 @@ DESCRIPTIONS = {
     "anneal_strategy": "shape of the rise and of the fall",
     "base_lr": "least rate, as a value of `optimizer.lr`",
     "base_momentum": "least momentum, at the highest rate",
-    "beta2_decay": "exponent of the decay of the mean of squares, at most 0",
     "betas": "decay of the running means of the gradient and of its square",
     "centered": "divide by an estimate of the variance instead of the mean of squares",
     "cycle_momentum": "move the momentum, or the first beta, against the rate",
-    "d": "largest root mean square of an update",
     "dampening": "share of a gradient that does not enter the momentum",
     "decoupled_weight_decay": "decay weights directly instead of in the gradient",
     "div_factor": "highest rate divided by the first one",
@@ -98,7 +97,7 @@ _AT_LEAST_0 = {
 _SHARES = {"rho", "pct_start", "base_momentum", "max_momentum"}
 _POSITIVE = {
     "T_0", "T_max", "T_mult", "step_size", "step_size_up", "step_size_down", "total_steps",
-    "total_iters", "div_factor", "final_div_factor", "d",
+    "total_iters", "div_factor", "final_div_factor",
 }  # fmt: skip
 _DECAYS = Annotated[float, Field(ge=0, lt=1)]
 
@@ -110,14 +109,11 @@ def make_fields(keys: Keys) -> dict[str, tuple[Any, Any]]:
 
 def _default(key: str, row: Mapping[str, Any]) -> Any:
     value = row.get("default", ...)
-    if isinstance(value, list):  # TOML has no word for None: then torch's default stays
-        value = None if None in value else tuple(map(float, value))
+    if isinstance(value, list):
+        value = tuple(map(float, value))
     elif row.get("type") == "float" and isinstance(value, int):
         value = float(value)
-    text = DESCRIPTIONS[key]
-    if value is None and "default:" not in text:
-        text += "; default: that of torch"
-    return Field(value, description=text)
+    return Field(value, description=DESCRIPTIONS[key])
 
 
 def _type(key: str, row: Mapping[str, Any]) -> Any:
@@ -126,9 +122,8 @@ def _type(key: str, row: Mapping[str, Any]) -> Any:
     if row["type"] == "pair":
         item = _DECAYS if key == "betas" else Annotated[float, Field(ge=0)]
         pair: Any = tuple[item, item]  # type: ignore[valid-type]  # made when a recipe names it
-        found: Any = Annotated[pair, Field(strict=False)]
-        return found | None if None in row["default"] else found
-    found = _TYPES[row["type"]]
+        return Annotated[pair, Field(strict=False)]
+    found: Any = _TYPES[row["type"]]
     if key in _AT_LEAST_0:
         found = Annotated[found, Field(ge=0)]
     elif key in _SHARES:
