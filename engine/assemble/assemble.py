@@ -6,6 +6,7 @@ import logging
 import os
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ from ..precision.hardware import require_formats
 from ..recipe.schema import Recipe
 from ..tasks.metrics.metric_set import MetricSet
 from ..tasks.tables import TaskData
-from ..train.average import WeightAverage
+from ..train.average import Average, OptimizerAverage, WeightAverage
 from ..train.balance import warn_of_capacity
 from ..train.parts import Parts
 from .build import BuiltModel, build_model, build_step
@@ -125,7 +126,7 @@ def assemble(
         degrees=plan.degrees,
         parallel_model=step.parallel_model,
         optimizer=step.optimizer,
-        average=WeightAverage(model, recipe.ema) if recipe.ema.decay else None,
+        average=_average(recipe, model, step.optimizer),
         step=step,
         phases=phases,
         loader=TurnLoader(
@@ -213,6 +214,24 @@ def _settle_schedule(recipe: Recipe, turns: Turns) -> ScheduleConfig:
         hint = "raise data.validation_fraction, or name a split in evaluate.metric"
         raise RecipeError([Problem(message, key="schedule.name", hint=hint)])
     return schedule
+
+
+def _average(
+    recipe: Recipe, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Average | None:
+    """Return the average that is evaluated; None where that is the weights themselves."""
+    if recipe.optimizer.averages_weights:
+        schedule: Any = recipe.schedule
+        if schedule.name != "constant":
+            log.warning(
+                'optimizer.name = "%s" needs no schedule, and "%s" lowers the rate too: take '
+                '"constant" with warmup_steps',
+                recipe.optimizer.name,
+                schedule.name,
+            )
+        average_of: Any = optimizer
+        return OptimizerAverage(model, average_of.average)
+    return WeightAverage(model, recipe.ema) if recipe.ema.decay else None
 
 
 def _metrics(recipe: Recipe, plan: Plan, rank: int, model: ModelConfig) -> MetricSet | None:

@@ -71,6 +71,8 @@ class OptimizerConfig(Component):
 
     group_keys: ClassVar[frozenset[str]] = frozenset({"lr", "weight_decay"})
     """which keys of a `[[optimizer.groups]]` entry this optimizer understands"""
+    averages_weights: ClassVar[bool] = False
+    """whether the optimizer trains other weights than those that are evaluated and exported"""
 
     lr: NonNegativeFloat = 3e-4
     """peak learning rate; the schedule multiplies it"""
@@ -103,6 +105,7 @@ optimizers: Registry[OptimizerConfig] = Registry(
         "lion": "engine.optim.elementwise.tables:Lion",
         "ademamix": "engine.optim.elementwise.tables:AdEMAMix",
         "mars": "engine.optim.elementwise.tables:MARS",
+        "schedule_free": "engine.optim.elementwise.tables:ScheduleFree",
         "decoupled_adamw": "engine.optim.elementwise.tables:DecoupledAdamW",
         "decoupled_sgdw": "engine.optim.elementwise.tables:DecoupledSGDW",
         "adafactor": "engine.optim.factored.tables:Adafactor",

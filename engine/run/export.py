@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,12 +72,14 @@ def export_run(
     dtype = parts.recipe.checkpoint.export_dtype
     if ranks.reduce(lambda: None, lambda _: _is_done(run, step, dtype)):
         return []
+    average = parts.average
     if found is not None:
         tensors = model_state(parts.model)
-        tensors |= parts.average.prepare(found.manifest.tensors) if parts.average else {}
+        if average and average.is_separate:  # otherwise the saved weights are the average
+            tensors |= average.prepare(found.manifest.tensors)
         load_state(found.path, found.manifest, tensors, group, parts.model.remote_state)
     names = [FINAL]
-    names += [AVERAGE] * (parts.average is not None and parts.average.has_begun)
+    names += [AVERAGE] * (average is not None and average.has_begun)
     names += [ADAPTER] * (parts.recipe.lora.rank > 0 and _fits_peft(parts))
     ranks.reduce(lambda: None, lambda _: _clear(run))
     faults.point("train.export", ranks.rank, step)
@@ -93,11 +96,10 @@ def export_run(
                 dtype=to,
                 group=group,
             )
-        elif name == AVERAGE and parts.average is not None:
-            with parts.average.swap_in():
-                _export(parts, run / AVERAGE, group)
         else:
-            _export(parts, run / FINAL, group)
+            is_averaged = average and average.is_separate == (name == AVERAGE)
+            with average.swap_in() if average and is_averaged else nullcontext():
+                _export(parts, run / name, group)
     record = json.dumps({"step": step, "folders": names, "dtype": dtype}) + "\n"
     ranks.reduce(lambda: None, lambda _: atomic_write(run / RECORD, record))
     return [run / name for name in names]

@@ -1,8 +1,8 @@
-"""An exponential moving average of the weights."""
+"""Averages of the weights, which evaluations measure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,23 @@ if TYPE_CHECKING:
     from .tables import EMA
 
 
-class WeightAverage:
+class _Average:
+    """Base of what gives a model other weights in evaluations."""
+
+    is_separate = True
+    """whether it is saved and exported beside the weights of the model"""
+    has_begun = False
+    """whether there was an update of a separate average"""
+    _model: nn.Module
+
+    def _reshard(self) -> None:
+        for module in self._model.modules():
+            if reshard := getattr(module, "reshard", None):
+                # FSDP2 may still hold gathered weights, which it would compute with (ZeRO-2).
+                reshard()
+
+
+class WeightAverage(_Average):
     """The average `a <- decay * a + (1 - decay) * w` of every trained weight, in fp32.
 
     The first update copies the weights. Each rank averages its shards of the weights, so nothing
@@ -25,9 +41,6 @@ class WeightAverage:
     Args:
         model: the model with its parameters in memory, sharded as in training.
         table: the recipe's `[ema]`.
-
-    Attributes:
-        has_begun: whether there was an update.
     """
 
     def __init__(self, model: nn.Module, table: EMA) -> None:
@@ -95,12 +108,6 @@ class WeightAverage:
             else:
                 self._swap()
 
-    def _reshard(self) -> None:
-        for module in self._model.modules():
-            if reshard := getattr(module, "reshard", None):
-                # FSDP2 may still hold gathered weights, which it would compute with (ZeRO-2).
-                reshard()
-
     @torch.no_grad()
     def _fill(self, values: Iterable[Tensor]) -> None:
         self._reshard()
@@ -116,3 +123,72 @@ class WeightAverage:
             copy = shard.clone()
             shard.copy_(average_shard)
             average_shard.copy_(copy)
+
+
+class OptimizerAverage(_Average):
+    """The weights that an optimizer averages while it trains others (schedule-free).
+
+    Checkpoints hold the average as the weights of the model, so that every reader gets it, and the
+    trained weights beside it, from which a run resumes.
+
+    Args:
+        model: the model with its parameters in memory, sharded as in training.
+        average_of: returns this rank's part of the average of a parameter, or None before its first
+            update.
+    """
+
+    is_separate = False
+
+    def __init__(self, model: nn.Module, average_of: Callable[[Tensor], Tensor | None]) -> None:
+        self._model = model
+        self._average_of = average_of
+        self._weights = {n: w for n, w in model.named_parameters() if w.requires_grad}
+
+    def update(self, step: int) -> None:
+        """Do nothing: the optimizer updates the average."""
+
+    @torch.no_grad()
+    def state(self) -> dict[str, Tensor]:
+        """Return the average as `model.NAME`, and the trained weights as `trained.NAME`."""
+        found = {}
+        for name, weight in self._weights.items():
+            if (average := self._average_of(weight)) is not None:
+                copy = torch.empty_like(weight, requires_grad=False)
+                local(copy).copy_(average)
+                found[f"model.{name}"], found[f"trained.{name}"] = copy, weight.detach()
+        return found
+
+    def prepare(self, saved: Collection[str]) -> dict[str, Tensor]:
+        """Return the tensors that a checkpoint fills: the trained weights are the model's own.
+
+        Args:
+            saved: names of the tensors in the checkpoint.
+        """
+        found = {}
+        for name, weight in self._weights.items():
+            if f"trained.{name}" in saved:
+                found[f"model.{name}"] = torch.empty_like(weight, requires_grad=False)
+                found[f"trained.{name}"] = weight.detach()
+        return found
+
+    @contextmanager
+    def swap_in(self) -> Iterator[None]:
+        """Give the model the average within a context; its own weights return bit for bit."""
+        self._reshard()
+        kept = {}
+        with torch.no_grad():
+            for weight in self._weights.values():
+                if (average := self._average_of(weight)) is not None:
+                    part = local(weight)
+                    kept[weight] = part.clone()
+                    part.copy_(average)
+        try:
+            yield
+        finally:
+            self._reshard()
+            for weight, part in kept.items():
+                local(weight).copy_(part)
+
+
+Average = WeightAverage | OptimizerAverage
+"""what gives a model other weights in evaluations"""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..tasks.metrics.metric_set import MetricSet
     from ..tasks.task import Task
     from ..tokenizers.tokenizer import Tokenizer
-    from .average import WeightAverage
+    from .average import Average
     from .step import TrainStep
     from .tables import Evaluate, Resilience
 
@@ -125,7 +125,7 @@ class Parts:
         degrees: the ranks along each axis of the mesh.
         parallel_model: the model, wrapped for distributed training.
         optimizer: the optimizer of `step`.
-        average: the moving average of the weights, if the recipe has one.
+        average: the average of the weights that is evaluated, if there is one.
         step: computes and applies gradients.
         phases: names and times the phases of a step.
         loader: reads this rank's batches.
@@ -150,7 +150,7 @@ class Parts:
     degrees: Degrees
     parallel_model: ParallelModel
     optimizer: torch.optim.Optimizer
-    average: WeightAverage | None
+    average: Average | None
     step: TrainStep
     phases: PhaseTimer
     loader: TurnLoader

@@ -118,6 +118,8 @@ class Saver:
         if contents == "full":
             tensors |= train_state.optimizer_state(parts.model, parts.optimizer)
             tensors |= train_state.random_state(parts.world.rank)
+        else:  # without the weights that only training needs
+            tensors = {k: v for k, v in tensors.items() if not k.startswith("trained.")}
         if self._is_spoiled(tensors, position.step, must_save=sync):
             return
         info = replace(

@@ -270,7 +270,9 @@ def test_the_default_rate_lowers_the_loss_in_ten_steps(name, tmp_path):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("name", ["adopt", "ademamix", "mars", "torch.NAdam", "torch.Adagrad"])
+@pytest.mark.parametrize(
+    "name", ["adopt", "ademamix", "mars", "schedule_free", "torch.NAdam", "torch.Adagrad"]
+)
 def test_a_resumed_run_makes_the_weights_of_no_interruption(name, tmp_path):
     keys = f'name = "{name}"' + ("\nslow_warmup_steps = 4" if name == "ademamix" else "")
     weights = []

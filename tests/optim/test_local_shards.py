@@ -17,6 +17,7 @@ from trainer.engine.optim.elementwise.tables import (
     DecoupledSGDW,
     Lion,
     QHAdam,
+    ScheduleFree,
 )
 from trainer.engine.optim.optimizers import SGD, Adam, AdamW
 from trainer.engine.optim.parameters import undecorated_step
@@ -30,6 +31,7 @@ OPTIMIZERS = [
     QHAdam(nus=(0.7, 0.8), cautious_decay=True),
     Lion(),
     AdEMAMix(slow_warmup_steps=2),
+    ScheduleFree(),
     DecoupledSGDW(momentum=0.9, nesterov=True),
 ]
 
@@ -116,5 +118,6 @@ def describe(value):
 def test_bits_and_state_are_those_of_dtensors(config):
     found, expected = (run_ranks(4, sharded_steps, config, on) for on in (True, False))
     assert found == expected
-    state = found[0]["weight", "momentum_buffer" if "sgd" in config.name else "exp_avg"]
+    keys = {"decoupled_sgdw": "momentum_buffer", "sgd": "momentum_buffer", "schedule_free": "z"}
+    state = found[0]["weight", keys.get(config.name, "exp_avg")]
     assert "Shard(dim=0)" in state[0]

@@ -32,7 +32,9 @@ OTHERS = {
         "decoupled_sgdw",
         "torch.NAdam",
     )
-} | {name: {"name": name, "clip_norm": 0.0} for name in ("adafactor", "torch.NAdam")}
+} | {
+    name: {"name": name, "clip_norm": 0.0} for name in ("adafactor", "schedule_free", "torch.NAdam")
+}
 
 
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *OTHERS])

@@ -143,6 +143,38 @@ class MARS(ElementwiseConfig):
     """added to the denominator"""
 
 
+@optimizers.register
+class ScheduleFree(OptimizerConfig):
+    """AdamW that averages its weights instead of lowering the rate (arXiv:2405.15682)."""
+
+    group_keys = frozenset({"lr", "weight_decay", "betas", "eps"})
+    averages_weights = True
+
+    name: Literal["schedule_free"] = "schedule_free"
+    lr: NonNegativeFloat = 2.5e-3
+    """learning rate after the warmup"""
+    betas: Betas = (0.9, 0.999)
+    """weight of the mean in the trained weights, above 0, and decay of the mean of squares"""
+    eps: PositiveFloat = 1e-8
+    """added to the denominator"""
+
+    @model_validator(mode="after")
+    def _check_share(self) -> ScheduleFree:
+        for betas in [self.betas, *(group.betas for group in self.groups if group.betas)]:
+            if not betas[0]:
+                raise ValueError("betas[0] must be above 0: the mean is computed back by it")
+        return self
+
+    def build(
+        self, groups: Sequence[dict[str, Any]], device: torch.device
+    ) -> torch.optim.Optimizer:
+        """Return the optimizer over torch parameter groups."""
+        from .schedule_free import ScheduleFreeOptimizer
+
+        keys = {"lr", "weight_decay", "betas", "eps"}
+        return ScheduleFreeOptimizer(groups, **self.model_dump(include=keys))
+
+
 def divide_decay(config: OptimizerConfig, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return parameter groups whose weight decay is divided by their peak learning rate.
 

@@ -204,7 +204,11 @@ def _groups(recipe: Recipe) -> Iterator[Finding]:
 
 def _momentum(recipe: Recipe) -> Iterator[Finding]:
     optimizer, schedule = recipe.optimizer, recipe.schedule
-    if not schedule.changes_momentum or {"momentum", "betas"} & type(optimizer).model_fields.keys():
+    if optimizer.averages_weights and recipe.ema.decay:
+        message = f'"{optimizer.name}" averages the weights already'
+        yield ("ema", "decay"), message, "set ema.decay = 0"
+    has_momentum = {"momentum", "betas"} & type(optimizer).model_fields.keys()
+    if not schedule.changes_momentum or (has_momentum and not optimizer.averages_weights):
         return
     keys = ("momentum_warmup_steps", "momentum_cooldown_steps", "cycle_momentum")
     for key in keys:
