@@ -126,7 +126,7 @@ def assemble(
         degrees=plan.degrees,
         parallel_model=step.parallel_model,
         optimizer=step.optimizer,
-        average=_average(recipe, model, step.optimizer),
+        average=_average(recipe, model, step.optimizer, total_steps(recipe, data)),
         step=step,
         phases=phases,
         loader=TurnLoader(
@@ -217,7 +217,7 @@ def _settle_schedule(recipe: Recipe, turns: Turns) -> ScheduleConfig:
 
 
 def _average(
-    recipe: Recipe, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    recipe: Recipe, model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int
 ) -> Average | None:
     """Return the average that is evaluated; None where that is the weights themselves."""
     if recipe.optimizer.averages_weights:
@@ -231,7 +231,7 @@ def _average(
             )
         average_of: Any = optimizer
         return OptimizerAverage(model, average_of.average)
-    return WeightAverage(model, recipe.ema) if recipe.ema.decay else None
+    return WeightAverage(model, recipe.ema, steps) if recipe.ema.decay else None
 
 
 def _metrics(recipe: Recipe, plan: Plan, rank: int, model: ModelConfig) -> MetricSet | None:

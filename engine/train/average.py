@@ -41,11 +41,13 @@ class WeightAverage(_Average):
     Args:
         model: the model with its parameters in memory, sharded as in training.
         table: the recipe's `[ema]`.
+        total_steps: optimizer steps of the run.
     """
 
-    def __init__(self, model: nn.Module, table: EMA) -> None:
+    def __init__(self, model: nn.Module, table: EMA, total_steps: int = 0) -> None:
         self._model = model
         self._table = table
+        self._first_step = total_steps - table.last_steps if table.last_steps else 0
         self._weights = {n: w for n, w in model.named_parameters() if w.requires_grad}
         self._averages = {
             # With a decay near 1, an update is too small for bf16's eight bits.
@@ -58,7 +60,7 @@ class WeightAverage(_Average):
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Add the weights after `step` steps if that is due; nothing waits for the device."""
-        if step % self._table.interval:
+        if step % self._table.interval or step < self._first_step:
             return
         averages = [local(tensor) for tensor in self._averages.values()]
         weights = [local(tensor) for tensor in self._weights.values()]
@@ -72,8 +74,20 @@ class WeightAverage(_Average):
             self.has_begun = True
 
     def state(self) -> dict[str, Tensor]:
-        """Return the average as `ema.NAME`; nothing before the first update."""
-        return {f"ema.{name}": tensor for name, tensor in self._averages.items() if self.has_begun}
+        """Return what is evaluated as `ema.NAME`; nothing before the first update.
+
+        With `blend` below 1 the average itself is beside it as `average.NAME`.
+        """
+        if not self.has_begun:
+            return {}
+        averages = {f"ema.{name}": tensor for name, tensor in self._averages.items()}
+        if self._table.blend == 1:
+            return averages
+        blended = {}
+        for name, weight in self._weights.items():
+            blended[f"ema.{name}"] = torch.empty_like(self._averages[name])
+            local(blended[f"ema.{name}"]).copy_(self._blend(name, weight))
+        return blended | {f"average.{name}": tensor for name, tensor in self._averages.items()}
 
     def prepare(self, saved: Collection[str]) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint fills.
@@ -83,21 +97,34 @@ class WeightAverage(_Average):
                 update begins a new one.
         """
         self.has_begun = any(name.startswith("ema.") for name in saved)
-        return self.state()
+        if not self.has_begun:
+            return {}
+        found = {f"ema.{name}": tensor for name, tensor in self._averages.items()}
+        if any(name.startswith("average.") for name in saved):
+            averages = {f"average.{name}": tensor for name, tensor in self._averages.items()}
+            found = averages | {name: torch.empty_like(tensor) for name, tensor in found.items()}
+        return found
+
+    @torch.no_grad()
+    def _blend(self, name: str, weight: Tensor) -> Tensor:
+        """Return this rank's part of what is evaluated, in fp32."""
+        average = local(self._averages[name])
+        return torch.lerp(local(weight).to(average.dtype), average, self._table.blend)
 
     @contextmanager
     def swap_in(self) -> Iterator[None]:
         """Give the model the average within a context; its own weights return bit for bit.
 
         Weights and averages are exchanged one by one, with the memory of one tensor more. Weights
-        in bf16 cannot hold an average, and are copied instead.
+        in bf16 cannot hold an average, and are copied instead, as is what a blend replaces.
         """
         if not self.has_begun:
             yield
             return
-        kept = [local(weight).clone() for weight in self._weights.values()] * self._is_wider
+        is_copied = self._is_wider or self._table.blend < 1
+        kept = [local(weight).clone() for weight in self._weights.values()] * is_copied
         if kept:
-            self._fill(map(local, self._averages.values()))
+            self._fill(self._blend(name, weight) for name, weight in self._weights.items())
         else:
             self._swap()
         try:

@@ -24,6 +24,9 @@ from ..optim.tables import ScheduleState
 from .health import Health
 from .parts import Best, Parts, Position
 
+RESUMED = ("trained.", "average.")
+"""sections of weights that only training needs, see `train.average`"""
+
 
 class Saver:
     """Saves and restores a run: weights, optimizer, random numbers, position.
@@ -119,7 +122,7 @@ class Saver:
             tensors |= train_state.optimizer_state(parts.model, parts.optimizer)
             tensors |= train_state.random_state(parts.world.rank)
         else:  # without the weights that only training needs
-            tensors = {k: v for k, v in tensors.items() if not k.startswith("trained.")}
+            tensors = {name: x for name, x in tensors.items() if not name.startswith(RESUMED)}
         if self._is_spoiled(tensors, position.step, must_save=sync):
             return
         info = replace(

@@ -127,6 +127,10 @@ class EMA(Table):
     """share of the average that each update keeps, such as 0.999; 0: no average"""
     interval: Count = 1
     """optimizer steps between updates of the average"""
+    last_steps: CountOrZero = 0
+    """the average begins so many steps before the end of the run; 0: at the first update"""
+    blend: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """share of the average in the weights that are evaluated; the trained weights get the rest"""
 
 
 class Resilience(Table):

@@ -1,6 +1,7 @@
 """The average of the weights against a recursion in float64, under every data parallel plan."""
 
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from trainer.engine.checkpoint.find import find_checkpoint
 from trainer.engine.checkpoint.reader import load_state
 from trainer.engine.checkpoint.state import model_state
 from trainer.engine.launch.environment import World
+from trainer.engine.recipe.checks.checks import check
 from trainer.engine.train.evaluate import evaluate, validate
 
 STEPS, DECAY, INTERVAL = 6, 0.8, 2
@@ -175,3 +177,49 @@ def test_a_rollback_takes_the_average_back_too(tmp_path):
         average = {name: 0.9 * before[name] + 0.1 * weight for name, weight in weights.items()}
         for name, value in average.items():
             torch.testing.assert_close(state[f"ema.{name}"].double(), value, rtol=1e-6, atol=1e-7)
+
+
+TAIL = {"decay": DECAY, "last_steps": 3, "blend": 0.6}
+
+
+def test_a_tail_average_is_blended_with_the_weights():
+    recipe = recipe_with(run={"steps": STEPS, "seed": 3}, parallel={"shard": 2}, ema=TAIL)
+    _, validation, weights, states = run_ranks(2, follow, recipe, timeout=120)[0]
+    average = {}
+    for step, held in enumerate(weights, 1):
+        for name, weight in held.items():
+            name, weight = name.removeprefix("model."), weight.astype(np.float64)
+            if step == STEPS - 3:
+                average[name] = weight
+            elif step > STEPS - 3:
+                average[name] = DECAY * average[name] + (1 - DECAY) * weight
+        state = states[step - 1]
+        assert len(state) == 2 * len(average)
+        for name, value in average.items():
+            assert state[f"average.{name}"] == pytest.approx(value, abs=1e-6)
+            blended = 0.4 * held[f"model.{name}"] + 0.6 * value
+            assert state[f"ema.{name}"] == pytest.approx(blended, abs=1e-6)
+    last = {name.removeprefix("ema."): x for name, x in states[-1].items() if name[:4] == "ema."}
+    (expected,) = run_ranks(1, validation_of, recipe_with(), last)
+    assert validation[-1] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_run_resumes_with_its_tail_average(tmp_path):
+    recipe = write_recipe(tmp_path / "run", steps=6)
+    settings = ["ema.decay=0.8", "ema.last_steps=3", "ema.blend=0.6"]
+    settings += ["checkpoint.interval=5", "checkpoint.keep=2"]
+    assert finish(start(recipe, overrides=settings)) == [0]
+    _, through = tensors(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/run/checkpoints/step-00000006")
+    assert finish(start(recipe, 1, 1, settings)) == [0]
+    step, resumed = tensors(tmp_path / "run")
+    assert step == 6
+    assert through.keys() == resumed.keys()
+    assert any(name.startswith("average.") for name in through)
+    for name, value in through.items():
+        assert torch.equal(value, resumed[name]), name
+
+
+def test_a_blend_without_an_average_is_refused():
+    recipe = recipe_with(ema={"blend": 0.5})
+    assert ("ema", "blend") in [path for path, _, _ in check(recipe)]

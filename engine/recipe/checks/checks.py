@@ -54,7 +54,7 @@ def _check_table(recipe: Recipe, world: int | None, *, is_split: bool = False) -
         _data,
         partial(_streams, has_epochs=is_split),
         _groups,
-        _momentum,
+        _averages,
         _targets,
         _degrees,
         _timeouts,
@@ -202,8 +202,11 @@ def _groups(recipe: Recipe) -> Iterator[Finding]:
         yield from _pattern((*path, "match"), group.match)
 
 
-def _momentum(recipe: Recipe) -> Iterator[Finding]:
+def _averages(recipe: Recipe) -> Iterator[Finding]:
     optimizer, schedule = recipe.optimizer, recipe.schedule
+    for key, default in {"last_steps": 0, "blend": 1.0}.items():
+        if not recipe.ema.decay and getattr(recipe.ema, key) != default:
+            yield ("ema", key), "there is no average without ema.decay", "give ema.decay"
     if optimizer.averages_weights and recipe.ema.decay:
         message = f'"{optimizer.name}" averages the weights already'
         yield ("ema", "decay"), message, "set ema.decay = 0"
