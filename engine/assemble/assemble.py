@@ -32,6 +32,7 @@ from ..tasks.metrics.metric_set import MetricSet
 from ..tasks.tables import TaskData
 from ..train.average import Average, OptimizerAverage, WeightAverage
 from ..train.balance import warn_of_capacity
+from ..train.lookahead import Lookahead
 from ..train.parts import Parts
 from .build import BuiltModel, build_model, build_step
 from .frozen import open_frozen
@@ -115,6 +116,7 @@ def assemble(
     take = partial(plan.take, model=model)
     warn_of_capacity(built.config, sized.data, plan.degrees)
     metrics = _metrics(recipe, plan, world.rank, built.config)
+    steps, ahead = total_steps(recipe, data), recipe.ema.nesterov
     return Assembled(
         recipe=recipe,
         model_config=built.config,
@@ -126,7 +128,8 @@ def assemble(
         degrees=plan.degrees,
         parallel_model=step.parallel_model,
         optimizer=step.optimizer,
-        average=_average(recipe, model, step.optimizer, total_steps(recipe, data)),
+        average=_average(recipe, model, step.optimizer, steps),
+        lookahead=Lookahead(model, ahead, steps) if ahead.scale else None,
         step=step,
         phases=phases,
         loader=TurnLoader(
@@ -146,7 +149,7 @@ def assemble(
             take,
             outputs,
         ),
-        total_steps=total_steps(recipe, data),
+        total_steps=steps,
         steps_per_epoch=data.steps_per_epoch,
         device=device,
         world=world,

@@ -86,7 +86,8 @@ def compare(
     free = {*FREE}
     schedule = schedules[new["schedule"]["name"]].model_validate(new["schedule"])
     # More steps then change none of those that are done.
-    at_end = schedule.momentum_cooldown_steps or new["ema"]["last_steps"]
+    ema = new["ema"]
+    at_end = schedule.momentum_cooldown_steps or ema["last_steps"] or ema["nesterov"]["scale"]
     if not schedule.depends_on_total and not at_end:
         free |= {"run.steps", "run.epochs"}
     if schedule.follows_score:

@@ -175,13 +175,16 @@ def _compute(
     evaluations = read_evaluations(folder) if parts.schedule.follows_score else {}
     batches = parts.loader.steps(position.batch)
     while position.step < target.step - 1:
-        lr_factor = parts.lr_factor(position)
+        lr_factor = parts.start_step(position)
         gradients = step.accumulate(next(batches))
         position.step, position.batch = position.step + 1, position.batch + 1
-        if health.should_step(
+        is_updated = health.should_step(
             gradients, position.step, position.batch, recipe.optimizer.lr * lr_factor
-        ):
+        )
+        if is_updated:
             step.update(lr_factor)
+        if parts.lookahead:
+            parts.lookahead.finish(is_updated=is_updated)
         step.clear()
         values = evaluations.get(position.step, {})
         if parts.evaluate.score_key in values:
@@ -199,6 +202,7 @@ def _compute(
     )
     step = replace(step, weight_update=unclipped)
     probe = Probe(step, parts.model_config.layout)
+    parts.start_step(position)
     with probe.watch():
         gradients = step.accumulate(next(batches))
     return gradients.loss.item(), gradients.norm.item(), probe.layers

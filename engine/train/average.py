@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from .tables import EMA
 
 
+def reshard(model: nn.Module) -> None:
+    """Free gathered weights: FSDP2 may hold some, and would compute with them (ZeRO-2)."""
+    for module in model.modules():
+        if free := getattr(module, "reshard", None):
+            free()
+
+
 class _Average:
     """Base of what gives a model other weights in evaluations."""
 
@@ -23,13 +30,6 @@ class _Average:
     """whether it is saved and exported beside the weights of the model"""
     has_begun = False
     """whether there was an update of a separate average"""
-    _model: nn.Module
-
-    def _reshard(self) -> None:
-        for module in self._model.modules():
-            if reshard := getattr(module, "reshard", None):
-                # FSDP2 may still hold gathered weights, which it would compute with (ZeRO-2).
-                reshard()
 
 
 class WeightAverage(_Average):
@@ -137,13 +137,13 @@ class WeightAverage(_Average):
 
     @torch.no_grad()
     def _fill(self, values: Iterable[Tensor]) -> None:
-        self._reshard()
+        reshard(self._model)
         for weight, value in zip(self._weights.values(), values, strict=True):
             local(weight).copy_(value)
 
     @torch.no_grad()
     def _swap(self) -> None:
-        self._reshard()
+        reshard(self._model)
         for weight, average in zip(self._weights.values(), self._averages.values(), strict=True):
             shard, average_shard = local(weight), local(average)
             # Bit for bit: no arithmetic, and one tensor at a time to save memory.
@@ -201,7 +201,7 @@ class OptimizerAverage(_Average):
     @contextmanager
     def swap_in(self) -> Iterator[None]:
         """Give the model the average within a context; its own weights return bit for bit."""
-        self._reshard()
+        reshard(self._model)
         kept = {}
         with torch.no_grad():
             for weight in self._weights.values():
@@ -212,7 +212,7 @@ class OptimizerAverage(_Average):
         try:
             yield
         finally:
-            self._reshard()
+            reshard(self._model)
             for weight, part in kept.items():
                 local(weight).copy_(part)
 

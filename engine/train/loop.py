@@ -70,18 +70,22 @@ def train(
         # Ranks vote before a step, so that none waits in a collective for one that has stopped.
         if stop.agree() or batch is None:
             return _save_and_stop(parts, position, saver, observer)
-        lr_factor = parts.lr_factor(position)
-        step.set_momentum(parts.momentum(position))
+        if parts.lookahead:
+            saver.wait_staged()  # the weights move already before the backward pass
+        lr_factor = parts.start_step(position)
         faults.point("train.step", parts.world.rank, position.step + 1)
         step.monitors.begin(position.step + 1)
         gradients = step.accumulate(batch, lr_factor, before_update=saver.wait_staged)
         # Counted also if the step is skipped: after a rollback the batch is not read again.
         position.batch += 1
         lr = parts.peak_lr * lr_factor
-        if health.should_step(gradients, position.step + 1, position.batch, lr):
+        is_updated = health.should_step(gradients, position.step + 1, position.batch, lr)
+        if is_updated:
             # A save in the background may still be copying the weights that change now.
             saver.wait_staged()
             step.update(lr_factor)
+        if parts.lookahead:
+            parts.lookahead.finish(is_updated=is_updated)
         step.clear()
         if health.wants_rollback and _roll_back(position, saver, stop):
             observer.start(position.step, int(position.count))

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ..tasks.task import Task
     from ..tokenizers.tokenizer import Tokenizer
     from .average import Average
+    from .lookahead import Lookahead
     from .step import TrainStep
     from .tables import Evaluate, Resilience
 
@@ -126,6 +127,7 @@ class Parts:
         parallel_model: the model, wrapped for distributed training.
         optimizer: the optimizer of `step`.
         average: the average of the weights that is evaluated, if there is one.
+        lookahead: moves the weights ahead before each step, if the recipe says so.
         step: computes and applies gradients.
         phases: names and times the phases of a step.
         loader: reads this rank's batches.
@@ -151,6 +153,7 @@ class Parts:
     parallel_model: ParallelModel
     optimizer: torch.optim.Optimizer
     average: Average | None
+    lookahead: Lookahead | None
     step: TrainStep
     phases: PhaseTimer
     loader: TurnLoader
@@ -181,6 +184,14 @@ class Parts:
         """Return what the peak learning rates are multiplied by in the step after a position."""
         factor = self.schedule.lr_factor(position.step, self.total_steps)
         return factor * position.schedule.ratio
+
+    def start_step(self, position: Position) -> float:
+        """Set the momentum of the next step, move the weights ahead, and return `lr_factor`."""
+        factor = self.lr_factor(position)
+        self.step.set_momentum(self.momentum(position))
+        if self.lookahead:
+            self.lookahead.start(position.step, factor)
+        return factor
 
     def momentum(self, position: Position) -> Callable[[float], float] | None:
         """Return what maps the momentum of a parameter group to its value in the next step.

@@ -119,6 +119,7 @@ class Saver:
         tensors = train_state.model_state(parts.model)
         tensors |= parts.average.state() if parts.average else {}
         if contents == "full":
+            tensors |= parts.lookahead.state() if parts.lookahead else {}
             tensors |= train_state.optimizer_state(parts.model, parts.optimizer)
             tensors |= train_state.random_state(parts.world.rank)
         else:  # without the weights that only training needs
@@ -238,6 +239,8 @@ class Saver:
         tensors |= train_state.optimizer_state(parts.model, parts.optimizer)
         if parts.average:
             tensors |= parts.average.prepare(manifest.tensors)
+        if parts.lookahead:
+            tensors |= parts.lookahead.prepare(manifest.tensors)
         # A rank that the saving run did not have keeps the seed that it has begun with.
         generators = train_state.random_state(rank) if rank < manifest.world else {}
         state, remote = {**tensors, **generators}, parts.model.remote_state

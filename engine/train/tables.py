@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..core.config import DEFAULTS, Count, CountOrZero, RecipePath, SplitName, Table
+from ..core.config import DEFAULTS, Count, CountOrZero, Fraction, RecipePath, SplitName, Table
 from ..core.registry import Named
 from ..observe.metrics import VALIDATION
 from ..sources.configs import SourceConfig, sources
@@ -120,6 +120,19 @@ class Evaluate(Table):
         return any(each.higher_is_better for each in own)
 
 
+class Nesterov(Table):
+    """EMA-Nesterov: gradients are computed ahead of the weights, along their mean change."""
+
+    scale: Annotated[float, Field(ge=0)] = 0.0
+    """how far ahead at the peak rate, as a multiple of the mean change, such as 0.3; 0: none"""
+    decay: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    """share of the mean change that each step keeps"""
+    start: Fraction = 0.15
+    """share of the steps of the run before the first look ahead"""
+    end: Fraction = 0.75
+    """share of the steps of the run after which there is none any more"""
+
+
 class EMA(Table):
     """An exponential moving average of the weights."""
 
@@ -131,6 +144,8 @@ class EMA(Table):
     """the average begins so many steps before the end of the run; 0: at the first update"""
     blend: Annotated[float, Field(gt=0, le=1)] = 1.0
     """share of the average in the weights that are evaluated; the trained weights get the rest"""
+    nesterov: Nesterov = DEFAULTS
+    """look ahead along the mean change of the weights (arXiv:2605.25395)"""
 
 
 class Resilience(Table):

@@ -17,6 +17,7 @@ from ....model_zoo.base import Model
 from ...data.batch import Batch
 from ...data.tables import Data
 from ...train.average import WeightAverage
+from ...train.lookahead import Lookahead
 from ...train.step import TrainStep
 from ...train.tables import EMA
 from .build import empty_batches, samples_of
@@ -92,6 +93,7 @@ def track(
     tracker = MemoryTracker()
     model, (share, size) = step.parallel_model.model, samples_of(data, step)
     average = WeightAverage(model, ema) if ema and ema.decay else None
+    ahead = Lookahead(model, ema.nesterov, 1) if ema and ema.nesterov.scale else None
     homes = (IN_CPU_MEMORY,) * 3 if offloads else (PARAMETERS, GRADIENTS, OPTIMIZER)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
 
@@ -106,6 +108,8 @@ def track(
             tracker.add(each.buffers(), PARAMETERS)
         if average:
             tracker.add(average._averages.values(), homes[2])
+        if ahead:
+            tracker.add(ahead.state().values(), homes[2])
         _watch_blocks(step, blocks, tracker)
         if steps == 1:
             tracker.enter("first update")
@@ -120,10 +124,15 @@ def track(
                 batches = [take(batch, model) for batch in empty_batches(step.task, share, size)]
                 others = [take(batch, model) for batch in empty_batches(step.task, left, size)]
             watched.monitors.begin(0)  # all are due
+            if ahead:
+                with tracker.labelled(TEMPORARY):
+                    ahead.start(0, 1.0)
             watched.accumulate(batches, lr_factor=1.0)
             tracker.add([w.grad for w in weights if w.grad is not None], homes[1])
             with tracker.labelled(TEMPORARY):
                 watched.update(1.0)
+                if ahead:
+                    ahead.finish(is_updated=True)
                 if average and ema:
                     average.update(ema.interval)
             _end_step(step, tracker, homes[2])

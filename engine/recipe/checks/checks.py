@@ -207,6 +207,15 @@ def _averages(recipe: Recipe) -> Iterator[Finding]:
     for key, default in {"last_steps": 0, "blend": 1.0}.items():
         if not recipe.ema.decay and getattr(recipe.ema, key) != default:
             yield ("ema", key), "there is no average without ema.decay", "give ema.decay"
+    if recipe.ema.nesterov.scale:
+        path = ("ema", "nesterov", "scale")
+        if optimizer.averages_weights:
+            yield path, f'"{optimizer.name}" trains other weights than its average', "set it to 0"
+        if recipe.precision.parameters == "bf16":
+            message = "weights in bf16 are too coarse for the way ahead"
+            yield path, message, 'set it to 0, or precision.parameters = "fp32"'
+        if recipe.ema.nesterov.start >= recipe.ema.nesterov.end:
+            yield ("ema", "nesterov", "end"), "it is not after ema.nesterov.start", "raise it"
     if optimizer.averages_weights and recipe.ema.decay:
         message = f'"{optimizer.name}" averages the weights already'
         yield ("ema", "decay"), message, "set ema.decay = 0"
