@@ -66,32 +66,3 @@ def sum_over_shards(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> list
         for index, part in zip(indices, parts, strict=True):
             sums[index] = part.view(values[index].shape)
     return sums
-
-
-def local_indices(tensor: Tensor, without: int) -> tuple[Any, ...]:
-    """Return what selects this rank's part of a whole tensor that lacks one dimension.
-
-    Args:
-        tensor: a DTensor with any placement, or a tensor that is whole on this rank.
-        without: the dimension that is missing, counted from the end.
-    """
-    if not is_split(tensor):
-        return (...,)
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    placed = cast("DTensor", tensor)
-    dims = [dim for dim in range(tensor.ndim) if dim != tensor.ndim + without]
-    found = []
-    for number, dim in enumerate(dims):
-        places = [
-            at if getattr(at, "dim", None) == dim else Replicate() for at in placed.placements
-        ]
-        # An index that is split like the tensor: it knows strided and uneven shards.
-        sizes = [1] * tensor.ndim
-        sizes[dim] = tensor.shape[dim]
-        index = torch.arange(tensor.shape[dim], device=tensor.device).view(sizes)
-        part = distribute_tensor(index, placed.device_mesh, places, src_data_rank=None)
-        shape = [1] * len(dims)
-        shape[number] = -1
-        found.append(part.to_local().reshape(shape))
-    return tuple(found)

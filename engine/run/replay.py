@@ -183,8 +183,7 @@ def _compute(
         )
         if is_updated:
             step.update(lr_factor)
-        if parts.lookahead:
-            parts.lookahead.finish(is_updated=is_updated)
+        parts.finish_step(position.step, is_updated=is_updated)
         step.clear()
         values = evaluations.get(position.step, {})
         if parts.evaluate.score_key in values:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from .tables import EMA
 
 
+RESUMED = ("trained.", "average.", "lookahead.")
+"""sections of a checkpoint with weights that only training needs"""
+
+
 def reshard(model: nn.Module) -> None:
     """Free gathered weights: FSDP2 may hold some, and would compute with them (ZeRO-2)."""
     for module in model.modules():

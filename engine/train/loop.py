@@ -70,9 +70,7 @@ def train(
         # Ranks vote before a step, so that none waits in a collective for one that has stopped.
         if stop.agree() or batch is None:
             return _save_and_stop(parts, position, saver, observer)
-        if parts.lookahead:
-            saver.wait_staged()  # the weights move already before the backward pass
-        lr_factor = parts.start_step(position)
+        lr_factor = parts.start_step(position, before_move=saver.wait_staged)
         faults.point("train.step", parts.world.rank, position.step + 1)
         step.monitors.begin(position.step + 1)
         gradients = step.accumulate(batch, lr_factor, before_update=saver.wait_staged)
@@ -84,8 +82,6 @@ def train(
             # A save in the background may still be copying the weights that change now.
             saver.wait_staged()
             step.update(lr_factor)
-        if parts.lookahead:
-            parts.lookahead.finish(is_updated=is_updated)
         step.clear()
         if health.wants_rollback and _roll_back(position, saver, stop):
             observer.start(position.step, int(position.count))
@@ -94,8 +90,7 @@ def train(
         stop.defer()  # now there is work to lose: a signal waits for the end of the step
         # A tensor on the device: as a Python number it would make the host wait in each step.
         position.count = position.count + gradients.count
-        if parts.average:
-            parts.average.update(position.step)
+        parts.finish_step(position.step, is_updated=is_updated)
         is_due = observer.is_due(position.step)
         if is_due:
             health.verify()  # the row waits for the device in any case

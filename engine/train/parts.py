@@ -185,13 +185,38 @@ class Parts:
         factor = self.schedule.lr_factor(position.step, self.total_steps)
         return factor * position.schedule.ratio
 
-    def start_step(self, position: Position) -> float:
-        """Set the momentum of the next step, move the weights ahead, and return `lr_factor`."""
+    @property
+    def averages(self) -> list[Average | Lookahead]:
+        """What holds further weights that checkpoints keep."""
+        return [each for each in (self.average, self.lookahead) if each]
+
+    def start_step(
+        self, position: Position, before_move: Callable[[], None] = lambda: None
+    ) -> float:
+        """Set the momentum of the next step, move the weights ahead, and return `lr_factor`.
+
+        Args:
+            position: where the step begins.
+            before_move: called before the weights move, if they do.
+        """
         factor = self.lr_factor(position)
         self.step.set_momentum(self.momentum(position))
         if self.lookahead:
+            before_move()
             self.lookahead.start(position.step, factor)
         return factor
+
+    def finish_step(self, step: int, *, is_updated: bool = True) -> None:
+        """Update the averages of the weights.
+
+        Args:
+            step: finished optimizer steps, the one since `start_step` included.
+            is_updated: whether the optimizer changed the weights in that step.
+        """
+        if self.lookahead:
+            self.lookahead.finish(is_updated=is_updated)
+        if self.average:
+            self.average.update(step)
 
     def momentum(self, position: Position) -> Callable[[float], float] | None:
         """Return what maps the momentum of a parameter group to its value in the next step.

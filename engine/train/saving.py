@@ -21,11 +21,9 @@ from ..core import faults
 from ..core.errors import CheckpointError, Diverged
 from ..core.heartbeat import heartbeat
 from ..optim.tables import ScheduleState
+from .average import RESUMED
 from .health import Health
 from .parts import Best, Parts, Position
-
-RESUMED = ("trained.", "average.")
-"""sections of weights that only training needs, see `train.average`"""
 
 
 class Saver:
@@ -117,9 +115,9 @@ class Saver:
         parts = self._parts
         table = parts.checkpoint
         tensors = train_state.model_state(parts.model)
-        tensors |= parts.average.state() if parts.average else {}
+        for average in parts.averages:
+            tensors |= average.state()
         if contents == "full":
-            tensors |= parts.lookahead.state() if parts.lookahead else {}
             tensors |= train_state.optimizer_state(parts.model, parts.optimizer)
             tensors |= train_state.random_state(parts.world.rank)
         else:  # without the weights that only training needs
@@ -237,10 +235,8 @@ class Saver:
         )
         tensors: dict[str, Tensor] = train_state.model_state(parts.model)
         tensors |= train_state.optimizer_state(parts.model, parts.optimizer)
-        if parts.average:
-            tensors |= parts.average.prepare(manifest.tensors)
-        if parts.lookahead:
-            tensors |= parts.lookahead.prepare(manifest.tensors)
+        for average in parts.averages:
+            tensors |= average.prepare(manifest.tensors)
         # A rank that the saving run did not have keeps the seed that it has begun with.
         generators = train_state.random_state(rank) if rank < manifest.world else {}
         state, remote = {**tensors, **generators}, parts.model.remote_state

@@ -30,7 +30,7 @@ def follow(changes):
         ahead = copy()
         parts.step.accumulate(next(batches), factor)
         parts.step.update(factor)
-        parts.lookahead.finish(is_updated=True)
+        parts.finish_step(step + 1)
         parts.step.clear()
         found.append((before, ahead, copy(), factor))
     return found

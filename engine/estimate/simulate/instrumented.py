@@ -92,8 +92,6 @@ def track(
     """
     tracker = MemoryTracker()
     model, (share, size) = step.parallel_model.model, samples_of(data, step)
-    average = WeightAverage(model, ema) if ema and ema.decay else None
-    ahead = Lookahead(model, ema.nesterov, 1) if ema and ema.nesterov.scale else None
     homes = (IN_CPU_MEMORY,) * 3 if offloads else (PARAMETERS, GRADIENTS, OPTIMIZER)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
 
@@ -106,10 +104,7 @@ def track(
         for each in (model, *([step.task.frozen.model] if step.task.frozen else [])):
             tracker.add(each.parameters(), homes[0])
             tracker.add(each.buffers(), PARAMETERS)
-        if average:
-            tracker.add(average._averages.values(), homes[2])
-        if ahead:
-            tracker.add(ahead.state().values(), homes[2])
+        start_step, finish_step = _average_weights(model, ema, tracker, homes[2])
         _watch_blocks(step, blocks, tracker)
         if steps == 1:
             tracker.enter("first update")
@@ -124,20 +119,38 @@ def track(
                 batches = [take(batch, model) for batch in empty_batches(step.task, share, size)]
                 others = [take(batch, model) for batch in empty_batches(step.task, left, size)]
             watched.monitors.begin(0)  # all are due
-            if ahead:
-                with tracker.labelled(TEMPORARY):
-                    ahead.start(0, 1.0)
+            start_step()
             watched.accumulate(batches, lr_factor=1.0)
             tracker.add([w.grad for w in weights if w.grad is not None], homes[1])
             with tracker.labelled(TEMPORARY):
                 watched.update(1.0)
-                if ahead:
-                    ahead.finish(is_updated=True)
-                if average and ema:
-                    average.update(ema.interval)
+                finish_step()
             _end_step(step, tracker, homes[2])
             del batches, others
     return tracker
+
+
+def _average_weights(
+    model: Model, ema: EMA | None, tracker: MemoryTracker, home: str
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Make the averages of the weights, and return what starts and finishes a step of theirs."""
+    average = WeightAverage(model, ema) if ema and ema.decay else None
+    ahead = Lookahead(model, ema.nesterov, 1) if ema and ema.nesterov.scale else None
+    tracker.add(average._averages.values() if average else (), home)
+    tracker.add(ahead.state().values() if ahead else (), home)
+
+    def start() -> None:
+        if ahead:
+            with tracker.labelled(TEMPORARY):
+                ahead.start(0, 1.0)
+
+    def finish() -> None:
+        if ahead:
+            ahead.finish(is_updated=True)
+        if average and ema:
+            average.update(ema.interval)
+
+    return start, finish
 
 
 def _label(tracker: MemoryTracker, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:

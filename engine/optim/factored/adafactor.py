@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
-from ...core.local import local, local_indices, sum_over_shards
+from ...core.local import is_split, local, sum_over_shards
 
 Group = dict[str, Any]
 
@@ -111,3 +112,30 @@ def _shape_without(weight: Tensor, dim: int) -> torch.Size:
     sizes = list(weight.shape)
     del sizes[dim]
     return torch.Size(sizes)
+
+
+def local_indices(tensor: Tensor, without: int) -> tuple[Any, ...]:
+    """Return what selects this rank's part of a whole tensor that lacks one dimension.
+
+    Args:
+        tensor: a DTensor with any placement, or a tensor that is whole on this rank.
+        without: the dimension that is missing, counted from the end.
+    """
+    if not is_split(tensor):
+        return (...,)
+    placed = cast(DTensor, tensor)
+    dims = [dim for dim in range(tensor.ndim) if dim != tensor.ndim + without]
+    found = []
+    for number, dim in enumerate(dims):
+        places = [
+            at if getattr(at, "dim", None) == dim else Replicate() for at in placed.placements
+        ]
+        # An index that is split like the tensor: it knows strided and uneven shards.
+        sizes = [1] * tensor.ndim
+        sizes[dim] = tensor.shape[dim]
+        index = torch.arange(tensor.shape[dim], device=tensor.device).view(sizes)
+        part = distribute_tensor(index, placed.device_mesh, places, src_data_rank=None)
+        shape = [1] * len(dims)
+        shape[number] = -1
+        found.append(part.to_local().reshape(shape))
+    return tuple(found)

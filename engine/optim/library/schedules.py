@@ -68,17 +68,21 @@ class TorchSchedule(ScheduleConfig):
         step, total = max(0, step - self.warmup_steps), max(1, total - self.warmup_steps)
         return float(self._group_at(step, total)["momentum"])
 
-    def _group_at(self, step: int, total: int) -> dict[str, Any]:
+    def build(self, total: int) -> Any:
+        """Return the schedule of torch for a run of so many steps after the warmup."""
         import torch
 
+        weight = torch.zeros(1, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=self._peak, momentum=0.9)
+        make = getattr(torch.optim.lr_scheduler, self.torch_name)
+        return make(optimizer, **self._options(total))
+
+    def _group_at(self, step: int, total: int) -> dict[str, Any]:
         with warnings.catch_warnings():
             # torch warns of a step that it is told: here no steps were taken before it.
             warnings.simplefilter("ignore")
             if total not in self._schedulers:
-                weight = torch.zeros(1, requires_grad=True)
-                optimizer = torch.optim.SGD([weight], lr=self._peak, momentum=0.9)
-                make = getattr(torch.optim.lr_scheduler, self.torch_name)
-                self._schedulers[total] = make(optimizer, **self._options(total))
+                self._schedulers[total] = self.build(total)
             scheduler = self._schedulers[total]
             # A one-cycle schedule ends with an error: the rate stays as it is instead.
             scheduler.step(min(step, getattr(scheduler, "total_steps", step)))

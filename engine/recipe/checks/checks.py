@@ -23,6 +23,7 @@ from .plan_checks import check_plan
 from .ragged_checks import check_ragged
 from .split_checks import check_splits, relocate
 from .task_checks import check_task
+from .update_checks import check_update
 
 
 def check(recipe: Recipe, world: int | None = None) -> list[Finding]:
@@ -54,7 +55,7 @@ def _check_table(recipe: Recipe, world: int | None, *, is_split: bool = False) -
         _data,
         partial(_streams, has_epochs=is_split),
         _groups,
-        _averages,
+        check_update,
         _targets,
         _degrees,
         _timeouts,
@@ -200,34 +201,6 @@ def _groups(recipe: Recipe) -> Iterator[Finding]:
                 f"known: {known}",
             )
         yield from _pattern((*path, "match"), group.match)
-
-
-def _averages(recipe: Recipe) -> Iterator[Finding]:
-    optimizer, schedule = recipe.optimizer, recipe.schedule
-    for key, default in {"last_steps": 0, "blend": 1.0}.items():
-        if not recipe.ema.decay and getattr(recipe.ema, key) != default:
-            yield ("ema", key), "there is no average without ema.decay", "give ema.decay"
-    if recipe.ema.nesterov.scale:
-        path = ("ema", "nesterov", "scale")
-        if optimizer.averages_weights:
-            yield path, f'"{optimizer.name}" trains other weights than its average', "set it to 0"
-        if recipe.precision.parameters == "bf16":
-            message = "weights in bf16 are too coarse for the way ahead"
-            yield path, message, 'set it to 0, or precision.parameters = "fp32"'
-        if recipe.ema.nesterov.start >= recipe.ema.nesterov.end:
-            yield ("ema", "nesterov", "end"), "it is not after ema.nesterov.start", "raise it"
-    if optimizer.averages_weights and recipe.ema.decay:
-        message = f'"{optimizer.name}" averages the weights already'
-        yield ("ema", "decay"), message, "set ema.decay = 0"
-    has_momentum = {"momentum", "betas"} & type(optimizer).model_fields.keys()
-    if not schedule.changes_momentum or (has_momentum and not optimizer.averages_weights):
-        return
-    keys = ("momentum_warmup_steps", "momentum_cooldown_steps", "cycle_momentum")
-    for key in keys:
-        if value := getattr(schedule, key, 0):
-            off = "false" if value is True else "0"
-            message = f'"{optimizer.name}" has no momentum that the schedule could change'
-            yield ("schedule", key), message, f"set schedule.{key} = {off}"
 
 
 def _init(recipe: Recipe) -> Iterator[Finding]:
