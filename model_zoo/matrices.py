@@ -50,3 +50,15 @@ def is_matrix(name: str, shape: tuple[int, ...], layout: Layout) -> bool:
         return is_stack(name, layout)
     # A router chooses, in high precision.
     return len(shape) == 2 and name.endswith(".weight") and ".router." not in name
+
+
+def maps_hidden_states(name: str, shape: tuple[int, ...], layout: Layout) -> bool:
+    """Return whether a parameter is a matrix inside of the model, or a stack of matrices.
+
+    Routers and adapters are; embeddings, heads, norms and biases are not.
+    """
+    if layout.is_expert(name):
+        return len(shape) > 2 and not name.endswith("_bias")
+    ends = tuple(f"{path}." for path in (layout.embed, layout.head) if path)
+    is_inside = name.startswith(f"{layout.blocks}.") if layout.blocks else not name.startswith(ends)
+    return len(shape) == 2 and is_inside

@@ -74,6 +74,8 @@ def assemble(
     heartbeat.enter("assemble")
     if fresh and recipe.lora.rank and not recipe.run.init_from:
         log.warning("lora.rank is given without run.init_from: random weights are frozen")
+    for warning in recipe.optimizer.warnings():
+        log.warning(warning)
     require_formats(recipe.precision, recipe.model, device)
     plan = make_plan(recipe.parallel, world.rank, world.world_size, device)
     # Before the first product: cuBLAS reads its workspace setting when it starts.
@@ -155,6 +157,7 @@ def assemble(
         world=world,
         schedule=_settle_schedule(recipe, data),
         peak_lr=recipe.optimizer.lr,
+        named_rates=recipe.optimizer.named_rates(),
         gc_interval=recipe.run.gc_interval,
         evaluate=recipe.evaluate.settle(recipe.task.scores),
         checkpoint=recipe.checkpoint,

@@ -150,7 +150,7 @@ def build_step(
         frozen = FrozenModel(parallel_model, built.config, base_alone)
     # After the wrapping: FSDP replaces parameters, and an optimizer must hold the new ones.
     scale = LossScale(model.compute_dtype)
-    optimizer, weight_update = build_update(recipe, parallel_model, plan, scale)
+    optimizer, weight_update = build_update(recipe, parallel_model, built.config, plan, scale)
     return TrainStep(
         parallel_model,
         optimizer,

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
+from ...model_zoo.base import Model
+from ...model_zoo.config import ModelConfig
+from ...model_zoo.matrices import maps_hidden_states
+from ..core.errors import Problem, RecipeError
+from ..core.parameter_placement import ParameterPlacement
 from ..optim.parameters import avoid_dynamo_import, parameter_groups, undecorated_step
 from ..parallel.axis import ParallelModel
+from ..parallel.parameter_placements import place_parameters
+from ..parallel.placement import placements_for
 from ..parallel.plan import Plan
 from ..precision.hardware import LossScale
 from ..precision.rounding import divide_groups, make_rounded_step
@@ -14,18 +22,26 @@ from ..train.update import Update, UpdateAfterBackward, UpdateInBackward
 
 
 def build_update(
-    recipe: Recipe, parallel_model: ParallelModel, plan: Plan, scale: LossScale
+    recipe: Recipe,
+    parallel_model: ParallelModel,
+    config: ModelConfig,
+    plan: Plan,
+    scale: LossScale,
 ) -> tuple[torch.optim.Optimizer, Update]:
     """Return the optimizer of a wrapped model, and what lets it change the weights.
 
     Args:
         recipe: the validated recipe.
         parallel_model: the model, wrapped for training; its weights are in memory.
+        config: the model's config.
         plan: how ranks share it.
         scale: the loss scale that gradients are divided by.
     """
     model, degrees, device = parallel_model.model, plan.degrees, plan.device
-    groups = parameter_groups(model.named_parameters(), recipe.optimizer, model.remote_parameters)
+    placements = _place(model, config, plan) if recipe.optimizer.needs_matrices else None
+    groups = parameter_groups(
+        model.named_parameters(), recipe.optimizer, model.remote_parameters, placements
+    )
     is_rounded = recipe.precision.parameters == "bf16"
     groups = list(divide_groups(groups)) if is_rounded else groups
     avoid_dynamo_import()
@@ -52,3 +68,25 @@ def build_update(
         device,
     )
     return optimizer, update
+
+
+def _place(model: Model, config: ModelConfig, plan: Plan) -> dict[str, ParameterPlacement]:
+    """Return the placement of each parameter of this rank.
+
+    Raises:
+        RecipeError: no parameter of the model is a matrix.
+    """
+    shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    tables = {
+        f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Embedding)
+    }
+    matrices = {
+        name
+        for name, shape in {**shapes, **model.remote_parameters}.items()
+        if maps_hidden_states(name, shape, config.layout) and name not in tables
+    }
+    if not matrices:
+        message = f'the model "{config.name}" has no matrices beside its embeddings and head'
+        raise RecipeError([Problem(message, key="optimizer.name", hint='take "adamw"')])
+    found = placements_for(shapes, config, plan.table, plan.degrees)
+    return place_parameters(found, matrices, plan)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -34,6 +34,7 @@ from torch.optim import (
 
 from ..core.errors import Problem, RecipeError, nearest
 from ..core.local import is_split, local
+from ..core.parameter_placement import ParameterPlacement
 from ..core.text.expressions import match_names
 from .elementwise.base import ElementwiseOptimizer
 from .tables import OptimizerConfig
@@ -43,17 +44,20 @@ def parameter_groups(
     parameters: Iterable[tuple[str, Parameter]],
     config: OptimizerConfig,
     remote: Iterable[str] = (),
+    placements: Mapping[str, ParameterPlacement] | None = None,
 ) -> list[dict[str, Any]]:
     """Return torch parameter groups: one a `[[optimizer.groups]]` entry, and one for the rest.
 
     Frozen parameters are in none, and a pattern may match nothing else. Each group holds `params`,
     its peak rate as `lr` and `peak_lr`, and the entry's other values. A group without parameters
-    on this rank is left out.
+    on this rank is left out. For an optimizer of matrices there is a group of matrices and one of
+    other parameters in the place of each; it also holds `is_matrix` and `placements`.
 
     Args:
         parameters: this rank's, by name.
         config: the recipe's `[optimizer]`.
         remote: names of the parameters that only other stages of a pipeline hold.
+        placements: the placement of each parameter, where `config.needs_matrices`.
 
     Raises:
         RecipeError: patterns that match no parameter of the whole model, or none that an earlier
@@ -67,9 +71,6 @@ def parameter_groups(
     def find_group(name: str) -> int:
         return next((i for i, matches in enumerate(tests) if matches(name)), len(tests))
 
-    members: list[list[Parameter]] = [[] for _ in range(len(tests) + 1)]
-    for name, weight in parameters:
-        members[find_group(name)].append(weight)
     # All ranks must agree whether a pattern is wrong, so that all of them end.
     names = [*(name for name, _ in parameters), *remote] if tests else []
     matched = set(map(find_group, names))
@@ -79,13 +80,24 @@ def parameter_groups(
             problems.append(_unmatched(index, group.match, names))
     if problems:
         raise RecipeError(problems)
-    # The schedule sets `lr` of a group before each step, as a factor of `peak_lr`.
-    overrides = [*(group.overrides(config) for group in config.groups), {}]
-    return [
-        {"params": weights, "lr": config.lr, **values, "peak_lr": values.get("lr", config.lr)}
-        for weights, values in zip(members, overrides, strict=True)
-        if weights
-    ]
+    given = placements if config.needs_matrices and placements is not None else {}
+    members = defaultdict[tuple[int, bool], list[tuple[str, Parameter]]](list)
+    for name, weight in parameters:
+        is_matrix = name in given and given[name].is_matrix
+        members[find_group(name), is_matrix].append((name, weight))
+    groups = []
+    for index, is_matrix in sorted(members):
+        rates = config.rates_of(is_matrix=is_matrix or not given)
+        entry = config.groups[index].overrides(rates) if index < len(tests) else {}
+        lr = entry.get("lr", rates.lr)
+        # The schedule sets `lr` of a group before each step, as a factor of `peak_lr`.
+        found = {"lr": lr, **entry, "peak_lr": lr}
+        found["params"] = [weight for _, weight in members[index, is_matrix]]
+        if given:
+            found["placements"] = [given[name] for name, _ in members[index, is_matrix]]
+            found["is_matrix"] = is_matrix
+        groups.append(found)
+    return groups
 
 
 def _unmatched(index: int, pattern: str, names: list[str]) -> Problem:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -27,6 +27,13 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 SCALED = ("lr", "weight_decay")
 """keys whose value a parameter group can give as a multiple of the optimizer's value"""
+
+
+class Rates(NamedTuple):
+    """The values that a parameter group can multiply; see `SCALED`."""
+
+    lr: float
+    weight_decay: float
 
 
 class ParameterGroup(Table):
@@ -56,13 +63,13 @@ class ParameterGroup(Table):
                 raise ValueError(f"{key} and {key}_scale both set the same value: give one")
         return self
 
-    def overrides(self, config: OptimizerConfig) -> dict[str, Any]:
-        """Return the values that this group sets, with scales multiplied by `config`'s values."""
+    def overrides(self, rates: Rates) -> dict[str, Any]:
+        """Return the values that this group sets, with scales multiplied by `rates`."""
         found = self.model_dump(exclude={"match"}, exclude_none=True)
         for key in SCALED:
             scale = found.pop(f"{key}_scale", None)
             if scale is not None:
-                found[key] = getattr(config, key) * scale
+                found[key] = getattr(rates, key) * scale
         return found
 
 
@@ -73,6 +80,11 @@ class OptimizerConfig(Component):
     """which keys of a `[[optimizer.groups]]` entry this optimizer understands"""
     averages_weights: ClassVar[bool] = False
     """whether the optimizer trains other weights than those that are evaluated and exported"""
+    needs_matrices: ClassVar[bool] = False
+    """whether it updates matrices as wholes: its groups then have `placements` and `is_matrix`, and
+    it cannot step one weight at a time"""
+    matrix_keys: ClassVar[frozenset[str]] = frozenset()
+    """which of `group_keys` say something of matrices alone"""
 
     lr: NonNegativeFloat = 3e-4
     """peak learning rate; the schedule multiplies it"""
@@ -84,6 +96,20 @@ class OptimizerConfig(Component):
     """largest absolute value of an element of a gradient, after `clip_norm`; 0 does not clip"""
     groups: list[ParameterGroup] = []
     """other values for parameters chosen by name"""
+
+    def rates_of(self, *, is_matrix: bool) -> Rates:
+        """Return the rate and the decay of matrices, or of all other parameters."""
+        return Rates(self.lr, self.weight_decay)
+
+    def named_rates(self) -> dict[str, float]:
+        """Return the peak rates beside `lr` that rows of metrics show, by key."""
+        rates = self.rates_of(is_matrix=True)
+        values = [group.overrides(rates).get("lr") for group in self.groups]
+        return {f"lr_group_{n}": rate for n, rate in enumerate(values) if rate is not None}
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what is likely to be a mistake."""
+        yield from ()
 
     def build(
         self, groups: Sequence[dict[str, Any]], device: torch.device
@@ -110,6 +136,7 @@ optimizers: Registry[OptimizerConfig] = Registry(
         "decoupled_sgdw": "engine.optim.elementwise.tables:DecoupledSGDW",
         "adafactor": "engine.optim.factored.tables:Adafactor",
         **{f"{PREFIX}{name}": f"engine.optim.library.optimizers:{name}" for name in OPTIMIZERS},
+        "muon": "engine.optim.matrix.tables:Muon",
     },
     unsupported=UNSUPPORTED_OPTIMIZERS,
 )

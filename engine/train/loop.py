@@ -94,7 +94,8 @@ def train(
         is_due = observer.is_due(position.step)
         if is_due:
             health.verify()  # the row waits for the device in any case
-        metrics = step.metrics(gradients, lr) if is_due else {}
+        rates = parts.scale_rates(lr_factor)
+        metrics = {**step.metrics(gradients, lr), **rates} if is_due else {}
         observer.on_step(position.step, metrics, position.count, position.batch)
         outcome = _evaluate_and_save(parts, position, saver, observer, health, stop, tasks)
         if parts.gc_interval and position.step % parts.gc_interval == 0:

@@ -139,6 +139,7 @@ class Parts:
         world: the place of this rank among the processes.
         schedule: gives the learning rate's factor for a step.
         peak_lr: learning rate that the factor multiplies, for the log.
+        named_rates: further peak rates that rows of metrics show, by key.
         gc_interval: optimizer steps between garbage collections; 0 leaves them to Python.
         evaluate: the recipe's `[evaluate]`.
         checkpoint: the recipe's `[checkpoint]`.
@@ -164,6 +165,7 @@ class Parts:
     world: World
     schedule: ScheduleConfig
     peak_lr: float
+    named_rates: Mapping[str, float]
     gc_interval: int
     evaluate: Evaluate
     checkpoint: Checkpoint
@@ -179,6 +181,10 @@ class Parts:
     def model(self) -> Model:
         """The unwrapped module."""
         return self.parallel_model.model
+
+    def scale_rates(self, lr_factor: float) -> dict[str, float]:
+        """Return the further rates of a step by key, for rows of metrics."""
+        return {key: rate * lr_factor for key, rate in self.named_rates.items()}
 
     def lr_factor(self, position: Position) -> float:
         """Return what the peak learning rates are multiplied by in the step after a position."""

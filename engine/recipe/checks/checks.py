@@ -191,9 +191,10 @@ def _streams(recipe: Recipe, *, has_epochs: bool) -> Iterator[Finding]:
 
 def _groups(recipe: Recipe) -> Iterator[Finding]:
     optimizer = recipe.optimizer
+    rates = optimizer.rates_of(is_matrix=True)
     for index, group in enumerate(optimizer.groups):
         path = ("optimizer", "groups", index)
-        for key in sorted(set(group.overrides(optimizer)) - optimizer.group_keys):
+        for key in sorted(set(group.overrides(rates)) - optimizer.group_keys):
             known = ", ".join(sorted(optimizer.group_keys))
             yield (
                 (*path, key),

@@ -1,0 +1,174 @@
+"""The base class of optimizers that update matrices as wholes, and all else by AdamW."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim import AdamW, Optimizer
+
+from ....kernels.torch_private import foreach_add, foreach_add_, foreach_mul_
+from ...core.parameter_placement import ParameterPlacement
+from ..elementwise.base import Group, Tensors, apply_updates
+from ..elementwise.qhadam import QHAdamOptimizer
+from ..parameters import local_shards
+from .exchange import assemble_matrices, finish_transfer, split_pieces, start_transfer
+from .rounds import Round, plan_rounds
+
+ADAMW = ("lr", "weight_decay", "betas", "eps")
+"""options of a group that AdamW updates"""
+
+
+class _Task(NamedTuple):
+    """A round of the matrices of a parameter group.
+
+    Attributes:
+        group: the options.
+        round: the round.
+        weights: this rank's parts of the parameters that the pieces of the round belong to.
+        gradients: the gradients of these parts.
+        momenta: running means of the gradients.
+    """
+
+    group: Group
+    round: Round
+    weights: Tensors
+    gradients: Tensors
+    momenta: Tensors
+
+
+class MatrixOptimizer(Optimizer):
+    """Updates matrices by a function of whole matrices, under any parallelism plan.
+
+    Momentum is sharded as the weights are. For each matrix, one rank gets the whole momentum,
+    computes the update, and sends each rank its part; `rounds.py` says which rank.
+
+    Args:
+        groups: parameter groups of torch, each with `placements`, the `ParameterPlacement` of each
+            of its parameters, and `is_matrix`, whether its parameters are matrices.
+        device: where matrices are multiplied; offloaded parameters are elsewhere.
+        adamw: AdamW's options for groups of other parameters.
+        options: options for groups of matrices.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        device: torch.device,
+        adamw: dict[str, Any],
+        **options: Any,
+    ) -> None:
+        super().__init__([dict(group) for group in groups], options)
+        others = [group for group in self.param_groups if not group["is_matrix"]]
+        self._matrix_groups = [group for group in self.param_groups if group["is_matrix"]]
+        self._device = device
+        self._group: ProcessGroup | None = None
+        self._rounds: dict[Any, list[list[Round]]] = {}
+        self._adamw: Optimizer | None = None
+        if others:
+            # The groups are the same objects in both optimizers, so that rates are set once.
+            self._adamw = (
+                QHAdamOptimizer(others, nus=(1.0, 1.0), **adamw)
+                if options["cautious_decay"]
+                else AdamW(others, fused=True, **adamw)
+            )
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        with local_shards(self):
+            if self._adamw:
+                self._adamw.state = self.state
+                inspect.unwrap(type(self._adamw).step)(self._adamw)
+            self._step_matrices(self._prepare_tasks())
+
+    def _prepare_tasks(self) -> list[_Task]:
+        """Update the momenta, and return the rounds of all groups."""
+        trained = [
+            [place for place, weight in enumerate(group["params"]) if weight.grad is not None]
+            for group in self._matrix_groups
+        ]
+        key = tuple(map(tuple, trained))
+        if key not in self._rounds:
+            self._rounds[key] = self._plan(trained)
+        tasks = []
+        for group, places, rounds in zip(
+            self._matrix_groups, trained, self._rounds[key], strict=True
+        ):
+            weights: Tensors = [group["params"][place] for place in places]
+            if not weights:
+                continue
+            gradients = [weight.grad for weight in weights]
+            for weight in weights:
+                if "momentum_buffer" not in self.state[weight]:
+                    self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+            momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
+            foreach_mul_(momenta, group["momentum"])
+            foreach_add_(momenta, gradients)
+            tasks += [_Task(group, this, weights, gradients, momenta) for this in rounds]
+        return tasks
+
+    def _plan(self, trained: Sequence[Sequence[int]]) -> list[list[Round]]:
+        loads: list[float] = []
+        plans = []
+        for group, places in zip(self._matrix_groups, trained, strict=True):
+            placements: list[ParameterPlacement] = [group["placements"][each] for each in places]
+            if placements:
+                loads = loads or [0.0] * placements[0].ranks
+                self._group = placements[0].group
+            plans.append(plan_rounds(placements, loads) if placements else [])
+        return plans
+
+    def _step_matrices(self, tasks: Sequence[_Task]) -> None:
+        """Compute round after round, while the matrices of the next one and results travel."""
+        gathering = self._gather(tasks[0]) if tasks else None
+        scattering: tuple[_Task, Tensor] | None = None
+        for number, task in enumerate(tasks):
+            assert gathering is not None, "each round is gathered before it is computed"
+            flat = finish_transfer(task.round.gather, gathering, self._group)
+            matrices = assemble_matrices(task.round, flat)
+            gathering = self._gather(tasks[number + 1]) if number + 1 < len(tasks) else None
+            updates = self.compute_updates(task.group, matrices)
+            scatter = task.round.scatter
+            pieces = [updates[piece.slices] for piece in scatter.sent]
+            sent = start_transfer(scatter, pieces, self._group, updates.dtype, self._device)
+            if scattering:
+                self._apply(*scattering)
+            scattering = task, sent
+        if scattering:
+            self._apply(*scattering)
+
+    def _gather(self, task: _Task) -> Tensor:
+        group, sent = task.group, task.round.gather.sent
+        pieces = [task.momenta[piece.tensor][piece.slices] for piece in sent]
+        if group["nesterov"] and pieces:
+            gradients = [task.gradients[piece.tensor][piece.slices] for piece in sent]
+            pieces = foreach_add(gradients, pieces, alpha=group["momentum"])
+        dtype = group["dtype"] or task.weights[0].dtype
+        return start_transfer(task.round.gather, pieces, self._group, dtype, self._device)
+
+    def _apply(self, task: _Task, pending: Tensor) -> None:
+        scatter = task.round.scatter
+        flat = finish_transfer(scatter, pending, self._group).to(task.weights[0])
+        if not scatter.received:
+            return
+        flat = flat * self.scale_of(task.group, *task.round.shape)
+        weights = [task.weights[piece.tensor][piece.slices] for piece in scatter.received]
+        apply_updates(task.group, weights, split_pieces(scatter.received, flat))
+
+    def compute_updates(self, group: Group, matrices: Tensor) -> Tensor:
+        """Return the updates of matrices, before they are scaled, [N, rows, columns].
+
+        Args:
+            group: the options.
+            matrices: momenta, in the dtype of the computation, [N, rows, columns].
+        """
+        raise NotImplementedError
+
+    def scale_of(self, group: Group, rows: int, columns: int) -> float:
+        """Return what multiplies the update of a matrix of this shape."""
+        raise NotImplementedError

@@ -1,0 +1,112 @@
+"""Tables of the optimizers that update matrices as wholes. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from ...core.config import DEFAULTS, Betas, Count, Decay, Table
+from ..tables import NonNegativeFloat, OptimizerConfig, PositiveFloat, Rates, optimizers
+
+if TYPE_CHECKING:
+    import torch
+
+LEAST_LR = 1e-4
+"""a rate of `scale = "original"` below this is likely to be one that was tuned for AdamW"""
+
+
+class AdamWKeys(Table):
+    """AdamW's keys for parameters that are no matrices: embeddings, heads, norms, biases."""
+
+    lr: NonNegativeFloat | None = None
+    """peak learning rate of these parameters; default: that of [optimizer]"""
+    weight_decay: NonNegativeFloat | None = None
+    """decoupled weight decay of these parameters; default: that of [optimizer]"""
+    betas: Betas = (0.9, 0.95)
+    """decay of the running means of the gradient and of its square"""
+    eps: PositiveFloat = 1e-8
+    """added to the denominator"""
+
+
+class MatrixConfig(OptimizerConfig):
+    """Base of the tables of optimizers that `MatrixOptimizer` implements."""
+
+    needs_matrices = True
+    implementation: ClassVar[str]
+    """module and class of the optimizer, whose options are the keys of this table"""
+    matrix_keys: ClassVar[frozenset[str]] = frozenset({"momentum"})
+    """keys of a group that say something of matrices alone"""
+    group_keys = frozenset({"lr", "weight_decay", "betas", "eps", "momentum"})
+
+    momentum: Decay = 0.95
+    """decay of the running sum of the gradients of matrices"""
+    nesterov: bool = True
+    """look ahead along the momentum"""
+    orthogonalize_dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """dtype in which matrices are multiplied and sent; "fp32" is that of the weights; "auto": "bf16"
+    on GPUs, else "fp32" """
+    ns_steps: Count = 5
+    """Newton-Schulz iterations"""
+    cautious_decay: bool = False
+    """decay only the elements that the update moves towards 0 (arXiv:2510.12402)"""
+    adamw: AdamWKeys = DEFAULTS
+    """AdamW's keys for embeddings, heads, norms and biases"""
+
+    def rates_of(self, *, is_matrix: bool) -> Rates:
+        """Return the rate and the decay of matrices, or of all other parameters."""
+        table = self.adamw
+        if is_matrix:
+            return super().rates_of(is_matrix=True)
+        return Rates(
+            self.lr if table.lr is None else table.lr,
+            self.weight_decay if table.weight_decay is None else table.weight_decay,
+        )
+
+    def named_rates(self) -> dict[str, float]:
+        """Return the peak rates beside `lr`: of what AdamW updates, and of groups."""
+        rate = self.rates_of(is_matrix=False)
+        found = {"lr_adamw": rate.lr, **super().named_rates()}
+        for index, group in enumerate(self.groups):
+            if group.lr_scale is not None and rate.lr != self.lr:
+                found[f"lr_adamw_group_{index}"] = group.lr_scale * rate.lr
+        return found
+
+    def build(
+        self, groups: Sequence[dict[str, Any]], device: torch.device
+    ) -> torch.optim.Optimizer:
+        """Return the optimizer over groups that `parameter_groups` made with placements."""
+        import torch
+
+        module, name = self.implementation.split(":")
+        make: Callable[..., torch.optim.Optimizer]
+        make = getattr(import_module(f".{module}", __package__), name)
+        options = self.model_dump(exclude={"name", "clip_norm", "groups", "adamw"})
+        wide = {"auto": device.type != "cuda", "bf16": False, "fp32": True}
+        is_wide = wide[options.pop("orthogonalize_dtype")]
+        options["dtype"] = None if is_wide else torch.bfloat16
+        rates = self.rates_of(is_matrix=False)
+        adamw = {**rates._asdict(), "betas": self.adamw.betas, "eps": self.adamw.eps}
+        # Values of their own, because the optimizer's defaults are those of matrices.
+        groups = [group if group["is_matrix"] else {**adamw, **group} for group in groups]
+        return make(groups, device, adamw, **options)
+
+
+@optimizers.register
+class Muon(MatrixConfig):
+    """Momentum that is orthogonalized, matrix by matrix; AdamW for what is no matrix."""
+
+    implementation = "muon:MuonOptimizer"
+
+    name: Literal["muon"] = "muon"
+    scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """what multiplies an update: "match_rms_adamw", 0.2 sqrt(max(rows, columns)), so that AdamW's
+    rates suit (arXiv:2502.16982); "original", sqrt(max(1, rows / columns))"""
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what is likely to be a mistake."""
+        if self.scale == "original" and self.lr < LEAST_LR:
+            yield (
+                f'optimizer.lr = {self.lr:g} is a rate for AdamW: with scale = "original" matrices '
+                'hardly move; take about 0.02, or scale = "match_rms_adamw"'
+            )
