@@ -120,6 +120,7 @@ class RankCost:
         weight_bytes: the bytes of these parameters.
         optimizer_bytes: the bytes of the optimizer state.
         model_flops: the FLOPs of a step, without recomputation.
+        optimizer_flops: the FLOPs of the optimizer's matmuls in a step.
         again_flops: the recomputed FLOPs of a step, including fused attention's scores.
         flows: the traffic that the rank sends in a step.
     """
@@ -131,6 +132,7 @@ class RankCost:
     optimizer_bytes: int
     model_flops: int
     again_flops: int
+    optimizer_flops: int
     flows: list[Flow]
 
 
@@ -294,5 +296,6 @@ def rank_cost(counts: StepCounts, place: int, degrees: Degrees, gpus_per_node: i
         optimizer_bytes=counts.held["optimizer"],
         model_flops=counts.flops["model"],
         again_flops=counts.flops["again"],
+        optimizer_flops=counts.flops["optimizer"],
         flows=flows,
     )

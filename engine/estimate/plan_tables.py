@@ -82,7 +82,7 @@ def stage_rows(pipeline: PipelinePlan) -> Rows:
 
 def cost_rows(plan: RunPlan) -> Rows:
     """Yield the memory and the FLOPs of a step, of the first rank at each place."""
-    yield ["PLACE", "RANK", "PARAMETERS", "WEIGHTS", "OPTIMIZER", "TFLOP", "RECOMPUTED"]
+    yield ["PLACE", "RANK", "PARAMETERS", "WEIGHTS", "OPTIMIZER", "TFLOP", "RECOMPUTED", "UPDATE"]
     for cost in plan.needs:
         yield [
             str(cost.place),
@@ -92,6 +92,7 @@ def cost_rows(plan: RunPlan) -> Rows:
             format_size(cost.optimizer_bytes),
             f"{cost.model_flops / 1e12:.4g}",
             f"{cost.again_flops / 1e12:.4g}",
+            f"{cost.optimizer_flops / 1e12:.4g}",
         ]
 
 

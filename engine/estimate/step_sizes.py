@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...model_zoo.layout import Layout
+from ...model_zoo.matrices import maps_hidden_states
+from ..core.parameter_placement import ParameterPlacement
 from ..optim.parameters import parameter_groups
 from ..optim.tables import OptimizerConfig
 from ..parallel.mesh import Degrees
@@ -86,7 +91,7 @@ class StepSizes:
             ends=sum(map(prod, shapes.values())) - blocks,
             width=DTYPES[precision.parameters].itemsize,
             reduce_width=DTYPES[precision.reduce].itemsize,
-            state=0.0 if is_frozen else _state_bytes(recipe.optimizer),
+            state=0.0 if is_frozen else _state_bytes(recipe.optimizer, shapes, config.layout),
             saved=2 * config.dim + 3 * heads + wide,
             replicated=2 * config.dim,
             dense=dense,
@@ -108,11 +113,24 @@ class StepSizes:
         return dense, blocks * self.experts / degrees.expert_ranks
 
 
-def _state_bytes(config: OptimizerConfig) -> float:
-    """Return the bytes of optimizer state a parameter, measured by a step on a small weight."""
+def _state_bytes(
+    config: OptimizerConfig, shapes: Mapping[str, tuple[int, ...]], layout: Layout
+) -> float:
+    """Return the bytes of optimizer state a parameter, measured by steps on small weights."""
+    sizes = Counter[bool]()
+    for name, shape in shapes.items():
+        sizes[config.needs_matrices and maps_hidden_states(name, shape, layout)] += prod(shape)
+    total = max(1, sum(sizes.values()))
+    return sum(size * _measure_state(config, is_matrix=each) for each, size in sizes.items()) / total
+
+
+def _measure_state(config: OptimizerConfig, *, is_matrix: bool) -> float:
+    """Return the bytes of state a parameter of a matrix, or of any other parameter."""
     weight = torch.nn.Parameter(torch.zeros(64, 64))
     config = config.model_copy(update={"groups": []})
-    optimizer = config.build(parameter_groups([("weight", weight)], config), weight.device)
+    placements = {"weight": ParameterPlacement("weight", (64, 64), is_matrix)}
+    groups = parameter_groups([("weight", weight)], config, placements=placements)
+    optimizer = config.build(groups, weight.device)
     weight.grad = torch.zeros_like(weight)
     optimizer.step()
     states = (value for state in optimizer.state.values() for value in state.values())

@@ -107,6 +107,10 @@ class OptimizerConfig(Component):
         values = [group.overrides(rates).get("lr") for group in self.groups]
         return {f"lr_group_{n}": rate for n, rate in enumerate(values) if rate is not None}
 
+    def for_gpu(self) -> Self:
+        """Return the table with what its "auto" means on a GPU."""
+        return self
+
     def warnings(self) -> Iterator[str]:
         """Yield what is likely to be a mistake."""
         yield from ()

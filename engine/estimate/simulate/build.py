@@ -118,6 +118,7 @@ def _adapt(recipe: Recipe, *, on_gpu: bool, compiles: bool) -> Recipe:
     return recipe.model_copy(
         update={
             "metrics": recipe.metrics.model_copy(update={"monitors": monitors}),
+            "optimizer": recipe.optimizer.for_gpu() if on_gpu else recipe.optimizer,
             "kernels": kernels.model_copy(update=words),
             "precision": precision.model_copy(update=casts),
             "parallel": parallel.model_copy(update=axes),

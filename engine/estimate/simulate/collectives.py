@@ -58,11 +58,15 @@ class CollectiveMatcher:
     Args:
         degrees: the size of each axis of the mesh.
         rank: the rank.
+
+    Attributes:
+        in_update: whether the optimizer runs, whose all-to-alls are among all ranks of a stage.
     """
 
     def __init__(self, degrees: Degrees, rank: int) -> None:
         self._degrees = degrees
         self._rank = rank
+        self.in_update = False
         self._axes: dict[str, tuple[tuple[str, ...], tuple[int, int] | None]] = {}
 
     def match_collective(
@@ -88,7 +92,7 @@ class CollectiveMatcher:
         axes, part = self._axes_of_group(group)
         if not axes:  # a rank alone
             return None
-        if kind == ALL_TO_ALL:
+        if kind == ALL_TO_ALL and not self.in_update:
             coordinates = map(self._degrees.coordinate, dist.get_process_group_ranks(group))
             is_inside = len({coordinate.expert for coordinate in coordinates}) == 1
             axes, part = ("expert_tensor" if is_inside else "expert",), None

@@ -86,7 +86,7 @@ class StepCounts:
     Attributes:
         calls: the number of collectives by route.
         message_bytes: the bytes of the rank's inputs by route; see `match_collective`.
-        flops: "model" and "again"; see `count_flops`.
+        flops: "model" and "again", see `count_flops`, and "optimizer" of the update.
         held: "parameters" in number, and bytes of "weights" and of the "optimizer"; those of a
             frozen model that the task learns from included.
     """
@@ -96,6 +96,13 @@ class StepCounts:
     flops: Counter[str] = field(default_factory=Counter)
     held: Counter[str] = field(default_factory=Counter)
 
+    def add(self, update: StepCounts) -> None:
+        """Add the counts of an optimizer step, whose state takes the place of the one counted."""
+        self.calls += update.calls
+        self.message_bytes += update.message_bytes
+        self.flops += update.flops
+        self.held["optimizer"] = update.held["optimizer"]
+
 
 class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the FLOPs and collectives of operations that run while the mode is active."""
@@ -103,19 +110,21 @@ class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, match_names: CollectiveMatcher) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts = StepCounts()
-        self._matcher = match_names
+        self.matcher = match_names
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if call := self._matcher.match_collective(func, args, kwargs):
+        if call := self.matcher.match_collective(func, args, kwargs):
             route, size = call
             self.counts.calls[route] += 1
             self.counts.message_bytes[route] += size
         else:
-            self.counts.flops += count_flops(func, args, kwargs, out)
+            flops = count_flops(func, args, kwargs, out)
+            is_update = self.matcher.in_update
+            self.counts.flops += Counter(optimizer=flops.total()) if is_update else flops
         return out
 
 
@@ -130,18 +139,24 @@ def count_step(step: TrainStep, batches: Sequence[Batch], rank: int) -> StepCoun
     counter = StepCounter(CollectiveMatcher(step.degrees, rank))
     with counter:
         step.accumulate(batches, lr_factor=1.0)
+        counter.matcher.in_update = True
         step.update(1.0)
     step.clear()
     parameters = list(step.parallel_model.model.parameters())
     if step.task.frozen and step.task.frozen.model is not step.parallel_model.model:
         parameters += step.task.frozen.model.parameters()
-    states = (value for state in step.optimizer.state.values() for value in state.values())
     counter.counts.held.update(
         parameters=sum(local(parameter).numel() for parameter in parameters),
         weights=_bytes(parameters),
-        optimizer=_bytes(value for value in states if isinstance(value, Tensor)),
+        optimizer=bytes_of_state(step.optimizer),
     )
     return counter.counts
+
+
+def bytes_of_state(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of an optimizer's state on this rank."""
+    states = (value for state in optimizer.state.values() for value in state.values())
+    return _bytes(value for value in states if isinstance(value, Tensor))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -18,9 +18,11 @@ from torch import nn
 
 from ...core.local import local
 from ...observe.tables import Metrics
+from ...optim.optimizers import AdamW
 from ...parallel.mesh import expert_grid
 from ...parallel.pipeline.cut import SPLIT_BACKWARD
 from ...precision.hardware import DTYPES
+from ...recipe.placements import placements
 from ...recipe.schema import Recipe
 from ..groups import ALL_REDUCE
 from .build import SimulatedRank, simulate_rank, step_batches
@@ -29,6 +31,7 @@ from .count import StepCounts, count_step
 from .instrumented import NUM_ENDS, BlockSegment, track
 from .sizes import RunSize, enough_micro_batches, have_identical_blocks, resize, size_of
 from .torch_internals import fake_process_group
+from .update import count_update
 from .tracker import COMMUNICATION, RECEIVED, MemoryPeak
 
 SHORTEST = NUM_ENDS + 1
@@ -88,7 +91,9 @@ def simulate_memory(
     count, steps = size.micro_batches, 0
     if not whole:
         count = enough_micro_batches(recipe.parallel.pipelining, size, place)
-        steps = _spare_blocks(recipe.parallel.pipelining.schedule, size, place)
+        # A rank's share of an optimizer's matrices is not linear in the number of blocks.
+        if not recipe.optimizer.needs_matrices:
+            steps = _spare_blocks(recipe.parallel.pipelining.schedule, size, place)
     recipe = resize(recipe, size, micro_batches=count if count < size.micro_batches else 0)
     short = [
         resize(recipe, size, blocks=[max(1, blocks - less) for blocks in size.blocks])
@@ -224,6 +229,12 @@ def count_ranks(
     # A frozen model from elsewhere does not become smaller with the model that is trained.
     whole = whole or bool(recipe.task.frozen_model(recipe.loss))
     size = size_of(recipe, ranks, vocab_size)
+    given, counts_update = recipe, recipe.optimizer.needs_matrices and not whole
+    if counts_update and placements(recipe, size.degrees, vocab_size) and not recipe.lora.rank:
+        # The optimizer is counted apart, and AdamW sends nothing.
+        recipe = recipe.model_copy(update={"optimizer": AdamW()})
+    else:
+        whole, counts_update = whole or counts_update, False
     own = size.degrees.pipeline, (), ()
     pipeline, blocks, counts = own if whole else smallest_sizes(recipe, size, vocab_size)
     last, inner = size.degrees.pipeline - 1, ranks // size.degrees.pipeline
@@ -243,7 +254,11 @@ def count_ranks(
             samples = [simulate(near, b, m) for m in counts or (0,)]
             rows.append(_extend_counts(samples, counts, size.micro_batches))
         num_blocks = sum(size.blocks[stage] for stage in size.stages_of(place))
-        yield _extend_counts(rows, [size.stages_per_rank * b for b in blocks], num_blocks)
+        total = _extend_counts(rows, [size.stages_per_rank * b for b in blocks], num_blocks)
+        if counts_update:
+            rank = place * inner
+            total.add(count_update(given, rank, size.degrees, vocab_size, on_gpu=on_gpu))
+        yield total
 
 
 def smallest_sizes(

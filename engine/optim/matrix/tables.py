@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from ...core.config import DEFAULTS, Betas, Count, Decay, Table
 from ..tables import NonNegativeFloat, OptimizerConfig, PositiveFloat, Rates, optimizers
@@ -71,6 +71,12 @@ class MatrixConfig(OptimizerConfig):
             if group.lr_scale is not None and rate.lr != self.lr:
                 found[f"lr_adamw_group_{index}"] = group.lr_scale * rate.lr
         return found
+
+    def for_gpu(self) -> Self:
+        """Return the table with what its "auto" means on a GPU."""
+        if self.orthogonalize_dtype != "auto":
+            return self
+        return self.model_copy(update={"orthogonalize_dtype": "bf16"})
 
     def build(
         self, groups: Sequence[dict[str, Any]], device: torch.device

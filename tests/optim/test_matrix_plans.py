@@ -1,0 +1,28 @@
+"""Optimizers of whole matrices give the weights and the state of one process under every plan."""
+
+import pytest
+
+from tests.cases import also
+from tests.distributed import run_ranks
+from tests.optim.replay import MODELS, WORLD, replay
+
+OPTIMIZERS = {
+    "muon": {"name": "muon", "lr": 0.01, "weight_decay": 0.1},
+}
+
+
+@pytest.mark.parametrize("steps", [3, *also(50)])
+@pytest.mark.timeout(600)
+def test_every_plan_gives_the_weights_and_state_of_one_process(steps):
+    (alone,) = run_ranks(1, replay, OPTIMIZERS, steps, timeout=300)
+    ranks = run_ranks(WORLD, replay, OPTIMIZERS, steps, timeout=550)
+    for name in OPTIMIZERS:
+        for model, (_, plans) in MODELS.items():
+            expected = alone[name, model, "alone"]
+            for plan in plans:
+                found = {}
+                for rank in ranks:
+                    found |= rank[name, model, plan]
+                assert found.keys() == expected.keys(), plan
+                for key, value in expected.items():
+                    assert abs(found[key] - value).max() < 1e-10, (name, model, plan, key)

@@ -1,0 +1,286 @@
+"""Muon against torch's, and against the formula of its paper in float64."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.commands import run_trainer
+from tests.distributed import run_ranks
+from tests.train.plans import BASE, recipe_with, weights
+from tests.train.processes import newest
+from trainer.engine.core.errors import RecipeError
+from trainer.engine.core.parameter_placement import DimSplit, Matrix, ParameterPlacement
+from trainer.engine.optim.matrix.rounds import plan_rounds
+from trainer.engine.optim.matrix.tables import AdamWKeys, Muon
+from trainer.engine.optim.parameters import parameter_groups, undecorated_step
+from trainer.engine.optim.tables import ParameterGroup
+from trainer.engine.recipe.load import load_recipe
+
+FACTORS = [0.5, 1.0, 0.7]
+SHAPES = {"wide": (6, 10), "tall": (12, 5), "square": (8, 8), "norm": (7,)}
+
+
+def steps_of(config, shapes=SHAPES, dtype=torch.float64):
+    """Return weights after steps on seeded gradients, and the starts and gradients."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda shape: torch.randn(shape, generator=generator, dtype=dtype)  # noqa: E731
+    starts = {name: draw(shape) for name, shape in shapes.items()}
+    gradients = [{name: draw(shape) for name, shape in shapes.items()} for _ in FACTORS]
+    model = {name: nn.Parameter(start.clone()) for name, start in starts.items()}
+    placements = {
+        name: ParameterPlacement(name, shape, len(shape) > 1) for name, shape in shapes.items()
+    }
+    groups = parameter_groups(model.items(), config, placements=placements)
+    optimizer = config.build(groups, torch.device("cpu"))
+    step = undecorated_step(optimizer)
+    for factor, given in zip(FACTORS, gradients, strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+        for name, weight in model.items():
+            weight.grad = given[name].clone()
+        step()
+    return model, starts, gradients
+
+
+def newton_schulz(u, iterations):
+    """Keller Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024."""
+    x = u.T if u.shape[0] > u.shape[1] else u
+    x = x / np.linalg.norm(x)
+    for _ in range(iterations):
+        s = x @ x.T
+        x = 3.4445 * x + (-4.7750 * s + 2.0315 * s @ s) @ x
+    return x.T if u.shape[0] > u.shape[1] else x
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("scale", ["match_rms_adamw", "original"])
+def test_matrices_follow_the_formula(scale, nesterov):
+    config = Muon(lr=0.1, weight_decay=0.2, momentum=0.8, scale=scale, nesterov=nesterov)
+    found, starts, gradients = steps_of(config)
+    for name in ("wide", "tall", "square"):
+        x, m = starts[name].numpy(), 0
+        for factor, given in zip(FACTORS, gradients, strict=True):
+            g = given[name].numpy()
+            m = 0.8 * m + g
+            o = newton_schulz(g + 0.8 * m if nesterov else m, 5)
+            rows, columns = x.shape
+            original = max(1, rows / columns) ** 0.5
+            size = original if scale == "original" else 0.2 * max(rows, columns) ** 0.5
+            x = x - 0.1 * factor * 0.2 * x - 0.1 * factor * size * o
+        assert found[name].detach().numpy() == pytest.approx(x, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("scale", ["match_rms_adamw", "original"])
+def test_matrices_are_updated_as_by_torch(scale):
+    config = Muon(lr=0.03, weight_decay=0.2, scale=scale, orthogonalize_dtype="bf16")
+    shapes = {name: shape for name, shape in SHAPES.items() if len(shape) > 1}
+    found, starts, gradients = steps_of(config, shapes, torch.float32)
+    theirs = {name: nn.Parameter(start.clone()) for name, start in starts.items()}
+    optimizer = torch.optim.Muon(
+        theirs.values(),
+        weight_decay=0.2,
+        # torch's lerp multiplies the momentum by 1 - momentum, which the norm removes again.
+        adjust_lr_fn=scale,
+    )
+    for factor, given in zip(FACTORS, gradients, strict=True):
+        optimizer.param_groups[0]["lr"] = 0.03 * factor
+        for name, weight in theirs.items():
+            weight.grad = given[name].clone()
+        optimizer.step()
+    for name, weight in theirs.items():
+        moved = (weight - starts[name]).norm()
+        # Both multiply in bf16: they round momenta that differ by a factor.
+        assert (found[name] - weight).norm() < 0.02 * moved, name
+
+
+def test_what_is_no_matrix_takes_adamw_with_keys_of_its_own():
+    table = AdamWKeys(lr=0.05, weight_decay=0.0, betas=(0.8, 0.9), eps=1e-6)
+    config = Muon(lr=0.1, adamw=table, groups=[ParameterGroup(match="norm2", lr_scale=2.0)])
+    found, starts, gradients = steps_of(config, {**SHAPES, "norm2": (3,)})
+    for name, lr in (("norm", 0.05), ("norm2", 0.1)):
+        weight = nn.Parameter(starts[name].clone())
+        adamw = torch.optim.AdamW([weight], weight_decay=0.0, betas=(0.8, 0.9), eps=1e-6)
+        for factor, given in zip(FACTORS, gradients, strict=True):
+            adamw.param_groups[0]["lr"] = lr * factor
+            weight.grad = given[name]
+            adamw.step()
+        torch.testing.assert_close(found[name], weight, rtol=1e-12, atol=1e-14)
+
+
+def test_a_stack_is_updated_matrix_by_matrix():
+    stack, starts, gradients = steps_of(Muon(lr=0.1), {"experts": (3, 2, 4, 6)})
+    for i in range(3):
+        for j in range(2):
+            x, m = starts["experts"][i, j].numpy(), 0
+            for factor, given in zip(FACTORS, gradients, strict=True):
+                g = given["experts"][i, j].numpy()
+                m = 0.95 * m + g
+                size = 0.1 * factor * 0.2 * 6**0.5
+                x = x * (1 - 0.1 * factor * 0.1) - size * newton_schulz(g + 0.95 * m, 5)
+            assert stack["experts"][i, j].detach().numpy() == pytest.approx(x, rel=1e-9)
+
+
+def test_a_matrix_of_zeros_stays_where_it_is():
+    weight = nn.Parameter(torch.ones(3, 4))
+    placement = {"weight": ParameterPlacement("weight", (3, 4))}
+    config = Muon(weight_decay=0.0)
+    groups = parameter_groups([("weight", weight)], config, placements=placement)
+    weight.grad = torch.zeros(3, 4)
+    undecorated_step(config.build(groups, torch.device("cpu")))()
+    assert torch.equal(weight, torch.ones(3, 4))
+
+
+def test_parts_are_cut_as_torch_chunks():
+    placed = ParameterPlacement("w", (10, 6), splits=(DimSplit(0, 2, 1), DimSplit(0, 4, 2)), ranks=8)
+    for rank in range(8):
+        outer = torch.arange(10).chunk(2)[rank % 2]
+        inner = outer.chunk(4)
+        held = inner[rank // 2].tolist() if rank // 2 < len(inner) else []
+        (first, end), columns = placed.part(rank)
+        assert list(range(first, end)) == held
+        assert columns == (0, 6)
+
+
+def test_blocks_of_rows_are_matrices_of_their_own():
+    placed = ParameterPlacement("w", (2, 7, 5), block_rows=(4, 3))
+    assert list(placed.matrices()) == [
+        Matrix((0,), (0, 4), 5), Matrix((0,), (4, 7), 5),
+        Matrix((1,), (0, 4), 5), Matrix((1,), (4, 7), 5),
+    ]  # fmt: skip
+
+
+def test_owners_share_the_work_and_nothing_moves_that_lies_whole():
+    split = [
+        [ParameterPlacement(f"w{n}", (8, 8), True, (DimSplit(0, 4, 1),), 4, rank) for n in range(8)]
+        for rank in range(4)
+    ]
+    rounds = [plan_rounds(placements, [0.0] * 4) for placements in split]
+    assert [[each.num_owned for each in found] for found in rounds] == [[2]] * 4
+    assert all(each.gather.is_needed for found in rounds for each in found)
+    experts = ParameterPlacement("e", (8, 4, 4), True, (DimSplit(0, 4, 1),), 4, 1)
+    (alone,) = plan_rounds([experts], [0.0] * 4)
+    assert alone.num_owned == 2
+    assert not alone.gather.is_needed
+    assert not alone.scatter.is_needed
+
+
+MUON = {"name": "muon", "lr": 0.01, "clip_norm": 0.5}
+PLANS = {
+    "shard": (2, {"shard": 2}),
+    "tensor": (2, {"tensor": 2}),
+    "pipeline": (4, {"pipeline": 2, "shard": 2}),
+    "offload": (2, {"fsdp": {"offload": True}}),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_training_under_plans_gives_the_weights_of_one_process(plan):
+    world, parallel = PLANS[plan]
+    changes = {"optimizer": MUON, "run": BASE["run"] | {"steps": 5}}
+    (expected,) = run_ranks(1, weights, recipe_with(**changes))
+    found = {}
+    for part in run_ranks(world, weights, recipe_with(**changes, parallel=parallel)):
+        found |= part
+    for name, weight in expected.items():
+        # In fp32 each iteration multiplies rounding differences of the gradients by up to 3.4.
+        assert found[name] == pytest.approx(weight, abs=2e-4), name
+
+
+RECIPE = """
+[run]
+name = "few"
+steps = 6
+[model]
+dim = 32
+n_layers = 2
+n_heads = 4
+n_kv_heads = 2
+ffn_dim = 64
+[data]
+seq_len = 32
+global_batch = 8
+[[data.sources]]
+name = "synthetic"
+[precision]
+compute = "fp32"
+[schedule]
+name = "constant"
+[evaluate]
+interval = 0
+[metrics]
+interval = 1
+[optimizer]
+name = "muon"
+{keys}
+"""
+
+
+def write(folder, keys=""):
+    recipe = folder / "recipe.toml"
+    recipe.write_text(RECIPE.format(keys=keys))
+    return recipe
+
+
+def rows_of(folder):
+    lines = (folder / "runs/few/metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] == "train"]
+
+
+def test_a_run_resumes_under_another_plan(tmp_path):
+    losses, states = [], []
+    plans = {"through": [(6, "shard=1", 1)], "resumed": [(3, "shard=2", 2), (6, "tensor=2", 2)]}
+    for name, runs in plans.items():
+        (tmp_path / name).mkdir()
+        recipe = write(tmp_path / name)
+        for steps, parallel, ranks in runs:
+            words = ["--set", f"run.steps={steps}", "--set", f"parallel.{parallel}"]
+            done = run_trainer("run", recipe, *words, folder=tmp_path / name, ranks=ranks)
+            assert done.returncode == 0, done.stderr
+        losses.append([row["loss"] for row in rows_of(tmp_path / name)])
+        state = newest(tmp_path / name / "runs/few")[1]
+        states.append({key: each for key, each in state.items() if not key.startswith("rng.")})
+    assert losses[1] == pytest.approx(losses[0], abs=2e-5)
+    through, resumed = states
+    assert through.keys() == resumed.keys()
+    assert "optimizer.layers.0.mlp.down.weight.momentum_buffer" in through
+    for name, value in through.items():
+        torch.testing.assert_close(resumed[name], value, atol=2e-5, rtol=1e-3)
+
+
+def test_rows_show_the_rate_of_each_group(tmp_path):
+    keys = 'adamw = { lr = 1e-3 }\n[[optimizer.groups]]\nmatch = "*.q.weight"\nlr = 0.02'
+    done = run_trainer("run", write(tmp_path, keys), "--set", "run.steps=1", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (row,) = rows_of(tmp_path)
+    assert (row["lr"], row["lr_adamw"], row["lr_group_0"]) == (3e-4, 1e-3, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ("scale = 'orig'", r'optimizer.scale.*did you mean "original"'),
+        ("adamw = { lrr = 1 }", r'optimizer.adamw.lrr: unknown key.*did you mean "lr"'),
+        ("[memory]\noptimizer_in_backward = true", "memory.optimizer_in_backward.*together"),
+        ("[precision]\nparameters = 'bf16'", "precision.parameters.*fp32"),
+        ("[[optimizer.groups]]\nmatch = '*.norm.weight'\nmomentum = 0.9",
+         "optimizer.groups.0.momentum.*matches no matrix"),
+        ("[[optimizer.groups]]\nmatch = '*.q.weight'\neps = 1e-3",
+         "optimizer.groups.0.eps.*matches only matrices"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_by_its_key(keys, words, tmp_path):
+    recipe = write(tmp_path, keys)
+    text = recipe.read_text()
+    if "[precision]" in keys:
+        recipe.write_text(text.replace('[precision]\ncompute = "fp32"\n', "", 1))
+    with pytest.raises(RecipeError, match=words):
+        load_recipe(recipe)
+
+
+def test_a_rate_for_adamw_is_warned_about():
+    assert list(Muon(lr=3e-5, scale="original").warnings())
+    assert not list(Muon(lr=3e-5).warnings())
+    assert not list(Muon(lr=0.02, scale="original").warnings())
