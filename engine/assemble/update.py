@@ -78,7 +78,9 @@ def _place(model: Model, config: ModelConfig, plan: Plan) -> dict[str, Parameter
     """
     shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     tables = {
-        f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Embedding)
+        f"{path}.weight"
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
     }
     matrices = {
         name

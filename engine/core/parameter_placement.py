@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -32,12 +32,12 @@ class Matrix(NamedTuple):
     """One of the matrices that a parameter is made of.
 
     Attributes:
-        index: index along the leading dims of the parameter.
+        place: index along each of the leading dims of the parameter.
         rows: the rows of the parameter's last two dims.
         columns: the number of columns, all of which belong to the matrix.
     """
 
-    index: tuple[int, ...]
+    place: tuple[int, ...]
     rows: Range
     columns: int
 
@@ -87,14 +87,10 @@ class ParameterPlacement:
         return tuple(ranges)
 
     def matrices(self) -> Iterator[Matrix]:
-        """Yield the matrices of the parameter; a vector is none."""
+        """Yield the matrices of the parameter, which has two dims or more."""
         *leading, rows, columns = self.shape
-        for number in range(prod(leading)):
-            index = list[int]()
-            for size in reversed(leading):
-                number, place = divmod(number, size)
-                index.insert(0, place)
+        for place in product(*map(range, leading)):
             first = 0
             for count in self.block_rows or (rows,):
-                yield Matrix(tuple(index), (first, first + count), columns)
+                yield Matrix(place, (first, first + count), columns)
                 first += count

@@ -121,7 +121,9 @@ def _state_bytes(
     for name, shape in shapes.items():
         sizes[config.needs_matrices and maps_hidden_states(name, shape, layout)] += prod(shape)
     total = max(1, sum(sizes.values()))
-    return sum(size * _measure_state(config, is_matrix=each) for each, size in sizes.items()) / total
+    return (
+        sum(size * _measure_state(config, is_matrix=each) for each, size in sizes.items()) / total
+    )
 
 
 def _measure_state(config: OptimizerConfig, *, is_matrix: bool) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import cast
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -75,4 +76,4 @@ def _make_stage_group(degrees: Degrees, rank: int) -> ProcessGroup | None:
         dist.new_group(list(range(first, first + ranks)))
         for first in range(0, degrees.world, ranks)
     ]
-    return groups[rank // ranks]
+    return cast("ProcessGroup", groups[rank // ranks])

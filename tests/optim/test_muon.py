@@ -134,7 +134,9 @@ def test_a_matrix_of_zeros_stays_where_it_is():
 
 
 def test_parts_are_cut_as_torch_chunks():
-    placed = ParameterPlacement("w", (10, 6), splits=(DimSplit(0, 2, 1), DimSplit(0, 4, 2)), ranks=8)
+    placed = ParameterPlacement(
+        "w", (10, 6), splits=(DimSplit(0, 2, 1), DimSplit(0, 4, 2)), ranks=8
+    )
     for rank in range(8):
         outer = torch.arange(10).chunk(2)[rank % 2]
         inner = outer.chunk(4)

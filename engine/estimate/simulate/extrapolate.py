@@ -31,8 +31,8 @@ from .count import StepCounts, count_step
 from .instrumented import NUM_ENDS, BlockSegment, track
 from .sizes import RunSize, enough_micro_batches, have_identical_blocks, resize, size_of
 from .torch_internals import fake_process_group
-from .update import count_update
 from .tracker import COMMUNICATION, RECEIVED, MemoryPeak
+from .update import count_update
 
 SHORTEST = NUM_ENDS + 1
 """blocks of the shorter of two tracked runs: the first, the last, and an inner block"""

@@ -44,7 +44,9 @@ def count_update(
         for each in placements(recipe, degrees, vocab_size)
         if prefixes is None or each.name.startswith(prefixes)
     ]
-    matrices = [each.name for each in found if maps_hidden_states(each.name, each.shape, config.layout)]
+    matrices = [
+        each.name for each in found if maps_hidden_states(each.name, each.shape, config.layout)
+    ]
     counter = StepCounter(CollectiveMatcher(degrees, rank))
     counter.matcher.in_update = True
     with fake_process_group(rank, degrees.world):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -102,7 +102,7 @@ class MatrixOptimizer(Optimizer):
             weights: Tensors = [group["params"][place] for place in places]
             if not weights:
                 continue
-            gradients = [weight.grad for weight in weights]
+            gradients = [cast(Tensor, weight.grad) for weight in weights]
             for weight in weights:
                 if "momentum_buffer" not in self.state[weight]:
                     self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)

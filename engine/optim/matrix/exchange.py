@@ -52,7 +52,7 @@ def finish_transfer(transfer: Transfer, pending: Tensor, group: ProcessGroup | N
 
 def split_pieces(pieces: Sequence[Piece], flat: Tensor) -> list[Tensor]:
     """Return views of the elements of pieces that follow each other in a tensor, [N]."""
-    parts = flat.split([piece.size for piece in pieces])
+    parts = torch.split(flat, [piece.size for piece in pieces])
     return [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)]
 
 

@@ -115,14 +115,14 @@ def overlap_of(
         the slices of the overlap in the part, and its slices in the matrix.
     """
     *leading, rows, columns = part
-    if not all(a <= place < b for place, (a, b) in zip(matrix.index, leading, strict=True)):
+    if not all(a <= index < b for index, (a, b) in zip(matrix.place, leading, strict=True)):
         return None
     first, end = max(rows[0], matrix.rows[0]), min(rows[1], matrix.rows[1])
     if first >= end or columns[0] >= columns[1]:
         return None
-    index = [place - a for place, (a, _) in zip(matrix.index, leading, strict=True)]
+    inner = [index - a for index, (a, _) in zip(matrix.place, leading, strict=True)]
     here = slice(first - rows[0], end - rows[0]), slice(0, columns[1] - columns[0])
-    return (*index, *here), (slice(first - matrix.rows[0], end - matrix.rows[0]), slice(*columns))
+    return (*inner, *here), (slice(first - matrix.rows[0], end - matrix.rows[0]), slice(*columns))
 
 
 _Item = tuple[int, Matrix, _Storage]

@@ -44,7 +44,7 @@ class MatrixConfig(OptimizerConfig):
     nesterov: bool = True
     """look ahead along the momentum"""
     orthogonalize_dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """dtype in which matrices are multiplied and sent; "fp32" is that of the weights; "auto": "bf16"
+    """dtype in which matrices are multiplied and sent; "fp32": that of the weights; "auto": "bf16"
     on GPUs, else "fp32" """
     ns_steps: Count = 5
     """Newton-Schulz iterations"""
