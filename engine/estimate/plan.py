@@ -9,12 +9,7 @@ from math import prod
 from pathlib import Path
 
 from ...model_zoo.config import ModelConfig
-from ..parallel.mesh import (
-    AXES,
-    EXPERT_AXES,
-    Degrees,
-    expert_grid,
-)
+from ..parallel.mesh import AXES, EXPERT_AXES, Degrees, expert_grid
 from ..parallel.pipeline.cut import cut_blocks, num_micro_batches, stage_costs
 from ..parallel.pipeline.grid import Grid, bubble_fraction, schedule_grid
 from ..parallel.pipeline.schedule_file import read_schedule

@@ -96,12 +96,24 @@ class StepCounts:
     flops: Counter[str] = field(default_factory=Counter)
     held: Counter[str] = field(default_factory=Counter)
 
-    def add(self, update: StepCounts) -> None:
-        """Add the counts of an optimizer step, whose state takes the place of the one counted."""
-        self.calls += update.calls
-        self.message_bytes += update.message_bytes
-        self.flops += update.flops
-        self.held["optimizer"] = update.held["optimizer"]
+    def with_update(self, update: StepCounts) -> StepCounts:
+        """Return these counts with those of an optimizer step, whose state replaces the counted."""
+        return StepCounts(
+            self.calls + update.calls,
+            self.message_bytes + update.message_bytes,
+            self.flops + update.flops,
+            Counter({**self.held, **update.held}),
+        )
+
+
+def extrapolate_counts(
+    low: Counter[Any], high: Counter[Any], xs: Sequence[int], x: int
+) -> Counter[Any]:
+    """Return each count at `x`, on the line through the counts `low` and `high` at the two `xs`."""
+    x0, x1 = xs
+    return Counter(
+        {key: low[key] + (high[key] - low[key]) * (x - x0) // (x1 - x0) for key in {*low, *high}}
+    )
 
 
 class StepCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]

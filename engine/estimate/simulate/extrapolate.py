@@ -1,16 +1,16 @@
 """Extrapolates the cost of a run from simulations of a few blocks and micro batches.
 
 Blocks are identical, and so are micro batches after the first few. Every count of a step is linear
-in the number of blocks and linear in the number of micro batches, so a few short runs determine it
-exactly.
+in the number of each, so a few short runs determine it exactly. A process can simulate only one
+rank at a time, because process groups are global in torch.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from ...recipe.schema import Recipe
 from ..groups import ALL_REDUCE
 from .build import SimulatedRank, simulate_rank, step_batches
 from .collectives import Route
-from .count import StepCounts, count_step
+from .count import StepCounts, count_step, extrapolate_counts
 from .instrumented import NUM_ENDS, BlockSegment, track
 from .sizes import RunSize, enough_micro_batches, have_identical_blocks, resize, size_of
 from .torch_internals import fake_process_group
@@ -74,8 +74,6 @@ def simulate_memory(
 ) -> Simulation:
     """Simulate the memory of a rank's training steps.
 
-    A process can simulate only one rank, because process groups are global in torch.
-
     Args:
         recipe: the recipe, validated for that many ranks.
         rank: the rank to simulate.
@@ -91,7 +89,7 @@ def simulate_memory(
     count, steps = size.micro_batches, 0
     if not whole:
         count = enough_micro_batches(recipe.parallel.pipelining, size, place)
-        # A rank's share of an optimizer's matrices is not linear in the number of blocks.
+        # A rank's share of the matrices is not linear in the number of blocks.
         if not recipe.optimizer.needs_matrices:
             steps = _spare_blocks(recipe.parallel.pipelining.schedule, size, place)
     recipe = resize(recipe, size, micro_batches=count if count < size.micro_batches else 0)
@@ -186,7 +184,7 @@ def _extend(
     for name, peak in _by_name(longer).items():
         yield MemoryPeak(
             peak.total + steps * (peak.total - before[name].total),
-            _on_line(before[name].kinds, peak.kinds, (0, 1), 1 + steps),
+            extrapolate_counts(before[name].kinds, peak.kinds, (0, 1), 1 + steps),
         )
 
 
@@ -196,14 +194,6 @@ def _by_name(peaks: Mapping[Any, MemoryPeak]) -> dict[Hashable, MemoryPeak]:
         for segment, peak in peaks.items()
         for name in (segment.names() if isinstance(segment, BlockSegment) else (segment,))
     }
-
-
-def _on_line(low: Counter[Any], high: Counter[Any], xs: Sequence[int], x: int) -> Counter[Any]:
-    """Return each count at `x`, on the line through the counts `low` and `high` at the two `xs`."""
-    x0, x1 = xs
-    return Counter(
-        {key: low[key] + (high[key] - low[key]) * (x - x0) // (x1 - x0) for key in {*low, *high}}
-    )
 
 
 def count_ranks(
@@ -229,12 +219,15 @@ def count_ranks(
     # A frozen model from elsewhere does not become smaller with the model that is trained.
     whole = whole or bool(recipe.task.frozen_model(recipe.loss))
     size = size_of(recipe, ranks, vocab_size)
-    given, counts_update = recipe, recipe.optimizer.needs_matrices and not whole
-    if counts_update and placements(recipe, size.degrees, vocab_size) and not recipe.lora.rank:
+    optimizer = recipe.optimizer.for_gpu() if on_gpu else recipe.optimizer
+    found = placements(recipe, size.degrees, vocab_size) if optimizer.needs_matrices else []
+    update: Callable[[int], StepCounts] | None = None
+    if found and not (whole or recipe.lora.rank):
         # The optimizer is counted apart, and AdamW sends nothing.
+        config, table = recipe.model.with_vocab(vocab_size), recipe.parallel
+        update = partial(count_update, optimizer, config, table, found, size.degrees)
         recipe = recipe.model_copy(update={"optimizer": AdamW()})
-    else:
-        whole, counts_update = whole or counts_update, False
+    whole = whole or recipe.optimizer.needs_matrices
     own = size.degrees.pipeline, (), ()
     pipeline, blocks, counts = own if whole else smallest_sizes(recipe, size, vocab_size)
     last, inner = size.degrees.pipeline - 1, ranks // size.degrees.pipeline
@@ -255,10 +248,7 @@ def count_ranks(
             rows.append(_extend_counts(samples, counts, size.micro_batches))
         num_blocks = sum(size.blocks[stage] for stage in size.stages_of(place))
         total = _extend_counts(rows, [size.stages_per_rank * b for b in blocks], num_blocks)
-        if counts_update:
-            rank = place * inner
-            total.add(count_update(given, rank, size.degrees, vocab_size, on_gpu=on_gpu))
-        yield total
+        yield total.with_update(update(place * inner)) if update else total
 
 
 def smallest_sizes(
@@ -303,4 +293,4 @@ def _extend_counts(samples: Sequence[StepCounts], xs: Sequence[int], x: int) -> 
     if not xs:
         return samples[0]
     low, high = (vars(sample) for sample in samples)
-    return StepCounts(**{name: _on_line(low[name], high[name], xs, x) for name in low})
+    return StepCounts(**{name: extrapolate_counts(low[name], high[name], xs, x) for name in low})

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from ....kernels.torch_private import FakeTensorMode
 from ....model_zoo.config import ModelConfig
 from ....model_zoo.matrices import maps_hidden_states
 from ...optim.parameters import parameter_groups
+from ...optim.tables import OptimizerConfig
 from ...parallel.axis import LocalRank
 from ...parallel.mesh import Degrees
 from ...parallel.parameter_placements import place_parameters
 from ...parallel.pipeline.cut import cut_blocks
-from ...recipe.placements import placements
-from ...recipe.schema import Recipe
+from ...parallel.placement import ShardPlacement
+from ...parallel.tables import Parallel
 from .build import CPU
 from .collectives import CollectiveMatcher
 from .count import StepCounter, StepCounts, bytes_of_state
@@ -21,7 +24,12 @@ from .torch_internals import fake_process_group
 
 
 def count_update(
-    recipe: Recipe, rank: int, degrees: Degrees, vocab_size: int, *, on_gpu: bool
+    optimizer_config: OptimizerConfig,
+    config: ModelConfig,
+    table: Parallel,
+    found: Iterable[ShardPlacement],
+    degrees: Degrees,
+    rank: int,
 ) -> StepCounts:
     """Return the counts of a rank's optimizer step, with all of its matrices.
 
@@ -29,28 +37,23 @@ def count_update(
     number of blocks. The optimizer is the one that trains; its tensors have shapes alone.
 
     Args:
-        recipe: the recipe, validated for these degrees; its model names its parameters.
-        rank: the rank.
+        optimizer_config: the recipe's `[optimizer]`; its groups do not matter.
+        config: the model's config.
+        table: the recipe's `[parallel]`.
+        found: where each parameter of the model lies.
         degrees: the size of each mesh axis.
-        vocab_size: the tokenizer's vocabulary size.
-        on_gpu: compute as a GPU would.
+        rank: the rank.
     """
-    config = recipe.model.with_vocab(vocab_size)
-    optimizer_config = recipe.optimizer.for_gpu() if on_gpu else recipe.optimizer
     optimizer_config = optimizer_config.model_copy(update={"groups": []})
-    prefixes = _held_prefixes(recipe, config, degrees, rank)
-    found = [
-        each
-        for each in placements(recipe, degrees, vocab_size)
-        if prefixes is None or each.name.startswith(prefixes)
-    ]
+    prefixes = _held_prefixes(table, config, degrees, rank)
+    found = [each for each in found if prefixes is None or each.name.startswith(prefixes)]
     matrices = [
         each.name for each in found if maps_hidden_states(each.name, each.shape, config.layout)
     ]
     counter = StepCounter(CollectiveMatcher(degrees, rank))
     counter.matcher.in_update = True
     with fake_process_group(rank, degrees.world):
-        at = LocalRank(recipe.parallel, degrees, rank, CPU, None, is_simulated=True)
+        at = LocalRank(table, degrees, rank, CPU, None, is_simulated=True)
         placed = place_parameters(found, matrices, at)
         with FakeTensorMode(allow_non_fake_inputs=True):
             weights = []
@@ -68,13 +71,13 @@ def count_update(
 
 
 def _held_prefixes(
-    recipe: Recipe, config: ModelConfig, degrees: Degrees, rank: int
+    table: Parallel, config: ModelConfig, degrees: Degrees, rank: int
 ) -> tuple[str, ...] | None:
     """Return how the names of the parameters begin that a rank's stages hold; None: all are."""
     if degrees.pipeline == 1:
         return None
     layout, place = config.layout, degrees.coordinate(rank).pipeline
-    cut = cut_blocks(recipe.parallel.pipelining, degrees.pipeline, config)
+    cut = cut_blocks(table.pipelining, degrees.pipeline, config)
     prefixes = list[str]()
     for stage in cut.stages_of(place):
         prefixes += [f"{layout.blocks}.{number}." for number in cut.held_blocks(stage)]
