@@ -141,6 +141,8 @@ optimizers: Registry[OptimizerConfig] = Registry(
         "adafactor": "engine.optim.factored.tables:Adafactor",
         **{f"{PREFIX}{name}": f"engine.optim.library.optimizers:{name}" for name in OPTIMIZERS},
         "muon": "engine.optim.matrix.tables:Muon",
+        "muonh": "engine.optim.matrix.tables:MuonH",
+        "normuon": "engine.optim.matrix.tables:NorMuon",
     },
     unsupported=UNSUPPORTED_OPTIMIZERS,
 )

@@ -8,6 +8,8 @@ from tests.optim.replay import MODELS, WORLD, replay
 
 OPTIMIZERS = {
     "muon": {"name": "muon", "lr": 0.01, "weight_decay": 0.1},
+    "normuon": {"name": "normuon", "lr": 0.01, "weight_decay": 0.1},
+    "muonh": {"name": "muonh", "lr": 0.02},
 }
 
 

@@ -11,7 +11,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import AdamW, Optimizer
 
-from ....kernels.torch_private import foreach_add, foreach_add_, foreach_mul_
+from ....kernels.torch_private import (
+    foreach_add,
+    foreach_add_,
+    foreach_mul_,
+    functional_collectives,
+)
 from ...core.parameter_placement import ParameterPlacement
 from ..elementwise.base import Group, Tensors, apply_updates
 from ..elementwise.qhadam import QHAdamOptimizer
@@ -23,12 +28,13 @@ ADAMW = ("lr", "weight_decay", "betas", "eps")
 """options of a group that AdamW updates"""
 
 
-class _Task(NamedTuple):
+class MatrixTask(NamedTuple):
     """A round of the matrices of a parameter group.
 
     Attributes:
         group: the options.
         round: the round.
+        placements: the placements of the parameters.
         weights: this rank's parts of the parameters that the pieces of the round belong to.
         gradients: the gradients of these parts.
         momenta: running means of the gradients.
@@ -36,6 +42,7 @@ class _Task(NamedTuple):
 
     group: Group
     round: Round
+    placements: list[ParameterPlacement]
     weights: Tensors
     gradients: Tensors
     momenta: Tensors
@@ -86,7 +93,7 @@ class MatrixOptimizer(Optimizer):
                 inspect.unwrap(type(self._adamw).step)(self._adamw)
             self._step_matrices(self._prepare_tasks())
 
-    def _prepare_tasks(self) -> list[_Task]:
+    def _prepare_tasks(self) -> list[MatrixTask]:
         """Update the momenta, and return the rounds of all groups."""
         trained = [
             [place for place, weight in enumerate(group["params"]) if weight.grad is not None]
@@ -109,7 +116,10 @@ class MatrixOptimizer(Optimizer):
             momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
             foreach_mul_(momenta, group["momentum"])
             foreach_add_(momenta, gradients)
-            tasks += [_Task(group, this, weights, gradients, momenta) for this in rounds]
+            placements = [group["placements"][place] for place in places]
+            tasks += [
+                MatrixTask(group, this, placements, weights, gradients, momenta) for this in rounds
+            ]
         return tasks
 
     def _plan(self, trained: Sequence[Sequence[int]]) -> list[list[Round]]:
@@ -123,16 +133,16 @@ class MatrixOptimizer(Optimizer):
             plans.append(plan_rounds(placements, loads) if placements else [])
         return plans
 
-    def _step_matrices(self, tasks: Sequence[_Task]) -> None:
+    def _step_matrices(self, tasks: Sequence[MatrixTask]) -> None:
         """Compute round after round, while the matrices of the next one and results travel."""
         gathering = self._gather(tasks[0]) if tasks else None
-        scattering: tuple[_Task, Tensor] | None = None
+        scattering: tuple[MatrixTask, Tensor] | None = None
         for number, task in enumerate(tasks):
             assert gathering is not None, "each round is gathered before it is computed"
             flat = finish_transfer(task.round.gather, gathering, self._group)
             matrices = assemble_matrices(task.round, flat)
             gathering = self._gather(tasks[number + 1]) if number + 1 < len(tasks) else None
-            updates = self.compute_updates(task.group, matrices)
+            updates = self.compute_updates(task, matrices)
             scatter = task.round.scatter
             pieces = [updates[piece.slices] for piece in scatter.sent]
             sent = start_transfer(scatter, pieces, self._group, updates.dtype, self._device)
@@ -142,7 +152,7 @@ class MatrixOptimizer(Optimizer):
         if scattering:
             self._apply(*scattering)
 
-    def _gather(self, task: _Task) -> Tensor:
+    def _gather(self, task: MatrixTask) -> Tensor:
         group, sent = task.group, task.round.gather.sent
         pieces = [task.momenta[piece.tensor][piece.slices] for piece in sent]
         if group["nesterov"] and pieces:
@@ -151,20 +161,20 @@ class MatrixOptimizer(Optimizer):
         dtype = group["dtype"] or task.weights[0].dtype
         return start_transfer(task.round.gather, pieces, self._group, dtype, self._device)
 
-    def _apply(self, task: _Task, pending: Tensor) -> None:
+    def _apply(self, task: MatrixTask, pending: Tensor) -> None:
         scatter = task.round.scatter
         flat = finish_transfer(scatter, pending, self._group).to(task.weights[0])
-        if not scatter.received:
-            return
         flat = flat * self.scale_of(task.group, *task.round.shape)
         weights = [task.weights[piece.tensor][piece.slices] for piece in scatter.received]
-        apply_updates(task.group, weights, split_pieces(scatter.received, flat))
+        self.apply(task, weights, split_pieces(scatter.received, flat))
 
-    def compute_updates(self, group: Group, matrices: Tensor) -> Tensor:
+    def compute_updates(self, task: MatrixTask, matrices: Tensor) -> Tensor:
         """Return the updates of matrices, before they are scaled, [N, rows, columns].
 
+        All ranks call it for the same rounds, some of them without matrices.
+
         Args:
-            group: the options.
+            task: what is computed.
             matrices: momenta, in the dtype of the computation, [N, rows, columns].
         """
         raise NotImplementedError
@@ -172,3 +182,33 @@ class MatrixOptimizer(Optimizer):
     def scale_of(self, group: Group, rows: int, columns: int) -> float:
         """Return what multiplies the update of a matrix of this shape."""
         raise NotImplementedError
+
+    def apply(self, task: MatrixTask, weights: Tensors, updates: Tensors) -> None:
+        """Change pieces of this rank's weights, given their scaled updates."""
+        if weights:
+            apply_updates(task.group, weights, updates)
+
+    def read_states(self, task: MatrixTask, key: str, shape: tuple[int, ...]) -> list[Tensor]:
+        """Return, for each matrix of a round, a view of a state that each rank holds whole.
+
+        Args:
+            task: the round and its parameters.
+            key: the key of the state, of which there is one tensor a parameter, made of zeros.
+            shape: what of the state belongs to a row of a matrix: `()`; or to a matrix: `(0,)`.
+        """
+        found = []
+        for parameter, matrix in task.round.matrices:
+            weight, placement = task.weights[parameter], task.placements[parameter]
+            state = self.state[weight]
+            if key not in state:
+                sizes = placement.shape[:-2] if shape else placement.shape[:-1]
+                state[key] = torch.zeros(sizes, dtype=weight.dtype, device=self._device)
+            found.append(state[key][matrix.place if shape else (*matrix.place, slice(*matrix.rows))])
+        return found
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Return the sum over the ranks that share matrices."""
+        if self._group is None:
+            return values
+        summed: Tensor = functional_collectives.all_reduce(values, "sum", self._group)
+        return summed

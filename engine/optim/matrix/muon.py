@@ -7,16 +7,16 @@ import math
 from torch import Tensor
 
 from ..elementwise.base import Group
-from .base import MatrixOptimizer
+from .base import MatrixOptimizer, MatrixTask
 from .orthogonalize import orthogonalize
 
 
 class MuonOptimizer(MatrixOptimizer):
     """Momentum whose matrices are orthogonalized before each step."""
 
-    def compute_updates(self, group: Group, matrices: Tensor) -> Tensor:
+    def compute_updates(self, task: MatrixTask, matrices: Tensor) -> Tensor:
         """Return nearly orthogonal matrices, [N, rows, columns]."""
-        return orthogonalize(matrices, group["ns_steps"])
+        return orthogonalize(matrices, task.group["ns_steps"])
 
     def scale_of(self, group: Group, rows: int, columns: int) -> float:
         """Return what multiplies an orthogonalized matrix.

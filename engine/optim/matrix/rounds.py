@@ -66,13 +66,21 @@ class Round:
 
     Attributes:
         shape: the numbers of rows and of columns of each matrix.
+        matrices: the matrices of all owners, in the order of ranks, each with the number of the
+            parameter.
+        first_owned: the number, among these, of the first matrix that this rank orthogonalizes.
         num_owned: the number of matrices that this rank orthogonalizes.
+        held: for each piece of `scatter.received`, the number of the matrix, and the number of
+            ranks that hold the same piece.
         gather: brings the parts of each matrix to its owner.
         scatter: brings the results to all ranks that hold a part of the parameter.
     """
 
     shape: tuple[int, int]
+    matrices: list[tuple[int, Matrix]]
+    first_owned: int
     num_owned: int
+    held: list[tuple[int, int]]
     gather: Transfer
     scatter: Transfer
 
@@ -170,14 +178,18 @@ def _plan_round(shape: tuple[int, int], owned: Sequence[Sequence[_Item]], rank: 
     in_parameters, in_matrices = ([[list[Piece]() for _ in ranks] for _ in "ab"] for _ in "ab")
     (to_owners, from_owners), (from_holders, to_holders) = in_parameters, in_matrices
     gathers = scatters = False
+    matrices = list[tuple[int, Matrix]]()
+    held = list[tuple[int, int]]()
     for owner, items in enumerate(owned):
         for parameter, matrix, storage in items:
             gathers |= owner not in storage.whole[matrix]
             scatters |= storage.is_apart[matrix] or owner not in storage.whole[matrix]
             if overlap := overlap_of(matrix, storage.parts[rank]):
+                held.append((len(matrices), len(storage.replicas[storage.parts[rank]])))
                 from_owners[owner].append(Piece(parameter, overlap[0]))
                 if storage.sends(rank, owner):
                     to_owners[owner].append(Piece(parameter, overlap[0]))
+            matrices.append((parameter, matrix))
     # In the order of the owner's matrices, as the rank that sends them has its pieces.
     for holder in ranks:
         for number, (_, matrix, storage) in enumerate(owned[rank]):
@@ -187,7 +199,10 @@ def _plan_round(shape: tuple[int, int], owned: Sequence[Sequence[_Item]], rank: 
                     from_holders[holder].append(Piece(number, (number, *overlap[1])))
     return Round(
         shape,
+        matrices,
+        sum(map(len, owned[:rank])),
         len(owned[rank]),
+        held,
         gather=Transfer(to_owners, from_holders, is_needed=gathers),
         scatter=Transfer(to_holders, from_owners, is_needed=scatters),
     )

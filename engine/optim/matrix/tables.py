@@ -116,3 +116,29 @@ class Muon(MatrixConfig):
                 f'optimizer.lr = {self.lr:g} is a rate for AdamW: with scale = "original" matrices '
                 'hardly move; take about 0.02, or scale = "match_rms_adamw"'
             )
+
+
+@optimizers.register
+class NorMuon(Muon):
+    """Muon whose updates have rows of about equal size (arXiv:2510.05491)."""
+
+    implementation = "normuon:NorMuonOptimizer"
+
+    name: Literal["normuon"] = "normuon"  # type: ignore[assignment]  # a table of its own name
+    beta2: Decay = 0.95
+    """decay of the running mean of the squares of each row"""
+    eps: PositiveFloat = 1e-8
+    """added to the root of these means"""
+
+
+@optimizers.register
+class MuonH(MatrixConfig):
+    """Muon that keeps the norm of each matrix, "hyperball" (arXiv:2606.16899)."""
+
+    implementation = "hyperball:MuonHOptimizer"
+
+    name: Literal["muonh"] = "muonh"
+    lr: NonNegativeFloat = 0.01
+    """peak learning rate of matrices, as a share of their norms; the schedule multiplies it"""
+    adamw: AdamWKeys = AdamWKeys(lr=3e-4)
+    """AdamW's keys for embeddings, heads, norms and biases"""
