@@ -14,7 +14,7 @@ from tests.train.processes import newest
 from trainer.engine.core.errors import RecipeError
 from trainer.engine.core.parameter_placement import DimSplit, Matrix, ParameterPlacement
 from trainer.engine.optim.matrix.rounds import plan_rounds
-from trainer.engine.optim.matrix.tables import AdamWKeys, Muon
+from trainer.engine.optim.matrix.tables import AdamWKeys, Muon, MuonH, NorMuon
 from trainer.engine.optim.parameters import parameter_groups, undecorated_step
 from trainer.engine.optim.tables import ParameterGroup
 from trainer.engine.recipe.load import load_recipe
@@ -121,6 +121,37 @@ def test_a_stack_is_updated_matrix_by_matrix():
                 size = 0.1 * factor * 0.2 * 6**0.5
                 x = x * (1 - 0.1 * factor * 0.1) - size * newton_schulz(g + 0.95 * m, 5)
             assert stack["experts"][i, j].detach().numpy() == pytest.approx(x, rel=1e-9)
+
+
+def test_normuon_follows_the_formula():
+    """arXiv:2510.05491, algorithm 1."""
+    config = NorMuon(lr=0.1, weight_decay=0.2, beta2=0.9)
+    found, starts, gradients = steps_of(config)
+    for name in ("wide", "tall", "square"):
+        x, m, v = starts[name].numpy(), 0, 0
+        for factor, given in zip(FACTORS, gradients, strict=True):
+            m = 0.95 * m + given[name].numpy()
+            o = newton_schulz(given[name].numpy() + 0.95 * m, 5)
+            v = 0.9 * v + 0.1 * (o**2).mean(axis=1, keepdims=True)
+            u = o / (np.sqrt(v) + 1e-8)
+            u *= np.linalg.norm(o) / np.linalg.norm(u)
+            size = 0.1 * factor * 0.2 * max(x.shape) ** 0.5
+            x = x * (1 - 0.1 * factor * 0.2) - size * u
+        assert found[name].detach().numpy() == pytest.approx(x, rel=1e-9, abs=1e-12)
+
+
+def test_muonh_follows_the_formula():
+    """W <- R n(W - lr R n(u)), arXiv:2606.16899."""
+    found, starts, gradients = steps_of(MuonH(lr=0.1))
+    for name in ("wide", "tall", "square"):
+        x, m = starts[name].numpy(), 0
+        radius = np.linalg.norm(x)
+        for factor, given in zip(FACTORS, gradients, strict=True):
+            m = 0.95 * m + given[name].numpy()
+            u = newton_schulz(given[name].numpy() + 0.95 * m, 5)
+            z = x - 0.1 * factor * radius * u / np.linalg.norm(u)
+            x = radius * z / np.linalg.norm(z)
+        assert found[name].detach().numpy() == pytest.approx(x, rel=1e-9, abs=1e-12)
 
 
 def test_a_matrix_of_zeros_stays_where_it_is():

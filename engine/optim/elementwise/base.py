@@ -86,8 +86,8 @@ class ElementwiseOptimizer(Optimizer):
         raise NotImplementedError
 
 
-def apply_updates(group: Group, weights: Tensors, updates: Tensors) -> None:
-    """Decay weights by `lr * weight_decay`, and subtract `lr` times the updates.
+def apply_updates(group: Group, weights: Tensors, updates: Tensors, scale: float = 1.0) -> None:
+    """Decay weights by `lr * weight_decay`, and subtract `lr * scale` times the updates.
 
     With `cautious_decay`, an element decays only if its update moves it towards 0 (Chen et al.
     2025, arXiv:2510.12402).
@@ -102,7 +102,7 @@ def apply_updates(group: Group, weights: Tensors, updates: Tensors) -> None:
         foreach_add_(weights, decays, alpha=-decay)
     elif decay:
         foreach_mul_(weights, 1 - decay)
-    foreach_add_(weights, updates, alpha=-lr)
+    foreach_add_(weights, updates, alpha=-lr * scale)
 
 
 def add_to_mean_squares(squares: Tensors, gradients: Tensors, beta: float) -> None:

@@ -12,16 +12,15 @@ from torch.distributed import ProcessGroup
 from torch.optim import AdamW, Optimizer
 
 from ....kernels.torch_private import (
-    foreach_add,
-    foreach_add_,
-    foreach_mul_,
+    foreach_lerp,
+    foreach_lerp_,
     functional_collectives,
 )
 from ...core.parameter_placement import ParameterPlacement
 from ..elementwise.base import Group, Tensors, apply_updates
 from ..elementwise.qhadam import QHAdamOptimizer
 from ..parameters import local_shards
-from .exchange import assemble_matrices, finish_transfer, split_pieces, start_transfer
+from .exchange import Pending, assemble_matrices, finish_transfer, start_transfer
 from .rounds import Round, plan_rounds
 
 ADAMW = ("lr", "weight_decay", "betas", "eps")
@@ -114,8 +113,8 @@ class MatrixOptimizer(Optimizer):
                 if "momentum_buffer" not in self.state[weight]:
                     self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
             momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
-            foreach_mul_(momenta, group["momentum"])
-            foreach_add_(momenta, gradients)
+            # A mean in place of a sum: a constant factor, which an update does not depend on.
+            foreach_lerp_(momenta, gradients, 1 - group["momentum"])
             placements = [group["placements"][place] for place in places]
             tasks += [
                 MatrixTask(group, this, placements, weights, gradients, momenta) for this in rounds
@@ -136,37 +135,41 @@ class MatrixOptimizer(Optimizer):
     def _step_matrices(self, tasks: Sequence[MatrixTask]) -> None:
         """Compute round after round, while the matrices of the next one and results travel."""
         gathering = self._gather(tasks[0]) if tasks else None
-        scattering: tuple[MatrixTask, Tensor] | None = None
+        scattering: tuple[MatrixTask, Pending] | None = None
         for number, task in enumerate(tasks):
             assert gathering is not None, "each round is gathered before it is computed"
-            flat = finish_transfer(task.round.gather, gathering, self._group)
-            matrices = assemble_matrices(task.round, flat)
+            dtype = self._dtype(task)
+            matrices = assemble_matrices(task.round, gathering, dtype, self._device)
             gathering = self._gather(tasks[number + 1]) if number + 1 < len(tasks) else None
             updates = self.compute_updates(task, matrices)
             scatter = task.round.scatter
             pieces = [updates[piece.slices] for piece in scatter.sent]
             sent = start_transfer(scatter, pieces, self._group, updates.dtype, self._device)
             if scattering:
-                self._apply(*scattering)
+                self._finish(*scattering)
             scattering = task, sent
         if scattering:
-            self._apply(*scattering)
+            self._finish(*scattering)
 
-    def _gather(self, task: MatrixTask) -> Tensor:
+    def _gather(self, task: MatrixTask) -> Pending:
         group, sent = task.group, task.round.gather.sent
         pieces = [task.momenta[piece.tensor][piece.slices] for piece in sent]
         if group["nesterov"] and pieces:
             gradients = [task.gradients[piece.tensor][piece.slices] for piece in sent]
-            pieces = foreach_add(gradients, pieces, alpha=group["momentum"])
-        dtype = group["dtype"] or task.weights[0].dtype
+            pieces = foreach_lerp(gradients, pieces, group["momentum"])
+        dtype = self._dtype(task)
         return start_transfer(task.round.gather, pieces, self._group, dtype, self._device)
 
-    def _apply(self, task: MatrixTask, pending: Tensor) -> None:
+    @staticmethod
+    def _dtype(task: MatrixTask) -> torch.dtype:
+        """Return the dtype in which matrices are multiplied and sent."""
+        return cast(torch.dtype, task.group["dtype"] or task.weights[0].dtype)
+
+    def _finish(self, task: MatrixTask, pending: Pending) -> None:
         scatter = task.round.scatter
-        flat = finish_transfer(scatter, pending, self._group).to(task.weights[0])
-        flat = flat * self.scale_of(task.group, *task.round.shape)
+        updates = [piece.to(task.weights[0]) for piece in finish_transfer(scatter, pending)]
         weights = [task.weights[piece.tensor][piece.slices] for piece in scatter.received]
-        self.apply(task, weights, split_pieces(scatter.received, flat))
+        self.apply(task, weights, updates)
 
     def compute_updates(self, task: MatrixTask, matrices: Tensor) -> Tensor:
         """Return the updates of matrices, before they are scaled, [N, rows, columns].
@@ -184,9 +187,10 @@ class MatrixOptimizer(Optimizer):
         raise NotImplementedError
 
     def apply(self, task: MatrixTask, weights: Tensors, updates: Tensors) -> None:
-        """Change pieces of this rank's weights, given their scaled updates."""
+        """Change pieces of this rank's weights, given their updates before these are scaled."""
         if weights:
-            apply_updates(task.group, weights, updates)
+            scale = self.scale_of(task.group, *task.round.shape)
+            apply_updates(task.group, weights, updates, scale)
 
     def read_states(self, task: MatrixTask, key: str, shape: tuple[int, ...]) -> list[Tensor]:
         """Return, for each matrix of a round, a view of a state that each rank holds whole.
@@ -203,7 +207,9 @@ class MatrixOptimizer(Optimizer):
             if key not in state:
                 sizes = placement.shape[:-2] if shape else placement.shape[:-1]
                 state[key] = torch.zeros(sizes, dtype=weight.dtype, device=self._device)
-            found.append(state[key][matrix.place if shape else (*matrix.place, slice(*matrix.rows))])
+            found.append(
+                state[key][matrix.place if shape else (*matrix.place, slice(*matrix.rows))]
+            )
         return found
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:

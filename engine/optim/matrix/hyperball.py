@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....kernels.torch_private import foreach_add_, foreach_copy_, foreach_mul_, foreach_norm
+from ....kernels.torch_private import (
+    foreach_add_,
+    foreach_copy_,
+    foreach_mul,
+    foreach_mul_,
+    foreach_norm,
+)
 from ..elementwise.base import Group, Tensors
 from .base import MatrixTask
 from .muon import MuonOptimizer
@@ -21,7 +27,7 @@ class MuonHOptimizer(MuonOptimizer):
         """Return orthogonalized matrices of norm 1, [N, rows, columns]."""
         updates = super().compute_updates(task, matrices)
         norms = torch.linalg.vector_norm(updates, dim=(1, 2), keepdim=True)
-        return updates / norms.clamp(min=LEAST)
+        return updates.div(norms.clamp(min=LEAST))
 
     def scale_of(self, group: Group, rows: int, columns: int) -> float:
         """Return 1: `apply` scales updates by the norm of each matrix."""
@@ -36,7 +42,7 @@ class MuonHOptimizer(MuonOptimizer):
         foreach_copy_(states, list(radii.unbind()))
         own = [radii[number].to(weights[0]) for number, _ in task.round.held]
         if updates:
-            foreach_mul_(updates, own)
+            updates = foreach_mul(updates, own)
             foreach_add_(weights, updates, alpha=-task.group["lr"])
         ratios = radii / self._norms(task, weights).clamp(min=LEAST)
         if weights:

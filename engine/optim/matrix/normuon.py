@@ -30,7 +30,9 @@ class NorMuonOptimizer(MuonOptimizer):
             means = torch.lerp(squares, torch.stack(owned), beta)
             every[this.first_owned : this.first_owned + this.num_owned] = means
             updates = directions / (means.sqrt() + task.group["eps"]).to(directions).unsqueeze(2)
-            norms = [torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) for x in (directions, updates)]
+            norms = [
+                torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) for x in (directions, updates)
+            ]
             updates = updates * (norms[0] / norms[1].clamp(min=task.group["eps"]))
         foreach_copy_(states, list(self.sum_over_ranks(every).unbind()))
         return updates

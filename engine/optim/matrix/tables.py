@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+from pydantic import Field
+
 from ...core.config import DEFAULTS, Betas, Count, Decay, Table
 from ..tables import NonNegativeFloat, OptimizerConfig, PositiveFloat, Rates, optimizers
 
@@ -40,7 +42,7 @@ class MatrixConfig(OptimizerConfig):
     group_keys = frozenset({"lr", "weight_decay", "betas", "eps", "momentum"})
 
     momentum: Decay = 0.95
-    """decay of the running sum of the gradients of matrices"""
+    """decay of the running mean of the gradients of matrices"""
     nesterov: bool = True
     """look ahead along the momentum"""
     orthogonalize_dtype: Literal["auto", "bf16", "fp32"] = "auto"
@@ -140,5 +142,7 @@ class MuonH(MatrixConfig):
     name: Literal["muonh"] = "muonh"
     lr: NonNegativeFloat = 0.01
     """peak learning rate of matrices, as a share of their norms; the schedule multiplies it"""
-    adamw: AdamWKeys = AdamWKeys(lr=3e-4)
-    """AdamW's keys for embeddings, heads, norms and biases"""
+    weight_decay: NonNegativeFloat = 0.1
+    """decoupled weight decay of parameters that are no matrices; matrices keep their norms"""
+    adamw: AdamWKeys = Field(default={"lr": 3e-4}, validate_default=True)
+    """AdamW's keys for embeddings, heads, norms and biases; here the default of lr is 3e-4"""
