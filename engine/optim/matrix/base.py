@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 from torch.optim import AdamW, Optimizer
 
 from ....kernels.torch_private import (
-    foreach_lerp,
     foreach_lerp_,
     functional_collectives,
 )
@@ -20,7 +19,13 @@ from ...core.parameter_placement import ParameterPlacement
 from ..elementwise.base import Group, Tensors, apply_updates
 from ..elementwise.qhadam import QHAdamOptimizer
 from ..parameters import local_shards
-from .exchange import Pending, assemble_matrices, finish_transfer, start_transfer
+from .exchange import (
+    assemble_matrices,
+    finish_transfer,
+    join_pieces,
+    split_pieces,
+    start_transfer,
+)
 from .rounds import Round, plan_rounds
 
 ADAMW = ("lr", "weight_decay", "betas", "eps")
@@ -135,39 +140,44 @@ class MatrixOptimizer(Optimizer):
     def _step_matrices(self, tasks: Sequence[MatrixTask]) -> None:
         """Compute round after round, while the matrices of the next one and results travel."""
         gathering = self._gather(tasks[0]) if tasks else None
-        scattering: tuple[MatrixTask, Pending] | None = None
+        scattering: tuple[MatrixTask, Tensor | Tensors] | None = None
         for number, task in enumerate(tasks):
             assert gathering is not None, "each round is gathered before it is computed"
-            dtype = self._dtype(task)
-            matrices = assemble_matrices(task.round, gathering, dtype, self._device)
+            flat = finish_transfer(task.round.gather, gathering, self._group)
+            matrices = assemble_matrices(task.round, flat)
             gathering = self._gather(tasks[number + 1]) if number + 1 < len(tasks) else None
             updates = self.compute_updates(task, matrices)
-            scatter = task.round.scatter
-            pieces = [updates[piece.slices] for piece in scatter.sent]
-            sent = start_transfer(scatter, pieces, self._group, updates.dtype, self._device)
             if scattering:
                 self._finish(*scattering)
-            scattering = task, sent
+            scattering = task, self._scatter(task, updates)
         if scattering:
             self._finish(*scattering)
 
-    def _gather(self, task: MatrixTask) -> Pending:
+    def _gather(self, task: MatrixTask) -> Tensor:
         group, sent = task.group, task.round.gather.sent
-        pieces = [task.momenta[piece.tensor][piece.slices] for piece in sent]
-        if group["nesterov"] and pieces:
+        momenta = [task.momenta[piece.tensor][piece.slices] for piece in sent]
+        flat = join_pieces(momenta, task.weights[0])
+        if group["nesterov"] and sent:
             gradients = [task.gradients[piece.tensor][piece.slices] for piece in sent]
-            pieces = foreach_lerp(gradients, pieces, group["momentum"])
-        dtype = self._dtype(task)
-        return start_transfer(task.round.gather, pieces, self._group, dtype, self._device)
+            foreach_lerp_(split_pieces(sent, flat), gradients, 1 - group["momentum"])
+        flat = flat.to(self._device, group["dtype"] or flat.dtype)
+        return start_transfer(task.round.gather, flat, self._group)
 
-    @staticmethod
-    def _dtype(task: MatrixTask) -> torch.dtype:
-        """Return the dtype in which matrices are multiplied and sent."""
-        return cast(torch.dtype, task.group["dtype"] or task.weights[0].dtype)
-
-    def _finish(self, task: MatrixTask, pending: Pending) -> None:
+    def _scatter(self, task: MatrixTask, updates: Tensor) -> Tensor | Tensors:
+        """Start to send updates; return them, or the pending result where ranks send any."""
         scatter = task.round.scatter
-        updates = [piece.to(task.weights[0]) for piece in finish_transfer(scatter, pending)]
+        pieces = [updates[piece.slices] for piece in scatter.sent]
+        if self._group is None or not scatter.is_needed:
+            return pieces  # spares a copy
+        return start_transfer(scatter, join_pieces(pieces, updates), self._group)
+
+    def _finish(self, task: MatrixTask, pending: Tensor | Tensors) -> None:
+        """Wait for the updates of a round, and change this rank's weights."""
+        scatter = task.round.scatter
+        if isinstance(pending, Tensor):
+            flat = finish_transfer(scatter, pending, self._group).to(task.weights[0])
+            pending = split_pieces(scatter.received, flat)
+        updates = [piece.to(task.weights[0]) for piece in pending]
         weights = [task.weights[piece.tensor][piece.slices] for piece in scatter.received]
         self.apply(task, weights, updates)
 

@@ -9,34 +9,30 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ....kernels.torch_private import all_to_all_single, foreach_copy_, wait_tensor
-from .rounds import Round, Transfer
-
-Pending = Tensor | list[Tensor]
-"""elements of all pieces that are received, [N], or the pieces where nothing is sent"""
+from .rounds import Piece, Round, Transfer
 
 
-def start_transfer(
-    transfer: Transfer,
-    pieces: Sequence[Tensor],
-    group: ProcessGroup | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Pending:
-    """Start to send this rank's pieces; `finish_transfer` waits for those that it receives.
+def join_pieces(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Return the elements of pieces one after the other, [N], in the dtype of `like`."""
+    return torch.cat([piece.reshape(-1) for piece in pieces]) if pieces else like.new_empty(0)
+
+
+def split_pieces(pieces: Sequence[Piece], flat: Tensor) -> list[Tensor]:
+    """Return views of the elements of pieces that follow each other in a tensor, [N]."""
+    parts = torch.split(flat, [piece.size for piece in pieces])
+    return [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)]
+
+
+def start_transfer(transfer: Transfer, flat: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Start an all-to-all; `finish_transfer` waits for the pending result.
 
     Args:
         transfer: what goes where.
-        pieces: the tensors of `transfer.sent`.
+        flat: the elements of `transfer.sent`, [N].
         group: process group of the ranks.
-        dtype: dtype in which the pieces travel.
-        device: device of the collective.
     """
     if group is None or not transfer.is_needed:
-        return [piece.to(device, dtype) for piece in pieces]
-    if pieces:
-        flat = torch.cat([piece.reshape(-1) for piece in pieces]).to(device, dtype)
-    else:
-        flat = torch.empty(0, dtype=dtype, device=device)
+        return flat
     # The operator of torch, whose result is not waited for: the next round is gathered while the
     # matrices of this one are multiplied.
     received: Tensor = all_to_all_single(
@@ -45,33 +41,24 @@ def start_transfer(
     return received
 
 
-def finish_transfer(transfer: Transfer, pending: Pending) -> list[Tensor]:
-    """Wait for the result of `start_transfer`, and return the pieces of `transfer.received`."""
-    if isinstance(pending, list):
+def finish_transfer(transfer: Transfer, pending: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Wait for the result of `start_transfer`: the elements of `transfer.received`, [N]."""
+    if group is None or not transfer.is_needed:
         return pending
-    parts = torch.split(wait_tensor(pending), [piece.size for piece in transfer.received])
-    return [part.view(piece.shape) for part, piece in zip(parts, transfer.received, strict=True)]
+    received: Tensor = wait_tensor(pending)
+    return received
 
 
-def assemble_matrices(
-    this: Round, pending: Pending, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Wait for the pieces of the matrices that this rank owns; return [number, rows, columns].
+def assemble_matrices(this: Round, flat: Tensor) -> Tensor:
+    """Return the matrices that this rank owns, [number, rows, columns].
 
     Args:
         this: the round.
-        pending: what `start_transfer` returned of `this.gather`.
-        dtype: dtype of the pieces.
-        device: device of the pieces.
+        flat: what `finish_transfer` returned of `this.gather`.
     """
-    received, pieces = this.gather.received, finish_transfer(this.gather, pending)
-    if isinstance(pending, Tensor):
-        if [piece.tensor for piece in received] == list(range(this.num_owned)):
-            # Each came whole, in order.
-            return pending.view(this.num_owned, *this.shape)
-    elif pieces:
-        return torch.stack(pieces)
-    matrices = torch.empty(this.num_owned, *this.shape, dtype=dtype, device=device)
-    if pieces:
-        foreach_copy_([matrices[piece.slices] for piece in received], pieces)
+    received = this.gather.received
+    if [piece.tensor for piece in received] == list(range(this.num_owned)):
+        return flat.view(this.num_owned, *this.shape)  # each came whole, in order
+    matrices = flat.new_empty(this.num_owned, *this.shape)
+    foreach_copy_([matrices[piece.slices] for piece in received], split_pieces(received, flat))
     return matrices
