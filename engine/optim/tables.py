@@ -85,6 +85,8 @@ class OptimizerConfig(Component):
     it cannot step one weight at a time"""
     matrix_keys: ClassVar[frozenset[str]] = frozenset()
     """which of `group_keys` say something of matrices alone"""
+    keys_of_both: ClassVar[frozenset[str]] = frozenset({"lr", "weight_decay"})
+    """which of `group_keys` say something of matrices and of other parameters"""
 
     lr: NonNegativeFloat = 3e-4
     """peak learning rate; the schedule multiplies it"""
@@ -129,6 +131,7 @@ optimizers: Registry[OptimizerConfig] = Registry(
         "adamw": "engine.optim.optimizers:AdamW",
         "adam": "engine.optim.optimizers:Adam",
         "sgd": "engine.optim.optimizers:SGD",
+        "adamh": "engine.optim.matrix.tables:AdamH",
         "adopt": "engine.optim.elementwise.tables:ADOPT",
         "qhadopt": "engine.optim.elementwise.tables:QHADOPT",
         "qhadam": "engine.optim.elementwise.tables:QHAdam",

@@ -10,6 +10,7 @@ OPTIMIZERS = {
     "muon": {"name": "muon", "lr": 0.01, "weight_decay": 0.1},
     "normuon": {"name": "normuon", "lr": 0.01, "weight_decay": 0.1},
     "muonh": {"name": "muonh", "lr": 0.02},
+    "adamh": {"name": "adamh", "lr": 0.02},
 }
 
 

@@ -14,7 +14,7 @@ from tests.train.processes import newest
 from trainer.engine.core.errors import RecipeError
 from trainer.engine.core.parameter_placement import DimSplit, Matrix, ParameterPlacement
 from trainer.engine.optim.matrix.rounds import plan_rounds
-from trainer.engine.optim.matrix.tables import AdamWKeys, Muon, MuonH, NorMuon
+from trainer.engine.optim.matrix.tables import AdamH, AdamWKeys, Muon, MuonH, NorMuon
 from trainer.engine.optim.parameters import parameter_groups, undecorated_step
 from trainer.engine.optim.tables import ParameterGroup
 from trainer.engine.recipe.load import load_recipe
@@ -149,6 +149,21 @@ def test_muonh_follows_the_formula():
         for factor, given in zip(FACTORS, gradients, strict=True):
             m = 0.95 * m + given[name].numpy()
             u = newton_schulz(given[name].numpy() + 0.95 * m, 5)
+            z = x - 0.1 * factor * radius * u / np.linalg.norm(u)
+            x = radius * z / np.linalg.norm(z)
+        assert found[name].detach().numpy() == pytest.approx(x, rel=1e-9, abs=1e-12)
+
+
+def test_adamh_follows_the_formula():
+    """Adam's direction in the place of the orthogonalized momentum, arXiv:2606.16899."""
+    found, starts, gradients = steps_of(AdamH(lr=0.1, betas=(0.8, 0.9), eps=1e-6))
+    for name in ("wide", "tall", "square"):
+        x, m, v = starts[name].numpy(), 0, 0
+        radius = np.linalg.norm(x)
+        for k, (factor, given) in enumerate(zip(FACTORS, gradients, strict=True), 1):
+            g = given[name].numpy()
+            m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g**2
+            u = m / (1 - 0.8**k) / (np.sqrt(v / (1 - 0.9**k)) + 1e-6)
             z = x - 0.1 * factor * radius * u / np.linalg.norm(u)
             x = radius * z / np.linalg.norm(z)
         assert found[name].detach().numpy() == pytest.approx(x, rel=1e-9, abs=1e-12)

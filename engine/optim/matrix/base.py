@@ -84,7 +84,7 @@ class MatrixOptimizer(Optimizer):
             # The groups are the same objects in both optimizers, so that rates are set once.
             self._adamw = (
                 QHAdamOptimizer(others, nus=(1.0, 1.0), **adamw)
-                if options["cautious_decay"]
+                if options.get("cautious_decay")
                 else AdamW(others, fused=True, **adamw)
             )
 
@@ -95,7 +95,7 @@ class MatrixOptimizer(Optimizer):
             if self._adamw:
                 self._adamw.state = self.state
                 inspect.unwrap(type(self._adamw).step)(self._adamw)
-            self._step_matrices(self._prepare_tasks())
+            self.step_matrices(self._prepare_tasks())
 
     def _prepare_tasks(self) -> list[MatrixTask]:
         """Update the momenta, and return the rounds of all groups."""
@@ -114,17 +114,22 @@ class MatrixOptimizer(Optimizer):
             if not weights:
                 continue
             gradients = [cast(Tensor, weight.grad) for weight in weights]
-            for weight in weights:
-                if "momentum_buffer" not in self.state[weight]:
-                    self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-            momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
-            # A mean in place of a sum: a constant factor, which an update does not depend on.
-            foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+            momenta = self.update_momenta(group, weights, gradients)
             placements = [group["placements"][place] for place in places]
             tasks += [
                 MatrixTask(group, this, placements, weights, gradients, momenta) for this in rounds
             ]
         return tasks
+
+    def update_momenta(self, group: Group, weights: Tensors, gradients: Tensors) -> Tensors:
+        """Update the running means of the gradients of this rank's parts, and return them."""
+        for weight in weights:
+            if "momentum_buffer" not in self.state[weight]:
+                self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+        momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
+        # A mean in place of a sum: a constant factor, which an update does not depend on.
+        foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        return momenta
 
     def _plan(self, trained: Sequence[Sequence[int]]) -> list[list[Round]]:
         loads: list[float] = []
@@ -137,7 +142,7 @@ class MatrixOptimizer(Optimizer):
             plans.append(plan_rounds(placements, loads) if placements else [])
         return plans
 
-    def _step_matrices(self, tasks: Sequence[MatrixTask]) -> None:
+    def step_matrices(self, tasks: Sequence[MatrixTask]) -> None:
         """Compute round after round, while the matrices of the next one and results travel."""
         gathering = self._gather(tasks[0]) if tasks else None
         scattering: tuple[MatrixTask, Tensor | Tensors] | None = None

@@ -38,17 +38,17 @@ class MuonHOptimizer(MuonOptimizer):
         states = self.read_states(task, "radius", (0,))
         radii = torch.stack(states)
         # Zeros before the first step; no branch on them, which would wait for the device.
-        radii = torch.where(radii > 0, radii, self._norms(task, weights))
+        radii = torch.where(radii > 0, radii, self.norms_of(task, weights))
         foreach_copy_(states, list(radii.unbind()))
         own = [radii[number].to(weights[0]) for number, _ in task.round.held]
         if updates:
             updates = foreach_mul(updates, own)
             foreach_add_(weights, updates, alpha=-task.group["lr"])
-        ratios = radii / self._norms(task, weights).clamp(min=LEAST)
+        ratios = radii / self.norms_of(task, weights).clamp(min=LEAST)
         if weights:
             foreach_mul_(weights, [ratios[each].to(weights[0]) for each, _ in task.round.held])
 
-    def _norms(self, task: MatrixTask, pieces: Tensors) -> Tensor:
+    def norms_of(self, task: MatrixTask, pieces: Tensors) -> Tensor:
         """Return the norm of each matrix of a round, from the pieces of all ranks."""
         squares = torch.zeros(
             len(task.round.matrices), dtype=task.weights[0].dtype, device=self._device

@@ -37,21 +37,8 @@ class MatrixConfig(OptimizerConfig):
     needs_matrices = True
     implementation: ClassVar[str]
     """module and class of the optimizer, whose options are the keys of this table"""
-    matrix_keys: ClassVar[frozenset[str]] = frozenset({"momentum"})
-    """keys of a group that say something of matrices alone"""
-    group_keys = frozenset({"lr", "weight_decay", "betas", "eps", "momentum"})
+    group_keys = frozenset({"lr", "weight_decay", "betas", "eps"})
 
-    momentum: Decay = 0.95
-    """decay of the running mean of the gradients of matrices"""
-    nesterov: bool = True
-    """look ahead along the momentum"""
-    orthogonalize_dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """dtype in which matrices are multiplied and sent; "fp32": that of the weights; "auto": "bf16"
-    on GPUs, else "fp32" """
-    ns_steps: Count = 5
-    """Newton-Schulz iterations"""
-    cautious_decay: bool = False
-    """decay only the elements that the update moves towards 0 (arXiv:2510.12402)"""
     adamw: AdamWKeys = DEFAULTS
     """AdamW's keys for embeddings, heads, norms and biases"""
 
@@ -74,34 +61,60 @@ class MatrixConfig(OptimizerConfig):
                 found[f"lr_adamw_group_{index}"] = group.lr_scale * rate.lr
         return found
 
+    def build(
+        self, groups: Sequence[dict[str, Any]], device: torch.device
+    ) -> torch.optim.Optimizer:
+        """Return the optimizer over groups that `parameter_groups` made with placements."""
+        module, name = self.implementation.split(":")
+        make: Callable[..., torch.optim.Optimizer]
+        make = getattr(import_module(f".{module}", __package__), name)
+        rates = self.rates_of(is_matrix=False)
+        adamw = {**rates._asdict(), "betas": self.adamw.betas, "eps": self.adamw.eps}
+        # Values of their own, because the optimizer's defaults are those of matrices.
+        groups = [group if group["is_matrix"] else {**adamw, **group} for group in groups]
+        return make(groups, device, adamw, **self.options(device))
+
+    def options(self, device: torch.device) -> dict[str, Any]:
+        """Return the optimizer's options for groups of matrices."""
+        return self.model_dump(exclude={"name", "clip_norm", "groups", "adamw"})
+
+
+class OrthogonalConfig(MatrixConfig):
+    """Base of the tables of optimizers that orthogonalize momenta."""
+
+    matrix_keys = frozenset({"momentum"})
+    group_keys = MatrixConfig.group_keys | {"momentum"}
+
+    momentum: Decay = 0.95
+    """decay of the running mean of the gradients of matrices"""
+    nesterov: bool = True
+    """look ahead along the momentum"""
+    orthogonalize_dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """dtype in which matrices are multiplied and sent; "fp32": that of the weights; "auto": "bf16"
+    on GPUs, else "fp32" """
+    ns_steps: Count = 5
+    """Newton-Schulz iterations"""
+    cautious_decay: bool = False
+    """decay only the elements that the update moves towards 0 (arXiv:2510.12402)"""
+
     def for_gpu(self) -> Self:
         """Return the table with what its "auto" means on a GPU."""
         if self.orthogonalize_dtype != "auto":
             return self
         return self.model_copy(update={"orthogonalize_dtype": "bf16"})
 
-    def build(
-        self, groups: Sequence[dict[str, Any]], device: torch.device
-    ) -> torch.optim.Optimizer:
-        """Return the optimizer over groups that `parameter_groups` made with placements."""
+    def options(self, device: torch.device) -> dict[str, Any]:
+        """Return the optimizer's options for groups of matrices."""
         import torch
 
-        module, name = self.implementation.split(":")
-        make: Callable[..., torch.optim.Optimizer]
-        make = getattr(import_module(f".{module}", __package__), name)
-        options = self.model_dump(exclude={"name", "clip_norm", "groups", "adamw"})
-        wide = {"auto": device.type != "cuda", "bf16": False, "fp32": True}
-        is_wide = wide[options.pop("orthogonalize_dtype")]
-        options["dtype"] = None if is_wide else torch.bfloat16
-        rates = self.rates_of(is_matrix=False)
-        adamw = {**rates._asdict(), "betas": self.adamw.betas, "eps": self.adamw.eps}
-        # Values of their own, because the optimizer's defaults are those of matrices.
-        groups = [group if group["is_matrix"] else {**adamw, **group} for group in groups]
-        return make(groups, device, adamw, **options)
+        options = super().options(device)
+        word = options.pop("orthogonalize_dtype")
+        is_narrow = word == "bf16" or (word == "auto" and device.type == "cuda")
+        return {**options, "dtype": torch.bfloat16 if is_narrow else None}
 
 
 @optimizers.register
-class Muon(MatrixConfig):
+class Muon(OrthogonalConfig):
     """Momentum that is orthogonalized, matrix by matrix; AdamW for what is no matrix."""
 
     implementation = "muon:MuonOptimizer"
@@ -134,7 +147,7 @@ class NorMuon(Muon):
 
 
 @optimizers.register
-class MuonH(MatrixConfig):
+class MuonH(OrthogonalConfig):
     """Muon that keeps the norm of each matrix, "hyperball" (arXiv:2606.16899)."""
 
     implementation = "hyperball:MuonHOptimizer"
@@ -144,5 +157,25 @@ class MuonH(MatrixConfig):
     """peak learning rate of matrices, as a share of their norms; the schedule multiplies it"""
     weight_decay: NonNegativeFloat = 0.1
     """decoupled weight decay of parameters that are no matrices; matrices keep their norms"""
+    adamw: AdamWKeys = Field(default={"lr": 3e-4}, validate_default=True)
+    """AdamW's keys for embeddings, heads, norms and biases; here the default of lr is 3e-4"""
+
+
+@optimizers.register
+class AdamH(MatrixConfig):
+    """Adam that keeps the norm of each matrix, "hyperball" (arXiv:2606.16899)."""
+
+    implementation = "adamh:AdamHOptimizer"
+    keys_of_both = MatrixConfig.group_keys
+
+    name: Literal["adamh"] = "adamh"
+    lr: NonNegativeFloat = 0.01
+    """peak learning rate of matrices, as a share of their norms; the schedule multiplies it"""
+    weight_decay: NonNegativeFloat = 0.1
+    """decoupled weight decay of parameters that are no matrices; matrices keep their norms"""
+    betas: Betas = (0.9, 0.95)
+    """for matrices, decay of the running means of the gradient and of its square"""
+    eps: PositiveFloat = 1e-8
+    """added to the denominator of the directions of matrices"""
     adamw: AdamWKeys = Field(default={"lr": 3e-4}, validate_default=True)
     """AdamW's keys for embeddings, heads, norms and biases; here the default of lr is 3e-4"""

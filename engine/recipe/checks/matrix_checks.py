@@ -54,7 +54,7 @@ def _check_groups(recipe: Recipe, names: list[str], matrices: set[str]) -> Itera
             return  # reported beside the pattern
         members = {name for name in left if matches(name)}
         left -= members
-        for key in sorted(group.model_fields_set & optimizer.group_keys - {"lr", "weight_decay"}):
+        for key in sorted(group.model_fields_set & optimizer.group_keys - optimizer.keys_of_both):
             is_of_matrices = key in optimizer.matrix_keys
             if members and not (members & matrices if is_of_matrices else members - matrices):
                 kind, other = ("no matrix", "matrices") if is_of_matrices else (
