@@ -165,7 +165,7 @@ class MatrixOptimizer(Optimizer):
         if group["nesterov"] and sent:
             gradients = [task.gradients[piece.tensor][piece.slices] for piece in sent]
             foreach_lerp_(split_pieces(sent, flat), gradients, 1 - group["momentum"])
-        flat = flat.to(self._device, group["dtype"] or flat.dtype)
+        flat = flat.to(self._device, torch.bfloat16 if group["is_narrow"] else flat.dtype)
         return start_transfer(task.round.gather, flat, self._group)
 
     def _scatter(self, task: MatrixTask, updates: Tensor) -> Tensor | Tensors:

@@ -105,12 +105,10 @@ class OrthogonalConfig(MatrixConfig):
 
     def options(self, device: torch.device) -> dict[str, Any]:
         """Return the optimizer's options for groups of matrices."""
-        import torch
-
         options = super().options(device)
         word = options.pop("orthogonalize_dtype")
         is_narrow = word == "bf16" or (word == "auto" and device.type == "cuda")
-        return {**options, "dtype": torch.bfloat16 if is_narrow else None}
+        return {**options, "is_narrow": is_narrow}
 
 
 @optimizers.register
