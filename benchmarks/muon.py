@@ -16,11 +16,11 @@ from collections.abc import Callable
 import results
 import torch
 
-from trainer.engine.core.parameter_placement import ParameterPlacement
 from trainer.engine.optim.matrix.orthogonalize import orthogonalize
 from trainer.engine.optim.matrix.tables import Muon
 from trainer.engine.optim.optimizers import AdamW
 from trainer.engine.optim.parameters import parameter_groups, undecorated_step
+from trainer.engine.optim.placement import ParameterPlacement
 from trainer.engine.optim.tables import OptimizerConfig
 
 MOST_OVERHEAD = 1.2

@@ -95,18 +95,9 @@ def assemble(
     built = build_model(sized, tokenizer.vocab_size, device, plan)
     model = built.model
     home = torch.device("cpu") if recipe.parallel.fsdp.offload else device
-    # The weights of `run.init_from` replace all but those of new adapters and heads, and those that
-    # `run.init` leaves out.
-    excludes = select_weights(run.init).excludes
-    fill = fresh and (not run.init_from or (lambda name: may_start_fresh(name) or excludes(name)))
-    materialize(model, home, recipe.run.seed, fill=fill)
     frozen_blocks = _describe_frozen(recipe.task.name, built.config)
     notes = [*filter(None, [world.note, frozen_blocks]), *built.notes, *data.notes]
-    if fresh and recipe.run.init_from:
-        grows, start = recipe.has_own_vocabulary, resolve_folder(run.init_from)
-        notes += load_initial_weights(model, built.config, start, run.init, may_grow=grows)
-    if fresh and recipe.lora.rank:
-        notes += _start_adapters(built, recipe.lora)
+    notes += _fill_weights(recipe, built, home, fresh=fresh)
     frozen, fingerprint = open_frozen(sized, tokenizer, device, plan, notes)
     phases = PhaseTimer(device)
     step = build_step(sized, built, plan, tokenizer, data.separate_labels, phases, frozen)
@@ -164,6 +155,25 @@ def assemble(
         resilience=recipe.resilience,
         notes=notes,
     )
+
+
+def _fill_weights(
+    recipe: Recipe, built: BuiltModel, home: torch.device, *, fresh: bool
+) -> list[str]:
+    """Give the model storage, and its initial weights where the run is fresh; return notes."""
+    run = recipe.run
+    # The weights of `run.init_from` replace all but those of new adapters and heads, and those that
+    # `run.init` leaves out.
+    excludes = select_weights(run.init).excludes
+    fill = fresh and (not run.init_from or (lambda name: may_start_fresh(name) or excludes(name)))
+    materialize(built.model, home, run.seed, fill=fill)
+    notes: list[str] = []
+    if fresh and run.init_from:
+        grows, start = recipe.has_own_vocabulary, resolve_folder(run.init_from)
+        notes += load_initial_weights(built.model, built.config, start, run.init, may_grow=grows)
+    if fresh and recipe.lora.rank:
+        notes += _start_adapters(built, recipe.lora)
+    return notes
 
 
 def _start_adapters(built: BuiltModel, table: LoRA) -> list[str]:

@@ -9,16 +9,16 @@ from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
 from ...model_zoo.matrices import maps_hidden_states
 from ..core.errors import Problem, RecipeError
-from ..core.parameter_placement import ParameterPlacement
 from ..optim.parameters import avoid_dynamo_import, parameter_groups, undecorated_step
+from ..optim.placement import ParameterPlacement
 from ..parallel.axis import ParallelModel
-from ..parallel.parameter_placements import place_parameters
 from ..parallel.placement import placements_for
 from ..parallel.plan import Plan
 from ..precision.hardware import LossScale
 from ..precision.rounding import divide_groups, make_rounded_step
 from ..recipe.schema import Recipe
 from ..train.update import Update, UpdateAfterBackward, UpdateInBackward
+from .parameter_placements import place_parameters
 
 
 def build_update(

@@ -12,8 +12,8 @@ import torch
 
 from ...model_zoo.layout import Layout
 from ...model_zoo.matrices import maps_hidden_states
-from ..core.parameter_placement import ParameterPlacement
 from ..optim.parameters import parameter_groups
+from ..optim.placement import ParameterPlacement
 from ..optim.tables import OptimizerConfig
 from ..parallel.mesh import Degrees
 from ..precision.hardware import DTYPES

@@ -34,9 +34,9 @@ from torch.optim import (
 
 from ..core.errors import Problem, RecipeError, nearest
 from ..core.local import is_split, local
-from ..core.parameter_placement import ParameterPlacement
 from ..core.text.expressions import match_names
 from .elementwise.base import ElementwiseOptimizer
+from .placement import ParameterPlacement
 from .tables import OptimizerConfig
 
 

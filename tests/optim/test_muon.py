@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.engine.core.parameter_placement import DimSplit, Matrix, ParameterPlacement
 from trainer.engine.optim.matrix.rounds import plan_rounds
 from trainer.engine.optim.matrix.tables import AdamH, AdamWKeys, Muon, MuonH, NorMuon
 from trainer.engine.optim.parameters import parameter_groups, undecorated_step
+from trainer.engine.optim.placement import DimSplit, Matrix, ParameterPlacement
 from trainer.engine.optim.tables import ParameterGroup
 
 FACTORS = [0.5, 1.0, 0.7]

@@ -9,11 +9,11 @@ import torch
 from ....kernels.torch_private import FakeTensorMode
 from ....model_zoo.config import ModelConfig
 from ....model_zoo.matrices import maps_hidden_states
+from ...assemble.parameter_placements import place_parameters
 from ...optim.parameters import parameter_groups
 from ...optim.tables import OptimizerConfig
 from ...parallel.axis import LocalRank
 from ...parallel.mesh import Degrees
-from ...parallel.parameter_placements import place_parameters
 from ...parallel.pipeline.cut import cut_blocks
 from ...parallel.placement import ShardPlacement
 from ...parallel.tables import Parallel

@@ -15,10 +15,10 @@ from ....kernels.torch_private import (
     foreach_lerp_,
     functional_collectives,
 )
-from ...core.parameter_placement import ParameterPlacement
 from ..elementwise.base import Group, Tensors, apply_updates
 from ..elementwise.qhadam import QHAdamOptimizer
 from ..parameters import local_shards
+from ..placement import ParameterPlacement
 from .exchange import (
     assemble_matrices,
     finish_transfer,

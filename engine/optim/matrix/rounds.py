@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ...core.parameter_placement import Matrix, ParameterPlacement, Range
+from ..placement import Matrix, ParameterPlacement, Range
 
 ROUND_ELEMENTS = 2**25
 """elements of the matrices that an owner has at a time, or one matrix of more"""

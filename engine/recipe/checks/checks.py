@@ -18,7 +18,6 @@ from ..schema import Recipe
 from .adapter_checks import check_adapters
 from .compute_checks import check_memory, check_precision
 from .expert_checks import check_experts
-from .matrix_checks import check_matrices
 from .metric_checks import check_metrics
 from .plan_checks import check_plan
 from .ragged_checks import check_ragged
@@ -57,7 +56,6 @@ def _check_table(recipe: Recipe, world: int | None, *, is_split: bool = False) -
         partial(_streams, has_epochs=is_split),
         _groups,
         check_update,
-        check_matrices,
         _targets,
         _degrees,
         _timeouts,

@@ -33,7 +33,7 @@ def check_matrices(recipe: Recipe) -> Iterator[Finding]:
             'take "fp32", or optimizer.name = "adamw"',
         )
     config = recipe.model.with_vocab(1)
-    shapes = with_adapters(config.parameter_shapes(), config.layout, recipe.lora)
+    shapes = with_adapters(config, recipe.lora)
     # Where there are adapters, they are trained and the weights beside them are not.
     names = [name for name in shapes if not recipe.lora.rank or is_adapter(name)]
     matrices = {name for name in names if maps_hidden_states(name, shapes[name], config.layout)}

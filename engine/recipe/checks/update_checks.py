@@ -1,4 +1,4 @@
-"""Whether momentum and averages of the weights fit the optimizer of a recipe."""
+"""Whether matrices, momentum and averages of the weights fit the optimizer of a recipe."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ...core.text.tree import Finding
 from ..schema import Recipe
+from .matrix_checks import check_matrices
 
 
 def check_update(recipe: Recipe) -> Iterator[Finding]:
@@ -14,6 +15,7 @@ def check_update(recipe: Recipe) -> Iterator[Finding]:
     Args:
         recipe: tables that are each valid alone.
     """
+    yield from check_matrices(recipe)
     optimizer, schedule = recipe.optimizer, recipe.schedule
     for key, default in {"last_steps": 0, "blend": 1.0}.items():
         if not recipe.ema.decay and getattr(recipe.ema, key) != default:

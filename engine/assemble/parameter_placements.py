@@ -8,10 +8,10 @@ from typing import cast
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from ..core.parameter_placement import DimSplit, ParameterPlacement
-from .axis import LocalRank
-from .mesh import Degrees, expert_grid
-from .placement import ShardPlacement
+from ..optim.placement import DimSplit, ParameterPlacement
+from ..parallel.axis import LocalRank
+from ..parallel.mesh import Degrees, expert_grid
+from ..parallel.placement import ShardPlacement
 
 
 def place_parameters(
