@@ -15,7 +15,7 @@ def find_dropout_keys(
     """Return the argument `dropout_keys` of a model; none without keys.
 
     Args:
-        sample_keys: [B] int64, of each row; see `Collation.make_keys`. None: there is no dropout.
+        sample_keys: [B] int64, of each row; see `collate.make_keys`. None: there is no dropout.
         positions: the position of each token in its whole row, [B, S], or [1, T] of ragged rows.
         lengths: those of ragged rows; None: the rows are padded.
     """

@@ -34,7 +34,7 @@ def complete(words, **environ):
         ("trainer list opt", ["optimizer"]),
         ("trainer list schedule co", ["constant", "cosine"]),
         ("trainer list recipe quick", ["quickstart"]),
-        ("trainer docs optimizer.lr", ["optimizer.lr"]),
+        ("trainer docs optimizer.lr", ["optimizer.lr", "optimizer.lr_decay"]),
         ("trainer docs cosin", ["cosine", "cosine_similarity"]),
         ("trainer docs estimate-m", ["estimate-memory"]),
         ("trainer run x.toml --set checkpoint.keep", ["checkpoint.keep=", "checkpoint.keep_best=",

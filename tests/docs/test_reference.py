@@ -51,7 +51,8 @@ def test_every_table_of_a_recipe_has_a_heading(made):
 def test_every_component_is_reached_from_the_page_of_the_recipe(made):
     for kind, registry in REGISTRIES.items():
         for name in registry:
-            assert f"({kind}.md#{name})" in made["recipe.md"]
+            anchor = name.lower().replace(".", "")
+            assert f"({kind}.md#{anchor})" in made["recipe.md"]
 
 
 def test_every_command_and_sub_command_has_a_heading_and_its_options(made):

@@ -22,6 +22,7 @@ def trainer(hub, tmp_path):
             "XDG_CACHE_HOME": str(tmp_path / "cache"),
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_OFFLINE": "0",  # other tests of this process may have set it
         }
         (tmp_path / "work").mkdir(exist_ok=True)
         return run_trainer(*words, folder=tmp_path / "work", ranks=ranks, **{**settings, **environ})

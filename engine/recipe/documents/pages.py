@@ -79,9 +79,16 @@ def _recipe_page() -> str:
 
 def _choice(section: Section) -> str:
     names = [each for each in sections() if each.table == section.table]
-    listed = ", ".join(f"[`{each.component}`]({each.kind}.md#{each.component})" for each in names)
+    listed = ", ".join(
+        f"[`{each.component}`]({each.kind}.md#{_anchor(each.component)})" for each in names
+    )
     default = next((f"; default: `{each.component}`" for each in names if each.is_default), "")
     return f"`name` is one of {listed}{default}."
+
+
+def _anchor(component: str) -> str:
+    """Return the anchor of a component's heading: lower case, without the dot of `torch.NAME`."""
+    return component.lower().replace(".", "")
 
 
 def _kind_page(kind: str) -> str:

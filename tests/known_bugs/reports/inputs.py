@@ -12,9 +12,8 @@ from tests.known_bugs.ranks import alone, on_ranks
 from tests.known_bugs.reports.context_ranks import WINDOWS
 from tests.known_bugs.runs import assembled, assert_equal, data_of, enlarge, first_step
 from trainer.engine.corpus import tokenise
-from trainer.engine.data import packing
-from trainer.engine.data.batch import IGNORED, TokenBatch
-from trainer.engine.data.collate import Collation
+from trainer.engine.data import collate, packing
+from trainer.engine.data.batch import IGNORED
 from trainer.engine.data.packing import ConcatRows, DocumentRows, PaddedRows
 from trainer.engine.parallel import blocks
 from trainer.engine.parallel.tables import Memory
@@ -197,10 +196,7 @@ def every_document_ends_with_its_token():
 
 
 def draw_the_same_keys(patch):
-    def make_keys(self, samples):
-        return np.full(len(samples), self.seed)
-
-    patch.setattr(Collation, "make_keys", make_keys)
+    patch.setattr(collate, "make_keys", lambda samples, seed: np.full(len(samples), seed))
 
 
 @known_bug(
@@ -210,8 +206,7 @@ def draw_the_same_keys(patch):
     draw_the_same_keys,
 )
 def samples_lose_different_hidden_states():
-    collation = Collation(lambda samples, length: {}, TokenBatch, seed=3)
-    keys = torch.from_numpy(collation.make_keys(np.arange(16))).unsqueeze(1)
+    keys = torch.from_numpy(collate.make_keys(np.arange(16), 3)).unsqueeze(1)
     kept = drop(torch.ones(16, 1, 64), 0.5, keys).squeeze(1) != 0
     assert len({tuple(row.tolist()) for row in kept}) == 16
     assert 0.4 < kept.float().mean() < 0.6

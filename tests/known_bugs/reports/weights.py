@@ -53,7 +53,9 @@ def an_adapter_is_scaled_by_alpha_over_its_rank():
 def merge_without_scale(patch):
     original = adapter_weights.merge
     patch.setattr(
-        adapter_weights, "merge", lambda weight, down, up, scale: original(weight, down, up, 1.0)
+        adapter_weights,
+        "merge",
+        lambda weight, down, up, scale, *norms: original(weight, down, up, 1.0, *norms),
     )
 
 
