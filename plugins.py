@@ -21,6 +21,14 @@ from .engine.core.errors import (
 )
 from .engine.core.registry import Registry, models
 from .engine.corpus.configs import TokenSource
+from .engine.federated.tables import (
+    CompressionConfig,
+    MergeConfig,
+    ServerOptimizerConfig,
+    compressions,
+    merges,
+    server_optimizers,
+)
 from .engine.observe.tables import (
     Monitor,
     MonitorConfig,
@@ -70,6 +78,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointMode",
     "Component",
+    "CompressionConfig",
     "Constant",
     "Count",
     "CountOrZero",
@@ -90,6 +99,7 @@ __all__ = [
     "MarkedText",
     "MaskedDocument",
     "MeanMeters",
+    "MergeConfig",
     "MetricConfig",
     "Model",
     "ModelConfig",
@@ -106,6 +116,7 @@ __all__ = [
     "Registry",
     "SampleLengths",
     "ScheduleConfig",
+    "ServerOptimizerConfig",
     "SourceConfig",
     "Strategy",
     "Supervised",
@@ -117,9 +128,11 @@ __all__ = [
     "TrackerConfig",
     "TrainerError",
     "checkpoint_modes",
+    "compressions",
     "kernels",
     "last_of_sample",
     "losses",
+    "merges",
     "metrics",
     "models",
     "monitors",
@@ -129,6 +142,7 @@ __all__ = [
     "register_table",
     "repeat_for_positions",
     "schedules",
+    "server_optimizers",
     "sources",
     "strategies",
     "sum_by_sample",

@@ -37,6 +37,7 @@ class Lazy(NamedTuple):
 
 COMMANDS = {
     "run": Lazy("run:run", "Train what a recipe describes, or resume where it stopped."),
+    "federate": Lazy("federate:app", "Train with clients and a server, in rounds."),
     "validate": Lazy("validate:validate", "Check recipes."),
     "explain": Lazy(
         "explain:explain", "Show a recipe with every default, and where it comes from."

@@ -149,6 +149,7 @@ def assemble(
         schedule=_settle_schedule(recipe, data),
         peak_lr=recipe.optimizer.lr,
         named_rates=recipe.optimizer.named_rates(),
+        stride=recipe.federation.steps_of(recipe.data) if recipe.federation else 1,
         gc_interval=recipe.run.gc_interval,
         evaluate=recipe.evaluate.settle(recipe.task.scores),
         checkpoint=recipe.checkpoint,
@@ -193,6 +194,8 @@ def total_steps(recipe: Recipe, turns: Turns) -> int:
     Raises:
         RecipeError: the epochs asked for do not fill one batch.
     """
+    if recipe.federation:
+        return recipe.federation.rounds * recipe.federation.steps_of(recipe.data)
     if recipe.run.steps is not None:
         return recipe.run.steps
     assert recipe.run.epochs is not None, "validation made sure that one of the two is given"

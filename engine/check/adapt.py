@@ -49,6 +49,7 @@ def adapt(recipe: Recipe, folder: Path, *, as_is: bool) -> tuple[Recipe, list[st
         "optimizer": optimizer,
         "schedule": schedules["constant"].model_validate({"name": "constant"}),
         "evaluate": Evaluate(interval=0),
+        "federation": None,
         "ema": EMA(),
         "metrics": Metrics(),
         "lora": recipe.lora.model_copy(update={"init_from": ""}),

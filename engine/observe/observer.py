@@ -162,6 +162,11 @@ class Observer:
         if self._log is not None:
             self._record({"kind": "eval", "step": step, "split": split, **to_floats(values)})
 
+    def on_row(self, row: Mapping[str, Any]) -> None:
+        """Record a row of another kind, with its `kind` and `step`."""
+        if self._log is not None:
+            self._record(dict(row))
+
     def on_best(
         self, step: int, values: Mapping[str, Number], best: Mapping[str, str | float | None]
     ) -> None:

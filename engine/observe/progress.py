@@ -106,9 +106,9 @@ class LiveProgress(Progress):
         self._draw()
 
     def show(self, row: Mapping[str, Any]) -> None:
-        """Print the row above the bar; a training row stands below the bar too."""
+        """Print the row above the bar; the row of a step or a round stands below the bar too."""
         is_step = row["kind"] == "train"
-        if is_step:
+        if is_step or row["kind"] == "round":
             self._step, self._latest = row["step"], dict(row)
         label = f"{'step' if is_step else row['kind']} {row['step']}/{self._total}"
         self._bar.print(f"{label}  {_compact(row)}", "" if is_step else "cyan")
@@ -153,6 +153,8 @@ def _format_cells(row: Mapping[str, Any], total: int) -> list[str]:
             if isinstance(value, float) and shows_parts >= ("/" in key) and key not in _NOT_SHOWN
         ]
         return cells + [f"{key} {row[key]:<8.4g}" for key in metrics[:MOST_METRICS]]
+    if row["kind"] in ("round", "client"):
+        return cells + _format_round(row)
     if row["kind"] != "train":
         return cells
     if "grad_norm" in row:
@@ -170,6 +172,17 @@ def _format_cells(row: Mapping[str, Any], total: int) -> list[str]:
     if total:
         cells.append(f"eta {format_clock((total - row['step']) * row['step_seconds'])}")
     return cells
+
+
+def _format_round(row: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a round, or of a client's part in it."""
+    names = [f"round {row['round']}"]
+    if row["kind"] == "client":
+        names.append(f"client {row['client']}")
+    else:
+        names += [f"clients {row['clients']}", f"norm {row['pseudo_gradient_norm']:.4g}"]
+    sent, received = (f"{row[f'bytes_{word}'] / 1e6:.3g} MB" for word in ("sent", "received"))
+    return [*names, f"sent {sent}, received {received}", f"{row['seconds']:.1f} s"]
 
 
 def _compact(row: Mapping[str, Any]) -> str:

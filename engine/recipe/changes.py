@@ -42,6 +42,7 @@ FREE = (
     "kernels",
     "checkpoint",
     "evaluate",
+    "federation.carrier",
     "metrics",
     "profile",
     "resilience",
@@ -89,7 +90,7 @@ def compare(
     ema = new["ema"]
     at_end = schedule.momentum_cooldown_steps or ema["last_steps"] or ema["nesterov"]["scale"]
     if not schedule.depends_on_total and not at_end:
-        free |= {"run.steps", "run.epochs"}
+        free |= {"run.steps", "run.epochs", "federation.rounds"}
     if schedule.follows_score:
         free = free - {"evaluate"} | {*WITHOUT_SCORE}
     free |= {*allowed}
@@ -109,7 +110,7 @@ def resume_policy(key: str) -> str:
         return "may change, except under a schedule that follows the score, such as plateau"
     if _covered(key, FREE) or FREE_IN_LISTS.fullmatch(key):
         return "may change"
-    if key in ("run.steps", "run.epochs"):
+    if key in ("run.steps", "run.epochs", "federation.rounds"):
         return "may change under a schedule that does not depend on it, such as constant"
     if CHECKED_BY_CONTENT.fullmatch(key):
         return "may change; what is there must be the same"

@@ -25,6 +25,7 @@ from ..parallel.mesh import AXES, EXPERT_AXES, parse_mesh
 from .checks.checks import check
 from .layers import SET, apply_override, read_layers
 from .messages import problems_of
+from .run_length import find_integer, leave_steps_behind, shorten_warmup
 from .schema import Recipe
 from .structure import GivenTable, TableClass, given_tables, slot
 
@@ -90,7 +91,7 @@ def load_tree(
         RecipeError: everything that is wrong with it, or modules that are not trusted.
     """
     problems: list[Problem] = []
-    written_steps = _integer(tree, "run", "steps")
+    written_steps = find_integer(tree, "run", "steps")
     for override in overrides:
         try:
             apply_override(tree, override)
@@ -101,9 +102,9 @@ def load_tree(
         _require_trusted(tree, trusted)
     problems += _import_plugins(tree, is_users=trusted is None)
     _name_run(tree, path)
-    _leave_behind(tree)
+    leave_behind(tree)
     _share_plugin_tables(tree)
-    warnings = _shorten_warmup(tree, written_steps)
+    warnings = shorten_warmup(tree, written_steps)
     problems += _spread_mesh(tree)
     # Last: the tables that the steps above have copied hold paths too.
     _resolve_paths(tree)
@@ -183,7 +184,7 @@ def _name_run(tree: Tree, path: Path) -> None:
         tree.replace(("run", "name"), name, {("run", "name"): Origin("the file's name")})
 
 
-def _leave_behind(tree: Tree) -> None:
+def leave_behind(tree: Tree) -> None:
     """Drop the keys of a component from a lower layer that the one named above it does not have.
 
     TOML has no way to take a key back, so `name = "sgd"` over a base with AdamW's betas would never
@@ -198,36 +199,7 @@ def _leave_behind(tree: Tree) -> None:
             is_older = tree.origin((*table.path, key)).layer < layer
             if is_older and key not in table.config.model_fields and table.registry.owners(key):
                 tree.remove((*table.path, key))
-
-
-def _integer(tree: Tree, table: str, key: str) -> int | None:
-    """Return the value of a key where it is an integer, which a recipe need not have validated."""
-    values = tree.values.get(table)
-    value = values.get(key) if isinstance(values, dict) else None
-    return value if type(value) is int else None
-
-
-def _shorten_warmup(tree: Tree, written_steps: int | None) -> list[str]:
-    """Shrink the warmup of a file where `--set run.steps` makes the run shorter than the warmup.
-
-    Args:
-        tree: the recipe, after all overrides.
-        written_steps: `run.steps` before them. The warmup keeps its share of the steps.
-
-    Returns:
-        a sentence that says so, if it was done.
-    """
-    path: KeyPath = ("schedule", "warmup_steps")
-    warmup, steps = _integer(tree, "schedule", "warmup_steps"), _integer(tree, "run", "steps")
-    is_set = [tree.origin(key).file == SET for key in (path, ("run", "steps"))]
-    if warmup is None or steps is None or not 0 < steps < warmup or is_set != [False, True]:
-        return []
-    shorter = warmup * steps // max(written_steps or 10 * warmup, warmup)
-    place = tree.origin(path)
-    origin = Origin(f"shrunk to --set run.steps={steps}", layer=place.layer)
-    tree.replace(path, shorter, {path: origin})
-    change = f"schedule.warmup_steps is {shorter} instead of {warmup} ({place})"
-    return [f"{change}, because --set run.steps={steps} shortens the run"]
+    leave_steps_behind(tree)
 
 
 def _share_plugin_tables(tree: Tree) -> None:

@@ -12,6 +12,7 @@ from ..checkpoint.tables import Checkpoint
 from ..core.config import DEFAULTS, Table
 from ..core.registry import Named, Registry, models
 from ..data.tables import Data
+from ..federated.tables import Federation, compressions, merges, server_optimizers
 from ..lora.tables import LoRA
 from ..observe.tables import Metrics, Profile, monitors, trackers
 from ..optim.tables import OptimizerConfig, ScheduleConfig, optimizers, schedules
@@ -48,6 +49,7 @@ class Recipe(Table):
     metrics: Metrics = DEFAULTS
     profile: Profile = DEFAULTS
     resilience: Resilience = DEFAULTS
+    federation: Federation | None = None
     plugins: Annotated[Plugins, RegisteredTables()] = DEFAULTS
 
     @model_validator(mode="before")
@@ -116,5 +118,8 @@ REGISTRIES: dict[str, Registry[Any]] = {
         trackers,
         monitors,
         metrics,
+        server_optimizers,
+        compressions,
+        merges,
     )
 }

@@ -114,7 +114,7 @@ def examine(path: Path, now: float | None = None) -> RunStatus:
     holder = RunDirectory(path).holder()
     record, rows = read_state(path), list(newest_rows(path))
     events = list(read_events(path))
-    train = [row for row in rows if row.get("kind") == "train"]
+    train = [row for row in rows if row.get("kind") in ("train", "round")]
     evals = [row for row in rows if row.get("kind") == "eval"]
     # The validation split stands for the run where there are several.
     evals = [row for row in evals if row.get("split", VALIDATION) == VALIDATION] or evals

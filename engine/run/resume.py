@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,8 +16,9 @@ import xxhash
 from torch.distributed import ProcessGroup
 
 from ... import __version__
-from ..checkpoint.find import IntactCheckpoint
+from ..checkpoint.find import IntactCheckpoint, find_checkpoint
 from ..checkpoint.manifest import Manifest, SaveInfo
+from ..checkpoint.store import CheckpointStore
 from ..core.errors import Problem, RecipeError
 from ..core.run_state import RunState
 from ..core.text.display import remove_secrets
@@ -28,6 +30,41 @@ from .metadata import Checkout, name_run
 
 if TYPE_CHECKING:
     from ..assemble.assemble import Assembled
+
+
+def find_start(
+    resume: str, store: CheckpointStore, warn: Callable[[str], None]
+) -> IntactCheckpoint | None:
+    """Return the checkpoint to resume from; None: the run starts.
+
+    Args:
+        resume: the value of `run.resume`.
+        store: the checkpoints of the run.
+        warn: told about each checkpoint that is skipped.
+
+    Raises:
+        RecipeError: the run shall not resume, and there are checkpoints.
+        CheckpointError: no checkpoint is intact.
+    """
+    if resume not in ("auto", "never"):
+        return find_checkpoint(Path(resume), store.group)
+    found = store.latest()
+    if found is None:
+        return None
+    if resume == "never":
+        message = f"{store.folder} already has checkpoints, the newest of step"
+        raise RecipeError(
+            [
+                Problem(
+                    f'{message} {found.manifest.step}, and "never" would mix two runs',
+                    key="run.resume",
+                    hint="give another run.name, or remove the old run",
+                )
+            ]
+        )
+    for reason in found.skipped:
+        warn(f"skipped {reason}")
+    return found
 
 
 def require_same_data(saved: Manifest, parts: Assembled, allowed: Sequence[str]) -> None:

@@ -7,17 +7,16 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
 from ..assemble.assemble import Assembled, assemble
-from ..checkpoint.find import IntactCheckpoint, code_before_training, find_checkpoint
+from ..checkpoint.find import IntactCheckpoint, code_before_training
 from ..checkpoint.state import seed_everything
 from ..checkpoint.store import CheckpointStore
-from ..core.errors import ExitCode, LostContact, Problem, RecipeError, Stopped, TrainerError
+from ..core.errors import ExitCode, LostContact, Stopped, TrainerError
 from ..core.heartbeat import heartbeat
 from ..core.run_dir import RunDirectory
 from ..core.run_state import RunState, record_attempt, record_stop
@@ -31,7 +30,7 @@ from ..recipe.schema import Recipe
 from ..train.evaluate import Tasks
 from ..train.events import EventRecorder
 from ..train.health import Health
-from ..train.loop import Outcome, paced_garbage_collection, train
+from ..train.loop import Outcome, paced_garbage_collection
 from ..train.parts import Position
 from ..train.saving import Saver
 from .export import export_run, require_exportable
@@ -40,6 +39,7 @@ from .metadata import find_checkouts, write_recipe
 from .resume import (
     describe,
     describe_model,
+    find_start,
     identify,
     ignored_settings,
     make_state,
@@ -47,6 +47,7 @@ from .resume import (
     require_same_data,
     require_same_pins,
 )
+from .run_loop import RunLoop
 from .tasks import load_tasks, open_tasks
 from .watch import open_observer, watch_rank
 
@@ -59,6 +60,7 @@ def run(
     dry_run: bool = False,
     parts: Assembled | None = None,
     stop: StopFlag | None = None,
+    loop: RunLoop | None = None,
 ) -> ExitCode:
     """Train what a recipe describes, from its newest checkpoint or from the start.
 
@@ -69,10 +71,13 @@ def run(
         dry_run: assemble and describe, but train and write nothing.
         parts: of this recipe, assembled already.
         stop: listens to signals already.
+        loop: how it trains; None: as an ordinary run.
 
     Returns:
         DONE, or after a signal STOPPED_AND_SAVED, or INTERRUPTED before there was anything to save.
     """
+    loop = loop or RunLoop()
+    loop.require(recipe)
     with ExitStack() as stack:
         if stop is None:
             stop = StopFlag()
@@ -87,7 +92,7 @@ def run(
                 record = partial(record_stop, folder) if world.rank == 0 else None
                 stop.end_at_once(answer, record)
             with stop.convert_errors():
-                return _run(recipe, world, stop, allow_changed, dry_run=dry_run, parts=parts)
+                return _run(recipe, world, stop, allow_changed, loop, dry_run=dry_run, parts=parts)
         except Stopped as stopped:
             stop.leave_job(stopped.exit_code)
             process_ending.skip_teardown()
@@ -102,6 +107,7 @@ def _run(
     world: World,
     stop: StopFlag,
     allow_changed: Sequence[str],
+    loop: RunLoop,
     *,
     dry_run: bool,
     parts: Assembled | None,
@@ -126,7 +132,7 @@ def _run(
                 progress.note(line)
             stop.finish()
             return ExitCode.DONE
-        session = Session(recipe, world, device, group, directory, stop, progress, loaded)
+        session = Session(recipe, world, device, group, directory, stop, progress, loaded, loop)
         with stop.convert_errors():
             return session.train(allow_changed, parts)
 
@@ -143,11 +149,12 @@ class Session:
     stop: StopFlag
     progress: Progress
     loaded_tasks: dict[str, Any]
+    loop: RunLoop
 
     def train(self, allow_changed: Sequence[str], parts: Assembled | None = None) -> ExitCode:
         """Resume or start, and train to the end or to a signal."""
         recipe, store = self.recipe, self._open_store()
-        found = self._find_start(store)
+        found = find_start(recipe.run.resume, store, self.progress.warn)
         if found is not None:
             require_unchanged(found.manifest.recipe, recipe.model_dump(), allow_changed)
         # Initial weights are drawn from these generators; a checkpoint restores its own later.
@@ -158,7 +165,7 @@ class Session:
         checkouts = find_checkouts() if self.world.rank == 0 else []
         identity = identify(parts, found, checkouts)
         recorder, health = self._watch(parts, identity.attempt)
-        saver = Saver(store, parts, health, identity, self.progress.warn)
+        saver = self.loop.open_saver(store, parts, health, identity, self.progress.warn)
         if found is not None:
             require_same_data(found.manifest, parts, allow_changed)
             if why := reason_to_end(found.manifest, parts):
@@ -214,7 +221,9 @@ class Session:
             paced_garbage_collection(self.recipe.run.gc_interval),
         ):
             try:
-                outcome = train(parts, position, saver, health, observer, self.stop, tasks)
+                outcome = self.loop.train(
+                    parts, position, saver, health, observer, self.stop, tasks
+                )
                 # LostContact here: a rank died in its last save, and this is not the end of a run.
                 is_asked = self.stop.agree()
             except LostContact:
@@ -278,21 +287,3 @@ class Session:
             heartbeat.enter("export")
             for folder in export_run(parts, self.directory.path, step, group, found):
                 self.progress.note(f"exported {folder}")
-
-    def _find_start(self, store: CheckpointStore) -> IntactCheckpoint | None:
-        """Return the checkpoint to resume from, as `run.resume` says."""
-        resume = self.recipe.run.resume
-        if resume not in ("auto", "never"):
-            return find_checkpoint(Path(resume), store.group)
-        if (found := store.latest()) is None:
-            return None
-        if resume == "never":
-            message = (
-                f"{store.folder} already has checkpoints, the newest of step "
-                f'{found.manifest.step}, and "never" would mix two runs'
-            )
-            hint = "give another run.name, or remove the old run"
-            raise RecipeError([Problem(message, key="run.resume", hint=hint)])
-        for reason in found.skipped:
-            self.progress.warn(f"skipped {reason}")
-        return found

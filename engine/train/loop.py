@@ -63,13 +63,13 @@ def train(
     observer.start(position.step, int(position.count), is_evaluated=not position.unevaluated)
     outcome: Outcome | None = None
     if position.unevaluated:
-        outcome = _evaluate_and_save(parts, position, saver, observer, health, stop, tasks)
+        outcome = evaluate_and_save(parts, position, saver, observer, health, stop, tasks)
     while outcome is None and position.step < total:
         heartbeat.begin_step(position.step + 1)
         batch = _fetch(batches, stop)
         # Ranks vote before a step, so that none waits in a collective for one that has stopped.
         if stop.agree() or batch is None:
-            return _save_and_stop(parts, position, saver, observer)
+            return save_and_stop(parts, position, saver, observer)
         lr_factor = parts.start_step(position, before_move=saver.wait_staged)
         faults.point("train.step", parts.world.rank, position.step + 1)
         step.monitors.begin(position.step + 1)
@@ -97,7 +97,7 @@ def train(
         rates = parts.scale_rates(lr_factor)
         metrics = {**step.metrics(gradients, lr), **rates} if is_due else {}
         observer.on_step(position.step, metrics, position.count, position.batch)
-        outcome = _evaluate_and_save(parts, position, saver, observer, health, stop, tasks)
+        outcome = evaluate_and_save(parts, position, saver, observer, health, stop, tasks)
         if parts.gc_interval and position.step % parts.gc_interval == 0:
             gc.collect(1)  # on all ranks in the same step, see `paced_garbage_collection`
     return outcome or "finished"
@@ -121,14 +121,15 @@ def _roll_back(position: Position, saver: Saver, stop: StopFlag) -> bool:
     return went_back
 
 
-def _save_and_stop(parts: Parts, position: Position, saver: Saver, observer: Observer) -> Outcome:
+def save_and_stop(parts: Parts, position: Position, saver: Saver, observer: Observer) -> Outcome:
+    """Save after a signal, and return how training ends."""
     observer.sync()  # no checkpoint is ever ahead of the rows of metrics.jsonl
     with parts.phases("checkpoint"):
         saver.save_last(position)
     return "stopped"
 
 
-def _evaluate_and_save(
+def evaluate_and_save(
     parts: Parts,
     position: Position,
     saver: Saver,
@@ -148,11 +149,11 @@ def _evaluate_and_save(
     due_tasks = tasks if harness.tasks and _is_due(step, table, parts, harness.interval) else None
     position.unevaluated = False
     try:
-        improved = _evaluate(parts, position, observer, health, stop, splits, due_tasks)
+        improved = evaluate_splits(parts, position, observer, health, stop, splits, due_tasks)
     except StopRequested:
         parts.model.train()  # the evaluation was given up before it did that
         position.unevaluated = True
-        return _save_and_stop(parts, position, saver, observer)
+        return save_and_stop(parts, position, saver, observer)
     exhausted = position.best.is_exhausted(parts.evaluate)
     saver.poll()
     last = exhausted or step == total
@@ -167,7 +168,7 @@ def _evaluate_and_save(
     return "stopped early" if exhausted else None
 
 
-def _evaluate(
+def evaluate_splits(
     parts: Parts,
     position: Position,
     observer: Observer,
@@ -203,7 +204,9 @@ def _evaluate(
 
 
 def _is_due(step: int, table: Evaluate | Checkpoint, parts: Parts, own: int | None = None) -> bool:
-    """Return whether an interval of steps or epochs ends with a step, or the run does.
+    """Return whether an interval of steps or epochs has ended, or the run has.
+
+    An interval that ends within a stride is due at the end of the stride.
 
     Args:
         step: finished optimizer steps.
@@ -215,7 +218,7 @@ def _is_due(step: int, table: Evaluate | Checkpoint, parts: Parts, own: int | No
     if own is None and table.interval_epochs is not None:
         interval = table.interval_epochs * parts.steps_per_epoch
     # An epoch may end within a step, and is rarely a round number of steps in floating point.
-    is_end = interval > 0 and (step + 1e-6) // interval > (step - 1 + 1e-6) // interval
+    is_end = interval > 0 and (step + 1e-6) // interval > (step - parts.stride + 1e-6) // interval
     return is_end or step == parts.total_steps
 
 

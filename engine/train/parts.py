@@ -140,6 +140,8 @@ class Parts:
         schedule: gives the learning rate's factor for a step.
         peak_lr: learning rate that the factor multiplies, for the log.
         named_rates: further peak rates that rows of metrics show, by key.
+        stride: optimizer steps between the points at which the run can evaluate and save: 1, or
+            those of a round.
         gc_interval: optimizer steps between garbage collections; 0 leaves them to Python.
         evaluate: the recipe's `[evaluate]`.
         checkpoint: the recipe's `[checkpoint]`.
@@ -166,6 +168,7 @@ class Parts:
     schedule: ScheduleConfig
     peak_lr: float
     named_rates: Mapping[str, float]
+    stride: int
     gc_interval: int
     evaluate: Evaluate
     checkpoint: Checkpoint

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ..checkpoint import state as train_state
@@ -24,6 +23,7 @@ from ..optim.tables import ScheduleState
 from .average import RESUMED
 from .health import Health
 from .parts import Best, Parts, Position
+from .training_state import TrainingState
 
 
 class Saver:
@@ -35,6 +35,7 @@ class Saver:
         health: its state is saved, and no step is saved before it was examined.
         identity: what manifests say of the run besides its position (recipe, versions, ...).
         report: tells the user about a save that failed while the run continues.
+        state: what is saved beside weights and position; None: that of an ordinary run.
     """
 
     tolerated_failures = 2
@@ -49,12 +50,14 @@ class Saver:
         health: Health,
         identity: SaveInfo,
         report: Callable[[str], None],
+        state: TrainingState | None = None,
     ) -> None:
         self._store = store
         self._parts = parts
         self._health = health
         self._identity = identity
         self._report = report
+        self._state = state or TrainingState(parts, store.group)
         self._ranks = Ranks(store.group)
         self._saved_step = -1
         self._failures = 0
@@ -118,8 +121,7 @@ class Saver:
         for average in parts.averages:
             tensors |= average.state()
         if contents == "full":
-            tensors |= train_state.optimizer_state(parts.model, parts.optimizer)
-            tensors |= train_state.random_state(parts.world.rank)
+            tensors |= self._state.tensors()
         else:  # without the weights that only training needs
             tensors = {name: x for name, x in tensors.items() if not name.startswith(RESUMED)}
         if self._is_spoiled(tensors, position.step, must_save=sync):
@@ -132,13 +134,11 @@ class Saver:
             extra={
                 # The copy to the host waits for the device, which a save does in any case.
                 "count": int(position.count),
-                "loss_scale": parts.step.scale.state(),
-                "optimizer_numbers": self._optimizer_numbers(),
-                "streams": parts.loader.state(position.batch),
                 "best": asdict(position.best),
                 "schedule": asdict(position.schedule),
                 "health": self._health.state(),
                 "unevaluated": position.unevaluated,
+                **self._state.numbers(position),
             },
         )
         best = table.keep_best and position.best.step == position.step
@@ -164,16 +164,6 @@ class Saver:
             raise Diverged(what, "lower optimizer.lr")
         self._report(f"{what}: not saved")
         return True
-
-    def _optimizer_numbers(self) -> dict[str, float]:
-        """Return the optimizer's numbers for the parameters of all pipeline stages."""
-        numbers = train_state.optimizer_numbers(self._parts.model, self._parts.optimizer)
-        if self._parts.degrees.pipeline == 1:
-            return numbers
-        # A manifest has the numbers of all parameters, and each stage knows its own.
-        by_rank: list[dict[str, float]] = [{} for _ in range(self._parts.degrees.world)]
-        dist.all_gather_object(by_rank, numbers, self._store.group)
-        return {name: number for numbers in by_rank for name, number in numbers.items()}
 
     def _tolerate(self, work: Callable[[], None]) -> None:
         """Report a save that fails: there is an older checkpoint, and later saves follow."""
@@ -229,33 +219,24 @@ class Saver:
                 f"{path} holds weights only: a run cannot resume from it",
                 "start a new run with run.init_from",
             )
-        parts, rank = self._parts, self._parts.world.rank
-        train_state.prepare_optimizer(
-            parts.model, parts.optimizer, manifest.tensors, manifest.extra["optimizer_numbers"]
-        )
-        tensors: dict[str, Tensor] = train_state.model_state(parts.model)
-        tensors |= train_state.optimizer_state(parts.model, parts.optimizer)
+        parts = self._parts
+        prepared = self._state.prepare(manifest)
+        tensors = {**train_state.model_state(parts.model), **prepared}
         for average in parts.averages:
             tensors |= average.prepare(manifest.tensors)
-        # A rank that the saving run did not have keeps the seed that it has begun with.
-        generators = train_state.random_state(rank) if rank < manifest.world else {}
-        state, remote = {**tensors, **generators}, parts.model.remote_state
-        faults.point("checkpoint.read", rank, manifest.step)
-        load_state(path, manifest, state, self._store.group, remote)
-        if generators:
-            train_state.restore_random_state(rank, generators)
+        faults.point("checkpoint.read", parts.world.rank, manifest.step)
+        load_state(path, manifest, tensors, self._store.group, parts.model.remote_state)
+        self._state.restore(manifest, prepared)
         position.step = manifest.step
         # Counted in samples, so that data.global_batch may differ from the saving run's.
         position.batch = parts.loader.turns.find_batch(manifest.samples)
         position.count = manifest.extra["count"]
-        parts.loader.restore(manifest.extra.get("streams", {}))
         position.best = Best.from_manifest(manifest.extra)
         position.schedule = ScheduleState(**manifest.extra.get("schedule", {}))
         self._health.restore(manifest.extra.get("health", {}), keep_counts=is_rollback)
         position.unevaluated = manifest.extra.get("unevaluated", False)
         if parts.checkpoint.keep_best:
             self._store.restore_best_alias(position.best.step, position.step)
-        parts.step.scale.restore(manifest.extra["loss_scale"])
         self._saved_step = -1 if position.unevaluated else manifest.step
 
     def roll_back(self, position: Position) -> bool:
@@ -282,6 +263,11 @@ class Saver:
         self.restore(newest.path, newest.manifest, position, is_rollback=True)
         position.batch = batch
         return True
+
+    def is_saved(self, step: int) -> bool:
+        """Return whether the state after `step` steps is on the disk."""
+        self.finish()
+        return self._saved_step == step
 
     def wait_staged(self) -> None:
         """Wait until the state of a save in the background is copied, before weights change."""

@@ -82,6 +82,9 @@ def test_every_command_that_prints_a_table_has_json():
         "launch slurm",
         "launch torchrun",
         "launch kubernetes",
+        "federate run",
+        "federate rounds",  # a group within a group
+        "federate rounds export",
     }
     assert without - groups == own
 

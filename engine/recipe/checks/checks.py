@@ -18,6 +18,7 @@ from ..schema import Recipe
 from .adapter_checks import check_adapters
 from .compute_checks import check_memory, check_precision
 from .expert_checks import check_experts
+from .federation_checks import check_federation
 from .metric_checks import check_metrics
 from .plan_checks import check_plan
 from .ragged_checks import check_ragged
@@ -33,9 +34,10 @@ def check(recipe: Recipe, world: int | None = None) -> list[Finding]:
         recipe: tables that are each valid alone.
         world: number of ranks; without it, what depends on it is not checked.
     """
+    found = list(check_federation(recipe))
     if not recipe.data.splits:
-        return _check_table(recipe, world)
-    found = list(check_splits(recipe))
+        return found + _check_table(recipe, world)
+    found += check_splits(recipe)
     for number, (split, table) in enumerate(
         zip(recipe.data.splits, recipe.data.tables, strict=True)
     ):
@@ -84,7 +86,7 @@ def data_ranks(recipe: Recipe, world: int | None) -> int | None:
 
 def _run(recipe: Recipe) -> Iterator[Finding]:
     run = recipe.run
-    if run.steps is None and run.epochs is None:
+    if run.steps is None and run.epochs is None and not recipe.federation:
         yield ("run", "steps"), "is missing: how long to train", "give steps or epochs"
     if run.steps is not None and run.epochs is not None:
         yield (
@@ -101,11 +103,9 @@ def _run(recipe: Recipe) -> Iterator[Finding]:
                 "use up to 100 letters, digits, `.`, `_` and `-`, the first a letter or digit",
             )
     if re.fullmatch(r"\w*", run.resume) and run.resume not in ("auto", "never"):
-        yield (
-            ("run", "resume"),
-            f'expected "auto", "never" or a checkpoint\'s path, got {format_value(run.resume)}',
-            "",
-        )
+        given = format_value(run.resume)
+        message = f'expected "auto", "never" or a checkpoint\'s path, got {given}'
+        yield ("run", "resume"), message, ""
 
 
 def _timeouts(recipe: Recipe) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from ...core.errors import RecipeError, nearest
 from ...core.text.display import make_printable
 from ...core.text.positions import KeyPath
 from ..layers import read_layers
+from ..load import leave_behind
 from ..read import RECIPES
 from ..schema import Recipe
 from ..structure import describe_fields, given_tables
@@ -46,7 +47,9 @@ def starter(
     if name not in known:
         hint = nearest(name, known) or f"known: {', '.join(known)}"
         raise RecipeError(f"no shipped recipe is named {name!r}", hint)
-    written = read_layers(RECIPES / f"{name}.toml").values
+    tree = read_layers(RECIPES / f"{name}.toml")
+    leave_behind(tree)
+    written = tree.values
     # Without a name the run is called after the user's own file.
     written["run"].pop("name", None)
     for key, keys in (replaced or {}).items():

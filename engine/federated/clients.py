@@ -1,0 +1,84 @@
+"""Opens the clients of a federation: the data, random numbers and health of each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from ..assemble.assemble import Assembled
+from ..assemble.training import open_training
+from ..checkpoint.state import random_state, restore_random_state, seed_everything
+from ..corpus.checksums import Share
+from ..data.dataset import Turns
+from ..data.loader import TurnLoader
+from ..tasks.tables import TaskData
+from ..train.health import Health
+from .client import Client
+from .tables import Federation
+
+
+def open_clients(
+    parts: Assembled, table: Federation, report: Callable[[str], None]
+) -> list[Client]:
+    """Return all clients, in the order of their numbers.
+
+    Args:
+        parts: the parts of one client's plan on this rank.
+        table: the recipe's `[federation]`.
+        report: shows a message to the user.
+
+    Raises:
+        DataError: a source of a client cannot be read.
+    """
+    rank, seed = parts.world.rank, parts.recipe.run.seed
+    own, clients = random_state(rank), []
+    for number in range(table.num_clients):
+        # The first client continues this process's generators, as an ordinary run would.
+        if number:
+            seed_everything(seed, number * parts.world.world_size + rank)
+        name = table.client_name(number)
+
+        def report_client(text: str, name: str = name) -> None:
+            report(f"client {name}: {text}")
+
+        health = Health(parts.resilience, parts.device, parts.step.scale, report_client)
+        loader, scale = _open_loader(parts, table, number), parts.step.scale.state()
+        clients.append(Client(number, name, loader, health, random_state(rank), scale))
+    restore_random_state(rank, own)
+    return clients
+
+
+def _open_loader(parts: Assembled, table: Federation, number: int) -> TurnLoader:
+    """Return what reads a client's batches on this rank."""
+    degrees, data_rank = parts.degrees, parts.plan.data_rank
+    take = partial(parts.plan.take, model=parts.model)
+    whole = degrees.pipeline > 1
+    if sources := table.sources_of(number, parts.recipe.data.labels):
+        turns = _open_sources(parts, sources, table.client_name(number))
+        return TurnLoader(turns, data_rank, degrees.data, take, takes_whole_steps=whole)
+    # One replica of an ordinary run whose global batch has the rows of all clients.
+    (turn,), count = parts.data.turns, table.num_clients
+    rows = turn.table.model_copy(update={"global_batch": turn.table.global_batch * count})
+    turns = replace(parts.data, turns=[turn._replace(table=rows)])
+    rank, ranks = number * degrees.data + data_rank, count * degrees.data
+    return TurnLoader(turns, rank, ranks, take, takes_whole_steps=whole)
+
+
+def _open_sources(parts: Assembled, labels: list[str], name: str) -> Turns:
+    """Open some of the recipe's sources for one client alone."""
+    recipe, world = parts.recipe, parts.world
+    chosen = [
+        source.model_copy(update={"label": label})
+        for source, label in zip(recipe.data.sources, recipe.data.labels, strict=True)
+        if label in labels
+    ]
+    table = recipe.data.model_copy(update={"sources": chosen})
+    share = Share(world.rank, world.world_size, world.local_rank, world.local_world_size)
+    run = os.path.join(recipe.run.folder, "clients", name)
+    data = TaskData(table, parts.tokenizer, recipe.run.seed, run, share, recipe.loss)
+    (turn,) = (turns := open_training(recipe.task, data)).turns
+    # Losses of sources are told apart by their place among all sources.
+    train = turn.opened.train.among(recipe.data.labels)
+    return replace(turns, turns=[turn._replace(opened=replace(turn.opened, train=train))])

@@ -1,0 +1,103 @@
+"""Runs a recipe with `[federation]`: what `trainer federate run` does with an ordinary session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ..assemble.assemble import Assembled
+from ..checkpoint.manifest import SaveInfo
+from ..checkpoint.state import model_state
+from ..checkpoint.store import CheckpointStore
+from ..core.errors import Problem, RecipeError
+from ..launch.signals import StopFlag
+from ..observe.observer import Observer
+from ..recipe.schema import Recipe
+from ..run.run_loop import RunLoop
+from ..train.evaluate import Tasks
+from ..train.health import Health
+from ..train.loop import Outcome
+from ..train.parts import Position
+from ..train.saving import Saver
+from .clients import open_clients
+from .federation_state import FederationState
+from .held_buffers import HeldBuffers
+from .merge.geometry import Geometry
+from .optimizer_policy import OptimizerPolicy
+from .rounds import Rounds
+from .server.server import Server
+from .tables import carriers
+
+
+@dataclass
+class FederatedLoop(RunLoop):
+    """Trains in rounds."""
+
+    rounds: list[Rounds] = field(default_factory=list)
+    """of the attempt, once its saver was opened"""
+
+    def require(self, recipe: Recipe) -> None:
+        """Refuse a recipe that this loop does not train.
+
+        Raises:
+            RecipeError: it has no `[federation]`.
+        """
+        if not recipe.federation:
+            message = "the recipe has no such table"
+            hint = "give one, or run it with `trainer run`"
+            raise RecipeError([Problem(message, key="federation", hint=hint)])
+
+    def open_saver(
+        self,
+        store: CheckpointStore,
+        parts: Assembled,
+        health: Health,
+        identity: SaveInfo,
+        report: Callable[[str], None],
+    ) -> Saver:
+        """Open the clients and the server, and return what saves and restores them."""
+        recipe, table = parts.recipe, parts.recipe.federation
+        assert table is not None, "`require` made sure of it"
+        clients = open_clients(parts, table, report)
+        weights, buffers = _divide_tensors(parts)
+        averaged = buffers if table.buffers == "average" else {}
+        duplicates = set(map(id, parts.parallel_model.duplicate_parameters))
+        measured = {name: each for name, each in weights.items() if id(each) not in duplicates}
+        holders = parts.degrees.world // parts.degrees.pipeline
+        server = Server(table, weights, averaged, Geometry(measured, holders, parts.device))
+        for client in clients:
+            client.error = server.compressor.begin_errors()
+        held = HeldBuffers({} if averaged else buffers, keeps=table.buffers == "local")
+        policy = OptimizerPolicy(table.client_optimizer, parts.optimizer)
+        carrier = carriers[table.carrier].model_validate({}).build()
+        local = carrier(table, parts, clients, server, policy, held)
+        seed, interval = recipe.run.seed, recipe.ema.interval
+        self.rounds = [Rounds(table, seed, parts, server, local, interval, report)]
+        state = FederationState(parts, store.group, clients, server, policy, held)
+        return Saver(store, parts, health, identity, report, state)
+
+    def train(
+        self,
+        parts: Assembled,
+        position: Position,
+        saver: Saver,
+        health: Health,
+        observer: Observer,
+        stop: StopFlag,
+        tasks: Tasks,
+    ) -> Outcome:
+        """Train from a position to the last round; see `Rounds.train`."""
+        (rounds,) = self.rounds
+        return rounds.train(position, saver, health, observer, stop, tasks)
+
+
+def _divide_tensors(parts: Assembled) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the trained weights, and the saved buffers of floating-point numbers, by name."""
+    weights = dict(parts.model.named_parameters())
+    state = model_state(parts.model)
+    tensors = {name.removeprefix("model."): tensor for name, tensor in state.items()}
+    trained = {name: tensors[name] for name in weights if weights[name].requires_grad}
+    buffers = {name: tensor for name, tensor in tensors.items() if name not in weights}
+    return trained, {name: each for name, each in buffers.items() if each.is_floating_point()}

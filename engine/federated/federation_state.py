@@ -1,0 +1,156 @@
+"""What a checkpoint keeps of a federation, beside the global weights.
+
+Tensors are `server_STATE.WEIGHT`, `clientN_STATE.PARAMETER`, `clientN_buffer.BUFFER`,
+`clientN_error.WEIGHT`, `clientN_weight.WEIGHT` and `rng.clientN.RANK.KIND`. Averaged optimizer
+states are `optimizer.PARAMETER.STATE`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..checkpoint import state as train_state
+from ..checkpoint.manifest import Manifest, TensorEntry
+from ..train.parts import Parts, Position
+from ..train.training_state import TrainingState
+from .client import Client
+from .held_buffers import HeldBuffers
+from .optimizer_policy import OptimizerPolicy
+from .server.server import Server
+
+BUFFER, ERROR, WEIGHT = "buffer", "error", "weight"
+"""the sections of a client's tensors that are no optimizer states"""
+
+
+class FederationState(TrainingState):
+    """The states of server and clients on this rank.
+
+    Args:
+        parts: the parts of the run.
+        group: a gloo group of all ranks; None: one process.
+        clients: all clients, in the order of their numbers.
+        server: the server.
+        policy: what becomes of the clients' optimizer state.
+        held: the buffers that do not travel.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        group: ProcessGroup | None,
+        clients: Sequence[Client],
+        server: Server,
+        policy: OptimizerPolicy,
+        held: HeldBuffers,
+    ) -> None:
+        super().__init__(parts, group)
+        self._clients = clients
+        self._server = server
+        self._policy = policy
+        self._held = held
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that a checkpoint keeps."""
+        tensors = self._server_tensors()
+        for client in self._clients:
+            tensors |= self._client_tensors(client)
+            tensors |= _name_random(client)
+        if not self._policy.keeps:
+            self.parts.optimizer.state = self._policy.shared
+            tensors |= train_state.optimizer_state(self.parts.model, self.parts.optimizer)
+        return tensors
+
+    def _server_tensors(self) -> dict[str, Tensor]:
+        return {
+            f"server_{key}.{name}": tensor
+            for name, states in self._server.states.items()
+            for key, tensor in states.items()
+        }
+
+    def _client_tensors(self, client: Client) -> dict[str, Tensor]:
+        self.parts.optimizer.state = client.optimizer
+        tensors = train_state.optimizer_state(self.parts.model, self.parts.optimizer)
+        named = {}
+        for name, tensor in tensors.items():
+            parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
+            named[f"client{client.number}_{key}.{parameter}"] = tensor
+        sections = {BUFFER: client.buffers, ERROR: client.error, WEIGHT: client.weights}
+        for section, values in sections.items():
+            for name, tensor in values.items():
+                named[f"client{client.number}_{section}.{name}"] = tensor
+        return named
+
+    def numbers(self, position: Position) -> dict[str, Any]:
+        """Return the numbers that a checkpoint keeps; JSON."""
+        clients = []
+        for client in self._clients:
+            self.parts.optimizer.state = client.optimizer
+            clients.append(
+                {
+                    "name": client.name,
+                    "batch": client.batch,
+                    "last_round": client.last_round,
+                    "loss_scale": client.loss_scale,
+                    "health": client.health.state(),
+                    "optimizer_numbers": self.optimizer_numbers(),
+                }
+            )
+        self.parts.optimizer.state = self._policy.shared
+        numbers = self.optimizer_numbers()
+        finished = position.step // self.parts.stride
+        return {
+            "optimizer_numbers": numbers,
+            "federation": {
+                "round": finished,
+                "clients": clients,
+                "merged_bytes": self._server.merged_bytes,
+            },
+        }
+
+    def prepare(self, manifest: Manifest) -> dict[str, Tensor]:
+        """Return the tensors that a checkpoint fills, in place."""
+        saved, rank = manifest.extra["federation"]["clients"], self.parts.world.rank
+        tensors = self._server_tensors()
+        self.parts.optimizer.state = self._policy.shared
+        self._prepare_optimizer(manifest.tensors, manifest.extra["optimizer_numbers"])
+        tensors |= train_state.optimizer_state(self.parts.model, self.parts.optimizer)
+        for client, numbers in zip(self._clients, saved, strict=True):
+            prefix, own = f"client{client.number}_", dict[str, TensorEntry]()
+            for name, entry in manifest.tensors.items():
+                key, _, parameter = name.removeprefix(prefix).partition(".")
+                if name.startswith(f"{prefix}{WEIGHT}."):
+                    client.weights[parameter] = torch.empty_like(self._server.weights[parameter])
+                elif name.startswith(prefix) and key not in (BUFFER, ERROR):
+                    own[f"optimizer.{parameter}.{key}"] = entry
+            self.parts.optimizer.state = client.optimizer
+            self._prepare_optimizer(own, numbers["optimizer_numbers"])
+            tensors |= self._client_tensors(client)
+            if rank < manifest.world:
+                tensors |= _name_random(client)
+        return tensors
+
+    def _prepare_optimizer(self, saved: dict[str, TensorEntry], numbers: dict[str, float]) -> None:
+        train_state.prepare_optimizer(self.parts.model, self.parts.optimizer, saved, numbers)
+
+    def restore(self, manifest: Manifest, filled: dict[str, Tensor]) -> None:
+        """Continue from a checkpoint."""
+        self._server.take_weights()
+        self._held.take_initial()
+        saved = manifest.extra["federation"]
+        self._server.merged_bytes = saved["merged_bytes"]
+        for client, numbers in zip(self._clients, saved["clients"], strict=True):
+            client.batch, client.loss_scale = numbers["batch"], numbers["loss_scale"]
+            client.last_round = numbers["last_round"]
+            client.health.restore(numbers["health"])
+
+
+def _name_random(client: Client) -> dict[str, Tensor]:
+    return {
+        name.replace("rng.", f"rng.client{client.number}.", 1): tensor
+        for name, tensor in client.random.items()
+    }

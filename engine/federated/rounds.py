@@ -1,0 +1,192 @@
+"""The rounds of federated training: what happens, in order."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from ..launch.signals import StopFlag, StopRequested
+from ..observe.observer import Observer
+from ..train.average import reshard
+from ..train.evaluate import Tasks
+from ..train.health import Health
+from ..train.loop import Outcome, evaluate_and_save, evaluate_splits, save_and_stop
+from ..train.parts import Parts, Position
+from ..train.saving import Saver
+from .local_carrier import ClientUpdate, LocalCarrier
+from .sampler import sample_clients
+from .server.server import Server
+from .tables import Federation
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Federated training on this rank.
+
+    Attributes:
+        table: the recipe's `[federation]`.
+        seed: the recipe's `run.seed`.
+        parts: the parts of one client's plan.
+        server: the server.
+        carrier: trains the clients of a round.
+        ema_interval: optimizer steps between updates of the average of the global weights.
+        report: tells the user which update was rejected.
+    """
+
+    table: Federation
+    seed: int
+    parts: Parts
+    server: Server
+    carrier: LocalCarrier
+    ema_interval: int
+    report: Callable[[str], None]
+
+    def train(
+        self,
+        position: Position,
+        saver: Saver,
+        health: Health,
+        observer: Observer,
+        stop: StopFlag,
+        tasks: Tasks,
+    ) -> Outcome:
+        """Train from a position to the last round, or until evaluations or a signal say to stop.
+
+        A signal waits for the end of the round, or, if the round before is saved, for the end of
+        the step: a round is complete or it has not been.
+
+        Args: those of `train.loop.train`.
+
+        Returns:
+            how training ended.
+
+        Raises:
+            Diverged: training diverged, and the policies of `[resilience]` say to stop.
+            CheckpointError: a checkpoint could not be written.
+        """
+        parts, total = self.parts, self.parts.total_steps
+        observer.start(position.step, int(position.count), is_evaluated=not position.unevaluated)
+        outcome: Outcome | None = None
+        if position.unevaluated:
+            outcome = evaluate_and_save(parts, position, saver, observer, health, stop, tasks)
+        elif position.step == 0 and parts.splits:
+            evaluate_splits(parts, position, observer, health, stop, parts.splits, None)
+        while outcome is None and position.step < total:
+            if stop.agree():
+                return save_and_stop(parts, position, saver, observer)
+            saver.wait_staged()  # a save in the background may still be copying the weights
+            try:
+                self._train_round(position, saver, observer, stop)
+            except StopRequested:
+                return "stopped"
+            stop.defer()
+            outcome = evaluate_and_save(parts, position, saver, observer, health, stop, tasks)
+            if parts.gc_interval:
+                gc.collect(1)
+        return outcome or "finished"
+
+    def _train_round(
+        self, position: Position, saver: Saver, observer: Observer, stop: StopFlag
+    ) -> None:
+        """Train the clients of a round, apply the server optimizer and record the rows."""
+
+        def check() -> None:
+            if stop.agree() and saver.is_saved(position.step):
+                raise StopRequested
+
+        parts, start = self.parts, perf_counter()
+        number, end = position.step // parts.stride + 1, position.step + parts.stride
+        chosen = sample_clients(self.table, self.seed, number)
+        self.server.begin_round(number)
+        log = _RoundLog(number, end)
+        for update in self.carrier.run_round(chosen, position, check):
+            log.updates.append(update)
+            if not self.server.holds_updates:
+                observer.on_row(log.describe(update))
+        merging = perf_counter()
+        self.server.step(number)
+        for update in log.updates:
+            if self.server.holds_updates:
+                observer.on_row(log.describe(update))
+            if reason := update.arrival.rejected:
+                name = update.arrival.client.name
+                self.report(f"round {number}: client {name} was rejected: {reason}")
+        self.server.broadcast()
+        reshard(parts.model)
+        self._average(position.step, end)
+        position.step = end
+        position.batch += parts.stride * len(chosen)
+        position.count = int(position.count) + log.count
+        seconds = perf_counter() - start
+        row = log.summarize()
+        row |= {"pseudo_gradient_norm": self.server.merged_norm}
+        row |= {"server_seconds": perf_counter() - merging}
+        unit = parts.step.task.unit
+        row |= {"seconds": seconds, "step_seconds": seconds / parts.stride}
+        row |= {unit: position.count, f"{unit}_per_second": log.count / seconds}
+        row["samples"] = parts.loader.turns.count_samples(position.batch)
+        observer.on_row(row)
+
+    def _average(self, before: int, after: int) -> None:
+        """Update the average of the global weights if that is due in a round."""
+        if self.parts.average and after // self.ema_interval > before // self.ema_interval:
+            self.parts.average.update(0)  # every interval is due at step 0
+
+
+@dataclass
+class _RoundLog:
+    """Rows of a round.
+
+    Attributes:
+        number: number of the round, counted from 1.
+        step: optimizer steps of a client that are finished at its end.
+    """
+
+    number: int
+    step: int
+    updates: list[ClientUpdate] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """Units of the task that the clients trained on."""
+        return sum(update.result.count for update in self.updates)
+
+    def describe(self, update: ClientUpdate) -> dict[str, Any]:
+        """Return the row of a client."""
+        arrival = update.arrival
+        reason = {"rejected": arrival.rejected} if arrival.rejected else {}
+        return {
+            "kind": "client",
+            "step": self.step,
+            "round": self.number,
+            "client": arrival.client.name,
+            "loss": update.result.loss,
+            "weight": arrival.weight,
+            "norm": arrival.norm,
+            "bytes_sent": update.bytes_sent,
+            "bytes_received": update.bytes_received,
+            "seconds": update.result.seconds,
+            **reason,
+        }
+
+    def summarize(self) -> dict[str, Any]:
+        """Return the row of the round."""
+        merged = [update for update in self.updates if not update.arrival.rejected]
+        weights = [update.arrival.weight for update in merged]
+        losses = [update.result.loss for update in merged]
+        total = sum(weights)
+        loss = sum(w * x for w, x in zip(weights, losses, strict=True)) / total if total else 0.0
+        return {
+            "kind": "round",
+            "step": self.step,
+            "round": self.number,
+            "loss": loss,
+            "clients": len(merged),
+            "rejected": len(self.updates) - len(merged),
+            "bytes_sent": sum(update.bytes_sent for update in self.updates),
+            "bytes_received": sum(update.bytes_received for update in self.updates),
+            "train_seconds": sum(update.result.seconds for update in self.updates),
+        }

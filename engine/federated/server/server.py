@@ -1,0 +1,213 @@
+"""The server's side of a round: global weights, what arrives, how it is merged, the outer step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from ...core.local import local
+from ..client import Client
+from ..compression.compressor import Compressor
+from ..fragments import divide_weights
+from ..merge.admission import find_outliers
+from ..merge.geometry import Geometry, Gradient
+from ..tables import Federation
+
+
+@dataclass
+class Arrival:
+    """An update that has reached the server.
+
+    Attributes:
+        client: the client that sent it.
+        weight: weight in a mean.
+        norm: L2 norm of the pseudo-gradient as it arrived.
+        bytes_sent: payload of the weights and buffers.
+        rejected: why it is not merged; empty: it is.
+        gradient: the pseudo-gradient, where all of a round are merged together.
+    """
+
+    client: Client
+    weight: float
+    norm: float
+    bytes_sent: int
+    rejected: str = ""
+    gradient: Gradient | None = None
+
+
+class Server:
+    """Holds the global weights and the states of the server optimizer, on this rank.
+
+    For a plain mean, pseudo-gradients are averaged as they come, in fp32 and in the order of client
+    number, with one copy of the weights for the mean and one more for what has arrived. Other
+    merges, and screens that compare updates, hold all of a round.
+
+    Args:
+        table: the recipe's `[federation]`.
+        model: the weights of the model that clients train, by name; clients receive the global
+            weights in them, and leave their own there.
+        buffers: the buffers that are averaged, by name; no optimizer moves them.
+        geometry: measures pseudo-gradients over all ranks.
+
+    Attributes:
+        weights: the global weights, and buffers.
+        model: the tensors of the model, those of buffers among them.
+        states: the tensors of the server optimizer, by weight and state.
+        fragments: the names of the weights of each fragment; all weights are one if there is one.
+        active: the weights that the round merges, and the buffers.
+        merged_norm: L2 norm of the last merged pseudo-gradient.
+        merged_bytes: payload of the last merged pseudo-gradient, compressed; 0: there is none.
+    """
+
+    def __init__(
+        self,
+        table: Federation,
+        model: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        geometry: Geometry,
+    ) -> None:
+        self._config = table.server
+        self._admission = table.admission
+        self._rule = table.merge.build()
+        self._geometry = geometry
+        self.model = {**model, **buffers}
+        self.weights = {name: tensor.detach().clone() for name, tensor in self.model.items()}
+        self.states = {name: self._config.begin(self.weights[name]) for name in model}
+        codec = table.compression.build()
+        feedback = table.compression.has_feedback
+        self.fragments = divide_weights(model, table.fragments)
+        self._buffers = frozenset(buffers)
+        self.active = self.fragments[0] | self._buffers
+        self.compressor = Compressor(codec, {n: self.weights[n] for n in model}, feedback=feedback)
+        self.merged_norm = 0.0
+        self.merged_bytes = 0
+        self._arrivals: list[Arrival] = []
+        self._mean: dict[str, Tensor] = {}
+        self._total = 0.0
+
+    def fragment_of(self, number: int) -> frozenset[str]:
+        """Return the names of the weights that a round merges; rounds are counted from 1."""
+        return self.fragments[(number - 1) % len(self.fragments)]
+
+    def begin_round(self, number: int) -> None:
+        """Choose the weights that a round merges."""
+        self.active = self.fragment_of(number) | self._buffers
+
+    @torch.no_grad()
+    def mix_in(self, names: Iterable[str], share: float) -> None:
+        """Move weights of the model towards the global ones.
+
+        Args:
+            names: the weights.
+            share: share of the model's own weights in the result.
+        """
+        for name in names:
+            own, weight = local(self.model[name]), local(self.weights[name])
+            own.copy_(weight) if share == 0 else own.lerp_(weight, 1 - share)
+
+    @property
+    def holds_updates(self) -> bool:
+        """Whether all updates of a round are there before any is merged or rejected."""
+        return self._rule is not None or self._admission.compares
+
+    @torch.no_grad()
+    def broadcast(self) -> None:
+        """Give the model the global weights."""
+        for name, weight in self.weights.items():
+            local(self.model[name]).copy_(local(weight))
+
+    @torch.no_grad()
+    def take_weights(self, names: Iterable[str] | None = None) -> None:
+        """Take weights of the model as the global weights; without names, all."""
+        for name in self.weights if names is None else names:
+            local(self.weights[name]).copy_(local(self.model[name]))
+
+    @torch.no_grad()
+    def receive(self, client: Client, weight: float) -> Arrival:
+        """Take the update of the client whose weights the model has.
+
+        Args:
+            client: the client.
+            weight: weight of the client in the mean.
+        """
+        gradient: Gradient = {
+            name: local(start) - local(self.model[name])
+            for name, start in self.weights.items()
+            if name in self.active
+        }
+        gradient, sent = self.compressor.send(client.error, gradient)
+        arrival = Arrival(client, weight, self._geometry.norm(gradient), sent)
+        self._arrivals.append(arrival)
+        buffers = (gradient[name] for name in gradient.keys() - self.states.keys())
+        if not isfinite(arrival.norm) or not all(each.isfinite().all() for each in buffers):
+            arrival.rejected = "its update is not finite"
+        elif self.holds_updates:
+            arrival.gradient = gradient
+        else:
+            self._add_to_mean(gradient, weight)
+        return arrival
+
+    def _add_to_mean(self, gradient: Gradient, weight: float) -> None:
+        """Move the weighted mean of what has come so far towards an update, by its share."""
+        self._total += weight
+        share = weight / self._total if self._total else 1.0
+        for name, value in gradient.items():
+            if name in self._mean:
+                self._mean[name].lerp_(value, share)
+            else:
+                self._mean[name] = value  # of one client the mean is exactly that client's
+
+    @torch.no_grad()
+    def step(self, number: int) -> list[Arrival]:
+        """Merge the round, apply the server optimizer, and begin another round.
+
+        Without an update that is admitted, nothing changes.
+
+        Args:
+            number: number of the round, counted from 1.
+
+        Returns:
+            all updates of the round, and which were rejected.
+        """
+        arrivals, self._arrivals = self._arrivals, []
+        merged = self._merge(arrivals)
+        for arrival in arrivals:
+            arrival.gradient = None
+        self.merged_norm, self.merged_bytes = 0.0, 0
+        if not merged:
+            return arrivals
+        merged, self.merged_bytes = self.compressor.send_back(merged)
+        self.merged_norm = self._geometry.norm(merged)
+        is_alone = len(arrivals) == 1 and not self.holds_updates and not self.compressor.is_lossy
+        if is_alone and self._config.assigns_mean:
+            self.take_weights(self.active)  # x - (x - mean) would round
+            return arrivals
+        steps = (number - 1) // len(self.fragments) + 1
+        for name, gradient in merged.items():
+            weight = local(self.weights[name])
+            if name in self.states:
+                states = {key: local(state) for key, state in self.states[name].items()}
+                self._config.update(weight, gradient, states, steps)
+            else:
+                weight.sub_(gradient)
+        return arrivals
+
+    def _merge(self, arrivals: list[Arrival]) -> dict[str, Tensor]:
+        """Return the merged pseudo-gradient; empty if no update is admitted."""
+        held = [each for each in arrivals if each.gradient is not None]
+        gradients = [each.gradient for each in held if each.gradient is not None]
+        reasons = find_outliers(self._admission, gradients, self._geometry)
+        for arrival, reason in zip(held, reasons, strict=True):
+            arrival.rejected = reason
+            if not reason and self._rule is None and arrival.gradient is not None:
+                self._add_to_mean(arrival.gradient, arrival.weight)
+        admitted = [each for each in held if not each.rejected]
+        if self._rule is not None and admitted:
+            chosen = [each.gradient for each in admitted if each.gradient is not None]
+            return self._rule.merge(chosen, [each.weight for each in admitted], self._geometry)
+        mean, self._mean, self._total = self._mean, {}, 0.0
+        return mean

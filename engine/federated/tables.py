@@ -1,0 +1,271 @@
+"""The recipe's `[federation]` table, and the registries of its components. Torch-free."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from ..core.config import (
+    DEFAULTS,
+    Component,
+    Count,
+    CountOrZero,
+    Fraction,
+    OneOf,
+    SplitName,
+    Table,
+)
+from ..core.registry import Named, Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..data.tables import Data
+    from .compression.codecs import Codec
+    from .merge.rules import MergeRule
+
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+class ServerOptimizerConfig(Component):
+    """Base of every server optimizer: the outer step of a round.
+
+    The pseudo-gradient of a round is the global weights minus the mean of the clients' weights: it
+    points uphill, as a gradient does. Every rule is elementwise, so that each rank applies it to
+    its shards alone.
+    """
+
+    states: ClassVar[tuple[str, ...]] = ()
+    """names of the tensors that it keeps for each weight, of the weight's shape, in fp32"""
+
+    lr: PositiveFloat = 1.0
+    """server learning rate"""
+
+    @property
+    def assigns_mean(self) -> bool:
+        """Whether the new weights are the mean of the clients' weights, by definition."""
+        return False
+
+    def begin(self, weight: Tensor) -> dict[str, Tensor]:
+        """Return the states of a weight before the first round: zeros, [weight's shape]."""
+        return {name: weight.new_zeros(weight.shape) for name in self.states}
+
+    def update(self, weight: Tensor, gradient: Tensor, state: dict[str, Tensor], step: int) -> None:
+        """Change a weight and its states in place.
+
+        Args:
+            weight: the global weight, or this rank's shard.
+            gradient: the pseudo-gradient, of the same shape.
+            state: the tensors that `begin` returned.
+            step: number of the round, counted from 1.
+        """
+        raise NotImplementedError
+
+
+server_optimizers: Registry[ServerOptimizerConfig] = Registry(
+    "server_optimizer",
+    default="fedavg",
+    built_in={
+        "fedavg": "engine.federated.server.optimizers:FedAvg",
+        "fedavgm": "engine.federated.server.optimizers:FedAvgM",
+        "fedmom": "engine.federated.server.optimizers:FedMom",
+        "fednesterov": "engine.federated.server.optimizers:FedNesterov",
+        "fedadam": "engine.federated.server.optimizers:FedAdam",
+        "fedyogi": "engine.federated.server.optimizers:FedYogi",
+    },
+)
+
+
+class CompressionConfig(Component):
+    """Base of every compression of pseudo-gradients."""
+
+    @property
+    def has_feedback(self) -> bool:
+        """Whether clients add what was lost to their next pseudo-gradient."""
+        return False
+
+    def build(self) -> Codec | None:
+        """Return the codec; None sends fp32."""
+        return None
+
+
+class LossyCompression(CompressionConfig):
+    """Base of compressions that lose something."""
+
+    error_feedback: bool = True
+    """each client adds what the compression lost to its next pseudo-gradient"""
+
+    @property
+    def has_feedback(self) -> bool:
+        """Whether clients add what was lost to their next pseudo-gradient."""
+        return self.error_feedback
+
+
+compressions: Registry[CompressionConfig] = Registry(
+    "compression",
+    default="none",
+    built_in={
+        "none": "engine.federated.compression.configs:NoCompression",
+        "bf16": "engine.federated.compression.configs:BF16",
+        "int8": "engine.federated.compression.configs:Int8",
+        "int4": "engine.federated.compression.configs:Int4",
+        "topk": "engine.federated.compression.configs:TopK",
+    },
+)
+
+
+class MergeConfig(Component):
+    """Base of every merge: how the pseudo-gradients of a round become one."""
+
+    def build(self) -> MergeRule | None:
+        """Return the rule that merges a round; None: a weighted mean, as updates come."""
+        return None
+
+
+merges: Registry[MergeConfig] = Registry(
+    "merge",
+    default="mean",
+    built_in={
+        "mean": "engine.federated.merge.configs:WeightedMean",
+        "clipped_mean": "engine.federated.merge.configs:ClippedMean",
+        "trimmed_mean": "engine.federated.merge.configs:TrimmedMean",
+        "median": "engine.federated.merge.configs:Median",
+        "krum": "engine.federated.merge.configs:Krum",
+    },
+)
+
+
+class Admission(Table):
+    """Which updates are merged; one that is not finite never is."""
+
+    max_norm_ratio: Annotated[float, Field(ge=1)] | None = None
+    """rejects an update whose L2 norm is more than so many times the median of the round's"""
+    min_cosine: Annotated[float, Field(ge=-1, le=1)] | None = None
+    """rejects an update whose cosine with the sum of the others' directions is less"""
+
+    @property
+    def compares(self) -> bool:
+        """Whether the updates of a round are compared with one another."""
+        return self.max_norm_ratio is not None or self.min_cosine is not None
+
+
+class Fragments(Table):
+    """Each round merges one fragment of the weights; clients keep their own of the others."""
+
+    count: Count = 1
+    """fragments, which are merged in turn"""
+    pattern: Literal["strided", "sequential"] = "strided"
+    """which blocks of the model are a fragment: each count-th, or those next to one another"""
+    delay: CountOrZero = 0
+    """optimizer steps of the next round after which what was merged reaches the clients, so that
+    training need not wait for it"""
+    mixing: Fraction = 0.0
+    """share of a client's own weights in the fragment with which it continues"""
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether clients keep weights of their own between rounds."""
+        return self.count > 1 or self.delay > 0 or self.mixing > 0
+
+
+class CarrierConfig(Component):
+    """Base of what moves weights and updates between the server and its clients."""
+
+    def build(self) -> type[Any]:
+        """Return the class of the carrier; see `LocalCarrier`."""
+        raise NotImplementedError
+
+
+carriers: Registry[CarrierConfig] = Registry(
+    "carrier", default="local", built_in={"local": "engine.federated.carriers:Local"}
+)
+
+
+class FederationClient(Table):
+    """A client that differs from the others."""
+
+    name: SplitName
+    """what metrics and messages call it"""
+    sources: list[str] = []
+    """labels of the data.sources that it trains on; empty: its part by federation.partition"""
+
+
+class Federation(Table):
+    """Federated and low-communication training: clients train apart, a server merges them."""
+
+    carrier: Annotated[str, OneOf(carriers)] = "local"
+    """"local": clients train one after another in this process, or in the ranks of --nproc"""
+    clients: Count | None = None
+    """number of clients, all alike; or give one [[federation.client]] each"""
+    client: Annotated[list[FederationClient], Field(max_length=10_000)] = []
+    """in place of clients: a table for each client"""
+    clients_per_round: Count | None = None
+    """clients that are drawn for a round, without replacement; default: all"""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """share of the drawn clients that is left out of each round at random, as if they had failed;
+    at least one stays"""
+    rounds: Count
+    """rounds of the run, each of which ends with a step of the server optimizer"""
+    local_steps: Count | None = None
+    """optimizer steps of a client in a round; or give local_tokens"""
+    local_tokens: Count | None = None
+    """tokens of a client in a round, rounded up to whole steps"""
+    weighting: Literal["tokens", "samples", "uniform"] = "tokens"
+    """weight of a client in the mean: "tokens": what the task's loss is a mean over; "samples"; or
+    "uniform": all the same"""
+    client_optimizer: Literal["keep", "reset", "aggregate"] = "keep"
+    """a client's optimizer state between rounds: "keep" it on the client; "reset" it; "aggregate":
+    average it as the weights, and send it back, for three times the traffic with AdamW"""
+    buffers: Literal["average", "freeze", "local"] = "average"
+    """what becomes of saved buffers, such as the biases that balance experts: "average": the mean
+    of the clients', without the server optimizer; "freeze": rounds start with the initial ones;
+    "local": each client keeps its own"""
+    partition: Literal["rows", "sources"] = "rows"
+    """"rows": client c of C takes the rows of replica c of C of an ordinary run whose global_batch
+    is C times larger; "sources": client c takes each C-th source, from the c-th on"""
+    server: Annotated[ServerOptimizerConfig, Named(server_optimizers)] = DEFAULTS
+    """the outer optimizer"""
+    compression: Annotated[CompressionConfig, Named(compressions)] = DEFAULTS
+    """how pseudo-gradients travel"""
+    merge: Annotated[MergeConfig, Named(merges)] = DEFAULTS
+    """how the pseudo-gradients of a round become one"""
+    admission: Admission = DEFAULTS
+    """which updates are merged"""
+    fragments: Fragments = DEFAULTS
+    """merges a part of the weights in each round"""
+
+    @property
+    def num_clients(self) -> int:
+        """The number of clients."""
+        return len(self.client) or self.clients or 0
+
+    @property
+    def sample_size(self) -> int:
+        """The number of clients that are drawn for a round."""
+        return self.clients_per_round or self.num_clients
+
+    def steps_of(self, data: Data) -> int:
+        """Return a client's optimizer steps in a round.
+
+        Args:
+            data: the `[data]` table of a client.
+        """
+        if self.local_steps is not None:
+            return self.local_steps
+        return -(-(self.local_tokens or 0) // (data.global_batch * data.seq_len))
+
+    def client_name(self, number: int) -> str:
+        """Return what metrics call a client."""
+        return self.client[number].name if self.client else str(number)
+
+    def sources_of(self, number: int, labels: list[str]) -> list[str]:
+        """Return the labels of the sources that a client alone has; empty: it takes rows of all.
+
+        Args:
+            number: number of the client, counted from 0.
+            labels: the labels of all sources.
+        """
+        if self.client and self.client[number].sources:
+            return self.client[number].sources
+        return labels[number :: self.num_clients] if self.partition == "sources" else []
