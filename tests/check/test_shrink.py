@@ -116,7 +116,7 @@ def test_shipped_recipes_keep_their_structure_at_every_world_size(
         assert shrunk.degrees.world <= RANKS
         assert not check(shrunk.recipe, shrunk.degrees.world)
         checked += 1
-    assert checked >= 2
+    assert checked >= (1 if recipe.federation else 2)  # a client of the small one has 4 rows
 
 
 @pytest.mark.parametrize("name", FAMILIES)

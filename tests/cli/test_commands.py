@@ -136,7 +136,7 @@ def test_new_writes_a_valid_recipe_and_replaces_none_unasked(command, tmp_path):
     assert command("new", "deep/mine.toml", "--from", "llama3_debug")[0] == 0
     text = (tmp_path / "deep/mine.toml").read_text()
     schema = text.splitlines()[1].removeprefix("#:schema ")
-    assert json.loads(Path(schema).read_text())["title"] == "Trainer recipe"
+    assert json.loads((tmp_path / "deep" / schema).read_text())["title"] == "Trainer recipe"
     assert tomli.loads(text)["run"]["steps"] == 200
     assert command("validate", "deep/mine.toml")[0] == 0
     (tmp_path / "deep/mine.toml").write_text("precious")
