@@ -5,19 +5,25 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from . import federate_rounds
 from .options import AsJson, Overrides, Recipe
+from .ranks import require_no_job
+from .run_ranks import (
+    AllowChanged,
+    RecipeOrRun,
+    RunPlugins,
+    launch_ranks,
+    rank_command,
+    split_keys,
+)
 from .table import print_table
 
 if TYPE_CHECKING:
     from ..engine.federated.plan import FederationPlan
-    from ..engine.launch.signals import StopFlag
-    from ..engine.recipe.schema import Recipe as RunRecipe
 
 app = typer.Typer(no_args_is_help=True, help="Train with clients and a server, in rounds.")
 app.add_typer(federate_rounds.app, name="rounds")
@@ -25,39 +31,22 @@ app.add_typer(federate_rounds.app, name="rounds")
 
 @app.command()
 def run(
-    recipe: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RECIPE",
-            help="a TOML file; or a run directory or checkpoint, which resumes with its recipe",
-        ),
-    ],
+    recipe: RecipeOrRun,
     overrides: Overrides = None,
     nproc: Annotated[
         int, typer.Option("--nproc", min=1, max=4096, help="processes of one client's plan")
     ] = 1,
-    allow_changed: Annotated[
-        str,
-        typer.Option(metavar="KEYS", help="keys that may differ from the checkpoint's, by commas"),
-    ] = "",
-    plugin: Annotated[
-        list[str] | None,
-        typer.Option(help="Python module to import, which the recipe of a run directory names"),
-    ] = None,
+    allow_changed: AllowChanged = "",
+    plugin: RunPlugins = None,
 ) -> None:
     """Train in rounds; run the same command again to resume after a stop."""
     from ..engine.checkpoint.find import code_before_training
-    from ..engine.core.errors import RecipeError
     from ..engine.launch.environment import find_world
     from ..engine.launch.signals import StopFlag
     from ..engine.recipe.saved import load_recipe_or_run
 
     world = find_world()
-    if nproc > 1 and world.launcher != "none":
-        raise RecipeError(
-            f"--nproc {nproc} inside a job of {world.launcher}",
-            hint="leave --nproc out: the job's own processes are the ranks",
-        )
+    require_no_job(world.launcher, nproc)
     ranks = nproc if nproc > 1 else world.world_size
     loaded = load_recipe_or_run(recipe, overrides or [], ranks, plugin or []).recipe
     stop = StopFlag()
@@ -65,39 +54,14 @@ def run(
     stop.end_at_once(answer, abruptly=True)
     with stop:
         if nproc > 1:
-            words = ["federate", "run", str(recipe), *(f"--set={text}" for text in overrides or [])]
-            words += [f"--plugin={module}" for module in plugin or []]
-            words += [f"--allow-changed={allow_changed}"] * bool(allow_changed)
-            raise typer.Exit(_launch(loaded, words, nproc, stop))
+            words = ["federate", "run"]
+            command = rank_command(words, recipe, overrides, allow_changed, plugin)
+            raise typer.Exit(launch_ranks(loaded, command, nproc, stop))
         from ..engine.federated.federated_loop import FederatedLoop
         from ..engine.run.run import run as run_recipe
 
-        allowed = [key.strip() for key in allow_changed.split(",") if key.strip()]
-        loop = FederatedLoop()
+        allowed, loop = split_keys(allow_changed), FederatedLoop()
         raise typer.Exit(run_recipe(loaded, world, allow_changed=allowed, stop=stop, loop=loop))
-
-
-def _launch(recipe: RunRecipe, words: list[str], nproc: int, stop: StopFlag) -> int:
-    """Start the ranks on this machine; return the exit code of the job."""
-    from ..engine.core.run_dir import RunDirectory
-    from ..engine.core.run_state import record_failure
-    from ..engine.launch.child import trainer_command
-    from ..engine.launch.ending import SignalPipe
-    from ..engine.launch.local import LAUNCHER_SIGNALS, launch
-
-    directory = RunDirectory(recipe.run.folder)
-    with directory:  # rank 0 locks it for good; this finds out before torch is imported
-        pass
-    with SignalPipe(LAUNCHER_SIGNALS) as signals:
-        stop.finish()  # it is the ranks that answer now
-        return launch(
-            trainer_command(words),
-            nproc,
-            log_dir=directory.logs,
-            stop_timeout_seconds=recipe.resilience.stop_timeout_seconds,
-            on_failure=partial(record_failure, directory.path),
-            signals=signals,
-        )
 
 
 @app.command()

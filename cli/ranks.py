@@ -15,6 +15,23 @@ NumProcesses = Annotated[
 ]
 
 
+def require_no_job(launcher: str, nproc: int) -> None:
+    """Refuse to start ranks in a process that is a rank of a job.
+
+    Args:
+        launcher: what started this process; "none": nothing.
+        nproc: the number of processes to start; 1: none beside this one.
+
+    Raises:
+        RecipeError: this process is a rank of a job already.
+    """
+    if nproc > 1 and launcher != "none":
+        raise RecipeError(
+            f"--nproc {nproc} inside a job of {launcher}",
+            hint="leave --nproc out: the job's own processes are the ranks",
+        )
+
+
 def run_on_ranks(context: typer.Context, nproc: int) -> None:
     """Run this command on several ranks, and exit with the code of the job; on one, return.
 
@@ -29,12 +46,7 @@ def run_on_ranks(context: typer.Context, nproc: int) -> None:
 
     if nproc == 1:
         return
-    world = find_world()
-    if world.launcher != "none":
-        raise RecipeError(
-            f"--nproc {nproc} inside a job of {world.launcher}",
-            hint="leave --nproc out: the job's own processes are the ranks",
-        )
+    require_no_job(find_world().launcher, nproc)
     from tempfile import TemporaryDirectory
 
     from ..engine.launch.child import trainer_command
