@@ -116,7 +116,7 @@ class StepSizes:
 def _state_bytes(
     config: OptimizerConfig, shapes: Mapping[str, tuple[int, ...]], layout: Layout
 ) -> float:
-    """Return the bytes of optimizer state a parameter, measured by steps on small weights."""
+    """Return the optimizer's mean bytes of state for each element, measured on small weights."""
     sizes = Counter[bool]()
     for name, shape in shapes.items():
         sizes[config.needs_matrices and maps_hidden_states(name, shape, layout)] += prod(shape)
@@ -127,7 +127,7 @@ def _state_bytes(
 
 
 def _measure_state(config: OptimizerConfig, *, is_matrix: bool) -> float:
-    """Return the bytes of state a parameter of a matrix, or of any other parameter."""
+    """Return the optimizer's bytes of state for each element of a matrix, or of another weight."""
     weight = torch.nn.Parameter(torch.zeros(64, 64))
     config = config.model_copy(update={"groups": []})
     placements = {"weight": ParameterPlacement("weight", (64, 64), is_matrix)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -35,7 +35,7 @@ from .tables import carriers
 class FederatedLoop(RunLoop):
     """Trains in rounds."""
 
-    rounds: list[Rounds] = field(default_factory=list)
+    rounds: Rounds | None = None
     """of the attempt, once its saver was opened"""
 
     def require(self, recipe: Recipe) -> None:
@@ -74,7 +74,7 @@ class FederatedLoop(RunLoop):
         carrier = carriers[table.carrier].model_validate({}).build()
         local = carrier(table, parts, clients, server, policy, held)
         seed, interval = recipe.run.seed, recipe.ema.interval
-        self.rounds = [Rounds(table, seed, parts, server, local, interval, report)]
+        self.rounds = Rounds(table, seed, parts, server, local, interval, report)
         state = FederationState(parts, store.group, clients, server, policy, held)
         return Saver(store, parts, health, identity, report, state)
 
@@ -89,8 +89,8 @@ class FederatedLoop(RunLoop):
         tasks: Tasks,
     ) -> Outcome:
         """Train from a position to the last round; see `Rounds.train`."""
-        (rounds,) = self.rounds
-        return rounds.train(position, saver, health, observer, stop, tasks)
+        assert self.rounds is not None, "`open_saver` comes first"
+        return self.rounds.train(position, saver, health, observer, stop, tasks)
 
 
 def _divide_tensors(parts: Assembled) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -39,7 +39,7 @@ class ClientUpdate:
 class LocalCarrier:
     """Trains clients in turn with the one model and optimizer of this process or its ranks.
 
-    Payloads are what would travel: nothing does.
+    Nothing is sent: payloads are made, and their bytes counted, as if clients were elsewhere.
 
     Args:
         table: the recipe's `[federation]`.

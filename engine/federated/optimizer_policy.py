@@ -15,16 +15,16 @@ State = defaultdict[Any, dict[str, Any]]
 
 
 class OptimizerPolicy:
-    """Gives the optimizer the state of the client that trains.
+    """Gives the optimizer the state of the client that trains, as `client_optimizer` says.
 
-    States change hands as objects: nothing is copied, except to be averaged.
+    States are passed on without copies, except to be averaged.
 
     Args:
         policy: `federation.client_optimizer`.
         optimizer: the optimizer of the model.
 
     Attributes:
-        shared: with "aggregate", the averaged state that each round starts with.
+        shared: the averaged state with which each round starts under "aggregate".
     """
 
     def __init__(

@@ -138,11 +138,11 @@ class Rounds:
 
 @dataclass
 class _RoundLog:
-    """Rows of a round.
+    """Collects the updates of a round, for its rows of metrics.jsonl.
 
     Attributes:
         number: number of the round, counted from 1.
-        step: optimizer steps of a client that are finished at its end.
+        step: optimizer steps that a client has finished at the end of the round.
     """
 
     number: int
@@ -155,7 +155,7 @@ class _RoundLog:
         return sum(update.result.count for update in self.updates)
 
     def describe(self, update: ClientUpdate) -> dict[str, Any]:
-        """Return the row of a client."""
+        """Return what metrics.jsonl says of a client's round."""
         arrival = update.arrival
         reason = {"rejected": arrival.rejected} if arrival.rejected else {}
         return {
@@ -173,7 +173,7 @@ class _RoundLog:
         }
 
     def summarize(self) -> dict[str, Any]:
-        """Return the row of the round."""
+        """Return what metrics.jsonl says of the round."""
         merged = [update for update in self.updates if not update.arrival.rejected]
         weights = [update.arrival.weight for update in merged]
         losses = [update.result.loss for update in merged]

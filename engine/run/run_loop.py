@@ -28,15 +28,9 @@ class RunLoop:
             RecipeError: it describes federated training.
         """
         if recipe.federation:
-            raise RecipeError(
-                [
-                    Problem(
-                        "the recipe describes federated training",
-                        key="federation",
-                        hint="run it with `trainer federate run`",
-                    )
-                ]
-            )
+            message = "the recipe describes federated training"
+            hint = "run it with `trainer federate run`"
+            raise RecipeError([Problem(message, key="federation", hint=hint)])
 
     def open_saver(
         self,

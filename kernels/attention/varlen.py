@@ -162,12 +162,12 @@ def attend_runs(
     return out[..., :W]
 
 
-def _reach(before: int, causal: bool) -> dict[str, Any]:
-    """Return how the kernels are told which keys a query sees; -1 is all."""
-    plain = causal and before < 0
+def _reach(before: int, causal: bool) -> tuple[bool, dict[str, int]]:
+    """Return `is_causal` and the window of the kernels: which keys a query sees; -1 is all."""
+    is_causal = causal and before < 0
     # With a window, causality is a window of no later keys.
-    after = 0 if causal and not plain else -1
-    return {"is_causal": plain, "window_size_left": before, "window_size_right": after}
+    after = 0 if causal and not is_causal else -1
+    return is_causal, {"window_size_left": before, "window_size_right": after}
 
 
 def _varlen_like(
@@ -202,10 +202,11 @@ def _varlen(
     """Return the output [T, H, K], and the log sums [H, T] that softmax divides by."""
     # `torch.nn.attention.varlen.varlen_attn` calls the same kernel, and gives log sums no
     # gradient, which sinks need.
+    is_causal, window = _reach(before, causal)
     out, sums, *_ = attend_flash_varlen(
         *(query, key, value, query_offsets, key_offsets, max_queries, max_keys),
-        *(0.0, (reach := _reach(before, causal)).pop("is_causal"), False),
-        **reach,
+        *(0.0, is_causal, False),
+        **window,
     )
     if sinks is not None:
         with_sinks, total = add_sinks(out.unsqueeze(0), sums.unsqueeze(0), sinks)
@@ -238,11 +239,11 @@ def _varlen_backward(
     # The random state of dropout, which is not used.
     seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
     unused = torch.empty(0, device=query.device)
-    reach = _reach(before, causal)
+    is_causal, window = _reach(before, causal)
     dq, dk, dv = attend_flash_varlen_backward(
         *(grad.contiguous(), query, key, value, out, sums, query_offsets, key_offsets),
-        *(max_queries, max_keys, 0.0, reach.pop("is_causal"), seed, unused),
-        **reach,
+        *(max_queries, max_keys, 0.0, is_causal, seed, unused),
+        **window,
     )
     return dq, dk, dv
 

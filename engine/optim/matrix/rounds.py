@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ..placement import Matrix, ParameterPlacement, Range
 
 ROUND_ELEMENTS = 2**25
-"""elements of the matrices that an owner has at a time, or one matrix of more"""
+"""largest number of elements that an owner orthogonalizes at a time; a larger matrix comes alone"""
 
 
 class Piece(NamedTuple):
