@@ -14,9 +14,19 @@ import traceback
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
+
 from tests.distributed import CONTEXT
+from trainer.cli import main as cli
 from trainer.engine.launch.child import rank_environment
 from trainer.engine.launch.environment import ATTEMPT, STORE
+
+
+def run_in_process(capsys, *words):
+    """Run a command line in this process; return the exit code, the output and the errors."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main([str(word) for word in words])
+    return (int(stop.value.code), *capsys.readouterr())
 
 
 def run_trainer(*words, folder, path=(), ranks=1, timeout=280.0, **environ):

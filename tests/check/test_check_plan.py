@@ -12,8 +12,8 @@ import pytest
 
 import trainer
 from tests.cases import also
+from tests.commands import run_in_process
 from tests.distributed import CONTEXT
-from trainer.cli import main as cli
 from trainer.engine.check import check_plan as module
 from trainer.engine.check.workers import RankPool
 from trainer.engine.core.errors import ExitCode, TrainerError
@@ -42,10 +42,7 @@ def command(capsys):
 
     def command(recipe, *options, sets=()):
         words = [word for each in sets for word in ("--set", each)]
-        with pytest.raises(SystemExit) as stop:
-            cli.main(["check-plan", str(recipe), *words, *options])
-        out, err = capsys.readouterr()
-        return int(stop.value.code), out, err
+        return run_in_process(capsys, "check-plan", str(recipe), *words, *options)
 
     return command
 

@@ -10,6 +10,7 @@ import pytest
 import tomli
 
 import trainer
+from tests.commands import run_in_process
 from trainer.cli import main as cli
 from trainer.engine.core.errors import CheckpointError, DataError, RunInUse
 from trainer.engine.optim.tables import optimizers
@@ -25,10 +26,7 @@ def command(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def command(*arguments):
-        with pytest.raises(SystemExit) as stop:
-            cli.main(arguments)
-        out, err = capsys.readouterr()
-        return int(stop.value.code), out, err
+        return run_in_process(capsys, *arguments)
 
     return command
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from torch.distributed.run import get_args_parser
 
-from trainer.cli import main as cli
+from tests.commands import run_in_process
 
 RECIPE = """\
 [run]
@@ -35,9 +35,7 @@ def launch(capsys, tmp_path, monkeypatch):
     (tmp_path / "r.toml").write_text(RECIPE)
 
     def launch(*arguments):
-        with pytest.raises(SystemExit) as stop:
-            cli.main(["launch", *arguments])
-        return int(stop.value.code), *capsys.readouterr()
+        return run_in_process(capsys, "launch", *arguments)
 
     return launch
 

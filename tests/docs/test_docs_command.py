@@ -7,6 +7,7 @@ import pytest
 import tomli
 
 import trainer.cli.main as cli
+from tests.commands import run_in_process
 from tests.docs.walk import ROOT
 from trainer.engine.core.errors import ExitCode
 from trainer.engine.recipe.changes import compare
@@ -19,10 +20,7 @@ def docs(capsys):
     """Run `trainer docs` in this process; return exit code, output and errors."""
 
     def docs(*arguments):
-        with pytest.raises(SystemExit) as stop:
-            cli.main(["docs", *arguments])
-        out, err = capsys.readouterr()
-        return int(stop.value.code), out, err
+        return run_in_process(capsys, "docs", *arguments)
 
     return docs
 

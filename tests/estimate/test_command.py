@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from trainer.cli import main as cli
+from tests.commands import run_in_process
 from trainer.engine.estimate.devices import FRAGMENTATION
 
 RECIPE = """
@@ -29,10 +29,7 @@ def command(capsys, tmp_path):
     (tmp_path / "small.toml").write_text(RECIPE)
 
     def command(*options):
-        with pytest.raises(SystemExit) as stop:
-            cli.main(["estimate-memory", str(tmp_path / "small.toml"), *options])
-        out, err = capsys.readouterr()
-        return int(stop.value.code), out, err
+        return run_in_process(capsys, "estimate-memory", str(tmp_path / "small.toml"), *options)
 
     return command
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import run_in_process
 from tests.report.test_chromium import visit
-from trainer.cli import main as cli
 from trainer.engine.estimate.groups import ring_bytes
 from trainer.engine.estimate.plan import plan_pipeline
 from trainer.engine.estimate.search import search, variants
@@ -48,10 +48,7 @@ def command(capsys):
     """Run a command line in this process; return exit code, output and errors."""
 
     def command(*arguments):
-        with pytest.raises(SystemExit) as stop:
-            cli.main([str(each) for each in arguments])
-        out, err = capsys.readouterr()
-        return int(stop.value.code), out, err
+        return run_in_process(capsys, *arguments)
 
     return command
 

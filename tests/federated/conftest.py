@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from trainer.cli import main as cli
+from tests.commands import run_in_process
 from trainer.engine.checkpoint.manifest import read_manifest
 from trainer.engine.checkpoint.reader import read_tensors
 
@@ -53,9 +53,7 @@ def command(capsys, tmp_path, monkeypatch):
     (tmp_path / "plain.toml").write_text(PLAIN)
 
     def command(*arguments):
-        with pytest.raises(SystemExit) as stop:
-            cli.main([str(each) for each in arguments])
-        return (int(stop.value.code), *capsys.readouterr())
+        return run_in_process(capsys, *arguments)
 
     return command
 

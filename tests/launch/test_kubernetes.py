@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 import yaml
 
-from trainer.cli import main as cli
+from tests.commands import run_in_process
 from trainer.engine.launch.environment import find_world
 from trainer.engine.launch.kubernetes import resource_name
 
@@ -54,9 +54,7 @@ def launch(capsys, tmp_path, monkeypatch):
     (tmp_path / "r.toml").write_text(RECIPE)
 
     def launch(*arguments):
-        with pytest.raises(SystemExit) as stop:
-            cli.main(["launch", "kubernetes", "r.toml", *arguments])
-        return int(stop.value.code), *capsys.readouterr()
+        return run_in_process(capsys, "launch", "kubernetes", "r.toml", *arguments)
 
     return launch
 

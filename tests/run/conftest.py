@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.commands import run_in_process
 from trainer.cli import main as cli
 
 RECIPE = """\
@@ -41,9 +42,7 @@ def command(capsys, tmp_path, monkeypatch):
     (tmp_path / "recipe.toml").write_text(RECIPE)
 
     def command(*arguments):
-        with pytest.raises(SystemExit) as stop:
-            cli.main([str(each) for each in arguments])
-        return (int(stop.value.code), *capsys.readouterr())
+        return run_in_process(capsys, *arguments)
 
     return command
 
