@@ -64,6 +64,7 @@ def test_steps_of_all_cases_cost_what_is_pinned(first):
     compare([name for name in CASES if name not in QUICK][first::4])
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_each_counter_sees_what_it_counts():

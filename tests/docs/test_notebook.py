@@ -22,7 +22,8 @@ def executed(tmp_path_factory):
 def test_the_notebook_trains_plots_and_evaluates(executed):
     *_, plotted, evaluated = executed
     assert any("image/png" in output.get("data", {}) for output in plotted.outputs)
-    (text,) = [output.text for output in evaluated.outputs if output.output_type == "stream"]
+    streams = [output.text for output in evaluated.outputs if output.output_type == "stream"]
+    text = "".join(streams)  # in as many pieces as it came in
     assert 0 < float(text.split()[0]) < 8, "a byte has 8 bits"
 
 

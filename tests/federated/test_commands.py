@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from tests.cases import also
 from tests.federated.conftest import assert_equal, rows, tensors
 
 
@@ -88,6 +89,7 @@ def start(folder, name, settings):
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_a_run_that_is_killed_resumes_as_if_it_had_not_been(tmp_path, federate):
     settings = {"federation__rounds": 12, "federation__server__name": "fednesterov"}
     whole = federate("whole", **settings)
@@ -103,7 +105,7 @@ def test_a_run_that_is_killed_resumes_as_if_it_had_not_been(tmp_path, federate):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("interval", [1, 1000])
+@pytest.mark.parametrize("interval", [1, *also(1000)])
 def test_a_signal_stops_a_run_between_two_rounds(tmp_path, federate, interval):
     # With each round saved, a round that is under way is given up; else it is completed.
     settings = {"federation__rounds": 40, "checkpoint__interval": interval}

@@ -111,10 +111,7 @@ def alone():
     quick(
         CASES,
         "both, recomputed",
-        "both, tensor, shared heads",
         "both, context",
-        "both, pipeline, recomputed",
-        "both, latent, tensor",
         "both, tensor and shard, by rules",
     ),
 )

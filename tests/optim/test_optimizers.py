@@ -57,6 +57,6 @@ def test_updates_equal_the_formula(config, expected):
     optimizer = config.build(groups, torch.device("cpu"))
     step = undecorated_step(optimizer)
     for gradient in GRADIENTS:
-        weight.grad = torch.from_numpy(gradient)
+        weight.grad = torch.from_numpy(gradient.copy())  # Nesterov adds to it in place
         step()
     assert weight.detach().numpy() == pytest.approx(expected, rel=1e-12)
