@@ -83,7 +83,8 @@ class Row:
 
 def read_rows(folder: Path) -> list[Row]:
     with PUBLISHED.open() as file:
-        return [read_row(values, folder) for values in csv.DictReader(file)]
+        rows = [values for values in csv.DictReader(file) if values["tokens_per_second"]]
+    return [read_row(values, folder) for values in rows]
 
 
 def recipe_text(values: dict[str, str]) -> str:

@@ -135,7 +135,7 @@ HOPPER_WORKSPACE, WORKSPACE = 32 * MIB, 8_519_680
 FRAGMENTATION = 0.17
 """Share of the tensors' bytes that the allocator reserves besides: the one that brings the
 estimates of three plans to within 6 % of the peaks of reserved memory that torchtitan published
-(`benchmarks/estimate.py`: they reserve 13, 19 and 24 % more). With torch's default settings Guo et
+(`benchmarks/memory.py`: they reserve 13, 19 and 24 % more). With torch's default settings Guo et
 al. (2024, arXiv:2401.08156) lost 15 % on average; expandable segments lose less."""
 
 

@@ -104,7 +104,9 @@ def simulate_memory(
         block_bytes = 0
         for shortened in short or [recipe]:
             with simulate_rank(shortened, rank, ranks, vocab_size, on_gpu=on_gpu) as simulated:
-                runs.append(_segment_peaks(simulated, size, count, offloads=on_gpu))
+                compiles = recipe.compile.enabled
+                peaks_of = partial(_segment_peaks, offloads=on_gpu, compiles=compiles)
+                runs.append(peaks_of(simulated, size, count))
                 block_bytes = _gathered_bytes(simulated)
     peaks = _extend(runs[0], runs[1], steps) if short else runs[0].values()
     peak = max(peaks, key=lambda peak: peak.total)
@@ -122,7 +124,7 @@ def _spare_blocks(schedule: str, size: RunSize, place: int) -> int:
 
 
 def _segment_peaks(
-    simulated: SimulatedRank, size: RunSize, count: int, *, offloads: bool
+    simulated: SimulatedRank, size: RunSize, count: int, *, offloads: bool, compiles: bool
 ) -> dict[Any, MemoryPeak]:
     """Return the peak of each segment of a step that computes only `count` micro batches."""
     recipe, step, plan = simulated
@@ -136,6 +138,7 @@ def _segment_peaks(
         offloads=offloads and recipe.parallel.fsdp.offload,
         owns_gradient_buffers=plan.degrees.dp_cp > 1 and plan.mesh is None,
         left=left * size.rows,
+        compiles=compiles,
     )
     more = tracker.live(RECEIVED) * left // count
     return {

@@ -76,6 +76,7 @@ def track(
     steps: int = 1,
     owns_gradient_buffers: bool = False,
     left: int = 0,
+    compiles: bool = False,
 ) -> MemoryTracker:
     """Run a rank's steps, real or simulated, and return the tracker that measured the memory.
 
@@ -89,6 +90,7 @@ def track(
         steps: the number of steps. If it is 1, the optimizer state is created before the step.
         owns_gradient_buffers: gradient memory is never freed, as under DDP.
         left: samples of the step that are held but not computed.
+        compiles: the run compiles its blocks; the blocks of `step` are eager.
     """
     tracker = MemoryTracker()
     model, (share, size) = step.parallel_model.model, samples_of(data, step)
@@ -105,7 +107,7 @@ def track(
             tracker.add(each.parameters(), homes[0])
             tracker.add(each.buffers(), PARAMETERS)
         start_step, finish_step = _average_weights(model, ema, tracker, homes[2])
-        _watch_blocks(step, blocks, tracker)
+        _watch_blocks(step, blocks, tracker, compiles=compiles)
         if steps == 1:
             tracker.enter("first update")
             _make_gradients(weights, tracker)
@@ -189,7 +191,7 @@ def _phases(tracker: MemoryTracker) -> Callable[[str], Any]:
     return phase
 
 
-def _watch_blocks(step: TrainStep, path: str, tracker: MemoryTracker) -> None:
+def _watch_blocks(step: TrainStep, path: str, tracker: MemoryTracker, *, compiles: bool) -> None:
     """Tell a tracker when the passes of each block begin."""
     if not path:  # the model names no blocks
         return
@@ -200,11 +202,15 @@ def _watch_blocks(step: TrainStep, path: str, tracker: MemoryTracker) -> None:
     for stage, names in stages.items():
         for number, name in enumerate(names):
             segment = partial(BlockSegment, stage=stage, block=number, blocks=len(names))
-            _watch_block(blocks[name], tracker, segment)
+            _watch_block(blocks[name], tracker, segment, compiles=compiles)
 
 
 def _watch_block(
-    block: nn.Module, tracker: MemoryTracker, segment: Callable[..., BlockSegment]
+    block: nn.Module,
+    tracker: MemoryTracker,
+    segment: Callable[..., BlockSegment],
+    *,
+    compiles: bool,
 ) -> None:
     """Tell a tracker when a block's passes begin, and when its forward pass ends."""
     number = 0
@@ -215,6 +221,8 @@ def _watch_block(
         tracker.enter(segment("forward", micro_batch=number))
 
     def after(_module: Any, _args: Any, out: Tensor) -> None:
+        if compiles:
+            tracker.discard_unread()
         tracker.enter(segment("after", micro_batch=number))
         if out.requires_grad:
             out.register_hook(partial(backward, number))  # type: ignore[no-untyped-call]

@@ -33,6 +33,14 @@ RECEIVED = "received"
 """tensors that pipeline stages exchange: communication, with one buffer a micro batch"""
 IN_CPU_MEMORY = "in CPU memory"
 """kind of offloaded tensors, which are not counted"""
+NOT_KEPT = "not kept"
+"""kind of results that eager blocks keep and compiled ones do not; they are not counted"""
+UNCOUNTED = (IN_CPU_MEMORY, NOT_KEPT)
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+SUMS = {
+    getattr(torch.ops.aten, name).default for name in ("view", "_unsafe_view", "detach", "alias")
+} | {torch.ops.aten.add.Tensor}
+"""operations whose backward pass reads no tensor"""
 
 
 @dataclass(slots=True)
@@ -71,6 +79,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._segments: list[tuple[int, Hashable]] = [(0, "")]
         self._live: dict[int, tuple[HeldMemory, weakref.ref[Any]]] = {}
         self._paused = False
+        self._unread = 0
         self._fake = active_fake_mode()
         self._hooks = watch_memory(
             resized=self.resized,
@@ -90,7 +99,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def peaks(self) -> dict[Hashable, MemoryPeak]:
         """Return the peak of each segment, tensors from before the segment included."""
-        counted = (0 if held.kind == IN_CPU_MEMORY else delta for held, delta in self._events)
+        counted = (0 if held.kind in UNCOUNTED else delta for held, delta in self._events)
         totals = [0, *accumulate(counted)]
         moments: dict[Hashable, int] = {}
         for (start, segment), (end, _) in pairwise([*self._segments, (len(self._events), "")]):
@@ -100,7 +109,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kinds: Counter[str] = Counter()
         kinds_at, wanted = {0: Counter[str]()}, {*moments.values()}
         for moment, (held, delta) in enumerate(self._events, 1):
-            if held.kind != IN_CPU_MEMORY:
+            if held.kind not in UNCOUNTED:
                 kinds[held.kind] += delta
             if moment in wanted:
                 kinds_at[moment] = kinds.copy()
@@ -112,6 +121,15 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def live(self, kind: str) -> int:
         """Return the live bytes of a kind at this moment."""
         return sum(held.size for held, _ in self._live.values() if held.kind == kind)
+
+    def discard_unread(self) -> None:
+        """Do not count the last product if only sums have read it: no backward pass needs it.
+
+        Selective recomputation keeps such a product in an eager block, and torch's partitioner
+        leaves it out of what a compiled block keeps.
+        """
+        if entry := self._live.get(self._unread):
+            entry[0].kind = NOT_KEPT
 
     def labelled(self, kind: str) -> AbstractContextManager[None]:
         """Count tensors that are created in the block as `kind`, except in a backward pass."""
@@ -177,6 +195,10 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._fake is not None and func is wait_tensor.default:
             return args[0]  # simulated, it would make another tensor
         out = func(*args, **(kwargs or {}))
+        if func in PRODUCTS:
+            self._unread = out.untyped_storage()._cdata
+        elif func not in SUMS:
+            self._unread = 0
         if not self._paused and active_fake_mode() is self._fake:
             kind = self._forced or self._current()
             for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
