@@ -146,7 +146,7 @@ PLANS = {
         {"pipeline": 2, "shard": 2, "fsdp": {"reduce_every": "micro_batch"}},
         BF16,
     ),
-    # A split backward pass would refuse a tied embedding that further predictions look up too.
+    # Only trained predictions use the tied embedding more than once in the last stage.
     "tied": (
         2,
         {"pipeline": 2, "pipelining": {"schedule": "ZBVZeroBubble"}},

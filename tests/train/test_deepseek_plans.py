@@ -72,9 +72,7 @@ def test_experts_and_predictions_farther_ahead_are_shared_by_ranks(parallel, alo
     ],
 )
 def test_predictions_farther_ahead_need_tokens_of_other_ranks(parallel, alone):
-    # A split backward pass takes one further prediction, and its stages need a block each.
-    depth = 1 if "pipelining" in parallel else 2
-    model = {**SIZES, "n_layers": 4, "n_dense_layers": 3, "mtp_depth": depth, "mtp_weight": 1.0}
+    model = {**SIZES, "n_layers": 4, "n_dense_layers": 3, "mtp_depth": 2, "mtp_weight": 1.0}
     assert_same_weights(4, alone, parallel=parallel, model=model, data=DATA)
 
 

@@ -44,6 +44,8 @@ class StageSplit:
         num_predictions: number of blocks after the last layer, which the last stage holds; they
             predict further tokens.
         num_idle: how many of these blocks no step computes.
+        repeats_embedding: whether one use of the embedding in the last stage leads to another: by
+            a block that predicts a further token to another one, or to a tied head.
     """
 
     ranks: int
@@ -52,6 +54,7 @@ class StageSplit:
     shares_embedding: bool = False
     num_predictions: int = 0
     num_idle: int = 0
+    repeats_embedding: bool = False
 
     @property
     def stages(self) -> int:
@@ -129,8 +132,16 @@ def cut_blocks(
         cut = tuple(accumulate(table.layers_per_stage))
     else:
         cut = balance_stages(blocks, len(stage_to_rank), costs.embedding, costs.head)
-    further, idle = config.predictions, config.predictions - config.trained_predictions
-    return StageSplit(ranks, cut, stage_to_rank, config.shares_embedding, further, idle)
+    further, trained = config.predictions, config.trained_predictions
+    return StageSplit(
+        ranks,
+        cut,
+        stage_to_rank,
+        config.shares_embedding,
+        further,
+        further - trained,
+        repeats_embedding=trained > 0 and trained + config.is_tied > 1,
+    )
 
 
 def stage_costs(cut: StageSplit, config: ModelConfig) -> list[float]:

@@ -22,7 +22,7 @@ from ...core.errors import EnvironmentFault
 from ...data.batch import Batch
 from .cut import SPLIT_BACKWARD, StageSplit
 from .objective import Objective
-from .reducing_stage import CountingStage, ReducingStage
+from .reducing_stage import CountingStage, ReducingStage, hold_gradients
 from .schedule_file import ScheduleFile
 from .stage import Stage
 
@@ -83,6 +83,8 @@ class Pipeline:
         # the head computes the loss itself.
         target = torch.zeros(len(x), device=self.device) if self.has_end else None
         arguments = self._arguments(batch, objective, x, with_loss=self.has_end)
+        for stage in self.stages.values():
+            hold_gradients(stage)
         self._built.step(*args, target=target, return_outputs=False, **arguments)
         return self._take_sums(objective)
 

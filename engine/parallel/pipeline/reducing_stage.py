@@ -1,4 +1,4 @@
-"""Stages of torch's pipelines that count each token once, and reduce the gradients more often."""
+"""Stages of torch's pipelines that count each token once, and reduce gradients more often."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ class CountingStage(PipelineStage):
 
     A compiled block runs all of its backward pass for the gradients of inputs, and all of it again
     for those of weights (torch 2.13), with what its routers count there.
+
+    A stage in which one use of the embedding leads to another has one backward pass for both.
     """
 
     def backward_maybe_with_nosync(
@@ -28,6 +30,14 @@ class CountingStage(PipelineStage):
             bwd_kwargs: the outputs and gradients of the pass.
             last_backward: whether it is the stage's last one of the step.
         """
+        if self.submod.has_whole_backward and backward_type != "full":
+            # torch (2.13) takes the gradients of all uses of a weight at once, and cannot where one
+            # use leads to another. The pass for inputs computes both kinds.
+            if backward_type == "weight":
+                return (), None
+            (loss,) = bwd_kwargs["stage_output"]
+            whole = bwd_kwargs | {"stage_output": loss}
+            return super().backward_maybe_with_nosync("full", whole, last_backward)[0], []
         is_repeated = backward_type == "weight"
         layers = moe_layers(self.submod).values() if is_repeated else ()
         counts = [layer.load_counter.clone() for layer in layers]
@@ -63,6 +73,18 @@ class ReducingStage(CountingStage):
             if not last_backward:
                 reduce_scatter_gradients(self.submod)
         return found
+
+
+def hold_gradients(module: Any) -> None:
+    """Let a stage's FSDP modules keep weights gathered and gradients whole after a backward pass.
+
+    torch's stage does so in the first backward pass of its own, and the last stage may have one
+    before that, which runs the hooks of an embedding that belongs to the first stage.
+    """
+    if isinstance(module, FSDPModule):
+        module.set_is_last_backward(False)
+        module.set_reshard_after_backward(False)
+        module.set_requires_gradient_sync(False)
 
 
 def reduce_scatter_gradients(module: Any) -> None:

@@ -33,6 +33,8 @@ class Stage(nn.Module):
         self.numbers = range(blocks.start, blocks.stop + self.is_last)
         self._borrowed: list[nn.Module] = []
         self._uncalled: list[nn.Module] = []  # modules whose weights are used without a call
+        self.has_whole_backward = self.is_last and cut.repeats_embedding
+        """whether one backward pass computes the gradients of inputs and of weights"""
         self.objective: Objective | None = None
         self.sums: list[Tensor] = []
         """the sums of each forward pass with a loss, [num_sums]"""

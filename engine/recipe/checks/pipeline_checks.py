@@ -17,7 +17,6 @@ from ...lora.sizes import with_adapters
 from ...parallel.mesh import DATA_AXES, Degrees
 from ...parallel.pipeline.cut import (
     SINGLE_STAGE_SCHEDULES,
-    SPLIT_BACKWARD,
     V_SCHEDULES,
     num_micro_batches,
     num_stages,
@@ -39,10 +38,9 @@ def check_pipeline(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
             yield (*PATH, "csv"), error.problems[0].message, error.problems[0].hint
             return
         yield from _schedule_file(recipe, ranks, file)
-        stages, splits_backward = len(file.stage_to_rank), file.splits_backward
+        stages = len(file.stage_to_rank)
     else:
         file, stages = None, num_stages(table, ranks)
-        splits_backward = table.schedule in SPLIT_BACKWARD
         yield from _stages_per_rank(table)
     yield from check_cut(recipe, ranks, stages)
     if recipe.lora.rank and (block := _block_without_adapter(recipe)):
@@ -50,18 +48,6 @@ def check_pipeline(recipe: Recipe, degrees: Degrees) -> Iterator[Finding]:
             ("lora", "targets"),
             f"a pipeline needs something to train in each stage: {block} has no adapter",
             "let a pattern match weights of every block",
-        )
-    model, further = recipe.model, recipe.model.trained_predictions
-    if splits_backward and (further > 1 or (further and model.is_tied)):
-        # torch (2.13) takes the gradients of a weight's uses at once: of these uses one leads to
-        # the other.
-        yield (
-            ("model", "mtp_depth"),
-            (
-                "a backward pass that is split takes a weight once, and further predictions look "
-                f"up the embedding {further + model.is_tied} times"
-            ),
-            'take "1F1B" or "Interleaved1F1B", or mtp_depth = 1 without tie_embeddings',
         )
     if degrees.is_known(*DATA_AXES):
         yield from _micro_batches(recipe, degrees, stages, file)
