@@ -134,7 +134,7 @@ def plan_federation(
 
 
 def _trained_shapes(recipe: Recipe) -> tuple[dict[str, Any], list[str], int]:
-    """Return the shapes of trained weights, the names of frozen ones, and the saved buffers' size."""
+    """Return the shapes of trained weights, names of frozen ones, and numbers of buffers."""
     # Shapes are the same whatever computes.
     plain = recipe.model_copy(update={"kernels": KernelChoices()})
     model = build_model(plain, recipe.vocab_size, torch.device("cpu")).model

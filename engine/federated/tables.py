@@ -229,9 +229,13 @@ class Federation(Table):
     """what becomes of saved buffers, such as the biases that balance experts: "average": the mean
     of the clients', without the server optimizer; "freeze": rounds start with the initial ones;
     "local": each client keeps its own"""
-    partition: Literal["rows", "sources"] = "rows"
+    partition: Literal["rows", "documents", "sources", "dirichlet"] = "rows"
     """"rows": client c of C takes the rows of replica c of C of an ordinary run whose global_batch
-    is C times larger; "sources": client c takes each C-th source, from the c-th on"""
+    is C times larger; "documents": each document is at one client, by a hash of its tokens;
+    "sources": client c takes each C-th source, from the c-th on; "dirichlet": as "documents", with
+    unequal shares of each source"""
+    alpha: PositiveFloat = 0.5
+    """of "dirichlet": small values give each source to few clients, large ones to all alike"""
     server: Annotated[ServerOptimizerConfig, Named(server_optimizers)] = DEFAULTS
     """the outer optimizer"""
     compression: Annotated[CompressionConfig, Named(compressions)] = DEFAULTS

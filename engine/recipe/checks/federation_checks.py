@@ -127,7 +127,11 @@ def _check_clients(recipe: Recipe) -> Iterator[Finding]:
                 hint = nearest(label, labels) or f"known: {', '.join(labels)}"
                 message = f"no source of [data] has the label {format_value(label)}"
                 yield (*path, "sources", place), message, hint
-    owns = table.partition == "sources" or any(client.sources for client in table.client)
+    divides = table.partition in ("documents", "dirichlet")
+    if divides and recipe.task.name != "language_modeling":
+        message = f'the task "{recipe.task.name}" has records, which are not divided by documents'
+        yield ("federation", "partition"), message, '"rows" or "sources"'
+    owns = table.partition != "rows" or any(client.sources for client in table.client)
     if owns and recipe.task.find_outputs(recipe.loss) is not None:
         message = "outputs on disk are in the order of all sources"
         yield ("federation", "partition"), message, 'partition = "rows" can read them'
