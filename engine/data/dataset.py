@@ -268,11 +268,7 @@ def _split(
         if packed:
             part.append(_PackedSource(join_rows(packed), source.weight, label))
         # A held-out tail may be too short for a row, but not the source that a recipe names.
-        elif (
-            tokens
-            and not may_be_empty
-            and not (part is opening.validation and source.split == "train")
-        ):
+        elif tokens and not (may_be_empty or (part is opening.validation and is_training)):
             needed = table.seq_len + 1 if table.packing == "concat" else 2
             raise DataError(
                 f'the "{source.name}" source has {tokens} tokens for {source.split}; '

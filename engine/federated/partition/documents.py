@@ -59,7 +59,8 @@ def assign_documents(store: TokenStore, stop: int, shares: Sequence[float]) -> N
     )
     ends = np.cumsum(shares)
     places = np.searchsorted(ends, hashes / 2.0**64 * ends[-1], side="right")
-    return np.minimum(places, len(shares) - 1)
+    client: NDArray[np.int64] = np.minimum(places, len(shares) - 1)
+    return client
 
 
 class DocumentShares:
