@@ -94,6 +94,11 @@ def build_model(
         if recipe.precision.parameters == "bf16":
             for weight in model.parameters():
                 weight.data = weight.data.to(torch.bfloat16)
+        if recipe.federation:
+            for name, weight in model.named_parameters():
+                policy = recipe.federation.policy_of(name)
+                if policy and policy.policy == "freeze":
+                    weight.requires_grad_(False)
     if plan and recipe.precision.low_precision:
         notes += enable_low_precision(
             model,

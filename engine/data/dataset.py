@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -140,6 +140,11 @@ class Turns:
         return [note for turn in self.turns for note in turn.opened.notes]
 
 
+Divide = Callable[[TokenStore, int, str], TokenStore | None]
+"""takes the documents of a source, the token at which what is held out begins, and the source's
+label; returns the documents that are trained on, or None without any"""
+
+
 class _PackedSource(NamedTuple):
     """The rows of a source, its weight, and its label in metrics."""
 
@@ -165,6 +170,7 @@ def open_data(
     run: str = "",
     share: Share = ALONE,
     longest: int = 0,
+    divide: Divide | None = None,
 ) -> OpenedData:
     """Open, or tokenise once, every source, and split and pack them.
 
@@ -176,6 +182,7 @@ def open_data(
         share: the processes that divide the comparison of files with their checksums.
         longest: tokens of the longest row of all training splits, so that they hold out the same
             of a source that they share; 0: there are no others.
+        divide: selects documents that are trained on; None: all are.
 
     Raises:
         DataError: a source cannot be read, is damaged, or is too short for one row.
@@ -205,7 +212,12 @@ def open_data(
                 borders.append(0 if source.split == "validation" else store.num_tokens)
                 if borders[-1] and fraction:
                     borders[-1] = split_point(store, fraction, max(table.seq_len, longest))
-            _split(opening, table, source, label, stores, borders)
+            if divide and source.split == "train":
+                chosen = [divide(*pair, label) for pair in zip(stores, borders, strict=True)]
+                stores = [store for store in chosen if store is not None]
+                _split(opening, table, source, label, stores, None)
+            else:
+                _split(opening, table, source, label, stores, borders)
             opening.fingerprint[name] = {
                 "tokens": sum(store.num_tokens for store in stores),
                 "xxh3": " ".join(store.fingerprint for store in stores),
@@ -237,9 +249,14 @@ def _split(
     source: SourceConfig,
     label: str,
     stores: Sequence[TokenStore],
-    borders: Sequence[int],
+    borders: Sequence[int] | None,
 ) -> None:
-    """Add rows before a token of each store to the training samples, others to the validation."""
+    """Add rows before a token of each store to the training samples, others to the validation.
+
+    Without borders all are trained on, and there may be none.
+    """
+    may_be_empty, is_training = borders is None, source.split == "train"
+    borders = [store.num_tokens for store in stores] if borders is None else borders
     for part in (opening.train, opening.validation):
         packed, tokens = list[Packed](), 0
         for store, border in zip(stores, borders, strict=True):
@@ -251,7 +268,7 @@ def _split(
         if packed:
             part.append(_PackedSource(join_rows(packed), source.weight, label))
         # A held-out tail may be too short for a row, but not the source that a recipe names.
-        elif tokens and not (part is opening.validation and source.split == "train"):
+        elif tokens and not (may_be_empty or (part is opening.validation and is_training)):
             needed = table.seq_len + 1 if table.packing == "concat" else 2
             raise DataError(
                 f'the "{source.name}" source has {tokens} tokens for {source.split}; '

@@ -24,6 +24,7 @@ from ..train.saving import Saver
 from .clients import open_clients
 from .federation_state import FederationState
 from .held_buffers import HeldBuffers
+from .layers.masks import Masks
 from .merge.geometry import Geometry
 from .optimizer_policy import OptimizerPolicy
 from .rounds import Rounds
@@ -66,11 +67,16 @@ class FederatedLoop(RunLoop):
         duplicates = set(map(id, parts.parallel_model.duplicate_parameters))
         measured = {name: each for name, each in weights.items() if id(each) not in duplicates}
         holders = parts.degrees.world // parts.degrees.pipeline
-        server = Server(table, weights, averaged, Geometry(measured, holders, parts.device))
+        trained = dict(parts.model.named_parameters())
+        frozen = [name for name in trained if name not in weights]
+        masks = Masks(table, list(weights), frozen)
+        geometry = Geometry(measured, holders, parts.device)
+        server = Server(table, weights, averaged, geometry, masks)
         for client in clients:
             client.error = server.compressor.begin_errors()
         held = HeldBuffers({} if averaged else buffers, keeps=table.buffers == "local")
-        policy = OptimizerPolicy(table.client_optimizer, parts.optimizer)
+        names: dict[Tensor, str] = {trained[name]: name for name in weights}
+        policy = OptimizerPolicy(table.client_optimizer, parts.optimizer, names, masks)
         carrier = carriers[table.carrier].model_validate({}).build()
         local = carrier(table, parts, clients, server, policy, held)
         seed, interval = recipe.run.seed, recipe.ema.interval

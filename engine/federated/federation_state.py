@@ -60,7 +60,7 @@ class FederationState(TrainingState):
         for client in self._clients:
             tensors |= self._client_tensors(client)
             tensors |= _name_random(client)
-        if not self._policy.keeps:
+        if self._policy.shared:
             self.parts.optimizer.state = self._policy.shared
             tensors |= train_state.optimizer_state(self.parts.model, self.parts.optimizer)
         return tensors

@@ -68,8 +68,9 @@ class LocalCarrier:
         for client in clients:
             held.begin(client)
             held.end(client)
-        self._stale = table.fragments if table.fragments.is_enabled else None
-        self._bytes = count_bytes(parts, server, server.weights)
+        self._stale = table.fragments if table.keeps_weights else None
+        shared = {n: w for n, w in server.weights.items() if n not in server.masks.personal}
+        self._bytes = count_bytes(parts, server, shared)
         states = {name: tensor for name, each in server.states.items() for tensor in each.values()}
         self._state_bytes = count_bytes(parts, server, states) * len(table.server.states)
 
@@ -83,26 +84,40 @@ class LocalCarrier:
             position: the position of the run at the start of the round.
             check: called before each optimizer step; what it raises ends the round.
         """
+        current = position.step // self._parts.stride + 1
+        self._policy.begin_round(current)
         for number in chosen:
             client = self._clients[number]
             received = self._count_received(client, position)
             self._server.broadcast()
             self._policy.begin(client)
             self._held.begin(client)
-            before_step = self._restore_weights(client, check)
+            before_step = self._restore_weights(client, current, check)
             result = train_locally(self._parts, client, position, before_step)
             self._keep_weights(client)
             weight = self._weigh(result)
             arrival = self._server.receive(client, weight)
-            client.last_round = position.step // self._parts.stride + 1
+            client.last_round = current
             self._held.end(client)
             states = 0 if arrival.rejected else self._policy.end(weight)
             sent = self._sum_bytes(arrival.bytes_sent + states)
             yield ClientUpdate(arrival, result, sent, received)
         self._policy.finish_round(position.step + self._parts.stride)
 
+    def forget(self, names: Sequence[str]) -> None:
+        """Let clients drop what they keep of weights that were drawn again."""
+        weights = dict(self._parts.model.named_parameters())
+        self._policy.forget([weights[name] for name in names], self._clients)
+        for client in self._clients:
+            for name in names:
+                client.weights.pop(name, None)
+                if name in client.error:
+                    local(client.error[name]).zero_()
+
     @torch.no_grad()
-    def _restore_weights(self, client: Client, check: Callable[[], None]) -> Callable[[int], None]:
+    def _restore_weights(
+        self, client: Client, number: int, check: Callable[[], None]
+    ) -> Callable[[int], None]:
         """Give the model a client's own weights, where it keeps them between rounds.
 
         Returns:
@@ -114,7 +129,7 @@ class LocalCarrier:
             return lambda done: check()
         for name, weight in client.weights.items():
             local(server.model[name]).copy_(local(weight))
-        arriving = server.fragment_of(client.last_round)
+        arriving = server.masks.merged_since(client.last_round, number - 1)
 
         def before_step(done: int) -> None:
             check()
@@ -128,7 +143,7 @@ class LocalCarrier:
     def _keep_weights(self, client: Client) -> None:
         """Let a client keep the weights with which it ends a round."""
         if self._stale is not None:
-            for name in self._server.states:
+            for name in self._server.masks.kept:
                 weight = self._server.model[name]
                 kept = client.weights.setdefault(name, torch.empty_like(weight.detach()))
                 local(kept).copy_(local(weight))
@@ -146,7 +161,7 @@ class LocalCarrier:
         pseudo-gradient; any other one receives weights and outer states. With fragments, a client
         receives the one that was merged.
         """
-        shared, server = self._sum_bytes(self._policy.shared_bytes), self._server
+        shared, server = self._sum_bytes(self._policy.count_received(client)), self._server
         finished = position.step // self._parts.stride
         follows = finished and client.last_round == finished
         if follows and (server.compressor.is_lossy or self._stale):

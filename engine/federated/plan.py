@@ -12,7 +12,8 @@ from ..assemble.build import build_model
 from ..assemble.tables import KernelChoices
 from ..estimate.memory import estimate_memory
 from ..recipe.schema import Recipe
-from .fragments import divide_weights
+from .layers.masks import Masks
+from .layers.tables import PARAMETERS
 from .tables import Federation
 
 BYTES = 4
@@ -77,15 +78,16 @@ def plan_federation(
         bandwidth: bits per second of each client's link, the same in both directions; 0: unknown.
         step_seconds: duration of a client's optimizer step; 0: unknown.
     """
-    shapes, buffers = _trained_shapes(recipe)
+    shapes, frozen, buffers = _trained_shapes(recipe)
     sizes = [prod(shape) for shape in shapes.values()]
-    fragments = [
-        [prod(shapes[name]) for name in shapes if name in fragment]
-        for fragment in divide_weights(shapes, table.fragments)
-    ]
+    masks = Masks(table, list(shapes), frozen)
+    # Fragments and schedules repeat; a thousand rounds are enough for a mean.
+    numbers = range(1, min(masks.period, table.rounds, 1000) + 1)
+    merged = [masks.merged_in(number) for number in numbers]
+    fragments = [[prod(shapes[name]) for name in shapes if name in names] for names in merged]
     averaged = buffers if table.buffers == "average" else 0
-    states = max(estimate_memory(recipe, world, on_gpu=on_gpu), key=lambda one: one.total_bytes)
-    optimizer = states.at_peak.get("optimizer", 0)
+    memory = max(estimate_memory(recipe, world, on_gpu=on_gpu), key=lambda one: one.total_bytes)
+    optimizer = memory.at_peak.get("optimizer", 0)
     codec, size = table.compression.build(), table.sample_size
     out = [sum(codec.count_bytes(n) if codec else BYTES * n for n in part) for part in fragments]
     back = [
@@ -94,15 +96,25 @@ def plan_federation(
     ]
     sent = -(-sum(out) // len(out)) + averaged * BYTES
     received = -(-sum(back) // len(back)) + averaged * BYTES
-    if table.client_optimizer == "aggregate":
+    if table.client_optimizer == "schedule":
+        states = {entry.state for entry in table.states} - {PARAMETERS}
+        moved = BYTES * sum(
+            prod(shapes[name])
+            for number in numbers
+            for name in shapes
+            for state in states
+            if masks.is_averaged(state, name, number)
+        )
+        sent, received = sent + moved // len(numbers), received + moved // len(numbers)
+    elif table.client_optimizer == "aggregate":
         sent, received = sent + optimizer * world, received + optimizer * world
     steps = table.steps_of(recipe.data)
     # A ring sends and receives (C - 1) / C of the gradients twice.
     data_parallel = 4 * sum(sizes) * BYTES * steps * (table.num_clients - 1) // table.num_clients
     holds = table.merge.build() is not None or table.admission.compares
     copies = 2 + len(table.server.states) + size * holds
-    kept = table.compression.has_feedback + table.fragments.is_enabled
-    keeps = table.client_optimizer == "keep" and table.carrier == "local"
+    kept = table.compression.has_feedback + table.keeps_weights
+    keeps = table.client_optimizer in ("keep", "schedule") and table.carrier == "local"
     return FederationPlan(
         weights=sum(sizes),
         buffers=averaged,
@@ -113,7 +125,7 @@ def plan_federation(
         data_parallel=data_parallel,
         transfer_seconds=(sent + received) * 8 / bandwidth if bandwidth else 0.0,
         compute_seconds=steps * step_seconds,
-        client_memory=states.total_bytes,
+        client_memory=memory.total_bytes,
         server_memory=(copies * sum(sizes) + max(sizes)) * BYTES // world,
         kept_memory=optimizer * (table.num_clients - 1) * keeps
         + kept * table.num_clients * sum(sizes) * BYTES // world,
@@ -121,8 +133,8 @@ def plan_federation(
     )
 
 
-def _trained_shapes(recipe: Recipe) -> tuple[dict[str, Any], int]:
-    """Return the shapes of the trained weights by name, and the numbers of saved buffers."""
+def _trained_shapes(recipe: Recipe) -> tuple[dict[str, Any], list[str], int]:
+    """Return the shapes of trained weights, names of frozen ones, and numbers of buffers."""
     # Shapes are the same whatever computes.
     plain = recipe.model_copy(update={"kernels": KernelChoices()})
     model = build_model(plain, recipe.vocab_size, torch.device("cpu")).model
@@ -134,4 +146,9 @@ def _trained_shapes(recipe: Recipe) -> tuple[dict[str, Any], int]:
         for name, value in state.items()
         if name not in dict(model.named_parameters(remove_duplicate=False))
     }
-    return shapes, sum(each.numel() for each in buffers.values() if each.is_floating_point())
+    frozen = [name for name in weights if name not in shapes]
+    return (
+        shapes,
+        frozen,
+        sum(each.numel() for each in buffers.values() if each.is_floating_point()),
+    )

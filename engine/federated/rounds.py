@@ -10,6 +10,7 @@ from typing import Any
 
 from ..launch.signals import StopFlag, StopRequested
 from ..observe.observer import Observer
+from ..parallel.materialize import draw_weights
 from ..train.average import reshard
 from ..train.evaluate import Tasks
 from ..train.health import Health
@@ -101,6 +102,7 @@ class Rounds:
         number, end = position.step // parts.stride + 1, position.step + parts.stride
         chosen = sample_clients(self.table, self.seed, number)
         self.server.begin_round(number)
+        self._draw_again(number)
         log = _RoundLog(number, end)
         for update in self.carrier.run_round(chosen, position, check):
             log.updates.append(update)
@@ -129,6 +131,15 @@ class Rounds:
         row |= {unit: position.count, f"{unit}_per_second": log.count / seconds}
         row["samples"] = parts.loader.turns.count_samples(position.batch)
         observer.on_row(row)
+
+    def _draw_again(self, number: int) -> None:
+        """Draw the weights that a round begins with anew, on the server and for all clients."""
+        names = self.server.masks.drawn_before(number)
+        if names:
+            reshard(self.parts.model)
+            draw_weights(self.parts.model, names, f"{self.seed}:round {number}")
+            self.server.restart(names)
+            self.carrier.forget(names)
 
     def _average(self, before: int, after: int) -> None:
         """Update the average of the global weights if that is due in a round."""

@@ -17,6 +17,8 @@ from ..core.config import (
     Table,
 )
 from ..core.registry import Named, Registry
+from ..core.text.expressions import match_names
+from .layers.tables import PARAMETERS, LayerPolicy, StateSchedule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -214,16 +216,26 @@ class Federation(Table):
     weighting: Literal["tokens", "samples", "uniform"] = "tokens"
     """weight of a client in the mean: "tokens": what the task's loss is a mean over; "samples"; or
     "uniform": all the same"""
-    client_optimizer: Literal["keep", "reset", "aggregate"] = "keep"
+    client_optimizer: Literal["keep", "reset", "aggregate", "schedule"] = "keep"
     """a client's optimizer state between rounds: "keep" it on the client; "reset" it; "aggregate":
-    average it as the weights, and send it back, for three times the traffic with AdamW"""
+    average it as the weights, and send it back, for three times the traffic with AdamW;
+    "schedule": average each state in the rounds that [[federation.states]] says, and keep it in
+    between"""
+    states: list[StateSchedule] = []
+    """how often weights and states of the clients' optimizer are averaged"""
+    layers: list[LayerPolicy] = []
+    """weights that are frozen, personal or drawn again"""
     buffers: Literal["average", "freeze", "local"] = "average"
     """what becomes of saved buffers, such as the biases that balance experts: "average": the mean
     of the clients', without the server optimizer; "freeze": rounds start with the initial ones;
     "local": each client keeps its own"""
-    partition: Literal["rows", "sources"] = "rows"
+    partition: Literal["rows", "documents", "sources", "dirichlet"] = "rows"
     """"rows": client c of C takes the rows of replica c of C of an ordinary run whose global_batch
-    is C times larger; "sources": client c takes each C-th source, from the c-th on"""
+    is C times larger; "documents": each document is at one client, by a hash of its tokens;
+    "sources": client c takes each C-th source, from the c-th on; "dirichlet": as "documents", with
+    unequal shares of each source"""
+    alpha: PositiveFloat = 0.5
+    """of "dirichlet": small values give each source to few clients, large ones to all alike"""
     server: Annotated[ServerOptimizerConfig, Named(server_optimizers)] = DEFAULTS
     """the outer optimizer"""
     compression: Annotated[CompressionConfig, Named(compressions)] = DEFAULTS
@@ -239,6 +251,22 @@ class Federation(Table):
     def num_clients(self) -> int:
         """The number of clients."""
         return len(self.client) or self.clients or 0
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether clients keep weights of their own between rounds."""
+        is_partial = any(each.state == PARAMETERS for each in self.states)
+        is_personal = any(each.policy == "personal" for each in self.layers)
+        return self.fragments.is_enabled or is_partial or is_personal
+
+    def policy_of(self, name: str) -> LayerPolicy | None:
+        """Return the first policy of [[federation.layers]] that matches a weight, or None."""
+        return next((each for each in self.layers if match_names(each.match)(name)), None)
+
+    @property
+    def averages_states(self) -> bool:
+        """Whether states of the clients' optimizer travel."""
+        return self.client_optimizer in ("aggregate", "schedule")
 
     @property
     def sample_size(self) -> int:

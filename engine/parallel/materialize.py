@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -70,6 +70,20 @@ def materialize(
         for name, parameter in model.named_parameters():
             if wanted(name):
                 _fill(parameter, model.initial_values(name), f"{seed}:{name}")
+
+
+@torch.no_grad()
+def draw_weights(model: Model, names: Collection[str], seed: str) -> None:
+    """Give weights of a model other initial values, without communication.
+
+    Args:
+        model: a model in memory.
+        names: the names of the weights.
+        seed: other texts give other values.
+    """
+    for name, parameter in model.named_parameters():
+        if name in names:
+            _fill(parameter, model.initial_values(name), f"{seed}:{name}")
 
 
 def _empty(tensor: Tensor, device: torch.device) -> Tensor:

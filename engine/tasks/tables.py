@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..corpus.checksums import Share
     from ..corpus.records.encode_records import RecordEncoding
     from ..data.collate import Collation
-    from ..data.dataset import OpenedData
+    from ..data.dataset import Divide, OpenedData
     from ..data.tables import Data
     from ..tokenizers.tokenizer import Tokenizer
     from .criteria import ClassCrossEntropy, Criterion
@@ -126,6 +126,7 @@ class TaskData:
         share: the processes that divide the comparison of files with their checksums.
         loss: the recipe's `[loss]`; None: nothing is trained.
         longest: tokens of the longest row of all training splits; 0: there are no others.
+        divide: selects the documents that are trained on; None: all are.
     """
 
     table: Data
@@ -135,6 +136,7 @@ class TaskData:
     share: Share
     loss: LossConfig | None = None
     longest: int = 0
+    divide: Divide | None = None
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ def test_tokens_of_a_round_are_rounded_up_to_steps(command, tmp_path):
         ("partition=sources", "4 clients have 1 sources"),
         ("carrier=lokal", 'did you mean "local"?'),
         ("server.name=fedadm", 'did you mean "fedadam"?'),
-        ("client_optimizer=schedule", "client_optimizer"),
+        ("client_optimizer=schedule", "no entry of [[federation.states]] names a state"),
         ("weighing=tokens", 'did you mean "weighting"?'),
     ],
 )

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from trainer.engine.federated.layers.masks import Masks
 from trainer.engine.federated.merge.geometry import Geometry
 from trainer.engine.federated.server.server import Server
 from trainer.engine.federated.tables import Federation, server_optimizers
@@ -135,7 +136,8 @@ def serve(updates, weights, name="fedavg", **keys):
     """Return the global weights after a round of clients with these weights."""
     model = {"w": torch.from_numpy(START.copy())}
     table = Federation(clients=len(updates), rounds=1, local_steps=1, server=build(name, **keys))
-    server = Server(table, model, {}, Geometry(model, 1, torch.device("cpu")))
+    geometry = Geometry(model, 1, torch.device("cpu"))
+    server = Server(table, model, {}, geometry, Masks(table, list(model)))
     for update, weight in zip(updates, weights, strict=True):
         server.broadcast()
         model["w"].copy_(torch.from_numpy(update))

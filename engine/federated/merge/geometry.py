@@ -59,6 +59,8 @@ class Geometry:
     def _sum(self, parts: Mapping[str, Tensor]) -> float:
         """Return the sum over names and ranks of what each shard contributes."""
         scaled = [part * self._shares[name] for name, part in parts.items()]
+        if not scaled:  # a round may merge nothing
+            return 0.0
         total = torch.stack(scaled).sum().to(self._device)
         if dist.is_initialized():
             dist.all_reduce(total)

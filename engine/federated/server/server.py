@@ -12,7 +12,7 @@ from torch import Tensor
 from ...core.local import local
 from ..client import Client
 from ..compression.compressor import Compressor
-from ..fragments import divide_weights
+from ..layers.masks import Masks
 from ..merge.admission import find_outliers
 from ..merge.geometry import Geometry, Gradient
 from ..tables import Federation
@@ -52,12 +52,12 @@ class Server:
             weights in them, and leave their own there.
         buffers: the buffers that are averaged, by name; no optimizer moves them.
         geometry: measures pseudo-gradients over all ranks.
+        masks: tells what a round merges.
 
     Attributes:
         weights: the global weights, and buffers.
         model: the tensors of the model, those of buffers among them.
         states: the tensors of the server optimizer, by weight and state.
-        fragments: the names of the weights of each fragment; all weights are one if there is one.
         active: the weights that the round merges, and the buffers.
         merged_norm: L2 norm of the last merged pseudo-gradient.
         merged_bytes: payload of the last merged pseudo-gradient, compressed; 0: there is none.
@@ -69,7 +69,9 @@ class Server:
         model: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
         geometry: Geometry,
+        masks: Masks,
     ) -> None:
+        self.masks = masks
         self._config = table.server
         self._admission = table.admission
         self._rule = table.merge.build()
@@ -79,9 +81,8 @@ class Server:
         self.states = {name: self._config.begin(self.weights[name]) for name in model}
         codec = table.compression.build()
         feedback = table.compression.has_feedback
-        self.fragments = divide_weights(model, table.fragments)
         self._buffers = frozenset(buffers)
-        self.active = self.fragments[0] | self._buffers
+        self.active = masks.merged_in(1) | self._buffers
         self.compressor = Compressor(codec, {n: self.weights[n] for n in model}, feedback=feedback)
         self.merged_norm = 0.0
         self.merged_bytes = 0
@@ -89,13 +90,9 @@ class Server:
         self._mean: dict[str, Tensor] = {}
         self._total = 0.0
 
-    def fragment_of(self, number: int) -> frozenset[str]:
-        """Return the names of the weights that a round merges; rounds are counted from 1."""
-        return self.fragments[(number - 1) % len(self.fragments)]
-
     def begin_round(self, number: int) -> None:
         """Choose the weights that a round merges."""
-        self.active = self.fragment_of(number) | self._buffers
+        self.active = self.masks.merged_in(number) | self._buffers
 
     @torch.no_grad()
     def mix_in(self, names: Iterable[str], share: float) -> None:
@@ -108,6 +105,14 @@ class Server:
         for name in names:
             own, weight = local(self.model[name]), local(self.weights[name])
             own.copy_(weight) if share == 0 else own.lerp_(weight, 1 - share)
+
+    @torch.no_grad()
+    def restart(self, names: Iterable[str]) -> None:
+        """Take weights of the model as global ones that no round has merged yet."""
+        self.take_weights(names)
+        for name in names:
+            for key, state in self._config.begin(self.weights[name]).items():
+                local(self.states[name][key]).copy_(local(state))
 
     @property
     def holds_updates(self) -> bool:
@@ -186,11 +191,11 @@ class Server:
         if is_alone and self._config.assigns_mean:
             self.take_weights(self.active)  # x - (x - mean) would round
             return arrivals
-        steps = (number - 1) // len(self.fragments) + 1
         for name, gradient in merged.items():
             weight = local(self.weights[name])
             if name in self.states:
                 states = {key: local(state) for key, state in self.states[name].items()}
+                steps = self.masks.count_merges(name, number)
                 self._config.update(weight, gradient, states, steps)
             else:
                 weight.sub_(gradient)

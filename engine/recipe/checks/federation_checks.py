@@ -18,6 +18,7 @@ def check_federation(recipe: Recipe) -> Iterator[Finding]:
     yield from _check_counts(recipe)
     yield from _check_clients(recipe)
     yield from _check_fragments(recipe)
+    yield from _check_layers(recipe)
     for key in ("steps", "epochs"):
         if getattr(recipe.run, key) is not None:
             message = "is given beside [federation], whose rounds say how long to train"
@@ -41,8 +42,8 @@ def check_federation(recipe: Recipe) -> Iterator[Finding]:
         "compression": table.compression.name != "none",
         "admission": table.admission.compares,
     }.items():
-        if is_given and table.client_optimizer == "aggregate":
-            message = 'is unsupported with client_optimizer = "aggregate"'
+        if is_given and table.averages_states:
+            message = f'is unsupported with client_optimizer = "{table.client_optimizer}"'
             yield ("federation", name), message, '"keep" or "reset" the states'
     for index, source in enumerate(recipe.data.sources):
         if getattr(source, "streaming", False):
@@ -69,6 +70,27 @@ def _check_counts(recipe: Recipe) -> Iterator[Finding]:
     if table.local_tokens is not None and recipe.task.unit != "tokens":
         message = f'the task "{recipe.task.name}" does not count tokens'
         yield ("federation", "local_tokens"), message, "give local_steps"
+
+
+def _check_layers(recipe: Recipe) -> Iterator[Finding]:
+    """Yield schedules that nothing follows, and keys of policies that have none."""
+    table = recipe.federation
+    assert table is not None
+    is_scheduled = table.client_optimizer == "schedule"
+    states = [entry.state for entry in table.states]
+    if is_scheduled and all(state == "parameters" for state in states):
+        message = 'is "schedule", and no entry of [[federation.states]] names a state'
+        yield ("federation", "client_optimizer"), message, 'such as state = "exp_avg"'
+    for index, state in enumerate(states):
+        if state != "parameters" and not is_scheduled:
+            message = f"{format_value(state)} is averaged by a schedule"
+            hint = 'set federation.client_optimizer = "schedule"'
+            yield ("federation", "states", index, "state"), message, hint
+    if table.keeps_weights and recipe.parallel.pipeline != 1 and not table.fragments.is_enabled:
+        message = "clients keep weights between rounds, which is unsupported with parallel.pipeline"
+        yield ("federation", "states" if states else "layers"), message, ""
+    if any(layer.policy == "random" for layer in table.layers) and recipe.lora.rank:
+        yield ("federation", "layers"), '"random" is unsupported with [lora]', ""
 
 
 def _check_fragments(recipe: Recipe) -> Iterator[Finding]:
@@ -105,7 +127,11 @@ def _check_clients(recipe: Recipe) -> Iterator[Finding]:
                 hint = nearest(label, labels) or f"known: {', '.join(labels)}"
                 message = f"no source of [data] has the label {format_value(label)}"
                 yield (*path, "sources", place), message, hint
-    owns = table.partition == "sources" or any(client.sources for client in table.client)
+    divides = table.partition in ("documents", "dirichlet")
+    if divides and recipe.task.name != "language_modeling":
+        message = f'the task "{recipe.task.name}" has records, which are not divided by documents'
+        yield ("federation", "partition"), message, '"rows" or "sources"'
+    owns = table.partition != "rows" or any(client.sources for client in table.client)
     if owns and recipe.task.find_outputs(recipe.loss) is not None:
         message = "outputs on disk are in the order of all sources"
         yield ("federation", "partition"), message, 'partition = "rows" can read them'

@@ -40,8 +40,8 @@ class LanguageModeling(TaskConfig):
         """Open, or tokenise once, every source, and split and pack them."""
         from ...data.dataset import open_data
 
-        table, run = data.table, data.run
-        return open_data(table, data.tokenizer, data.seed, run, data.share, data.longest)
+        table, run, share = data.table, data.run, data.share
+        return open_data(table, data.tokenizer, data.seed, run, share, data.longest, data.divide)
 
     def build_encoding(self, tokenizer: Tokenizer, *, is_labelled: bool = True) -> RecordEncoding:
         """Return the encoding of texts that are scored whole."""

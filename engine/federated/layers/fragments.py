@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ..core.errors import Problem, RecipeError
-from .tables import Fragments
+from ...core.errors import Problem, RecipeError
+from ..tables import Fragments
 
 _BLOCK = re.compile(r"(.*?\.\d+)\.")
 
