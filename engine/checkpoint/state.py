@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.torch_private import foreach_norm
-from ..core.local import local
+from ..core.local import SCALE, distribute_like, is_split, local
 
 Description = Mapping[str, Any]
 """A tensor's `shape` and `dtype`, as the manifest lists them."""
@@ -66,17 +66,24 @@ def prepare_optimizer(
     """Give a fresh optimizer the state that a checkpoint will be read into.
 
     Optimizers create their state at the first step; a resumed one needs it before. A tensor of the
-    parameter's shape is laid out like the parameter, any other one is whole on each rank.
+    parameter's shape, or of scales of blocks, is laid out like the parameter; any other one is
+    whole on each rank.
     """
     for name, weight in model.named_parameters():
         prefix = f"optimizer.{name}."
         for full_name, description in _under(prefix, saved):
             dtype = getattr(torch, description["dtype"].removeprefix("torch."))
             # Moments follow the parameter's placement, so that each rank reads its shard alone.
-            if list(description["shape"]) == list(weight.shape):
+            shape = list(description["shape"])
+            if shape == list(weight.shape):
                 value = torch.empty_like(weight, dtype=dtype, requires_grad=False)
+            elif full_name.endswith(SCALE) and is_split(weight):
+                part = local(weight)
+                blocks = part.shape[-1] * shape[-1] // weight.shape[-1]
+                scales = part.new_empty((*part.shape[:-1], blocks), dtype=dtype)
+                value = distribute_like(weight, scales, shape)
             else:
-                value = torch.empty(description["shape"], dtype=dtype, device=weight.device)
+                value = torch.empty(shape, dtype=dtype, device=weight.device)
             optimizer.state[weight][full_name.removeprefix(prefix)] = value
         for full_name, number in _under(f"{name}.", numbers):
             optimizer.state[weight][full_name.removeprefix(f"{name}.")] = number
