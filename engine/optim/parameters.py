@@ -36,7 +36,7 @@ from ..core.errors import Problem, RecipeError, nearest
 from ..core.local import is_split, local
 from ..core.text.expressions import match_names
 from .elementwise.base import ElementwiseOptimizer
-from .placement import ParameterPlacement
+from .placement import OWNED, ParameterPlacement
 from .tables import OptimizerConfig
 
 
@@ -183,7 +183,10 @@ def local_shards(optimizer: Optimizer) -> Iterator[None]:
                 known = state[weight].get(key)
                 # A tensor that was there before was updated in place, in the DTensor's memory.
                 if not isinstance(value, Tensor) or not isinstance(known, Tensor):
-                    state[weight][key] = _distribute_like(weight, shard, value)
+                    is_whole = OWNED in key
+                    state[weight][key] = (
+                        value if is_whole else _distribute_like(weight, shard, value)
+                    )
 
 
 def _distribute_like(weight: Any, shard: Tensor, value: Any) -> Any:
