@@ -36,7 +36,7 @@ from ..core.errors import Problem, RecipeError, nearest
 from ..core.local import SCALE, distribute_like, is_split, local
 from ..core.text.expressions import match_names
 from .elementwise.base import ElementwiseOptimizer
-from .placement import ParameterPlacement
+from .placement import OWNED, ParameterPlacement
 from .tables import OptimizerConfig
 
 
@@ -187,7 +187,7 @@ def local_shards(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _distribute_state(weight: Tensor, shard: Tensor, key: str, value: Any) -> Any:
-    if not (is_split(weight) and isinstance(value, Tensor)):
+    if not (is_split(weight) and isinstance(value, Tensor)) or OWNED in key:
         return value
     if value.shape == shard.shape:
         return distribute_like(weight, value, weight.shape)

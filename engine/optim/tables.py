@@ -164,6 +164,8 @@ optimizers: Registry[OptimizerConfig] = Registry(
         "muon": "engine.optim.matrix.tables:Muon",
         "muonh": "engine.optim.matrix.tables:MuonH",
         "normuon": "engine.optim.matrix.tables:NorMuon",
+        "soap": "engine.optim.matrix.tables:SOAP",
+        "soap_muon": "engine.optim.matrix.tables:SOAPMuon",
     },
     unsupported=UNSUPPORTED_OPTIMIZERS,
 )

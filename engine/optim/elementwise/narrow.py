@@ -27,7 +27,6 @@ LEAST_SCALE = 1e-12
 DECADES = 7
 
 
-@cache
 def dynamic_values(is_signed: bool, device: torch.device) -> Tensor:
     """Return the 256 values between -1 or 0 and 1 that 8 bits stand for, in fp32 and in order.
 
@@ -42,6 +41,17 @@ def dynamic_values(is_signed: bool, device: torch.device) -> Tensor:
         values += middles.tolist()
         values += (-middles).tolist() if is_signed else []
     return torch.tensor(sorted(values), dtype=torch.float32, device=device)
+
+
+_dynamic_values = cache(dynamic_values)
+
+
+def _values_for(key: str, tensor: Tensor) -> Tensor:
+    """Return the values of a moment's codes, on the device of a tensor."""
+    is_signed = not key.endswith("_sq")
+    # Tensors of a simulation have no content: real steps must not find theirs.
+    make = _dynamic_values if type(tensor) is Tensor else dynamic_values
+    return make(is_signed, tensor.device)
 
 
 def block_size(columns: int, ndim: int) -> int:
@@ -88,7 +98,7 @@ def read_moment(state: dict[str, Any], key: str, dtype: torch.dtype) -> Tensor:
     scales: Tensor | None = state.get(key + SCALE)
     if scales is None:
         return stored.to(dtype)
-    values = dynamic_values(_is_signed(key), stored.device)[stored.long()]
+    values = _values_for(key, stored)[stored.long()]
     return (_by_block(values, scales) * scales.unsqueeze(-1)).view(stored.shape).to(dtype)
 
 
@@ -101,7 +111,7 @@ def write_moment(state: dict[str, Any], key: str, moment: Tensor) -> None:
     blocks = _by_block(moment.float(), scales)
     torch.amax(blocks.abs(), -1, out=scales)
     scales.clamp_(min=LEAST_SCALE)
-    values = dynamic_values(_is_signed(key), moment.device)
+    values = _values_for(key, moment)
     middles = (values[1:] + values[:-1]) / 2
     codes = torch.bucketize(blocks / scales.unsqueeze(-1), middles, right=True)
     state[key].copy_(codes.view(moment.shape))
@@ -110,7 +120,3 @@ def write_moment(state: dict[str, Any], key: str, moment: Tensor) -> None:
 def _by_block(values: Tensor, scales: Tensor) -> Tensor:
     """Return the values with a dim of blocks and one of the elements of a block at the end."""
     return values.reshape(*scales.shape, values.numel() // max(1, scales.numel()))
-
-
-def _is_signed(key: str) -> bool:
-    return not key.endswith("_sq")
