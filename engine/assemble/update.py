@@ -9,6 +9,7 @@ from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
 from ...model_zoo.matrices import maps_hidden_states
 from ..core.errors import Problem, RecipeError
+from ..optim.elementwise.narrow import splits_a_block
 from ..optim.parameters import avoid_dynamo_import, parameter_groups, undecorated_step
 from ..optim.placement import ParameterPlacement
 from ..parallel.axis import ParallelModel
@@ -42,6 +43,7 @@ def build_update(
     groups = parameter_groups(
         model.named_parameters(), recipe.optimizer, model.remote_parameters, placements
     )
+    _check_state(recipe, model)
     is_rounded = recipe.precision.parameters == "bf16"
     groups = list(divide_groups(groups)) if is_rounded else groups
     avoid_dynamo_import()
@@ -68,6 +70,24 @@ def build_update(
         device,
     )
     return optimizer, update
+
+
+def _check_state(recipe: Recipe, model: Model) -> None:
+    """Check that ranks divide no block of a state in 8 bits.
+
+    Raises:
+        RecipeError: they do; it names the first such parameter.
+    """
+    if not recipe.optimizer.has_state_in_int8:
+        return
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and splits_a_block(weight):
+            message = (
+                f"the plan divides the rows of {name}, of {weight.shape[-1]} elements, within "
+                "blocks that share a scale"
+            )
+            hint = 'take "bf16" or "fp32", or fewer ranks along the rows (parallel.tensor)'
+            raise RecipeError([Problem(message, key="optimizer.state_dtype", hint=hint)])
 
 
 def _place(model: Model, config: ModelConfig, plan: Plan) -> dict[str, ParameterPlacement]:

@@ -13,6 +13,7 @@ from ..core.errors import CheckpointError, nearest
 from ..core.local import local
 from ..core.text.display import MAX_SHOWN, list_problems
 from ..core.text.selection import NameSelection
+from ..optim.placement import OWNED
 from .box import local_box
 from .chunks import DTYPES, read_chunks
 from .find import IntactCheckpoint, find_checkpoint
@@ -155,7 +156,9 @@ def find_mismatches(
     saved = manifest.tensors
     sections = {_section(name) for name in state}
     others = {name for name in saved if remote and _parameter(name) in remote}
-    # Random states belong to ranks: another world size has more of them, or fewer.
+    # Random states belong to ranks: another world size has more of them, or fewer. The state of a
+    # matrix is on the rank that owns it.
+    others |= {name for name in saved if OWNED in name}
     expected = {name for name in saved if _section(name) in sections - {"rng"}} - others
     missing = [name for name in state if name not in saved]
     for name in missing:

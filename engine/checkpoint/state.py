@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...kernels.torch_private import foreach_norm
-from ..core.local import local
+from ..core.local import SCALE, distribute_like, is_split, local
+from ..optim.placement import OWNED
 
 Description = Mapping[str, Any]
 """A tensor's `shape` and `dtype`, as the manifest lists them."""
@@ -66,20 +67,35 @@ def prepare_optimizer(
     """Give a fresh optimizer the state that a checkpoint will be read into.
 
     Optimizers create their state at the first step; a resumed one needs it before. A tensor of the
-    parameter's shape is laid out like the parameter, any other one is whole on each rank.
+    parameter's shape, or of scales of blocks, is laid out like the parameter. Any other one is
+    whole on each rank, or where the optimizer's `make_state` says: the state of a matrix is whole
+    on the rank that owns it.
     """
+    make_state = getattr(optimizer, "make_state", _make_whole)
     for name, weight in model.named_parameters():
         prefix = f"optimizer.{name}."
         for full_name, description in _under(prefix, saved):
+            key, shape = full_name.removeprefix(prefix), description["shape"]
             dtype = getattr(torch, description["dtype"].removeprefix("torch."))
             # Moments follow the parameter's placement, so that each rank reads its shard alone.
-            if list(description["shape"]) == list(weight.shape):
+            if list(shape) == list(weight.shape) and OWNED not in key:
                 value = torch.empty_like(weight, dtype=dtype, requires_grad=False)
+            elif key.endswith(SCALE) and is_split(weight):
+                part = local(weight)
+                blocks = part.shape[-1] * shape[-1] // weight.shape[-1]
+                scales = part.new_empty((*part.shape[:-1], blocks), dtype=dtype)
+                value = distribute_like(weight, scales, shape)
             else:
-                value = torch.empty(description["shape"], dtype=dtype, device=weight.device)
-            optimizer.state[weight][full_name.removeprefix(prefix)] = value
+                value = make_state(weight, key, shape, dtype)
+            if value is not None:
+                optimizer.state[weight][key] = value
         for full_name, number in _under(f"{name}.", numbers):
             optimizer.state[weight][full_name.removeprefix(f"{name}.")] = number
+
+
+def _make_whole(weight: Tensor, _key: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return memory for a state that is whole on each rank."""
+    return torch.empty(shape, dtype=dtype, device=weight.device)
 
 
 def _under(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

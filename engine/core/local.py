@@ -14,6 +14,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+SCALE = "_scale"
+"""end of the keys of an optimizer's state whose tensors have one element for each block of a row"""
+
 
 def is_split(tensor: Tensor) -> bool:
     """Return whether a tensor is a DTensor."""
@@ -66,3 +69,25 @@ def sum_over_shards(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> list
         for index, part in zip(indices, parts, strict=True):
             sums[index] = part.view(values[index].shape)
     return sums
+
+
+def distribute_like(weight: Tensor, shard: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a DTensor of a shape whose shards lie where those of a weight do.
+
+    Args:
+        weight: a DTensor.
+        shard: this rank's part of the result.
+        shape: the shape of the result; its last dim may be shorter than that of the weight.
+    """
+    placed = cast("DTensor", weight.detach())
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    # Shape and stride, because torch would infer them from a shard as if all shards were equal. The
+    # check would cost a collective for each parameter.
+    return type(placed).from_local(
+        shard,
+        placed.device_mesh,
+        placed.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(strides) if list(shape) != list(weight.shape) else weight.stride(),
+    )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...kernels.torch_private import FakeTensorMode
 from ...model_zoo.layout import Layout
 from ...model_zoo.matrices import maps_hidden_states
 from ..optim.parameters import parameter_groups
@@ -116,24 +117,29 @@ class StepSizes:
 def _state_bytes(
     config: OptimizerConfig, shapes: Mapping[str, tuple[int, ...]], layout: Layout
 ) -> float:
-    """Return the optimizer's mean bytes of state for each element, measured on small weights."""
-    sizes = Counter[bool]()
+    """Return the optimizer's mean bytes of state for each element, measured without memory."""
+    counts = Counter[tuple[tuple[int, ...], bool]]()
     for name, shape in shapes.items():
-        sizes[config.needs_matrices and maps_hidden_states(name, shape, layout)] += prod(shape)
-    total = max(1, sum(sizes.values()))
-    return (
-        sum(size * _measure_state(config, is_matrix=each) for each, size in sizes.items()) / total
+        is_matrix = config.needs_matrices and maps_hidden_states(name, shape, layout)
+        matrices = prod(shape[:-2])  # those of a stack have equal states
+        counts[shape[-2:], is_matrix] += matrices
+    total = sum(prod(shape) * count for (shape, _), count in counts.items())
+    size = sum(
+        _measure_state(config, shape, is_matrix=is_matrix) * count
+        for (shape, is_matrix), count in counts.items()
     )
+    return size / max(1, total)
 
 
-def _measure_state(config: OptimizerConfig, *, is_matrix: bool) -> float:
-    """Return the optimizer's bytes of state for each element of a matrix, or of another weight."""
-    weight = torch.nn.Parameter(torch.zeros(64, 64))
+def _measure_state(config: OptimizerConfig, shape: tuple[int, ...], *, is_matrix: bool) -> int:
+    """Return the bytes of the optimizer's state of a matrix, or of another weight."""
     config = config.model_copy(update={"groups": []})
-    placements = {"weight": ParameterPlacement("weight", (64, 64), is_matrix)}
-    groups = parameter_groups([("weight", weight)], config, placements=placements)
-    optimizer = config.build(groups, weight.device)
-    weight.grad = torch.zeros_like(weight)
-    optimizer.step()
+    placements = {"weight": ParameterPlacement("weight", shape, is_matrix)}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        weight = torch.nn.Parameter(torch.zeros(shape))
+        groups = parameter_groups([("weight", weight)], config, placements=placements)
+        optimizer = config.build(groups, weight.device)
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
     states = (value for state in optimizer.state.values() for value in state.values())
-    return sum(value.nbytes for value in states if torch.is_tensor(value)) / weight.numel()
+    return sum(value.nbytes for value in states if torch.is_tensor(value))

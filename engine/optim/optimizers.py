@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.config import Betas
-from .tables import NonNegativeFloat, OptimizerConfig, PositiveFloat, optimizers
+from .tables import (
+    NonNegativeFloat,
+    OptimizerConfig,
+    PositiveFloat,
+    StateDtype,
+    optimizers,
+    warn_of_slow_means,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +32,13 @@ class AdamW(OptimizerConfig):
     """added to the denominator"""
     cautious_decay: bool = False
     """decay only the elements that the update moves towards 0 (arXiv:2510.12402)"""
+    state_dtype: StateDtype = "fp32"
+    """dtype of the running means: "fp32" (that of the weights), "bf16", or "int8" with a scale for
+    each block of up to 256 elements of a row (arXiv:2110.02861)"""
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what is likely to be a mistake."""
+        yield from warn_of_slow_means(self.state_dtype, self.betas)
 
     def build(
         self, groups: Sequence[dict[str, Any]], device: torch.device
@@ -32,11 +46,11 @@ class AdamW(OptimizerConfig):
         """Return torch's fused AdamW, or one over lists of tensors for cautious decay."""
         import torch
 
-        if self.cautious_decay:
+        if self.cautious_decay or self.state_dtype != "fp32":
             from .elementwise.qhadam import QHAdamOptimizer
 
-            options = self.model_dump(include={"lr", "weight_decay", "betas", "eps"})
-            return QHAdamOptimizer(groups, nus=(1.0, 1.0), cautious_decay=True, **options)
+            keys = {"lr", "weight_decay", "betas", "eps", "cautious_decay", "state_dtype"}
+            return QHAdamOptimizer(groups, nus=(1.0, 1.0), **self.model_dump(include=keys))
         # Fused: one kernel for many tensors. It runs on CPUs and on shards of DTensors too.
         return torch.optim.AdamW(
             groups, self.lr, self.betas, self.eps, self.weight_decay, fused=True

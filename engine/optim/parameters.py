@@ -33,10 +33,10 @@ from torch.optim import (
 )
 
 from ..core.errors import Problem, RecipeError, nearest
-from ..core.local import is_split, local
+from ..core.local import SCALE, distribute_like, is_split, local
 from ..core.text.expressions import match_names
 from .elementwise.base import ElementwiseOptimizer
-from .placement import ParameterPlacement
+from .placement import OWNED, ParameterPlacement
 from .tables import OptimizerConfig
 
 
@@ -183,19 +183,15 @@ def local_shards(optimizer: Optimizer) -> Iterator[None]:
                 known = state[weight].get(key)
                 # A tensor that was there before was updated in place, in the DTensor's memory.
                 if not isinstance(value, Tensor) or not isinstance(known, Tensor):
-                    state[weight][key] = _distribute_like(weight, shard, value)
+                    state[weight][key] = _distribute_state(weight, shard, key, value)
 
 
-def _distribute_like(weight: Any, shard: Tensor, value: Any) -> Any:
-    if not (is_split(weight) and isinstance(value, Tensor) and value.shape == shard.shape):
+def _distribute_state(weight: Tensor, shard: Tensor, key: str, value: Any) -> Any:
+    if not (is_split(weight) and isinstance(value, Tensor)) or OWNED in key:
         return value
-    # Shape and stride, because torch would infer them from a shard as if all shards were equal. The
-    # check would cost a collective for each parameter.
-    return type(weight.detach()).from_local(
-        value,
-        weight.device_mesh,
-        weight.placements,
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
-    )
+    if value.shape == shard.shape:
+        return distribute_like(weight, value, weight.shape)
+    if key.endswith(SCALE):
+        block = shard.shape[-1] // value.shape[-1]
+        return distribute_like(weight, value, (*weight.shape[:-1], weight.shape[-1] // block))
+    return value

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+OWNED = "@"
+"""In the key of a state, it comes before the number of the matrix: the state is that of one matrix,
+whole on the rank that owns the matrix, and absent on others."""
 Range = tuple[int, int]
 """first index, and the index after the last one"""
 
@@ -35,11 +38,13 @@ class Matrix(NamedTuple):
         place: index along each of the leading dims of the parameter.
         rows: the rows of the parameter's last two dims.
         columns: the number of columns, all of which belong to the matrix.
+        number: counts the matrices of the parameter.
     """
 
     place: tuple[int, ...]
     rows: Range
     columns: int
+    number: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -89,8 +94,9 @@ class ParameterPlacement:
     def matrices(self) -> Iterator[Matrix]:
         """Yield the matrices of the parameter, which has two dims or more."""
         *leading, rows, columns = self.shape
+        number = 0
         for place in product(*map(range, leading)):
             first = 0
             for count in self.block_rows or (rows,):
-                yield Matrix(place, (first, first + count), columns)
-                first += count
+                yield Matrix(place, (first, first + count), columns, number)
+                first, number = first + count, number + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 
+StateDtype = Literal["fp32", "bf16", "int8"]
+LONGEST_BF16 = 0.99
+"""decay above which a running mean in bf16, which has 8 bits, hardly changes any more"""
 
 SCALED = ("lr", "weight_decay")
 """keys whose value a parameter group can give as a multiple of the optimizer's value"""
@@ -109,6 +112,11 @@ class OptimizerConfig(Component):
         values = [group.overrides(rates).get("lr") for group in self.groups]
         return {f"lr_group_{n}": rate for n, rate in enumerate(values) if rate is not None}
 
+    @property
+    def has_state_in_int8(self) -> bool:
+        """Whether the state is in 8 bits, with a scale for each block."""
+        return getattr(self, "state_dtype", "fp32") == "int8"
+
     def for_gpu(self) -> Self:
         """Return the table with what its "auto" means on a GPU."""
         return self
@@ -122,6 +130,16 @@ class OptimizerConfig(Component):
     ) -> torch.optim.Optimizer:
         """Return the optimizer over torch parameter groups (each with its `lr` and overrides)."""
         raise NotImplementedError
+
+
+def warn_of_slow_means(dtype: StateDtype, decays: Sequence[float]) -> Iterator[str]:
+    """Yield a warning if running means decay by less than bf16 can tell."""
+    slowest = max(decays)
+    if dtype == "bf16" and slowest > LONGEST_BF16:
+        yield (
+            'optimizer.state_dtype = "bf16" hardly changes a running mean with a decay of '
+            f'{slowest:g}: take at most {LONGEST_BF16:g}, or "int8" or "fp32"'
+        )
 
 
 optimizers: Registry[OptimizerConfig] = Registry(
@@ -146,6 +164,8 @@ optimizers: Registry[OptimizerConfig] = Registry(
         "muon": "engine.optim.matrix.tables:Muon",
         "muonh": "engine.optim.matrix.tables:MuonH",
         "normuon": "engine.optim.matrix.tables:NorMuon",
+        "soap": "engine.optim.matrix.tables:SOAP",
+        "soap_muon": "engine.optim.matrix.tables:SOAPMuon",
     },
     unsupported=UNSUPPORTED_OPTIMIZERS,
 )

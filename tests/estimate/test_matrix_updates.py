@@ -1,6 +1,7 @@
 """What a plan counts of an optimizer of whole matrices is what real ranks send and compute."""
 
 import os
+from math import prod
 
 import pytest
 
@@ -10,15 +11,26 @@ from trainer.engine.assemble.build import build_model, build_step
 from trainer.engine.estimate.simulate.build import step_batches
 from trainer.engine.estimate.simulate.count import count_step
 from trainer.engine.estimate.simulate.extrapolate import count_ranks
-from trainer.engine.estimate.step_sizes import StepSizes
+from trainer.engine.estimate.step_sizes import StepSizes, _state_bytes
 from trainer.engine.parallel.materialize import materialize
 from trainer.engine.parallel.plan import make_plan
 from trainer.engine.recipe.schema import Recipe
 
 PLANS = {
     "shard": ({}, {}),
-    "pipeline": ({"pipeline": 2, "shard": 2}, {}),
+    "soap": ({}, {"optimizer": {"name": "soap"}}),
+    "pipeline": ({"pipeline": 2, "shard": 2}, {"optimizer": {"name": "normuon"}}),
     "experts": ({"expert": 2, "expert_tensor": 2, "tensor": 2}, {"model": EXPERTS}),
+    "soap of experts": (
+        {"expert": 2, "expert_tensor": 2, "tensor": 2},
+        {"model": EXPERTS, "optimizer": {"name": "soap_muon"}},
+    ),
+}
+SHAPES = {
+    "layers.0.up.weight": (48, 32),
+    "layers.0.norm.weight": (32,),
+    "layers.0.mlp.experts.up": (3, 24, 32),
+    "embed.weight": (100, 32),
 }
 
 
@@ -69,5 +81,26 @@ def test_formulas_know_the_state_of_matrices_and_of_others():
     matrices = blocks - 2 * 2 * 32  # two norms of 32 a block
     whole = blocks + ends
     # Momentum alone is kept of matrices, two moments of others; steps are counted in a tensor.
-    expected = (4 * matrices + (8 + 4 / 64**2) * (whole - matrices)) / whole
+    others = 2 + 2 * 2 + 1
+    expected = (4 * matrices + 8 * (whole - matrices) + 4 * others) / whole
     assert sizes.state == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "elements"),
+    [
+        # Two moments, and two squares a side; AdamW's moments and step of other weights.
+        ("soap", (2 * 48 * 32 + 2 * 48**2 + 2 * 32**2) + (2 * 32 + 1)
+            + 3 * (2 * 24 * 32 + 2 * 24**2 + 2 * 32**2) + (2 * 3200 + 1)),
+        # Two moments and the last gradient of every element.
+        ("mars", 3 * (48 * 32 + 32 + 3 * 24 * 32 + 3200)),
+        # A number a row and a column of a matrix, of the embedding's too.
+        ("adafactor", (48 + 32) + 32 + 3 * (24 + 32) + (100 + 32)),
+    ],
+)  # fmt: skip
+def test_formulas_count_state_that_is_not_shaped_like_its_weight(name, elements):
+    config = Recipe.model_validate({"optimizer": {"name": name}, "run": {"steps": 1}}).optimizer
+    layout = Recipe.model_validate({**BASE, "model": EXPERTS}).model.layout
+    total = sum(map(prod, SHAPES.values()))
+    found = _state_bytes(config, SHAPES, layout)
+    assert found * total == pytest.approx(4 * elements)

@@ -10,6 +10,8 @@ from torch.distributed.tensor import distribute_tensor
 
 from tests.train.float64 import in_float64
 from tests.train.plans import assembled, recipe_with
+from trainer.engine.assemble.update import build_update
+from trainer.engine.core.local import local
 
 WORLD = 8
 DATA = {
@@ -72,32 +74,44 @@ def replay(optimizers, steps):
     with in_float64():
         for model, (table, plans) in MODELS.items():
             for plan in ["alone"] if is_alone else plans:
-                for name, optimizer in optimizers.items():
-                    recipe = recipe_with(
-                        model=table,
-                        data=DATA,
-                        optimizer={**optimizer, "clip_norm": 0.0},
-                        parallel=PLANS[plan],
-                        evaluate={"interval": 0},
-                    )
-                    found[name, model, plan] = replay_plan(recipe, steps)
+                for name, state in replay_plan(table, PLANS[plan], optimizers, steps):
+                    found[name, model, plan] = state
     return found
 
 
-def replay_plan(recipe, steps):
-    parts = assembled(recipe)
-    model, optimizer = parts.model, parts.optimizer
-    for step in range(steps):
-        for name, weight in model.named_parameters():
-            full = recorded_gradient(name, weight.shape, step)
-            if hasattr(weight, "placements"):
-                mesh, places = weight.device_mesh, weight.placements
-                full = distribute_tensor(full, mesh, places, src_data_rank=None)
-            weight.grad = full
-        parts.step.update(1.0 - step / (2 * steps))
-    state = {}
-    for name, weight in model.named_parameters():
-        for key, value in {"weight": weight, **optimizer.state[weight]}.items():
-            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-            state[f"{name}.{key}"] = torch.as_tensor(whole).detach().double().numpy()
-    return state
+def replay_plan(model, parallel, optimizers, steps):
+    """Yield weights and state of each optimizer; a model, and gradients, are made once for all."""
+    changes = {"model": model, "data": DATA, "parallel": parallel, "evaluate": {"interval": 0}}
+    parts = assembled(recipe_with(**changes))
+    weights = dict(parts.model.named_parameters())
+    starts = {name: local(weight).clone() for name, weight in weights.items()}
+    gradients = [
+        {name: placed_like(weight, name, step) for name, weight in weights.items()}
+        for step in range(steps)
+    ]
+    for name, table in optimizers.items():
+        recipe = recipe_with(**changes, optimizer={**table, "clip_norm": 0.0})
+        with torch.no_grad():
+            for each, weight in weights.items():
+                local(weight).copy_(starts[each])
+        optimizer, update = build_update(
+            recipe, parts.parallel_model, parts.model_config, parts.plan, parts.step.scale
+        )
+        for step, given in enumerate(gradients):
+            for each, weight in weights.items():
+                weight.grad = given[each].clone()
+            update.apply(1.0 - step / (2 * steps))
+        state = {}
+        for each, weight in weights.items():
+            for key, value in {"weight": weight, **optimizer.state[weight]}.items():
+                whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+                state[f"{each}.{key}"] = torch.as_tensor(whole).detach().double().numpy().copy()
+        yield name, state
+
+
+def placed_like(weight, name, step):
+    """Return the recorded gradient, split as its weight is."""
+    full = recorded_gradient(name, weight.shape, step)
+    if not hasattr(weight, "placements"):
+        return full
+    return distribute_tensor(full, weight.device_mesh, weight.placements, src_data_rank=None)

@@ -11,6 +11,8 @@ OPTIMIZERS = {
     "normuon": {"name": "normuon", "lr": 0.01, "weight_decay": 0.1},
     "muonh": {"name": "muonh", "lr": 0.02},
     "adamh": {"name": "adamh", "lr": 0.02},
+    "soap": {"name": "soap", "lr": 0.01},
+    "soap_muon": {"name": "soap_muon", "lr": 0.01, "basis_interval": 7},
 }
 
 

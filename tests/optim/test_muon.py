@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.engine.optim.matrix.rounds import plan_rounds
+from trainer.engine.optim.matrix.rounds import assign_owners, plan_rounds
 from trainer.engine.optim.matrix.tables import AdamH, AdamWKeys, Muon, MuonH, NorMuon
 from trainer.engine.optim.parameters import parameter_groups, undecorated_step
 from trainer.engine.optim.placement import DimSplit, Matrix, ParameterPlacement
@@ -15,12 +15,12 @@ FACTORS = [0.5, 1.0, 0.7]
 SHAPES = {"wide": (6, 10), "tall": (12, 5), "square": (8, 8), "norm": (7,)}
 
 
-def steps_of(config, shapes=SHAPES, dtype=torch.float64):
+def steps_of(config, shapes=SHAPES, dtype=torch.float64, factors=FACTORS):
     """Return weights after steps on seeded gradients, and the starts and gradients."""
     generator = torch.Generator().manual_seed(0)
     draw = lambda shape: torch.randn(shape, generator=generator, dtype=dtype)  # noqa: E731
     starts = {name: draw(shape) for name, shape in shapes.items()}
-    gradients = [{name: draw(shape) for name, shape in shapes.items()} for _ in FACTORS]
+    gradients = [{name: draw(shape) for name, shape in shapes.items()} for _ in factors]
     model = {name: nn.Parameter(start.clone()) for name, start in starts.items()}
     placements = {
         name: ParameterPlacement(name, shape, len(shape) > 1) for name, shape in shapes.items()
@@ -28,7 +28,7 @@ def steps_of(config, shapes=SHAPES, dtype=torch.float64):
     groups = parameter_groups(model.items(), config, placements=placements)
     optimizer = config.build(groups, torch.device("cpu"))
     step = undecorated_step(optimizer)
-    for factor, given in zip(FACTORS, gradients, strict=True):
+    for factor, given in zip(factors, gradients, strict=True):
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
         for name, weight in model.items():
@@ -187,8 +187,8 @@ def test_parts_are_cut_as_torch_chunks():
 def test_blocks_of_rows_are_matrices_of_their_own():
     placed = ParameterPlacement("w", (2, 7, 5), block_rows=(4, 3))
     assert list(placed.matrices()) == [
-        Matrix((0,), (0, 4), 5), Matrix((0,), (4, 7), 5),
-        Matrix((1,), (0, 4), 5), Matrix((1,), (4, 7), 5),
+        Matrix((0,), (0, 4), 5, 0), Matrix((0,), (4, 7), 5, 1),
+        Matrix((1,), (0, 4), 5, 2), Matrix((1,), (4, 7), 5, 3),
     ]  # fmt: skip
 
 
@@ -197,11 +197,14 @@ def test_owners_share_the_work_and_nothing_moves_that_lies_whole():
         [ParameterPlacement(f"w{n}", (8, 8), True, (DimSplit(0, 4, 1),), 4, rank) for n in range(8)]
         for rank in range(4)
     ]
-    rounds = [plan_rounds(placements, [0.0] * 4) for placements in split]
+    rounds = [
+        plan_rounds(assign_owners(placements, [0.0] * 4), 4, rank)
+        for rank, placements in enumerate(split)
+    ]
     assert [[each.num_owned for each in found] for found in rounds] == [[2]] * 4
     assert all(each.gather.is_needed for found in rounds for each in found)
     experts = ParameterPlacement("e", (8, 4, 4), True, (DimSplit(0, 4, 1),), 4, 1)
-    (alone,) = plan_rounds([experts], [0.0] * 4)
+    (alone,) = plan_rounds(assign_owners([experts], [0.0] * 4), 4, 1)
     assert alone.num_owned == 2
     assert not alone.gather.is_needed
     assert not alone.scatter.is_needed

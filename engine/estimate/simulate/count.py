@@ -151,6 +151,10 @@ def count_step(step: TrainStep, batches: Sequence[Batch], rank: int) -> StepCoun
     counter = StepCounter(CollectiveMatcher(step.degrees, rank))
     with counter:
         step.accumulate(batches, lr_factor=1.0)
+    if not step.optimizer.state:
+        # The first update makes the state, which may be other work than later steps.
+        step.weight_update.apply(1.0)
+    with counter:
         counter.matcher.in_update = True
         step.update(1.0)
     step.clear()

@@ -64,6 +64,7 @@ def count_update(
                 weights.append((name, weight))
             groups = parameter_groups(weights, optimizer_config, placements=placed)
             optimizer = optimizer_config.build(groups, CPU)
+            optimizer.step()  # it makes the state, which may be other work than later steps
             with counter:
                 optimizer.step()
             counter.counts.held["optimizer"] = bytes_of_state(optimizer)

@@ -18,6 +18,7 @@ from ....kernels.torch_private import (
     foreach_mul_,
     foreach_sign_,
 )
+from .narrow import new_moment, read_moment, write_moment
 
 Group = dict[str, Any]
 """a parameter group of torch: options, and `lr` of this step"""
@@ -48,6 +49,7 @@ class ElementwiseOptimizer(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
+            dtype = group.get("state_dtype", "fp32")
             # Parameters may differ in how often they had a gradient.
             weights_at = defaultdict[int, Tensors](list)
             for weight in group["params"]:
@@ -56,13 +58,28 @@ class ElementwiseOptimizer(Optimizer):
                 state = self.state[weight]
                 if "step" not in state:
                     state["step"] = 0
-                    state.update({key: torch.zeros_like(weight) for key in self.moments})
+                    for key in self.moments:
+                        state |= new_moment(weight, key, dtype)
                 weights_at[state["step"]].append(weight)
                 state["step"] += 1
             for step, weights in weights_at.items():
-                gradients = [cast(Tensor, weight.grad) for weight in weights]
-                moments = [[self.state[weight][key] for weight in weights] for key in self.moments]
-                self.update(group, step, weights, gradients, moments)
+                if dtype == "fp32":
+                    self._update(group, step, weights)
+                    continue
+                for weight in weights:  # moments of one weight at a time in their full width
+                    self._update_narrow(group, step, weight)
+
+    def _update(self, group: Group, step: int, weights: Tensors) -> None:
+        gradients = [cast(Tensor, weight.grad) for weight in weights]
+        moments = [[self.state[weight][key] for weight in weights] for key in self.moments]
+        self.update(group, step, weights, gradients, moments)
+
+    def _update_narrow(self, group: Group, step: int, weight: Tensor) -> None:
+        state, gradient = self.state[weight], cast(Tensor, weight.grad)
+        moments = [[read_moment(state, key, weight.dtype)] for key in self.moments]
+        self.update(group, step, [weight], [gradient], moments)
+        for key, (moment,) in zip(self.moments, moments, strict=True):
+            write_moment(state, key, moment)
 
     def update(
         self, group: Group, step: int, weights: Tensors, gradients: Tensors, moments: list[Tensors]

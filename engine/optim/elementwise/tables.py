@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -10,7 +10,14 @@ from pydantic import Field, model_validator
 
 from ...core.config import Betas, CountOrZero
 from ..optimizers import AdamW
-from ..tables import NonNegativeFloat, OptimizerConfig, PositiveFloat, optimizers
+from ..tables import (
+    NonNegativeFloat,
+    OptimizerConfig,
+    PositiveFloat,
+    StateDtype,
+    optimizers,
+    warn_of_slow_means,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -40,8 +47,23 @@ class ElementwiseConfig(OptimizerConfig):
         )
 
 
+class NarrowStateConfig(ElementwiseConfig):
+    """Base of the tables whose optimizers can keep their running means in fewer bits."""
+
+    state_dtype: StateDtype = "fp32"
+    """dtype of the running means: "fp32" (that of the weights), "bf16", or "int8" with a scale for
+    each block of up to 256 elements of a row (arXiv:2110.02861)"""
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what is likely to be a mistake."""
+        keys = {"betas", "slow_beta", "momentum"} & type(self).model_fields.keys()
+        values = [getattr(self, key) for key in keys]
+        decays = [max(each) if isinstance(each, tuple) else each for each in values]
+        yield from warn_of_slow_means(self.state_dtype, decays)
+
+
 @optimizers.register
-class ADOPT(ElementwiseConfig):
+class ADOPT(NarrowStateConfig):
     """Adam that converges with any beta2 (Taniguchi et al. 2024, arXiv:2411.02853)."""
 
     implementation = "adopt:ADOPTOptimizer"
@@ -56,7 +78,7 @@ class ADOPT(ElementwiseConfig):
 
 
 @optimizers.register
-class QHADOPT(ElementwiseConfig):
+class QHADOPT(NarrowStateConfig):
     """ADOPT whose update averages the running mean and the newest normalized gradient."""
 
     implementation = "adopt:ADOPTOptimizer"
@@ -73,7 +95,7 @@ class QHADOPT(ElementwiseConfig):
 
 
 @optimizers.register
-class QHAdam(ElementwiseConfig):
+class QHAdam(NarrowStateConfig):
     """AdamW with quasi-hyperbolic momentum (Ma & Yarats 2019, arXiv:1810.06801)."""
 
     implementation = "qhadam:QHAdamOptimizer"
@@ -88,7 +110,7 @@ class QHAdam(ElementwiseConfig):
 
 
 @optimizers.register
-class Lion(ElementwiseConfig):
+class Lion(NarrowStateConfig):
     """Steps by the sign of a mean gradient (Chen et al. 2023, arXiv:2302.06675)."""
 
     group_keys = frozenset({"lr", "weight_decay", "betas"})
@@ -102,7 +124,7 @@ class Lion(ElementwiseConfig):
 
 
 @optimizers.register
-class AdEMAMix(ElementwiseConfig):
+class AdEMAMix(NarrowStateConfig):
     """AdamW with a second, slow mean of the gradients (arXiv:2409.03137)."""
 
     implementation = "ademamix:AdEMAMixOptimizer"
@@ -204,7 +226,7 @@ class DecoupledAdamW(AdamW):
 
 
 @optimizers.register
-class DecoupledSGDW(ElementwiseConfig):
+class DecoupledSGDW(NarrowStateConfig):
     """SGD whose decay neither enters the momentum nor depends on the peak rate."""
 
     group_keys = frozenset({"lr", "weight_decay", "momentum"})

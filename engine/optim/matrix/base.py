@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,7 +18,7 @@ from ....kernels.torch_private import (
 from ..elementwise.base import Group, Tensors, apply_updates
 from ..elementwise.qhadam import QHAdamOptimizer
 from ..parameters import local_shards
-from ..placement import ParameterPlacement
+from ..placement import OWNED, ParameterPlacement
 from .exchange import (
     assemble_matrices,
     finish_transfer,
@@ -26,7 +26,7 @@ from .exchange import (
     split_pieces,
     start_transfer,
 )
-from .rounds import Round, plan_rounds
+from .rounds import OwnedMatrix, Round, assign_owners, plan_rounds
 
 ADAMW = ("lr", "weight_decay", "betas", "eps")
 """options of a group that AdamW updates"""
@@ -78,7 +78,11 @@ class MatrixOptimizer(Optimizer):
         self._matrix_groups = [group for group in self.param_groups if group["is_matrix"]]
         self._device = device
         self._group: ProcessGroup | None = None
-        self._rounds: dict[Any, list[list[Round]]] = {}
+        self._rounds: dict[Any, list[Round]] = {}
+        self._matrices: list[list[OwnedMatrix]] = []
+        self._is_owned: dict[int, list[bool]] = {}
+        """whether this rank owns each matrix of a parameter, by the parameter's `id`"""
+        self._assign_owners()
         self._adamw: Optimizer | None = None
         if others:
             # The groups are the same objects in both optimizers, so that rates are set once.
@@ -97,29 +101,41 @@ class MatrixOptimizer(Optimizer):
                 inspect.unwrap(type(self._adamw).step)(self._adamw)
             self.step_matrices(self._prepare_tasks())
 
+    def _assign_owners(self) -> None:
+        """Give each matrix of each group an owner, which stays the same for the whole run."""
+        loads: list[float] = []
+        for group in self._matrix_groups:
+            placements: list[ParameterPlacement] = group["placements"]
+            first = placements[0]
+            loads = loads or [0.0] * first.ranks
+            self._group = first.group
+            self._matrices.append(assign_owners(placements, loads))
+            # In the order of their numbers, which `assign_owners` does not keep.
+            for each in sorted(self._matrices[-1], key=lambda each: each.matrix.number):
+                owned = self._is_owned.setdefault(id(group["params"][each.parameter]), [])
+                owned.append(each.owner == first.rank)
+
     def _prepare_tasks(self) -> list[MatrixTask]:
         """Update the momenta, and return the rounds of all groups."""
-        trained = [
-            [place for place, weight in enumerate(group["params"]) if weight.grad is not None]
-            for group in self._matrix_groups
-        ]
-        key = tuple(map(tuple, trained))
-        if key not in self._rounds:
-            self._rounds[key] = self._plan(trained)
         tasks = []
-        for group, places, rounds in zip(
-            self._matrix_groups, trained, self._rounds[key], strict=True
-        ):
-            weights: Tensors = [group["params"][place] for place in places]
-            if not weights:
-                continue
-            gradients = [cast(Tensor, weight.grad) for weight in weights]
-            momenta = self.update_momenta(group, weights, gradients)
-            placements = [group["placements"][place] for place in places]
-            tasks += [
-                MatrixTask(group, this, placements, weights, gradients, momenta) for this in rounds
-            ]
+        for number, group in enumerate(self._matrix_groups):
+            for places in self.select(group):
+                weights: Tensors = [group["params"][place] for place in places]
+                gradients = [cast(Tensor, weight.grad) for weight in weights]
+                momenta = self.update_momenta(group, weights, gradients)
+                placements = [group["placements"][place] for place in places]
+                tasks += [
+                    MatrixTask(group, this, placements, weights, gradients, momenta)
+                    for this in self._plan(number, tuple(places), placements[0])
+                ]
         return tasks
+
+    def select(self, group: Group) -> list[list[int]]:
+        """Return the places in a group of parameters with gradients: a list for those that are
+        updated together.
+        """
+        found = [place for place, weight in enumerate(group["params"]) if weight.grad is not None]
+        return [found] if found else []
 
     def update_momenta(self, group: Group, weights: Tensors, gradients: Tensors) -> Tensors:
         """Update the running means of the gradients of this rank's parts, and return them."""
@@ -131,16 +147,19 @@ class MatrixOptimizer(Optimizer):
         foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         return momenta
 
-    def _plan(self, trained: Sequence[Sequence[int]]) -> list[list[Round]]:
-        loads: list[float] = []
-        plans = []
-        for group, places in zip(self._matrix_groups, trained, strict=True):
-            placements: list[ParameterPlacement] = [group["placements"][each] for each in places]
-            if placements:
-                loads = loads or [0.0] * placements[0].ranks
-                self._group = placements[0].group
-            plans.append(plan_rounds(placements, loads) if placements else [])
-        return plans
+    def _plan(
+        self, number: int, places: tuple[int, ...], placed: ParameterPlacement
+    ) -> list[Round]:
+        """Return the rounds of the parameters at some places of a group, planned once."""
+        if (number, places) not in self._rounds:
+            numbers = {place: index for index, place in enumerate(places)}
+            chosen = [
+                each._replace(parameter=numbers[each.parameter])
+                for each in self._matrices[number]
+                if each.parameter in numbers
+            ]
+            self._rounds[number, places] = plan_rounds(chosen, placed.ranks, placed.rank)
+        return self._rounds[number, places]
 
     def step_matrices(self, tasks: Sequence[MatrixTask]) -> None:
         """Compute round after round, while the matrices of the next one and results travel."""
@@ -226,6 +245,44 @@ class MatrixOptimizer(Optimizer):
                 state[key][matrix.place if shape else (*matrix.place, slice(*matrix.rows))]
             )
         return found
+
+    def read_owned(
+        self, task: MatrixTask, shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, Tensors]:
+        """Return states of the matrices that this rank owns: of each key, one a matrix.
+
+        Args:
+            task: the round and its parameters.
+            shapes: shape of a state, which is made of zeros, by key.
+        """
+        found: dict[str, Tensors] = {key: [] for key in shapes}
+        for parameter, matrix in task.round.owned:
+            weight = task.weights[parameter]
+            state = self.state[weight]
+            for key, shape in shapes.items():
+                name = f"{key}{OWNED}{matrix.number}"
+                if name not in state:
+                    state[name] = torch.zeros(shape, dtype=weight.dtype, device=self._device)
+                found[key].append(state[name])
+        return found
+
+    def make_state(
+        self, weight: Tensor, key: str, shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor | None:
+        """Return memory for a saved state that is not laid out like the weight; None: none here.
+
+        Args:
+            weight: the parameter.
+            key: the key of the state.
+            shape: the global shape of the state.
+            dtype: the dtype of the state.
+        """
+        if id(weight) not in self._is_owned:
+            return torch.empty(shape, dtype=dtype, device=weight.device)  # AdamW's
+        _, mark, number = key.partition(OWNED)
+        if mark and not self._is_owned[id(weight)][int(number)]:
+            return None
+        return torch.empty(shape, dtype=dtype, device=self._device)
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Return the sum over the ranks that share matrices."""

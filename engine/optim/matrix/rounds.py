@@ -84,6 +84,11 @@ class Round:
     gather: Transfer
     scatter: Transfer
 
+    @property
+    def owned(self) -> list[tuple[int, Matrix]]:
+        """Those of `matrices` that this rank owns."""
+        return self.matrices[self.first_owned : self.first_owned + self.num_owned]
+
 
 class _Storage:
     """Which ranks hold which elements of parameters that are split alike."""
@@ -133,37 +138,68 @@ def overlap_of(
     return (*inner, *here), (slice(first - matrix.rows[0], end - matrix.rows[0]), slice(*columns))
 
 
-_Item = tuple[int, Matrix, _Storage]
+class OwnedMatrix(NamedTuple):
+    """A matrix and its owner.
+
+    Attributes:
+        parameter: number of the parameter.
+        matrix: the matrix.
+        storage: which ranks hold it.
+        owner: the rank that computes the update.
+    """
+
+    parameter: int
+    matrix: Matrix
+    storage: _Storage
+    owner: int
 
 
-def plan_rounds(placements: Sequence[ParameterPlacement], loads: list[float]) -> list[Round]:
-    """Return the rounds of some parameters; all ranks of the group plan the same ones.
+def assign_owners(
+    placements: Sequence[ParameterPlacement], loads: list[float]
+) -> list[OwnedMatrix]:
+    """Return the matrices of parameters with their owners, on which all ranks of the group agree.
 
     Args:
         placements: the placement of each parameter, in the same order on all ranks.
-        loads: the cost of the matrices that each rank owns already; those planned are added.
+        loads: the cost of the matrices that each rank owns already; those assigned are added.
     """
     storages: dict[Any, _Storage] = {}
-    by_shape: dict[tuple[int, int], list[_Item]] = defaultdict(list)
+    by_shape = defaultdict[tuple[int, int], list[tuple[int, Matrix, _Storage]]](list)
     for number, placement in enumerate(placements):
         kind = placement.shape, placement.splits, placement.block_rows
         if kind not in storages:
             storages[kind] = _Storage(placement)
         for matrix in placement.matrices():
             by_shape[matrix.shape].append((number, matrix, storages[kind]))
-    rounds = []
+    assigned = []
     # The costly ones first, so that the others even out the loads.
     for shape in sorted(by_shape, key=cost_of, reverse=True):
-        owned: list[list[_Item]] = [[] for _ in loads]
-        for item in by_shape[shape]:
-            _, matrix, storage = item
+        for number, matrix, storage in by_shape[shape]:
             owner = min(storage.whole[matrix] or range(len(loads)), key=loads.__getitem__)
-            owned[owner].append(item)
+            assigned.append(OwnedMatrix(number, matrix, storage, owner))
             loads[owner] += cost_of(shape)
+    return assigned
+
+
+def plan_rounds(matrices: Sequence[OwnedMatrix], ranks: int, rank: int) -> list[Round]:
+    """Return the rounds of matrices; all ranks of the group plan the same ones.
+
+    Args:
+        matrices: what `assign_owners` returned, or some of it.
+        ranks: the number of ranks of the group.
+        rank: this rank.
+    """
+    by_shape = defaultdict[tuple[int, int], list[list[OwnedMatrix]]](
+        lambda: [[] for _ in range(ranks)]
+    )
+    for each in matrices:
+        by_shape[each.matrix.shape][each.owner].append(each)
+    rounds = []
+    for shape, owned in by_shape.items():
         most = max(1, ROUND_ELEMENTS // (shape[0] * shape[1]))
         for first in range(0, max(map(len, owned)), most):
             chosen = [items[first : first + most] for items in owned]
-            rounds.append(_plan_round(shape, chosen, placements[0].rank))
+            rounds.append(_plan_round(shape, chosen, rank))
     return rounds
 
 
@@ -173,7 +209,7 @@ def cost_of(shape: tuple[int, int]) -> float:
     return float(2 * low * low * high + low**3)
 
 
-def _plan_round(shape: tuple[int, int], owned: Sequence[Sequence[_Item]], rank: int) -> Round:
+def _plan_round(shape: tuple[int, int], owned: Sequence[Sequence[OwnedMatrix]], rank: int) -> Round:
     ranks = range(len(owned))
     in_parameters, in_matrices = ([[list[Piece]() for _ in ranks] for _ in "ab"] for _ in "ab")
     (to_owners, from_owners), (from_holders, to_holders) = in_parameters, in_matrices
@@ -181,7 +217,7 @@ def _plan_round(shape: tuple[int, int], owned: Sequence[Sequence[_Item]], rank: 
     matrices = list[tuple[int, Matrix]]()
     held = list[tuple[int, int]]()
     for owner, items in enumerate(owned):
-        for parameter, matrix, storage in items:
+        for parameter, matrix, storage, _ in items:
             gathers |= owner not in storage.whole[matrix]
             scatters |= storage.is_apart[matrix] or owner not in storage.whole[matrix]
             if overlap := overlap_of(matrix, storage.parts[rank]):
@@ -192,7 +228,7 @@ def _plan_round(shape: tuple[int, int], owned: Sequence[Sequence[_Item]], rank: 
             matrices.append((parameter, matrix))
     # In the order of the owner's matrices, as the rank that sends them has its pieces.
     for holder in ranks:
-        for number, (_, matrix, storage) in enumerate(owned[rank]):
+        for number, (_, matrix, storage, _) in enumerate(owned[rank]):
             if overlap := overlap_of(matrix, storage.parts[holder]):
                 to_holders[holder].append(Piece(number, (number, *overlap[1])))
                 if storage.sends(holder, rank):

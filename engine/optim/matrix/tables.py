@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import Field
 
@@ -79,6 +79,30 @@ class MatrixConfig(OptimizerConfig):
         return self.model_dump(exclude={"name", "clip_norm", "groups", "adamw"})
 
 
+_Config = TypeVar("_Config", bound=MatrixConfig)
+
+
+def resolve_dtype(config: _Config) -> _Config:
+    """Return a table with what "auto" means as `orthogonalize_dtype` on a GPU."""
+    if getattr(config, "orthogonalize_dtype", "") != "auto":
+        return config
+    return config.model_copy(update={"orthogonalize_dtype": "bf16"})
+
+
+def is_bf16(word: str, device: torch.device) -> bool:
+    """Return whether `orthogonalize_dtype` means bf16 on a device."""
+    return word == "bf16" or (word == "auto" and device.type == "cuda")
+
+
+def warn_of_rate(lr: float, scale: str) -> Iterator[str]:
+    """Yield a warning if a rate is one of AdamW's for orthogonal updates of another scale."""
+    if scale == "original" and lr < LEAST_LR:
+        yield (
+            f'optimizer.lr = {lr:g} is a rate for AdamW: with scale = "original" matrices '
+            'hardly move; take about 0.02, or scale = "match_rms_adamw"'
+        )
+
+
 class OrthogonalConfig(MatrixConfig):
     """Base of the tables of optimizers that orthogonalize momenta."""
 
@@ -99,16 +123,13 @@ class OrthogonalConfig(MatrixConfig):
 
     def for_gpu(self) -> Self:
         """Return the table with what its "auto" means on a GPU."""
-        if self.orthogonalize_dtype != "auto":
-            return self
-        return self.model_copy(update={"orthogonalize_dtype": "bf16"})
+        return resolve_dtype(self)
 
     def options(self, device: torch.device) -> dict[str, Any]:
         """Return the optimizer's options for groups of matrices."""
         options = super().options(device)
         word = options.pop("orthogonalize_dtype")
-        is_narrow = word == "bf16" or (word == "auto" and device.type == "cuda")
-        return {**options, "is_narrow": is_narrow}
+        return {**options, "is_narrow": is_bf16(word, device)}
 
 
 @optimizers.register
@@ -124,11 +145,7 @@ class Muon(OrthogonalConfig):
 
     def warnings(self) -> Iterator[str]:
         """Yield what is likely to be a mistake."""
-        if self.scale == "original" and self.lr < LEAST_LR:
-            yield (
-                f'optimizer.lr = {self.lr:g} is a rate for AdamW: with scale = "original" matrices '
-                'hardly move; take about 0.02, or scale = "match_rms_adamw"'
-            )
+        yield from warn_of_rate(self.lr, self.scale)
 
 
 @optimizers.register
@@ -142,6 +159,62 @@ class NorMuon(Muon):
     """decay of the running mean of the squares of each row"""
     eps: PositiveFloat = 1e-8
     """added to the root of these means"""
+
+
+@optimizers.register
+class SOAP(MatrixConfig):
+    """Adam in the eigenbases of the covariances of rows and columns (arXiv:2409.11321)."""
+
+    implementation = "soap:SOAPOptimizer"
+    keys_of_both = MatrixConfig.group_keys
+
+    name: Literal["soap"] = "soap"
+    betas: Betas = (0.95, 0.95)
+    """for matrices, decay of the running mean of the gradient, and of that of its square and of the
+    covariances"""
+    eps: PositiveFloat = 1e-8
+    """for matrices, added to the denominator"""
+    basis_interval: Count = 10
+    """steps between updates of the eigenbases"""
+    max_factor_dim: Count = 10_000
+    """rows, or columns, of the largest matrix of which they have a covariance and a basis"""
+    cautious_decay: bool = False
+    """decay only the elements that the update moves towards 0 (arXiv:2510.12402)"""
+
+    def options(self, device: torch.device) -> dict[str, Any]:
+        """Return the optimizer's options for groups of matrices."""
+        # Gradients travel in the dtype of the weights: they make covariances.
+        return {**super().options(device), "nesterov": False, "is_narrow": False}
+
+
+@optimizers.register
+class SOAPMuon(SOAP):
+    """SOAP whose updates are orthogonalized as Muon's are (Vyas 2026)."""
+
+    implementation = "soap:SOAPMuonOptimizer"
+
+    name: Literal["soap_muon"] = "soap_muon"  # type: ignore[assignment]  # as in NorMuon
+    orthogonalize_dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """dtype in which updates are orthogonalized and sent; "fp32": that of the weights; "auto":
+    "bf16" on GPUs, else "fp32" """
+    ns_steps: Count = 5
+    """Newton-Schulz iterations"""
+    scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """what multiplies an update; see the key of muon"""
+
+    def for_gpu(self) -> Self:
+        """Return the table with what its "auto" means on a GPU."""
+        return resolve_dtype(self)
+
+    def options(self, device: torch.device) -> dict[str, Any]:
+        """Return the optimizer's options for groups of matrices."""
+        options = super().options(device)
+        word = options.pop("orthogonalize_dtype")
+        return {**options, "multiplies_in_bf16": is_bf16(word, device)}
+
+    def warnings(self) -> Iterator[str]:
+        """Yield what is likely to be a mistake."""
+        yield from warn_of_rate(self.lr, self.scale)
 
 
 @optimizers.register

@@ -45,6 +45,9 @@ def check_federation(recipe: Recipe) -> Iterator[Finding]:
         if is_given and table.averages_states:
             message = f'is unsupported with client_optimizer = "{table.client_optimizer}"'
             yield ("federation", name), message, '"keep" or "reset" the states'
+    if table.client_optimizer == "aggregate" and recipe.optimizer.has_state_in_int8:
+        message = '"int8" is unsupported with federation.client_optimizer = "aggregate"'
+        yield ("optimizer", "state_dtype"), message, 'take "bf16" or "fp32"'
     for index, source in enumerate(recipe.data.sources):
         if getattr(source, "streaming", False):
             where = ("data", "sources", index, "streaming")
