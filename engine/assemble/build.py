@@ -94,11 +94,7 @@ def build_model(
         if recipe.precision.parameters == "bf16":
             for weight in model.parameters():
                 weight.data = weight.data.to(torch.bfloat16)
-        if recipe.federation:
-            for name, weight in model.named_parameters():
-                policy = recipe.federation.policy_of(name)
-                if policy and policy.policy == "freeze":
-                    weight.requires_grad_(False)
+        _freeze_layers(model, recipe)
     if plan and recipe.precision.low_precision:
         notes += enable_low_precision(
             model,
@@ -120,6 +116,14 @@ def build_model(
         if pieces.cut and recipe.lora.rank:
             require_adapters(model, config.layout, pieces.cut)
     return BuiltModel(model, config, kernels, notes, pieces)
+
+
+def _freeze_layers(model: Model, recipe: Recipe) -> None:
+    """Let nothing train the layers that a federation freezes."""
+    for name, weight in model.named_parameters():
+        policy = recipe.federation and recipe.federation.policy_of(name)
+        if policy and policy.policy == "freeze":
+            weight.requires_grad_(False)
 
 
 def build_step(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -213,3 +213,8 @@ class StoreWriter(FolderWriter):
         with open(self.folder / OFFSETS, "xb") as file:
             np.save(file, np.cumsum(lengths), allow_pickle=False)
             sync(file)
+
+
+Divide = Callable[[TokenStore, int, str], TokenStore | None]
+"""takes the documents of a source, the token at which what is held out begins, and the source's
+label; returns the documents that are trained on, or None without any"""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from ..core.errors import DataError
 from ..corpus.cache import cache_folder
 from ..corpus.checksums import ALONE, Share, require_intact
 from ..corpus.prepare import open_stores
-from ..corpus.store import TokenStore
+from ..corpus.store import Divide, TokenStore
 from ..sources.configs import DocumentSource, SourceConfig
 from ..tokenizers.tokenizer import Tokenizer
+from .holdout import find_borders
 from .joined.joined_rows import join_rows
 from .order import TrainingOrder, ValidationOrder, source_key
 from .packing import PACKINGS, Packed
@@ -140,11 +139,6 @@ class Turns:
         return [note for turn in self.turns for note in turn.opened.notes]
 
 
-Divide = Callable[[TokenStore, int, str], TokenStore | None]
-"""takes the documents of a source, the token at which what is held out begins, and the source's
-label; returns the documents that are trained on, or None without any"""
-
-
 class _PackedSource(NamedTuple):
     """The rows of a source, its weight, and its label in metrics."""
 
@@ -205,19 +199,15 @@ def open_data(
             opening.notes.append(f"{label}: a stream, tokenised while training")
         else:
             stores = open_stores(source, tokenizer, cache)
-            borders = []
             for store in stores:
                 if store.folder and getattr(source, "verify", "first") == "first":
                     require_intact(store.folder, cache, share)
-                borders.append(0 if source.split == "validation" else store.num_tokens)
-                if borders[-1] and fraction:
-                    borders[-1] = split_point(store, fraction, max(table.seq_len, longest))
+            found = find_borders(source, stores, fraction, max(table.seq_len, longest))
+            borders: list[int] | None = found
             if divide and source.split == "train":
-                chosen = [divide(*pair, label) for pair in zip(stores, borders, strict=True)]
-                stores = [store for store in chosen if store is not None]
-                _split(opening, table, source, label, stores, None)
-            else:
-                _split(opening, table, source, label, stores, borders)
+                chosen = [divide(*pair, label) for pair in zip(stores, found, strict=True)]
+                stores, borders = [store for store in chosen if store is not None], None
+            _split(opening, table, source, label, stores, borders)
             opening.fingerprint[name] = {
                 "tokens": sum(store.num_tokens for store in stores),
                 "xxh3": " ".join(store.fingerprint for store in stores),
@@ -275,24 +265,6 @@ def _split(
                 f"a row needs {needed}",
                 "give it more text, or lower data.seq_len",
             )
-
-
-def split_point(store: TokenStore, fraction: float, seq_len: int) -> int:
-    """Return the token at which the held-out tail begins; the last if a row does not fit in it.
-
-    The nearest document border is taken if it changes the length of the tail by less than half.
-    """
-    row = seq_len + 1
-    tail = max(round(store.num_tokens * fraction), row)
-    if tail + row > store.num_tokens:
-        return store.num_tokens
-    target = store.num_tokens - tail
-    after = int(np.searchsorted(store.offsets, target))
-    # The two borders around the target: a document is then not in training and validation both.
-    borders = [int(border) for border in store.offsets[max(after - 1, 0) : after + 1]]
-    nearest = min(borders, key=lambda border: abs(border - target))
-    is_close = row <= nearest <= store.num_tokens - row and abs(nearest - target) <= tail // 2
-    return nearest if is_close else target
 
 
 def _note(label: str, store: TokenStore) -> str:

@@ -86,6 +86,8 @@ class OptimizerConfig(Component):
     needs_matrices: ClassVar[bool] = False
     """whether it updates matrices as wholes: its groups then have `placements` and `is_matrix`, and
     it cannot step one weight at a time"""
+    bounds_scores: ClassVar[bool] = False
+    """whether it reads the largest attention scores of a step, which then are measured"""
     matrix_keys: ClassVar[frozenset[str]] = frozenset()
     """which of `group_keys` say something of matrices alone"""
     keys_of_both: ClassVar[frozenset[str]] = frozenset({"lr", "weight_decay"})
@@ -101,6 +103,11 @@ class OptimizerConfig(Component):
     """largest absolute value of an element of a gradient, after `clip_norm`; 0 does not clip"""
     groups: list[ParameterGroup] = []
     """other values for parameters chosen by name"""
+
+    @property
+    def updates_heads(self) -> bool:
+        """Whether the rows of each attention head are a matrix of their own."""
+        return False
 
     def rates_of(self, *, is_matrix: bool) -> Rates:
         """Return the rate and the decay of matrices, or of all other parameters."""
@@ -162,6 +169,7 @@ optimizers: Registry[OptimizerConfig] = Registry(
         "adafactor": "engine.optim.factored.tables:Adafactor",
         **{f"{PREFIX}{name}": f"engine.optim.library.optimizers:{name}" for name in OPTIMIZERS},
         "muon": "engine.optim.matrix.tables:Muon",
+        "muonclip": "engine.optim.matrix.tables:MuonClip",
         "muonh": "engine.optim.matrix.tables:MuonH",
         "normuon": "engine.optim.matrix.tables:NorMuon",
         "soap": "engine.optim.matrix.tables:SOAP",

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from ...model_zoo.config import ModelConfig
     from ..corpus.checksums import Share
     from ..corpus.records.encode_records import RecordEncoding
+    from ..corpus.store import Divide
     from ..data.collate import Collation
-    from ..data.dataset import Divide, OpenedData
+    from ..data.dataset import OpenedData
     from ..data.tables import Data
     from ..tokenizers.tokenizer import Tokenizer
     from .criteria import ClassCrossEntropy, Criterion
@@ -110,8 +111,7 @@ class CrossEntropy(LossConfig):
             "label_smoothing": predicts_tokens and self.label_smoothing,
             "class_weights": predicts_tokens and self.class_weights,
         }
-        for key in (key for key in given if given[key]):
-            yield key, f'the task "{task}" has no {key}'
+        yield from ((key, f'the task "{task}" has no {key}') for key in given if given[key])
 
 
 @dataclass(frozen=True)

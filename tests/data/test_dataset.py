@@ -12,7 +12,8 @@ from trainer.engine.core.errors import DataError
 from trainer.engine.corpus.configs import SyntheticSource
 from trainer.engine.corpus.store import TokenStore
 from trainer.engine.data.batch import IGNORED, TokenBatch
-from trainer.engine.data.dataset import OpenedData, Samples, open_data, split_point
+from trainer.engine.data.dataset import OpenedData, Samples, open_data
+from trainer.engine.data.holdout import split_point
 from trainer.engine.data.loader import Loader, iterate_validation
 from trainer.engine.data.order import TrainingOrder
 from trainer.engine.data.packing import PACKINGS, ConcatRows

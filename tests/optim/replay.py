@@ -6,12 +6,19 @@ import hashlib
 import os
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import distribute_tensor
 
 from tests.train.float64 import in_float64
 from tests.train.plans import assembled, recipe_with
 from trainer.engine.assemble.update import build_update
+from trainer.engine.checkpoint.manifest import SaveInfo
+from trainer.engine.checkpoint.reader import load_state
+from trainer.engine.checkpoint.state import model_state
+from trainer.engine.checkpoint.store import CheckpointStore
 from trainer.engine.core.local import local
+from trainer.engine.train.parts import Position
+from trainer.engine.train.training_state import TrainingState
 
 WORLD = 8
 DATA = {
@@ -24,8 +31,8 @@ DATA = {
 DENSE = {"dim": 36, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 10, "ffn_dim": 52}
 SPLIT = {"dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48}
 EXPERTS = {
-    "name": "qwen3",
-    "flavor": "moe_debug",
+    "name": "mixtral",
+    "flavor": "debug",
     "dim": 32,
     "n_layers": 2,
     "n_heads": 4,
@@ -100,13 +107,10 @@ def replay_plan(model, parallel, optimizers, steps):
         for step, given in enumerate(gradients):
             for each, weight in weights.items():
                 weight.grad = given[each].clone()
+            record_scores(optimizer, step)
             update.apply(1.0 - step / (2 * steps))
-        state = {}
-        for each, weight in weights.items():
-            for key, value in {"weight": weight, **optimizer.state[weight]}.items():
-                whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-                state[f"{each}.{key}"] = torch.as_tensor(whole).detach().double().numpy().copy()
-        yield name, state
+            optimizer.zero_grad()
+        yield name, state_of(parts.model, optimizer)
 
 
 def placed_like(weight, name, step):
@@ -115,3 +119,72 @@ def placed_like(weight, name, step):
     if not hasattr(weight, "placements"):
         return full
     return distribute_tensor(full, weight.device_mesh, weight.placements, src_data_rank=None)
+
+
+def resume(optimizers, pairs, steps, folder):
+    """Return weights and state by optimizer and pair, as `replay` does, of runs that change their
+    plan after half of the steps.
+
+    Args:
+        optimizers: tables of recipes by name.
+        pairs: a model, the plan that saves, and the plan that resumes.
+        steps: the number of recorded gradients.
+        folder: of the checkpoints.
+    """
+    found = {}
+    with in_float64():
+        for name, table in optimizers.items():
+            for pair in pairs:
+                model, first, second = pair
+                optimizer = {**table, "clip_norm": 0.0}
+                changes = {"model": MODELS[model][0], "data": DATA, "optimizer": optimizer}
+                changes["evaluate"] = {"interval": 0}
+                half, path = steps // 2, folder / "-".join((name, *pair))
+                group = dist.group.WORLD if dist.is_initialized() else None
+                path.mkdir(exist_ok=True)
+                store = CheckpointStore(path, mode="sync", keep=1, group=group)
+                parts = assembled(recipe_with(**changes, parallel=PLANS[first]))
+                for step in range(half):
+                    step_with_recorded(parts, step, steps)
+                saved = TrainingState(parts, group)
+                tensors = {**model_state(parts.model), **saved.tensors()}
+                store.save(tensors, SaveInfo(step=half, extra=saved.numbers(Position())))
+                store.finish()
+                parts = assembled(recipe_with(**changes, parallel=PLANS[second]))
+                manifest = store.latest().manifest
+                prepared = TrainingState(parts, group).prepare(manifest)
+                tensors = {**model_state(parts.model), **prepared}
+                remote = parts.model.remote_state
+                load_state(store.latest().path, manifest, tensors, group, remote)
+                for step in range(half, steps):
+                    step_with_recorded(parts, step, steps)
+                found[name, pair] = state_of(parts.model, parts.optimizer)
+    return found
+
+
+def record_scores(optimizer, step):
+    """Let an optimizer find largest scores of which each rank has seen some heads' alone."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    for path, found in getattr(optimizer, "_scores", {}).items():
+        scores = recorded_gradient(path, found.shape, step).abs() * 100
+        # All ranks of a stage differ in their numbers modulo 4.
+        seen = torch.arange(len(found)) % 4 == rank % 4
+        found.copy_(scores if world == 1 else torch.where(seen, scores, scores - 50))
+
+
+def step_with_recorded(parts, step, steps):
+    for name, weight in parts.model.named_parameters():
+        weight.grad = placed_like(weight, name, step)
+    record_scores(parts.optimizer, step)
+    parts.step.weight_update.apply(1.0 - step / (2 * steps))
+    parts.optimizer.zero_grad()
+
+
+def state_of(model, optimizer):
+    """Return weights and state, as far as this rank has parts of them."""
+    state = {}
+    for each, weight in model.named_parameters():
+        for key, value in {"weight": weight, **optimizer.state[weight]}.items():
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            state[f"{each}.{key}"] = torch.as_tensor(whole).detach().double().numpy().copy()
+    return state

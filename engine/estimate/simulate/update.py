@@ -54,7 +54,8 @@ def count_update(
     counter.matcher.in_update = True
     with fake_process_group(rank, degrees.world):
         at = LocalRank(table, degrees, rank, CPU, None, is_simulated=True)
-        placed = place_parameters(found, matrices, at)
+        by_head = optimizer_config.updates_heads
+        placed = place_parameters(found, matrices, at, config.attention_rows(), by_head=by_head)
         with FakeTensorMode(allow_non_fake_inputs=True):
             weights = []
             for name, each in placed.items():

@@ -120,6 +120,14 @@ class OrthogonalConfig(MatrixConfig):
     """Newton-Schulz iterations"""
     cautious_decay: bool = False
     """decay only the elements that the update moves towards 0 (arXiv:2510.12402)"""
+    by_head: bool = False
+    """orthogonalize the rows of each attention head by themselves, in the projections of queries,
+    keys and values"""
+
+    @property
+    def updates_heads(self) -> bool:
+        """Whether the rows of each attention head are a matrix of their own."""
+        return self.by_head
 
     def for_gpu(self) -> Self:
         """Return the table with what its "auto" means on a GPU."""
@@ -146,6 +154,18 @@ class Muon(OrthogonalConfig):
     def warnings(self) -> Iterator[str]:
         """Yield what is likely to be a mistake."""
         yield from warn_of_rate(self.lr, self.scale)
+
+
+@optimizers.register
+class MuonClip(Muon):
+    """Muon, and queries and keys that shrink where attention scores grow (arXiv:2507.20534)."""
+
+    implementation = "muonclip:MuonClipOptimizer"
+    bounds_scores = True
+
+    name: Literal["muonclip"] = "muonclip"  # type: ignore[assignment]  # a table of its own name
+    max_score: PositiveFloat = 100.0
+    """largest attention score of a head in a step above which its queries and keys shrink"""
 
 
 @optimizers.register

@@ -10,11 +10,9 @@ mask. Where attention has windows or chunks, blocks of queries leave out the key
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
@@ -27,6 +25,7 @@ from ....kernels.attention.partial import (
 from ....kernels.choose import PARTIAL_ATTENTION
 from ....kernels.torch_private import resolve_process_group
 from .pieces import Pieces
+from .rotation import pass_on, rotate, wait_for
 
 
 def ring_attention(
@@ -115,7 +114,7 @@ def _forward(
     # In fp32 at least: the output is a sum over C steps, which bf16 would round at each.
     out = query.new_empty(shape, dtype=wide_dtype(query.dtype))
     log_sums = out.new_empty((batch, heads, length))
-    for source, held in _rotate(pair, group):
+    for source, held in rotate(pair, group):
         key, value = held[..., :width], held[..., width:]
         parts = pieces.parts(mine, source, query, documents)
         for rows, keys, mask, is_causal, is_first in parts:
@@ -156,7 +155,7 @@ def _backward(
     query_grad = torch.zeros_like(query, dtype=log_sums.dtype)
     pair_grad = torch.zeros_like(pair, dtype=log_sums.dtype)
     spare, works = torch.empty_like(pair_grad), list[Work]()
-    for source, held in _rotate(pair, group):
+    for source, held in rotate(pair, group):
         key, value = held[..., :width], held[..., width:]
         found = []
         for rows, keys, mask, is_causal, _ in pieces.parts(mine, source, query, documents):
@@ -173,47 +172,15 @@ def _backward(
             )
             found.append((rows, keys, *gradients))
         # Only now, so that the kernels above overlap with the message that brings this gradient.
-        _wait(works)
+        wait_for(works)
         for rows, keys, for_query, for_key, for_value in found:
             query_grad[:, rows] += for_query
             pair_grad[:, keys, :, :width] += for_key
             pair_grad[:, keys, :, width:] += for_value
-        works = _pass_on(pair_grad, spare, group)
+        works = pass_on(pair_grad, spare, group)
         pair_grad, spare = spare, pair_grad
-    _wait(works)
+    wait_for(works)
     return query_grad.to(query.dtype), pair_grad.to(pair.dtype)
-
-
-def _rotate(pair: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
-    """Yield each rank's number and pair, this rank's first, while the next pair is received."""
-    ranks = group.size()
-    # Two buffers, because one is received while the other is read and sent on.
-    spare = [torch.empty_like(pair) for _ in range(min(2, ranks - 1))]
-    for step in range(ranks - 1):
-        received = spare[step % 2]
-        works = _pass_on(pair, received, group)
-        yield (group.rank() - step) % ranks, pair
-        _wait(works)
-        pair = received
-    yield (group.rank() + 1) % ranks, pair
-
-
-def _pass_on(sent: Tensor, received: Tensor, group: ProcessGroup) -> list[Work]:
-    """Start sending to the next rank and receiving from the previous one."""
-    rank, ranks = group.rank(), group.size()
-    # In one batch: separate sends around a ring could wait for each other under NCCL.
-    found: list[Work] = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % ranks),
-            dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ranks),
-        ]
-    )
-    return found
-
-
-def _wait(works: list[Work]) -> None:
-    for work in works:
-        work.wait()
 
 
 def _resolve(

@@ -124,18 +124,18 @@ def a_rank_without_labels_adds_nothing():
 
 
 def reuse_own_keys(patch):
-    original, rotate = ring._backward, ring._rotate
+    original, rotate = ring._backward, ring.rotate
 
     def backward(*args):
         def rotate_own(pair, group):
             for source, _ in rotate(pair, group):
                 yield source, pair
 
-        ring._rotate = rotate_own
+        ring.rotate = rotate_own
         try:
             return original(*args)
         finally:
-            ring._rotate = rotate
+            ring.rotate = rotate
 
     patch.setattr(ring, "_backward", backward)
 
