@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ...kernels.ragged.lengths import SampleLengths
 from ..corpus.store import TokenStore
 from .batch import IGNORED, TokenBatch
-from .best_fit import best_fit_decreasing
+from .joined.best_fit import best_fit_decreasing
 from .order import Indices
 
 

@@ -255,10 +255,8 @@ class TaskConfig(Component):
         Raises:
             RecipeError: the task reads no records.
         """
-        raise RecipeError(
-            f'the task "{self.name}" reads no records',
-            "name a data set of a plugin with --source" if not self.needs_language_model else "",
-        )
+        hint = "" if self.needs_language_model else "name a data set of a plugin with --source"
+        raise RecipeError(f'the task "{self.name}" reads no records', hint)
 
     def build_single_encoding(self, tokenizer: Tokenizer) -> RecordEncoding | None:
         """Return how records with one thing to score become arrays; None: there are no such."""
