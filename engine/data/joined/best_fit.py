@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 
 import numpy as np
 
-from .order import Indices
+from ..order import Indices
 
 
 def best_fit_decreasing(lengths: Indices, capacity: int) -> tuple[Indices, int]:
