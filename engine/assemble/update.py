@@ -9,7 +9,12 @@ from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
 from ...model_zoo.matrices import maps_hidden_states
 from ..core.errors import Problem, RecipeError
-from ..optim.parameters import avoid_dynamo_import, parameter_groups, undecorated_step
+from ..optim.parameters import (
+    avoid_dynamo_import,
+    parameter_groups,
+    skips_on_device,
+    undecorated_step,
+)
 from ..optim.placement import ParameterPlacement
 from ..parallel.axis import ParallelModel
 from ..parallel.placement import placements_for
@@ -66,6 +71,7 @@ def build_update(
         parallel_model,
         degrees,
         device,
+        can_skip=not is_rounded and skips_on_device(optimizer, device),
     )
     return optimizer, update
 
