@@ -13,7 +13,12 @@ from ...model_zoo.layers.largest_scores import LargestScores
 from ...model_zoo.matrices import maps_hidden_states
 from ..core.errors import Problem, RecipeError
 from ..optim.elementwise.narrow import splits_a_block
-from ..optim.parameters import avoid_dynamo_import, parameter_groups, undecorated_step
+from ..optim.parameters import (
+    avoid_dynamo_import,
+    parameter_groups,
+    skips_on_device,
+    undecorated_step,
+)
 from ..optim.placement import ParameterPlacement
 from ..parallel.axis import ParallelModel
 from ..parallel.placement import placements_for
@@ -75,6 +80,7 @@ def build_update(
         parallel_model,
         degrees,
         device,
+        can_skip=not is_rounded and skips_on_device(optimizer, device),
     )
     return optimizer, update
 

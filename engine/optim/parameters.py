@@ -116,6 +116,22 @@ ELEMENTWISE = (
 """torch's optimizers that update each element of a parameter without looking at the others"""
 
 
+def skips_on_device(optimizer: Optimizer, device: torch.device) -> bool:
+    """Return whether a step leaves weights and state as they are where `found_inf` is 1.
+
+    Torch's fused Adam and AdamW do, without a wait for the device (torch 2.13); the other fused
+    ones cannot update shards, and optimizers over lists of tensors do not look at it.
+
+    Args:
+        optimizer: any optimizer.
+        device: where `found_inf` is; a copy to weights in CPU memory would be a wait.
+    """
+    return type(optimizer) in (Adam, AdamW) and all(
+        group["fused"] and all(weight.device.type == device.type for weight in group["params"])
+        for group in optimizer.param_groups
+    )
+
+
 def avoid_dynamo_import() -> None:
     """Let optimizers be built without importing the compiler; call it before the first one is."""
     for method in (Optimizer.add_param_group, Optimizer.zero_grad):

@@ -260,8 +260,12 @@ class Session:
         folder = self.directory.path if self.world.rank == 0 else None
         recipe, warn = self.recipe, self.progress.warn
         recorder = EventRecorder(folder, parts.loader, attempt, warn)
-        scale = parts.step.scale
-        return recorder, Health(recipe.resilience, self.device, scale, warn, recorder.record)
+        step = parts.step
+        # Monitors and a lookahead must know on the host whether the weights change.
+        can_skip = step.weight_update.can_skip and not (recipe.metrics.monitors or parts.lookahead)
+        return recorder, Health(
+            recipe.resilience, self.device, step.scale, warn, recorder.record, can_skip=can_skip
+        )
 
     def _print_notes(self, parts: Assembled) -> None:
         for note in [*parts.notes, describe_model(parts), f"run directory: {self.directory.path}"]:

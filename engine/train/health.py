@@ -59,8 +59,9 @@ class Health:
     """Applies the policies `non_finite` and `spike` to each step.
 
     All ranks see the same global values, so they decide alike without a collective. On a GPU
-    nothing waits for the device unless a policy must know before weights change ("skip",
-    "rollback"): `verify` examines the steps when the host waits in any case.
+    nothing waits for the device unless a policy must know before weights change ("skip" of spikes,
+    "rollback"): `verify` examines the steps when the host waits in any case. The update of a step
+    that is not finite can be left out on the device, see `is_bad`.
 
     Args:
         table: the recipe's `[resilience]`.
@@ -68,9 +69,13 @@ class Health:
         scale: the loss scale of fp16.
         report: shows a message to the user.
         record: writes an event to events.jsonl.
+        can_skip: whether the update takes `is_bad`; else `non_finite = "skip"` makes the host wait
+            in each step.
 
     Attributes:
         counts: what has gone wrong so far.
+        is_bad: 1 on the device if the newest step must be skipped, else 0; None: `should_step` has
+            told the host.
         wants_rollback: whether the last step asked for a rollback.
     """
 
@@ -81,14 +86,20 @@ class Health:
         scale: LossScale,
         report: Callable[[str], None],
         record: Callable[[Event], None] = lambda event: None,
+        *,
+        can_skip: bool = False,
     ) -> None:
         self._table = table
         self._scale = scale
         self._report = report
         self._record = record
         # Loss scaling must know of an overflow before weights change, as "skip" does.
-        acts = table.non_finite != "stop" or table.spike in ("skip", "rollback")
+        skips = table.non_finite == "skip"
+        acts = table.spike in ("skip", "rollback") or table.non_finite == "rollback"
+        acts = acts or (skips and not can_skip)
         self._examines_each_step = device.type == "cpu" or acts or scale.dynamic
+        self._skips_on_device = skips and not self._examines_each_step
+        self.is_bad: Tensor | None = None
         self._detector = SpikeDetector(table.spike_window, table.spike_threshold)
         self._pending: list[_Pending] = []
         self._last_spike = 0
@@ -98,7 +109,7 @@ class Health:
         self.wants_rollback = False
 
     def should_step(self, gradients: Gradients, step: int, batch: int, lr: float) -> bool:
-        """Return whether the optimizer may apply the gradients of a step.
+        """Return whether the optimizer may apply the gradients of a step, subject to `is_bad`.
 
         Args:
             gradients: the results of the step's backward pass.
@@ -115,6 +126,8 @@ class Health:
         # Read later, in one copy with the values of other steps.
         values = torch.stack([loss.float(), gradients.norm.float()])
         self._pending.append(_Pending(step, batch, lr, values))
+        if self._skips_on_device:
+            self.is_bad = (~values.isfinite().all()).float()
         if self._examines_each_step or len(self._pending) == MOST_PENDING:
             return self.verify()
         return True

@@ -81,7 +81,7 @@ def train(
         if is_updated:
             # A save in the background may still be copying the weights that change now.
             saver.wait_staged()
-            step.update(lr_factor)
+            step.update(lr_factor, health.is_bad)
         step.clear()
         if health.wants_rollback and _roll_back(position, saver, stop):
             observer.start(position.step, int(position.count))

@@ -169,16 +169,18 @@ class TrainStep:
             dist.all_reduce(tensor)
             tensor.div_(num_equal, rounding_mode=None if tensor.is_floating_point() else "floor")
 
-    def update(self, lr_factor: float) -> None:
+    def update(self, lr_factor: float, is_bad: Tensor | None = None) -> None:
         """Let the optimizer change the weights, and the routers of experts their biases.
 
         Args:
             lr_factor: multiplies the peak learning rate of each group.
+            is_bad: 1 on the device if nothing may change in this step, else 0; None: the host knows
+                that the step is good.
         """
         with self.phase("optimizer"):
             self.monitors.before_update(self.weight_update.clip_factor)
-            self.weight_update.apply(lr_factor)
-            self.balance.update()
+            self.weight_update.apply(lr_factor, is_bad)
+            self.balance.update(is_bad)
             self.monitors.after_update()
 
     def metrics(self, gradients: Gradients, lr: float) -> dict[str, Number]:

@@ -35,6 +35,8 @@ class UpdateAfterBackward:
         parallel_model: names the duplicate parameters, which the norm leaves out.
         degrees: of the ranks.
         device: where collectives run; offloaded gradients are elsewhere.
+        can_skip: whether the optimizer leaves weights and state as they are where `found_inf` is 1,
+            as torch's fused ones do.
     """
 
     in_backward = False
@@ -52,9 +54,12 @@ class UpdateAfterBackward:
         parallel_model: ParallelModel,
         degrees: Degrees,
         device: torch.device,
+        *,
+        can_skip: bool = False,
     ) -> None:
         self._optimizer = optimizer
         self.run_step = run_step
+        self.can_skip = can_skip
         self._clip_norm = clip_norm
         self._clip_value = clip_value
         self._scale = scale
@@ -98,11 +103,17 @@ class UpdateAfterBackward:
             self.clip_factor = factor
         return norm
 
-    def apply(self, lr_factor: float) -> None:
-        """Clip the elements of the gradients, which monitors measure before, and step."""
+    def apply(self, lr_factor: float, is_bad: Tensor | None = None) -> None:
+        """Clip the elements of the gradients, which monitors measure before, and step.
+
+        Args:
+            lr_factor: multiplies the peak learning rate of each group.
+            is_bad: see `TrainStep.update`; needs `can_skip`.
+        """
         _set_rates(self.groups, lr_factor)
         weights = [weight for group in self.groups for weight in group["params"]]
         clip_elements([weight.grad for weight in weights], self._clip_value)
+        self._optimizer.found_inf = is_bad  # type: ignore[attr-defined] # read by fused kernels
         self.run_step()
 
 
@@ -123,6 +134,7 @@ class UpdateInBackward:
     """
 
     in_backward = True
+    can_skip = False
     clip_factor = None
 
     def __init__(
@@ -208,7 +220,7 @@ class UpdateInBackward:
             dist.all_reduce(total)
         return total.sqrt()
 
-    def apply(self, lr_factor: float) -> None:
+    def apply(self, lr_factor: float, is_bad: Tensor | None = None) -> None:
         """Do nothing: the weights have changed."""
 
 

@@ -35,6 +35,9 @@ CASES = {
     "ring": Case("llama3_debug", 2, ("parallel.context=2", "parallel.context_exchange=ring")),
     "pipeline": Case("llama3_debug", 2, ("parallel.pipeline=2",)),
     "skip": Case("llama3_debug", 1, ("resilience.non_finite=skip",)),
+    "skip by a list": Case(
+        "llama3_debug", 1, ("resilience.non_finite=skip", "optimizer.name=lion")
+    ),
     "moe_debug": Case("moe_debug"),
     "expert": Case("moe_debug", 2, ("parallel.expert=2",)),
     "experts on an A100": Case("moe_debug", 1, (), (8, 0)),

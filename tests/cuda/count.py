@@ -17,6 +17,7 @@ from trainer.engine.estimate.simulate import build
 from trainer.engine.estimate.simulate.build import simulate_rank, step_batches
 from trainer.engine.estimate.simulate.torch_internals import replace_attribute
 from trainer.engine.parallel import expert
+from trainer.engine.train.health import Health
 from trainer.kernels.torch_private import (
     FakeTensor,
     TorchDispatchMode,
@@ -187,6 +188,7 @@ def count_step(recipe, ranks, vocab_size, inject=lambda step: None):
         ),
     ):
         inject(step)
+        health = examine(recipe, step)
         for _ in range(2):  # the first one makes the optimizer's state
             batches = step_batches(recipe.data, step, plan)
             before = Stream.waits
@@ -197,8 +199,9 @@ def count_step(recipe, ranks, vocab_size, inject=lambda step: None):
                 replace_attribute(expert, "balanced_counts", balanced),
                 cost,
             ):
-                step.accumulate(batches, lr_factor=1.0)
-                step.update(1.0)
+                gradients = step.accumulate(batches, lr_factor=1.0)
+                if health is None or health.should_step(gradients, 1, batch=1, lr=1.0):
+                    step.update(1.0, health and health.is_bad)
                 step.clear()
     if Stream.waits > before:
         cost.waits["synchronize"] += Stream.waits - before
@@ -208,6 +211,14 @@ def count_step(recipe, ranks, vocab_size, inject=lambda step: None):
         "kernels": cost.kernels,
         "ours": dict(sorted(cost.ours.items())),
     }
+
+
+def examine(recipe, step):
+    """Return what looks at each step of a recipe, unless it only stops the run later."""
+    table, able = recipe.resilience, step.weight_update.can_skip
+    if table.non_finite == "stop":
+        return None
+    return Health(table, torch.device("cuda"), step.scale, print, can_skip=able)
 
 
 def count_graphs(recipe, ranks, vocab_size):
