@@ -17,7 +17,7 @@ from ..train.health import Health
 from ..train.loop import Outcome, evaluate_and_save, evaluate_splits, save_and_stop
 from ..train.parts import Parts, Position
 from ..train.saving import Saver
-from .local_carrier import ClientUpdate, LocalCarrier
+from .carriers.local_carrier import ClientUpdate, LocalCarrier
 from .sampler import sample_clients
 from .server.server import Server
 from .tables import Federation

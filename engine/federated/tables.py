@@ -180,7 +180,7 @@ class CarrierConfig(Component):
 
 
 carriers: Registry[CarrierConfig] = Registry(
-    "carrier", default="local", built_in={"local": "engine.federated.carriers:Local"}
+    "carrier", default="local", built_in={"local": "engine.federated.carriers.configs:Local"}
 )
 
 

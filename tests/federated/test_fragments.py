@@ -8,7 +8,7 @@ import torch
 
 from tests.federated.conftest import assert_equal, rows, tensors
 from trainer.engine.core.errors import RecipeError
-from trainer.engine.federated import local_carrier
+from trainer.engine.federated.carriers import local_carrier
 from trainer.engine.federated.layers.fragments import divide_weights
 from trainer.engine.federated.tables import Fragments
 

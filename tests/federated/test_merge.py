@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.federated.conftest import RECIPE, rows
-from trainer.engine.federated import local_carrier
+from trainer.engine.federated.carriers import local_carrier
 from trainer.engine.federated.merge.admission import find_outliers
 from trainer.engine.federated.merge.geometry import Geometry
 from trainer.engine.federated.tables import Admission, merges

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from .tables import CarrierConfig
+from ..tables import CarrierConfig
 
 if TYPE_CHECKING:
     from .local_carrier import LocalCarrier

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.local import local
-from ..train.average import reshard
-from ..train.parts import Parts, Position
-from .client import Client, LocalResult, train_locally
-from .held_buffers import HeldBuffers
-from .optimizer_policy import OptimizerPolicy
-from .server.server import Arrival, Server
-from .tables import Federation
+from ...core.local import local
+from ...train.average import reshard
+from ...train.parts import Parts, Position
+from ..client import Client, LocalResult, train_locally
+from ..held_buffers import HeldBuffers
+from ..optimizer_policy import OptimizerPolicy
+from ..server.server import Arrival, Server
+from ..tables import Federation
 
 
 @dataclass(frozen=True)
