@@ -146,6 +146,7 @@ optimizers: Registry[OptimizerConfig] = Registry(
         "ademamix": "engine.optim.elementwise.tables:AdEMAMix",
         "mars": "engine.optim.elementwise.tables:MARS",
         "schedule_free": "engine.optim.elementwise.tables:ScheduleFree",
+        "dion2": "engine.optim.matrix.tables:Dion2",
         "decoupled_adamw": "engine.optim.elementwise.tables:DecoupledAdamW",
         "decoupled_sgdw": "engine.optim.elementwise.tables:DecoupledSGDW",
         "adafactor": "engine.optim.factored.tables:Adafactor",
