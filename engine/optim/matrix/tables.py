@@ -31,6 +31,14 @@ class AdamWKeys(Table):
     """added to the denominator"""
 
 
+class HyperballAdamWKeys(AdamWKeys):
+    """AdamW's keys for parameters that are no matrices, beside matrices that keep their norms."""
+
+    lr: NonNegativeFloat = 3e-4
+    """peak learning rate of these parameters; not that of [optimizer], which is a share of the
+    matrices' norms and far too large for AdamW"""
+
+
 class MatrixConfig(OptimizerConfig):
     """Base of the tables of optimizers that `MatrixOptimizer` implements."""
 
@@ -137,7 +145,8 @@ class ScaledConfig(OrthogonalConfig):
 
     def warnings(self) -> Iterator[str]:
         """Yield what is likely to be a mistake."""
-        if self.scale == "original" and self.lr < LEAST_LR:
+        is_adamws = self.lr < LEAST_LR or "lr" not in self.model_fields_set
+        if self.scale == "original" and is_adamws:
             yield (
                 f'optimizer.lr = {self.lr:g} is a rate for AdamW: with scale = "original" matrices '
                 'hardly move; take about 0.02, or scale = "match_rms_adamw"'
@@ -183,6 +192,7 @@ class SOAP(MatrixConfig):
     """Adam in the eigenbases of the covariances of rows and columns (arXiv:2409.11321)."""
 
     implementation = "soap:SOAPOptimizer"
+    has_owned_state = True
     keys_of_both = MatrixConfig.group_keys
 
     name: Literal["soap"] = "soap"
@@ -219,6 +229,7 @@ class Dion2(ScaledConfig):
     """Muon of a share of the rows or columns of each matrix in a step (arXiv:2512.16928)."""
 
     implementation = "dion2:Dion2Optimizer"
+    has_owned_state = True
     sends_gradients = True
     matrix_keys = frozenset({"momentum"})
     group_keys = MatrixConfig.group_keys | {"momentum"}
@@ -241,8 +252,8 @@ class MuonH(MomentumConfig):
     """peak learning rate of matrices, as a share of their norms; the schedule multiplies it"""
     weight_decay: NonNegativeFloat = 0.1
     """decoupled weight decay of parameters that are no matrices; matrices keep their norms"""
-    adamw: AdamWKeys = Field(default={"lr": 3e-4}, validate_default=True)
-    """AdamW's keys for embeddings, heads, norms and biases; here the default of lr is 3e-4"""
+    adamw: HyperballAdamWKeys = DEFAULTS
+    """AdamW's keys for embeddings, heads, norms and biases"""
 
 
 @optimizers.register
@@ -261,5 +272,5 @@ class AdamH(MatrixConfig):
     """for matrices, decay of the running means of the gradient and of its square"""
     eps: PositiveFloat = 1e-8
     """added to the denominator of the directions of matrices"""
-    adamw: AdamWKeys = Field(default={"lr": 3e-4}, validate_default=True)
-    """AdamW's keys for embeddings, heads, norms and biases; here the default of lr is 3e-4"""
+    adamw: HyperballAdamWKeys = DEFAULTS
+    """AdamW's keys for embeddings, heads, norms and biases"""
