@@ -86,6 +86,8 @@ class OptimizerConfig(Component):
     needs_matrices: ClassVar[bool] = False
     """whether it updates matrices as wholes: its groups then have `placements` and `is_matrix`, and
     it cannot step one weight at a time"""
+    has_owned_state: ClassVar[bool] = False
+    """whether a rank has all of the state of some matrices, and none of the others'"""
     bounds_scores: ClassVar[bool] = False
     """whether it reads the largest attention scores of a step, which then are measured"""
     matrix_keys: ClassVar[frozenset[str]] = frozenset()
@@ -164,6 +166,7 @@ optimizers: Registry[OptimizerConfig] = Registry(
         "ademamix": "engine.optim.elementwise.tables:AdEMAMix",
         "mars": "engine.optim.elementwise.tables:MARS",
         "schedule_free": "engine.optim.elementwise.tables:ScheduleFree",
+        "dion2": "engine.optim.matrix.tables:Dion2",
         "decoupled_adamw": "engine.optim.elementwise.tables:DecoupledAdamW",
         "decoupled_sgdw": "engine.optim.elementwise.tables:DecoupledSGDW",
         "adafactor": "engine.optim.factored.tables:Adafactor",

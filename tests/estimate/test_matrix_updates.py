@@ -20,7 +20,13 @@ PLANS = {
     "shard": ({}, {}),
     "soap": ({}, {"optimizer": {"name": "soap"}}),
     "pipeline": ({"pipeline": 2, "shard": 2}, {"optimizer": {"name": "normuon"}}),
-    "experts": ({"expert": 2, "expert_tensor": 2, "tensor": 2}, {"model": EXPERTS}),
+    "experts": (
+        {"expert": 2, "expert_tensor": 2, "tensor": 2},
+        {"model": EXPERTS, "optimizer": {"name": "muonh"}},
+    ),
+    "clip": ({"context": 2, "tensor": 2}, {"optimizer": {"name": "muonclip", "by_head": True}}),
+    "adamh": ({}, {"optimizer": {"name": "adamh"}}),
+    "dion2": ({"tensor": 2, "shard": 2}, {"optimizer": {"name": "dion2"}}),
     "soap of experts": (
         {"expert": 2, "expert_tensor": 2, "tensor": 2},
         {"model": EXPERTS, "optimizer": {"name": "soap_muon"}},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -88,29 +89,20 @@ def replay(optimizers, steps):
 
 def replay_plan(model, parallel, optimizers, steps):
     """Yield weights and state of each optimizer; a model, and gradients, are made once for all."""
-    changes = {"model": model, "data": DATA, "parallel": parallel, "evaluate": {"interval": 0}}
-    parts = assembled(recipe_with(**changes))
-    weights = dict(parts.model.named_parameters())
-    starts = {name: local(weight).clone() for name, weight in weights.items()}
-    gradients = [
-        {name: placed_like(weight, name, step) for name, weight in weights.items()}
-        for step in range(steps)
-    ]
-    for name, table in optimizers.items():
-        recipe = recipe_with(**changes, optimizer={**table, "clip_norm": 0.0})
-        with torch.no_grad():
-            for each, weight in weights.items():
-                local(weight).copy_(starts[each])
-        optimizer, update = build_update(
-            recipe, parts.parallel_model, parts.model_config, parts.plan, parts.step.scale
-        )
+    gradients = []
+    for name, parts in built_with(model, parallel, optimizers):
+        weights = dict(parts.model.named_parameters())
+        gradients = gradients or [
+            {each: placed_like(weight, each, step) for each, weight in weights.items()}
+            for step in range(steps)
+        ]
         for step, given in enumerate(gradients):
             for each, weight in weights.items():
                 weight.grad = given[each].clone()
-            record_scores(optimizer, step)
-            update.apply(1.0 - step / (2 * steps))
-            optimizer.zero_grad()
-        yield name, state_of(parts.model, optimizer)
+            record_scores(parts.optimizer, step)
+            parts.step.weight_update.apply(1.0 - step / (2 * steps))
+            parts.optimizer.zero_grad()
+        yield name, state_of(parts.model, parts.optimizer)
 
 
 def placed_like(weight, name, step):
@@ -131,35 +123,54 @@ def resume(optimizers, pairs, steps, folder):
         steps: the number of recorded gradients.
         folder: of the checkpoints.
     """
-    found = {}
+    found, half = {}, steps // 2
+    group = dist.group.WORLD if dist.is_initialized() else None
+
+    def store_of(*names):
+        path = folder / "-".join(names)
+        path.mkdir(exist_ok=True)
+        return CheckpointStore(path, mode="sync", keep=1, group=group)
+
     with in_float64():
-        for name, table in optimizers.items():
-            for pair in pairs:
-                model, first, second = pair
-                optimizer = {**table, "clip_norm": 0.0}
-                changes = {"model": MODELS[model][0], "data": DATA, "optimizer": optimizer}
-                changes["evaluate"] = {"interval": 0}
-                half, path = steps // 2, folder / "-".join((name, *pair))
-                group = dist.group.WORLD if dist.is_initialized() else None
-                path.mkdir(exist_ok=True)
-                store = CheckpointStore(path, mode="sync", keep=1, group=group)
-                parts = assembled(recipe_with(**changes, parallel=PLANS[first]))
+        for pair in pairs:
+            model, first, second = pair
+            for name, parts in built_with(MODELS[model][0], PLANS[first], optimizers):
                 for step in range(half):
                     step_with_recorded(parts, step, steps)
                 saved = TrainingState(parts, group)
                 tensors = {**model_state(parts.model), **saved.tensors()}
+                store = store_of(name, *pair)
                 store.save(tensors, SaveInfo(step=half, extra=saved.numbers(Position())))
                 store.finish()
-                parts = assembled(recipe_with(**changes, parallel=PLANS[second]))
-                manifest = store.latest().manifest
-                prepared = TrainingState(parts, group).prepare(manifest)
+            for name, parts in built_with(MODELS[model][0], PLANS[second], optimizers):
+                latest = store_of(name, *pair).latest()
+                prepared = TrainingState(parts, group).prepare(latest.manifest)
                 tensors = {**model_state(parts.model), **prepared}
-                remote = parts.model.remote_state
-                load_state(store.latest().path, manifest, tensors, group, remote)
+                load_state(latest.path, latest.manifest, tensors, group, parts.model.remote_state)
                 for step in range(half, steps):
                     step_with_recorded(parts, step, steps)
                 found[name, pair] = state_of(parts.model, parts.optimizer)
     return found
+
+
+def built_with(model, parallel, optimizers):
+    """Yield the parts of a run with each optimizer, and the weights that it starts with; the model
+    is the same one.
+    """
+    changes = {"model": model, "data": DATA, "parallel": parallel, "evaluate": {"interval": 0}}
+    parts = assembled(recipe_with(**changes))
+    weights = list(parts.model.parameters())
+    starts = [local(weight).clone() for weight in weights]
+    for name, table in optimizers.items():
+        recipe = recipe_with(**changes, optimizer={**table, "clip_norm": 0.0})
+        with torch.no_grad():
+            for weight, start in zip(weights, starts, strict=True):
+                local(weight).copy_(start)
+        optimizer, update = build_update(
+            recipe, parts.parallel_model, parts.model_config, parts.plan, parts.step.scale
+        )
+        step = replace(parts.step, optimizer=optimizer, weight_update=update)
+        yield name, replace(parts, optimizer=optimizer, step=step, recipe=recipe)
 
 
 def record_scores(optimizer, step):

@@ -272,7 +272,12 @@ def test_the_default_rate_lowers_the_loss_in_ten_steps(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["adopt", *also("ademamix", "mars", "schedule_free", "torch.NAdam", "torch.Adagrad")]
+    "name",
+    [
+        *("adopt", "soap"),
+        *also("ademamix", "mars", "schedule_free", "torch.NAdam", "torch.Adagrad"),
+        *also("soap_muon", "dion2", "muonclip"),
+    ],
 )
 def test_a_resumed_run_makes_the_weights_of_no_interruption(name, tmp_path):
     keys = f'name = "{name}"' + ("\nslow_warmup_steps = 4" if name == "ademamix" else "")

@@ -11,6 +11,7 @@ OPTIMIZERS = {
     "normuon": {"name": "normuon", "lr": 0.01, "weight_decay": 0.1},
     "muonh": {"name": "muonh", "lr": 0.02},
     "adamh": {"name": "adamh", "lr": 0.02},
+    "dion2": {"name": "dion2", "lr": 0.01},
     "muonclip": {"name": "muonclip", "lr": 0.01, "by_head": True},
     "soap": {"name": "soap", "lr": 0.01},
     "soap_muon": {"name": "soap_muon", "lr": 0.01, "basis_interval": 7},

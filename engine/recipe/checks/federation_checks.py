@@ -45,9 +45,13 @@ def check_federation(recipe: Recipe) -> Iterator[Finding]:
         if is_given and table.averages_states:
             message = f'is unsupported with client_optimizer = "{table.client_optimizer}"'
             yield ("federation", name), message, '"keep" or "reset" the states'
-    if table.client_optimizer == "aggregate" and recipe.optimizer.has_state_in_int8:
-        message = '"int8" is unsupported with federation.client_optimizer = "aggregate"'
+    if table.averages_states and recipe.optimizer.has_state_in_int8:
+        policy = f'federation.client_optimizer = "{table.client_optimizer}"'
+        message = f'"int8" is unsupported with {policy}'
         yield ("optimizer", "state_dtype"), message, 'take "bf16" or "fp32"'
+    if table.averages_states and recipe.optimizer.has_owned_state:
+        message = f'a mean of the states of "{recipe.optimizer.name}" is no state'
+        yield ("federation", "client_optimizer"), message, '"keep" or "reset" the states'
     for index, source in enumerate(recipe.data.sources):
         if getattr(source, "streaming", False):
             where = ("data", "sources", index, "streaming")
