@@ -21,6 +21,7 @@ from .engine.core.errors import (
 )
 from .engine.core.registry import Registry, models
 from .engine.corpus.configs import TokenSource
+from .engine.federated.arrivals.tables import DropoutConfig, dropouts
 from .engine.federated.tables import (
     CompressionConfig,
     MergeConfig,
@@ -88,6 +89,7 @@ __all__ = [
     "Document",
     "DocumentFault",
     "DocumentSource",
+    "DropoutConfig",
     "Elementwise",
     "EnvironmentFault",
     "FileSource",
@@ -129,6 +131,7 @@ __all__ = [
     "TrainerError",
     "checkpoint_modes",
     "compressions",
+    "dropouts",
     "kernels",
     "last_of_sample",
     "losses",

@@ -75,10 +75,16 @@ def plan(
     step_seconds: Annotated[
         float, typer.Option(min=0.0, metavar="SECONDS", help="duration of an optimizer step")
     ] = 0.0,
+    simulate: Annotated[
+        int,
+        typer.Option(
+            min=0, max=10**6, metavar="ROUNDS", help="simulate rounds with [federation.trace]"
+        ),
+    ] = 0,
     cpu: Annotated[bool, typer.Option("--cpu", help="as computed on this machine's CPU")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print bytes, time and memory of a round, before anything runs."""
+    """Print bytes, time and memory of a round, before anything runs; simulate faults."""
     from ..engine.core.errors import Problem, RecipeError
     from ..engine.recipe.load import load_recipe
 
@@ -94,6 +100,7 @@ def plan(
         on_gpu=not cpu,
         bandwidth=bandwidth * 1e6,
         step_seconds=step_seconds,
+        rounds=simulate,
     )
     if as_json:
         print(json.dumps(asdict(costs), indent=1))
@@ -127,7 +134,21 @@ def _print_plan(costs: FederationPlan, rounds: int) -> None:
         ["memory of the server", f"{_size(costs.server_memory)} a rank"],
         ["states of other clients", f"{_size(costs.kept_memory)} a rank"],
     ]
-    print_table(rows)
+    print_table([*rows, *_simulated(costs)])
+
+
+def _simulated(costs: FederationPlan) -> list[list[str]]:
+    """Return the lines of simulated rounds; none without a simulation."""
+    if not (found := costs.simulation):
+        return []
+    return [
+        ["simulated", f"{found.rounds:,} rounds in {found.seconds:,.0f} s"],
+        ["goodput", f"{found.goodput:.1%} of the clients' time"],
+        ["in lock step", f"{found.lock_step_goodput:.1%} if all had to finish each round together"],
+        ["merged", f"{found.merged:,} updates, {found.late:,} of an earlier round"],
+        ["lost", f"{found.dropped:,} too late, {found.failed:,} failures"],
+        ["empty rounds", f"{found.empty_rounds:,}"],
+    ]
 
 
 def _largest(costs: FederationPlan) -> list[list[str]]:

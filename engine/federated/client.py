@@ -37,6 +37,8 @@ class Client:
         buffers: the buffers that it keeps between rounds, by name.
         error: what the compression has lost of its pseudo-gradients, by weight.
         weights: the weights with which it ended its last round, where it keeps its own.
+        late: its update that a later round merges, by weight; nothing without one.
+        late_weight: weight of that update in the mean.
         last_round: number of the round in which it trained last; 0: it has not.
     """
 
@@ -51,6 +53,8 @@ class Client:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     error: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    late: dict[str, Tensor] = field(default_factory=dict)
+    late_weight: float = 0.0
     last_round: int = 0
     _batches: Iterator[list[Batch]] | None = None
 

@@ -21,6 +21,8 @@ from ..train.health import Health
 from ..train.loop import Outcome
 from ..train.parts import Position
 from ..train.saving import Saver
+from .arrivals.timeline import Timeline
+from .arrivals.trace import ClientTrace
 from .clients import open_clients
 from .federation_state import FederationState
 from .held_buffers import HeldBuffers
@@ -29,7 +31,7 @@ from .merge.geometry import Geometry
 from .optimizer_policy import OptimizerPolicy
 from .rounds import Rounds
 from .server.server import Server
-from .tables import carriers
+from .tables import Federation, carriers
 
 
 @dataclass
@@ -80,8 +82,9 @@ class FederatedLoop(RunLoop):
         carrier = carriers[table.carrier].model_validate({}).build()
         local = carrier(table, parts, clients, server, policy, held)
         seed, interval = recipe.run.seed, recipe.ema.interval
-        self.rounds = Rounds(table, seed, parts, server, local, interval, report)
-        state = FederationState(parts, store.group, clients, server, policy, held)
+        timeline = _open_timeline(table, parts, server)
+        self.rounds = Rounds(table, seed, parts, clients, server, local, timeline, interval, report)
+        state = FederationState(parts, store.group, clients, server, policy, held, timeline)
         return Saver(store, parts, health, identity, report, state)
 
     def train(
@@ -97,6 +100,20 @@ class FederatedLoop(RunLoop):
         """Train from a position to the last round; see `Rounds.train`."""
         assert self.rounds is not None, "`open_saver` comes first"
         return self.rounds.train(position, saver, health, observer, stop, tasks)
+
+
+def _open_timeline(table: Federation, parts: Assembled, server: Server) -> Timeline | None:
+    """Return the simulated clock, if the recipe asks for one."""
+    if not table.simulates_time:
+        return None
+    codec, size = table.compression.build(), table.sample_size
+    counts = [weight.numel() for weight in server.weights.values()]
+    sent = sum(codec.count_bytes(each) if codec else 4 * each for each in counts)
+    received = sum(codec.count_merged_bytes(n, size) if codec else 4 * n for n in counts)
+    names = [table.client_name(number) for number in range(table.num_clients)]
+    bits, seed = 8 * (sent + received), parts.recipe.run.seed
+    trace = ClientTrace(table.trace, table.num_clients, parts.stride, bits, seed, names)
+    return Timeline(table.late, table.trace, trace)
 
 
 def _divide_tensors(parts: Assembled) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

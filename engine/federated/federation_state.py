@@ -1,8 +1,8 @@
 """What a checkpoint keeps of a federation, beside the global weights.
 
 Tensors are `server_STATE.WEIGHT`, `clientN_STATE.PARAMETER`, `clientN_buffer.BUFFER`,
-`clientN_error.WEIGHT`, `clientN_weight.WEIGHT` and `rng.clientN.RANK.KIND`. Averaged optimizer
-states are `optimizer.PARAMETER.STATE`.
+`clientN_error.WEIGHT`, `clientN_weight.WEIGHT`, `clientN_late.WEIGHT` and
+`rng.clientN.RANK.KIND`. Averaged optimizer states are `optimizer.PARAMETER.STATE`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from ..checkpoint import state as train_state
 from ..checkpoint.manifest import Manifest, TensorEntry
 from ..train.parts import Parts, Position
 from ..train.training_state import TrainingState
+from .arrivals.timeline import Timeline
 from .client import Client
 from .held_buffers import HeldBuffers
 from .optimizer_policy import OptimizerPolicy
 from .server.server import Server
 
-BUFFER, ERROR, WEIGHT = "buffer", "error", "weight"
+BUFFER, ERROR, WEIGHT, LATE = "buffer", "error", "weight", "late"
 """the sections of a client's tensors that are no optimizer states"""
 
 
@@ -37,6 +38,7 @@ class FederationState(TrainingState):
         server: the server.
         policy: what becomes of the clients' optimizer state.
         held: the buffers that do not travel.
+        timeline: the simulated clock; None: all updates of a round are merged with it.
     """
 
     def __init__(
@@ -47,12 +49,14 @@ class FederationState(TrainingState):
         server: Server,
         policy: OptimizerPolicy,
         held: HeldBuffers,
+        timeline: Timeline | None,
     ) -> None:
         super().__init__(parts, group)
         self._clients = clients
         self._server = server
         self._policy = policy
         self._held = held
+        self._timeline = timeline
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint keeps."""
@@ -80,6 +84,7 @@ class FederationState(TrainingState):
             parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
             named[f"client{client.number}_{key}.{parameter}"] = tensor
         sections = {BUFFER: client.buffers, ERROR: client.error, WEIGHT: client.weights}
+        sections[LATE] = client.late
         for section, values in sections.items():
             for name, tensor in values.items():
                 named[f"client{client.number}_{section}.{name}"] = tensor
@@ -95,6 +100,7 @@ class FederationState(TrainingState):
                     "name": client.name,
                     "batch": client.batch,
                     "last_round": client.last_round,
+                    "late_weight": client.late_weight,
                     "loss_scale": client.loss_scale,
                     "health": client.health.state(),
                     "optimizer_numbers": self.optimizer_numbers(),
@@ -109,6 +115,7 @@ class FederationState(TrainingState):
                 "round": finished,
                 "clients": clients,
                 "merged_bytes": self._server.merged_bytes,
+                "timeline": self._timeline.state() if self._timeline else None,
             },
         }
 
@@ -123,8 +130,10 @@ class FederationState(TrainingState):
             prefix, own = f"client{client.number}_", dict[str, TensorEntry]()
             for name, entry in manifest.tensors.items():
                 key, _, parameter = name.removeprefix(prefix).partition(".")
-                if name.startswith(f"{prefix}{WEIGHT}."):
-                    client.weights[parameter] = torch.empty_like(self._server.weights[parameter])
+                kept = {f"{prefix}{WEIGHT}": client.weights, f"{prefix}{LATE}": client.late}
+                section = name.removesuffix(f".{parameter}")
+                if section in kept:
+                    kept[section][parameter] = torch.empty_like(self._server.weights[parameter])
                 elif name.startswith(prefix) and key not in (BUFFER, ERROR):
                     own[f"optimizer.{parameter}.{key}"] = entry
             self.parts.optimizer.state = client.optimizer
@@ -143,9 +152,12 @@ class FederationState(TrainingState):
         self._held.take_initial()
         saved = manifest.extra["federation"]
         self._server.merged_bytes = saved["merged_bytes"]
+        if self._timeline and saved.get("timeline"):
+            self._timeline.restore(saved["timeline"])
         for client, numbers in zip(self._clients, saved["clients"], strict=True):
             client.batch, client.loss_scale = numbers["batch"], numbers["loss_scale"]
             client.last_round = numbers["last_round"]
+            client.late_weight = numbers.get("late_weight", 0.0)
             client.health.restore(numbers["health"])
 
 

@@ -12,6 +12,7 @@ from ..assemble.build import build_model
 from ..assemble.tables import KernelChoices
 from ..estimate.memory import estimate_memory
 from ..recipe.schema import Recipe
+from .arrivals.simulate import Simulation, simulate_rounds
 from .layers.masks import Masks
 from .layers.tables import PARAMETERS
 from .tables import Federation
@@ -42,6 +43,7 @@ class FederationPlan:
         kept_memory: bytes that the optimizer states of the other clients, what compression has lost
             of all, and with fragments the weights of all, take where clients train in turn.
         largest_sent: bytes from a client to the server in the round of the largest fragment.
+        simulation: what simulated rounds with faults have found; None: none were asked for.
     """
 
     weights: int
@@ -57,6 +59,7 @@ class FederationPlan:
     server_memory: int
     kept_memory: int
     largest_sent: int
+    simulation: Simulation | None = None
 
 
 def plan_federation(
@@ -67,6 +70,7 @@ def plan_federation(
     on_gpu: bool,
     bandwidth: float = 0.0,
     step_seconds: float = 0.0,
+    rounds: int = 0,
 ) -> FederationPlan:
     """Return the costs of a recipe's federation.
 
@@ -77,6 +81,7 @@ def plan_federation(
         on_gpu: whether a client computes on GPUs.
         bandwidth: bits per second of each client's link, the same in both directions; 0: unknown.
         step_seconds: duration of a client's optimizer step; 0: unknown.
+        rounds: rounds to simulate by `[federation.trace]`.
     """
     shapes, frozen, buffers = _trained_shapes(recipe)
     sizes = [prod(shape) for shape in shapes.values()]
@@ -130,6 +135,9 @@ def plan_federation(
         kept_memory=optimizer * (table.num_clients - 1) * keeps
         + kept * table.num_clients * sum(sizes) * BYTES // world,
         largest_sent=max(out) + averaged * BYTES,
+        simulation=simulate_rounds(table, steps, 8 * (sent + received), recipe.run.seed, rounds)
+        if rounds
+        else None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -17,7 +17,9 @@ from ..train.health import Health
 from ..train.loop import Outcome, evaluate_and_save, evaluate_splits, save_and_stop
 from ..train.parts import Parts, Position
 from ..train.saving import Saver
+from .arrivals.timeline import RoundTiming, Timeline
 from .carriers.local_carrier import ClientUpdate, LocalCarrier
+from .client import Client
 from .sampler import sample_clients
 from .server.server import Server
 from .tables import Federation
@@ -31,8 +33,10 @@ class Rounds:
         table: the recipe's `[federation]`.
         seed: the recipe's `run.seed`.
         parts: the parts of one client's plan.
+        clients: all clients, in the order of their numbers.
         server: the server.
         carrier: trains the clients of a round.
+        timeline: the simulated clock; None: all updates of a round are merged with it.
         ema_interval: optimizer steps between updates of the average of the global weights.
         report: tells the user which update was rejected.
     """
@@ -40,8 +44,10 @@ class Rounds:
     table: Federation
     seed: int
     parts: Parts
+    clients: Sequence[Client]
     server: Server
     carrier: LocalCarrier
+    timeline: Timeline | None
     ema_interval: int
     report: Callable[[str], None]
 
@@ -101,14 +107,23 @@ class Rounds:
         parts, start = self.parts, perf_counter()
         number, end = position.step // parts.stride + 1, position.step + parts.stride
         chosen = sample_clients(self.table, self.seed, number)
-        self.server.begin_round(number)
+        timing = self.timeline.run_round(number, chosen) if self.timeline else None
+        if timing:
+            chosen, merged = timing.trained, [(each.client, each.round) for each in timing.merged]
+            self.server.begin_round(number, [c for c in chosen if (c, number) not in merged])
+        else:
+            self.server.begin_round(number)
         self._draw_again(number)
-        log = _RoundLog(number, end)
+        log = _RoundLog(number, end, timing)
         for update in self.carrier.run_round(chosen, position, check):
             log.updates.append(update)
             if not self.server.holds_updates:
                 observer.on_row(log.describe(update))
         merging = perf_counter()
+        for flight in timing.merged if timing else ():
+            if flight.round < number:
+                factor = self.table.late.weigh(number - flight.round)
+                self.server.receive_late(self.clients[flight.client], factor)
         self.server.step(number)
         for update in log.updates:
             if self.server.holds_updates:
@@ -154,10 +169,12 @@ class _RoundLog:
     Attributes:
         number: number of the round, counted from 1.
         step: optimizer steps that a client has finished at the end of the round.
+        timing: what happened by the simulated clock, if there is one.
     """
 
     number: int
     step: int
+    timing: RoundTiming | None = None
     updates: list[ClientUpdate] = field(default_factory=list)
 
     @property
@@ -168,7 +185,8 @@ class _RoundLog:
     def describe(self, update: ClientUpdate) -> dict[str, Any]:
         """Return what metrics.jsonl says of a client's round."""
         arrival = update.arrival
-        reason = {"rejected": arrival.rejected} if arrival.rejected else {}
+        reason: dict[str, Any] = {"rejected": arrival.rejected} if arrival.rejected else {}
+        reason |= {"late": True} if arrival.is_late else {}
         return {
             "kind": "client",
             "step": self.step,
@@ -190,6 +208,15 @@ class _RoundLog:
         losses = [update.result.loss for update in merged]
         total = sum(weights)
         loss = sum(w * x for w, x in zip(weights, losses, strict=True)) / total if total else 0.0
+        times = {}
+        if timing := self.timing:
+            times = {
+                "merged": len(timing.merged),
+                "merged_late": sum(flight.round < self.number for flight in timing.merged),
+                "dropped": len(timing.dropped),
+                "failed": len(timing.failed),
+                "simulated_seconds": timing.seconds,
+            }
         return {
             "kind": "round",
             "step": self.step,
@@ -200,4 +227,5 @@ class _RoundLog:
             "bytes_sent": sum(update.bytes_sent for update in self.updates),
             "bytes_received": sum(update.bytes_received for update in self.updates),
             "train_seconds": sum(update.result.seconds for update in self.updates),
+            **times,
         }

@@ -6,6 +6,8 @@ from math import floor
 
 import numpy as np
 
+from .arrivals.tables import dropouts
+from .arrivals.trace import ClientTrace
 from .tables import Federation
 
 
@@ -23,4 +25,7 @@ def sample_clients(table: Federation, seed: int, number: int) -> list[int]:
     drawn = random.choice(table.num_clients, table.sample_size, replace=False)
     # At least one answers: a round without clients would change nothing.
     dropped = min(floor(table.dropout * len(drawn)), len(drawn) - 1)
-    return sorted(int(client) for client in drawn[dropped:])
+    dropout = dropouts[table.dropout_function].model_validate({})
+    trace = ClientTrace(table.trace, table.num_clients, 1, 0.0, seed)
+    order = [int(client) for client in drawn]
+    return sorted(dropout.select(order, trace.speeds.tolist(), len(order) - dropped))

@@ -10,15 +10,15 @@ from ..core.config import (
     DEFAULTS,
     Component,
     Count,
-    CountOrZero,
-    Fraction,
     OneOf,
     SplitName,
     Table,
 )
 from ..core.registry import Named, Registry
 from ..core.text.expressions import match_names
-from .layers.tables import PARAMETERS, LayerPolicy, StateSchedule
+from .arrivals.tables import Late, Trace, dropouts
+from .layers.tables import PARAMETERS, Fragments, LayerPolicy, StateSchedule
+from .merge.tables import Admission
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -138,39 +138,6 @@ merges: Registry[MergeConfig] = Registry(
 )
 
 
-class Admission(Table):
-    """Which updates are merged; one that is not finite never is."""
-
-    max_norm_ratio: Annotated[float, Field(ge=1)] | None = None
-    """rejects an update whose L2 norm is more than so many times the median of the round's"""
-    min_cosine: Annotated[float, Field(ge=-1, le=1)] | None = None
-    """rejects an update whose cosine with the sum of the others' directions is less"""
-
-    @property
-    def compares(self) -> bool:
-        """Whether the updates of a round are compared with one another."""
-        return self.max_norm_ratio is not None or self.min_cosine is not None
-
-
-class Fragments(Table):
-    """Each round merges one fragment of the weights; clients keep their own of the others."""
-
-    count: Count = 1
-    """fragments, which are merged in turn"""
-    pattern: Literal["strided", "sequential"] = "strided"
-    """which blocks of the model are a fragment: each count-th, or those next to one another"""
-    delay: CountOrZero = 0
-    """optimizer steps of the next round after which what was merged reaches the clients, so that
-    training need not wait for it"""
-    mixing: Fraction = 0.0
-    """share of a client's own weights in the fragment with which it continues"""
-
-    @property
-    def is_enabled(self) -> bool:
-        """Whether clients keep weights of their own between rounds."""
-        return self.count > 1 or self.delay > 0 or self.mixing > 0
-
-
 class CarrierConfig(Component):
     """Base of what moves weights and updates between the server and its clients."""
 
@@ -205,8 +172,10 @@ class Federation(Table):
     clients_per_round: Count | None = None
     """clients that are drawn for a round, without replacement; default: all"""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """share of the drawn clients that is left out of each round at random, as if they had failed;
-    at least one stays"""
+    """share of the drawn clients that is left out of each round; at least one stays"""
+    dropout_function: Annotated[str, OneOf(dropouts)] = "uniform"
+    """which of them: "uniform": at random; "slowest": those that take longest by
+    [federation.trace]"""
     rounds: Count
     """rounds of the run, each of which ends with a step of the server optimizer"""
     local_steps: Count | None = None
@@ -246,11 +215,20 @@ class Federation(Table):
     """which updates are merged"""
     fragments: Fragments = DEFAULTS
     """merges a part of the weights in each round"""
+    late: Late = DEFAULTS
+    """when a round ends, and what becomes of updates that arrive later"""
+    trace: Trace = DEFAULTS
+    """simulated durations and failures of clients"""
 
     @property
     def num_clients(self) -> int:
         """The number of clients."""
         return len(self.client) or self.clients or 0
+
+    @property
+    def simulates_time(self) -> bool:
+        """Whether simulated durations and failures decide what a round merges."""
+        return self.late.is_enabled or self.trace.failure > 0
 
     @property
     def keeps_weights(self) -> bool:

@@ -10,7 +10,7 @@ from tests.federated.conftest import assert_equal, rows, tensors
 from trainer.engine.core.errors import RecipeError
 from trainer.engine.federated.carriers import local_carrier
 from trainer.engine.federated.layers.fragments import divide_weights
-from trainer.engine.federated.tables import Fragments
+from trainer.engine.federated.layers.tables import Fragments
 
 NAMES = ["embed.weight", *(f"layers.{n}.{w}.weight" for n in range(5) for w in "ab"), "norm.weight"]
 

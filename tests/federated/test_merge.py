@@ -8,7 +8,8 @@ from tests.federated.conftest import RECIPE, rows
 from trainer.engine.federated.carriers import local_carrier
 from trainer.engine.federated.merge.admission import find_outliers
 from trainer.engine.federated.merge.geometry import Geometry
-from trainer.engine.federated.tables import Admission, merges
+from trainer.engine.federated.merge.tables import Admission
+from trainer.engine.federated.tables import merges
 
 rng = np.random.default_rng(0)
 COUNT = 7

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from ...core.errors import Problem, RecipeError
-from ..tables import Fragments
+from .tables import Fragments
 
 _BLOCK = re.compile(r"(.*?\.\d+)\.")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ...core.config import Count, CountOrZero, Table
+from ...core.config import Count, CountOrZero, Fraction, Table
 
 PARAMETERS = "parameters"
 """the state that stands for the weights themselves"""
@@ -38,3 +38,22 @@ class StateSchedule(Table):
     def is_due(self, number: int) -> bool:
         """Return whether a round averages; rounds are counted from 1."""
         return number % self.interval == self.offset % self.interval
+
+
+class Fragments(Table):
+    """Each round merges one fragment of the weights; clients keep their own of the others."""
+
+    count: Count = 1
+    """fragments, which are merged in turn"""
+    pattern: Literal["strided", "sequential"] = "strided"
+    """which blocks of the model are a fragment: each count-th, or those next to one another"""
+    delay: CountOrZero = 0
+    """optimizer steps of the next round after which what was merged reaches the clients, so that
+    training need not wait for it"""
+    mixing: Fraction = 0.0
+    """share of a client's own weights in the fragment with which it continues"""
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether clients keep weights of their own between rounds."""
+        return self.count > 1 or self.delay > 0 or self.mixing > 0

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import sqrt
 from statistics import median
 
-from ..tables import Admission
 from .geometry import Geometry, Gradient
+from .tables import Admission
 
 
 def find_outliers(table: Admission, gradients: Sequence[Gradient], geometry: Geometry) -> list[str]:

@@ -28,6 +28,7 @@ class Arrival:
         norm: L2 norm of the pseudo-gradient as it arrived.
         bytes_sent: payload of the weights and buffers.
         rejected: why it is not merged; empty: it is.
+        is_late: whether a later round merges it.
         gradient: the pseudo-gradient, where all of a round are merged together.
     """
 
@@ -36,6 +37,7 @@ class Arrival:
     norm: float
     bytes_sent: int
     rejected: str = ""
+    is_late: bool = False
     gradient: Gradient | None = None
 
 
@@ -86,12 +88,20 @@ class Server:
         self.compressor = Compressor(codec, {n: self.weights[n] for n in model}, feedback=feedback)
         self.merged_norm = 0.0
         self.merged_bytes = 0
+        self._waits = table.simulates_time
+        self._late: frozenset[int] = frozenset()
         self._arrivals: list[Arrival] = []
         self._mean: dict[str, Tensor] = {}
         self._total = 0.0
 
-    def begin_round(self, number: int) -> None:
-        """Choose the weights that a round merges."""
+    def begin_round(self, number: int, late: Iterable[int] = ()) -> None:
+        """Choose the weights that a round merges.
+
+        Args:
+            number: number of the round, counted from 1.
+            late: numbers of the clients whose update of this round a later one merges.
+        """
+        self._late = frozenset(late)
         self.active = self.masks.merged_in(number) | self._buffers
 
     @torch.no_grad()
@@ -117,7 +127,7 @@ class Server:
     @property
     def holds_updates(self) -> bool:
         """Whether all updates of a round are there before any is merged or rejected."""
-        return self._rule is not None or self._admission.compares
+        return self._rule is not None or self._admission.compares or self._waits
 
     @torch.no_grad()
     def broadcast(self) -> None:
@@ -150,11 +160,30 @@ class Server:
         buffers = (gradient[name] for name in gradient.keys() - self.states.keys())
         if not isfinite(arrival.norm) or not all(each.isfinite().all() for each in buffers):
             arrival.rejected = "its update is not finite"
+        elif client.number in self._late:
+            self._arrivals.remove(arrival)
+            arrival.is_late, client.late_weight = True, weight
+            for name, value in gradient.items():
+                client.late[name] = torch.empty_like(self.weights[name])
+                local(client.late[name]).copy_(value)
         elif self.holds_updates:
             arrival.gradient = gradient
         else:
             self._add_to_mean(gradient, weight)
         return arrival
+
+    def receive_late(self, client: Client, factor: float) -> None:
+        """Take the update that a client has computed in an earlier round.
+
+        Args:
+            client: the client.
+            factor: multiplies the weight of the update.
+        """
+        if client.late:  # one that is not finite was never kept
+            gradient: Gradient = {name: local(value) for name, value in client.late.items()}
+            weight, norm = client.late_weight * factor, self._geometry.norm(gradient)
+            self._arrivals.append(Arrival(client, weight, norm, 0, gradient=gradient))
+            client.late = {}
 
     def _add_to_mean(self, gradient: Gradient, weight: float) -> None:
         """Move the weighted mean of what has come so far towards an update, by its share."""
@@ -178,7 +207,9 @@ class Server:
         Returns:
             all updates of the round, and which were rejected.
         """
-        arrivals, self._arrivals = self._arrivals, []
+        # Sums are in the order of client number, and some updates are of earlier rounds.
+        arrivals = sorted(self._arrivals, key=lambda arrival: arrival.client.number)
+        self._arrivals = []
         merged = self._merge(arrivals)
         for arrival in arrivals:
             arrival.gradient = None

@@ -41,6 +41,7 @@ def check_federation(recipe: Recipe) -> Iterator[Finding]:
         "merge": table.merge.name != "mean",
         "compression": table.compression.name != "none",
         "admission": table.admission.compares,
+        "late": table.simulates_time,
     }.items():
         if is_given and table.averages_states:
             message = f'is unsupported with client_optimizer = "{table.client_optimizer}"'
@@ -74,6 +75,10 @@ def _check_counts(recipe: Recipe) -> Iterator[Finding]:
     if size is not None and size > table.num_clients > 0:
         message = f"clients_per_round ({size}) is more than the {table.num_clients} clients"
         yield ("federation", "clients_per_round"), message, f"at most {table.num_clients}"
+    quorum = table.late.quorum
+    if quorum is not None and quorum > table.sample_size > 0:
+        message = f"quorum ({quorum}) is more than the {table.sample_size} clients of a round"
+        yield ("federation", "late", "quorum"), message, f"at most {table.sample_size}"
     if table.local_tokens is not None and recipe.task.unit != "tokens":
         message = f'the task "{recipe.task.name}" does not count tokens'
         yield ("federation", "local_tokens"), message, "give local_steps"
@@ -106,9 +111,13 @@ def _check_fragments(recipe: Recipe) -> Iterator[Finding]:
     assert table is not None
     if not table.fragments.is_enabled:
         return
-    if table.sample_size < table.num_clients or table.dropout:
+    if table.sample_size < table.num_clients or table.dropout or table.simulates_time:
         message = "all clients must train in each round"
-        yield ("federation", "fragments"), message, "leave out clients_per_round and dropout"
+        yield (
+            ("federation", "fragments"),
+            message,
+            "leave out clients_per_round, dropout, late and trace",
+        )
     if table.client_optimizer == "aggregate":
         message = 'is unsupported with client_optimizer = "aggregate"'
         yield ("federation", "fragments"), message, '"keep" or "reset" the states'
