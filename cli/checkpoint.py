@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
@@ -117,8 +117,14 @@ def prune(
     path: AnyPath,
     keep: Annotated[int, typer.Option(min=1, max=2**53, help="how many of the newest stay")],
     keep_every: Annotated[
-        int, typer.Option(min=0, max=2**53, help="steps whose multiples stay too; 0: none")
-    ] = 0,
+        int | None,
+        typer.Option(
+            min=0,
+            max=2**53,
+            show_default=False,
+            help="steps whose multiples stay too; 0: none; default: the run's keep_every",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would go")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -132,7 +138,9 @@ def prune(
 
     if is_checkpoint(path):
         raise RecipeError(f"{path} is one checkpoint", "give its run directory")
-    _checkpoints(path)
+    found = _checkpoints(path)
+    if keep_every is None:
+        keep_every = _recorded_milestones(found[::-1])
     folder = checkpoints_folder(path)
     with _locked(folder.parent) as run:
         to_remove = retention.list_prunable(folder, keep, keep_every)
@@ -172,6 +180,18 @@ def _checkpoints(path: Path) -> list[Path]:
             f"no checkpoint in {path}" + ("" if os.path.exists(path) else ": no folder")
         )
     return found
+
+
+def _recorded_milestones(newest_first: Sequence[Path]) -> int:
+    """Return `checkpoint.keep_every` of the recipe in the newest checkpoint that can be read."""
+    from ..engine.checkpoint.manifest import read_manifest
+
+    for checkpoint in newest_first:
+        with suppress(CheckpointError):
+            table = read_manifest(checkpoint).recipe.get("checkpoint")
+            found = table.get("keep_every") if isinstance(table, dict) else 0
+            return found if isinstance(found, int) else 0
+    return 0
 
 
 @contextmanager

@@ -75,7 +75,10 @@ def launch_ranks(
     from ..engine.launch.ending import SignalPipe
     from ..engine.launch.failure import Restarts
     from ..engine.launch.local import LAUNCHER_SIGNALS, launch
+    from ..engine.run.hub_pins import list_hub_ids, pin_hub_ids
 
+    # Once for all ranks: a branch may move between two questions.
+    pins = [f"--set={table}.{key}={pin}" for table, key, pin in list_hub_ids(pin_hub_ids(recipe))]
     directory = RunDirectory(recipe.run.folder)
     if not dry_run:
         with directory:  # rank 0 locks it for good; this finds out before torch is imported
@@ -89,7 +92,7 @@ def launch_ranks(
     with SignalPipe(LAUNCHER_SIGNALS) as signals:
         stop.finish()  # it is the ranks that answer now
         return launch(
-            trainer_command(command),
+            trainer_command([*command, *pins]),
             nproc,
             log_dir=directory.logs,
             stop_timeout_seconds=recipe.resilience.stop_timeout_seconds,

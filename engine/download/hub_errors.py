@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -35,7 +36,8 @@ def explain_hub_errors(wanted: HubId) -> Iterator[None]:
             f"{wanted} is no path here and not in the cache, and HF_HUB_OFFLINE forbids a download",
             fetch,
         ) from error
-    except Exception as error:  # of its HTTP library, which changes
+    except _connection_errors() as error:
+        # Those of requests are OSErrors, which huggingface_hub used before version 1.
         if isinstance(error, OSError) and (fault := path_fault(error)):
             raise fault from error
         reason = (str(error) or type(error).__name__).splitlines()[0][:200]
@@ -43,3 +45,15 @@ def explain_hub_errors(wanted: HubId) -> Iterator[None]:
             f"{wanted} is no path here, and the Hugging Face hub cannot be reached: {reason}",
             f"{fetch}; an interrupted download resumes",
         ) from error
+
+
+def _connection_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of the libraries with which the hub's library downloads."""
+    from huggingface_hub import errors
+
+    # Its HTTP library changes with its versions, and is a base of its own errors.
+    names = ("HTTPError", "RequestException")
+    found = [base for base in errors.HfHubHTTPError.__mro__[1:] if base.__name__ in names]
+    if "hf_xet" in sys.modules:  # written in Rust, it raises errors of the network as this
+        found.append(RuntimeError)
+    return OSError, *found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -44,7 +45,7 @@ _EXPECTED = {
 }
 MOST = 100
 MOST_OWNERS = 3
-MOST_KNOWN = 30
+MOST_KNOWN = 16
 _COUNTED = ("too_short", "too_long")
 
 
@@ -132,7 +133,11 @@ class _Fault:
         text = _one_line(self.text)
         if len(known) > MOST_KNOWN:
             text = text.partition("; known: ")[0]
-            hint = hint or f"`trainer list {self.context.get('kind')}` names all {len(known)}"
+            listed = f"`trainer list {self.context.get('kind')}` names all {len(known)}"
+            near = [] if ours else get_close_matches(word, known, n=3, cutoff=0.5)
+            others = ", ".join(each for each in near if f'"{each}"' not in hint)
+            hint += f" also near: {others};" if hint and others else ";" * bool(ours)
+            hint = f"{hint} {listed}".strip()
         return self.tree.problem((*self.path, key), text, hint)
 
     def unsupported(self) -> Problem:

@@ -95,6 +95,23 @@ def test_milestones_stay_beside_the_newest(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("step-*")) == names
 
 
+def test_prune_keeps_the_milestones_of_the_recipe(tmp_path: Path) -> None:
+    store = open_store(tmp_path, keep=10)
+    for step in range(1, 8):
+        info = SaveInfo(step=step, recipe={"checkpoint": {"keep_every": 3}})
+        store.save(state_of(step), info)
+
+    def removed(*words: object) -> list[int]:
+        paths = parsed("prune", tmp_path, "--keep", 1, "--dry-run", *words)["removed"]
+        return [int(path[-1]) for path in paths]
+
+    assert removed() == [1, 2, 4, 5]
+    assert removed("--keep-every", 2) == [1, 3, 5]
+    assert removed("--keep-every", 0) == [1, 2, 3, 4, 5, 6]
+    (tmp_path / "step-00000007" / "manifest.json").write_text("{}")
+    assert removed() == [1, 2, 4, 5]
+
+
 def test_prune_deletes_what_the_run_turned_away_from(tmp_path: Path) -> None:
     store = save_steps(tmp_path, 1, 2, 3)
     store = open_store(tmp_path)

@@ -8,6 +8,8 @@ import pytest
 import tomli
 
 from tests.download.small_model import make_model
+from trainer.engine.core.errors import EnvironmentFault
+from trainer.engine.download.hub_errors import explain_hub_errors
 from trainer.engine.download.hub_ids import HubId, parse_hub_id
 
 REPO = "tiny/llama-1.5b"
@@ -178,6 +180,24 @@ def test_errors_of_the_hub_are_explained(hub, trainer, files):
         assert text in done.stderr
 
 
+def test_only_errors_of_the_connection_mean_that_the_hub_cannot_be_reached():
+    errors = pytest.importorskip("huggingface_hub.errors")
+    connect_error = next(
+        base
+        for base in errors.HfHubHTTPError.__mro__[1:]
+        if base.__name__ in ("HTTPError", "RequestException")
+    )
+    for error in (connect_error("no route"), ConnectionResetError("reset"), TimeoutError("late")):
+        with (
+            pytest.raises(EnvironmentFault, match="cannot be reached"),
+            explain_hub_errors(HubId("a/b")),
+        ):
+            raise error
+    for error in (TypeError("wrong argument"), KeyError("missing")):
+        with pytest.raises(type(error)), explain_hub_errors(HubId("a/b")):
+            raise error
+
+
 @pytest.mark.parametrize(
     "setting", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}]
 )
@@ -222,10 +242,12 @@ def test_a_run_records_the_commit_and_resumes_with_it(hub, trainer, files, tmp_p
     work.mkdir(exist_ok=True)
     (work / "t.txt").write_text("some text to learn from\n" * 200)
     (work / "r.toml").write_text(RECIPE)
-    done = trainer("run", "r.toml", ranks=2)
+    done = trainer("run", "r.toml", "--nproc", "2")
     assert done.returncode == 0, done.stderr
     weights = [path for path in served(hub) if path.endswith("model.safetensors")]
     assert len(weights) == 1  # of two ranks, one downloads
+    questions = [path for _, path, _ in hub.requests if path == f"/api/models/{REPO}"]
+    assert len(questions) == 2, hub.requests  # one for each key that names the model
     recorded = tomli.loads((work / "runs/r/recipe.toml").read_text())
     assert recorded["run"]["init_from"] == f"{REPO}@{commit}"
     assert recorded["tokenizer"]["path"] == f"{REPO}@{commit}"

@@ -6,6 +6,7 @@ from trainer.engine.core.errors import RecipeError
 from trainer.engine.optim.tables import optimizers
 
 RUN = "[run]\nsteps = 1\n"
+LISTED = f"`trainer list optimizer` names all {len([*optimizers])}"
 LATER = "is not available in this version"
 
 FAULTS = [
@@ -56,8 +57,8 @@ FAULTS = [
     (
         '[optimizer]\nname = "adamwx"',
         4, 1, "optimizer.name",
-        'no optimizer is named "adamwx"; known: ' + ", ".join(sorted(optimizers)),
-        'did you mean "adamw"?',
+        'no optimizer is named "adamwx"',
+        f'did you mean "adamw"? also near: adam, adamh; {LISTED}',
     ),
     (
         '[model]\nflavor = "8bb"',
