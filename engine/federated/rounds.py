@@ -120,17 +120,12 @@ class Rounds:
             if not self.server.holds_updates:
                 observer.on_row(log.describe(update))
         merging = perf_counter()
-        for flight in timing.merged if timing else ():
-            if flight.round < number:
-                factor = self.table.late.weigh(number - flight.round)
-                self.server.receive_late(self.clients[flight.client], factor)
+        self._receive_late(timing, number)
         self.server.step(number)
-        for update in log.updates:
-            if self.server.holds_updates:
-                observer.on_row(log.describe(update))
-            if reason := update.arrival.rejected:
-                name = update.arrival.client.name
-                self.report(f"round {number}: client {name} was rejected: {reason}")
+        for update in log.updates if self.server.holds_updates else ():
+            observer.on_row(log.describe(update))
+        for client, reason in log.rejected:
+            self.report(f"round {number}: client {client.name} was rejected: {reason}")
         self.server.broadcast()
         reshard(parts.model)
         self._average(position.step, end)
@@ -146,6 +141,13 @@ class Rounds:
         row |= {unit: position.count, f"{unit}_per_second": log.count / seconds}
         row["samples"] = parts.loader.turns.count_samples(position.batch)
         observer.on_row(row)
+
+    def _receive_late(self, timing: RoundTiming | None, number: int) -> None:
+        """Give the server the updates of earlier rounds that arrive in a round."""
+        for flight in timing.merged if timing else ():
+            if flight.round < number:
+                factor = self.table.late.weigh(number - flight.round)
+                self.server.receive_late(self.clients[flight.client], factor)
 
     def _draw_again(self, number: int) -> None:
         """Draw the weights that a round begins with anew, on the server and for all clients."""
@@ -181,6 +183,12 @@ class _RoundLog:
     def count(self) -> int:
         """Units of the task that the clients trained on."""
         return sum(update.result.count for update in self.updates)
+
+    @property
+    def rejected(self) -> list[tuple[Client, str]]:
+        """The clients whose update was not merged, each with the reason."""
+        arrivals = [update.arrival for update in self.updates]
+        return [(each.client, each.rejected) for each in arrivals if each.rejected]
 
     def describe(self, update: ClientUpdate) -> dict[str, Any]:
         """Return what metrics.jsonl says of a client's round."""

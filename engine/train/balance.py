@@ -144,6 +144,8 @@ class Balance:
         Args:
             is_bad: see `TrainStep.update`.
         """
+        if not self._layers:
+            return
         loads = self._loads[:, :-NUM_OTHER_COUNTS]
         mean = loads.mean(1, keepdim=True)
         # Counts are exact in fp64, so that signs are the same under every parallel plan.

@@ -141,7 +141,7 @@ def serve(updates, weights, name="fedavg", **keys):
     for update, weight in zip(updates, weights, strict=True):
         server.broadcast()
         model["w"].copy_(torch.from_numpy(update))
-        server.receive(SimpleNamespace(error={}), weight)
+        server.receive(SimpleNamespace(number=0, error={}), weight)
     server.step(1)
     return server.weights["w"].numpy()
 

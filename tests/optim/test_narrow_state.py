@@ -68,7 +68,9 @@ def test_updates_in_8_bits_are_those_of_torchao():
             theirs, gradient, torch.tensor(float(number)), *means, None, torch.tensor(config.lr),
             *config.betas, config.weight_decay, config.eps, True, False,
         )  # fmt: skip
-    torch.testing.assert_close(weight.detach(), theirs, rtol=1e-5, atol=1e-6)
+    # The tables of values differ by a rounding, which may give an element the other neighbour.
+    differing = ~torch.isclose(weight.detach(), theirs, rtol=1e-5, atol=1e-6)
+    assert differing.float().mean() < 1e-3
     state = optimizer.state[weight]
     for key, mean in zip(("exp_avg", "exp_avg_sq"), means, strict=True):
         differing = state[key] != mean.codes  # rounding may choose the other neighbour

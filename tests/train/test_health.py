@@ -203,8 +203,8 @@ def spoil():
     """Let the update of step 6 write a NaN, which no loss has shown yet."""
     update, count = TrainStep.update, [0]
 
-    def spoiling(self, lr_factor):
-        update(self, lr_factor)
+    def spoiling(self, lr_factor, is_bad=None):
+        update(self, lr_factor, is_bad)
         count[0] += 1
         if count[0] == 6:
             with torch.no_grad():

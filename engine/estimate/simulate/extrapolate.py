@@ -18,7 +18,6 @@ from torch import nn
 
 from ...core.local import local
 from ...observe.tables import Metrics
-from ...optim.optimizers import AdamW
 from ...parallel.mesh import expert_grid
 from ...parallel.pipeline.cut import SPLIT_BACKWARD
 from ...precision.hardware import DTYPES
@@ -32,7 +31,7 @@ from .instrumented import NUM_ENDS, BlockSegment, track
 from .sizes import RunSize, enough_micro_batches, have_identical_blocks, resize, size_of
 from .torch_internals import fake_process_group
 from .tracker import COMMUNICATION, RECEIVED, MemoryPeak
-from .update import count_update
+from .update import count_update, stand_in_for
 
 SHORTEST = NUM_ENDS + 1
 """blocks of the shorter of two tracked runs: the first, the last, and an inner block"""
@@ -43,12 +42,6 @@ MOST_STAGES = 3
 (`_add_unshard_reshard` in torch.distributed.pipelining.schedules)."""
 DDP_BUCKET = 25 * 2**20
 """bytes of one all-reduce, DDP's default"""
-
-
-class ScoringAdamW(AdamW):
-    """AdamW in the place of an optimizer that reads attention scores, which are measured."""
-
-    bounds_scores = True
 
 
 @dataclass(frozen=True)
@@ -232,11 +225,10 @@ def count_ranks(
     found = placements(recipe, size.degrees, vocab_size) if optimizer.needs_matrices else []
     update: Callable[[int], StepCounts] | None = None
     if found and not (whole or recipe.lora.rank):
-        # The optimizer is counted apart, and AdamW sends nothing. The forward pass stays the same.
+        # The optimizer is counted apart, and its stand-in sends nothing.
         config, table = recipe.model.with_vocab(vocab_size), recipe.parallel
         update = partial(count_update, optimizer, config, table, found, size.degrees)
-        stand_in = ScoringAdamW() if optimizer.bounds_scores else AdamW()
-        recipe = recipe.model_copy(update={"optimizer": stand_in})
+        recipe = recipe.model_copy(update={"optimizer": stand_in_for(optimizer)})
     whole = whole or recipe.optimizer.needs_matrices
     own = size.degrees.pipeline, (), ()
     pipeline, blocks, counts = own if whole else smallest_sizes(recipe, size, vocab_size)

@@ -10,6 +10,7 @@ from ....kernels.torch_private import FakeTensorMode
 from ....model_zoo.config import ModelConfig
 from ....model_zoo.matrices import maps_hidden_states
 from ...assemble.parameter_placements import place_parameters
+from ...optim.optimizers import AdamW
 from ...optim.parameters import parameter_groups
 from ...optim.placement import ParameterPlacement
 from ...optim.tables import OptimizerConfig
@@ -22,6 +23,17 @@ from .build import CPU
 from .collectives import CollectiveMatcher
 from .count import StepCounter, StepCounts, bytes_of_state
 from .torch_internals import fake_process_group
+
+
+class ScoringAdamW(AdamW):
+    """AdamW in the place of an optimizer that reads attention scores, which are measured."""
+
+    bounds_scores = True
+
+
+def stand_in_for(optimizer: OptimizerConfig) -> AdamW:
+    """Return an optimizer that sends nothing, and has the same forward pass as another one."""
+    return ScoringAdamW() if optimizer.bounds_scores else AdamW()
 
 
 def count_update(

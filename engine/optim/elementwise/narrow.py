@@ -36,10 +36,9 @@ def dynamic_values(is_signed: bool, device: torch.device) -> Tensor:
     values = [0.0, 1.0]
     for decade in range(DECADES):
         parts = 2**decade if is_signed else 2 ** (decade + 1)
-        edges = torch.linspace(0.1, 1, parts + 1)
-        middles = 10.0 ** (decade - DECADES + 1) * (edges[:-1] + edges[1:]) / 2
-        values += middles.tolist()
-        values += (-middles).tolist() if is_signed else []
+        for part in range(parts):
+            middle = 10.0 ** (decade - DECADES + 1) * (0.1 + 0.9 * (part + 0.5) / parts)
+            values += [middle, -middle] if is_signed else [middle]
     return torch.tensor(sorted(values), dtype=torch.float32, device=device)
 
 
