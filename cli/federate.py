@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from . import federate_rounds
-from .options import AsJson, Overrides, Recipe
+from .options import AsJson, Overrides, Recipe, check_paths
 from .ranks import require_no_job
 from .run_ranks import (
     AllowChanged,
@@ -20,7 +21,7 @@ from .run_ranks import (
     rank_command,
     split_keys,
 )
-from .table import print_table
+from .table import echo, print_table
 
 if TYPE_CHECKING:
     from ..engine.federated.plan import FederationPlan
@@ -106,6 +107,49 @@ def plan(
         print(json.dumps(asdict(costs), indent=1))
     else:
         _print_plan(costs, loaded.federation.rounds)
+
+
+@app.command()
+@check_paths
+def status(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")],
+    as_json: AsJson = False,
+) -> None:
+    """Show the newest round of a run, and each client's newest part in one."""
+    from ..engine.federated.follow import read_status
+    from ..engine.report.status import examine
+
+    found, state = read_status(run), examine(run).state
+    if as_json:
+        print(json.dumps({"state": state, **asdict(found)}, indent=1))
+        return
+    newest = found.round
+    rows = [["run", f"{run}: {state}"]]
+    if newest:
+        rows += [["round", f"{newest['round']}, step {newest['step']}"]]
+        rows += [["loss", f"{newest['loss']:.5g}"]]
+    traffic = f"{_size(found.bytes_sent)} sent, {_size(found.bytes_received)} received"
+    print_table([*rows, ["clients", traffic]])
+    cells = [["CLIENT", "ROUNDS", "NEWEST", "LOSS", "NORM", "STATE"]]
+    for name, row in found.clients.items():
+        count, text = str(found.rounds_of[name]), row.get("rejected") or "late" * ("late" in row)
+        loss, norm = f"{row['loss']:.5g}", f"{row['norm']:.4g}"
+        cells.append([name, count, str(row["round"]), loss, norm, text or "merged"])
+    print_table(cells)
+
+
+@app.command()
+@check_paths
+def stop(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")],
+    timeout: Annotated[
+        float, typer.Option(min=1.0, max=86400.0, metavar="SECONDS", help="how long to wait")
+    ] = 600.0,
+) -> None:
+    """Stop a run between two rounds; `trainer federate run` resumes it."""
+    from ..engine.federated.follow import stop_run
+
+    echo(f"{run} has stopped" if stop_run(run, timeout) else f"{run} is not running")
 
 
 def _print_plan(costs: FederationPlan, rounds: int) -> None:

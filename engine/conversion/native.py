@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
 from ..checkpoint.box import Box
 from ..checkpoint.chunks import (
@@ -66,6 +67,7 @@ def write_native(
     info: SaveInfo,
     advance: Advance,
     checks: Sequence[Callable[[], str]] = (),
+    contents: Literal["full", "weights"] = "weights",
 ) -> None:
     """Write a complete checkpoint into a folder without a checkpoint.
 
@@ -78,6 +80,7 @@ def write_native(
         info: step, recipe and versions for the manifest.
         advance: called with the number of bytes of each block that was written.
         checks: functions that raise if the source is damaged, run beside the writes.
+        contents: "full" if a run can resume from the tensors.
 
     Raises:
         CheckpointError: the files that were written do not match the manifest.
@@ -96,7 +99,7 @@ def write_native(
     for extent, hashed in zip(work, hashes, strict=True):
         entries[extent.file.name] = FileEntry(bytes=extent.file.stat().st_size, xxh3=hashed)
     manifest = Manifest(
-        **vars(replace(info, contents="weights")),
+        **vars(replace(info, contents=contents)),
         tensors=tensor_entries(files),
         files=entries | {path.name: file_entry(path) for path in beside},
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -138,7 +138,14 @@ class FederationState(TrainingState):
                     own[f"optimizer.{parameter}.{key}"] = entry
             self.parts.optimizer.state = client.optimizer
             self._prepare_optimizer(own, numbers["optimizer_numbers"])
-            tensors |= self._client_tensors(client)
+            of_client = self._client_tensors(client)
+            # A client that starts again has lost nothing yet.
+            lost = f"{prefix}{ERROR}."
+            tensors |= {
+                name: tensor
+                for name, tensor in of_client.items()
+                if name in manifest.tensors or not name.startswith(lost)
+            }
             if rank < manifest.world:
                 tensors |= _name_random(client)
         return tensors

@@ -12,7 +12,6 @@ from ..checkpoint.tables import Checkpoint
 from ..core.config import DEFAULTS, Table
 from ..core.registry import Named, Registry, models
 from ..data.tables import Data
-from ..federated.arrivals.tables import dropouts
 from ..federated.tables import Federation, compressions, merges, server_optimizers
 from ..lora.tables import LoRA
 from ..observe.tables import Metrics, Profile, monitors, trackers
@@ -122,6 +121,5 @@ REGISTRIES: dict[str, Registry[Any]] = {
         server_optimizers,
         compressions,
         merges,
-        dropouts,
     )
 }
