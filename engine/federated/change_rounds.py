@@ -27,7 +27,7 @@ from ..checkpoint.manifest import (
 )
 from ..checkpoint.retention import make_temporary_name, publish, remove
 from ..core.errors import RecipeError, nearest
-from ..core.files import atomic_write
+from ..core.files import atomic_write, open_regular
 from ..core.run_dir import RunDirectory, read_recipe
 from ..core.unfinished import Unfinished
 from ..recipe.write import format_toml
@@ -103,9 +103,10 @@ def edit_round(
         _link(saved.path, backup)
         _link(saved.path, temporary, leave_out=(MANIFEST, INDEX))
         # The data files stay as they are: what no index names is not read.
-        index = json.loads((saved.path / INDEX).read_bytes())
+        with open_regular(saved.path / INDEX) as file:
+            index = json.load(file)
         index["chunks"] = {name: index["chunks"][name] for name in manifest.tensors}
-        (temporary / INDEX).write_text(json.dumps(index))
+        atomic_write(temporary / INDEX, json.dumps(index))
         files = {**manifest.files, INDEX: file_entry(temporary / INDEX)}
         write_manifest(temporary, replace(manifest, files=files))
         if step != saved.manifest.step:

@@ -13,7 +13,7 @@ from typing import Any
 from ..core.errors import EnvironmentFault, RecipeError
 from ..core.files import read_regular
 from ..core.run_dir import LARGEST_LOCK, RunDirectory
-from ..observe.metrics import decode_rows
+from ..observe.metrics import read
 
 POLL_SECONDS = 0.2
 
@@ -48,7 +48,7 @@ def read_status(run: Path) -> FederationStatus:
     counts: dict[str, int] = {}
     sent = received = 0
     file = RunDirectory(run).metrics
-    for row in decode_rows(file.read_text() if file.is_file() else ""):
+    for row in read(file) if file.is_file() else ():
         if row.get("kind") == "round":
             newest = dict(row)
             sent, received = sent + row["bytes_sent"], received + row["bytes_received"]

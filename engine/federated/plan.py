@@ -12,7 +12,7 @@ from ..assemble.build import build_model
 from ..assemble.tables import KernelChoices
 from ..estimate.memory import estimate_memory
 from ..recipe.schema import Recipe
-from .arrivals.simulate import Simulation, simulate_rounds
+from .arrivals.simulate import RoundsSimulation, simulate_rounds
 from .layers.masks import Masks
 from .layers.tables import PARAMETERS
 from .tables import Federation
@@ -59,7 +59,7 @@ class FederationPlan:
     server_memory: int
     kept_memory: int
     largest_sent: int
-    simulation: Simulation | None = None
+    simulation: RoundsSimulation | None = None
 
 
 def plan_federation(

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.errors import Problem, RecipeError
+from ...core.files import open_regular
 from .tables import Trace
 
 # Keys of the generators: rounds have numbers below.
@@ -77,12 +78,10 @@ class ClientTrace:
 
 def _read(file: str, names: list[str]) -> dict[int, dict[int, float]]:
     """Return the seconds of the rows of a file, by round and client."""
-    numbers, found = (
-        {name: index for index, name in enumerate(names)},
-        dict[int, dict[int, float]](),
-    )
+    numbers = {name: index for index, name in enumerate(names)}
+    found = dict[int, dict[int, float]]()
     try:
-        with open(os.path.expanduser(file)) as lines:
+        with open_regular(os.path.expanduser(file)) as lines:
             for row in map(json.loads, lines):
                 if row.get("kind") == "client" and row["client"] in numbers:
                     of_round = found.setdefault(int(row["round"]), {})
