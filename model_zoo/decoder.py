@@ -13,6 +13,7 @@ from ..kernels.attention.local import Mask
 from ..kernels.choose import Kernels
 from ..kernels.ragged.lengths import SampleLengths
 from ..kernels.ragged.samples import positions_in_samples
+from ..kernels.summation import widen
 from .base import Constant, Normal
 from .decoder_config import DecoderConfig
 from .grouped_query_config import GroupedQueryConfig
@@ -209,7 +210,7 @@ class Decoder(LanguageModel):
         is_token_BS = ~padding_mask
         # A row of nothing but padding would divide by zero.
         counts_B1 = is_token_BS.sum(1, keepdim=True).clamp(min=1)
-        return self.own_positions(is_token_BS * (is_token_BS.shape[1] / counts_B1.double()))
+        return self.own_positions(is_token_BS * (is_token_BS.shape[1] / widen(counts_B1)))
 
     def forward(
         self,

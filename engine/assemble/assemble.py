@@ -35,6 +35,7 @@ from ..train.balance import warn_of_capacity
 from ..train.lookahead import Lookahead
 from ..train.parts import Parts
 from .build import BuiltModel, build_model, build_step
+from .device_features import require_features
 from .frozen import open_frozen
 from .initial_weights import load_initial_weights, may_start_fresh, select_weights
 from .precomputed import open_outputs
@@ -77,6 +78,7 @@ def assemble(
     for warning in recipe.optimizer.warnings():
         log.warning(warning)
     require_formats(recipe.precision, recipe.model, device)
+    require_features(recipe, device)
     plan = make_plan(recipe.parallel, world.rank, world.world_size, device)
     # Before the first product: cuBLAS reads its workspace setting when it starts.
     _apply_determinism(recipe.run.deterministic)

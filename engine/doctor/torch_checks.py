@@ -15,6 +15,7 @@ from ...kernels.registry import without_triton
 from ...kernels.torch_private import FileStore
 from ..data.tables import Data
 from ..launch.assembler import choose_assembler
+from ..launch.group import takes_mps
 from ..observe.throughput import device_peak_flops
 from ..precision.hardware import multiplies_bf16, multiplies_low_precision
 from .machine import GIB, Finding, cpu_name
@@ -27,6 +28,10 @@ def check_devices() -> Iterator[Finding]:
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
         devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    elif takes_mps():
+        text = "Apple's GPU, for runs of one process; sums are float32; not tested"
+        yield Finding("mps", "note", text)
+        devices.append(torch.device("mps"))
     for device in devices:
         if device.type == "cuda":
             memory = torch.cuda.get_device_properties(device).total_memory / GIB
@@ -63,7 +68,7 @@ def check_process_groups() -> Iterator[Finding]:
 
 def check_kernels() -> Iterator[Finding]:
     """Yield which implementation of each kernel would be chosen here."""
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    device_type = "cuda" if torch.cuda.is_available() else "mps" if takes_mps() else "cpu"
     yield Finding("kernels by triton", "ok", without_triton(device_type) or "can be chosen")
     for operation, reason in choose({}, device_type, Data().seq_len).reasons.items():
         yield Finding(f"kernel {operation}", "ok", reason)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from ...kernels.summation import widen
 from ...kernels.vocabulary import WHOLE, VocabularyShard
 from ...model_zoo.language_model import LanguageModel
 from ..data.batch import IGNORED, TokenBatch
@@ -125,7 +126,7 @@ class TextScorer:
         )
         shape = batch.labels.shape
         assert scores.nll is not None, "the model called it"
-        nll = scores.nll.view(shape).double().sum(1).tolist()
+        nll = widen(scores.nll.view(shape)).sum(1).tolist()
         count = (batch.labels != IGNORED).sum(1).tolist()
         greedy = scores.is_greedy.view(shape).all(1).tolist()
         return [Score(*each) for each in zip(nll, count, greedy, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,11 +26,14 @@ from .environment import World
 def pick_device(world: World) -> torch.device:
     """Return the GPU of this process, or the CPU of a machine without GPUs.
 
+    One process takes Apple's GPU (MPS), unless the environment has TRAINER_DEVICE=cpu. Several take
+    the CPU there, because gloo, the only backend, does not communicate tensors of MPS.
+
     Raises:
         EnvironmentFault: this machine has more processes than GPUs.
     """
     if not torch.cuda.is_available():
-        return torch.device("cpu")
+        return torch.device("mps" if world.world_size == 1 and takes_mps() else "cpu")
     visible = torch.cuda.device_count()
     # A scheduler that shows each task its own GPU alone calls it number 0.
     number = 0 if visible == 1 and world.launcher == "slurm" else world.local_rank
@@ -42,6 +46,11 @@ def pick_device(world: World) -> torch.device:
     # Only now, because reading the capability opens a context on the current device.
     set_assembler(torch.cuda.get_device_capability(number), torch.version.cuda)
     return torch.device("cuda", number)
+
+
+def takes_mps() -> bool:
+    """Return whether a process of its own computes on Apple's GPU."""
+    return torch.backends.mps.is_available() and os.environ.get("TRAINER_DEVICE") != "cpu"
 
 
 ASKED, LEFT = "stop/asked", "stop/left"

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...kernels.summation import widen
+
 
 class Mean(NamedTuple):
     """A mean of some numbers, which a row leaves out if there are none."""
@@ -47,7 +49,7 @@ def to_floats(values: Mapping[str, Number]) -> dict[str, float]:
     numbers: dict[tuple[str, int], float] = {}
     if tensors:
         # Exact: fp32 and counts up to 2**53 fit in fp64.
-        stacked = torch.stack([value.detach().double() for value in tensors.values()])
+        stacked = torch.stack([widen(value.detach()) for value in tensors.values()])
         numbers = dict(zip(tensors, stacked.tolist(), strict=True))
     floats = {}
     for name, value in values.items():

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ...kernels.summation import sum_dtype
 from ...model_zoo.base import Constant, Model, Normal
 from ..checkpoint.box import Box, contiguous_box
 
@@ -88,8 +89,10 @@ def draw_weights(model: Model, names: Collection[str], seed: str) -> None:
 
 def _empty(tensor: Tensor, device: torch.device) -> Tensor:
     if type(tensor) in (Tensor, nn.Parameter):
+        # Sums are kept in fp64 where the device has it.
+        dtype = sum_dtype(device) if tensor.dtype is torch.float64 else tensor.dtype
         # Not empty_like, as in Module.to_empty: of a `meta` tensor, it imports torch's compiler.
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        return torch.empty(tensor.shape, dtype=dtype, device=device)
     return torch.empty_like(tensor, device=device)
 
 

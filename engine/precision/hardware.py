@@ -36,6 +36,8 @@ def multiplies_bf16(device: torch.device) -> tuple[bool, str]:
             return True, f"{name} has bf16 matrix cores"
         major, minor = torch.cuda.get_device_capability(device)
         return major >= 8, f"{name} has compute capability {major}.{minor}"
+    if device.type == "mps":
+        return False, "which of Apple's GPUs multiply bf16 in hardware, torch does not say"
     return False, f"nothing is known about {device.type} devices"
 
 
@@ -65,6 +67,11 @@ def require_formats(table: Precision, config: ModelConfig, device: torch.device)
     """
     for word, format_table in table.low_precision.items():
         native, reason = multiplies_low_precision(word, device)
+        if device.type == "mps":
+            raise EnvironmentFault(
+                f"precision.{word} cannot run on Apple's GPU (MPS), which has no such dtype",
+                ON_CPU,
+            )
         if not native and not format_table.emulate:
             raise EnvironmentFault(
                 f"precision.{word} cannot run here: {reason}",
@@ -95,6 +102,8 @@ def bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
             return next((flag for flag in _CPU_FLAGS if flag in words), "")
     return ""
 
+
+ON_CPU = "set TRAINER_DEVICE=cpu in the environment, or leave it out"
 
 DTYPES = {
     "fp32": torch.float32,

@@ -138,7 +138,7 @@ def make_state(parts: Assembled, start_step: int, info: SaveInfo) -> RunState:
         attempt=info.attempt,
         run_id=info.run_id,
         world=parts.world.world_size,
-        device=torch.cuda.get_device_name(parts.device) if cuda else "cpu",
+        device=torch.cuda.get_device_name(parts.device) if cuda else parts.device.type,
     )
 
 

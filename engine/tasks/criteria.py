@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.summation import sum_dtype
 from ..data.batch import IGNORED
 
 Fields = Mapping[str, Tensor]
@@ -118,7 +119,7 @@ class ClassCrossEntropy(Criterion):
         if weights is None:
             return {"loss": (labels != IGNORED).sum()}
         counted = torch.where(labels == IGNORED, 0, weights[labels.clamp(min=0)])
-        return {"loss": counted.sum().double()}
+        return {"loss": counted.sum().to(sum_dtype(counted.device))}
 
     def _weights(self, device: torch.device) -> Tensor | None:
         return torch.tensor(self.class_weights, device=device) if self.class_weights else None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.summation import widen
 from .metrics.tables import Outputs
 
 
@@ -69,7 +70,7 @@ def find_spans(
     """
     place = torch.arange(outputs.shape[1], device=outputs.device)
     is_padding = place >= lengths.unsqueeze(1)
-    logits = outputs.double().masked_fill(is_padding.unsqueeze(-1), -torch.inf)
+    logits = widen(outputs).masked_fill(is_padding.unsqueeze(-1), -torch.inf)
     first, last = logits.log_softmax(1).unbind(-1)
     is_last = place == lengths.unsqueeze(1) - 1
     none = torch.where(is_last, first + last, 0).sum(1)

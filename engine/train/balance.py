@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...kernels.summation import sum_dtype, widen
 from ...kernels.torch_private import foreach_add_, foreach_zero_
 from ...model_zoo.base import Model
 from ...model_zoo.config import ModelConfig
@@ -66,7 +67,7 @@ class Balance:
         self._rows_of_layers = [order.index(f"{name}{ROUTER}") for name in local_layers]
         experts = max((shape[0] for shape in shapes.values()), default=0)
         self._loads = torch.zeros(
-            len(order), experts + NUM_OTHER_COUNTS, dtype=torch.float64, device=device
+            len(order), experts + NUM_OTHER_COUNTS, dtype=sum_dtype(device), device=device
         )
         self._degrees, self._num_equal = degrees, degrees.world // degrees.data
         self._shares = 1
@@ -101,13 +102,13 @@ class Balance:
             # unequal numbers.
             tokens = torch.stack([(~mask).sum() for mask in padding]).sum()
             sum_over_ranks(tokens, self._num_equal)
-            self._set_token_factor(rows * padding[0].shape[1] / tokens.clamp(min=1).double())
+            self._set_token_factor(rows * padding[0].shape[1] / widen(tokens.clamp(min=1)))
         elif self.exists and lengths:
             # Of flat rows the factor has no row length, because they have none in common.
             total = sum(each.total for each in lengths)
             tokens = torch.full((), total, device=self._loads.device)
             sum_over_ranks(tokens, self._num_equal)
-            self._set_token_factor(rows / tokens.double())
+            self._set_token_factor(rows / widen(tokens))
         if self._layers:
             foreach_zero_([layer.load_counter for layer in self._layers])
             factors = [layer.loss_factor for layer in self._layers]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...kernels.summation import sum_dtype
 from ..core import faults
 from ..core.heartbeat import heartbeat
 from ..data.batch import Batch
@@ -124,7 +125,7 @@ def evaluate(
     # The unwrapped module: DDP has nothing to do without gradients.
     model, pipeline = parallel_model.model, parallel_model.pipeline
     model.eval()
-    sums = torch.zeros(task.num_sums, dtype=torch.float64, device=device)
+    sums = torch.zeros(task.num_sums, dtype=sum_dtype(device), device=device)
     counts: Tensor | None = None
     if metrics:
         metrics.clear()  # of an evaluation that was given up
@@ -133,7 +134,7 @@ def evaluate(
         (batch,) = task.prepare([moved], parallel_model)
         batch_counts = task.evaluation_counts(batch)
         if counts is None:
-            counts = torch.zeros_like(batch_counts, dtype=torch.float64)
+            counts = torch.zeros_like(batch_counts, dtype=sum_dtype(device))
         if pipeline:
             sums += pipeline.evaluate(batch, task)
             record = pipeline.take_record()

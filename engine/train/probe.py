@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ...kernels.summation import widen
 from ...kernels.torch_private import current_autograd_node
 from ...model_zoo.layout import Layout
 from ..core.local import local, num_parts
@@ -75,12 +76,12 @@ def measure(tensor: Tensor, share: float = 1.0) -> Sums:
         tensor: a tensor on any device; this waits for it.
         share: weight of each number, below 1 where several ranks hold the same numbers.
     """
-    values = local(tensor).double()  # in fp32 the squares of small gradients underflow
+    values = widen(local(tensor))  # in fp32 the squares of small gradients underflow
     is_finite = values.isfinite()
     values = values.where(is_finite, 0.0)
     largest = values.abs().amax() if values.numel() else values.new_zeros(())
     # One copy from the device for all of them.
-    numbers = torch.stack([values.square().sum(), largest, is_finite.sum().double()])
+    numbers = torch.stack([values.square().sum(), largest, widen(is_finite.sum())])
     squares, max_value, num_finite = numbers.tolist()
     count = values.numel()
     return Sums(squares * share, count * share, max_value, (count - num_finite) * share)

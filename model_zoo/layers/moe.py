@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ...kernels.choose import Kernels
 from ...kernels.moe.aux_loss import add_aux_loss
 from ...kernels.routing.reference import RoutingPlan
+from ...kernels.summation import sum_dtype, widen
 from .configs import MoESettings
 from .dense import GatedMLP, RMSNorm
 from .experts import Experts, FusedExperts
@@ -89,8 +90,9 @@ class MoE(nn.Module):
         """Give the buffers of this layer and of its router their initial values."""
         self.router.init_buffers(device)
         self.loss_factor = torch.ones((), device=device)
-        self.token_factor = torch.ones((), dtype=torch.float64, device=device)
-        self.load_counter = torch.zeros(len(self.load_counter), dtype=torch.float64, device=device)
+        wide = sum_dtype(device)
+        self.token_factor = torch.ones((), dtype=wide, device=device)
+        self.load_counter = torch.zeros(len(self.load_counter), dtype=wide, device=device)
 
     def forward(self, x: Tensor, token_weights: TokenWeights = None) -> Tensor:
         """Return what [B, S, D] adds to the residual stream.
@@ -115,9 +117,9 @@ class MoE(nn.Module):
         is_padding_T1 = padding_of(token_weights)
         plan, dropped = self._plan(routing.chosen, is_padding_T1)
         # Once for each row of a token, because the counter is divided by the number of rows.
-        entropy = routing.entropy.double().view(1) * self.settings.experts_per_token
-        loss = routing.loss.detach().double().view(1)
-        load = torch.cat([plan.counts.double(), dropped, entropy, loss])
+        entropy = widen(routing.entropy).view(1) * self.settings.experts_per_token
+        loss = widen(routing.loss.detach()).view(1)
+        load = torch.cat([widen(plan.counts), dropped, entropy, loss])
         weight_TA = add_aux_loss(
             routing.weight, routing.loss, self.loss_factor, self.load_counter, load
         )
@@ -154,12 +156,12 @@ class MoE(nn.Module):
         if is_padding is not None:
             plan = plan._replace(counts=plan.counts[:experts], offs=plan.offs[:experts])
         if factor is None:
-            return plan, torch.zeros(1, dtype=torch.float64, device=chosen.device)
-        rows = plan.offs[-1:].double()
+            return plan, torch.zeros(1, dtype=sum_dtype(chosen.device), device=chosen.device)
+        rows = widen(plan.offs[-1:])
         is_over = plan.slot - plan.starts[chosen] >= factor * rows / experts
         # A second plan, because a selection of rows would have a length that only the device knows.
         kept = self.permute.plan(chosen.masked_fill(is_over, experts), experts + 1)
-        dropped = rows - kept.offs[experts - 1 : experts].double()
+        dropped = rows - widen(kept.offs[experts - 1 : experts])
         return kept._replace(counts=plan.counts, offs=kept.offs[:experts]), dropped
 
     def _sort_rows(self, x: Tensor, weight: Tensor, plan: RoutingPlan) -> tuple[Tensor, Tensor]:

@@ -50,7 +50,7 @@ FAULTS = {
     ),
     "pipeline": (
         IN_BACKWARD + UNCLIPPED + "[data]\nmicro_batch = 1\n[parallel]\npipeline = 2", 2, KEY,
-        "a pipeline does not say which backward pass of a stage completes its gradients",
+        "a stage holds all gradients before its last backward pass, so that nothing is saved",
         "keep parallel.pipeline = 1",
     ),
     "copies": (

@@ -1,5 +1,6 @@
 """A run directory or a checkpoint in place of a recipe."""
 
+import re
 import shutil
 import sys
 
@@ -16,6 +17,8 @@ def test_a_run_directory_resumes_with_its_own_recipe(command, finished, tmp_path
     code, shown, errors = command("run", tmp_path / "moved", "--set=run.steps=4")
     assert code == 0, errors
     assert "step-00000002 (step 2)" in shown
+    assert re.search(r"model: llama3, [\d,]+ parameters", shown)
+    assert f"run directory: {tmp_path / 'moved'}" in shown
     assert not (tmp_path / "runs" / "r").exists()
     assert 'name = "moved"' in (tmp_path / "moved" / "recipe.toml").read_text()
     assert "lr = 0.001" in (tmp_path / "moved" / "recipe.toml").read_text()

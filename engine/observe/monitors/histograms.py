@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ....kernels.summation import sum_dtype, widen
 from ...core.local import local
 from ..numbers import Histogram, Number
 from ..tables import HistogramKind, Histograms, Monitor
@@ -90,7 +91,9 @@ class HistogramMonitor(Monitor):
     def _find_ranges(self, parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the ends of the bins of each group, the same on all ranks."""
         # Of negated values too, so that one all-reduce of maxima finds the minima.
-        ends = torch.full((2, len(self._groups)), -torch.inf, dtype=torch.float64, device=device)
+        ends = torch.full(
+            (2, len(self._groups)), -torch.inf, dtype=sum_dtype(device), device=device
+        )
         for part, place in zip(parts, self._places, strict=True):
             for values in _chunks(part):
                 for row, signed in zip(ends, (-values, values), strict=True):
@@ -106,7 +109,7 @@ class HistogramMonitor(Monitor):
 def _chunks(part: Tensor) -> Iterator[Tensor]:
     """Yield the values of a tensor in fp64, some at a time."""
     for values in torch.split(part.reshape(-1), CHUNK) if part.numel() else ():
-        yield values.double()
+        yield widen(values)
 
 
 def _count(values: Tensor, low: Tensor, high: Tensor, bins: int) -> Tensor:
@@ -116,5 +119,5 @@ def _count(values: Tensor, low: Tensor, high: Tensor, bins: int) -> Tensor:
     index = index.where(values.isfinite(), bins)
     lanes = LANES if values.is_cuda else 1
     index += torch.arange(len(index), device=index.device) % lanes * (bins + 1)
-    counts = torch.zeros(lanes * (bins + 1), dtype=torch.float64, device=index.device)
+    counts = torch.zeros(lanes * (bins + 1), dtype=sum_dtype(index.device), device=index.device)
     return counts.index_add_(0, index, torch.ones_like(values)).view(lanes, -1).sum(0)

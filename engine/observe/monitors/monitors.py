@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ....kernels.summation import sum_dtype
 from ..numbers import Number
 from ..tables import Monitor, MonitorConfig
 from .monitored_model import MonitoredModel
@@ -56,7 +57,7 @@ class Monitors:
             return
         sizes = [monitor.num_sums for monitor in self._due]
         # Views of one tensor, so that all monitors share an all-reduce.
-        sums = torch.zeros(sum(sizes), dtype=torch.float64, device=self._device)
+        sums = torch.zeros(sum(sizes), dtype=sum_dtype(self._device), device=self._device)
         self._buffer, self._sums = sums, torch.split(sums, sizes)
         for monitor, own in zip(self._due, self._sums, strict=True):
             monitor.before_update(own, clip_factor)

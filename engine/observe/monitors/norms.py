@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from ....kernels.summation import sum_dtype, widen
 from ....kernels.torch_private import foreach_norm, foreach_sub_
 from ...core.local import local, norm_dtype
 from ..numbers import Mean, Number
@@ -39,7 +40,7 @@ class NormMonitor(Monitor):
         self._kinds = kinds
         self._rows = torch.tensor(rows, dtype=torch.int64, device=model.device)
         shares = [model.share(weight) for weight in self._weights]
-        self._shares = torch.tensor(shares, dtype=torch.float64, device=model.device)
+        self._shares = torch.tensor(shares, dtype=sum_dtype(model.device), device=model.device)
         self._old: list[Tensor] = []
         self.num_sums = 4 * len(self._groups)
 
@@ -60,7 +61,7 @@ class NormMonitor(Monitor):
                 ],
             )
             if clip_factor is not None:
-                gradients.div_(clip_factor.double().square())
+                gradients.div_(widen(clip_factor).square())
         if {"updates", "update_ratios"} & {*self._kinds}:
             self._old = [part.clone() for part in parts]
 
@@ -76,7 +77,7 @@ class NormMonitor(Monitor):
         if not parts:
             return
         norms = torch.stack(foreach_norm(parts, dtype=norm_dtype(parts))).to(sums.device)
-        sums.index_add_(0, self._rows, norms.double().square() * self._shares)
+        sums.index_add_(0, self._rows, widen(norms).square() * self._shares)
 
     def metrics(self, sums: Tensor) -> dict[str, Number]:
         """Return `weight_norm/LAYER` and the other norms."""
@@ -88,7 +89,7 @@ class NormMonitor(Monitor):
             "update_ratios": (updates / weights).sqrt(),
         }
         # A row leaves out a mean of nothing, so that no layer without weights appears.
-        exists = (count > 0).double()
+        exists = widen(count > 0)
         return {
             f"{KEYS[kind]}/{group}": Mean(*pair)
             for kind in self._kinds

@@ -139,7 +139,7 @@ def _optimizer_in_backward(recipe: Recipe, degrees: Degrees) -> Iterator[tuple[s
         yield "monitors need the gradients and weights of a whole step", "remove metrics.monitors"
     if degrees.known.pipeline > 1:
         yield (
-            "a pipeline does not say which backward pass of a stage completes its gradients",
+            "a stage holds all gradients before its last backward pass, so that nothing is saved",
             "keep parallel.pipeline = 1",
         )
     yield from _copies(recipe, degrees)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ....kernels.ragged.lengths import SampleLengths
 from ....kernels.ragged.samples import sum_by_sample
+from ....kernels.summation import widen
 from ....kernels.vocabulary import WHOLE, VocabularyShard, project
 from ...data.batch import IGNORED, Batch, TokenBatch
 from ...observe.numbers import Mean, Number
@@ -206,7 +207,7 @@ class NextToken(Task[TokenBatch]):
         """Return loss and perplexity of each text, a mean over the tokens of the text."""
         assert isinstance(record, TokenScores), "output_record returns one"
         assert record.nll is not None, "the forward pass came before"
-        totals = record.nll.view(batch.labels.shape).double().sum(1).tolist()
+        totals = widen(record.nll.view(batch.labels.shape)).sum(1).tolist()
         counts = (batch.labels != IGNORED).sum(1).tolist()
         found: list[dict[str, Any]] = []
         for total, count in zip(totals, counts, strict=True):

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ....kernels.summation import sum_dtype
+
 
 class MeanMeters:
     """Weighted means by name, whose sums over all ranks travel in one all-reduce.
@@ -24,7 +26,7 @@ class MeanMeters:
         self._names = list(names)
         size = 2 * len(self._names) + num_extra
         # fp64, in which counts of up to 2**53 are exact.
-        self._sums = torch.zeros(size, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(size, dtype=sum_dtype(device), device=device)
         self._means = self._sums[: 2 * len(self._names)].view(-1, 2)
         self.extra = self._sums[2 * len(self._names) :]
 
@@ -38,8 +40,8 @@ class MeanMeters:
             weight: how much it counts, such as its tokens; a tensor like `value`, or one for all.
         """
         device = self._sums.device
-        values = torch.as_tensor(value, dtype=torch.float64, device=device)
-        weights = torch.as_tensor(weight, dtype=torch.float64, device=device).expand_as(values)
+        values = torch.as_tensor(value, dtype=self._sums.dtype, device=device)
+        weights = torch.as_tensor(weight, dtype=self._sums.dtype, device=device).expand_as(values)
         weights = weights.masked_fill(values.isnan(), 0)
         total = (values.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf) * weights).sum()
         self._means[self._names.index(name)] += torch.stack([total, weights.sum()])

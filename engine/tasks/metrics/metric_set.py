@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ....kernels.summation import sum_dtype, widen
 from ...core.errors import DataError
 from .gather import SampleRows
 from .meters import MeanMeters
@@ -109,7 +110,7 @@ class MetricSet:
                 )
         if self._classes:
             pairs = self._find_rows(targets) * self._classes + labels
-            ones = torch.ones_like(pairs, dtype=torch.float64)
+            ones = torch.ones_like(pairs, dtype=sum_dtype(pairs.device))
             self._meters.extra.index_add_(0, pairs, ones)
         elif self._of_labels:
             self._labels.add(labels, targets)
@@ -251,7 +252,9 @@ class MetricSet:
 
     def _agree(self, found: Mapping[str, float]) -> dict[str, float]:
         """Return the numbers of rank 0: ranks with other processors may round otherwise."""
-        numbers = torch.tensor(list(found.values()), dtype=torch.float64, device=self._device)
+        numbers = torch.tensor(
+            list(found.values()), dtype=sum_dtype(self._device), device=self._device
+        )
         if dist.is_initialized():
             dist.broadcast(numbers, 0)
         return dict(zip(found, numbers.tolist(), strict=True))
@@ -287,8 +290,8 @@ def _weigh(config: MetricConfig, targets: Tensor, outputs: Outputs) -> float:
     if outputs.kind == "regression":
         is_given = ~targets.isnan().view(len(targets), -1)
         is_part = config.missing != "samples"
-        return float(is_given.double().mean(1).sum() if is_part else is_given.all(1).sum())
+        return float(widen(is_given).mean(1).sum() if is_part else is_given.all(1).sum())
     is_counted = targets >= 0
     if (ignored := _ignored(config)) is not None:
         is_counted &= targets != ignored
-    return float(is_counted.double().view(len(targets), -1).mean(1).sum())
+    return float(widen(is_counted).view(len(targets), -1).mean(1).sum())

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.choose import Kernels
+from ....kernels.summation import widen
 from .batch import PairBatch
 from .criteria import Scores
 
@@ -60,7 +61,7 @@ def name_scores(
     """
     singles = [False] * len(scores) if batch.is_single is None else batch.is_single.tolist()
     counts = [{}] * len(scores) if tokens is None else [{"tokens": n} for n in tokens.tolist()]
-    rows = zip(scores.double().tolist(), singles, counts, strict=True)
+    rows = zip(widen(scores).tolist(), singles, counts, strict=True)
     # A row that is not single is chosen, and the next one is the rejected answer.
     return [
         {key: score, **count} if single else {"chosen": score, "rejected": next(rows)[0]}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ....kernels.choose import Kernels
 from ....kernels.log_probs.reference import linear_log_probs
+from ....kernels.summation import sum_dtype
 from ...data.batch import IGNORED, Batch
 from ...observe.numbers import Mean, Number
 from ...parallel.axis import ParallelModel
@@ -199,7 +200,8 @@ class Pairs(Task[PairBatch]):
         trained = FrozenModel(model, frozen.config, evaluation_mode)
         sums = torch.zeros(2, dtype=torch.float64)
         for batch in batches:
-            sums = sums.to(batch.tokens.device)
+            device = batch.tokens.device
+            sums = sums.to(device, sum_dtype(device))
             mismatched = batch.mismatched
             found = [self._log_probs(each, mismatched) for each in (trained, frozen)]
             if found[0] is not None and found[1] is not None:
