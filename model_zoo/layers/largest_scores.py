@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...kernels.attention.local import Mask
 from ...kernels.choose import Kernels
 
 
-class LargestScores:
+class LargestScores(nn.Module):
     """Keeps the largest scores of passes that train; nothing is computed before `keep_in`."""
 
     def __init__(self, kernels: Kernels) -> None:
+        super().__init__()
         self._compute = kernels.largest_scores
         self._found_H: Tensor | None = None
 

@@ -83,8 +83,9 @@ def test_every_command_that_prints_a_table_has_json():
         "launch torchrun",
         "launch kubernetes",
         "federate run",
+        "federate stop",
         "federate rounds",  # a group within a group
-        "federate rounds export",
+        *(f"federate rounds {word}" for word in ("export", "edit", "branch", "prune")),
     }
     assert without - groups == own
 

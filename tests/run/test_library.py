@@ -133,11 +133,11 @@ def test_training_again_resumes_and_parts_can_be_trained(recipe_file):
     parts = assemble(recipe)
     update = parts.step.update
 
-    def stop_after_ten(lr_factor):
+    def stop_after_ten(lr_factor, is_bad):
         stopped.append(1)
         if len(stopped) == 11:
             raise KeyboardInterrupt
-        update(lr_factor)
+        update(lr_factor, is_bad)
 
     parts.step.update = stop_after_ten
     with pytest.raises(KeyboardInterrupt):
