@@ -11,6 +11,7 @@ from trainer.cli import main as cli
 from trainer.engine.estimate.speed import estimate_speed
 from trainer.engine.recipe.load import load_recipe
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 CLOCK = Path(__file__).parents[2] / "benchmarks/clock.py"
 LLAMA = """
 [run]
@@ -85,6 +86,26 @@ def test_a_search_and_a_plan_take_the_same_time(tmp_path, capsys):
     ]
     found = estimate_speed(load_recipe(recipe, changes, 8).recipe, 8, "h100", 8)
     assert found.step_seconds == pytest.approx(fastest["seconds"])
+
+
+MFU = {("llama3_8b", 8): (0.447, 0.42), ("moe_1b", 8): (0.327, 0.38)}
+"""by recipe and GPUs: what the guide says of `plan`, and the least that the kernels must allow"""
+
+
+def test_recipes_have_the_mfu_that_the_guide_says():
+    for (name, ranks), (said, _) in MFU.items():
+        recipe = load_recipe(RECIPES / f"{name}.toml", [], ranks).recipe
+        assert estimate_speed(recipe, ranks, "h100", 8).mfu == pytest.approx(said, abs=0.005)
+
+
+@pytest.mark.matrix
+def test_kernels_allow_the_mfu_that_recipes_are_made_for():
+    line = [sys.executable, str(CLOCK.with_name("mfu.py"))]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=True)
+    found = json.loads(done.stdout[done.stdout.index("\n[") :])
+    by_kernels = {(each["recipe"], each["gpus"]): each["by_kernels"] for each in found}
+    for case, (_, least) in MFU.items():
+        assert by_kernels[case] >= least
 
 
 @pytest.mark.matrix
