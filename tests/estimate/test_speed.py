@@ -117,3 +117,17 @@ def test_published_figures_that_were_not_fitted_are_met():
     assert report["test"]["rows"] >= 20
     assert report["test"]["median_error"] <= 0.20
     assert report["test"]["rank_correlation"] >= 0.95
+
+
+@pytest.mark.matrix
+def test_a_search_finds_published_plans_and_prefers_the_faster_of_them():
+    script = [sys.executable, str(CLOCK.with_name("search.py")), "--most-gpus", "4"]
+    line = [*script, "--rows", "KempnerForge 7B"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=280, check=True)
+    rows, _, summary = done.stdout.partition("\n{\n")
+    found, report = [*map(json.loads, rows.splitlines())], json.loads("{" + summary)
+    assert len(found) == report["found"] >= 6
+    assert report["pairs_ordered_alike"] == report["pairs"] >= 4
+    # Where one axis alone was published as the fastest, the search chooses it too.
+    sharded = {row["name"]: row["ratio_of_degrees"] for row in found if "shard" in row["name"]}
+    assert set(sharded.values()) == {1.0}
