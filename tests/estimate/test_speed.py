@@ -11,6 +11,7 @@ from trainer.cli import main as cli
 from trainer.engine.estimate.speed import estimate_speed
 from trainer.engine.recipe.load import load_recipe
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 CLOCK = Path(__file__).parents[2] / "benchmarks/clock.py"
 LLAMA = """
 [run]
@@ -87,6 +88,26 @@ def test_a_search_and_a_plan_take_the_same_time(tmp_path, capsys):
     assert found.step_seconds == pytest.approx(fastest["seconds"])
 
 
+MFU = {("llama3_8b", 8): (0.447, 0.42), ("moe_1b", 8): (0.327, 0.38)}
+"""by recipe and GPUs: what the guide says of `plan`, and the least that the kernels must allow"""
+
+
+def test_recipes_have_the_mfu_that_the_guide_says():
+    for (name, ranks), (said, _) in MFU.items():
+        recipe = load_recipe(RECIPES / f"{name}.toml", [], ranks).recipe
+        assert estimate_speed(recipe, ranks, "h100", 8).mfu == pytest.approx(said, abs=0.005)
+
+
+@pytest.mark.matrix
+def test_kernels_allow_the_mfu_that_recipes_are_made_for():
+    line = [sys.executable, str(CLOCK.with_name("mfu.py"))]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=True)
+    found = json.loads(done.stdout[done.stdout.index("\n[") :])
+    by_kernels = {(each["recipe"], each["gpus"]): each["by_kernels"] for each in found}
+    for case, (_, least) in MFU.items():
+        assert by_kernels[case] >= least
+
+
 @pytest.mark.matrix
 @pytest.mark.slow
 def test_published_figures_that_were_not_fitted_are_met():
@@ -96,3 +117,17 @@ def test_published_figures_that_were_not_fitted_are_met():
     assert report["test"]["rows"] >= 20
     assert report["test"]["median_error"] <= 0.20
     assert report["test"]["rank_correlation"] >= 0.95
+
+
+@pytest.mark.matrix
+def test_a_search_finds_published_plans_and_prefers_the_faster_of_them():
+    script = [sys.executable, str(CLOCK.with_name("search.py")), "--most-gpus", "4"]
+    line = [*script, "--rows", "KempnerForge 7B"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=280, check=True)
+    rows, _, summary = done.stdout.partition("\n{\n")
+    found, report = [*map(json.loads, rows.splitlines())], json.loads("{" + summary)
+    assert len(found) == report["found"] >= 6
+    assert report["pairs_ordered_alike"] == report["pairs"] >= 4
+    # Where one axis alone was published as the fastest, the search chooses it too.
+    sharded = {row["name"]: row["ratio_of_degrees"] for row in found if "shard" in row["name"]}
+    assert set(sharded.values()) == {1.0}
