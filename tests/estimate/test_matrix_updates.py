@@ -74,10 +74,11 @@ def test_bytes_flops_and_state_are_those_of_real_ranks():
     real = run_ranks(4, counted, timeout=300)
     (plans,) = run_ranks(1, planned, timeout=300)
     for (name, _), places in plans.items():
-        assert any(route.kind == "all-to-all" for route in places[0].calls)
+        sends = any(route.kind == "all-to-all" for route in places[0].calls)
+        assert sends == (name != "adamh")  # which computes on parts, and sends norms
         for place, counts in enumerate(places):
             expected = real[place * (4 // len(places))][name]
-            assert counts.flops["optimizer"] > 0
+            assert (counts.flops["optimizer"] > 0) == sends
             assert counts == expected, name
 
 
