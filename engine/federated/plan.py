@@ -147,7 +147,7 @@ def plan_federation(
 
 
 def _sent_sizes(table: Federation, name: str, shapes: Mapping[str, Any]) -> list[int]:
-    """Return the sizes of the tensors that a client sends of a weight: of experts those it holds."""
+    """Return the sizes of what a client sends of a weight: of experts those that it holds."""
     shape = shapes[name]
     if not table.experts.is_enabled or ".experts." not in name:
         return [prod(shape)]
