@@ -24,6 +24,7 @@ from ..train.saving import Saver
 from .arrivals.timeline import Timeline
 from .arrivals.trace import ClientTrace
 from .clients import open_clients
+from .experts.subsets import HeldExperts, split_experts
 from .federation_state import FederationState
 from .held_buffers import HeldBuffers
 from .layers.masks import Masks
@@ -65,22 +66,29 @@ class FederatedLoop(RunLoop):
         assert table is not None, "`require` made sure of it"
         clients = open_clients(parts, table, report)
         weights, buffers = _divide_tensors(parts)
+        experts = _open_experts(parts, table)
+        if experts:
+            weights, buffers = (split_experts(parts.model, each) for each in (weights, buffers))
         averaged = buffers if table.buffers == "average" else {}
         duplicates = set(map(id, parts.parallel_model.duplicate_parameters))
         measured = {name: each for name, each in weights.items() if id(each) not in duplicates}
         holders = parts.degrees.world // parts.degrees.pipeline
         trained = dict(parts.model.named_parameters())
-        frozen = [name for name in trained if name not in weights]
+        frozen = [name for name, weight in trained.items() if not weight.requires_grad]
         masks = Masks(table, list(weights), frozen)
         geometry = Geometry(measured, holders, parts.device)
         server = Server(table, weights, averaged, geometry, masks)
         for client in clients:
             client.error = server.compressor.begin_errors()
         held = HeldBuffers({} if averaged else buffers, keeps=table.buffers == "local")
-        names: dict[Tensor, str] = {trained[name]: name for name in weights}
+        names: dict[Tensor, str] = {
+            weight: name if name in weights else f"{name}.0"
+            for name, weight in trained.items()
+            if weight.requires_grad
+        }
         policy = OptimizerPolicy(table.client_optimizer, parts.optimizer, names, masks)
         carrier = carriers[table.carrier].model_validate({}).build()
-        local = carrier(table, parts, clients, server, policy, held)
+        local = carrier(table, parts, clients, server, policy, held, experts)
         seed, interval = recipe.run.seed, recipe.ema.interval
         timeline = _open_timeline(table, parts, server)
         self.rounds = Rounds(table, seed, parts, clients, server, local, timeline, interval, report)
@@ -100,6 +108,21 @@ class FederatedLoop(RunLoop):
         """Train from a position to the last round; see `Rounds.train`."""
         assert self.rounds is not None, "`open_saver` comes first"
         return self.rounds.train(position, saver, health, observer, stop, tasks)
+
+
+def _open_experts(parts: Assembled, table: Federation) -> HeldExperts | None:
+    """Return what gives clients their experts, if the recipe says so.
+
+    Raises:
+        RecipeError: several ranks share a client.
+    """
+    if not table.experts.is_enabled:
+        return None
+    if parts.degrees.world > 1:
+        message = f"{parts.degrees.world} ranks share a client, and experts need one"
+        raise RecipeError([Problem(message, "federation.experts.assignment")])
+    seed, balance = parts.recipe.run.seed, parts.step.balance
+    return HeldExperts(table.experts, parts.model, balance, table.num_clients, seed)
 
 
 def _open_timeline(table: Federation, parts: Assembled, server: Server) -> Timeline | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -47,6 +47,7 @@ class OptimizerPolicy:
         self.shared: State = defaultdict(dict)
         self._mean: State = defaultdict(dict)
         self._total = 0.0
+        self._rows: dict[Tensor, Any] = {}
 
     @property
     def keeps(self) -> bool:
@@ -57,14 +58,17 @@ class OptimizerPolicy:
         """Tell the number of the round that begins, counted from 1."""
         self._number = number
 
-    def count_received(self, client: Client) -> int:
+    def count_received(
+        self, client: Client, share_of: Callable[[str], float] = lambda name: 1.0
+    ) -> int:
         """Return the bytes of the averaged tensors that a client receives of this rank's weights.
 
         Args:
             client: the client, before it trains.
+            share_of: returns the share of a weight that the client holds, by name.
         """
         return sum(
-            value.numel() * value.itemsize
+            int(value.numel() * value.itemsize * share_of(self._stacked_name(weight)))
             for weight, key, value in self._arriving(client)
             if _is_averaged(weight, value)
         )
@@ -94,11 +98,14 @@ class OptimizerPolicy:
         self._optimizer.state = state
 
     @torch.no_grad()
-    def end(self, weight: float) -> int:
+    def end(
+        self, weight: float, rows_of: Callable[[str], Tensor | None] = lambda name: None
+    ) -> int:
         """Add the state of the client that has trained.
 
         Args:
             weight: weight of the client in the mean.
+            rows_of: returns the weight of each expert of a weight that is stacked, [E], by name.
 
         Returns:
             bytes that a client sends of this rank's weights: those of the averaged tensors.
@@ -109,18 +116,32 @@ class OptimizerPolicy:
         share, sent = weight / self._total if self._total else 1.0, 0
         for parameter, values in self._optimizer.state.items():
             mean = self._mean[parameter]
+            shares, held = self._share_rows(parameter, rows_of(self._stacked_name(parameter)))
             for key, value in values.items():
                 is_moment = _is_averaged(parameter, value)
                 if self.keeps and not (is_moment and self._is_due(parameter, key)):
                     continue
                 if is_moment:
-                    sent += value.numel() * value.itemsize
-                if key in mean and is_moment:
+                    sent += int(value.numel() * value.itemsize * held)
+                if key in mean and is_moment and shares is not None:
+                    wide = shares.to(value).view(-1, *[1] * (value.ndim - 1))
+                    mean[key].lerp_(value, wide)
+                elif key in mean and is_moment:
                     local(mean[key]).lerp_(local(value), share)
                 else:
                     # Under "aggregate" no one else uses the client's.
                     mean[key] = _copy(value) if self.keeps else value
         return sent
+
+    def _stacked_name(self, parameter: Tensor) -> str:
+        return self._names[parameter].removesuffix(".0")
+
+    def _share_rows(self, parameter: Tensor, rows: Tensor | None) -> tuple[Tensor | None, float]:
+        """Return the share of each expert in its mean so far, and the share of experts held."""
+        if rows is None:
+            return None, 1.0
+        total = self._rows[parameter] = self._rows.get(parameter, 0.0) + rows
+        return rows / total.clamp(min=1e-30), float((rows > 0).float().mean())
 
     def finish_round(self, steps: int) -> None:
         """Make the mean the state of the next round.
@@ -129,6 +150,7 @@ class OptimizerPolicy:
             steps: optimizer steps of the run so far, which become the `step` of every parameter.
         """
         mean, self._mean, self._total = self._mean, defaultdict(dict), 0.0
+        self._rows = {}
         if self._policy == "schedule":
             for parameter, values in mean.items():
                 self.shared[parameter].update(values)

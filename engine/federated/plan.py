@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -89,7 +90,10 @@ def plan_federation(
     # Fragments and schedules repeat; a thousand rounds are enough for a mean.
     numbers = range(1, min(masks.period, table.rounds, 1000) + 1)
     merged = [masks.merged_in(number) for number in numbers]
-    fragments = [[prod(shapes[name]) for name in shapes if name in names] for names in merged]
+    fragments = [
+        [size for name in shapes if name in names for size in _sent_sizes(table, name, shapes)]
+        for names in merged
+    ]
     averaged = buffers if table.buffers == "average" else 0
     memory = max(estimate_memory(recipe, world, on_gpu=on_gpu), key=lambda one: one.total_bytes)
     optimizer = memory.at_peak.get("optimizer", 0)
@@ -112,7 +116,8 @@ def plan_federation(
         )
         sent, received = sent + moved // len(numbers), received + moved // len(numbers)
     elif table.client_optimizer == "aggregate":
-        sent, received = sent + optimizer * world, received + optimizer * world
+        moments = optimizer * world * sum(fragments[0]) // sum(sizes)
+        sent, received = sent + moments, received + moments
     steps = table.steps_of(recipe.data)
     # A ring sends and receives (C - 1) / C of the gradients twice.
     data_parallel = 4 * sum(sizes) * BYTES * steps * (table.num_clients - 1) // table.num_clients
@@ -139,6 +144,16 @@ def plan_federation(
         if rounds
         else None,
     )
+
+
+def _sent_sizes(table: Federation, name: str, shapes: Mapping[str, Any]) -> list[int]:
+    """Return the sizes of what a client sends of a weight: of experts those that it holds."""
+    shape = shapes[name]
+    if not table.experts.is_enabled or ".experts." not in name:
+        return [prod(shape)]
+    clients = table.num_clients if table.experts.assignment == "fixed" else table.sample_size
+    held = min(shape[0], ceil(shape[0] * table.experts.overlap / clients))
+    return [prod(shape[1:])] * held
 
 
 def _trained_shapes(recipe: Recipe) -> tuple[dict[str, Any], list[str], int]:

@@ -17,6 +17,7 @@ from ..core.config import (
 from ..core.registry import Named, Registry
 from ..core.text.expressions import match_names
 from .arrivals.tables import Late, Trace, dropouts
+from .experts.tables import ExpertSubsets
 from .layers.tables import PARAMETERS, Fragments, LayerPolicy, StateSchedule
 from .merge.tables import Admission
 
@@ -215,6 +216,8 @@ class Federation(Table):
     """which updates are merged"""
     fragments: Fragments = DEFAULTS
     """merges a part of the weights in each round"""
+    experts: ExpertSubsets = DEFAULTS
+    """which experts each client holds"""
     late: Late = DEFAULTS
     """when a round ends, and what becomes of updates that arrive later"""
     trace: Trace = DEFAULTS

@@ -95,6 +95,8 @@ class Router(LocalParameters):
     """[E]: added to scores where experts are chosen, and only there"""
     load: Tensor | None
     """[E]: each expert's share of the rows of the last step, 1 on average"""
+    held: Tensor | None = None
+    """[E] bool: the experts that tokens may take; None: all"""
 
     def __init__(self, dim: int, settings: MoESettings) -> None:
         super().__init__()
@@ -174,6 +176,8 @@ class Router(LocalParameters):
             return turn_TA % settings.num_experts
         if self.bias is not None:
             scores = scores + self.bias
+        if self.held is not None:
+            scores = scores.masked_fill(~self.held, -torch.inf)
         if settings.is_grouped:
             scores = self._within_groups(scores)
         return scores.topk(count, 1).indices

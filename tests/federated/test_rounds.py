@@ -43,6 +43,25 @@ def test_eight_clients_with_one_step_are_one_process_with_their_rows(
     assert max((union[name] - start[name]).abs().max() for name in union) > 1e-3
 
 
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.timeout(0)  # eight processes
+def test_eight_clients_with_one_step_are_data_parallel_training_on_eight_ranks(
+    command, federate, tmp_path
+):
+    sgd = {"optimizer__name": "sgd", "optimizer__lr": 0.1, "optimizer__clip_norm": 0.0}
+    words = [f"--set={key.replace('__', '.')}={value}" for key, value in sgd.items()]
+    words += ["--set=data.global_batch=32", "--set=run.steps=5", "--set=run.name=ranks"]
+    words += ["--set=parallel.replicate=8", "--set=parallel.shard=1", "--nproc=8"]
+    code, out, errors = command("run", "plain.toml", *words)
+    assert code == 0, out + errors
+    run = federate(
+        "eight", federation__clients=8, federation__local_steps=1, federation__rounds=5, **sgd
+    )
+    ranks = tensors(tmp_path / "runs" / "ranks", 5, "model.")
+    assert_equal(tensors(run, 5, "model."), ranks, tolerance=1e-6)
+
+
 @pytest.mark.parametrize("policy", ["keep", "reset", "aggregate"])
 def test_a_run_that_resumes_from_any_round_is_the_undisturbed_one(command, federate, policy):
     settings = {

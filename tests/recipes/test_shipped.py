@@ -46,6 +46,7 @@ def test_a_recipe_starts_with_a_comment_and_its_schema(path, schema):
         ("federated_debug", 1),
         ("diloco", 2),
         ("sparse_diloco", 1),
+        ("federated_experts", 1),
         ("deepseek_v3_debug", 2),
         ("gpt_oss_debug", 2),
         ("llama4_debug", 2),

@@ -13,6 +13,7 @@ from ...core.local import local
 from ...train.average import reshard
 from ...train.parts import Parts, Position
 from ..client import Client, LocalResult, train_locally
+from ..experts.subsets import HeldExperts
 from ..held_buffers import HeldBuffers
 from ..optimizer_policy import OptimizerPolicy
 from ..server.server import Arrival, Server
@@ -48,6 +49,7 @@ class LocalCarrier:
         server: the server.
         policy: what becomes of the clients' optimizer state.
         held: the buffers that do not travel.
+        experts: gives clients their experts; None: each holds all.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class LocalCarrier:
         server: Server,
         policy: OptimizerPolicy,
         held: HeldBuffers,
+        experts: HeldExperts | None = None,
     ) -> None:
         self._table = table
         self._parts = parts
@@ -65,6 +68,7 @@ class LocalCarrier:
         self._server = server
         self._policy = policy
         self._held = held
+        self._experts = experts
         for client in clients:
             held.begin(client)
             held.end(client)
@@ -86,20 +90,29 @@ class LocalCarrier:
         """
         current = position.step // self._parts.stride + 1
         self._policy.begin_round(current)
+        experts, tokens, absent = self._experts, dict[str, float](), list[str]()
+        if experts:
+            experts.begin_round(current, chosen)
         for number in chosen:
             client = self._clients[number]
-            received = self._count_received(client, position)
+            if experts:
+                experts.begin(number)
+                absent = experts.not_held()
+            received = self._count_received(client, position, absent)
             self._server.broadcast()
             self._policy.begin(client)
             self._held.begin(client)
             before_step = self._restore_weights(client, current, check)
             result = train_locally(self._parts, client, position, before_step)
             self._keep_weights(client)
+            if experts:
+                experts.after_step(self._server.model, self._server.weights)
+                tokens = experts.end()
             weight = self._weigh(result)
-            arrival = self._server.receive(client, weight)
+            arrival = self._server.receive(client, weight, tokens, absent)
             client.last_round = current
             self._held.end(client)
-            states = 0 if arrival.rejected else self._policy.end(weight)
+            states = 0 if arrival.rejected else self._policy.end(weight, self._rows_of(tokens))
             sent = self._sum_bytes(arrival.bytes_sent + states)
             yield ClientUpdate(arrival, result, sent, received)
         self._policy.finish_round(position.step + self._parts.stride)
@@ -124,7 +137,15 @@ class LocalCarrier:
             what is called before each step, with the number of finished steps of the round: it lets
             the fragment that the last round has merged arrive.
         """
-        fragments, server = self._stale, self._server
+        fragments, server, experts = self._stale, self._server, self._experts
+        if experts:
+
+            def after_step(done: int) -> None:
+                check()
+                if done:
+                    experts.after_step(server.model, server.weights)
+
+            return after_step
         if fragments is None or not client.weights:
             return lambda done: check()
         for name, weight in client.weights.items():
@@ -148,27 +169,41 @@ class LocalCarrier:
                 kept = client.weights.setdefault(name, torch.empty_like(weight.detach()))
                 local(kept).copy_(local(weight))
 
+    def _rows_of(self, tokens: Mapping[str, float]) -> Callable[[str], Tensor | None]:
+        """Return what gives the weights of the experts of a stacked weight."""
+        experts = self._experts
+        return lambda name: experts.rows_of(tokens, name) if experts else None
+
     def _weigh(self, result: LocalResult) -> float:
         if self._table.weighting == "uniform":
             return 1.0
         samples = self._parts.loader.turns.count_samples(self._parts.stride)
         return float(result.count if self._table.weighting == "tokens" else samples)
 
-    def _count_received(self, client: Client, position: Position) -> int:
+    def _count_received(
+        self, client: Client, position: Position, absent: Sequence[str] = ()
+    ) -> int:
         """Return the bytes that a client receives at the start of a round.
 
         With compression, a client that trained in the round before steps by itself from the merged
         pseudo-gradient; any other one receives weights and outer states. With fragments, a client
         receives the one that was merged.
         """
-        shared, server = self._sum_bytes(self._policy.count_received(client)), self._server
+        share_of = self._experts.share_of if self._experts else lambda name: 1.0
+        shared = self._sum_bytes(self._policy.count_received(client, share_of))
+        server = self._server
         finished = position.step // self._parts.stride
         follows = finished and client.last_round == finished
         if follows and (server.compressor.is_lossy or self._stale):
             return self._sum_bytes(server.merged_bytes) + shared
+        weights = self._bytes - sum(
+            server.weights[name].numel() * server.weights[name].itemsize
+            for name in absent
+            if name in server.weights
+        )
         if not server.compressor.is_lossy:
-            return self._bytes + shared
-        return self._bytes + shared + (self._state_bytes if finished else 0)
+            return weights + shared
+        return weights + shared + (self._state_bytes if finished else 0)
 
     def _sum_bytes(self, own: int) -> int:
         return sum_over_stages(self._parts, own) if own else 0

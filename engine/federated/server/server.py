@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 
@@ -92,7 +92,7 @@ class Server:
         self._late: frozenset[int] = frozenset()
         self._arrivals: list[Arrival] = []
         self._mean: dict[str, Tensor] = {}
-        self._total = 0.0
+        self._totals: dict[str, float] = {}
 
     def begin_round(self, number: int, late: Iterable[int] = ()) -> None:
         """Choose the weights that a round merges.
@@ -142,17 +142,25 @@ class Server:
             local(self.weights[name]).copy_(local(self.model[name]))
 
     @torch.no_grad()
-    def receive(self, client: Client, weight: float) -> Arrival:
+    def receive(
+        self,
+        client: Client,
+        weight: float,
+        tokens: Mapping[str, float] | None = None,
+        absent: Collection[str] = (),
+    ) -> Arrival:
         """Take the update of the client whose weights the model has.
 
         Args:
             client: the client.
             weight: weight of the client in the mean.
+            tokens: other weights, of the tensors of experts, by name.
+            absent: names of the tensors that the client does not hold.
         """
         gradient: Gradient = {
             name: local(start) - local(self.model[name])
             for name, start in self.weights.items()
-            if name in self.active
+            if name in self.active and name not in absent
         }
         gradient, sent = self.compressor.send(client.error, gradient)
         arrival = Arrival(client, weight, self._geometry.norm(gradient), sent)
@@ -169,7 +177,7 @@ class Server:
         elif self.holds_updates:
             arrival.gradient = gradient
         else:
-            self._add_to_mean(gradient, weight)
+            self._add_to_mean(gradient, weight, tokens or {})
         return arrival
 
     def receive_late(self, client: Client, factor: float) -> None:
@@ -185,13 +193,15 @@ class Server:
             self._arrivals.append(Arrival(client, weight, norm, 0, gradient=gradient))
             client.late = {}
 
-    def _add_to_mean(self, gradient: Gradient, weight: float) -> None:
+    def _add_to_mean(
+        self, gradient: Gradient, weight: float, tokens: Mapping[str, float] | None = None
+    ) -> None:
         """Move the weighted mean of what has come so far towards an update, by its share."""
-        self._total += weight
-        share = weight / self._total if self._total else 1.0
         for name, value in gradient.items():
+            own = weight if tokens is None else tokens.get(name, weight)
+            total = self._totals[name] = self._totals.get(name, 0.0) + own
             if name in self._mean:
-                self._mean[name].lerp_(value, share)
+                self._mean[name].lerp_(value, own / total if total else 1.0)
             else:
                 self._mean[name] = value  # of one client the mean is exactly that client's
 
@@ -245,5 +255,5 @@ class Server:
         if self._rule is not None and admitted:
             chosen = [each.gradient for each in admitted if each.gradient is not None]
             return self._rule.merge(chosen, [each.weight for each in admitted], self._geometry)
-        mean, self._mean, self._total = self._mean, {}, 0.0
+        mean, self._mean, self._totals = self._mean, {}, {}
         return mean

@@ -98,6 +98,20 @@ def _check_layers(recipe: Recipe) -> Iterator[Finding]:
             message = f"{format_value(state)} is averaged by a schedule"
             hint = 'set federation.client_optimizer = "schedule"'
             yield ("federation", "states", index, "state"), message, hint
+    if table.experts.is_enabled:
+        for key, is_given in {
+            "merge": table.merge.name != "mean",
+            "admission": table.admission.compares,
+            "late": table.simulates_time,
+            "fragments": table.fragments.is_enabled,
+            "layers": bool(table.layers),
+            "states": bool(table.states),
+        }.items():
+            if is_given:
+                yield ("federation", key), "is unsupported with [federation.experts]", ""
+        if getattr(getattr(recipe.model, "moe", None), "groups", 1) > 1:
+            message = "is unsupported with routing by groups (model.moe.groups)"
+            yield ("federation", "experts"), message, ""
     if table.keeps_weights and recipe.parallel.pipeline != 1 and not table.fragments.is_enabled:
         message = "clients keep weights between rounds, which is unsupported with parallel.pipeline"
         yield ("federation", "states" if states else "layers"), message, ""
