@@ -208,8 +208,7 @@ class Decoder(LanguageModel):
         if padding_mask is None or not self.has_experts:
             return None
         is_token_BS = ~padding_mask
-        # A row of nothing but padding would divide by zero.
-        counts_B1 = is_token_BS.sum(1, keepdim=True).clamp(min=1)
+        counts_B1 = is_token_BS.sum(1, keepdim=True).clamp(min=1)  # 0 in a row of padding alone
         return self.own_positions(is_token_BS * (is_token_BS.shape[1] / widen(counts_B1)))
 
     def forward(

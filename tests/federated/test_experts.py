@@ -87,7 +87,11 @@ def test_experts_are_averaged_over_their_holders_by_tokens(federate, watched, co
         found = after[f"optimizer.{stacked}.exp_avg"][expert].double()
         torch.testing.assert_close(found, mean, rtol=0, atol=1e-7)
     assert checked > 8
-    # Weights and two moments, of which a client sends those of its experts: half of them.
+    assert_half_of_the_experts_is_sent(run, after, command)
+
+
+def assert_half_of_the_experts_is_sent(run, after, command):
+    """Compare the bytes of a round with weights and two moments, and with the plan."""
     (row,) = rows(run, "round")
     sizes = {name: each.numel() for name, each in after.items() if name.startswith("model.")}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
