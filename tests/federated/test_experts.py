@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.federated.conftest import RECIPE, assert_equal, rows, tensors
-from trainer.engine.federated.carriers import Local
+from trainer.engine.federated.carriers.configs import Local
 from trainer.engine.federated.experts.subsets import assign_experts
 from trainer.engine.federated.experts.tables import ExpertSubsets
 
