@@ -200,8 +200,7 @@ class Decoder(LanguageModel):
         """Return what `MoE` takes beside tokens: nothing where there is no padding, or no expert.
 
         Args:
-            padding_mask: see `LanguageModel.forward`.
-            lengths: see there.
+            padding_mask, lengths: see `LanguageModel.forward`.
         """
         if lengths is not None:
             return SampleTokens(lengths, padding_mask) if self.has_experts else None
@@ -209,8 +208,8 @@ class Decoder(LanguageModel):
             return None
         is_token_BS = ~padding_mask
         # A row of nothing but padding would divide by zero.
-        counts_B1 = is_token_BS.sum(1, keepdim=True).clamp(min=1)
-        return self.own_positions(is_token_BS * (is_token_BS.shape[1] / widen(counts_B1)))
+        counts_B1 = widen(is_token_BS.sum(1, keepdim=True).clamp(min=1))
+        return self.own_positions(is_token_BS * (is_token_BS.shape[1] / counts_B1))
 
     def forward(
         self,
