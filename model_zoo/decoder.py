@@ -200,8 +200,7 @@ class Decoder(LanguageModel):
         """Return what `MoE` takes beside tokens: nothing where there is no padding, or no expert.
 
         Args:
-            padding_mask: see `LanguageModel.forward`.
-            lengths: see there.
+            padding_mask, lengths: see `LanguageModel.forward`.
         """
         if lengths is not None:
             return SampleTokens(lengths, padding_mask) if self.has_experts else None
