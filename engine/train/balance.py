@@ -151,10 +151,10 @@ class Balance:
         mean = loads.mean(1, keepdim=True)
         # Counts are exact in fp64, so that signs are the same under every parallel plan.
         signs, shares = (mean - loads).sign(), loads / mean.clamp(min=1)
-        is_counted = mean > 0
+        is_kept = None
         if is_bad is not None:
             signs = signs.masked_fill(is_bad > 0, 0.0)
-            is_counted = is_counted & (is_bad == 0)
+            is_kept = (mean > 0) & (is_bad == 0)
         for row, layer in zip(self._rows_of_layers, self._layers, strict=True):
             router = layer.router
             # A bias is frozen with the weights: adapters stay with the routing that they were
@@ -163,7 +163,8 @@ class Balance:
             if router.bias is not None and next(router.parameters()).requires_grad:
                 router.bias.add_(signs[row], alpha=layer.settings.bias_rate)
             if router.load is not None:  # it stays where no gradient reaches, so nothing is counted
-                router.load.copy_(shares[row].where(is_counted[row], router.load))
+                is_counted = mean[row] > 0 if is_kept is None else is_kept[row]
+                router.load.copy_(shares[row].where(is_counted, router.load))
 
     def metrics(self) -> dict[str, Tensor]:
         """Return the metrics of the step, on the device.
