@@ -29,13 +29,13 @@ DATA = {
     "sources": [{"name": "synthetic", "num_documents": 40, "document_tokens": 20}],
 }
 # Widths that 8 ranks cannot divide evenly, in both dims.
-DENSE = {"dim": 36, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 10, "ffn_dim": 52}
-SPLIT = {"dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48}
+DENSE = {"dim": 36, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "head_dim": 10, "ffn_dim": 52}
+SPLIT = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48}
 EXPERTS = {
     "name": "mixtral",
     "flavor": "debug",
     "dim": 32,
-    "n_layers": 2,
+    "n_layers": 1,
     "n_heads": 4,
     "n_kv_heads": 2,
     "head_dim": 8,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.optim.test_muon import newton_schulz, steps_of
-from trainer.engine.optim.matrix.eigenbasis import find_basis
+from trainer.engine.optim.matrix.eigenbasis import find_basis, update_basis
 from trainer.engine.optim.matrix.tables import SOAP, SOAPMuon
 
 FACTORS = [0.5, 1.0, 0.7, 1.0, 0.9, 0.8, 1.0]
@@ -43,6 +43,10 @@ def soap_updates(gradients, beta1, beta2, eps, interval, most):
             elif t % interval == 0:
                 s = covariance[side] @ basis[side]
                 order = np.argsort(-np.sum(basis[side] * s, axis=0))
+                s = (
+                    s
+                    + np.finfo(float).eps ** 0.5 * covariance[side].diagonal().mean() * basis[side]
+                )
                 basis[side] = np.linalg.qr(s[:, order])[0]
                 v = np.take(v, order, axis=side)
 
@@ -95,6 +99,12 @@ def test_a_basis_does_not_depend_on_rounding():
     covariances = thin @ thin.mT
     noise = 1e-15 * torch.randn(3, 20, 20, generator=generator, dtype=torch.float64)
     basis, moved = find_basis(covariances), find_basis(covariances + noise + noise.mT)
+    updated, noisy = (
+        update_basis(each, basis)[0] for each in (covariances, covariances + noise + noise.mT)
+    )
+    for each in (updated, noisy):  # null vectors have no order: each is one of the old ones
+        overlaps = (each[:, :, 4:].mT @ basis[:, :, 4:]).abs().amax(2)
+        torch.testing.assert_close(overlaps, torch.ones_like(overlaps), rtol=0, atol=1e-6)
     signs = (basis * moved).sum(1, keepdim=True).sign()
     torch.testing.assert_close(moved * signs, basis, rtol=0, atol=1e-11)
     eye = torch.eye(20, dtype=torch.float64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -44,5 +46,10 @@ def update_basis(covariances: Tensor, bases: Tensor) -> tuple[Tensor, Tensor]:
     products = covariances @ bases
     estimates = (bases * products).sum(1)
     order = estimates.argsort(dim=1, descending=True, stable=True)
+    # A share of the identity has all vectors as eigenvectors. Without it, products of a null space
+    # would be rounding alone, and so would their directions.
+    means = covariances.diagonal(dim1=1, dim2=2).mean(1)
+    shifts = math.sqrt(torch.finfo(products.dtype).eps) * means
+    products = torch.addcmul(products, bases, shifts.view(-1, 1, 1))
     products = products.take_along_dim(order.unsqueeze(1), 2)
     return torch.linalg.qr(products).Q, order
