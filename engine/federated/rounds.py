@@ -135,6 +135,8 @@ class Rounds:
         seconds = perf_counter() - start
         row = log.summarize()
         row |= {"pseudo_gradient_norm": self.server.merged_norm}
+        if self.table.merge.name == "mean" and not timing:
+            row |= log.estimate_noise(self.server.merged_norm)
         row |= {"server_seconds": perf_counter() - merging}
         unit = parts.step.task.unit
         row |= {"seconds": seconds, "step_seconds": seconds / parts.stride}
@@ -207,7 +209,29 @@ class _RoundLog:
             "bytes_received": update.bytes_received,
             "seconds": update.result.seconds,
             **reason,
+            **{f"cosine/{name}": cosine for name, cosine in arrival.cosines.items()},
         }
+
+    def estimate_noise(self, mean_norm: float) -> dict[str, float]:
+        """Return the noise scale of pseudo-gradients, in clients; nothing for less than two.
+
+        With independent clients, E |g_c|^2 = |G|^2 + S, and of a mean with weights p that add up to
+        1, E |g|^2 = |G|^2 + S sum(p^2). The scale is S / |G|^2 (McCandlish et al. 2018,
+        arXiv:1812.06162, appendix A, with clients in the place of batches).
+
+        Args:
+            mean_norm: L2 norm of the merged pseudo-gradient.
+        """
+        merged = [update.arrival for update in self.updates if not update.arrival.rejected]
+        total = sum(arrival.weight for arrival in merged)
+        if len(merged) < 2 or not total:
+            return {}
+        shares = [arrival.weight / total for arrival in merged]
+        squares = sum(p * each.norm**2 for p, each in zip(shares, merged, strict=True))
+        overlap = sum(p**2 for p in shares)
+        noise = squares - mean_norm**2
+        signal = mean_norm**2 - overlap * squares
+        return {"noise_scale": noise / signal} if signal > 0 else {}
 
     def summarize(self) -> dict[str, Any]:
         """Return what metrics.jsonl says of the round."""

@@ -216,6 +216,9 @@ class Federation(Table):
     """which updates are merged"""
     fragments: Fragments = DEFAULTS
     """merges a part of the weights in each round"""
+    cosines: bool = False
+    """write the cosine between each two updates of a round to the rows of clients; the server then
+    holds all updates of a round"""
     experts: ExpertSubsets = DEFAULTS
     """which experts each client holds"""
     late: Late = DEFAULTS

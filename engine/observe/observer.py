@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..core.errors import EnvironmentFault, TrainerError
+from .client_trackers import ClientTrackers
 from .metrics import MetricsLog
 from .numbers import Number, to_floats, to_histograms
 from .phases import Phase, no_phase
@@ -72,6 +73,7 @@ class Observer:
         self._log: MetricsLog | None = None
         self._results: Results | None = None
         self._trackers: list[Tracker] = []
+        self._of_clients: list[Tracker] = []
 
     def start(self, step: int, count: int, *, is_evaluated: bool = True) -> None:
         """Begin at a position of the run; rows of later steps are dropped.
@@ -104,6 +106,8 @@ class Observer:
             configs.append(TensorBoard())
         for config in configs:
             self._open_tracker(config, step)
+        if configs:
+            self._of_clients = [ClientTrackers(configs, self._directory.path, step)]
         self._progress.start(step, self._total_steps)
 
     def _open_tracker(self, config: TrackerConfig, step: int) -> None:
@@ -239,17 +243,19 @@ class Observer:
         except OSError as error:
             self._warn(f"a row of {self._log.path} is lost: {error.strerror}")
         self._progress.show(row)
-        for tracker in list(self._trackers):
+        # Rows of clients have one step each round, and would overwrite one another in one place.
+        trackers = self._of_clients if row["kind"] == "client" else self._trackers
+        for tracker in list(trackers):
             try:
                 tracker.log(row)
             except Exception as error:
-                self._trackers.remove(tracker)
+                trackers.remove(tracker)
                 self._warn(f"{type(tracker).__name__} failed and is left out from now on: {error}")
 
     def _close_trackers(self) -> None:
-        for tracker in self._trackers:
+        for tracker in [*self._trackers, *self._of_clients]:
             try:
                 tracker.close()
             except Exception as error:
                 self._warn(f"{type(tracker).__name__} could not be closed: {error}")
-        self._trackers = []
+        self._trackers, self._of_clients = [], []

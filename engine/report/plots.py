@@ -79,6 +79,7 @@ class Series:
 
 
 _LEARNING, _OPTIMIZATION, _SPEED = "Learning", "Optimization", "Speed and memory"
+_ROUNDS = "Rounds of the federation"
 _METRICS, _MONITORS = "Metrics of validations", "Monitors of training"
 _MONITORED = {
     "weight_norm": "Weight norm by layer",
@@ -95,6 +96,28 @@ _PLOTS = (
     Plot("Loss with regularisers", _LEARNING, (Curve("train", "total_loss"),)),
     Plot("Learning rate", _OPTIMIZATION, (Curve("train", "lr"),)),
     Plot("Gradient norm", _OPTIMIZATION, (Curve("train", "grad_norm"),)),
+    Plot("Loss of rounds", _ROUNDS, (Curve("round", "loss"), Curve("eval", "loss"))),
+    Plot("Pseudo-gradient norm", _ROUNDS, (Curve("round", "pseudo_gradient_norm"),)),
+    Plot("Noise scale of pseudo-gradients", _ROUNDS, (Curve("round", "noise_scale"),), "clients"),
+    Plot(
+        "Bytes of a round",
+        _ROUNDS,
+        (
+            Curve("round", "bytes_sent", 1e-6, label="sent"),
+            Curve("round", "bytes_received", 1e-6, label="received"),
+        ),
+        "MB",
+    ),
+    Plot(
+        "Time of a round",
+        _ROUNDS,
+        (
+            Curve("round", "seconds", label="all"),
+            Curve("round", "train_seconds", label="training"),
+            Curve("round", "server_seconds", label="server"),
+        ),
+        "s",
+    ),
     Plot("Throughput", _SPEED, (Curve("train", "tokens_per_second"),), "tokens/s"),
     Plot("Model FLOP/s utilization", _SPEED, (Curve("train", "mfu", 100.0),), "%"),
     Plot("Time per step", _SPEED, (Curve("train", "step_seconds", 1000.0),), "ms"),

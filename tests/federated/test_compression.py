@@ -85,6 +85,18 @@ def test_64_of_4096_values_at_14_bits_are_146_times_smaller_than_fp32():
     assert size * 4 / build("topk").encode(draw(size)).numel() == pytest.approx(146.3, abs=0.1)
 
 
+def test_both_directions_are_more_than_400_times_smaller_than_data_parallel_training():
+    # Independent clients are the worst case: they choose different values.
+    size, clients, local_steps = 4096 * 32, 8, 30
+    codec = build("topk")
+    sent = [codec.encode(draw(size, seed)) for seed in range(clients)]
+    merged = torch.stack([codec.decode(data, size) for data in sent]).mean(0)
+    received = codec.encode_merged(merged).numel()
+    # DDP moves about twice the gradients in each step.
+    data_parallel = 2 * 4 * size * local_steps
+    assert data_parallel / (sent[0].numel() + received) > 500
+
+
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4", "topk"])
 def test_the_server_steps_with_what_it_sends_back(name):
     codec = build(name, **({"keep": 8} if name == "topk" else {}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 
 import torch
@@ -29,6 +29,7 @@ class Arrival:
         bytes_sent: payload of the weights and buffers.
         rejected: why it is not merged; empty: it is.
         is_late: whether a later round merges it.
+        cosines: with the other updates of the round, by the client's name.
         gradient: the pseudo-gradient, where all of a round are merged together.
     """
 
@@ -38,6 +39,7 @@ class Arrival:
     bytes_sent: int
     rejected: str = ""
     is_late: bool = False
+    cosines: dict[str, float] = field(default_factory=dict)
     gradient: Gradient | None = None
 
 
@@ -88,7 +90,8 @@ class Server:
         self.compressor = Compressor(codec, {n: self.weights[n] for n in model}, feedback=feedback)
         self.merged_norm = 0.0
         self.merged_bytes = 0
-        self._waits = table.simulates_time
+        self._waits = table.simulates_time or table.cosines
+        self._measures_cosines = table.cosines
         self._late: frozenset[int] = frozenset()
         self._arrivals: list[Arrival] = []
         self._mean: dict[str, Tensor] = {}
@@ -220,6 +223,8 @@ class Server:
         # Sums are in the order of client number, and some updates are of earlier rounds.
         arrivals = sorted(self._arrivals, key=lambda arrival: arrival.client.number)
         self._arrivals = []
+        if self._measures_cosines:
+            self._measure_cosines([each for each in arrivals if each.gradient is not None])
         merged = self._merge(arrivals)
         for arrival in arrivals:
             arrival.gradient = None
@@ -241,6 +246,16 @@ class Server:
             else:
                 weight.sub_(gradient)
         return arrivals
+
+    def _measure_cosines(self, arrivals: list[Arrival]) -> None:
+        """Tell each update the cosines with the others."""
+        for index, one in enumerate(arrivals):
+            for other in arrivals[:index]:
+                assert one.gradient is not None
+                assert other.gradient is not None
+                product = self._geometry.product(one.gradient, other.gradient)
+                cosine = product / (one.norm * other.norm) if one.norm and other.norm else 0.0
+                one.cosines[other.client.name] = other.cosines[one.client.name] = cosine
 
     def _merge(self, arrivals: list[Arrival]) -> dict[str, Tensor]:
         """Return the merged pseudo-gradient; empty if no update is admitted."""
