@@ -14,7 +14,7 @@ MOST_ATTEMPTS = 1000
 
 
 @dataclass(frozen=True)
-class Simulation:
+class RoundSimulation:
     """What a simulation of rounds has found.
 
     Attributes:
@@ -45,7 +45,7 @@ class Simulation:
 
 def simulate_rounds(
     table: Federation, steps: int, transfer_bits: float, seed: int, rounds: int
-) -> Simulation:
+) -> RoundSimulation:
     """Simulate the rounds of a federation with the code that a run decides with.
 
     Args:
@@ -69,7 +69,7 @@ def simulate_rounds(
         failed += len(timing.failed)
         empty += not timing.merged
     seconds, size = timeline.clock, table.sample_size
-    return Simulation(
+    return RoundSimulation(
         rounds=rounds,
         seconds=seconds,
         goodput=useful / (size * seconds) if seconds else 0.0,
