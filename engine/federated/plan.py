@@ -13,7 +13,7 @@ from ..assemble.build import build_model
 from ..assemble.tables import KernelChoices
 from ..estimate.memory import estimate_memory
 from ..recipe.schema import Recipe
-from .arrivals.simulate import RoundsSimulation, simulate_rounds
+from .arrivals.simulate import RoundSimulation, simulate_rounds
 from .layers.masks import Masks
 from .layers.tables import PARAMETERS
 from .tables import Federation
@@ -60,7 +60,7 @@ class FederationPlan:
     server_memory: int
     kept_memory: int
     largest_sent: int
-    simulation: RoundsSimulation | None = None
+    simulation: RoundSimulation | None = None
 
 
 def plan_federation(

@@ -14,7 +14,7 @@ MOST_ATTEMPTS = 1000
 
 
 @dataclass(frozen=True)
-class RoundsSimulation:
+class RoundSimulation:
     """What a simulation of rounds has found.
 
     Attributes:
@@ -45,7 +45,7 @@ class RoundsSimulation:
 
 def simulate_rounds(
     table: Federation, steps: int, transfer_bits: float, seed: int, rounds: int
-) -> RoundsSimulation:
+) -> RoundSimulation:
     """Simulate the rounds of a federation with the code that a run decides with.
 
     Args:
@@ -69,7 +69,7 @@ def simulate_rounds(
         failed += len(timing.failed)
         empty += not timing.merged
     seconds, size = timeline.clock, table.sample_size
-    return RoundsSimulation(
+    return RoundSimulation(
         rounds=rounds,
         seconds=seconds,
         goodput=useful / (size * seconds) if seconds else 0.0,
