@@ -21,6 +21,7 @@ from ..train.health import Health
 from ..train.loop import Outcome
 from ..train.parts import Position
 from ..train.saving import Saver
+from .carriers.client_ranks import ClientRanks, divide_job
 from .clients import open_clients
 from .federation_state import FederationState
 from .held_buffers import HeldBuffers
@@ -49,6 +50,11 @@ class FederatedLoop(RunLoop):
             hint = "give one, or run it with `trainer run`"
             raise RecipeError([Problem(message, key="federation", hint=hint)])
 
+    def num_parts(self, recipe: Recipe) -> int:
+        """Return into how many parts the ranks are divided: one for each client, or 1."""
+        assert recipe.federation is not None, "`require` made sure of it"
+        return carriers[recipe.federation.carrier].model_validate({}).num_parts(recipe.federation)
+
     def open_saver(
         self,
         store: CheckpointStore,
@@ -71,11 +77,15 @@ class FederatedLoop(RunLoop):
             client.error = server.compressor.begin_errors()
         held = HeldBuffers({} if averaged else buffers, keeps=table.buffers == "local")
         policy = OptimizerPolicy(table.client_optimizer, parts.optimizer)
-        carrier = carriers[table.carrier].model_validate({}).build()
-        local = carrier(table, parts, clients, server, policy, held)
+        config, ranks = carriers[table.carrier].model_validate({}), ClientRanks()
+        if self.num_parts(recipe) > 1 and store.group:
+            timeout = recipe.resilience.collective_timeout_seconds
+            ranks = divide_job(store.group, table.num_clients, timeout)
+        carrier = config.build()(table, parts, clients, server, policy, held, ranks)
         seed, interval = recipe.run.seed, recipe.ema.interval
-        self.rounds = Rounds(table, seed, parts, server, local, interval, report)
-        state = FederationState(parts, store.group, clients, server, policy, held)
+        self.rounds = Rounds(table, seed, parts, server, carrier, interval, report)
+        group = None if ranks.peers else store.group
+        state = FederationState(parts, group, clients, server, policy, held, ranks)
         return Saver(store, parts, health, identity, report, state)
 
     def train(

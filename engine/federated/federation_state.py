@@ -18,6 +18,7 @@ from ..checkpoint import state as train_state
 from ..checkpoint.manifest import Manifest, TensorEntry
 from ..train.parts import Parts, Position
 from ..train.training_state import TrainingState
+from .carriers.client_ranks import ClientRanks
 from .client import Client
 from .held_buffers import HeldBuffers
 from .optimizer_policy import OptimizerPolicy
@@ -32,11 +33,12 @@ class FederationState(TrainingState):
 
     Args:
         parts: the parts of the run.
-        group: a gloo group of all ranks; None: one process.
+        group: a gloo group of one client's ranks; None: one process, or the default group.
         clients: all clients, in the order of their numbers.
         server: the server.
         policy: what becomes of the clients' optimizer state.
         held: the buffers that do not travel.
+        ranks: the clients whose state this rank keeps.
     """
 
     def __init__(
@@ -47,9 +49,12 @@ class FederationState(TrainingState):
         server: Server,
         policy: OptimizerPolicy,
         held: HeldBuffers,
+        ranks: ClientRanks,
     ) -> None:
         super().__init__(parts, group)
         self._clients = clients
+        self._own = [client for client in clients if ranks.owns(client.number)]
+        self._ranks = ranks
         self._server = server
         self._policy = policy
         self._held = held
@@ -57,7 +62,7 @@ class FederationState(TrainingState):
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint keeps."""
         tensors = self._server_tensors()
-        for client in self._clients:
+        for client in self._own:
             tensors |= self._client_tensors(client)
             tensors |= _name_random(client)
         if not self._policy.keeps:
@@ -88,7 +93,7 @@ class FederationState(TrainingState):
     def numbers(self, position: Position) -> dict[str, Any]:
         """Return the numbers that a checkpoint keeps; JSON."""
         clients = []
-        for client in self._clients:
+        for client in self._own:
             self.parts.optimizer.state = client.optimizer
             clients.append(
                 {
@@ -107,7 +112,7 @@ class FederationState(TrainingState):
             "optimizer_numbers": numbers,
             "federation": {
                 "round": finished,
-                "clients": clients,
+                "clients": [each for own in self._ranks.gather(clients) for each in own],
                 "merged_bytes": self._server.merged_bytes,
             },
         }
@@ -119,7 +124,8 @@ class FederationState(TrainingState):
         self.parts.optimizer.state = self._policy.shared
         self._prepare_optimizer(manifest.tensors, manifest.extra["optimizer_numbers"])
         tensors |= train_state.optimizer_state(self.parts.model, self.parts.optimizer)
-        for client, numbers in zip(self._clients, saved, strict=True):
+        for client in self._own:
+            numbers = saved[client.number]
             prefix, own = f"client{client.number}_", dict[str, TensorEntry]()
             for name, entry in manifest.tensors.items():
                 key, _, parameter = name.removeprefix(prefix).partition(".")

@@ -16,6 +16,7 @@ from ..core.config import (
     SplitName,
     Table,
 )
+from ..core.errors import Problem, RecipeError
 from ..core.registry import Named, Registry
 
 if TYPE_CHECKING:
@@ -176,9 +177,22 @@ class CarrierConfig(Component):
         """Return the class of the carrier; see `LocalCarrier`."""
         raise NotImplementedError
 
+    def num_parts(self, table: Federation) -> int:
+        """Return into how many parts the ranks of a job are divided, one for each client.
+
+        Args:
+            table: the recipe's `[federation]`.
+        """
+        return 1
+
 
 carriers: Registry[CarrierConfig] = Registry(
-    "carrier", default="local", built_in={"local": "engine.federated.carriers.configs:Local"}
+    "carrier",
+    default="local",
+    built_in={
+        "local": "engine.federated.carriers.configs:Local",
+        "torchrun": "engine.federated.carriers.configs:Torchrun",
+    },
 )
 
 
@@ -195,7 +209,8 @@ class Federation(Table):
     """Federated and low-communication training: clients train apart, a server merges them."""
 
     carrier: Annotated[str, OneOf(carriers)] = "local"
-    """"local": clients train one after another in this process, or in the ranks of --nproc"""
+    """"local": clients train one after another in this process, or in the ranks of --nproc;
+    "torchrun": all at once, each in its own part of the ranks of --nproc, or of a job"""
     clients: Count | None = None
     """number of clients, all alike; or give one [[federation.client]] each"""
     client: Annotated[list[FederationClient], Field(max_length=10_000)] = []
@@ -244,6 +259,22 @@ class Federation(Table):
     def sample_size(self) -> int:
         """The number of clients that are drawn for a round."""
         return self.clients_per_round or self.num_clients
+
+    def ranks_of(self, world: int) -> int:
+        """Return the number of ranks of one client's plan.
+
+        Args:
+            world: number of ranks of the job.
+
+        Raises:
+            RecipeError: the carrier needs a part of the ranks for each client.
+        """
+        parts = carriers[self.carrier].model_validate({}).num_parts(self)
+        if world % parts:
+            message = f"{parts} clients of equally many ranks cannot share {world}"
+            hint = f"start a multiple of {parts} ranks: --nproc {-(-world // parts) * parts}"
+            raise RecipeError([Problem(message, key="federation.carrier", hint=hint)])
+        return world // parts
 
     def steps_of(self, data: Data) -> int:
         """Return a client's optimizer steps in a round.

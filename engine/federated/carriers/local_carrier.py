@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...core.local import local
+from ...launch.signals import StopFlag
 from ...train.average import reshard
 from ...train.parts import Parts, Position
 from ..client import Client, LocalResult, train_locally
@@ -17,6 +18,7 @@ from ..held_buffers import HeldBuffers
 from ..optimizer_policy import OptimizerPolicy
 from ..server.server import Arrival, Server
 from ..tables import Federation
+from .client_ranks import ClientRanks
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class LocalCarrier:
         server: the server.
         policy: what becomes of the clients' optimizer state.
         held: the buffers that do not travel.
+        ranks: the clients whose state this rank keeps.
     """
 
     def __init__(
@@ -58,7 +61,9 @@ class LocalCarrier:
         server: Server,
         policy: OptimizerPolicy,
         held: HeldBuffers,
+        ranks: ClientRanks,
     ) -> None:
+        self._ranks = ranks
         self._table = table
         self._parts = parts
         self._clients = clients
@@ -66,8 +71,9 @@ class LocalCarrier:
         self._policy = policy
         self._held = held
         for client in clients:
-            held.begin(client)
-            held.end(client)
+            if ranks.owns(client.number):
+                held.begin(client)
+                held.end(client)
         self._stale = table.fragments if table.fragments.is_enabled else None
         self._bytes = count_bytes(parts, server, server.weights)
         states = {name: tensor for name, each in server.states.items() for tensor in each.values()}
@@ -86,12 +92,7 @@ class LocalCarrier:
         for number in chosen:
             client = self._clients[number]
             received = self._count_received(client, position)
-            self._server.broadcast()
-            self._policy.begin(client)
-            self._held.begin(client)
-            before_step = self._restore_weights(client, check)
-            result = train_locally(self._parts, client, position, before_step)
-            self._keep_weights(client)
+            result = self._train(client, position, check)
             weight = self._weigh(result)
             arrival = self._server.receive(client, weight)
             client.last_round = position.step // self._parts.stride + 1
@@ -100,6 +101,20 @@ class LocalCarrier:
             sent = self._sum_bytes(arrival.bytes_sent + states)
             yield ClientUpdate(arrival, result, sent, received)
         self._policy.finish_round(position.step + self._parts.stride)
+
+    def wants_stop(self, stop: StopFlag) -> bool:
+        """Return whether a signal asks to end a round before its end, on any rank of a client."""
+        return stop.agree()
+
+    def _train(self, client: Client, position: Position, check: Callable[[], None]) -> LocalResult:
+        """Run a client's steps of a round; the model has its weights then."""
+        self._server.broadcast()
+        self._policy.begin(client)
+        self._held.begin(client)
+        before_step = self._restore_weights(client, check)
+        result = train_locally(self._parts, client, position, before_step)
+        self._keep_weights(client)
+        return result
 
     @torch.no_grad()
     def _restore_weights(self, client: Client, check: Callable[[], None]) -> Callable[[int], None]:

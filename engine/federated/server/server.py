@@ -134,22 +134,48 @@ class Server:
             client: the client.
             weight: weight of the client in the mean.
         """
+        arrival, gradient = self.collect(client, weight)
+        self.admit(arrival, gradient)
+        return arrival
+
+    @torch.no_grad()
+    def collect(
+        self, client: Client, weight: float, payloads: dict[str, Tensor] | None = None
+    ) -> tuple[Arrival, Gradient]:
+        """Return the update of the client whose weights the model has, without taking it.
+
+        Args:
+            client: the client.
+            weight: weight of the client in the mean.
+            payloads: gets what the compression has encoded, by weight.
+        """
         gradient: Gradient = {
             name: local(start) - local(self.model[name])
             for name, start in self.weights.items()
             if name in self.active
         }
-        gradient, sent = self.compressor.send(client.error, gradient)
+        gradient, sent = self.compressor.send(client.error, gradient, payloads)
         arrival = Arrival(client, weight, self._geometry.norm(gradient), sent)
-        self._arrivals.append(arrival)
         buffers = (gradient[name] for name in gradient.keys() - self.states.keys())
         if not isfinite(arrival.norm) or not all(each.isfinite().all() for each in buffers):
             arrival.rejected = "its update is not finite"
-        elif self.holds_updates:
+        return arrival, gradient
+
+    @torch.no_grad()
+    def admit(self, arrival: Arrival, gradient: Gradient) -> None:
+        """Take an update that was collected, here or by the ranks of its client."""
+        self._arrivals.append(arrival)
+        if arrival.rejected:
+            return
+        if self.holds_updates:
             arrival.gradient = gradient
         else:
-            self._add_to_mean(gradient, weight)
-        return arrival
+            self._add_to_mean(gradient, arrival.weight)
+
+    def admit_mean(self, arrivals: Iterable[Arrival], mean: Mapping[str, Tensor]) -> None:
+        """Take all updates of a round, whose weighted mean was computed elsewhere."""
+        self._arrivals.extend(arrivals)
+        self._mean = dict(mean)
 
     def _add_to_mean(self, gradient: Gradient, weight: float) -> None:
         """Move the weighted mean of what has come so far towards an update, by its share."""

@@ -44,6 +44,9 @@ def check_federation(recipe: Recipe) -> Iterator[Finding]:
         if is_given and table.client_optimizer == "aggregate":
             message = 'is unsupported with client_optimizer = "aggregate"'
             yield ("federation", name), message, '"keep" or "reset" the states'
+    if table.carrier == "torchrun" and table.client_optimizer == "aggregate":
+        message = 'is unsupported with client_optimizer = "aggregate"'
+        yield ("federation", "carrier"), message, 'use "local", or "keep" or "reset" the states'
     for index, source in enumerate(recipe.data.sources):
         if getattr(source, "streaming", False):
             where = ("data", "sources", index, "streaming")
