@@ -105,7 +105,7 @@ def plan(
     if as_json:
         print(json.dumps(asdict(costs), indent=1))
     else:
-        _print_plan(costs, loaded.federation.rounds)
+        _print_plan(costs, loaded.federation.rounds or 1)
 
 
 def _print_plan(costs: FederationPlan, rounds: int) -> None:

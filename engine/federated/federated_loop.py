@@ -34,7 +34,13 @@ from .tables import carriers
 
 @dataclass
 class FederatedLoop(RunLoop):
-    """Trains in rounds."""
+    """Trains in rounds.
+
+    Args:
+        is_job: whether it is the loop of `trainer run`, whose replica groups are the clients.
+    """
+
+    is_job: bool = False
 
     rounds: Rounds | None = None
     """of the attempt, once its saver was opened"""
@@ -50,10 +56,26 @@ class FederatedLoop(RunLoop):
             hint = "give one, or run it with `trainer run`"
             raise RecipeError([Problem(message, key="federation", hint=hint)])
 
+    def adapt(self, recipe: Recipe) -> Recipe:
+        """Return the recipe of one client, whose plan and batch are those of a replica group."""
+        table, data = recipe.federation, recipe.data
+        if not self.is_job or table is None:
+            return recipe
+        count = recipe.parallel.replicate
+        share = data.model_copy(update={"global_batch": data.global_batch // count})
+        rounds = (recipe.run.steps or 0) // table.steps_of(share)
+        changes = {
+            "federation": table.model_copy(update={"clients": count, "rounds": rounds}),
+            "parallel": recipe.parallel.model_copy(update={"replicate": 1}),
+            "data": share,
+        }
+        return recipe.model_copy(update=changes)
+
     def num_parts(self, recipe: Recipe) -> int:
         """Return into how many parts the ranks are divided: one for each client, or 1."""
-        assert recipe.federation is not None, "`require` made sure of it"
-        return carriers[recipe.federation.carrier].model_validate({}).num_parts(recipe.federation)
+        table = self.adapt(recipe).federation
+        assert table is not None, "`require` made sure of it"
+        return carriers[table.carrier].model_validate({}).num_parts(table)
 
     def open_saver(
         self,
@@ -78,7 +100,7 @@ class FederatedLoop(RunLoop):
         held = HeldBuffers({} if averaged else buffers, keeps=table.buffers == "local")
         policy = OptimizerPolicy(table.client_optimizer, parts.optimizer)
         config, ranks = carriers[table.carrier].model_validate({}), ClientRanks()
-        if self.num_parts(recipe) > 1 and store.group:
+        if store.group and config.num_parts(table) > 1:
             timeout = recipe.resilience.collective_timeout_seconds
             ranks = divide_job(store.group, table.num_clients, timeout)
         carrier = config.build()(table, parts, clients, server, policy, held, ranks)

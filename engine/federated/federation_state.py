@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from ..checkpoint import state as train_state
 from ..checkpoint.manifest import Manifest, TensorEntry
+from ..core.errors import CheckpointError
 from ..train.parts import Parts, Position
 from ..train.training_state import TrainingState
 from .carriers.client_ranks import ClientRanks
@@ -120,6 +121,9 @@ class FederationState(TrainingState):
     def prepare(self, manifest: Manifest) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint fills, in place."""
         saved, rank = manifest.extra["federation"]["clients"], self.parts.world.rank
+        if len(saved) != len(self._clients):
+            message = f"the checkpoint has {len(saved)} clients, the run {len(self._clients)}"
+            raise CheckpointError(message, "start a new run with run.init_from")
         tensors = self._server_tensors()
         self.parts.optimizer.state = self._policy.shared
         self._prepare_optimizer(manifest.tensors, manifest.extra["optimizer_numbers"])

@@ -192,6 +192,7 @@ carriers: Registry[CarrierConfig] = Registry(
     built_in={
         "local": "engine.federated.carriers.configs:Local",
         "torchrun": "engine.federated.carriers.configs:Torchrun",
+        "job": "engine.federated.carriers.configs:Job",
     },
 )
 
@@ -210,7 +211,8 @@ class Federation(Table):
 
     carrier: Annotated[str, OneOf(carriers)] = "local"
     """"local": clients train one after another in this process, or in the ranks of --nproc;
-    "torchrun": all at once, each in its own part of the ranks of --nproc, or of a job"""
+    "torchrun": all at once, each in its own part of the ranks of --nproc, or of a job; "job": the
+    replica groups of parallel.replicate of an ordinary `trainer run` are the clients"""
     clients: Count | None = None
     """number of clients, all alike; or give one [[federation.client]] each"""
     client: Annotated[list[FederationClient], Field(max_length=10_000)] = []
@@ -220,8 +222,9 @@ class Federation(Table):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """share of the drawn clients that is left out of each round at random, as if they had failed;
     at least one stays"""
-    rounds: Count
-    """rounds of the run, each of which ends with a step of the server optimizer"""
+    rounds: Count | None = None
+    """rounds of the run, each of which ends with a step of the server optimizer; with carrier =
+    "job", run.steps says how long to train"""
     local_steps: Count | None = None
     """optimizer steps of a client in a round; or give local_tokens"""
     local_tokens: Count | None = None
@@ -251,6 +254,11 @@ class Federation(Table):
     """merges a part of the weights in each round"""
 
     @property
+    def is_job(self) -> bool:
+        """Whether the clients are the replica groups of an ordinary run."""
+        return self.carrier == "job"
+
+    @property
     def num_clients(self) -> int:
         """The number of clients."""
         return len(self.client) or self.clients or 0
@@ -267,8 +275,13 @@ class Federation(Table):
             world: number of ranks of the job.
 
         Raises:
-            RecipeError: the carrier needs a part of the ranks for each client.
+            RecipeError: the carrier needs a part of the ranks for each client, or is the one of
+                ordinary runs.
         """
+        if self.is_job:
+            message = 'carrier = "job" makes the replica groups of an ordinary run the clients'
+            hint = "run it with `trainer run`"
+            raise RecipeError([Problem(message, key="federation.carrier", hint=hint)])
         parts = carriers[self.carrier].model_validate({}).num_parts(self)
         if world % parts:
             message = f"{parts} clients of equally many ranks cannot share {world}"

@@ -93,7 +93,10 @@ def require_same_data(saved: Manifest, parts: Assembled, allowed: Sequence[str])
 
 
 def identify(
-    parts: Assembled, found: IntactCheckpoint | None, checkouts: Sequence[Checkout] = ()
+    parts: Assembled,
+    found: IntactCheckpoint | None,
+    checkouts: Sequence[Checkout] = (),
+    recipe: Recipe | None = None,
 ) -> SaveInfo:
     """Return the description of the run that each checkpoint of this attempt holds.
 
@@ -101,8 +104,9 @@ def identify(
         parts: the parts of the run.
         checkouts: where the code comes from, on the rank that writes manifests.
         found: the checkpoint that the attempt starts from; None at the start of a run.
+        recipe: the recipe as it was given; None: that of the parts.
     """
-    values = remove_secrets(parts.recipe.model_dump(mode="json"))
+    values = remove_secrets((recipe or parts.recipe).model_dump(mode="json"))
     recipe_hash = xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())
     return SaveInfo(
         step=0,

@@ -131,7 +131,7 @@ def _run(
         loaded = load_tasks(recipe.evaluate.harness)
         if dry_run:
             own = world.divide(loop.num_parts(recipe))
-            for line in describe(assemble(recipe, own, device)):
+            for line in describe(assemble(loop.adapt(recipe), own, device)):
                 progress.note(line)
             stop.finish()
             return ExitCode.DONE
@@ -163,11 +163,12 @@ class Session:
         # Initial weights are drawn from these generators; a checkpoint restores its own later.
         own = self.world.divide(self.loop.num_parts(recipe))
         seed_everything(recipe.run.seed, own.rank)
-        parts = parts or assemble(recipe, own, self.device, fresh=found is None)
+        if parts is None:
+            parts = assemble(self.loop.adapt(recipe), own, self.device, fresh=found is None)
         self._print_notes(parts)
         position = Position()
         checkouts = find_checkouts() if self.world.rank == 0 else []
-        identity = identify(parts, found, checkouts)
+        identity = identify(parts, found, checkouts, recipe)
         recorder, health = self._watch(parts, identity.attempt)
         saver = self.loop.open_saver(store, parts, health, identity, self.progress.warn)
         if found is not None:

@@ -37,3 +37,9 @@ class Torchrun(CarrierConfig):
     def num_parts(self, table: Federation) -> int:
         """Return the number of clients."""
         return table.num_clients
+
+
+class Job(Torchrun):
+    """The replica groups of an ordinary run are the clients: LocalSGD and DiLoCo in a cluster."""
+
+    name: Literal["job"] = "job"  # type: ignore[assignment]  # the same carrier by another name

@@ -15,11 +15,11 @@ def check_federation(recipe: Recipe) -> Iterator[Finding]:
     table = recipe.federation
     if table is None:
         return
-    yield from _check_counts(recipe)
+    yield from _check_job(recipe) if table.is_job else _check_counts(recipe)
     yield from _check_clients(recipe)
     yield from _check_fragments(recipe)
     for key in ("steps", "epochs"):
-        if getattr(recipe.run, key) is not None:
+        if getattr(recipe.run, key) is not None and not table.is_job:
             message = "is given beside [federation], whose rounds say how long to train"
             yield ("run", key), message, "leave it out"
     unsupported = {
@@ -44,7 +44,7 @@ def check_federation(recipe: Recipe) -> Iterator[Finding]:
         if is_given and table.client_optimizer == "aggregate":
             message = 'is unsupported with client_optimizer = "aggregate"'
             yield ("federation", name), message, '"keep" or "reset" the states'
-    if table.carrier == "torchrun" and table.client_optimizer == "aggregate":
+    if table.carrier in ("torchrun", "job") and table.client_optimizer == "aggregate":
         message = 'is unsupported with client_optimizer = "aggregate"'
         yield ("federation", "carrier"), message, 'use "local", or "keep" or "reset" the states'
     for index, source in enumerate(recipe.data.sources):
@@ -60,11 +60,13 @@ def _check_counts(recipe: Recipe) -> Iterator[Finding]:
     for path, given, words in (
         ("clients", [table.clients, table.client or None], "clients or [[federation.client]]"),
         ("local_steps", [table.local_steps, table.local_tokens], "local_steps or local_tokens"),
+        ("rounds", [table.rounds], "how long to train"),
     ):
         count = sum(each is not None for each in given)
         if count != 1:
             message = "is missing" if count == 0 else "is given twice"
-            yield ("federation", path), f"{message}: {words}", "give one of the two"
+            hint = "" if len(given) == 1 else "give one of the two"
+            yield ("federation", path), f"{message}: {words}", hint
     size = table.clients_per_round
     if size is not None and size > table.num_clients > 0:
         message = f"clients_per_round ({size}) is more than the {table.num_clients} clients"
@@ -72,6 +74,37 @@ def _check_counts(recipe: Recipe) -> Iterator[Finding]:
     if table.local_tokens is not None and recipe.task.unit != "tokens":
         message = f'the task "{recipe.task.name}" does not count tokens'
         yield ("federation", "local_tokens"), message, "give local_steps"
+
+
+def _check_job(recipe: Recipe) -> Iterator[Finding]:
+    """Yield what does not fit clients that are the replica groups of an ordinary run."""
+    table, steps, replicas = recipe.federation, recipe.run.steps, recipe.parallel.replicate
+    assert table is not None
+    given = {
+        "clients": table.clients,
+        "client": table.client,
+        "clients_per_round": table.clients_per_round,
+        "dropout": table.dropout,
+        "rounds": table.rounds,
+    }
+    for key, value in given.items():
+        if value:
+            message = 'is unsupported with carrier = "job"'
+            hint = "parallel.replicate is the number of clients, run.steps says how long to train"
+            yield ("federation", key), message, hint
+    if table.partition != "rows":
+        message = 'is unsupported with carrier = "job"'
+        yield ("federation", "partition"), message, "replica groups share the rows of a run"
+    if replicas < 2:
+        message = f'is {replicas}, but carrier = "job" makes its groups the clients'
+        yield ("parallel", "replicate"), message, "give the number of clients, 2 or more"
+    if table.local_steps is None or table.local_tokens is not None:
+        yield ("federation", "local_steps"), "is missing: steps between two exchanges", ""
+    elif steps is None:
+        yield ("run", "steps"), 'is missing: carrier = "job" counts steps', "give it, not epochs"
+    elif steps % table.local_steps:
+        message = f"({steps}) is no multiple of federation.local_steps ({table.local_steps})"
+        yield ("run", "steps"), message, f"such as {-(-steps // table.local_steps)} * local_steps"
 
 
 def _check_fragments(recipe: Recipe) -> Iterator[Finding]:
