@@ -35,7 +35,13 @@ def run(
     recipe: RecipeOrRun,
     overrides: Overrides = None,
     nproc: Annotated[
-        int, typer.Option("--nproc", min=1, max=4096, help="processes of one client's plan")
+        int,
+        typer.Option(
+            "--nproc",
+            min=1,
+            max=4096,
+            help="processes of one client's plan, or of all clients if they train at once",
+        ),
     ] = 1,
     allow_changed: AllowChanged = "",
     plugin: RunPlugins = None,
@@ -49,14 +55,15 @@ def run(
     world = find_world()
     require_no_job(world.launcher, nproc)
     ranks = nproc if nproc > 1 else world.world_size
-    loaded = load_recipe_or_run(recipe, overrides or [], ranks, plugin or []).recipe
+    table = load_recipe_or_run(recipe, overrides or [], None, plugin or []).recipe.federation
+    own = table.ranks_of(ranks) if table else ranks
+    loaded = load_recipe_or_run(recipe, overrides or [], own, plugin or []).recipe
     stop = StopFlag()
     answer = partial(code_before_training, loaded.run.folder, loaded.run.resume)
     stop.end_at_once(answer, abruptly=True)
     with stop:
         if nproc > 1:
-            words = ["federate", "run"]
-            command = rank_command(words, recipe, overrides, allow_changed, plugin)
+            command = rank_command(["federate", "run"], recipe, overrides, allow_changed, plugin)
             raise typer.Exit(launch_ranks(loaded, command, nproc, stop))
         from ..engine.federated.federated_loop import FederatedLoop
         from ..engine.run.run import run as run_recipe
@@ -106,7 +113,7 @@ def plan(
     if as_json:
         print(json.dumps(asdict(costs), indent=1))
     else:
-        _print_plan(costs, loaded.federation.rounds)
+        _print_plan(costs, loaded.federation.rounds or 1)
 
 
 @app.command()

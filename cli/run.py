@@ -119,8 +119,20 @@ def run(
         faults.point("run.import", world.rank)
         from ..engine.run.run import run as run_recipe
 
+        loop, federation = None, loaded.recipe.federation
+        if federation and federation.is_job:
+            from ..engine.federated.federated_loop import FederatedLoop
+
+            loop = FederatedLoop(is_job=True)
         raise typer.Exit(
-            run_recipe(loaded.recipe, world, allow_changed=allowed, dry_run=dry_run, stop=stop)
+            run_recipe(
+                loaded.recipe,
+                world,
+                allow_changed=allowed,
+                dry_run=dry_run,
+                stop=stop,
+                loop=loop,
+            )
         )
 
 

@@ -114,6 +114,7 @@ MEMBERS = {
     "torch._inductor.codecache": ("_HEADER_DIR", "_HEADER_LOCK_DIR"),
     "torch._inductor.config": ("_micro_pipeline_tp",),
     "torch._ops": ("_opname", "_schema"),
+    "torch.distributed.distributed_c10d": ("_register_backend", "_set_default_backend"),
     "torch.distributed.fsdp._fully_shard._fsdp_param": (
         "_unsharded_param",
         "to_accumulated_grad_if_needed",

@@ -196,7 +196,7 @@ def total_steps(recipe: Recipe, turns: Turns) -> int:
     Raises:
         RecipeError: the epochs asked for do not fill one batch.
     """
-    if recipe.federation:
+    if recipe.federation and recipe.federation.rounds:
         return recipe.federation.rounds * recipe.federation.steps_of(recipe.data)
     if recipe.run.steps is not None:
         return recipe.run.steps

@@ -23,6 +23,7 @@ from ..train.parts import Position
 from ..train.saving import Saver
 from .arrivals.timeline import Timeline
 from .arrivals.trace import ClientTrace
+from .carriers.client_ranks import ClientRanks, divide_job
 from .clients import open_clients
 from .experts.subsets import HeldExperts, split_experts
 from .federation_state import FederationState
@@ -37,7 +38,13 @@ from .tables import Federation, carriers
 
 @dataclass
 class FederatedLoop(RunLoop):
-    """Trains in rounds."""
+    """Trains in rounds.
+
+    Args:
+        is_job: whether it is the loop of `trainer run`, whose replica groups are the clients.
+    """
+
+    is_job: bool = False
 
     rounds: Rounds | None = None
     """of the attempt, once its saver was opened"""
@@ -52,6 +59,27 @@ class FederatedLoop(RunLoop):
             message = "the recipe has no such table"
             hint = "give one, or run it with `trainer run`"
             raise RecipeError([Problem(message, key="federation", hint=hint)])
+
+    def adapt(self, recipe: Recipe) -> Recipe:
+        """Return the recipe of one client, whose plan and batch are those of a replica group."""
+        table, data = recipe.federation, recipe.data
+        if not self.is_job or table is None:
+            return recipe
+        count = recipe.parallel.replicate
+        share = data.model_copy(update={"global_batch": data.global_batch // count})
+        rounds = (recipe.run.steps or 0) // table.steps_of(share)
+        changes = {
+            "federation": table.model_copy(update={"clients": count, "rounds": rounds}),
+            "parallel": recipe.parallel.model_copy(update={"replicate": 1}),
+            "data": share,
+        }
+        return recipe.model_copy(update=changes)
+
+    def num_parts(self, recipe: Recipe) -> int:
+        """Return into how many parts the ranks are divided: one for each client, or 1."""
+        table = self.adapt(recipe).federation
+        assert table is not None, "`require` made sure of it"
+        return carriers[table.carrier].model_validate({}).num_parts(table)
 
     def open_saver(
         self,
@@ -87,12 +115,18 @@ class FederatedLoop(RunLoop):
             if weight.requires_grad
         }
         policy = OptimizerPolicy(table.client_optimizer, parts.optimizer, names, masks)
-        carrier = carriers[table.carrier].model_validate({}).build()
-        local = carrier(table, parts, clients, server, policy, held, experts)
+        config, ranks = carriers[table.carrier].model_validate({}), ClientRanks()
+        if store.group and config.num_parts(table) > 1:
+            timeout = recipe.resilience.collective_timeout_seconds
+            ranks = divide_job(store.group, table.num_clients, timeout)
+        carrier = config.build()(table, parts, clients, server, policy, held, ranks, experts)
         seed, interval = recipe.run.seed, recipe.ema.interval
         timeline = _open_timeline(table, parts, server)
-        self.rounds = Rounds(table, seed, parts, clients, server, local, timeline, interval, report)
-        state = FederationState(parts, store.group, clients, server, policy, held, timeline)
+        self.rounds = Rounds(
+            table, seed, parts, clients, server, carrier, timeline, interval, report
+        )
+        group = None if ranks.peers else store.group
+        state = FederationState(parts, group, clients, server, policy, held, ranks, timeline)
         return Saver(store, parts, health, identity, report, state)
 
     def train(

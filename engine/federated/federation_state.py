@@ -16,9 +16,11 @@ from torch.distributed import ProcessGroup
 
 from ..checkpoint import state as train_state
 from ..checkpoint.manifest import Manifest, TensorEntry
+from ..core.errors import CheckpointError
 from ..train.parts import Parts, Position
 from ..train.training_state import TrainingState
 from .arrivals.timeline import Timeline
+from .carriers.client_ranks import ClientRanks
 from .client import Client
 from .held_buffers import HeldBuffers
 from .optimizer_policy import OptimizerPolicy
@@ -33,11 +35,12 @@ class FederationState(TrainingState):
 
     Args:
         parts: the parts of the run.
-        group: a gloo group of all ranks; None: one process.
+        group: a gloo group of one client's ranks; None: one process, or the default group.
         clients: all clients, in the order of their numbers.
         server: the server.
         policy: what becomes of the clients' optimizer state.
         held: the buffers that do not travel.
+        ranks: the clients whose state this rank keeps.
         timeline: the simulated clock; None: all updates of a round are merged with it.
     """
 
@@ -49,10 +52,13 @@ class FederationState(TrainingState):
         server: Server,
         policy: OptimizerPolicy,
         held: HeldBuffers,
+        ranks: ClientRanks,
         timeline: Timeline | None,
     ) -> None:
         super().__init__(parts, group)
         self._clients = clients
+        self._own = [client for client in clients if ranks.owns(client.number)]
+        self._ranks = ranks
         self._server = server
         self._policy = policy
         self._held = held
@@ -61,7 +67,7 @@ class FederationState(TrainingState):
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint keeps."""
         tensors = self._server_tensors()
-        for client in self._clients:
+        for client in self._own:
             tensors |= self._client_tensors(client)
             tensors |= _name_random(client)
         if self._policy.shared:
@@ -93,7 +99,7 @@ class FederationState(TrainingState):
     def numbers(self, position: Position) -> dict[str, Any]:
         """Return the numbers that a checkpoint keeps; JSON."""
         clients = []
-        for client in self._clients:
+        for client in self._own:
             self.parts.optimizer.state = client.optimizer
             clients.append(
                 {
@@ -113,7 +119,7 @@ class FederationState(TrainingState):
             "optimizer_numbers": numbers,
             "federation": {
                 "round": finished,
-                "clients": clients,
+                "clients": [each for own in self._ranks.gather(clients) for each in own],
                 "merged_bytes": self._server.merged_bytes,
                 "timeline": self._timeline.state() if self._timeline else None,
             },
@@ -122,11 +128,15 @@ class FederationState(TrainingState):
     def prepare(self, manifest: Manifest) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint fills, in place."""
         saved, rank = manifest.extra["federation"]["clients"], self.parts.world.rank
+        if len(saved) != len(self._clients):
+            message = f"the checkpoint has {len(saved)} clients, the run {len(self._clients)}"
+            raise CheckpointError(message, "start a new run with run.init_from")
         tensors = self._server_tensors()
         self.parts.optimizer.state = self._policy.shared
         self._prepare_optimizer(manifest.tensors, manifest.extra["optimizer_numbers"])
         tensors |= train_state.optimizer_state(self.parts.model, self.parts.optimizer)
-        for client, numbers in zip(self._clients, saved, strict=True):
+        for client in self._own:
+            numbers = saved[client.number]
             prefix, own = f"client{client.number}_", dict[str, TensorEntry]()
             for name, entry in manifest.tensors.items():
                 key, _, parameter = name.removeprefix(prefix).partition(".")

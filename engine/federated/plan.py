@@ -88,7 +88,7 @@ def plan_federation(
     sizes = [prod(shape) for shape in shapes.values()]
     masks = Masks(table, list(shapes), frozen)
     # Fragments and schedules repeat; a thousand rounds are enough for a mean.
-    numbers = range(1, min(masks.period, table.rounds, 1000) + 1)
+    numbers = range(1, min(masks.period, table.rounds or 1, 1000) + 1)
     merged = [masks.merged_in(number) for number in numbers]
     fragments = [
         [size for name in shapes if name in names for size in _sent_sizes(table, name, shapes)]

@@ -101,7 +101,7 @@ class Rounds:
         """Train the clients of a round, apply the server optimizer and record the rows."""
 
         def check() -> None:
-            if stop.agree() and saver.is_saved(position.step):
+            if self.carrier.wants_stop(stop) and saver.is_saved(position.step):
                 raise StopRequested
 
         parts, start = self.parts, perf_counter()

@@ -14,6 +14,7 @@ from ..core.config import (
     SplitName,
     Table,
 )
+from ..core.errors import Problem, RecipeError
 from ..core.registry import Named, Registry
 from ..core.text.expressions import match_names
 from .arrivals.tables import Late, Trace, dropouts
@@ -146,9 +147,23 @@ class CarrierConfig(Component):
         """Return the class of the carrier; see `LocalCarrier`."""
         raise NotImplementedError
 
+    def num_parts(self, table: Federation) -> int:
+        """Return into how many parts the ranks of a job are divided, one for each client.
+
+        Args:
+            table: the recipe's `[federation]`.
+        """
+        return 1
+
 
 carriers: Registry[CarrierConfig] = Registry(
-    "carrier", default="local", built_in={"local": "engine.federated.carriers.configs:Local"}
+    "carrier",
+    default="local",
+    built_in={
+        "local": "engine.federated.carriers.configs:Local",
+        "torchrun": "engine.federated.carriers.configs:Torchrun",
+        "job": "engine.federated.carriers.configs:Job",
+    },
 )
 
 
@@ -165,7 +180,9 @@ class Federation(Table):
     """Federated and low-communication training: clients train apart, a server merges them."""
 
     carrier: Annotated[str, OneOf(carriers)] = "local"
-    """"local": clients train one after another in this process, or in the ranks of --nproc"""
+    """"local": clients train one after another in this process, or in the ranks of --nproc;
+    "torchrun": all at once, each in its own part of the ranks of --nproc, or of a job; "job": the
+    replica groups of parallel.replicate of an ordinary `trainer run` are the clients"""
     clients: Count | None = None
     """number of clients, all alike; or give one [[federation.client]] each"""
     client: Annotated[list[FederationClient], Field(max_length=10_000)] = []
@@ -177,8 +194,9 @@ class Federation(Table):
     dropout_function: Annotated[str, OneOf(dropouts)] = "uniform"
     """which of them: "uniform": at random; "slowest": those that take longest by
     [federation.trace]"""
-    rounds: Count
-    """rounds of the run, each of which ends with a step of the server optimizer"""
+    rounds: Count | None = None
+    """rounds of the run, each of which ends with a step of the server optimizer; with carrier =
+    "job", run.steps says how long to train"""
     local_steps: Count | None = None
     """optimizer steps of a client in a round; or give local_tokens"""
     local_tokens: Count | None = None
@@ -227,6 +245,11 @@ class Federation(Table):
     """simulated durations and failures of clients"""
 
     @property
+    def is_job(self) -> bool:
+        """Whether the clients are the replica groups of an ordinary run."""
+        return self.carrier == "job"
+
+    @property
     def num_clients(self) -> int:
         """The number of clients."""
         return len(self.client) or self.clients or 0
@@ -256,6 +279,27 @@ class Federation(Table):
     def sample_size(self) -> int:
         """The number of clients that are drawn for a round."""
         return self.clients_per_round or self.num_clients
+
+    def ranks_of(self, world: int) -> int:
+        """Return the number of ranks of one client's plan.
+
+        Args:
+            world: number of ranks of the job.
+
+        Raises:
+            RecipeError: the carrier needs a part of the ranks for each client, or is the one of
+                ordinary runs.
+        """
+        if self.is_job:
+            message = 'carrier = "job" makes the replica groups of an ordinary run the clients'
+            hint = "run it with `trainer run`"
+            raise RecipeError([Problem(message, key="federation.carrier", hint=hint)])
+        parts = carriers[self.carrier].model_validate({}).num_parts(self)
+        if world % parts:
+            message = f"{parts} clients of equally many ranks cannot share {world}"
+            hint = f"start a multiple of {parts} ranks: --nproc {-(-world // parts) * parts}"
+            raise RecipeError([Problem(message, key="federation.carrier", hint=hint)])
+        return world // parts
 
     def steps_of(self, data: Data) -> int:
         """Return a client's optimizer steps in a round.

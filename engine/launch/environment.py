@@ -61,6 +61,22 @@ class World:
                 f"but {self.world_size} in all ({self.launcher})"
             )
 
+    def divide(self, parts: int) -> World:
+        """Return the place of this process in its part of a job, which is divided evenly.
+
+        Args:
+            parts: number of parts, each of consecutive ranks.
+        """
+        size = self.world_size // parts
+        local = min(size, self.local_world_size)
+        return replace(
+            self,
+            rank=self.rank % size,
+            world_size=size,
+            local_rank=self.local_rank % local,
+            local_world_size=local,
+        )
+
 
 def find_world(environ: Mapping[str, str] = os.environ) -> World:
     """Read the world that our launcher, torchrun, Kubernetes or SLURM describes; else one rank.

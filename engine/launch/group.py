@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from time import sleep
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import torch
@@ -21,6 +22,7 @@ from ..core.errors import EnvironmentFault, ExitCode, LostContact
 from .assembler import set_assembler
 from .ending import TICK_SECONDS, skip_teardown
 from .environment import World
+from .job_group import create_job_group, create_subgroup
 
 
 def pick_device(world: World) -> torch.device:
@@ -65,6 +67,7 @@ def process_group(
     device: torch.device,
     timeout_seconds: float,
     on_join: Callable[[RankPeers], None] = lambda peers: None,
+    parts: int = 1,
 ) -> Iterator[dist.ProcessGroup | None]:
     """Create the default process group, and destroy it at the end of the context.
 
@@ -75,6 +78,7 @@ def process_group(
         device: the device of this rank.
         timeout_seconds: how long a collective waits for the other ranks.
         on_join: called with the other ranks once the group exists.
+        parts: number of parts of the job, each with a default group of its own.
 
     Yields:
         a gloo group of all ranks, for flags and files; None for one process.
@@ -95,16 +99,23 @@ def process_group(
         return
     try:
         store = _store(world, timeout)
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
-            store=store,
-            rank=world.rank,
-            world_size=world.world_size,
-            timeout=timeout,
-            # With a device NCCL connects here; without, in the first collective of training.
-            device_id=device if on_gpu else None,
-        )
-        host = dist.new_group(backend="gloo", timeout=timeout) if on_gpu else dist.group.WORLD
+        own = world.divide(parts)
+        part = f"part{world.rank // own.world_size}"
+        if own.world_size > 1:
+            dist.init_process_group(
+                "nccl" if on_gpu else "gloo",
+                store=PrefixStore(part, store) if parts > 1 else store,
+                rank=own.rank,
+                world_size=own.world_size,
+                timeout=timeout,
+                # With a device NCCL connects here; without, in the first collective of training.
+                device_id=device if on_gpu else None,
+            )
+        if parts > 1:
+            whole = PrefixStore("job", store)
+            host = create_job_group(whole, world.rank, world.world_size, timeout_seconds)
+        else:
+            host = dist.new_group(backend="gloo", timeout=timeout) if on_gpu else dist.group.WORLD
     except (OSError, RuntimeError, ValueError) as error:
         raise EnvironmentFault(
             f"rank {world.rank} of {world.world_size} could not join the process group at "
@@ -121,13 +132,15 @@ def process_group(
         yield host
         # A rank that leaves early breaks the last collective of the others. After an error no
         # rank waits: this process ends, and the launcher ends the others.
-        dist.monitored_barrier(host, timedelta(seconds=min(timeout_seconds, TEARDOWN_SECONDS)))
+        limit = timedelta(seconds=min(timeout_seconds, TEARDOWN_SECONDS))
+        cast("Any", host).monitored_barrier(limit)  # torch's stubs lack it
     except RuntimeError as error:
         # gloo raises plain RuntimeErrors, which only the source file in their text tells apart.
         if "gloo" not in str(error) and not isinstance(error, dist.DistError):
             raise
         raise LostContact.by(world.rank, error) from error
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
@@ -157,7 +170,8 @@ class RankPeers:
         try:
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.group)
         except RuntimeError as error:
-            raise LostContact.by(dist.get_rank(self.group), error) from error
+            rank = self.group.rank() if self.group else 0
+            raise LostContact.by(rank, error) from error
         return bool(votes.item())
 
     def ask(self, reason: str) -> None:
@@ -219,10 +233,20 @@ def _store(world: World, timeout: timedelta) -> Store:
     return PrefixStore(f"trainer/attempt{world.attempt}", store)
 
 
-def create_checkpoint_group(world: World, timeout_seconds: float) -> dist.ProcessGroup | None:
-    """Create a gloo group for saves in the background, apart from the collectives of training."""
+def create_checkpoint_group(
+    world: World, timeout_seconds: float, job: dist.ProcessGroup | None = None
+) -> dist.ProcessGroup | None:
+    """Create a gloo group for saves in the background, apart from the collectives of training.
+
+    Args:
+        world: the place of this process among the ranks.
+        timeout_seconds: how long a collective waits for the other ranks.
+        job: a group of all ranks, if the default group has only a part of them.
+    """
     if world.world_size == 1:
         return None
+    if job is not None:
+        return create_subgroup(job, "checkpoint", range(world.world_size), timeout_seconds)
     group: dist.ProcessGroup = dist.new_group(
         backend="gloo", timeout=timedelta(seconds=timeout_seconds)
     )

@@ -10,7 +10,9 @@ from .layers import SET
 def leave_steps_behind(tree: Tree) -> None:
     """Drop the length of an ordinary run from a layer below `[federation]`, which has its own."""
     federation, run = tree.values.get("federation"), tree.values.get("run")
-    if isinstance(federation, dict) and federation and isinstance(run, dict):
+    if not isinstance(federation, dict) or federation.get("carrier") == "job":
+        return
+    if federation and isinstance(run, dict):
         layers = [tree.origin(path).layer for path in key_paths(federation, ("federation",))]
         for key in ("steps", "epochs"):
             if key in run and tree.origin(("run", key)).layer < max(layers):

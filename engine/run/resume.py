@@ -93,7 +93,10 @@ def require_same_data(saved: Manifest, parts: Assembled, allowed: Sequence[str])
 
 
 def identify(
-    parts: Assembled, found: IntactCheckpoint | None, checkouts: Sequence[Checkout] = ()
+    parts: Assembled,
+    found: IntactCheckpoint | None,
+    checkouts: Sequence[Checkout] = (),
+    recipe: Recipe | None = None,
 ) -> SaveInfo:
     """Return the description of the run that each checkpoint of this attempt holds.
 
@@ -101,8 +104,9 @@ def identify(
         parts: the parts of the run.
         checkouts: where the code comes from, on the rank that writes manifests.
         found: the checkpoint that the attempt starts from; None at the start of a run.
+        recipe: the recipe as it was given; None: that of the parts.
     """
-    values = remove_secrets(parts.recipe.model_dump(mode="json"))
+    values = remove_secrets((recipe or parts.recipe).model_dump(mode="json"))
     recipe_hash = xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())
     return SaveInfo(
         step=0,
@@ -123,13 +127,14 @@ def identify(
     )
 
 
-def make_state(parts: Assembled, start_step: int, info: SaveInfo) -> RunState:
+def make_state(parts: Assembled, start_step: int, info: SaveInfo, ranks: int) -> RunState:
     """Return what `trainer status` reads of an attempt.
 
     Args:
         parts: the parts of the run.
         start_step: the steps that were finished before.
         info: number and id of the attempt.
+        ranks: number of processes of the job.
     """
     cuda = parts.device.type == "cuda"
     return RunState(
@@ -137,7 +142,7 @@ def make_state(parts: Assembled, start_step: int, info: SaveInfo) -> RunState:
         start_step=start_step,
         attempt=info.attempt,
         run_id=info.run_id,
-        world=parts.world.world_size,
+        world=ranks,
         device=torch.cuda.get_device_name(parts.device) if cuda else parts.device.type,
     )
 
@@ -230,7 +235,7 @@ def require_same_pins(recipe: Recipe, group: ProcessGroup | None) -> None:
     mine = [f"{table}.{key} = {pinned}" for table, key, pinned in list_hub_ids(recipe)]
     if group is None or not mine:
         return
-    found: list[list[str] | None] = [None] * dist.get_world_size(group)
+    found: list[list[str] | None] = [None] * group.size()
     dist.all_gather_object(found, mine, group=group)
     texts = sorted({text for each in found for text in each or ()})
     if len(texts) > len(mine):

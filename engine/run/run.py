@@ -120,7 +120,9 @@ def _run(
         if not dry_run:
             stack.enter_context(watch_rank(directory, world, recipe.resilience.hang_seconds))
         timeout_seconds = recipe.resilience.collective_timeout_seconds
-        group = stack.enter_context(process_group(world, device, timeout_seconds, stop.join))
+        group = stack.enter_context(
+            process_group(world, device, timeout_seconds, stop.join, loop.num_parts(recipe))
+        )
         require_same_pins(recipe, group)
         progress = open_progress(world.rank)
         stack.callback(progress.close)
@@ -128,7 +130,8 @@ def _run(
         # First of all: what they lack is told before a corpus is tokenised.
         loaded = load_tasks(recipe.evaluate.harness)
         if dry_run:
-            for line in describe(assemble(recipe, world, device)):
+            own = world.divide(loop.num_parts(recipe))
+            for line in describe(assemble(loop.adapt(recipe), own, device)):
                 progress.note(line)
             stop.finish()
             return ExitCode.DONE
@@ -158,12 +161,14 @@ class Session:
         if found is not None:
             require_unchanged(found.manifest.recipe, recipe.model_dump(), allow_changed)
         # Initial weights are drawn from these generators; a checkpoint restores its own later.
-        seed_everything(recipe.run.seed, self.world.rank)
-        parts = parts or assemble(recipe, self.world, self.device, fresh=found is None)
+        own = self.world.divide(self.loop.num_parts(recipe))
+        seed_everything(recipe.run.seed, own.rank)
+        if parts is None:
+            parts = assemble(self.loop.adapt(recipe), own, self.device, fresh=found is None)
         self._print_notes(parts)
         position = Position()
         checkouts = find_checkouts() if self.world.rank == 0 else []
-        identity = identify(parts, found, checkouts)
+        identity = identify(parts, found, checkouts, recipe)
         recorder, health = self._watch(parts, identity.attempt)
         saver = self.loop.open_saver(store, parts, health, identity, self.progress.warn)
         if found is not None:
@@ -178,7 +183,7 @@ class Session:
         if recipe.checkpoint.export != "none":
             require_exportable(parts)
         tasks = open_tasks(parts, self.loaded_tasks)
-        state = make_state(parts, position.step, identity)
+        state = make_state(parts, position.step, identity, self.world.world_size)
         # Only now: a start that fails leaves the recipe of the run as it was.
         if self.world.rank == 0:
             write_recipe(self.directory, recipe, identity, checkouts, state.device)
@@ -202,7 +207,7 @@ class Session:
         self, parts: Assembled, health: Health, found: IntactCheckpoint, group: ProcessGroup | None
     ) -> None:
         """Complete the end of a run whose last step was saved: its export and its state.json."""
-        state = make_state(parts, found.manifest.step, found.manifest)
+        state = make_state(parts, found.manifest.step, found.manifest, self.world.world_size)
         with self._record(state):
             state.warnings = health.conclude()
             self._export(parts, found.manifest.step, group, found)
@@ -244,13 +249,14 @@ class Session:
     def _open_store(self) -> CheckpointStore:
         heartbeat.enter("resume")
         checkpoint, resilience = self.recipe.checkpoint, self.recipe.resilience
+        job = self.group if self.loop.num_parts(self.recipe) > 1 else None
         store = CheckpointStore(
             self.directory.checkpoints,
             mode=checkpoint.mode,
             keep=checkpoint.keep,
             keep_every=checkpoint.keep_every,
             names_latest=True,
-            group=create_checkpoint_group(self.world, resilience.collective_timeout_seconds),
+            group=create_checkpoint_group(self.world, resilience.collective_timeout_seconds, job),
         )
         store.probe()
         return store

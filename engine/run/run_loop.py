@@ -32,6 +32,18 @@ class RunLoop:
             hint = "run it with `trainer federate run`"
             raise RecipeError([Problem(message, key="federation", hint=hint)])
 
+    def adapt(self, recipe: Recipe) -> Recipe:
+        """Return the recipe of what each part of the ranks assembles."""
+        return recipe
+
+    def num_parts(self, recipe: Recipe) -> int:
+        """Return into how many parts the ranks are divided, each with a default group of its own.
+
+        Raises:
+            RecipeError: the ranks cannot be divided so.
+        """
+        return 1
+
     def open_saver(
         self,
         store: CheckpointStore,

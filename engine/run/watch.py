@@ -95,7 +95,7 @@ def open_observer(
     return Observer(
         parts.recipe.metrics,
         directory,
-        world.rank,
+        group.rank() if group else 0,
         parts.total_steps,
         progress,
         Throughput(

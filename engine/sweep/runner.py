@@ -68,7 +68,8 @@ def stop_requested(signals: SignalPipe) -> bool:
 
 
 def _run_point(sweep: Sweep, point: Point, loaded: Loaded, nproc: int, signals: SignalPipe) -> int:
-    word = ["federate", "run"] if loaded.recipe.federation else ["run"]
+    table = loaded.recipe.federation
+    word = ["federate", "run"] if table and not table.is_job else ["run"]
     command = [*word, str(sweep.recipe), *(f"--set={text}" for text in sweep.settings(point))]
     return launch(
         trainer_command(command),

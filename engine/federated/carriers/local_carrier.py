@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...core.local import local
+from ...launch.signals import StopFlag
 from ...train.average import reshard
 from ...train.parts import Parts, Position
 from ..client import Client, LocalResult, train_locally
@@ -18,6 +19,7 @@ from ..held_buffers import HeldBuffers
 from ..optimizer_policy import OptimizerPolicy
 from ..server.server import Arrival, Server
 from ..tables import Federation
+from .client_ranks import ClientRanks
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class LocalCarrier:
         server: the server.
         policy: what becomes of the clients' optimizer state.
         held: the buffers that do not travel.
+        ranks: the clients whose state this rank keeps.
         experts: gives clients their experts; None: each holds all.
     """
 
@@ -60,8 +63,10 @@ class LocalCarrier:
         server: Server,
         policy: OptimizerPolicy,
         held: HeldBuffers,
+        ranks: ClientRanks,
         experts: HeldExperts | None = None,
     ) -> None:
+        self._ranks = ranks
         self._table = table
         self._parts = parts
         self._clients = clients
@@ -70,8 +75,9 @@ class LocalCarrier:
         self._held = held
         self._experts = experts
         for client in clients:
-            held.begin(client)
-            held.end(client)
+            if ranks.owns(client.number):
+                held.begin(client)
+                held.end(client)
         self._stale = table.fragments if table.keeps_weights else None
         shared = {n: w for n, w in server.weights.items() if n not in server.masks.personal}
         self._bytes = count_bytes(parts, server, shared)
@@ -99,14 +105,8 @@ class LocalCarrier:
                 experts.begin(number)
                 absent = experts.not_held()
             received = self._count_received(client, position, absent)
-            self._server.broadcast()
-            self._policy.begin(client)
-            self._held.begin(client)
-            before_step = self._restore_weights(client, current, check)
-            result = train_locally(self._parts, client, position, before_step)
-            self._keep_weights(client)
+            result = self._train(client, position, check)
             if experts:
-                experts.after_step(self._server.model, self._server.weights)
                 tokens = experts.end()
             weight = self._weigh(result)
             arrival = self._server.receive(client, weight, tokens, absent)
@@ -126,6 +126,23 @@ class LocalCarrier:
                 client.weights.pop(name, None)
                 if name in client.error:
                     local(client.error[name]).zero_()
+
+    def wants_stop(self, stop: StopFlag) -> bool:
+        """Return whether a signal asks to end a round before its end, on any rank of a client."""
+        return stop.agree()
+
+    def _train(self, client: Client, position: Position, check: Callable[[], None]) -> LocalResult:
+        """Run a client's steps of a round; the model has its weights then."""
+        self._server.broadcast()
+        self._policy.begin(client)
+        self._held.begin(client)
+        current = position.step // self._parts.stride + 1
+        before_step = self._restore_weights(client, current, check)
+        result = train_locally(self._parts, client, position, before_step)
+        self._keep_weights(client)
+        if self._experts:
+            self._experts.after_step(self._server.model, self._server.weights)
+        return result
 
     @torch.no_grad()
     def _restore_weights(

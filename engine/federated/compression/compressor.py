@@ -46,12 +46,18 @@ class Compressor:
             return {}
         return {name: torch.zeros_like(weight) for name, weight in self._weights.items()}
 
-    def send(self, errors: dict[str, Tensor], gradient: Gradient) -> tuple[dict[str, Tensor], int]:
+    def send(
+        self,
+        errors: dict[str, Tensor],
+        gradient: Gradient,
+        payloads: dict[str, Tensor] | None = None,
+    ) -> tuple[dict[str, Tensor], int]:
         """Return what the server receives of a pseudo-gradient, and the bytes that travel.
 
         Args:
             errors: what the codec has lost of this client's pseudo-gradients so far; changed.
             gradient: this rank's shards.
+            payloads: gets the encoded tensors by name, uint8.
         """
         received, total = dict(gradient), 0
         for name, value in gradient.items():
@@ -66,10 +72,22 @@ class Compressor:
             arrived = self._codec.decode(data, whole.numel())
             received[name] = _own_part(weight, arrived.view(whole.shape))
             total += data.numel()
+            if payloads is not None:
+                payloads[name] = data
             if name in errors:
                 # A client whose weights were not finite once would never be merged again.
                 value.sub_(received[name]).nan_to_num_(0.0, 0.0, 0.0)
         return received, total
+
+    def receive(self, payloads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's shards of what another client's `send` has encoded."""
+        assert self._codec is not None, "without a codec there are no payloads"
+        received = {}
+        for name, data in payloads.items():
+            weight = self._weights[name]
+            arrived = self._codec.decode(data, weight.numel())
+            received[name] = _own_part(weight, arrived.view(weight.shape))
+        return received
 
     def send_back(self, merged: Gradient) -> tuple[dict[str, Tensor], int]:
         """Return what clients receive of the merged pseudo-gradient, and the bytes for each.

@@ -160,28 +160,61 @@ class Server:
             tokens: other weights, of the tensors of experts, by name.
             absent: names of the tensors that the client does not hold.
         """
+        arrival, gradient = self.collect(client, weight, absent=absent)
+        if client.number in self._late and not arrival.rejected:
+            arrival.is_late, client.late_weight = True, weight
+            for name, value in gradient.items():
+                client.late[name] = torch.empty_like(self.weights[name])
+                local(client.late[name]).copy_(value)
+        else:
+            self.admit(arrival, gradient, tokens or {})
+        return arrival
+
+    @torch.no_grad()
+    def collect(
+        self,
+        client: Client,
+        weight: float,
+        payloads: dict[str, Tensor] | None = None,
+        absent: Collection[str] = (),
+    ) -> tuple[Arrival, Gradient]:
+        """Return the update of the client whose weights the model has, without taking it.
+
+        Args:
+            client: the client.
+            weight: weight of the client in the mean.
+            payloads: gets what the compression has encoded, by weight.
+            absent: names of the tensors that the client does not hold.
+        """
         gradient: Gradient = {
             name: local(start) - local(self.model[name])
             for name, start in self.weights.items()
             if name in self.active and name not in absent
         }
-        gradient, sent = self.compressor.send(client.error, gradient)
+        gradient, sent = self.compressor.send(client.error, gradient, payloads)
         arrival = Arrival(client, weight, self._geometry.norm(gradient), sent)
-        self._arrivals.append(arrival)
         buffers = (gradient[name] for name in gradient.keys() - self.states.keys())
         if not isfinite(arrival.norm) or not all(each.isfinite().all() for each in buffers):
             arrival.rejected = "its update is not finite"
-        elif client.number in self._late:
-            self._arrivals.remove(arrival)
-            arrival.is_late, client.late_weight = True, weight
-            for name, value in gradient.items():
-                client.late[name] = torch.empty_like(self.weights[name])
-                local(client.late[name]).copy_(value)
-        elif self.holds_updates:
+        return arrival, gradient
+
+    @torch.no_grad()
+    def admit(
+        self, arrival: Arrival, gradient: Gradient, tokens: Mapping[str, float] | None = None
+    ) -> None:
+        """Take an update that was collected, here or by the ranks of its client."""
+        self._arrivals.append(arrival)
+        if arrival.rejected:
+            return
+        if self.holds_updates:
             arrival.gradient = gradient
         else:
-            self._add_to_mean(gradient, weight, tokens or {})
-        return arrival
+            self._add_to_mean(gradient, arrival.weight, tokens)
+
+    def admit_mean(self, arrivals: Iterable[Arrival], mean: Mapping[str, Tensor]) -> None:
+        """Take all updates of a round, whose weighted mean was computed elsewhere."""
+        self._arrivals.extend(arrivals)
+        self._mean = dict(mean)
 
     def receive_late(self, client: Client, factor: float) -> None:
         """Take the update that a client has computed in an earlier round.

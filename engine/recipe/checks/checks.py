@@ -86,7 +86,8 @@ def data_ranks(recipe: Recipe, world: int | None) -> int | None:
 
 def _run(recipe: Recipe) -> Iterator[Finding]:
     run = recipe.run
-    if run.steps is None and run.epochs is None and not recipe.federation:
+    has_rounds = recipe.federation and not recipe.federation.is_job
+    if run.steps is None and run.epochs is None and not has_rounds:
         yield ("run", "steps"), "is missing: how long to train", "give steps or epochs"
     if run.steps is not None and run.epochs is not None:
         yield (

@@ -15,12 +15,12 @@ def check_federation(recipe: Recipe) -> Iterator[Finding]:
     table = recipe.federation
     if table is None:
         return
-    yield from _check_counts(recipe)
+    yield from _check_job(recipe) if table.is_job else _check_counts(recipe)
     yield from _check_clients(recipe)
     yield from _check_fragments(recipe)
     yield from _check_layers(recipe)
     for key in ("steps", "epochs"):
-        if getattr(recipe.run, key) is not None:
+        if getattr(recipe.run, key) is not None and not table.is_job:
             message = "is given beside [federation], whose rounds say how long to train"
             yield ("run", key), message, "leave it out"
     unsupported = {
@@ -53,6 +53,16 @@ def check_federation(recipe: Recipe) -> Iterator[Finding]:
     if table.averages_states and recipe.optimizer.has_owned_state:
         message = f'a mean of the states of "{recipe.optimizer.name}" is no state'
         yield ("federation", "client_optimizer"), message, '"keep" or "reset" the states'
+    for key, is_given in {
+        "client_optimizer": table.averages_states,
+        "experts": table.experts.is_enabled,
+        "layers": any(layer.policy != "freeze" for layer in table.layers),
+        "states": bool(table.states),
+        "late": table.simulates_time,
+    }.items():
+        if is_given and table.carrier in ("torchrun", "job"):
+            message = f'is unsupported with carrier = "{table.carrier}"'
+            yield ("federation", key), message, 'use carrier = "local"'
     for index, source in enumerate(recipe.data.sources):
         if getattr(source, "streaming", False):
             where = ("data", "sources", index, "streaming")
@@ -66,11 +76,13 @@ def _check_counts(recipe: Recipe) -> Iterator[Finding]:
     for path, given, words in (
         ("clients", [table.clients, table.client or None], "clients or [[federation.client]]"),
         ("local_steps", [table.local_steps, table.local_tokens], "local_steps or local_tokens"),
+        ("rounds", [table.rounds], "how long to train"),
     ):
         count = sum(each is not None for each in given)
         if count != 1:
             message = "is missing" if count == 0 else "is given twice"
-            yield ("federation", path), f"{message}: {words}", "give one of the two"
+            hint = "" if len(given) == 1 else "give one of the two"
+            yield ("federation", path), f"{message}: {words}", hint
     size = table.clients_per_round
     if size is not None and size > table.num_clients > 0:
         message = f"clients_per_round ({size}) is more than the {table.num_clients} clients"
@@ -117,6 +129,37 @@ def _check_layers(recipe: Recipe) -> Iterator[Finding]:
         yield ("federation", "states" if states else "layers"), message, ""
     if any(layer.policy == "random" for layer in table.layers) and recipe.lora.rank:
         yield ("federation", "layers"), '"random" is unsupported with [lora]', ""
+
+
+def _check_job(recipe: Recipe) -> Iterator[Finding]:
+    """Yield what does not fit clients that are the replica groups of an ordinary run."""
+    table, steps, replicas = recipe.federation, recipe.run.steps, recipe.parallel.replicate
+    assert table is not None
+    given = {
+        "clients": table.clients,
+        "client": table.client,
+        "clients_per_round": table.clients_per_round,
+        "dropout": table.dropout,
+        "rounds": table.rounds,
+    }
+    for key, value in given.items():
+        if value:
+            message = 'is unsupported with carrier = "job"'
+            hint = "parallel.replicate is the number of clients, run.steps says how long to train"
+            yield ("federation", key), message, hint
+    if table.partition != "rows":
+        message = 'is unsupported with carrier = "job"'
+        yield ("federation", "partition"), message, "replica groups share the rows of a run"
+    if replicas < 2:
+        message = f'is {replicas}, but carrier = "job" makes its groups the clients'
+        yield ("parallel", "replicate"), message, "give the number of clients, 2 or more"
+    if table.local_steps is None or table.local_tokens is not None:
+        yield ("federation", "local_steps"), "is missing: steps between two exchanges", ""
+    elif steps is None:
+        yield ("run", "steps"), 'is missing: carrier = "job" counts steps', "give it, not epochs"
+    elif steps % table.local_steps:
+        message = f"({steps}) is no multiple of federation.local_steps ({table.local_steps})"
+        yield ("run", "steps"), message, f"such as {-(-steps // table.local_steps)} * local_steps"
 
 
 def _check_fragments(recipe: Recipe) -> Iterator[Finding]:
