@@ -138,10 +138,10 @@ def serve(updates, weights, name="fedavg", **keys):
     table = Federation(clients=len(updates), rounds=1, local_steps=1, server=build(name, **keys))
     geometry = Geometry(model, 1, torch.device("cpu"))
     server = Server(table, model, {}, geometry, Masks(table, list(model)))
-    for update, weight in zip(updates, weights, strict=True):
+    for number, (update, weight) in enumerate(zip(updates, weights, strict=True)):
         server.broadcast()
         model["w"].copy_(torch.from_numpy(update))
-        server.receive(SimpleNamespace(number=0, error={}), weight)
+        server.receive(SimpleNamespace(number=number, error={}), weight)
     server.step(1)
     return server.weights["w"].numpy()
 
