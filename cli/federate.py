@@ -48,6 +48,7 @@ def run(
 ) -> None:
     """Train in rounds; run the same command again to resume after a stop."""
     from ..engine.checkpoint.find import code_before_training
+    from ..engine.federated.carriers.configs import ranks_of_client
     from ..engine.launch.environment import find_world
     from ..engine.launch.signals import StopFlag
     from ..engine.recipe.saved import load_recipe_or_run
@@ -56,7 +57,7 @@ def run(
     require_no_job(world.launcher, nproc)
     ranks = nproc if nproc > 1 else world.world_size
     table = load_recipe_or_run(recipe, overrides or [], None, plugin or []).recipe.federation
-    own = table.ranks_of(ranks) if table else ranks
+    own = ranks_of_client(table, ranks) if table else ranks
     loaded = load_recipe_or_run(recipe, overrides or [], own, plugin or []).recipe
     stop = StopFlag()
     answer = partial(code_before_training, loaded.run.folder, loaded.run.resume)

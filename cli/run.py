@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,6 +21,10 @@ from .run_ranks import (
     split_keys,
 )
 from .table import echo
+
+if TYPE_CHECKING:
+    from ..engine.recipe.schema import Recipe
+    from ..engine.run.run_loop import RunLoop
 
 
 def run(
@@ -119,11 +123,6 @@ def run(
         faults.point("run.import", world.rank)
         from ..engine.run.run import run as run_recipe
 
-        loop, federation = None, loaded.recipe.federation
-        if federation and federation.is_job:
-            from ..engine.federated.federated_loop import FederatedLoop
-
-            loop = FederatedLoop(is_job=True)
         raise typer.Exit(
             run_recipe(
                 loaded.recipe,
@@ -131,9 +130,18 @@ def run(
                 allow_changed=allowed,
                 dry_run=dry_run,
                 stop=stop,
-                loop=loop,
+                loop=_choose_loop(loaded.recipe),
             )
         )
+
+
+def _choose_loop(recipe: Recipe) -> RunLoop | None:
+    """Return the loop of a federation whose clients are replica groups; None: the usual one."""
+    if not recipe.federation or not recipe.federation.is_job:
+        return None
+    from ..engine.federated.federated_loop import FederatedLoop
+
+    return FederatedLoop(is_job=True)
 
 
 def _warn(warnings: Sequence[str], rank: int) -> None:

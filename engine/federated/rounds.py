@@ -137,9 +137,12 @@ class Rounds:
         row |= {"pseudo_gradient_norm": self.server.merged_norm}
         if self.table.merge.name == "mean" and not timing:
             row |= log.estimate_noise(self.server.merged_norm)
-        row |= {"server_seconds": perf_counter() - merging}
         unit = parts.step.task.unit
-        row |= {"seconds": seconds, "step_seconds": seconds / parts.stride}
+        row |= {
+            "server_seconds": perf_counter() - merging,
+            "seconds": seconds,
+            "step_seconds": seconds / parts.stride,
+        }
         row |= {unit: position.count, f"{unit}_per_second": log.count / seconds}
         row["samples"] = parts.loader.turns.count_samples(position.batch)
         observer.on_row(row)

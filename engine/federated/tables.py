@@ -11,16 +11,15 @@ from ..core.config import (
     Component,
     Count,
     OneOf,
-    SplitName,
     Table,
 )
-from ..core.errors import Problem, RecipeError
 from ..core.registry import Named, Registry
 from ..core.text.expressions import match_names
 from .arrivals.tables import Late, Trace, dropouts
 from .experts.tables import ExpertSubsets
 from .layers.tables import PARAMETERS, Fragments, LayerPolicy, StateSchedule
 from .merge.tables import Admission
+from .partition.tables import FederationClient
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -162,18 +161,9 @@ carriers: Registry[CarrierConfig] = Registry(
     built_in={
         "local": "engine.federated.carriers.configs:Local",
         "torchrun": "engine.federated.carriers.configs:Torchrun",
-        "job": "engine.federated.carriers.configs:Job",
+        "job": "engine.federated.carriers.configs:JobCarrier",
     },
 )
-
-
-class FederationClient(Table):
-    """A client that differs from the others."""
-
-    name: SplitName
-    """what metrics and messages call it"""
-    sources: list[str] = []
-    """labels of the data.sources that it trains on; empty: its part by federation.partition"""
 
 
 class Federation(Table):
@@ -279,27 +269,6 @@ class Federation(Table):
     def sample_size(self) -> int:
         """The number of clients that are drawn for a round."""
         return self.clients_per_round or self.num_clients
-
-    def ranks_of(self, world: int) -> int:
-        """Return the number of ranks of one client's plan.
-
-        Args:
-            world: number of ranks of the job.
-
-        Raises:
-            RecipeError: the carrier needs a part of the ranks for each client, or is the one of
-                ordinary runs.
-        """
-        if self.is_job:
-            message = 'carrier = "job" makes the replica groups of an ordinary run the clients'
-            hint = "run it with `trainer run`"
-            raise RecipeError([Problem(message, key="federation.carrier", hint=hint)])
-        parts = carriers[self.carrier].model_validate({}).num_parts(self)
-        if world % parts:
-            message = f"{parts} clients of equally many ranks cannot share {world}"
-            hint = f"start a multiple of {parts} ranks: --nproc {-(-world // parts) * parts}"
-            raise RecipeError([Problem(message, key="federation.carrier", hint=hint)])
-        return world // parts
 
     def steps_of(self, data: Data) -> int:
         """Return a client's optimizer steps in a round.

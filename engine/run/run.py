@@ -160,11 +160,7 @@ class Session:
         found = find_start(recipe.run.resume, store, self.progress.warn)
         if found is not None:
             require_unchanged(found.manifest.recipe, recipe.model_dump(), allow_changed)
-        # Initial weights are drawn from these generators; a checkpoint restores its own later.
-        own = self.world.divide(self.loop.num_parts(recipe))
-        seed_everything(recipe.run.seed, own.rank)
-        if parts is None:
-            parts = assemble(self.loop.adapt(recipe), own, self.device, fresh=found is None)
+        parts = self._assemble(parts, fresh=found is None)
         self._print_notes(parts)
         position = Position()
         checkouts = find_checkouts() if self.world.rank == 0 else []
@@ -202,6 +198,13 @@ class Session:
             state.outcome = "finished"
             self.stop.finish()
         return ExitCode.DONE
+
+    def _assemble(self, parts: Assembled | None, *, fresh: bool) -> Assembled:
+        """Seed the generators, and return the parts of the run unless there are some."""
+        # Initial weights are drawn from these generators; a checkpoint restores its own later.
+        own = self.world.divide(self.loop.num_parts(self.recipe))
+        seed_everything(self.recipe.run.seed, own.rank)
+        return parts or assemble(self.loop.adapt(self.recipe), own, self.device, fresh=fresh)
 
     def _finish_ended_run(
         self, parts: Assembled, health: Health, found: IntactCheckpoint, group: ProcessGroup | None

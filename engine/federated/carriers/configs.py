@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from ..tables import CarrierConfig, Federation
+from ...core.errors import Problem, RecipeError
+from ..tables import CarrierConfig, Federation, carriers
 
 if TYPE_CHECKING:
     from .local_carrier import LocalCarrier
@@ -39,7 +40,30 @@ class Torchrun(CarrierConfig):
         return table.num_clients
 
 
-class Job(Torchrun):
+class JobCarrier(Torchrun):
     """The replica groups of an ordinary run are the clients: LocalSGD and DiLoCo in a cluster."""
 
     name: Literal["job"] = "job"  # type: ignore[assignment]  # the same carrier by another name
+
+
+def ranks_of_client(table: Federation, world: int) -> int:
+    """Return the number of ranks of one client's plan.
+
+    Args:
+        table: the recipe's `[federation]`.
+        world: number of ranks of the job.
+
+    Raises:
+        RecipeError: the carrier needs a part of the ranks for each client, or is the one of
+            ordinary runs.
+    """
+    if table.is_job:
+        message = 'carrier = "job" makes the replica groups of an ordinary run the clients'
+        hint = "run it with `trainer run`"
+        raise RecipeError([Problem(message, key="federation.carrier", hint=hint)])
+    parts = carriers[table.carrier].model_validate({}).num_parts(table)
+    if world % parts:
+        message = f"{parts} clients of equally many ranks cannot share {world}"
+        hint = f"start a multiple of {parts} ranks: --nproc {-(-world // parts) * parts}"
+        raise RecipeError([Problem(message, key="federation.carrier", hint=hint)])
+    return world // parts

@@ -17,7 +17,8 @@ from ..client import Client, LocalResult, train_locally
 from ..experts.subsets import HeldExperts
 from ..held_buffers import HeldBuffers
 from ..optimizer_policy import OptimizerPolicy
-from ..server.server import Arrival, Server
+from ..server.arrival import Arrival
+from ..server.server import Server
 from ..tables import Federation
 from .client_ranks import ClientRanks
 

@@ -17,7 +17,7 @@ from ...train.average import reshard
 from ...train.parts import Position
 from ..client import LocalResult
 from ..merge.geometry import Gradient
-from ..server.server import Arrival
+from ..server.arrival import Arrival
 from .exchange import average_in_order, gather_bytes, gather_shards, split_bytes
 from .local_carrier import ClientUpdate, LocalCarrier
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from math import isfinite
 
 import torch
@@ -16,31 +15,7 @@ from ..layers.masks import Masks
 from ..merge.admission import find_outliers
 from ..merge.geometry import Geometry, Gradient
 from ..tables import Federation
-
-
-@dataclass
-class Arrival:
-    """An update that has reached the server.
-
-    Attributes:
-        client: the client that sent it.
-        weight: weight in a mean.
-        norm: L2 norm of the pseudo-gradient as it arrived.
-        bytes_sent: payload of the weights and buffers.
-        rejected: why it is not merged; empty: it is.
-        is_late: whether a later round merges it.
-        cosines: with the other updates of the round, by the client's name.
-        gradient: the pseudo-gradient, where all of a round are merged together.
-    """
-
-    client: Client
-    weight: float
-    norm: float
-    bytes_sent: int
-    rejected: str = ""
-    is_late: bool = False
-    cosines: dict[str, float] = field(default_factory=dict)
-    gradient: Gradient | None = None
+from .arrival import Arrival
 
 
 class Server:
