@@ -160,9 +160,8 @@ class Session:
         found = find_start(recipe.run.resume, store, self.progress.warn)
         if found is not None:
             require_unchanged(found.manifest.recipe, recipe.model_dump(), allow_changed)
-        parts = self._assemble(parts, fresh=found is None)
+        parts, position = self._assemble(parts, fresh=found is None), Position()
         self._print_notes(parts)
-        position = Position()
         checkouts = find_checkouts() if self.world.rank == 0 else []
         identity = identify(parts, found, checkouts, recipe)
         recorder, health = self._watch(parts, identity.attempt)
@@ -200,8 +199,7 @@ class Session:
         return ExitCode.DONE
 
     def _assemble(self, parts: Assembled | None, *, fresh: bool) -> Assembled:
-        """Seed the generators, and return the parts of the run unless there are some."""
-        # Initial weights are drawn from these generators; a checkpoint restores its own later.
+        """Seed the generators, from which initial weights are drawn, and return the run's parts."""
         own = self.world.divide(self.loop.num_parts(self.recipe))
         seed_everything(self.recipe.run.seed, own.rank)
         return parts or assemble(self.loop.adapt(self.recipe), own, self.device, fresh=fresh)
