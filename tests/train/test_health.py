@@ -121,7 +121,7 @@ def burst():
     """Raise the learning rate to the hundredfold in step 14."""
     update, count = TrainStep.update, [0]
 
-    def bursting(self, lr_factor):
+    def bursting(self, lr_factor, is_bad=None):
         count[0] += 1
         update(self, lr_factor * (100 if count[0] == 14 else 1))
 
