@@ -18,7 +18,7 @@ from trainer.engine.recipe.schema import Recipe
 
 PLANS = {
     "shard": ({}, {}),
-    "soap": ({}, {"optimizer": {"name": "soap"}}),
+    "soap": ({}, {"optimizer": {"name": "soap", "basis_interval": 3}}),
     "pipeline": ({"pipeline": 2, "shard": 2}, {"optimizer": {"name": "normuon"}}),
     "experts": (
         {"expert": 2, "expert_tensor": 2, "tensor": 2},
@@ -80,6 +80,20 @@ def test_bytes_flops_and_state_are_those_of_real_ranks():
             expected = real[place * (4 // len(places))][name]
             assert (counts.flops["optimizer"] > 0) == sends
             assert counts == expected, name
+
+
+def test_the_flops_of_bases_are_divided_by_their_interval():
+    flops = {}
+    for interval in (1, 4):
+        keys = {"optimizer": {"name": "soap", "basis_interval": interval}}
+        recipe = Recipe.model_validate({**BASE, **keys})
+        (counts,) = count_ranks(recipe, 1, VOCAB, on_gpu=False)
+        flops[interval] = counts.flops["optimizer"]
+    block = [(32, 32), (16, 32), (16, 32), (32, 32), (64, 32), (64, 32), (32, 64)]
+    # The mean leaves the old bases for the new ones, of which each is a product and its QR.
+    moved = sum(4 * m * n * (m + n) for m, n in block)
+    made = sum((2 + 8 / 3) * (m**3 + n**3) for m, n in block)
+    assert flops[1] - flops[4] == pytest.approx(2 * (moved + made) * 3 / 4, rel=1e-4)
 
 
 def test_formulas_know_the_state_of_matrices_and_of_others():

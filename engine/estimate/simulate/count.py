@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +55,10 @@ def count_flops(
         flops = 2 * args[0].numel() * out.shape[-1]
     elif operation.name() == "trainer::write_wide_product":
         flops = 2 * args[1].numel() * args[2].shape[-1]
+    elif packet is torch.ops.aten.linalg_qr:
+        # Householder's method, and then Q (Golub and Van Loan, Matrix Computations, 5.2), of
+        # square matrices.
+        flops = 8 * args[0].numel() * args[0].shape[-1] // 3
     elif formula := flop_registry.get(_IN_PLACE.get(packet, packet)):
         flops = formula(*args, **kwargs, out_val=out)
     else:
@@ -154,9 +159,8 @@ def count_step(step: TrainStep, batches: Sequence[Batch], rank: int) -> StepCoun
     if not step.optimizer.state:
         # The first update makes the state, which may be other work than later steps.
         step.weight_update.apply(1.0)
-    with counter:
-        counter.matcher.in_update = True
-        step.update(1.0)
+    counter.matcher.in_update = True
+    count_updates(counter, step.optimizer, partial(step.update, 1.0))
     step.clear()
     parameters = list(step.parallel_model.model.parameters())
     if step.task.frozen and step.task.frozen.model is not step.parallel_model.model:
@@ -167,6 +171,26 @@ def count_step(step: TrainStep, batches: Sequence[Batch], rank: int) -> StepCoun
         optimizer=bytes_of_state(step.optimizer),
     )
     return counter.counts
+
+
+def count_updates(
+    counter: StepCounter, optimizer: torch.optim.Optimizer, run_step: Callable[[], None]
+) -> None:
+    """Count a step of an optimizer, and of the steps of its period the mean of the FLOPs.
+
+    Args:
+        counter: counts the step.
+        optimizer: has a `period`, if some steps compute more than others.
+        run_step: runs a step.
+    """
+    period, flops = getattr(optimizer, "period", 1), counter.counts.flops
+    with counter:
+        run_step()
+    rest = StepCounter(counter.matcher)
+    with rest:
+        for _ in range(period - 1):
+            run_step()
+    flops["optimizer"] = (flops["optimizer"] + rest.counts.flops["optimizer"]) // period
 
 
 def bytes_of_state(optimizer: torch.optim.Optimizer) -> int:

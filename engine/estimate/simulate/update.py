@@ -21,7 +21,7 @@ from ...parallel.placement import ShardPlacement
 from ...parallel.tables import Parallel
 from .build import CPU
 from .collectives import CollectiveMatcher
-from .count import StepCounter, StepCounts, bytes_of_state
+from .count import StepCounter, StepCounts, bytes_of_state, count_updates
 from .torch_internals import fake_process_group
 
 
@@ -81,8 +81,7 @@ def count_update(
                 groups = [{**group, "scores": _scores_of(placed)} for group in groups]
             optimizer = optimizer_config.build(groups, CPU)
             optimizer.step()  # it makes the state, which may be other work than later steps
-            with counter:
-                optimizer.step()
+            count_updates(counter, optimizer, optimizer.step)
             counter.counts.held["optimizer"] = bytes_of_state(optimizer)
     return counter.counts
 

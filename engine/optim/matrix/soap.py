@@ -26,6 +26,11 @@ class SOAPOptimizer(MatrixOptimizer):
     changes no weight, as in the code of the authors.
     """
 
+    @property
+    def period(self) -> int:
+        """The number of steps of which one updates the bases."""
+        return max(int(group.get("basis_interval", 1)) for group in self.param_groups)
+
     def select(self, group: Group) -> list[list[int]]:
         """Return the places of parameters that have had equally many gradients, list by list."""
         found = defaultdict[int, list[int]](list)
